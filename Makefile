@@ -1,0 +1,42 @@
+# The daily commands. Everything runs in .venv, which `make env` makes and keeps current.
+# Variables: PYTHON (the interpreter to make .venv from), ARGS (passed on to pytest or the demo).
+SHELL := bash
+BIN := .venv/bin
+NATIVE_SOURCES = $(shell find cuda tests -name '*.cc' -o -name '*.h')
+
+.PHONY: help env demo test lint format clean distclean
+.DEFAULT_GOAL := help
+
+help: ## list these targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+env: ## make or refresh .venv: a few minutes the first time, seconds after
+	@tools/env/bootstrap.sh
+
+demo: env ## run recipes/demo.py
+	@$(BIN)/python recipes/demo.py $(ARGS)
+
+# One test at a time: most of the time goes to tests that launch several ranks each, and two of
+# those at once on two cores make each other's deadlines fail. For the rest: ARGS="-n 2 tests/unit".
+test: lint ## run the linters, then all tests (GPU tests where there is a GPU)
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: env ## ruff, mypy, import-linter, clang-format
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+format: env ## let ruff and clang-format rewrite the sources
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(NATIVE_SOURCES)
+
+clean: ## remove what builds and tests left, but not .venv
+	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -f megatron_datastates/engine/_native*.so
+	find megatron_datastates recipes tests tools -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv too
+	rm -rf .venv

@@ -1,0 +1,218 @@
+// The Python face of the engine: parse, release the GIL, call. Nothing is decided here.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+
+#include "engine/crc32c.h"
+#include "engine/engine.h"
+#include "engine/reader.h"
+#include "os/aligned.h"
+#include "os/fork.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace datastates {
+namespace {
+
+using Words = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Flags = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+constexpr uint8_t kEagerFlag = 1;
+constexpr uint8_t kDeviceFlag = 2;
+
+void CheckLengths(size_t a, size_t b, size_t c, size_t d) {
+  if (a != b || a != c || a != d) throw nb::value_error("the arrays that describe runs differ in length");
+}
+
+Batch MakeBatch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, const Words& sources,
+                const Words& bytes, const Words& offsets, const Flags& flags) {
+  CheckLengths(sources.size(), bytes.size(), offsets.size(), flags.size());
+  std::vector<Run> runs(sources.size());
+  for (size_t i = 0; i < runs.size(); ++i) {
+    runs[i] = {sources(i), bytes(i), offsets(i), (flags(i) & kEagerFlag) != 0, (flags(i) & kDeviceFlag) != 0};
+  }
+  return Batch(begin, end, chunk_bytes, fenced, std::move(runs));
+}
+
+// What Python holds. In a forked child the engine's threads are gone: there it is leaked, never joined.
+class EngineHandle {
+ public:
+  explicit EngineHandle(const Engine::Options& options) : engine_(std::make_unique<Engine>(options)) {}
+  ~EngineHandle() {
+    if (InForkedChild()) {
+      static_cast<void>(engine_.release());
+    } else {
+      Close();
+    }
+  }
+
+  Engine& engine() {
+    if (InForkedChild()) throw nb::value_error("this engine belongs to the parent of this process");
+    if (!engine_) throw nb::value_error("this engine is closed");
+    return *engine_;
+  }
+  void Close() {
+    if (InForkedChild() || !engine_) return;
+    nb::gil_scoped_release release;
+    engine_.reset();
+  }
+
+ private:
+  std::unique_ptr<Engine> engine_;
+};
+
+nb::dict StatusDict(const SaveJob& job) {
+  const SaveJob::Status status = job.status();
+  nb::dict facts;
+  facts["failed"] = status.failed;
+  facts["error"] = status.error;
+  facts["error_code"] = status.error_code;
+  facts["cancelled"] = status.cancelled;
+  facts["direct"] = status.direct;
+  facts["bytes_planned"] = status.bytes_planned;
+  facts["bytes_copied"] = status.bytes_copied;
+  facts["bytes_written"] = status.bytes_written;
+  facts["reserved_at"] = status.reserved_at;
+  facts["staged_at"] = status.staged_at;
+  facts["copied_at"] = status.copied_at;
+  facts["written_at"] = status.written_at;
+  facts["durable_at"] = status.durable_at;
+  facts["waited_for_slots"] = status.waited_for_slots;
+  return facts;
+}
+
+void BindEngine(nb::module_& module) {
+  nb::class_<EngineHandle>(module, "Engine")
+      .def(
+          "__init__",
+          [](EngineHandle* self, size_t slot_bytes, size_t most_slots, int copy_threads, int write_threads,
+             bool direct, bool checksums, uint64_t copy_limit, uint64_t write_limit,
+             const std::string& driver, const std::string& faults) {
+            new (self) EngineHandle({slot_bytes, most_slots, copy_threads, write_threads, direct, checksums,
+                                     copy_limit, write_limit, driver, faults});
+          },
+          nb::kw_only(), "slot_bytes"_a, "most_slots"_a, "copy_threads"_a, "write_threads"_a, "direct"_a,
+          "checksums"_a, "copy_limit"_a, "write_limit"_a, "driver"_a, "faults"_a)
+      .def(
+          "start",
+          [](EngineHandle& self, const std::string& path, uint64_t reserve_bytes, uint64_t end,
+             const Words& sources, const Words& bytes, const Words& offsets, const Flags& flags,
+             uintptr_t stream) {
+            Engine& engine = self.engine();
+            Batch batch =
+                MakeBatch(0, end, engine.options().slot_bytes, true, sources, bytes, offsets, flags);
+            nb::gil_scoped_release release;
+            return engine.Start(path, reserve_bytes, std::move(batch), reinterpret_cast<CuStream>(stream));
+          },
+          nb::kw_only(), "path"_a, "reserve_bytes"_a, "end"_a, "sources"_a, "bytes"_a, "offsets"_a, "flags"_a,
+          "stream"_a)
+      .def(
+          "append",
+          [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, uint64_t begin, uint64_t end,
+             const Words& sources, const Words& bytes, const Words& offsets, const Flags& flags) {
+            Engine& engine = self.engine();
+            Batch batch =
+                MakeBatch(begin, end, engine.options().slot_bytes, false, sources, bytes, offsets, flags);
+            nb::gil_scoped_release release;
+            engine.Append(job, std::move(batch));
+          },
+          nb::kw_only(), "job"_a, "begin"_a, "end"_a, "sources"_a, "bytes"_a, "offsets"_a, "flags"_a)
+      .def(
+          "finish",
+          [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, nb::bytes footer, uint64_t offset) {
+            self.engine().Finish(job, std::string(footer.c_str(), footer.size()), offset);
+          },
+          nb::kw_only(), "job"_a, "footer"_a, "offset"_a)
+      .def(
+          "grow", [](EngineHandle& self, size_t slots) { self.engine().pool().Grow(slots); }, "slots"_a)
+      .def("slots", [](EngineHandle& self) { return self.engine().pool().slots(); })
+      .def("close", &EngineHandle::Close);
+}
+
+void BindJob(nb::module_& module) {
+  nb::enum_<Milestone>(module, "Milestone")
+      .value("EAGER", Milestone::kEager)
+      .value("STAGED", Milestone::kStaged)
+      .value("COPIED", Milestone::kCopied)
+      .value("WRITTEN", Milestone::kWritten)
+      .value("DURABLE", Milestone::kDurable)
+      .value("RELEASED", Milestone::kReleased);
+  nb::class_<SaveJob>(module, "SaveJob")
+      .def("wait", &SaveJob::Wait, "milestone"_a, "seconds"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("close_input", &SaveJob::CloseInput)
+      .def(
+          "hold_back",
+          [](SaveJob& self, uintptr_t stream, bool eager_only) {
+            self.HoldBack(reinterpret_cast<CuStream>(stream), eager_only);
+          },
+          "stream"_a, "eager_only"_a)
+      .def(
+          "fail", [](SaveJob& self, const std::string& reason) { self.Fail(Failure(reason, "", 0)); },
+          "reason"_a)
+      .def("cancel", &SaveJob::Cancel, "reason"_a)
+      .def("remove", &SaveJob::Remove, nb::call_guard<nb::gil_scoped_release>())
+      .def("status", &StatusDict)
+      .def("block_checksums", [](const SaveJob& self) {
+        const std::vector<uint32_t> blocks = self.BlockChecksums();
+        return nb::bytes(reinterpret_cast<const char*>(blocks.data()), blocks.size() * sizeof(uint32_t));
+      });
+}
+
+void BindReader(nb::module_& module) {
+  module.def(
+      "read_pieces",
+      [](const std::string& path, uint64_t data_bytes, const Words& offsets, const Words& bytes,
+         const Words& targets, nb::bytes checksums, bool direct, int threads, size_t buffer_bytes,
+         const std::string& faults) {
+        CheckLengths(offsets.size(), bytes.size(), targets.size(), targets.size());
+        std::vector<Piece> pieces(offsets.size());
+        for (size_t i = 0; i < pieces.size(); ++i) pieces[i] = {offsets(i), bytes(i), targets(i)};
+        std::vector<uint32_t> blocks(checksums.size() / sizeof(uint32_t));
+        std::memcpy(blocks.data(), checksums.c_str(), blocks.size() * sizeof(uint32_t));
+        ReadResult result;
+        {
+          nb::gil_scoped_release release;
+          result = ReadPieces(path, data_bytes, std::move(pieces), blocks,
+                              {direct, threads, buffer_bytes, faults});
+        }
+        return nb::make_tuple(result.bytes_read, result.bad_blocks, result.error);
+      },
+      nb::kw_only(), "path"_a, "data_bytes"_a, "offsets"_a, "bytes"_a, "targets"_a, "checksums"_a, "direct"_a,
+      "threads"_a, "buffer_bytes"_a, "faults"_a);
+}
+
+}  // namespace
+}  // namespace datastates
+
+NB_MODULE(_native, module) {
+  using namespace datastates;
+  nb::set_leak_warnings(false);  // a forked child leaks its parent's engine on purpose
+  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
+    try {
+      std::rethrow_exception(pointer);
+    } catch (const Failure& failure) {
+      // OSError(errno, text): code 0 means that the system was not to blame.
+      PyErr_SetObject(PyExc_OSError, nb::make_tuple(failure.code, failure.what()).ptr());
+    }
+  });
+  BindJob(module);
+  BindEngine(module);
+  BindReader(module);
+  module.def(
+      "crc32c", [](nb::bytes data, uint32_t crc) { return Crc32c(crc, data.c_str(), data.size()); }, "data"_a,
+      "crc"_a = 0);
+  module.def(
+      "crc32c_by_tables",
+      [](nb::bytes data, uint32_t crc) { return Crc32cByTables(crc, data.c_str(), data.size()); }, "data"_a,
+      "crc"_a = 0);
+  module.def("crc32c_combine", &Crc32cCombine, "a"_a, "b"_a, "bytes_of_b"_a);
+  module.attr("BLOCK_BYTES") = kBlockBytes;
+  module.attr("ALIGNMENT") = kAlignment;
+  module.attr("EAGER_FLAG") = kEagerFlag;
+  module.attr("DEVICE_FLAG") = kDeviceFlag;
+}

@@ -1,0 +1,38 @@
+// What every folder of the native core shares: the error type and the annotations. Nothing else.
+#pragma once
+
+#include <cerrno>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+// Names the mutex that protects a member. Clang checks nothing here; the reader does.
+#define GUARDED_BY(mutex)
+
+namespace datastates {
+
+// A failed call of the system, the driver or the disk. `code` is an errno where there is one, else 0.
+class Failure : public std::runtime_error {
+ public:
+  Failure(std::string operation, std::string object, int code, const std::string& detail = "")
+      : std::runtime_error(Describe(operation, object, code, detail)),
+        operation(std::move(operation)),
+        object(std::move(object)),
+        code(code) {}
+
+  std::string operation;
+  std::string object;
+  int code;
+
+ private:
+  static std::string Describe(const std::string& operation, const std::string& object, int code,
+                              const std::string& detail) {
+    std::string text = operation;
+    if (!object.empty()) text += " " + object;
+    if (!detail.empty()) text += ": " + detail;
+    if (code != 0) text += std::string(": ") + std::strerror(code) + " (errno " + std::to_string(code) + ")";
+    return text;
+  }
+};
+
+}  // namespace datastates

@@ -1,0 +1,57 @@
+// Copies from one device to host memory on a stream of our own, ordered behind the trainer's.
+#pragma once
+
+#include <memory>
+
+#include "device/driver.h"
+
+namespace datastates {
+
+// An event that is destroyed with its last user.
+class Event {
+ public:
+  explicit Event(std::shared_ptr<Driver> driver)
+      : driver_(std::move(driver)), event_(driver_->CreateEvent()) {}
+  ~Event() { driver_->DestroyEvent(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+  CuEvent get() const { return event_; }
+
+ private:
+  const std::shared_ptr<Driver> driver_;
+  const CuEvent event_;
+};
+
+// Thread-safe: the driver orders calls on one stream. Allocates no device memory, and never waits for
+// the device but in Wait, which worker threads call.
+class DeviceCopier {
+ public:
+  // Made on the trainer's thread, in its current context. Throws Failure.
+  explicit DeviceCopier(std::shared_ptr<Driver> driver);
+  ~DeviceCopier();
+  DeviceCopier(const DeviceCopier&) = delete;
+  DeviceCopier& operator=(const DeviceCopier&) = delete;
+
+  // Later copies run after everything that `trainer` has been given until now.
+  void StartAfter(CuStream trainer);
+  // `trainer` runs what it is given from now on after `event`.
+  void HoldBack(CuStream trainer, const Event& event) const { driver_->StreamWait(trainer, event.get()); }
+
+  // Once per worker thread and before any of the calls below.
+  void EnterThread() const;
+  void Copy(void* target, CuPointer source, size_t bytes) {
+    driver_->CopyToHost(target, source, bytes, stream_);
+  }
+  std::shared_ptr<Event> Record();
+  void Wait(const Event& event) const { driver_->Synchronize(event.get()); }
+
+  const std::shared_ptr<Driver>& driver() const { return driver_; }
+  CuContext context() const { return context_; }
+
+ private:
+  const std::shared_ptr<Driver> driver_;
+  const CuContext context_;
+  CuStream stream_;  // constant after construction
+};
+
+}  // namespace datastates

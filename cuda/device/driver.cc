@@ -1,0 +1,158 @@
+#include "device/driver.h"
+
+#include <dlfcn.h>
+
+namespace datastates {
+namespace {
+
+constexpr int kVersion = 12000;  // the CUDA version whose signatures are used below
+constexpr int kSuccess = 0;
+constexpr int kNotReady = 600;
+constexpr unsigned kStreamNonBlocking = 1;
+constexpr unsigned kEventBlockingSync = 1;
+constexpr unsigned kEventDisableTiming = 2;
+constexpr unsigned kHostRegisterPortable = 1;
+constexpr int kCaptureModeRelaxed = 2;
+
+using GetProcAddress = int (*)(const char*, void**, int, unsigned long long, void*);
+
+}  // namespace
+
+struct Driver::Table {
+  GetProcAddress lookup = nullptr;
+  int (*init)(unsigned);
+  int (*error_string)(int, const char**);
+  int (*context_get)(CuContext*);
+  int (*context_set)(CuContext);
+  int (*exchange_capture_mode)(int*);
+  int (*priority_range)(int*, int*);
+  int (*stream_create)(CuStream*, unsigned, int);
+  int (*stream_destroy)(CuStream);
+  int (*stream_wait)(CuStream, CuEvent, unsigned);
+  int (*event_create)(CuEvent*, unsigned);
+  int (*event_destroy)(CuEvent);
+  int (*event_record)(CuEvent, CuStream);
+  int (*event_query)(CuEvent);
+  int (*event_synchronize)(CuEvent);
+  int (*copy_to_host)(void*, CuPointer, size_t, CuStream);
+  int (*host_register)(void*, size_t, unsigned);
+  int (*host_unregister)(void*);
+
+  template <typename Function>
+  void Load(const char* name, Function** slot) {
+    void* found = nullptr;
+    if (lookup(name, &found, kVersion, 0, nullptr) != kSuccess || found == nullptr) {
+      throw Failure("look up", name, 0, "this CUDA driver is too old: 12.0 or newer is needed");
+    }
+    *slot = reinterpret_cast<Function*>(found);
+  }
+};
+
+std::shared_ptr<Driver> Driver::Open(const std::string& path) {
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (library == nullptr) {
+    throw Failure("open the CUDA driver", path, 0,
+                  std::string(dlerror()) + "; a tensor on a GPU cannot be saved without it");
+  }
+  auto table = std::make_unique<Table>();
+  table->lookup = reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
+  if (table->lookup == nullptr) {
+    throw Failure("open the CUDA driver", path, 0,
+                  "it has no cuGetProcAddress_v2: CUDA 12.0 or newer is needed");
+  }
+  table->Load("cuInit", &table->init);
+  table->Load("cuGetErrorString", &table->error_string);
+  table->Load("cuCtxGetCurrent", &table->context_get);
+  table->Load("cuCtxSetCurrent", &table->context_set);
+  table->Load("cuThreadExchangeStreamCaptureMode", &table->exchange_capture_mode);
+  table->Load("cuCtxGetStreamPriorityRange", &table->priority_range);
+  table->Load("cuStreamCreateWithPriority", &table->stream_create);
+  table->Load("cuStreamDestroy", &table->stream_destroy);
+  table->Load("cuStreamWaitEvent", &table->stream_wait);
+  table->Load("cuEventCreate", &table->event_create);
+  table->Load("cuEventDestroy", &table->event_destroy);
+  table->Load("cuEventRecord", &table->event_record);
+  table->Load("cuEventQuery", &table->event_query);
+  table->Load("cuEventSynchronize", &table->event_synchronize);
+  table->Load("cuMemcpyDtoHAsync", &table->copy_to_host);
+  table->Load("cuMemHostRegister", &table->host_register);
+  table->Load("cuMemHostUnregister", &table->host_unregister);
+  std::shared_ptr<Driver> driver(new Driver(std::move(table)));
+  driver->Check(driver->table_->init(0), "cuInit");
+  return driver;
+}
+
+Driver::Driver(std::unique_ptr<Table> table) : table_(std::move(table)) {}
+
+void Driver::Check(int result, const char* call) const {
+  if (result == kSuccess) return;
+  const char* text = nullptr;
+  table_->error_string(result, &text);
+  throw Failure(call, "", 0,
+                std::string(text ? text : "unknown error") + " (CUDA error " + std::to_string(result) + ")");
+}
+
+CuContext Driver::CurrentContext() const {
+  CuContext context = nullptr;
+  Check(table_->context_get(&context), "cuCtxGetCurrent");
+  if (context == nullptr) {
+    throw Failure("cuCtxGetCurrent", "", 0,
+                  "this thread has no CUDA context: save from the thread that trains");
+  }
+  return context;
+}
+
+void Driver::SetContext(CuContext context) const { Check(table_->context_set(context), "cuCtxSetCurrent"); }
+
+void Driver::RelaxCapture() const {
+  int mode = kCaptureModeRelaxed;
+  Check(table_->exchange_capture_mode(&mode), "cuThreadExchangeStreamCaptureMode");
+}
+
+CuStream Driver::CreateLowPriorityStream() const {
+  int least = 0, greatest = 0;
+  Check(table_->priority_range(&least, &greatest), "cuCtxGetStreamPriorityRange");
+  CuStream stream = nullptr;
+  Check(table_->stream_create(&stream, kStreamNonBlocking, least), "cuStreamCreateWithPriority");
+  return stream;
+}
+
+CuEvent Driver::CreateEvent() const {
+  CuEvent event = nullptr;
+  Check(table_->event_create(&event, kEventBlockingSync | kEventDisableTiming), "cuEventCreate");
+  return event;
+}
+
+void Driver::DestroyStream(CuStream stream) const noexcept { table_->stream_destroy(stream); }
+void Driver::DestroyEvent(CuEvent event) const noexcept { table_->event_destroy(event); }
+
+void Driver::Record(CuEvent event, CuStream stream) const {
+  Check(table_->event_record(event, stream), "cuEventRecord");
+}
+
+void Driver::StreamWait(CuStream stream, CuEvent event) const {
+  Check(table_->stream_wait(stream, event, 0), "cuStreamWaitEvent");
+}
+
+void Driver::Synchronize(CuEvent event) const {
+  Check(table_->event_synchronize(event), "cuEventSynchronize");
+}
+
+bool Driver::Done(CuEvent event) const {
+  const int result = table_->event_query(event);
+  if (result == kNotReady) return false;
+  Check(result, "cuEventQuery");
+  return true;
+}
+
+void Driver::CopyToHost(void* target, CuPointer source, size_t bytes, CuStream stream) const {
+  Check(table_->copy_to_host(target, source, bytes, stream), "cuMemcpyDtoHAsync");
+}
+
+void Driver::RegisterHost(void* memory, size_t bytes) const {
+  Check(table_->host_register(memory, bytes, kHostRegisterPortable), "cuMemHostRegister");
+}
+
+void Driver::UnregisterHost(void* memory) const noexcept { table_->host_unregister(memory); }
+
+}  // namespace datastates

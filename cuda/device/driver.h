@@ -1,0 +1,52 @@
+// The CUDA driver, opened at run time: one build of this library runs with and without a GPU.
+//
+// Every function is asked for with the signature of one named CUDA version (cuGetProcAddress), because
+// the newest signatures differ between 12.8 and 13.0. Only what saving needs is here. Constants are
+// those of cuda.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "common.h"
+
+namespace datastates {
+
+using CuContext = void*;
+using CuStream = void*;
+using CuEvent = void*;
+using CuPointer = unsigned long long;
+
+class Driver {
+ public:
+  // Opens the library `path` (a test may name a fake one). Throws Failure with what to do about it.
+  static std::shared_ptr<Driver> Open(const std::string& path);
+
+  CuContext CurrentContext() const;
+  void SetContext(CuContext context) const;
+  // Lets this thread call the driver while another thread captures a CUDA graph.
+  void RelaxCapture() const;
+
+  CuStream CreateLowPriorityStream() const;
+  CuEvent CreateEvent() const;
+  void DestroyStream(CuStream stream) const noexcept;
+  void DestroyEvent(CuEvent event) const noexcept;
+  void Record(CuEvent event, CuStream stream) const;
+  void StreamWait(CuStream stream, CuEvent event) const;
+  void Synchronize(CuEvent event) const;  // sleeps, does not spin
+  bool Done(CuEvent event) const;
+  void CopyToHost(void* target, CuPointer source, size_t bytes, CuStream stream) const;
+  void RegisterHost(void* memory, size_t bytes) const;
+  void UnregisterHost(void* memory) const noexcept;
+
+ private:
+  struct Table;
+  explicit Driver(std::unique_ptr<Table> table);
+  void Check(int result, const char* call) const;
+
+  std::shared_ptr<Table> table_;  // constant after construction; the library is never closed
+};
+
+}  // namespace datastates

@@ -1,0 +1,63 @@
+#include "engine/batch.h"
+
+#include <algorithm>
+#include <string>
+
+#include "os/aligned.h"
+
+namespace datastates {
+namespace {
+
+void CheckOrder(const std::vector<Run>& runs, uint64_t begin, uint64_t end) {
+  uint64_t at = begin;
+  for (const Run& run : runs) {
+    if (run.offset < at || run.bytes > end || run.offset > end - run.bytes) {
+      throw Failure("plan copies", "", 0,
+                    "run of " + std::to_string(run.bytes) + " bytes at offset " + std::to_string(run.offset) +
+                        " overlaps its predecessor or leaves [" + std::to_string(begin) + ", " +
+                        std::to_string(end) + ")");
+    }
+    at = run.offset + run.bytes;
+  }
+}
+
+std::vector<Run> Coalesce(std::vector<Run> runs) {
+  size_t kept = 0;
+  for (const Run& run : runs) {
+    if (run.bytes == 0) continue;
+    if (kept > 0) {
+      Run& last = runs[kept - 1];
+      if (last.source + last.bytes == run.source && last.offset + last.bytes == run.offset &&
+          last.eager == run.eager && last.device == run.device) {
+        last.bytes += run.bytes;
+        continue;
+      }
+    }
+    runs[kept++] = run;
+  }
+  runs.resize(kept);
+  return runs;
+}
+
+}  // namespace
+
+Batch::Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, std::vector<Run> runs)
+    : fenced_(fenced) {
+  if (begin % kAlignment != 0 || end % kAlignment != 0 || begin > end) {
+    throw Failure("plan copies", "", 0,
+                  "a batch begins and ends at multiples of " + std::to_string(kAlignment));
+  }
+  CheckOrder(runs, begin, end);
+  runs_ = Coalesce(std::move(runs));
+  size_t run = 0;
+  for (uint64_t at = begin; at < end; at += chunk_bytes) {
+    Chunk chunk{at, std::min(chunk_bytes, end - at), run, false};
+    const uint64_t chunk_end = chunk.offset + chunk.bytes;
+    for (size_t i = run; i < runs_.size() && runs_[i].offset < chunk_end; ++i) chunk.eager |= runs_[i].eager;
+    // The next chunk begins with the first run that reaches beyond this one.
+    while (run < runs_.size() && runs_[run].offset + runs_[run].bytes <= chunk_end) ++run;
+    chunks_.push_back(chunk);
+  }
+}
+
+}  // namespace datastates

@@ -1,0 +1,66 @@
+// What to copy where: the plan of one contiguous stretch of a data file, cut into slot-sized chunks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "common.h"
+
+namespace datastates {
+
+// `bytes` at `source` become the file's bytes at `offset`.
+struct Run {
+  uint64_t source;
+  uint64_t bytes;
+  uint64_t offset;
+  bool eager;   // must be staged before the trainer goes on at all
+  bool device;  // `source` is device memory
+};
+
+class Batch {
+ public:
+  // `runs` are ordered by offset, do not overlap and lie in [begin, end); `begin` and `end` are
+  // multiples of kAlignment. Neighbours in memory and in the file become one run. Throws Failure.
+  // `fenced`: the sources may change at the next fence, so the fence waits for this batch.
+  Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, std::vector<Run> runs);
+
+  struct Chunk {
+    uint64_t offset;   // in the file
+    uint64_t bytes;    // a multiple of kAlignment
+    size_t first_run;  // the first run with bytes in this chunk
+    bool eager;        // holds bytes of an eager run
+  };
+
+  const std::vector<Chunk>& chunks() const { return chunks_; }
+  const std::vector<Run>& runs() const { return runs_; }
+  bool fenced() const { return fenced_; }
+
+  // Calls copy(target, run, source, bytes) for every piece of a run in the chunk, and zeroes the gaps
+  // between them. `target` is the chunk's slot.
+  template <typename Copy>
+  void Fill(const Chunk& chunk, uint8_t* target, Copy copy) const;
+
+ private:
+  std::vector<Run> runs_;      // constant after construction
+  std::vector<Chunk> chunks_;  // constant after construction
+  const bool fenced_;
+};
+
+template <typename Copy>
+void Batch::Fill(const Chunk& chunk, uint8_t* target, Copy copy) const {
+  uint64_t at = chunk.offset;
+  const uint64_t end = chunk.offset + chunk.bytes;
+  for (size_t i = chunk.first_run; i < runs_.size() && runs_[i].offset < end; ++i) {
+    const Run& run = runs_[i];
+    const uint64_t from = run.offset > chunk.offset ? run.offset : chunk.offset;
+    const uint64_t to = run.offset + run.bytes < end ? run.offset + run.bytes : end;
+    if (from >= to) continue;
+    if (from > at) std::memset(target + (at - chunk.offset), 0, from - at);
+    copy(target + (from - chunk.offset), run, run.source + (from - run.offset), to - from);
+    at = to;
+  }
+  if (at < end) std::memset(target + (at - chunk.offset), 0, end - at);
+}
+
+}  // namespace datastates

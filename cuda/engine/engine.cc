@@ -1,0 +1,302 @@
+#include "engine/engine.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "os/aligned.h"
+#include "os/fork.h"
+
+namespace datastates {
+namespace {
+
+// Aligned copy of the footer; it has memory of its own, so sealing never waits for a slot.
+class AlignedCopy {
+ public:
+  explicit AlignedCopy(const std::string& bytes) : mapping_(std::max<size_t>(bytes.size(), 1)) {
+    std::memcpy(mapping_.data(), bytes.data(), bytes.size());
+  }
+  const uint8_t* data() const { return mapping_.data(); }
+
+ private:
+  PrivateMapping mapping_;
+};
+
+}  // namespace
+
+Engine::Engine(const Options& options)
+    : options_(options),
+      faults_(options.faults),
+      copy_rate_(options.copy_bytes_per_second),
+      write_rate_(options.write_bytes_per_second) {
+  if (options.slot_bytes == 0 || options.slot_bytes % kAlignment != 0 || options.most_slots == 0 ||
+      options.copy_threads < 1 || options.write_threads < 1) {
+    throw Failure("start engine", "", 0,
+                  "slot size must be a multiple of 4096, slots and threads at least 1");
+  }
+  pool_ = std::make_unique<SlotPool>(options.slot_bytes, options.most_slots);
+  for (int i = 0; i < options.copy_threads; ++i) stagers_.emplace_back(&Engine::StageLoop, this);
+  for (int i = 0; i < options.write_threads; ++i) writers_.emplace_back(&Engine::WriteLoop, this);
+}
+
+Engine::~Engine() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& weak : jobs_) {
+      if (auto job = weak.lock()) job->Cancel("the engine was closed");
+    }
+    stop_staging_ = true;
+  }
+  stage_wake_.notify_all();
+  // Stagers first: what they have filled must still find a writer that returns its slot.
+  for (std::thread& thread : stagers_) thread.join();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_writing_ = true;
+  }
+  write_wake_.notify_all();
+  for (std::thread& thread : writers_) thread.join();
+}
+
+std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream trainer) {
+  const bool device =
+      std::any_of(batch.runs().begin(), batch.runs().end(), [](const Run& run) { return run.device; });
+  if (!device) return nullptr;
+  if (!copier_) {
+    copier_ = std::make_shared<DeviceCopier>(Driver::Open(options_.driver));
+    pool_->Register(copier_->driver(), copier_->context());
+  } else if (copier_->driver()->CurrentContext() != copier_->context()) {
+    throw Failure("start save", "", 0,
+                  "the device changed since the first save: one device per process is supported");
+  }
+  copier_->StartAfter(trainer);
+  return copier_;
+}
+
+std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve_bytes, Batch batch,
+                                       CuStream trainer) {
+  auto copier = CopierFor(batch, trainer);
+  auto job = std::make_shared<SaveJob>(path, options_.direct, options_.checksums, std::move(copier));
+  pool_->Grow(std::max<size_t>(1, reserve_bytes / options_.slot_bytes + 1));
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    jobs_.erase(std::remove_if(jobs_.begin(), jobs_.end(), [](const auto& weak) { return weak.expired(); }),
+                jobs_.end());
+    jobs_.push_back(job);
+  }
+  Stretch stretch{job, std::make_shared<const Batch>(std::move(batch))};
+  stretch.opens = true;
+  stretch.reserve_bytes = reserve_bytes;
+  Queue(std::move(stretch));
+  return job;
+}
+
+void Engine::Append(const std::shared_ptr<SaveJob>& job, Batch batch) {
+  Queue(Stretch{job, std::make_shared<const Batch>(std::move(batch))});
+}
+
+void Engine::Queue(Stretch stretch) {
+  stretch.job->Plan(*stretch.batch);
+  if (stretch.batch->chunks().empty() && !stretch.opens) return;
+  stretch.job->Begin();  // the stretch itself, until its last chunk is taken
+  std::lock_guard<std::mutex> lock(mutex_);
+  stretches_.push_back(std::move(stretch));
+  stage_wake_.notify_all();
+}
+
+void Engine::Finish(const std::shared_ptr<SaveJob>& job, std::string footer, uint64_t offset) {
+  job->Begin();
+  std::lock_guard<std::mutex> lock(mutex_);
+  footers_.push_back({job, std::move(footer), offset});
+  write_wake_.notify_all();
+}
+
+// Takes the next chunk in the order of the queue, or the opening of a file. A stretch whose file is
+// being opened is passed over with everything of its job behind it, so that no chunk comes before it.
+bool Engine::TakeChunk(Stretch* taken, bool* open) {
+  std::vector<const SaveJob*> blocked;
+  for (auto at = stretches_.begin(); at != stretches_.end(); ++at) {
+    if (std::find(blocked.begin(), blocked.end(), at->job.get()) != blocked.end()) continue;
+    if (at->opening) {
+      blocked.push_back(at->job.get());
+      continue;
+    }
+    *open = at->opens;
+    if (at->opens) at->opening = true;
+    *taken = *at;
+    if (!at->opens && ++at->next >= at->batch->chunks().size()) {
+      at->job->Done();
+      stretches_.erase(at);
+    }
+    return true;
+  }
+  return false;
+}
+
+void Engine::StageLoop() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    Stretch taken;
+    bool open = false;
+    if (!TakeChunk(&taken, &open)) {
+      if (stop_staging_) return;
+      stage_wake_.wait(lock);
+      continue;
+    }
+    lock.unlock();
+    if (open) {
+      OpenFile(taken);
+    } else {
+      Stage(taken);
+    }
+    taken = Stretch();
+    lock.lock();
+  }
+}
+
+void Engine::OpenFile(const Stretch& stretch) {
+  try {
+    if (!stretch.job->failed()) stretch.job->Open(stretch.reserve_bytes, &faults_);
+  } catch (const Failure& failure) {
+    stretch.job->Fail(failure);
+  } catch (const std::exception& error) {
+    stretch.job->Fail(Failure("open", "", 0, error.what()));
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto at = stretches_.begin(); at != stretches_.end(); ++at) {
+    if (at->batch != stretch.batch) continue;
+    at->opens = at->opening = false;
+    if (at->batch->chunks().empty()) {
+      at->job->Done();
+      stretches_.erase(at);
+    }
+    break;
+  }
+  stage_wake_.notify_all();
+}
+
+void Engine::EnterDevice(const SaveJob& job) {
+  thread_local const DeviceCopier* entered = nullptr;
+  if (!job.copier() || entered == job.copier().get()) return;
+  job.copier()->EnterThread();
+  entered = job.copier().get();
+}
+
+void Engine::FillSlot(const Stretch& stretch, const Batch::Chunk& chunk, uint8_t* target, bool* device) {
+  stretch.batch->Fill(chunk, target, [&](uint8_t* to, const Run& run, uint64_t source, uint64_t bytes) {
+    if (run.device) {
+      stretch.job->copier()->Copy(to, source, bytes);
+      *device = true;
+    } else {
+      std::memcpy(to, reinterpret_cast<const void*>(source), bytes);
+    }
+  });
+}
+
+void Engine::Stage(const Stretch& stretch) {
+  SaveJob& job = *stretch.job;
+  const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
+  Slot slot;
+  bool device = false;
+  try {
+    slot = SlotFor(job, chunk);
+    if (slot) {
+      EnterDevice(job);
+      FillSlot(stretch, chunk, slot.data(), &device);
+      std::shared_ptr<Event> event;
+      job.Staged(*stretch.batch, chunk, device ? &event : nullptr);
+      if (!device) job.Copied(*stretch.batch, chunk);
+      std::lock_guard<std::mutex> lock(mutex_);
+      filled_.push_back({stretch.job, stretch.batch, stretch.next, std::move(slot), std::move(event)});
+      write_wake_.notify_one();
+      return;
+    }
+  } catch (const Failure& failure) {
+    job.Fail(failure);
+  } catch (const std::exception& error) {
+    job.Fail(Failure("stage", "", 0, error.what()));
+  }
+  if (device) AwaitDevice(job);
+  slot.Return();
+  job.Done();
+}
+
+Slot Engine::SlotFor(SaveJob& job, const Batch::Chunk& chunk) {
+  const auto give_up = [&job] { return job.failed(); };
+  copy_rate_.Spend(chunk.bytes, give_up);
+  if (job.failed()) return Slot();
+  const auto before = std::chrono::steady_clock::now();
+  Slot slot = pool_->Acquire(give_up);
+  job.SlotWait(std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count());
+  return slot;
+}
+
+// After an error in mid-chunk: copies already enqueued may still write to the slot.
+void Engine::AwaitDevice(const SaveJob& job) {
+  try {
+    job.copier()->Wait(*job.copier()->Record());
+  } catch (const Failure&) {
+    // The context is gone, and with it every copy. The first error has been kept.
+  }
+}
+
+void Engine::WriteLoop() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (true) {
+    if (!filled_.empty()) {
+      FilledChunk chunk = std::move(filled_.front());
+      filled_.pop_front();
+      lock.unlock();
+      Write(std::move(chunk));
+      lock.lock();
+    } else if (!footers_.empty()) {
+      Footer footer = std::move(footers_.front());
+      footers_.pop_front();
+      lock.unlock();
+      WriteFooter(footer);
+      footer = Footer();
+      lock.lock();
+    } else if (stop_writing_) {
+      return;
+    } else {
+      write_wake_.wait(lock);
+    }
+  }
+}
+
+void Engine::Write(FilledChunk filled) {
+  SaveJob& job = *filled.job;
+  const Batch::Chunk& chunk = filled.batch->chunks()[filled.chunk];
+  try {
+    EnterDevice(job);
+    if (filled.event) {
+      // Also when the job failed: the device must be done with the slot before anybody else gets it.
+      job.copier()->Wait(*filled.event);
+      job.Copied(*filled.batch, chunk);
+    }
+    write_rate_.Spend(chunk.bytes, [&job] { return job.failed(); });
+    if (!job.failed()) job.Written(chunk, filled.slot.data());
+  } catch (const Failure& failure) {
+    job.Fail(failure);
+  } catch (const std::exception& error) {
+    job.Fail(Failure("write", "", 0, error.what()));
+  }
+  filled.slot.Return();
+  filled.event.reset();
+  job.Done();
+}
+
+void Engine::WriteFooter(const Footer& footer) {
+  try {
+    if (!footer.job->failed()) {
+      const AlignedCopy copy(footer.bytes);
+      footer.job->WriteFooter(copy.data(), footer.bytes.size(), footer.offset);
+    }
+  } catch (const Failure& failure) {
+    footer.job->Fail(failure);
+  } catch (const std::exception& error) {
+    footer.job->Fail(Failure("write footer", "", 0, error.what()));
+  }
+  footer.job->Done();
+}
+
+}  // namespace datastates

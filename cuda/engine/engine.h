@@ -1,0 +1,107 @@
+// The threads that stage and write. Staging threads fill slots in the order of the file, writing
+// threads drain them; the two meet in a queue, so a full pool holds staging back and nothing else.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/rate.h"
+#include "engine/save_job.h"
+#include "staging/pool.h"
+
+namespace datastates {
+
+class Engine {
+ public:
+  struct Options {
+    size_t slot_bytes = size_t{4} << 20;
+    size_t most_slots = 64;
+    int copy_threads = 2;
+    int write_threads = 2;
+    bool direct = true;
+    bool checksums = true;
+    uint64_t copy_bytes_per_second = 0;   // 0: no limit
+    uint64_t write_bytes_per_second = 0;  // 0: no limit
+    std::string driver = "libcuda.so.1";
+    std::string faults;
+  };
+
+  // Starts the threads. Throws Failure for options that make no sense.
+  explicit Engine(const Options& options);
+  // Cancels what is not finished and joins every thread.
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  // Begins a data file at `path` with `batch`; `reserve_bytes` are claimed before the first copy.
+  // Returns at once. Device runs need `trainer`, the stream that last wrote their sources; the calling
+  // thread's CUDA context is used. Throws Failure only for wrong arguments and a missing driver.
+  std::shared_ptr<SaveJob> Start(const std::string& path, uint64_t reserve_bytes, Batch batch,
+                                 CuStream trainer);
+  // More bytes for a file that was begun; their sources stay valid until kReleased.
+  void Append(const std::shared_ptr<SaveJob>& job, Batch batch);
+  // Writes the footer and makes the file durable, behind everything else of the job (kDurable).
+  void Finish(const std::shared_ptr<SaveJob>& job, std::string footer, uint64_t offset);
+
+  SlotPool& pool() { return *pool_; }
+  const Options& options() const { return options_; }
+
+ private:
+  // The chunks of one batch, handed out one by one.
+  struct Stretch {
+    std::shared_ptr<SaveJob> job;
+    std::shared_ptr<const Batch> batch;
+    size_t next = 0;
+    uint64_t reserve_bytes = 0;
+    bool opens = false;    // the file is opened before this stretch's first chunk
+    bool opening = false;  // a thread is at it; the others take the next stretch
+  };
+  struct FilledChunk {
+    std::shared_ptr<SaveJob> job;
+    std::shared_ptr<const Batch> batch;
+    size_t chunk;
+    Slot slot;
+    std::shared_ptr<Event> event;  // set if the device still writes to the slot
+  };
+  struct Footer {
+    std::shared_ptr<SaveJob> job;
+    std::string bytes;
+    uint64_t offset;
+  };
+
+  void Queue(Stretch stretch);
+  void StageLoop();
+  void WriteLoop();
+  bool TakeChunk(Stretch* taken, bool* open);  // under mutex_
+  void OpenFile(const Stretch& stretch);
+  void Stage(const Stretch& stretch);
+  void FillSlot(const Stretch& stretch, const Batch::Chunk& chunk, uint8_t* target, bool* device);
+  Slot SlotFor(SaveJob& job, const Batch::Chunk& chunk);
+  void AwaitDevice(const SaveJob& job);
+  void Write(FilledChunk chunk);
+  void WriteFooter(const Footer& footer);
+  std::shared_ptr<DeviceCopier> CopierFor(const Batch& batch, CuStream trainer);
+  void EnterDevice(const SaveJob& job);
+
+  const Options options_;
+  Faults faults_;
+  RateLimit copy_rate_, write_rate_;
+  std::unique_ptr<SlotPool> pool_;
+  std::shared_ptr<DeviceCopier> copier_;  // made and used on the trainer's thread
+
+  std::mutex mutex_;
+  std::condition_variable stage_wake_, write_wake_;
+  std::deque<Stretch> stretches_ GUARDED_BY(mutex_);
+  std::deque<FilledChunk> filled_ GUARDED_BY(mutex_);
+  std::deque<Footer> footers_ GUARDED_BY(mutex_);
+  std::vector<std::weak_ptr<SaveJob>> jobs_ GUARDED_BY(mutex_);
+  bool stop_staging_ GUARDED_BY(mutex_) = false;
+  bool stop_writing_ GUARDED_BY(mutex_) = false;
+  std::vector<std::thread> stagers_, writers_;  // constant after construction
+};
+
+}  // namespace datastates

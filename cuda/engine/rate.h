@@ -1,0 +1,28 @@
+// A limit on bytes per second, shared by threads.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+
+#include "common.h"
+
+namespace datastates {
+
+class RateLimit {
+ public:
+  // `bytes_per_second` 0 means no limit.
+  explicit RateLimit(uint64_t bytes_per_second) : bytes_per_second_(bytes_per_second) {}
+
+  // Waits until `bytes` more fit under the limit, or `give_up` says so (asked at least every 20 ms).
+  void Spend(uint64_t bytes, const std::function<bool()>& give_up);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  const uint64_t bytes_per_second_;
+  std::mutex mutex_;
+  Clock::time_point next_ GUARDED_BY(mutex_) = Clock::now();
+};
+
+}  // namespace datastates

@@ -1,0 +1,211 @@
+#include "engine/save_job.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "engine/crc32c.h"
+#include "os/aligned.h"
+
+namespace datastates {
+
+SaveJob::SaveJob(std::string path, bool direct, bool checksums, std::shared_ptr<DeviceCopier> copier)
+    : path_(std::move(path)), direct_(direct), checksums_(checksums), copier_(std::move(copier)) {}
+
+bool SaveJob::Reached(Milestone milestone) const {
+  if (milestone == Milestone::kReleased) return tasks_ == 0;
+  if (failure_) return true;
+  switch (milestone) {
+    case Milestone::kEager:
+      return eager_left_ == 0;
+    case Milestone::kStaged:
+      return staged_left_ == 0;
+    case Milestone::kCopied:
+      return copied_left_ == 0;
+    case Milestone::kWritten:
+      return input_closed_ && written_left_ == 0;
+    default:
+      return durable_;
+  }
+}
+
+bool SaveJob::Wait(Milestone milestone, double seconds) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  const auto deadline =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  return changed_.wait_until(lock, deadline, [&] { return Reached(milestone); });
+}
+
+void SaveJob::Fail(const Failure& failure) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (durable_) return;  // too late to harm it
+  if (!failure_) failure_ = failure;
+  changed_.notify_all();
+}
+
+void SaveJob::Cancel(const std::string& reason) {
+  Fail(Failure("cancelled", "", 0, reason));
+  std::lock_guard<std::mutex> lock(mutex_);
+  status_.cancelled = true;
+}
+
+bool SaveJob::failed() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return failure_.has_value();
+}
+
+SaveJob::Status SaveJob::status() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Status status = status_;
+  status.failed = failure_.has_value();
+  status.direct = file_ != nullptr && file_->direct();
+  if (failure_) {
+    status.error = failure_->what();
+    status.error_code = failure_->code;
+  }
+  return status;
+}
+
+void SaveJob::HoldBack(CuStream trainer, bool eager_only) {
+  std::shared_ptr<Event> event;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    event = eager_only ? eager_event_ : staged_event_;
+  }
+  if (event) copier_->HoldBack(trainer, *event);
+}
+
+void SaveJob::Plan(const Batch& batch) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const Batch::Chunk& chunk : batch.chunks()) {
+    eager_left_ += chunk.eager;
+    status_.bytes_planned += chunk.bytes;
+  }
+  const size_t chunks = batch.chunks().size();
+  if (batch.fenced()) {
+    staged_left_ += chunks;
+    copied_left_ += chunks;
+  }
+  written_left_ += chunks;
+  tasks_ += chunks;
+}
+
+void SaveJob::CloseInput() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  input_closed_ = true;
+  if (written_left_ == 0) status_.written_at = Elapsed();
+  changed_.notify_all();
+}
+
+void SaveJob::Begin() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++tasks_;
+}
+
+void SaveJob::Done() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  --tasks_;
+  changed_.notify_all();
+}
+
+void SaveJob::Open(uint64_t reserve_bytes, Faults* faults) {
+  auto file = std::make_unique<DataFile>(path_, direct_, faults);
+  DataFile* const opened = file.get();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    file_ = std::move(file);  // kept from here on, so that Remove finds it if reserving fails
+  }
+  opened->Reserve(reserve_bytes);
+  std::lock_guard<std::mutex> lock(mutex_);
+  status_.reserved_at = Elapsed();
+}
+
+void SaveJob::Staged(const Batch& batch, const Batch::Chunk& chunk, std::shared_ptr<Event>* event) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (chunk.eager) --eager_left_;
+  if (batch.fenced()) --staged_left_;
+  // Events of one stream complete in order, so the last one covers all chunks before it. It is recorded
+  // under the lock: no chunk that was counted down earlier can be missing from it.
+  if (event != nullptr) staged_event_ = *event = copier_->Record();
+  if (chunk.eager && eager_left_ == 0) eager_event_ = staged_event_;
+  if (staged_left_ == 0 && status_.staged_at < 0) status_.staged_at = Elapsed();
+  changed_.notify_all();
+}
+
+void SaveJob::Copied(const Batch& batch, const Batch::Chunk& chunk) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (batch.fenced()) --copied_left_;
+  status_.bytes_copied += chunk.bytes;
+  if (copied_left_ == 0 && status_.copied_at < 0) status_.copied_at = Elapsed();
+  changed_.notify_all();
+}
+
+DataFile* SaveJob::file() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return file_.get();
+}
+
+void SaveJob::Written(const Batch::Chunk& chunk, const uint8_t* data) {
+  std::vector<Piece> pieces;
+  for (uint64_t at = 0; checksums_ && at < chunk.bytes;) {
+    const uint64_t offset = chunk.offset + at;
+    const uint64_t bytes = std::min(chunk.bytes - at, kBlockBytes - offset % kBlockBytes);
+    pieces.push_back({offset, bytes, Crc32c(0, data + at, bytes)});
+    at += bytes;
+  }
+  file()->WriteAt(data, chunk.bytes, chunk.offset);
+  std::lock_guard<std::mutex> lock(mutex_);
+  pieces_.insert(pieces_.end(), pieces.begin(), pieces.end());
+  status_.bytes_written += chunk.bytes;
+  if (--written_left_ == 0 && input_closed_) status_.written_at = Elapsed();
+  changed_.notify_all();
+}
+
+std::vector<uint32_t> SaveJob::BlockChecksums() const {
+  std::vector<Piece> pieces;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    pieces = pieces_;
+  }
+  std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.offset < b.offset; });
+  std::vector<uint32_t> blocks;
+  uint64_t end = 0;
+  for (const Piece& piece : pieces) {
+    if (piece.offset != end) throw Failure("collect checksums", path_, 0, "a chunk is missing");
+    if (piece.offset % kBlockBytes == 0) {
+      blocks.push_back(piece.crc);
+    } else {
+      blocks.back() = Crc32cCombine(blocks.back(), piece.crc, piece.bytes);
+    }
+    end = piece.offset + piece.bytes;
+  }
+  return blocks;
+}
+
+void SaveJob::WriteFooter(const uint8_t* data, uint64_t bytes, uint64_t offset) {
+  DataFile* const open = file();
+  if (open == nullptr) throw Failure("write footer", path_, 0, "the file was never opened");
+  open->WriteAt(data, bytes, offset);
+  open->Truncate(offset + bytes);
+  open->Sync();
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (failure_) return;  // cancelled meanwhile: whoever did so must not find it durable
+  durable_ = true;
+  status_.durable_at = Elapsed();
+  file_.reset();
+  changed_.notify_all();
+}
+
+void SaveJob::SlotWait(double seconds) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  status_.waited_for_slots += seconds;
+}
+
+void SaveJob::Remove() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const bool made = file_ != nullptr || durable_;
+  file_.reset();
+  if (made) unlink(path_.c_str());
+}
+
+}  // namespace datastates

@@ -1,0 +1,113 @@
+// One rank's data file on its way to the disk: what has been staged, written and made durable.
+//
+// The job is a value that threads share; it starts none. Errors are values too: the first one is kept,
+// everything still queued is dropped, and every wait returns.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "device/copier.h"
+#include "engine/batch.h"
+#include "os/data_file.h"
+
+namespace datastates {
+
+constexpr uint64_t kBlockBytes = uint64_t{1} << 20;  // covered by one checksum (FORMAT.md)
+
+// What a wait can be for. Every wait also ends when the job fails, but kReleased.
+enum class Milestone {
+  kEager,     // eager chunks are enqueued: on the device's stream, or copied if they are in host memory
+  kStaged,    // fenced chunks are enqueued, likewise
+  kCopied,    // no fenced source will be read any more
+  kWritten,   // the input is closed and every chunk is in the file
+  kDurable,   // the footer is written and the file and its directories are synced
+  kReleased,  // nothing of this job is queued or running, no source is read, no slot is held
+};
+
+class SaveJob {
+ public:
+  struct Status {
+    bool failed = false;
+    std::string error;
+    int error_code = 0;
+    bool cancelled = false;
+    bool direct = false;
+    uint64_t bytes_planned = 0, bytes_copied = 0, bytes_written = 0;
+    // Seconds since the job began; negative while it has not happened.
+    double reserved_at = -1, staged_at = -1, copied_at = -1, written_at = -1, durable_at = -1;
+    double waited_for_slots = 0;
+  };
+
+  SaveJob(std::string path, bool direct, bool checksums, std::shared_ptr<DeviceCopier> copier);
+
+  // Used by the trainer's side.
+  bool Wait(Milestone milestone, double seconds);
+  void Fail(const Failure& failure);
+  void Cancel(const std::string& reason);
+  Status status() const;
+  bool failed() const;
+  // Lets `trainer` run on only after the device copies enqueued so far (eager ones, or all fenced ones).
+  void HoldBack(CuStream trainer, bool eager_only);
+  // One CRC-32C a block of [0, end of data); after kWritten.
+  std::vector<uint32_t> BlockChecksums() const;
+  // Closes and removes the file. After kReleased.
+  void Remove();
+
+  // Used by the engine's workers.
+  void Plan(const Batch& batch);  // counts what is coming
+  void CloseInput();
+  void Open(uint64_t reserve_bytes, Faults* faults);
+  void Staged(const Batch& batch, const Batch::Chunk& chunk, std::shared_ptr<Event>* event);
+  void Copied(const Batch& batch, const Batch::Chunk& chunk);
+  void Written(const Batch::Chunk& chunk, const uint8_t* data);
+  void Done();  // a chunk or task planned by Plan or Begin has left the engine
+  void Begin();
+  void WriteFooter(const uint8_t* data, uint64_t bytes, uint64_t offset);
+  void SlotWait(double seconds);
+
+  const std::shared_ptr<DeviceCopier>& copier() const { return copier_; }
+  bool checksums() const { return checksums_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Piece {
+    uint64_t offset;
+    uint64_t bytes;
+    uint32_t crc;
+  };
+
+  double Elapsed() const { return std::chrono::duration<double>(Clock::now() - born_).count(); }
+  bool Reached(Milestone milestone) const;  // under mutex_
+  DataFile* file() const;
+
+  const std::string path_;
+  const bool direct_;
+  const bool checksums_;
+  const std::shared_ptr<DeviceCopier> copier_;
+  const Clock::time_point born_ = Clock::now();
+
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  std::unique_ptr<DataFile> file_ GUARDED_BY(mutex_);  // the file itself is thread-safe
+  std::optional<Failure> failure_ GUARDED_BY(mutex_);
+  Status status_ GUARDED_BY(mutex_);
+  // Chunks not yet: enqueued (eager; fenced), copied (fenced), in the file (any). Invariant: each counts
+  // down to zero exactly once per planned chunk while the job has not failed.
+  size_t eager_left_ GUARDED_BY(mutex_) = 0;
+  size_t staged_left_ GUARDED_BY(mutex_) = 0;
+  size_t copied_left_ GUARDED_BY(mutex_) = 0;
+  size_t written_left_ GUARDED_BY(mutex_) = 0;
+  size_t tasks_ GUARDED_BY(mutex_) = 0;  // queued or running in the engine, failed or not
+  bool input_closed_ GUARDED_BY(mutex_) = false;
+  bool durable_ GUARDED_BY(mutex_) = false;
+  std::shared_ptr<Event> eager_event_ GUARDED_BY(mutex_), staged_event_ GUARDED_BY(mutex_);
+  std::vector<Piece> pieces_ GUARDED_BY(mutex_);
+};
+
+}  // namespace datastates

@@ -1,0 +1,35 @@
+// Page-aligned memory for direct I/O.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace datastates {
+
+constexpr size_t kAlignment = 4096;  // of offsets, lengths and buffers of every direct write and read
+
+inline uint64_t AlignUp(uint64_t value, uint64_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
+
+// An anonymous mapping that forked children do not inherit: direct I/O on pages shared with a child
+// corrupts, and a fork that copies the page table of gigabytes takes long. Prefault() makes it
+// resident. Throws Failure (mmap).
+class PrivateMapping {
+ public:
+  explicit PrivateMapping(size_t bytes);
+  ~PrivateMapping();
+  PrivateMapping(const PrivateMapping&) = delete;
+  PrivateMapping& operator=(const PrivateMapping&) = delete;
+
+  void Prefault();
+
+  uint8_t* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  uint8_t* data_;
+  size_t bytes_;
+};
+
+}  // namespace datastates

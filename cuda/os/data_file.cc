@@ -1,0 +1,139 @@
+#include "os/data_file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <filesystem>
+
+#include "os/aligned.h"
+#include "os/fork.h"
+
+namespace datastates {
+namespace {
+
+namespace fs = std::filesystem;
+
+// What the file system says of direct I/O on this file: false where it needs more than kAlignment.
+// Kernels before 6.1 say nothing; then the first write decides.
+bool DirectIoFits(int fd) {
+#ifdef STATX_DIOALIGN
+  struct statx facts{};
+  if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &facts) == 0 && (facts.stx_mask & STATX_DIOALIGN)) {
+    return facts.stx_dio_offset_align != 0 && facts.stx_dio_offset_align <= kAlignment &&
+           facts.stx_dio_mem_align <= kAlignment;
+  }
+#else
+  (void)fd;
+#endif
+  return true;
+}
+
+}  // namespace
+
+DataFile::DataFile(const std::string& path, bool direct, Faults* faults)
+    : path_(path), faults_(faults), direct_(direct) {
+  MakeDirectories();
+  if (int code = Injected("open")) Throw("open", code);
+  const int flags = O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC;
+  if (direct_) {
+    fd_ = open(path_.c_str(), flags | O_DIRECT, 0666);
+    if (fd_ >= 0 && !DirectIoFits(fd_)) {
+      StopDirect();
+    } else if (fd_ < 0 && errno == EINVAL) {
+      // Some file systems create the file before they refuse the flag.
+      unlink(path_.c_str());
+      direct_ = false;
+    }
+  }
+  if (fd_ < 0) fd_ = open(path_.c_str(), flags, 0666);
+  if (fd_ < 0) Throw("open", errno);
+  CloseInForkedChild(fd_);
+}
+
+DataFile::~DataFile() {
+  if (fd_ < 0 || InForkedChild()) return;
+  ForgetDescriptor(fd_);
+  close(fd_);
+}
+
+void DataFile::MakeDirectories() {
+  const fs::path directory = fs::absolute(path_).parent_path();
+  // A new directory's name lives in its parent, so the first one that existed before is synced too.
+  fs::path at = directory;
+  for (; !fs::exists(at); at = at.parent_path()) directories_.push_back(at.string());
+  directories_.push_back(at.string());
+  std::error_code code;
+  fs::create_directories(directory, code);
+  if (code) throw Failure("make directory", directory.string(), code.value());
+}
+
+void DataFile::Reserve(uint64_t bytes) {
+  const std::string need = "needs " + std::to_string(bytes) + " bytes";
+  if (int code = Injected("reserve")) throw Failure("reserve", path_, code, need);
+  if (bytes == 0 || fallocate(fd_, 0, 0, static_cast<off_t>(bytes)) == 0) return;
+  if (errno != EOPNOTSUPP && errno != ENOSYS && errno != EINVAL) throw Failure("reserve", path_, errno, need);
+  // Not every file system can reserve; its free space is then the best that can be known.
+  struct statvfs facts{};
+  if (fstatvfs(fd_, &facts) == 0 && facts.f_blocks != 0 &&
+      static_cast<uint64_t>(facts.f_bavail) * facts.f_frsize < bytes) {
+    throw Failure("reserve", path_, ENOSPC, need);
+  }
+}
+
+void DataFile::WriteAt(const uint8_t* data, uint64_t bytes, uint64_t offset) {
+  uint64_t done = 0;
+  while (done < bytes) {
+    const Faults::Effect effect = faults_->Count("write");
+    if (effect.error != 0) Throw("write", effect.error);
+    uint64_t wanted = bytes - done;
+    if (effect.short_count) wanted = AlignUp(wanted / 2, kAlignment);
+    const ssize_t wrote = pwrite(fd_, data + done, wanted, static_cast<off_t>(offset + done));
+    if (wrote < 0 && errno == EINTR) continue;
+    if (wrote < 0 && errno == EINVAL && direct_) {
+      StopDirect();
+      continue;
+    }
+    if (wrote < 0) Throw("write", errno);
+    if (wrote == 0) Throw("write", ENOSPC);
+    // A short write may end off the alignment, where no direct write can begin.
+    if (static_cast<uint64_t>(wrote) % kAlignment != 0) StopDirect();
+    done += static_cast<uint64_t>(wrote);
+  }
+  if (!direct_)
+    sync_file_range(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes), SYNC_FILE_RANGE_WRITE);
+}
+
+void DataFile::StopDirect() {
+  fcntl(fd_, F_SETFL, fcntl(fd_, F_GETFL) & ~O_DIRECT);
+  direct_ = false;
+}
+
+void DataFile::Truncate(uint64_t bytes) {
+  if (int code = Injected("truncate")) Throw("truncate", code);
+  if (ftruncate(fd_, static_cast<off_t>(bytes)) != 0) Throw("truncate", errno);
+}
+
+void DataFile::Sync() {
+  if (int code = Injected("sync")) Throw("sync", code);
+  if (fsync(fd_) != 0) Throw("sync", errno);
+  for (const std::string& directory : directories_) SyncDirectory(directory);
+}
+
+void DataFile::SyncDirectory(const std::string& directory) {
+  if (int code = Injected("sync directory")) throw Failure("sync directory", directory, code);
+  const int fd = open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) throw Failure("open directory", directory, errno);
+  const int result = fsync(fd);
+  const int code = errno;
+  close(fd);
+  // Some network file systems cannot sync a directory and say so; their metadata is synchronous.
+  if (result != 0 && code != EINVAL && code != EBADF) throw Failure("sync directory", directory, code);
+}
+
+void DataFile::Throw(const char* operation, int code) const { throw Failure(operation, path_, code); }
+
+int DataFile::Injected(const char* operation) { return faults_->Count(operation).error; }
+
+}  // namespace datastates

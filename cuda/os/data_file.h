@@ -1,0 +1,53 @@
+// A data file while it is being written.
+//
+// Protocol of durability (the caller keeps the order):
+//   1. Create: the directory is made if need be; O_EXCL, so nothing is ever overwritten.
+//   2. Reserve: space is claimed before the first copy; a full disk is found here.
+//   3. WriteAt: aligned data, then the footer; direct I/O where the file system takes it.
+//   4. Truncate to the final size, Sync the file, Sync every directory that was made and the one that
+//      holds the file. Only then may anybody be told that the file is durable.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "common.h"
+#include "os/faults.h"
+
+namespace datastates {
+
+class DataFile {
+ public:
+  // Throws Failure. `direct`: try O_DIRECT and fall back to buffered writes where it is refused, at
+  // open or at the first write. `faults` must outlive the file.
+  DataFile(const std::string& path, bool direct, Faults* faults);
+  ~DataFile();  // closes; an error was already told by Sync, or the file is being given up
+  DataFile(const DataFile&) = delete;
+  DataFile& operator=(const DataFile&) = delete;
+
+  void Reserve(uint64_t bytes);
+  // `data`, `bytes` and `offset` are multiples of kAlignment. Thread-safe. Short writes are resumed.
+  void WriteAt(const uint8_t* data, uint64_t bytes, uint64_t offset);
+  void Truncate(uint64_t bytes);
+  void Sync();
+
+  bool direct() const { return direct_; }
+  const std::string& path() const { return path_; }
+
+ private:
+  void MakeDirectories();
+  void StopDirect();
+  void SyncDirectory(const std::string& directory);
+  [[noreturn]] void Throw(const char* operation, int code) const;
+  int Injected(const char* operation);
+
+  const std::string path_;
+  Faults* const faults_;
+  std::vector<std::string> directories_;  // to be synced; constant after construction
+  int fd_ = -1;                           // constant after construction
+  std::atomic<bool> direct_;
+};
+
+}  // namespace datastates

@@ -1,0 +1,61 @@
+#include "os/faults.h"
+
+#include <signal.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <sstream>
+#include <thread>
+
+namespace datastates {
+namespace {
+
+int ErrnoByName(const std::string& name) {
+  static const std::map<std::string, int> kNames = {
+      {"ENOSPC", ENOSPC}, {"EIO", EIO},       {"EINVAL", EINVAL},         {"EDQUOT", EDQUOT},
+      {"EFBIG", EFBIG},   {"ENOMEM", ENOMEM}, {"EOPNOTSUPP", EOPNOTSUPP},
+  };
+  auto found = kNames.find(name);
+  return found == kNames.end() ? 0 : found->second;
+}
+
+bool Known(const std::string& effect) {
+  return effect == "short" || effect == "kill" || effect.rfind("stall=", 0) == 0 || ErrnoByName(effect) != 0;
+}
+
+}  // namespace
+
+Faults::Faults(const std::string& plan) {
+  std::istringstream words(plan);
+  for (std::string word; std::getline(words, word, ',');) {
+    if (word.empty()) continue;
+    const size_t first = word.find(':');
+    const size_t second = word.find(':', first == std::string::npos ? first : first + 1);
+    if (second == std::string::npos || !Known(word.substr(second + 1))) {
+      throw Failure("read fault plan", "'" + word + "'", 0, "expected operation:nth:effect");
+    }
+    entries_.push_back({word.substr(0, first), std::stol(word.substr(first + 1)), word.substr(second + 1)});
+  }
+}
+
+Faults::Effect Faults::Count(const char* operation) {
+  Effect effect;
+  if (entries_.empty()) return effect;
+  long call;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    call = ++calls_[operation];
+  }
+  for (const Entry& entry : entries_) {
+    if (entry.operation != operation || (entry.nth != 0 && entry.nth != call)) continue;
+    if (entry.effect == "kill") kill(getpid(), SIGKILL);
+    if (entry.effect == "short") effect.short_count = true;
+    if (entry.effect.rfind("stall=", 0) == 0) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(std::stol(entry.effect.substr(6))));
+    }
+    if (int code = ErrnoByName(entry.effect)) effect.error = code;
+  }
+  return effect;
+}
+
+}  // namespace datastates

@@ -1,0 +1,43 @@
+// Failures on request, so that tests can prove what happens when a disk or a machine fails.
+// A production run carries an empty plan, which costs one branch a call.
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "common.h"
+
+namespace datastates {
+
+// A plan is a comma-separated list of `operation:nth:effect`: at the nth call of the operation
+// (1 is the first, 0 is every call) the effect happens. Effects: an errno name (ENOSPC, EIO, EINVAL,
+// EDQUOT, EFBIG, EOPNOTSUPP, ENOMEM), `short` (half of the bytes are written), `kill` (SIGKILL) and
+// `stall=MS` (sleep). Operations are the names used in the error messages: open, reserve, write,
+// truncate, sync, sync directory, close, read.
+class Faults {
+ public:
+  // Throws Failure when `plan` cannot be read.
+  explicit Faults(const std::string& plan);
+
+  struct Effect {
+    int error = 0;
+    bool short_count = false;
+  };
+
+  // Counts one call of `operation` and gives what must go wrong with it. Thread-safe.
+  Effect Count(const char* operation);
+
+ private:
+  struct Entry {
+    std::string operation;
+    long nth;
+    std::string effect;
+  };
+  std::vector<Entry> entries_;  // constant after construction
+  std::mutex mutex_;
+  std::map<std::string, long> calls_ GUARDED_BY(mutex_);
+};
+
+}  // namespace datastates

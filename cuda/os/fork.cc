@@ -1,0 +1,53 @@
+#include "os/fork.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <mutex>
+#include <set>
+
+#include "common.h"
+
+namespace datastates {
+namespace {
+
+// Leaked on purpose: atfork handlers may run while statics are being destroyed.
+struct Registry {
+  std::mutex mutex;
+  std::set<int> descriptors GUARDED_BY(mutex);
+  pid_t home = getpid();  // constant after construction
+};
+
+Registry& TheRegistry() {
+  static Registry* registry = [] {
+    auto* made = new Registry;
+    // The lock is taken around the fork, so that the child never inherits it held by another thread.
+    pthread_atfork([] { TheRegistry().mutex.lock(); }, [] { TheRegistry().mutex.unlock(); },
+                   [] {
+                     for (int fd : TheRegistry().descriptors) close(fd);
+                     TheRegistry().descriptors.clear();
+                     TheRegistry().mutex.unlock();
+                   });
+    return made;
+  }();
+  return *registry;
+}
+
+// Made at load time: `home` must be the process that loaded the library.
+const Registry& loaded = TheRegistry();
+
+}  // namespace
+
+void CloseInForkedChild(int fd) {
+  std::lock_guard<std::mutex> lock(TheRegistry().mutex);
+  TheRegistry().descriptors.insert(fd);
+}
+
+void ForgetDescriptor(int fd) {
+  std::lock_guard<std::mutex> lock(TheRegistry().mutex);
+  TheRegistry().descriptors.erase(fd);
+}
+
+bool InForkedChild() { return getpid() != loaded.home; }
+
+}  // namespace datastates

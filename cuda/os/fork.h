@@ -1,0 +1,14 @@
+// Data loaders and Megatron's retention fork the trainer in mid-save. A child keeps no data file open
+// and must never touch the engine's threads, which it does not have.
+#pragma once
+
+namespace datastates {
+
+// From now until ForgetDescriptor, a forked child closes `fd` before anything else of it runs.
+void CloseInForkedChild(int fd);
+void ForgetDescriptor(int fd);
+
+// True in a process that was forked after this library was loaded.
+bool InForkedChild();
+
+}  // namespace datastates

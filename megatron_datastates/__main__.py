@@ -1,0 +1,5 @@
+"""`python -m megatron_datastates` is the command `datastates`."""
+
+from megatron_datastates.cli.main import main
+
+main()

@@ -1,0 +1,175 @@
+"""Every option of this package: its unit, default and meaning, in one place.
+
+An option is set by `--datastates-<name>` (Megatron's parser), else by the environment variable
+`MEGATRON_DATASTATES_<NAME>`, else by its default here. Nothing else in the package reads the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from megatron_datastates.errors import OptionError
+
+ENVIRONMENT_PREFIX = "MEGATRON_DATASTATES_"
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_bytes(text: str) -> int:
+    """Reads a size such as `2GiB`, `500MB` or `4096`; `0` is 0."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    if match is None or match[2].lower() not in _UNITS:
+        raise ValueError("expected a size such as 2GiB, 500MB or 4096")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _staging_memory(text: str) -> int:
+    if text == "auto":
+        return 0
+    size = parse_bytes(text)
+    if size < 8 * MIB:
+        raise ValueError("expected 'auto' or at least 8MiB")
+    return size
+
+
+def _slot_size(text: str) -> int:
+    size = parse_bytes(text)
+    if size % MIB != 0 or not MIB <= size <= GIB:
+        raise ValueError("expected a multiple of 1MiB, from 1MiB to 1GiB")
+    return size
+
+
+def _on_off(text: str) -> bool:
+    words = {"on": True, "off": False, "1": True, "0": False, "true": True, "false": False}
+    if text.lower() not in words:
+        raise ValueError("expected on or off")
+    return words[text.lower()]
+
+
+def _threads(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 64:
+        raise ValueError("expected a whole number from 1 to 64")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1e9:
+        raise ValueError("expected a number of seconds above 0")
+    return value
+
+
+def _on_failure(text: str) -> str:
+    if text not in ("raise", "warn"):
+        raise ValueError("expected raise or warn")
+    return text
+
+
+@dataclasses.dataclass(frozen=True)
+class OptionSpec:
+    """How one option is spelled, read and explained."""
+
+    parse: Callable[[str], Any]
+    metavar: str
+    help: str
+
+
+def _option(default: Any, parse: Callable[[str], Any], metavar: str, help: str) -> Any:
+    return dataclasses.field(default=default, metadata={"spec": OptionSpec(parse, metavar, help)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """All options, with their defaults."""
+
+    staging_memory: int = _option(
+        0,
+        _staging_memory,
+        "SIZE",
+        "pinned host memory for staging, per rank; a shard of any size streams through it "
+        "(default auto: the shard's size, up to 25%% of the free memory divided by local ranks)",
+    )
+    slot_size: int = _option(
+        4 * MIB, _slot_size, "SIZE", "one slot of that memory, and one write (default 4MiB)"
+    )
+    direct_io: bool = _option(
+        True, _on_off, "on|off", "bypass the page cache where the file system allows it (default on)"
+    )
+    checksums: bool = _option(
+        True, _on_off, "on|off", "CRC-32C of every MiB, computed while writing (default on)"
+    )
+    lazy: bool = _option(
+        True,
+        _on_off,
+        "on|off",
+        "copy what cannot change yet behind the next forward and backward; off copies everything "
+        "before save_checkpoint returns (default on)",
+    )
+    copy_threads: int = _option(2, _threads, "N", "threads that copy into staging memory (default 2)")
+    write_threads: int = _option(2, _threads, "N", "threads that checksum and write (default 2)")
+    read_threads: int = _option(4, _threads, "N", "threads that read and check (default 4)")
+    copy_limit: int = _option(
+        0, parse_bytes, "SIZE", "copy at most so many bytes a second, per rank (default 0: no limit)"
+    )
+    write_limit: int = _option(
+        0, parse_bytes, "SIZE", "write at most so many bytes a second, per rank (default 0: no limit)"
+    )
+    fence_deadline: float = _option(
+        600.0,
+        _seconds,
+        "SECONDS",
+        "the longest an optimizer step waits for copies; then the save fails and training goes on (default 600)",
+    )
+    on_failure: Literal["raise", "warn"] = _option(
+        "raise",
+        _on_failure,
+        "raise|warn",
+        "what a failed save does, on all ranks alike: end training, or warn and train on (default raise)",
+    )
+    report_file: str = _option(
+        "", str, "PATH", "rank 0 appends one JSON line per save to this file (default: none)"
+    )
+    # Test overrides; not shown by --help.
+    faults: str = dataclasses.field(default="", metadata={})
+    driver: str = dataclasses.field(default="libcuda.so.1", metadata={})
+
+    @classmethod
+    def specs(cls) -> dict[str, OptionSpec]:
+        """The options that users see: field name -> spelling."""
+        return {f.name: f.metadata["spec"] for f in dataclasses.fields(cls) if "spec" in f.metadata}
+
+    @classmethod
+    def from_environment(
+        cls, overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ
+    ) -> Options:
+        """Defaults, then the environment, then `overrides` (already parsed values).
+
+        Raises:
+            OptionError: a variable has a value that its option does not take.
+        """
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            text = environment.get(ENVIRONMENT_PREFIX + field.name.upper())
+            if text is not None:
+                values[field.name] = _read(field, text)
+        values.update(overrides or {})
+        return cls(**values)
+
+
+def _read(field: dataclasses.Field[Any], text: str) -> Any:
+    spec = field.metadata.get("spec")
+    if spec is None:
+        return text
+    try:
+        return spec.parse(text)
+    except ValueError as error:
+        name = ENVIRONMENT_PREFIX + field.name.upper()
+        raise OptionError(f"environment variable {name}={text!r}: {error}") from None

@@ -1,0 +1,61 @@
+"""The commit point: how one file appears whole or not at all.
+
+Protocol, for every small file that others rely on (index, manifest):
+  1. write all bytes to a temporary name in the same directory, sync it;
+  2. rename it to its name (atomic);
+  3. sync the directory, so that the name survives a crash.
+The manifest is committed last, and what it names is durable before. Removing what it does not name
+comes after step 3 of the manifest.
+(Protocol as in TensorStore's kvstore/file/file_key_value_store.cc and LevelDB's SetCurrentFile.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.format.values import is_own_file_name
+
+
+def write_whole(path: Path, data: bytes, faults: Faults) -> None:
+    """Makes `path` hold exactly `data`, durably, or leaves what was there. Raises OSError."""
+    temporary = path.parent / f".datastates-{path.name}.tmp"
+    faults.point(f"write {_kind(path)}")
+    descriptor = os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    try:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(descriptor, view) :]
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    faults.point(f"rename {_kind(path)}")
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+    faults.point(f"committed {_kind(path)}")
+
+
+def _kind(path: Path) -> str:
+    return "index" if path.name.startswith("index-") else "manifest"
+
+
+def sync_directory(directory: Path) -> None:
+    """Makes names created, renamed or removed in `directory` durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_left_overs(directory: Path, keep: set[str]) -> list[str]:
+    """Removes files of earlier saves of ours that `keep` does not name; gives their names."""
+    removed = []
+    for name in os.listdir(directory):
+        if is_own_file_name(name) and name not in keep:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(directory / name)
+            removed.append(name)
+    return removed

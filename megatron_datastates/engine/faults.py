@@ -1,0 +1,38 @@
+"""Failures on request at the steps that Python takes, so that tests can prove what a crash leaves.
+
+The same plan (`Options.faults`) drives the native module's system calls; see cuda/os/faults.h for its
+form. A production run has an empty plan.
+"""
+
+from __future__ import annotations
+
+import collections
+import errno
+import os
+import signal
+import time
+
+
+class Faults:
+    """Counts passages of named points and lets the planned ones fail."""
+
+    def __init__(self, plan: str) -> None:
+        self._entries = [entry.split(":") for entry in plan.split(",") if entry]
+        self._passed: collections.Counter[str] = collections.Counter()
+
+    def point(self, name: str) -> None:
+        """Raises OSError, kills this process or sleeps if the plan says so for this passage."""
+        self._passed[name] += 1
+        for operation, nth, effect in self._entries:
+            if operation == name and int(nth) in (0, self._passed[name]):
+                _happen(name, effect)
+
+
+def _happen(name: str, effect: str) -> None:
+    if effect == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if effect.startswith("stall="):
+        time.sleep(int(effect[6:]) / 1000)
+    if effect in errno.errorcode.values():
+        code = getattr(errno, effect)
+        raise OSError(code, f"{os.strerror(code)} (injected)", name)

@@ -1,0 +1,40 @@
+"""The fence: the wait before the first mutation.
+
+Every save that reads live memory stands here until its copies are safe. Whoever is about to change
+that memory calls `fence` first; see mcore/fences.py for who does.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Fenced(Protocol):
+    """A save that still reads memory of the trainer."""
+
+    def fence(self, reason: str) -> None:
+        """Returns when the memory may change. Never raises: a save that cannot make it fails instead."""
+        ...
+
+
+class Fence:
+    """The saves of this process that must be waited for. Used by the trainer's thread alone."""
+
+    def __init__(self) -> None:
+        self._standing: list[Fenced] = []
+
+    def add(self, save: Fenced) -> None:
+        self._standing.append(save)
+
+    def discard(self, save: Fenced) -> None:
+        """The save no longer reads anything of the trainer's."""
+        if save in self._standing:
+            self._standing.remove(save)
+
+    def wait(self, reason: str) -> None:
+        """Lets every standing save pass, oldest first."""
+        while self._standing:
+            self._standing.pop(0).fence(reason)
+
+
+FENCE = Fence()

@@ -1,0 +1,50 @@
+"""Every error this package raises on purpose.
+
+A message names the object, what was expected and what was found, and what to do about it.
+"""
+
+from __future__ import annotations
+
+
+class DataStatesError(Exception):
+    """Base of all errors below."""
+
+
+class OptionError(DataStatesError, ValueError):
+    """An option has a value that makes no sense."""
+
+
+class NotACheckpointError(DataStatesError):
+    """The directory holds no published datastates checkpoint."""
+
+
+class FormatError(DataStatesError):
+    """Bytes of a checkpoint do not have the form that FORMAT.md gives them: damaged or hostile."""
+
+
+class UnsupportedFormatError(DataStatesError):
+    """The checkpoint was written by a later release, with features that this one does not know."""
+
+
+class StorageError(DataStatesError):
+    """A file is missing, has the wrong size, or cannot be read or written."""
+
+
+class CorruptDataError(DataStatesError):
+    """A block's checksum differs from the one that was computed when it was written."""
+
+
+class MissingKeyError(DataStatesError):
+    """The checkpoint has no such tensor or object."""
+
+
+class MismatchError(DataStatesError):
+    """A shape or dtype that is asked for does not fit the stored one."""
+
+
+class SaveFailedError(DataStatesError):
+    """A save failed; nothing was published. Every rank raises the same text."""
+
+
+class NativeModuleError(DataStatesError, ImportError):
+    """The compiled module is missing or does not load."""

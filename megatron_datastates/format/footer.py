@@ -1,0 +1,127 @@
+"""The end of a data file: where its objects are and what its blocks' checksums are.
+
+A data file without a valid footer was never sealed: its save was torn, killed or failed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import zlib
+
+from megatron_datastates.errors import FormatError
+from megatron_datastates.format.features import check_readable
+from megatron_datastates.format.values import ALIGNMENT, BLOCK_BYTES, FORMAT_VERSION, Extent, SaveId
+
+_MAGIC = b"DSFOOT\x00\x01"
+_FIELDS = struct.Struct("<8sIIIIQQQIIQQ16s")
+_OBJECT = struct.Struct("<QQI")
+_TRAILER_MAGIC = b"DSTAIL\x00\x01"
+_TRAILER = struct.Struct("<8sQQII")
+TRAILER_BYTES = _TRAILER.size + 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Footer:
+    """What a sealed data file says of itself."""
+
+    save_id: SaveId
+    rank: int
+    world_size: int
+    data_bytes: int  # everything before the footer
+    layout_hash: bytes  # 16 bytes: the rank's index of tensors this file was written by
+    objects: dict[str, Extent]  # unique key -> bytes; Extent.file is 0
+    block_checksums: bytes  # CRC-32C, little-endian u32 a block of BLOCK_BYTES; empty if switched off
+    incompatible: int = 0
+    compatible: int = 0
+    format_version: int = FORMAT_VERSION
+
+    def encode(self) -> bytes:
+        """The bytes from `data_bytes` to the end of the file; a multiple of ALIGNMENT long."""
+        parts = [
+            _FIELDS.pack(
+                _MAGIC,
+                self.format_version,
+                self.incompatible,
+                self.compatible,
+                BLOCK_BYTES,
+                self.data_bytes,
+                self.save_id.run_id,
+                self.save_id.ordinal,
+                self.rank,
+                self.world_size,
+                len(self.objects),
+                len(self.block_checksums) // 4,
+                self.layout_hash,
+            )
+        ]
+        for key, extent in self.objects.items():
+            name = key.encode()
+            parts += [_OBJECT.pack(extent.offset, extent.bytes, len(name)), name]
+        parts.append(self.block_checksums)
+        body = b"".join(parts)
+        total = -(-(len(body) + TRAILER_BYTES) // ALIGNMENT) * ALIGNMENT
+        body = body.ljust(total - TRAILER_BYTES, b"\0")
+        trailer = _TRAILER.pack(_TRAILER_MAGIC, self.data_bytes, total, zlib.crc32(body), 0)
+        return body + trailer + struct.pack("<I", zlib.crc32(trailer))
+
+    @classmethod
+    def decode(cls, data: bytes, name: str) -> Footer:
+        """Reads what `encode` gave, trailer included, of the file `name`.
+
+        Raises:
+            FormatError: damaged, or not a footer.
+            UnsupportedFormatError: written by a later release.
+        """
+        offset, total, crc = decode_trailer(data[-TRAILER_BYTES:], name)
+        body = data[:-TRAILER_BYTES]
+        if total != len(data) or zlib.crc32(body) != crc:
+            raise FormatError(f"the footer of {name} is damaged: its checksum differs")
+        if len(body) < _FIELDS.size or body[:8] != _MAGIC:
+            raise FormatError(f"the footer of {name} does not begin as a footer does")
+        (_, version, incompatible, compatible, block_bytes, data_bytes, run_id, ordinal, rank, world,
+         objects, blocks, layout_hash) = _FIELDS.unpack_from(body)  # fmt: skip
+        check_readable(name, version, incompatible)
+        if data_bytes != offset or block_bytes != BLOCK_BYTES:
+            raise FormatError(f"the footer of {name} contradicts itself")
+        found, at = _decode_objects(body, objects, data_bytes, name)
+        checksums = body[at : at + 4 * blocks]
+        if len(checksums) != 4 * blocks or blocks not in (0, -(-data_bytes // BLOCK_BYTES)):
+            raise FormatError(f"the footer of {name} has {blocks} checksums for {data_bytes} bytes")
+        save_id = SaveId(run_id, ordinal)
+        return cls(
+            save_id, rank, world, data_bytes, layout_hash, found, checksums, incompatible, compatible, version
+        )
+
+
+def decode_trailer(data: bytes, name: str) -> tuple[int, int, int]:
+    """(footer offset, footer bytes, footer CRC) from the last TRAILER_BYTES of the file `name`.
+
+    Raises:
+        FormatError: the file ends in anything else: it was never sealed, or truncated.
+    """
+    if len(data) != TRAILER_BYTES or data[:8] != _TRAILER_MAGIC:
+        raise FormatError(f"{name} has no footer at its end: it was never sealed, or it was truncated")
+    if struct.unpack_from("<I", data, _TRAILER.size)[0] != zlib.crc32(data[: _TRAILER.size]):
+        raise FormatError(f"the last bytes of {name} are damaged: their checksum differs")
+    _, offset, total, crc, _ = _TRAILER.unpack_from(data)
+    return offset, total, crc
+
+
+def _decode_objects(body: bytes, count: int, data_bytes: int, name: str) -> tuple[dict[str, Extent], int]:
+    at = _FIELDS.size
+    if count > len(body) // _OBJECT.size:
+        raise FormatError(f"the footer of {name} names {count} objects, more than it has room for")
+    objects: dict[str, Extent] = {}
+    for _ in range(count):
+        if at + _OBJECT.size > len(body):
+            raise FormatError(f"the footer of {name} ends within its objects")
+        offset, size, length = _OBJECT.unpack_from(body, at)
+        key_end = at + _OBJECT.size + length
+        if key_end > len(body) or offset + size > data_bytes:
+            raise FormatError(f"an object in the footer of {name} leaves the file")
+        objects[body[at + _OBJECT.size : key_end].decode(errors="replace")] = Extent(0, offset, size)
+        at = key_end
+    if len(objects) != count:
+        raise FormatError(f"the footer of {name} names an object twice")
+    return objects, at

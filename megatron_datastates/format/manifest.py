@@ -1,0 +1,124 @@
+"""The manifest: the one file whose presence makes a directory a checkpoint.
+
+One line of ASCII (`datastates-manifest <format> <bytes of JSON> <crc32 of JSON>`), then JSON, so that
+people can read it and nobody can read a damaged one.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from typing import Any
+
+import msgspec
+
+from megatron_datastates.errors import FormatError
+from megatron_datastates.format.features import check_readable
+from megatron_datastates.format.values import FORMAT_VERSION, SaveId, is_data_file_name
+
+_LINE = re.compile(rb"datastates-manifest (\d{1,9}) (\d{1,12}) ([0-9a-f]{8})\n")
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """One data file."""
+
+    name: str
+    rank: int
+    bytes: int
+    footer_offset: int
+    footer_crc: int
+
+
+class IndexEntry(msgspec.Struct, frozen=True):
+    """The file that says where every tensor lies."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class OtherFile(msgspec.Struct, frozen=True):
+    """A file that somebody else wrote and that belongs to the checkpoint."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint consists of."""
+
+    run_id: str  # 16 hexadecimal digits
+    ordinal: int
+    world_size: int
+    created: str  # UTC, ISO 8601
+    index: IndexEntry
+    files: list[FileEntry]
+    iteration: int | None = None
+    parallel: dict[str, int] = {}  # sizes of the parallel groups, by Megatron's names
+    others: list[OtherFile] = []
+    writer: dict[str, str] = {}  # releases of the libraries involved
+    format_version: int = FORMAT_VERSION
+    incompatible: int = 0
+    compatible: int = 0
+
+    @property
+    def save_id(self) -> SaveId:
+        return SaveId(int(self.run_id, 16), self.ordinal)
+
+    @property
+    def bytes(self) -> int:
+        """Of all data files."""
+        return sum(file.bytes for file in self.files)
+
+    def encode(self) -> bytes:
+        body = msgspec.json.format(msgspec.json.encode(self), indent=1)
+        return b"datastates-manifest %d %d %08x\n" % (self.format_version, len(body), zlib.crc32(body)) + body
+
+    @classmethod
+    def decode(cls, data: bytes, name: str) -> Manifest:
+        """Reads the file `name`.
+
+        Raises:
+            FormatError: damaged, or something else.
+            UnsupportedFormatError: written by a later release.
+        """
+        line = _LINE.match(data)
+        if line is None:
+            raise FormatError(f"{name} does not begin as a datastates manifest does")
+        body = data[line.end() :]
+        if int(line[2]) != len(body) or int(line[3], 16) != zlib.crc32(body):
+            raise FormatError(f"{name} is damaged: its length or checksum differs")
+        version = int(line[1])
+        if version != FORMAT_VERSION:
+            check_readable(name, version, 0)  # before the fields of an unknown format are looked at
+        try:
+            manifest = msgspec.json.decode(body, type=cls)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise FormatError(f"{name} is not a valid manifest: {error}") from None
+        check_readable(name, manifest.format_version, manifest.incompatible)
+        _check(manifest, name)
+        return manifest
+
+
+def _check(manifest: Manifest, name: str) -> None:
+    """Refuses what would send a reader elsewhere or into absurd allocations."""
+
+    def refuse(why: Any) -> None:
+        raise FormatError(f"{name} is not a valid manifest: {why}")
+
+    if re.fullmatch(r"[0-9a-f]{16}", manifest.run_id) is None or manifest.ordinal < 1:
+        refuse("its save id is malformed")
+    if re.fullmatch(r"index-[0-9a-f]{32}", manifest.index.name) is None:
+        refuse(f"index name {manifest.index.name!r}")
+    names = [file.name for file in manifest.files]
+    if len(set(names)) != len(names):
+        refuse("a data file is named twice")
+    for file in manifest.files:
+        if not is_data_file_name(file.name):
+            refuse(f"data file name {file.name!r}")
+        if not 0 <= file.footer_offset < file.bytes or not 0 <= file.rank < manifest.world_size:
+            refuse(f"entry of {file.name}")
+    for other in manifest.others:
+        if "/" in other.name or other.name in ("", ".", ".."):
+            refuse(f"file name {other.name!r}")

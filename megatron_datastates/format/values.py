@@ -1,0 +1,104 @@
+"""The small values that the other codecs share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+
+from megatron_datastates.errors import FormatError
+
+FORMAT_VERSION = 1
+ALIGNMENT = 4096  # of chunks, objects' region, footer and file size
+BLOCK_BYTES = 1 << 20  # covered by one checksum
+SMALL_ALIGNMENT = 64  # of fragments below LARGE_BYTES
+LARGE_BYTES = 1 << 20  # fragments from this size on start at ALIGNMENT
+MANIFEST_NAME = "datastates.manifest"
+
+# Name (torch's, without the prefix) -> (code in the index, bytes per element). Codes are never reused.
+DTYPES: dict[str, tuple[int, int]] = {
+    "float32": (1, 4),
+    "float64": (2, 8),
+    "float16": (3, 2),
+    "bfloat16": (4, 2),
+    "uint8": (5, 1),
+    "int8": (6, 1),
+    "int16": (7, 2),
+    "int32": (8, 4),
+    "int64": (9, 8),
+    "bool": (10, 1),
+    "complex64": (11, 8),
+    "complex128": (12, 16),
+    "float8_e4m3fn": (13, 1),
+    "float8_e5m2": (14, 1),
+    "float8_e4m3fnuz": (15, 1),
+    "float8_e5m2fnuz": (16, 1),
+    "float8_e8m0fnu": (17, 1),
+    "uint16": (18, 2),
+    "uint32": (19, 4),
+    "uint64": (20, 8),
+    "complex32": (21, 4),
+    "float4_e2m1fn_x2": (22, 1),
+}
+DTYPE_NAMES = {code: name for name, (code, _) in DTYPES.items()}
+
+_DATA_NAME = re.compile(r"data-(\d{5,9})-([0-9a-f]{16})-(\d{1,19})\.bin")
+_OWN_NAME = re.compile(
+    r"data-\d{5,9}-[0-9a-f]{16}-\d{1,19}\.bin|index-[0-9a-f]{32}|\.datastates-[\w.-]+\.tmp"
+)
+
+
+def element_bytes(dtype: str) -> int:
+    """Bytes of one element. Raises FormatError for a dtype that format 1 cannot hold."""
+    if dtype not in DTYPES:
+        raise FormatError(f"dtype {dtype} has no code in format {FORMAT_VERSION}")
+    return DTYPES[dtype][1]
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveId:
+    """One save attempt: a number drawn once per run, and a count that all ranks keep alike."""
+
+    run_id: int  # 64 bits
+    ordinal: int  # from 1
+
+    def __str__(self) -> str:
+        return f"{self.run_id:016x}-{self.ordinal}"
+
+    def data_file_name(self, rank: int) -> str:
+        """The name of a rank's data file; no other save can ever have the same."""
+        return f"data-{rank:05d}-{self.run_id:016x}-{self.ordinal}.bin"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fragment:
+    """A rectangular slice of a global tensor, as stored: row-major, no padding."""
+
+    key: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]  # of the slice in the global tensor, elements
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * element_bytes(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extent:
+    """Contiguous bytes in a data file."""
+
+    file: int  # ordinal in the manifest's file table
+    offset: int
+    bytes: int
+
+
+def is_data_file_name(name: str) -> bool:
+    """Whether `name` is a plain data file name (no path, so nothing outside the directory)."""
+    return _DATA_NAME.fullmatch(name) is not None
+
+
+def is_own_file_name(name: str) -> bool:
+    """Whether a file of this name, not named by the manifest, is a left-over of ours."""
+    return _OWN_NAME.fullmatch(name) is not None

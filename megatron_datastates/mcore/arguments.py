@@ -1,0 +1,121 @@
+"""Megatron's command line: `--ckpt-format datastates` and the `--datastates-*` options.
+
+Twenty places of Megatron compare `args.ckpt_format` with "torch_dist", so that is what is stored there;
+`args.ckpt_backend` says "datastates" beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from megatron_datastates.config import Options, OptionSpec
+from megatron_datastates.errors import OptionError
+
+logger = logging.getLogger(__name__)
+FORMAT = "datastates"
+_NVRX_QUEUE = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
+
+
+class _FormatAction(argparse._StoreAction):
+    """Stores what Megatron expects and remembers what was asked for."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        namespace.ckpt_backend = values
+        setattr(namespace, self.dest, "torch_dist" if values == FORMAT else values)
+
+
+def with_our_options(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `_add_checkpointing_args`."""
+
+    def _add_checkpointing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = original(parser)
+        action = parser._option_string_actions["--ckpt-format"]
+        action.__class__ = _FormatAction
+        action.choices = [*(action.choices or ()), FORMAT]
+        action.help = (
+            action.help or ""
+        ) + " datastates: asynchronous, lazy, checksummed (megatron_datastates)."
+        group = parser.add_argument_group("datastates", "used with --ckpt-format datastates")
+        for name, spec in Options.specs().items():
+            flag = "--datastates-" + name.replace("_", "-")
+            group.add_argument(flag, type=_type(spec), metavar=spec.metavar, help=spec.help)
+        return parser
+
+    return _add_checkpointing_args
+
+
+def _type(spec: OptionSpec) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        try:
+            return spec.parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None
+
+    return parse
+
+
+def is_selected(args: Any) -> bool:
+    """Whether these arguments ask for our format."""
+    return getattr(args, "ckpt_backend", None) == FORMAT
+
+
+def options_of(args: Any) -> Options:
+    """The options given, then the environment, then defaults. Raises OptionError."""
+    given = {name: getattr(args, f"datastates_{name}", None) for name in Options.specs()}
+    return Options.from_environment({name: value for name, value in given.items() if value is not None})
+
+
+def validated(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `validate_args`."""
+
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if not is_selected(args):
+            return original(args, *rest, **kwargs)
+        _refuse(args)
+        result = _without_worker(original, args, *rest, **kwargs)
+        _settle(args)
+        from megatron_datastates.mcore.training import enable_saving
+
+        enable_saving(options_of(args))
+        return result
+
+    return validate_args
+
+
+def _refuse(args: Any) -> None:
+    if getattr(args, "enable_msc", False):
+        raise OptionError(
+            "--ckpt-format datastates writes to file systems only: it cannot be used with --enable-msc"
+        )
+
+
+def _without_worker(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Megatron switches --async-save off unless a worker process is asked for, which we never need."""
+    if not hasattr(args, "use_persistent_ckpt_worker"):
+        return original(args, *rest, **kwargs)
+    args.use_persistent_ckpt_worker = True
+    try:
+        return original(args, *rest, **kwargs)
+    finally:
+        args.use_persistent_ckpt_worker = False
+
+
+def _settle(args: Any) -> None:
+    if getattr(args, "async_strategy", None) == "nvrx" and not _nvrx_is_there():
+        args.async_strategy = "mcore"  # only whose queue polls us
+    if not args.ckpt_assume_constant_structure:
+        args.ckpt_assume_constant_structure = True
+        if getattr(args, "rank", 0) == 0:
+            logger.info("--ckpt-format datastates sets --ckpt-assume-constant-structure")
+
+
+def _nvrx_is_there() -> bool:
+    try:
+        importlib.import_module(_NVRX_QUEUE)
+    except ImportError:
+        return False
+    return True

@@ -1,0 +1,72 @@
+"""What runs at the end of every `import torch`: one import hook, nothing else.
+
+torch calls entry points of the group `torch.backends`. An exception here would break `import torch` for
+the whole environment, so nothing here raises, and nothing heavy is imported before Megatron itself is.
+`TORCH_DEVICE_BACKEND_AUTOLOAD=0` switches this off; `import megatron_datastates.mcore` then does the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+# Megatron's module -> the function of megatron_datastates.mcore.attach that attaches us to it.
+TARGETS = {
+    "megatron.core.dist_checkpointing.core": "attach_core",
+    "megatron.core.dist_checkpointing.strategies.torch": "attach_strategies",
+    "megatron.core.dist_checkpointing.serialization": "attach_serialization",
+    "megatron.training.arguments": "attach_arguments",
+    "megatron.training.checkpointing": "attach_checkpointing",
+}
+
+
+class _Finder:
+    """Lets the other finders find a target, and attaches us once it has been executed."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in TARGETS:
+            return None
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)
+            spec = find(name, path, target) if finder is not self and find is not None else None
+            if spec is not None:
+                _attach_after_execution(spec)
+                return spec
+        return None
+
+
+def _attach_after_execution(spec: Any) -> None:
+    execute = spec.loader.exec_module
+
+    def exec_module(module: Any) -> None:
+        execute(module)
+        attach(module)
+
+    spec.loader.exec_module = exec_module
+
+
+def attach(module: Any) -> None:
+    """Attaches us to one of Megatron's modules. Never raises: the user's program goes on without us."""
+    try:
+        from megatron_datastates.mcore import attach as functions
+
+        getattr(functions, TARGETS[module.__name__])(module)
+    except Exception as error:
+        import logging
+
+        logging.getLogger(__name__).warning(
+            "megatron_datastates is not available in %s: %s: %s", module.__name__, type(error).__name__, error
+        )
+
+
+def autoload() -> None:
+    """The entry point. Idempotent."""
+    try:
+        if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+            return
+        sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+        for name in TARGETS:
+            if name in sys.modules:
+                attach(sys.modules[name])
+    except Exception as error:
+        print(f"megatron_datastates was not activated: {error}", file=sys.stderr)

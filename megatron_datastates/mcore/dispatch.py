@@ -1,0 +1,159 @@
+"""Reading: which format a directory has, and our reader for ours.
+
+A directory is ours if its metadata.json says so, or if it has our manifest and no metadata.json (the save
+was published and the process died before Megatron wrote that file: it is complete).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from megatron_datastates.errors import DataStatesError, NotACheckpointError
+from megatron_datastates.pipeline.load import Checkpoint, is_published
+
+BACKEND = "datastates"
+COMMON_STATE_KEY = "common_state/shard_0_1"
+_METADATA_NAME = "metadata.json"
+_KINDS = {"bfloat16": "float", "bool": "bool"}
+
+
+def is_ours(directory: str | os.PathLike[str]) -> bool:
+    """Whether the directory was saved in our format."""
+    try:
+        config = json.loads((Path(directory) / _METADATA_NAME).read_text())
+    except FileNotFoundError:
+        return is_published(directory)
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and config.get("sharded_backend") == BACKEND
+
+
+def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint in `directory`; errors are Megatron's CheckpointingException."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    try:
+        return Checkpoint.open(directory)
+    except DataStatesError as error:
+        raise CheckpointingException(str(error)) from error
+
+
+def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `maybe_load_config`."""
+
+    def maybe_load_config(checkpoint_dir: str) -> Any:
+        config = original(checkpoint_dir)
+        if config is None and checkpoint_dir and is_published(checkpoint_dir):
+            from megatron.core.dist_checkpointing.core import CheckpointingConfig
+
+            return CheckpointingConfig(BACKEND, 1)
+        return config
+
+    return maybe_load_config
+
+
+def reader_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `_get_filesystem_reader`."""
+
+    def _get_filesystem_reader(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours(checkpoint_dir):
+            return original(checkpoint_dir, *args, **kwargs)
+        from megatron_datastates.mcore.reader import DataStatesReader
+
+        return DataStatesReader(open_checkpoint(checkpoint_dir))
+
+    return _get_filesystem_reader
+
+
+def common_state_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `load_common_state_dict`. Needs no torch.distributed: arguments are read before it is up."""
+
+    def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
+        if not is_ours(checkpoint_dir):
+            return original(checkpoint_dir)
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+
+        checkpoint = open_checkpoint(checkpoint_dir)
+        try:
+            return checkpoint.read_object(COMMON_STATE_KEY)[0]
+        except DataStatesError as error:
+            raise CheckpointingException(str(error)) from error
+
+    return load_common_state_dict
+
+
+def load_with_clear_errors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `TorchDistLoadShardedStrategy.load`: the first wrong key, shape or file is named."""
+
+    def load(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours(checkpoint_dir):
+            return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        from megatron_datastates.mcore.fences import fence
+
+        fence("a load")  # it is about to overwrite what a save may still be reading
+        problem = first_mismatch(open_checkpoint(checkpoint_dir), nested_values(sharded_state_dict))
+        if problem is not None:
+            raise CheckpointingException(f"{checkpoint_dir}: {problem}")
+        try:
+            return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        except CheckpointException as error:
+            for cause, _ in error.failures.values():
+                if isinstance(cause, DataStatesError):
+                    raise CheckpointingException(str(cause)) from cause
+            raise
+
+    return load
+
+
+def first_mismatch(checkpoint: Checkpoint, requested: Iterable[Any]) -> str | None:
+    """What is asked for and not there, or does not fit; None if all is well."""
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+    for item in requested:
+        if isinstance(item, ShardedObject) and item.unique_key not in checkpoint.index.objects:
+            return f"there is no object {item.unique_key!r} in this checkpoint"
+        if isinstance(item, ShardedTensor):
+            problem = _tensor_mismatch(checkpoint, item)
+            if problem is not None:
+                return problem
+    return None
+
+
+def _tensor_mismatch(checkpoint: Checkpoint, item: Any) -> str | None:
+    stored = checkpoint.index.tensors.get(item.key)
+    if stored is None:
+        return f"there is no tensor {item.key!r} in this checkpoint{_similar(item.key, checkpoint)}"
+    if not item.allow_shape_mismatch and stored.global_shape != tuple(item.global_shape):
+        return (
+            f"tensor {item.key!r} has global shape {stored.global_shape} in this checkpoint, "
+            f"and {tuple(item.global_shape)} in the model"
+        )
+    wanted = str(item.dtype).removeprefix("torch.")
+    if _kind(stored.dtype) != _kind(wanted):
+        return f"tensor {item.key!r} is {stored.dtype} in this checkpoint, and {wanted} in the model"
+    return None
+
+
+def _kind(dtype: str) -> str:
+    """Dtypes of one kind are converted into each other, as torch_dist does."""
+    for kind in ("float", "complex"):
+        if dtype.startswith(kind):
+            return kind
+    return _KINDS.get(dtype, "integer")
+
+
+def _similar(key: str, checkpoint: Checkpoint) -> str:
+    tail = key.rsplit(".", 2)[-2:]
+    close = [name for name in checkpoint.index.tensors if name.rsplit(".", 2)[-2:] == tail][:2]
+    return f" (it has {' and '.join(map(repr, close))})" if close else ""
+
+
+__all__ = ["BACKEND", "NotACheckpointError", "is_ours", "open_checkpoint"]

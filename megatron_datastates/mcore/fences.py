@@ -1,0 +1,57 @@
+"""Who fences: every place where Megatron is about to change memory that a save may still be reading."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from megatron_datastates.engine.fence import FENCE
+
+# Optimizers whose pre-step hook has fired: their memory is known to change behind a fence only.
+_stepped: weakref.WeakSet[Any] = weakref.WeakSet()
+_installed = False
+
+
+def fence(reason: str = "an explicit fence") -> None:
+    """Returns when everything that saves still read may change.
+
+    Callers that change tensors otherwise than by an optimizer's step call it before (see
+    `DataStatesSaveStrategy(assume_immutable=True)`).
+    """
+    FENCE.wait(reason)
+
+
+def install() -> None:
+    """Fences every optimizer step of this process. Idempotent."""
+    global _installed
+    if not _installed:
+        register_optimizer_step_pre_hook(_before_step)
+        _installed = True
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return  # a captured step runs later, without hooks; its replay is fenced elsewhere
+    fence("the optimizer step")
+    _stepped.add(optimizer)
+
+
+def stepped_storages() -> set[int]:
+    """Storage addresses of the parameters and the state of every optimizer that has stepped."""
+    found: set[int] = set()
+    for optimizer in list(_stepped):
+        for group in optimizer.param_groups:
+            found.update(_address(param) for param in group["params"])
+        for state in optimizer.state.values():
+            if isinstance(state, dict):
+                found.update(_address(value) for value in state.values() if isinstance(value, torch.Tensor))
+    found.discard(0)
+    return found
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,87 @@
+"""Megatron's sharded state dict as a state provider."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
+
+from megatron_datastates.mcore.fences import stepped_storages
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.objects import PickledObject
+from megatron_datastates.providers.tensors import TensorMemory, tensor_source
+
+Classify = Callable[[torch.Tensor], Mutability]
+
+
+def nothing_promised(tensor: torch.Tensor) -> Mutability:
+    """The caller may change anything as soon as the save returns."""
+    return Mutability.NOW
+
+
+def all_promised(tensor: torch.Tensor) -> Mutability:
+    """The caller changes nothing before the next optimizer step or fence."""
+    return Mutability.AT_FENCE
+
+
+def proof_in_training_loop() -> Classify:
+    """What Megatron's own training loop proves, at the time of a save.
+
+    A model tensor that is a Parameter, or a view of one, changes behind the optimizer's step only. So does
+    the memory of an optimizer whose pre-step hook has already fired. Everything else (buffers such as the
+    router's expert_bias, fresh copies, padding) may change at once.
+    """
+    fenced = stepped_storages()
+
+    def classify(tensor: torch.Tensor) -> Mutability:
+        base = tensor._base if tensor._base is not None else tensor
+        if isinstance(base, torch.nn.Parameter) or tensor.untyped_storage().data_ptr() in fenced:
+            return Mutability.AT_FENCE
+        return Mutability.NOW
+
+    return classify
+
+
+class ShardedStateProvider:
+    """The main replicas of a preprocessed sharded state dict (tensors and objects only)."""
+
+    def __init__(self, sharded_state_dict: dict[str, Any], classify: Classify) -> None:
+        self._tensors: list[ShardedTensor] = []
+        self._objects: dict[str, list[Any]] = defaultdict(list)
+        self._classify = classify
+        for item in nested_values(sharded_state_dict):
+            if not is_main_replica(item.replica_id):
+                continue
+            if isinstance(item, ShardedTensor):
+                self._tensors.append(item)
+            elif isinstance(item, ShardedObject):
+                self._objects[item.unique_key].append(item.data)
+
+    def tensors(self) -> Iterator[TensorMemory]:
+        for item in self._tensors:
+            yield self._source(item)
+
+    def objects(self) -> Iterator[PickledObject]:
+        # A list, as torch_dist stores them: readers take its first element.
+        for key, values in self._objects.items():
+            yield PickledObject(key, values, Mutability.NOW)
+
+    def _source(self, item: ShardedTensor) -> TensorMemory:
+        if item.data is None or getattr(item, "flattened_range", None) is not None:
+            raise CheckpointingException(f"cannot save {item}: it has no data, or a flattened range")
+        data, mutability = item.data, self._classify(item.data)
+        if type(data) not in (torch.Tensor, torch.nn.Parameter) and hasattr(data, "dequantize"):
+            data, mutability = data.dequantize(), Mutability.NEVER  # as torch_dist stores quantized weights
+        return tensor_source(
+            item.key,
+            data,
+            mutability,
+            global_shape=item.global_shape,
+            offset=item.global_offset,
+            shape=(1,) * item.prepend_axis_num + tuple(item.local_shape),
+        )

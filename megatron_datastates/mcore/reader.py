@@ -1,0 +1,161 @@
+"""A DCP storage reader over our manifest, so that Megatron's own load planner keeps doing its work:
+shape checks, resharding, allow_shape_mismatch, streaming dequantization, in-place loads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import (
+    BytesStorageMetadata,
+    DefaultLoadPlanner,
+    FileSystemReader,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint._nested_dict import set_element  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.futures import Future
+
+from megatron_datastates.errors import FormatError, MismatchError
+from megatron_datastates.format.index import TensorEntry
+from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead, torch_dtype
+from megatron_datastates.plan.boxes import contiguous_strides
+from megatron_datastates.plan.reads import plan_box
+
+_BATCH_BYTES = 256 << 20  # host memory for tensors that cannot be read in place
+
+
+class DataStatesReader(FileSystemReader):
+    """Reads one published checkpoint. A FileSystemReader, because Megatron's code is typed for that."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__(checkpoint.directory)
+        self.checkpoint = checkpoint
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        index = self.checkpoint.index
+        known: dict[str, Any] = {key: _tensor_metadata(entry) for key, entry in index.tensors.items()}
+        known |= {key: BytesStorageMetadata() for key in index.objects}
+        return Metadata(known, storage_data={}, storage_meta=StorageMeta(load_id=self.load_id))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Raises what pipeline.load.Checkpoint.read raises; DCP wraps it in its own exception."""
+        tensors = []
+        for item in plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                self._load_object(item, planner)
+            else:
+                tensors.append(item)
+        for batch in _batches(tensors, self.checkpoint):
+            self._load_tensors(batch, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _load_object(self, item: ReadItem, planner: LoadPlanner) -> None:
+        """As DefaultLoadPlanner.load_bytes, which unpickles anything: here weights_only=True does it."""
+        if not isinstance(planner, DefaultLoadPlanner):
+            raise FormatError(f"objects cannot be handed to a {type(planner).__name__}")
+        value = self.checkpoint.read_object(item.storage_index.fqn)
+        key = item.dest_index.fqn
+        if planner.flatten_state_dict:
+            set_element(planner.original_state_dict, planner.mappings[key], value)
+        else:
+            planner.state_dict[key] = value
+
+    def _load_tensors(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+        transfers = [
+            _Transfer(item, planner.resolve_tensor(item).detach(), self.checkpoint) for item in items
+        ]
+        self.checkpoint.read(transfer.scheduled() for transfer in transfers)
+        for transfer in transfers:
+            transfer.complete()
+            planner.commit_tensor(transfer.item, transfer.target)
+
+
+def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:
+    chunks = [
+        ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
+        for offset, shape in zip(entry.offsets.tolist(), entry.shapes.tolist(), strict=True)
+    ]
+    properties = TensorProperties(dtype=torch_dtype(entry.dtype))
+    return TensorStorageMetadata(properties, torch.Size(entry.global_shape), chunks)
+
+
+def _batches(items: Sequence[ReadItem], checkpoint: Checkpoint) -> Iterator[list[ReadItem]]:
+    batch: list[ReadItem] = []
+    size = 0
+    for item in items:
+        batch.append(item)
+        size += (
+            math.prod(item.lengths)
+            * torch_dtype(checkpoint.index.tensor(item.storage_index.fqn).dtype).itemsize
+        )
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+@dataclasses.dataclass
+class _Transfer:
+    """One box from a stored fragment to (a part of) a tensor."""
+
+    item: ReadItem
+    target: torch.Tensor
+    checkpoint: Checkpoint
+
+    def __post_init__(self) -> None:
+        self.entry = self.checkpoint.index.tensor(self.item.storage_index.fqn)
+        if self.target.size() != self.item.lengths:
+            raise MismatchError(
+                f"tensor {self.item.storage_index.fqn!r}: a slice of {tuple(self.item.lengths)} "
+                f"was asked for as {tuple(self.target.size())}"
+            )
+        self.memory = self.target if self._in_place() else self._packed()
+
+    def _in_place(self) -> bool:
+        plain = type(self.target) in (torch.Tensor, torch.nn.Parameter)
+        return (
+            plain and self.target.device.type == "cpu" and self.target.dtype == torch_dtype(self.entry.dtype)
+        )
+
+    def _packed(self) -> torch.Tensor:
+        return torch.empty(tuple(self.item.lengths), dtype=torch_dtype(self.entry.dtype))
+
+    def scheduled(self) -> ScheduledRead:
+        fragment = find_fragment(self.entry, self.item.storage_index)
+        lengths = tuple(self.item.lengths)
+        strides = self.memory.stride() if lengths else contiguous_strides(lengths)
+        reads = plan_box(self.entry, fragment, tuple(self.item.storage_offsets), lengths, strides)
+        return ScheduledRead(reads, self.memory.data_ptr())
+
+    def complete(self) -> None:
+        if self.memory is not self.target:
+            self.target.copy_(self.memory)
+
+
+def find_fragment(entry: TensorEntry, index: MetadataIndex) -> int:
+    """The stored fragment that DCP's plan means."""
+    offset = list(index.offset) if index.offset is not None else [0] * len(entry.global_shape)
+    number = index.index
+    if number is not None and number < len(entry.files) and entry.offsets[number].tolist() == offset:
+        return number
+    for number in range(len(entry.files)):
+        if entry.offsets[number].tolist() == offset:
+            return number
+    raise FormatError(f"tensor {index.fqn!r} has no stored fragment at {tuple(offset)}")

@@ -1,0 +1,131 @@
+"""Our saves in Megatron's queue of asynchronous calls: no process, no worker, only polls.
+
+The queue asks a caller of ours whether a call is done. That caller publishes before it says so, because
+the queue removes a request before it runs the finalize functions (metadata.json, the tracker file).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+from megatron_datastates.mcore.attach import replace
+from megatron_datastates.pipeline.held import holding
+from megatron_datastates.pipeline.publication import Outcome, Publication
+
+logger = logging.getLogger(__name__)
+_QUEUES = (
+    "megatron.core.dist_checkpointing.strategies.async_utils",
+    "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
+)
+on_failure = "raise"  # what the training loop was told to do; set by mcore.training
+
+
+class SaveHandle:
+    """The `async_fn` of our requests: recognized by the queue, awaited by `execute_sync`."""
+
+    def __init__(self, publication: Publication) -> None:
+        self.publication = publication
+
+    def __call__(self) -> None:
+        raise_if_failed(self.publication, self.publication.wait())
+
+
+def raise_if_failed(publication: Publication, outcome: Outcome) -> None:
+    """Raises CheckpointingException, the same on every rank."""
+    if outcome is Outcome.FAILED:
+        raise CheckpointingException(publication.error)
+
+
+def make_request(publication: Publication, async_strategy: str) -> Any:
+    """An AsyncRequest of the library whose queue will be asked."""
+    return _request_class(async_strategy)(async_fn=SaveHandle(publication), async_fn_args=(), finalize_fns=[])
+
+
+def _request_class(async_strategy: str) -> Any:
+    if async_strategy == "nvrx":
+        try:
+            return importlib.import_module(_QUEUES[1]).AsyncRequest
+        except ImportError:
+            pass  # not installed: Megatron's own queue takes Megatron's own request
+    return importlib.import_module(_QUEUES[0]).AsyncRequest
+
+
+class DataStatesCaller:
+    """What the queue talks to, in place of a worker process."""
+
+    def __init__(self, publication: Publication, finalize_fns: list[Callable[[], None]]) -> None:
+        self._publication = publication
+        self._finalize_fns = finalize_fns
+        publication.hold_report = True
+        # In place: the queue's frozen copy of the request holds the same list.
+        finalize_fns[:] = [self._finalizer(list(finalize_fns))]
+
+    def schedule_async_call(self, async_req: Any) -> None:
+        """The save was started when the request was made."""
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """Collective, unless `no_dist`, which only looks.
+
+        Raises:
+            CheckpointingException: the save failed on any rank; raised on all.
+        """
+        if no_dist:
+            outcome = self._publication.outcome
+        else:
+            outcome = self._publication.wait() if blocking else self._publication.poll()
+        if outcome is Outcome.FAILED:
+            self._failed()
+        return outcome is not Outcome.PENDING
+
+    def close(self, abort: bool = False) -> None:
+        if abort:
+            self._publication.save.give_up("the queue was aborted")
+
+    def _failed(self) -> None:
+        self._publication.hold_report = False
+        self._publication.save.released()
+        if on_failure == "raise":
+            raise CheckpointingException(self._publication.error)
+        logger.warning("%s Training goes on (--datastates-on-failure warn).", self._publication.error)
+        self._finalize_fns.clear()  # no metadata.json, no tracker: the earlier checkpoint stays the latest
+
+    def _finalizer(self, functions: list[Callable[[], None]]) -> Callable[[], None]:
+        def finalize() -> None:
+            with holding("finalize", self._publication.save):
+                for function in functions:
+                    function()
+                self._publication.hold_report = False
+
+        return finalize
+
+
+def _recognize_ours(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `AsyncCallsQueue.schedule_async_request`."""
+
+    def schedule_async_request(self: Any, async_request: Any) -> Any:
+        handle = async_request.async_fn
+        if not isinstance(handle, SaveHandle):
+            return original(self, async_request)
+        caller = DataStatesCaller(handle.publication, async_request.finalize_fns)
+        self._get_async_caller = lambda: caller
+        try:
+            return original(self, async_request)
+        finally:
+            del self._get_async_caller
+
+    return schedule_async_request
+
+
+def patch_queues() -> None:
+    """Makes every installed queue recognize our requests. Idempotent."""
+    for name in _QUEUES:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        replace(module.AsyncCallsQueue, "schedule_async_request", _recognize_ours)

@@ -1,0 +1,124 @@
+"""The save strategy that Megatron is given."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from megatron_datastates.config import Options
+from megatron_datastates.mcore import fences, mapping
+from megatron_datastates.mcore.attach import replace
+from megatron_datastates.mcore.dispatch import BACKEND
+from megatron_datastates.mcore.request import make_request, patch_queues
+from megatron_datastates.pipeline.held import holding
+from megatron_datastates.pipeline.publication import Labels, Outcome, Publication
+from megatron_datastates.pipeline.saver import saver_for
+
+
+class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Saves in the datastates format; for `dist_checkpointing.save`.
+
+    Args:
+        assume_immutable: the caller promises not to change the tensors before the next step of a torch
+            optimizer, or before calling `fence()`. Their copy then runs behind the caller. Without the
+            promise everything is copied before the save returns.
+        options: see megatron_datastates.config; by default from the environment.
+    """
+
+    def __init__(self, assume_immutable: bool = False, options: Options | None = None, **unused: Any) -> None:
+        super().__init__(backend=BACKEND, version=1)
+        self.assume_immutable = assume_immutable
+        self.options = options or Options.from_environment()
+
+    def classifier(self) -> mapping.Classify:
+        """How mutable each tensor of the save about to start is."""
+        return mapping.all_promised if self.assume_immutable else mapping.nothing_promised
+
+    def async_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, async_strategy: str = "mcore"
+    ) -> Any:
+        """Starts the save; the request that is returned must be scheduled in an AsyncCallsQueue.
+
+        Errors of one rank do not raise here: every rank learns them when the request is finalized.
+        """
+        with holding("start"):
+            publication = self._start(sharded_state_dict, checkpoint_dir, "async")
+        return make_request(publication, async_strategy)
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        """The same, awaited.
+
+        Raises:
+            CheckpointingException: on every rank alike, if any rank failed.
+        """
+        with holding("start"):
+            publication = self._start(sharded_state_dict, checkpoint_dir, "sync")
+        if publication.wait() is Outcome.FAILED:
+            raise CheckpointingException(publication.error)
+
+    def fence(self) -> None:
+        """Returns when everything that saves still read may change."""
+        fences.fence()
+
+    def _start(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, mode: str) -> Publication:
+        provider = mapping.ShardedStateProvider(sharded_state_dict, self.classifier())
+        return saver_for(self.options).start(
+            Path(checkpoint_dir),
+            provider,
+            iteration=_iteration(sharded_state_dict, checkpoint_dir),
+            mode=mode,
+            labels=Labels(parallel_sizes()),
+        )
+
+
+class TrainingSaveStrategy(DataStatesSaveStrategy):
+    """For Megatron's own training loop, which proves what is immutable until its next step."""
+
+    def classifier(self) -> mapping.Classify:
+        return mapping.proof_in_training_loop()
+
+
+def _iteration(sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> int | None:
+    common = getattr(sharded_state_dict.get("common_state"), "data", None)
+    if isinstance(common, dict) and isinstance(common.get("iteration"), int):
+        return int(common["iteration"])
+    match = re.fullmatch(r"iter_(\d+)", Path(checkpoint_dir).name)
+    return int(match[1]) if match else None
+
+
+def parallel_sizes() -> dict[str, int]:
+    """Sizes of Megatron's parallel groups, where they are initialized."""
+    from megatron.core import parallel_state as state
+
+    if not state.model_parallel_is_initialized():
+        return {}
+    sizes = {
+        "tensor": state.get_tensor_model_parallel_world_size,
+        "pipeline": state.get_pipeline_model_parallel_world_size,
+        "data": state.get_data_parallel_world_size,
+        "context": state.get_context_parallel_world_size,
+        "expert": state.get_expert_model_parallel_world_size,
+    }
+    return {name: int(size()) for name, size in sizes.items()}
+
+
+def _keep_backend(original: Any) -> Any:
+    """The fully-parallel wrapper writes its own backend into metadata.json: it must be the inner one's."""
+
+    def __init__(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, strategy, *args, **kwargs)
+        if isinstance(strategy, DataStatesSaveStrategy):
+            self.backend, self.version = strategy.backend, strategy.version
+
+    return __init__
+
+
+replace(FullyParallelSaveStrategyWrapper, "__init__", _keep_backend)
+fences.install()
+patch_queues()

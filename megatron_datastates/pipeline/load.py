@@ -1,0 +1,228 @@
+"""An open checkpoint: what is in it, and reading it into host memory, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_datastates.config import Options
+from megatron_datastates.engine.reader import ReadOutcome, read_footer, read_pieces, read_small
+from megatron_datastates.errors import (
+    CorruptDataError,
+    FormatError,
+    MismatchError,
+    MissingKeyError,
+    NotACheckpointError,
+    StorageError,
+)
+from megatron_datastates.format.footer import Footer
+from megatron_datastates.format.index import Index
+from megatron_datastates.format.manifest import FileEntry, Manifest
+from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, is_own_file_name
+from megatron_datastates.plan.reads import FileReads, plan_slice
+from megatron_datastates.providers.objects import deserialize
+
+
+def is_published(directory: str | os.PathLike[str]) -> bool:
+    """Whether the directory holds a published datastates checkpoint."""
+    return (Path(directory) / MANIFEST_NAME).is_file()
+
+
+def find_published(root: str | os.PathLike[str]) -> dict[int, Path]:
+    """Iteration -> directory of every published checkpoint right under `root` (`iter_0000100` ...)."""
+    found = {}
+    with os.scandir(root) as entries:
+        for entry in entries:
+            match = re.fullmatch(r"iter_(\d+)", entry.name)
+            if match and entry.is_dir() and is_published(entry.path):
+                found[int(match[1])] = Path(entry.path)
+    return dict(sorted(found.items()))
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledRead:
+    """Runs of one file and the host address that their targets count from."""
+
+    reads: FileReads
+    address: int
+
+
+class Checkpoint:
+    """A published checkpoint. Data files are opened when something in them is asked for.
+
+    Raises (all methods that read): StorageError for a missing, truncated or unreadable file,
+    CorruptDataError for a block whose checksum differs, FormatError for a damaged footer.
+    """
+
+    def __init__(self, directory: Path, manifest: Manifest, index: Index, options: Options) -> None:
+        self.directory = directory
+        self.manifest = manifest
+        self.index = index
+        self.bytes_read = 0
+        self._options = options
+        self._footers: dict[int, Footer] = {}
+
+    @classmethod
+    def open(cls, directory: str | os.PathLike[str], options: Options | None = None) -> Checkpoint:
+        """Reads manifest and index, nothing else.
+
+        Raises:
+            NotACheckpointError: there is no manifest.
+            FormatError, UnsupportedFormatError, StorageError: it, or the index, cannot be used.
+        """
+        path = Path(directory)
+        if not is_published(path):
+            raise NotACheckpointError(_why_not(path))
+        manifest = Manifest.decode(read_small(path / MANIFEST_NAME), str(path / MANIFEST_NAME))
+        data = read_small(path / manifest.index.name)
+        if len(data) != manifest.index.bytes or hashlib.sha256(data).hexdigest() != manifest.index.sha256:
+            raise FormatError(f"{path / manifest.index.name} is damaged: its size or SHA-256 differs")
+        index = Index.decode(data, str(path / manifest.index.name), len(manifest.files))
+        return cls(path, manifest, index, options or Options.from_environment())
+
+    def file_path(self, file: int) -> Path:
+        return self.directory / self.manifest.files[file].name
+
+    def footer(self, file: int) -> Footer:
+        """Of a data file; also checks that it belongs to this save."""
+        if file not in self._footers:
+            entry = self.manifest.files[file]
+            footer = read_footer(self.file_path(file), entry.bytes)
+            _check_identity(self.manifest, entry, footer, self.file_path(file))
+            self._footers[file] = footer
+        return self._footers[file]
+
+    # -- reading ----------------------------------------------------------------------------------------
+
+    def read(self, scheduled: Iterable[ScheduledRead]) -> None:
+        """Executes reads, file by file; a file that is missing is told before any data moves."""
+        by_file: dict[int, list[ScheduledRead]] = defaultdict(list)
+        for item in scheduled:
+            by_file[item.reads.file].append(item)
+        for file in by_file:
+            self.footer(file)
+        for file, items in by_file.items():
+            self._read_file(file, items)
+
+    def _read_file(self, file: int, items: Sequence[ScheduledRead]) -> None:
+        offsets = np.concatenate([item.reads.offsets for item in items])
+        sizes = np.concatenate([np.full(len(i.reads.offsets), i.reads.run_bytes, np.uint64) for i in items])
+        targets = np.concatenate([i.reads.targets + np.uint64(i.address) for i in items])
+        outcome = read_pieces(self.file_path(file), self.footer(file), offsets, sizes, targets, self._options)
+        self.bytes_read += outcome.bytes_read
+        if outcome.bad_blocks:
+            raise CorruptDataError(self._describe(file, outcome))
+
+    def _describe(self, file: int, outcome: ReadOutcome) -> str:
+        places = ", ".join(f"{block * BLOCK_BYTES}" for block in outcome.bad_blocks[:4])
+        keys = self.keys_in_blocks(file, outcome.bad_blocks)
+        more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
+        return (
+            f"{self.file_path(file)} is corrupt: the checksum of the block of 1 MiB differs at byte offset "
+            f"{places}. It holds data of {', '.join(keys[:4]) or 'no tensor'}{more}. Nothing of it was used: "
+            "load an older checkpoint, or restore this file."
+        )
+
+    def keys_in_blocks(self, file: int, blocks: Sequence[int]) -> list[str]:
+        """Tensors and objects with bytes in these blocks of a data file."""
+        bad = np.array(sorted(blocks), np.int64)
+        found = []
+        for key, entry in self.index.tensors.items():
+            mine = entry.files == file
+            starts = entry.file_offsets[mine].astype(np.int64)
+            ends = starts + entry.file_bytes[mine].astype(np.int64)
+            if _touches(starts, ends, bad):
+                found.append(key)
+        for key, extent in self.footer(file).objects.items():
+            if _touches(np.array([extent.offset]), np.array([extent.offset + extent.bytes]), bad):
+                found.append(key)
+        return found
+
+    def read_tensor(
+        self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """A slice of a global tensor (all of it by default), in host memory, in its stored dtype.
+
+        Raises:
+            MissingKeyError: no such tensor.
+            MismatchError: the slice leaves the tensor.
+            FormatError: the checkpoint holds only a part of it.
+        """
+        entry = self.index.tensor(key)
+        offset = tuple(offset) if offset is not None else (0,) * len(entry.global_shape)
+        shape = tuple(shape) if shape is not None else entry.global_shape
+        if len(shape) != len(entry.global_shape) or any(
+            o < 0 or n < 0 or o + n > s for o, n, s in zip(offset, shape, entry.global_shape, strict=False)
+        ):
+            raise MismatchError(
+                f"tensor {key!r} has shape {entry.global_shape}: there is no slice of {shape} at {offset}"
+            )
+        target = torch.empty(shape, dtype=torch_dtype(entry.dtype))
+        reads, covered = plan_slice(entry, offset, shape)
+        if covered < target.numel():
+            raise FormatError(f"tensor {key!r} has holes: {covered} of {target.numel()} elements are stored")
+        self.read(ScheduledRead(part, target.data_ptr()) for part in reads)
+        return target
+
+    def read_object_bytes(self, key: str) -> bytes:
+        """A serialized object. Raises MissingKeyError."""
+        if key not in self.index.objects:
+            raise MissingKeyError(f"there is no object {key!r} in {self.directory}")
+        file = self.index.objects[key]
+        extent = self.footer(file).objects.get(key)
+        if extent is None:
+            raise FormatError(f"{self.file_path(file)} does not hold object {key!r}, as the index says")
+        buffer = np.empty(extent.bytes, np.uint8)
+        reads = FileReads(file, np.array([extent.offset], np.uint64), np.zeros(1, np.uint64), extent.bytes)
+        self.read([ScheduledRead(reads, buffer.ctypes.data)])
+        return buffer.tobytes()
+
+    def read_object(self, key: str) -> Any:
+        """An object, unpickled with weights_only=True."""
+        return deserialize(self.read_object_bytes(key), key)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """`bfloat16` -> `torch.bfloat16`. Raises FormatError if this torch has no such dtype."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise FormatError(f"the checkpoint holds {name}, which torch {torch.__version__} does not have")
+    return dtype
+
+
+def _touches(starts: np.ndarray, ends: np.ndarray, blocks: np.ndarray) -> bool:
+    first = np.searchsorted(blocks, starts // BLOCK_BYTES)
+    last = np.searchsorted(blocks, (ends - 1) // BLOCK_BYTES, side="right")
+    return bool(((last > first) & (ends > starts)).any())
+
+
+def _check_identity(manifest: Manifest, entry: FileEntry, footer: Footer, path: Path) -> None:
+    found = (footer.save_id, footer.rank, footer.data_bytes)
+    if found != (manifest.save_id, entry.rank, entry.footer_offset):
+        raise StorageError(
+            f"{path} belongs to save {footer.save_id}, rank {footer.rank}; "
+            f"its manifest is of save {manifest.save_id} and names it as rank {entry.rank}'s"
+        )
+
+
+def _why_not(path: Path) -> str:
+    if not path.is_dir():
+        return f"{path} is not a directory"
+    names = os.listdir(path)
+    if any(is_own_file_name(name) for name in names):
+        return (
+            f"{path} holds an unfinished datastates checkpoint: it has data files but no {MANIFEST_NAME}, "
+            "so its save was killed or failed. Load an older one."
+        )
+    if ".metadata" in names:
+        return f"{path} holds a torch_dist checkpoint, not a datastates one"
+    return f"{path} holds no datastates checkpoint: there is no {MANIFEST_NAME} in it"

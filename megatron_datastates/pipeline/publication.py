@@ -1,0 +1,271 @@
+"""From durable files on every rank to one published checkpoint, or to one agreed failure.
+
+Protocol (all of it on the trainer's thread, but for step 4):
+  1. Every poll asks for a sum of flags (not durable, failed, layout new) and reads the one asked for at
+     the poll before. All ranks read the same sums, so all take the same next step.
+  2. Any failure: every rank learns each rank's error, gives up its file, and reports the same text.
+  3. All durable: one record per rank goes to everybody; ranks' own indexes go to rank 0, only if a layout
+     is new to it.
+  4. Rank 0's publishing thread commits the index (if the directory lacks it), then the manifest
+     (engine/commit.py), then removes what earlier saves left behind.
+  5. Polls go on until rank 0 says that it is published.
+A directory without a manifest is not a checkpoint; one with a manifest is complete.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import enum
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+
+from megatron_datastates.engine.commit import remove_left_overs, write_whole
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
+from megatron_datastates.format.index import Index, index_name, merge_indexes
+from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest
+from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline.agreement import Collectives, PendingSum
+from megatron_datastates.pipeline.held import holding
+from megatron_datastates.pipeline.records import RankRecord, decode_failure, encode_failure
+from megatron_datastates.pipeline.save import RankSave
+
+logger = logging.getLogger(__name__)
+_BLOCKING_POLL_SECONDS = 0.002
+
+
+class Outcome(enum.Enum):
+    """Of a save, alike on every rank."""
+
+    PENDING = "pending"
+    PUBLISHED = "published"
+    FAILED = "failed"
+
+
+class LayoutStore:
+    """Which layouts rank 0 knows, so that a save with an old one gathers nothing.
+
+    Every rank keeps the digests of its own; rank 0 keeps all ranks' indexes and the merged ones.
+    """
+
+    def __init__(self) -> None:
+        self.known: set[bytes] = set()
+        self._parts: dict[tuple[int, bytes], bytes] = {}
+        self._merged: dict[tuple[tuple[int, bytes], ...], bytes] = {}
+
+    def add(self, rank: int, digest: bytes, index: bytes) -> None:
+        """Rank 0 has received a rank's own index."""
+        self._parts[rank, digest] = index
+
+    def merged(self, records: list[RankRecord]) -> bytes:
+        """The encoded index of a checkpoint with these files. Raises FormatError if ranks disagree."""
+        wanted = tuple((record.rank, record.layout_digest) for record in records)
+        if wanted not in self._merged:
+            parts = (Index.decode(self._parts[key], f"the layout of rank {key[0]}", 1) for key in wanted)
+            whole = merge_indexes((part, file) for file, part in enumerate(parts))
+            self._merged = {wanted: whole.encode()}
+        return self._merged[wanted]
+
+
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """What a manifest tells beside its files."""
+
+    parallel: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+class Publication:
+    """One save of all ranks. Use `poll` until it is no longer pending, or `wait`."""
+
+    def __init__(
+        self,
+        save: RankSave,
+        collectives: Collectives,
+        layouts: LayoutStore,
+        faults: Faults,
+        labels: Labels | None = None,
+    ) -> None:
+        self.save = save
+        self.outcome = Outcome.PENDING
+        self.error: str | None = None  # of the whole save, the same text on every rank
+        self.records: list[RankRecord] = []
+        self.hold_report = False  # set while somebody will hold the trainer for this save once more
+        self.on_end: Callable[[Publication], None] = lambda publication: None
+        self._collectives = collectives
+        self._layouts = layouts
+        self._faults = faults
+        self._labels = labels or Labels()
+        self._asked: PendingSum | None = None
+        self._publishing = False
+        self._published = threading.Event()
+        self._publisher: threading.Thread | None = None
+
+    # -- polls ------------------------------------------------------------------------------------------
+
+    def poll(self) -> Outcome:
+        """One step. Collective: every rank calls it equally often. Never waits for a slower rank."""
+        if self.outcome is not Outcome.PENDING:
+            return self.outcome
+        with holding("polls", self.save):
+            self.save.advance()
+            if self._asked is not None:
+                self._act(*self._asked.result())
+            if self.outcome is Outcome.PENDING:
+                self._asked = self._collectives.start_sum(self._flags())
+        return self.outcome
+
+    def wait(self) -> Outcome:
+        """Polls until the outcome is there. Collective, so no rank ever waits alone before a poll."""
+        while self.poll() is Outcome.PENDING:
+            time.sleep(_BLOCKING_POLL_SECONDS)
+        return self.outcome
+
+    def _flags(self) -> list[int]:
+        save, layout = self.save, self.save.layout
+        unfinished = self._publishing and self._collectives.rank == 0 and not self._published.is_set()
+        if not self._publishing:
+            unfinished = not save.is_durable
+        is_new = layout is not None and layout.digest not in self._layouts.known
+        return [int(unfinished), int(save.failure is not None), int(is_new)]
+
+    def _act(self, unfinished: int, failed: int, new_layouts: int) -> None:
+        if failed:
+            self._agree_on_failure()
+        elif unfinished:
+            return
+        elif self._publishing:
+            self._end(Outcome.PUBLISHED)
+        else:
+            self._exchange(gather_layouts=new_layouts > 0)
+
+    def _end(self, outcome: Outcome) -> None:
+        self.outcome = outcome
+        if self.save.layout is not None and outcome is Outcome.PUBLISHED:
+            self._layouts.known.add(self.save.layout.digest)
+        self.on_end(self)
+
+    def _agree_on_failure(self) -> None:
+        failures = self._collectives.gather_all(encode_failure(self.save.failure))
+        told = [(rank, text) for rank, text in enumerate(map(decode_failure, failures)) if text is not None]
+        causes = "; ".join(f"rank {rank}: {text}" for rank, text in told[:3])
+        more = f" (and {len(told) - 3} more ranks)" if len(told) > 3 else ""
+        context = self.save.context
+        self.error = (
+            f"saving to {context.directory} failed on {len(told)} of {self._collectives.size} ranks: "
+            f"{causes}{more}. Nothing was published; earlier checkpoints are as they were."
+        )
+        self.save.give_up("another rank failed")
+        self._end(Outcome.FAILED)
+
+    # -- all ranks are durable --------------------------------------------------------------------------
+
+    def _exchange(self, gather_layouts: bool) -> None:
+        self._publishing = True
+        layout = self.save.layout
+        is_new = layout is not None and layout.digest not in self._layouts.known
+        own = layout.index if layout is not None and is_new else b""
+        gathered = self._collectives.gather_all(self._record(len(own)).encode())
+        self.records = [RankRecord.decode(data) for data in gathered]
+        if gather_layouts:
+            sizes = [record.layout_bytes for record in self.records]
+            for record, index in zip(
+                self.records, self._collectives.gather_to_first(own, sizes), strict=False
+            ):
+                if index:
+                    self._layouts.add(record.rank, record.layout_digest, index)
+        if self._collectives.rank == 0:
+            self._publisher = threading.Thread(target=self._publish, name="datastates-publish", daemon=True)
+            self._publisher.start()
+
+    def _record(self, layout_bytes: int) -> RankRecord:
+        save, file, times = self.save, self.save.file, self.save.times()
+        return RankRecord(
+            rank=self._collectives.rank,
+            has_file=file is not None,
+            file_bytes=file.bytes if file else 0,
+            footer_offset=file.footer_offset if file else 0,
+            footer_crc=file.footer_crc if file else 0,
+            layout_digest=save.layout.digest if save.layout is not None else bytes(16),
+            layout_bytes=layout_bytes,
+            held=save.held.total,
+            fence=save.fence_seconds,
+            staging=times["staging"],
+            writing=times["writing"],
+            durable=times["durable"],
+            slot_wait=times["slot_wait"],
+        )
+
+    # -- rank 0's publishing thread ---------------------------------------------------------------------
+
+    def _publish(self) -> None:
+        try:
+            directory = self.save.context.directory
+            manifest, index = self._manifest()
+            if not _has_whole(directory / manifest.index.name, index):
+                write_whole(directory / manifest.index.name, index, self._faults)
+            write_whole(directory / MANIFEST_NAME, manifest.encode(), self._faults)
+            self._published.set()
+            keep = {manifest.index.name, *(file.name for file in manifest.files)}
+            remove_left_overs(directory, keep)
+        except Exception as error:
+            if self._published.is_set():
+                logger.warning("left-overs of earlier saves were not removed: %s", error)
+            else:
+                self.save.fail(error)
+
+    def _manifest(self) -> tuple[Manifest, bytes]:
+        context = self.save.context
+        records = [record for record in self.records if record.has_file]
+        index = self._layouts.merged(records)
+        files = [
+            FileEntry(
+                name=context.save_id.data_file_name(record.rank),
+                rank=record.rank,
+                bytes=record.file_bytes,
+                footer_offset=record.footer_offset,
+                footer_crc=record.footer_crc,
+            )
+            for record in records
+        ]
+        manifest = Manifest(
+            run_id=f"{context.save_id.run_id:016x}",
+            ordinal=context.save_id.ordinal,
+            world_size=context.world_size,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            index=IndexEntry(index_name(index), len(index), hashlib.sha256(index).hexdigest()),
+            files=files,
+            iteration=context.iteration,
+            parallel=self._labels.parallel,
+            writer=_releases(),
+            compatible=COMPATIBLE_CHECKSUMS,
+        )
+        return manifest, index
+
+    def join(self) -> None:
+        """Waits for the threads of a save that is over."""
+        self.save.join()
+        if self._publisher is not None:
+            self._publisher.join()
+
+
+def _has_whole(path: Path, data: bytes) -> bool:
+    try:
+        return path.stat().st_size == len(data) and path.read_bytes() == data
+    except OSError:
+        return False
+
+
+def _releases() -> dict[str, str]:
+    found = {}
+    for name in ("megatron-datastates", "megatron-core", "torch"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,102 @@
+"""What each save cost, for people and for machines: a log line and a JSON line, written by rank 0."""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.records import RankRecord
+
+logger = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Reports a save once it is over and holds the trainer no longer."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._waiting: dict[int, str] = {}
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
+
+    def ended(self, publication: Publication, mode: str) -> None:
+        """The outcome is there; the trainer may still be held for finalization."""
+        self._waiting[id(publication)] = mode
+
+    def released(self, publication: Publication) -> None:
+        """The trainer has been let go (held.py)."""
+        if publication.hold_report:
+            return
+        mode = self._waiting.pop(id(publication), None)
+        if mode is not None and publication.save.context.rank == 0:
+            self._emit(save_report(publication, mode))
+
+    def _emit(self, report: dict[str, Any]) -> None:
+        logger.info(
+            "datastates: %s %s of %.1f MB to %s; trainer held %.1f ms, %.1f ms of it at the fence; %.0f MB/s",
+            report["state"],
+            report["mode"] + " save",
+            report["bytes"] / 1e6,
+            report["directory"],
+            report["held_ms"],
+            report["fence_ms"],
+            report["write_mb_per_s"],
+        )
+        for listener in self.listeners:
+            listener(report)
+        if not self._path:
+            return
+        try:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(report) + "\n")
+        except OSError as error:
+            logger.warning("the report of a save was not written to %s: %s", self._path, error.strerror)
+
+
+def save_report(publication: Publication, mode: str) -> dict[str, Any]:
+    """One save as plain data. Times in milliseconds, on rank 0 unless under `ranks_ms`."""
+    save = publication.save
+    times = save.times()
+    data = sum(record.file_bytes for record in publication.records)
+    slowest = max((record.writing for record in publication.records), default=0.0)
+    return {
+        "event": "save",
+        "save_id": str(save.context.save_id),
+        "directory": str(save.context.directory),
+        "iteration": save.context.iteration,
+        "mode": mode,
+        "state": "published" if publication.outcome is Outcome.PUBLISHED else "failed",
+        "error": publication.error,
+        "ranks": save.context.world_size,
+        "bytes": data,
+        "held_ms": _ms(save.held.total),
+        "held_parts_ms": {part: _ms(seconds) for part, seconds in save.held.parts.items()},
+        "fence_ms": _ms(save.fence_seconds),
+        "staging_ms": _ms(times["staging"]),
+        "writing_ms": _ms(times["writing"]),
+        "durable_ms": _ms(times["durable"]),
+        "slot_wait_ms": _ms(times["slot_wait"]),
+        "write_mb_per_s": round(data / slowest / 1e6, 1) if slowest > 0 else 0.0,
+        "ranks_ms": _rank_statistics(publication.records),
+    }
+
+
+def _rank_statistics(records: Sequence[RankRecord]) -> dict[str, dict[str, float]]:
+    found = {}
+    for name in ("held", "fence", "staging", "writing", "durable"):
+        values = [getattr(record, name) for record in records]
+        if values:
+            found[name] = {
+                "min": _ms(min(values)),
+                "median": _ms(statistics.median(values)),
+                "max": _ms(max(values)),
+                "slowest_rank": records[values.index(max(values))].rank,
+            }
+    return found
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

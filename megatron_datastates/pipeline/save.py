@@ -1,0 +1,222 @@
+"""One rank's side of one save: from state to a durable data file.
+
+States: open -> staged -> sealed -> durable -> published, or failed. Two threads work on it. The trainer's
+thread starts it, fences it, confirms that nothing changed before its copies were done, and polls. The
+finishing thread serializes what is left, and seals the file once that confirmation is there: a torn save
+leaves no valid footer. Errors are values until all ranks have agreed (publication.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.staging import FileSave, StagingEngine
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
+from megatron_datastates.format.header import Header
+from megatron_datastates.format.values import Extent, SaveId
+from megatron_datastates.pipeline.held import HeldTime, charge_open_spans, holding
+from megatron_datastates.plan.layout import Layout
+from megatron_datastates.providers.base import Mutability, ObjectSource, TensorSource
+
+logger = logging.getLogger(__name__)
+_SLICE_SECONDS = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveContext:
+    """Which save, of whom, where to."""
+
+    save_id: SaveId
+    directory: Path
+    rank: int
+    world_size: int
+    iteration: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DurableFile:
+    """A sealed and synced data file."""
+
+    bytes: int
+    footer_offset: int
+    footer_crc: int
+
+
+class RankSave:
+    """See the module. `fence_deadline`: seconds after which a fence lets the trainer go and the save fails."""
+
+    def __init__(self, context: SaveContext, fence_deadline: float) -> None:
+        self.context = context
+        self.fence_deadline = fence_deadline
+        self.held = HeldTime()
+        self.fence_seconds = 0.0
+        self.layout: Layout | None = None
+        self.file: DurableFile | None = None  # once durable; None for a rank that stores nothing
+        self._save: FileSave | None = None
+        self._durable = threading.Event()
+        self._confirmed = threading.Event()  # nothing changed before the copies were done
+        self._given_up = threading.Event()
+        self._failure_lock = threading.Lock()
+        self._failure: str | None = None  # guarded by _failure_lock
+        self._finisher: threading.Thread | None = None
+        self.on_released: Callable[[], None] = lambda: None
+        charge_open_spans(self)
+
+    # -- start ------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        engine: StagingEngine,
+        layout: Layout,
+        sources: Sequence[TensorSource],
+        objects: Sequence[ObjectSource],
+    ) -> None:
+        """Starts the copies; serializes what may change. Never raises: see `failure`."""
+        self.layout = layout
+        try:
+            ready = [o.serialize() if o.mutability is not Mutability.NEVER else None for o in objects]
+            if not sources and not objects:
+                self._durable.set()
+                return
+            known = sum(len(data) + 64 for data in ready if data is not None)
+            header = Header(self.context.save_id, self.context.rank, self.context.world_size).encode()
+            name = self.context.save_id.data_file_name(self.context.rank)
+            self._save = engine.begin(self.context.directory / name, header, layout, sources, known)
+            if any(source.mutability is Mutability.AT_FENCE for source in sources):
+                FENCE.add(self)
+            else:
+                self._confirmed.set()  # nothing that it still reads can change
+            self._finisher = threading.Thread(
+                target=self._finish,
+                args=(self._save, list(objects), ready),
+                name="datastates-finish",
+                daemon=True,  # joined by Saver.close; the interpreter must not wait for it before that
+            )
+            self._finisher.start()
+        except Exception as error:
+            self.fail(error)
+            if self._save is not None:
+                self._save.cancel(str(error))
+
+    # -- the trainer's thread ---------------------------------------------------------------------------
+
+    def fence(self, reason: str) -> None:
+        """Returns when the sources may change; the save fails if that takes too long. Never raises."""
+        save = self._save
+        if save is None or self._confirmed.is_set():
+            return
+        begin = time.perf_counter()
+        with holding("fence", self):
+            if not save.fence(self.fence_deadline):
+                save.cancel(
+                    f"{reason} waited {self.fence_deadline:g} s for its copies (--datastates-fence-deadline)"
+                )
+            if save.error:
+                self.fail(DataStatesError(save.error))
+            else:
+                self._confirmed.set()
+        self.fence_seconds += time.perf_counter() - begin
+
+    def advance(self) -> None:
+        """Looks after the save: confirms copies that are done and drops the sources."""
+        save = self._save
+        if save is None:
+            return
+        if save.sources_copied():
+            # Seen on the trainer's thread, before anything behind it in the program could change them.
+            self._confirmed.set()
+            FENCE.discard(self)
+        if save.error:
+            self.fail(DataStatesError(save.error))
+
+    @property
+    def is_durable(self) -> bool:
+        return self._durable.is_set()
+
+    def give_up(self, reason: str) -> None:
+        """Stops everything; the finishing thread removes the file."""
+        # Order: the finishing thread looks at _given_up after it has set _durable, so one of the two
+        # sees the other's flag and removes the file (twice does no harm).
+        self._given_up.set()
+        FENCE.discard(self)
+        if self._save is None:
+            return
+        self._save.cancel(reason)
+        if self.is_durable or self._finisher is None:
+            self._save.remove()
+
+    def join(self) -> None:
+        """Waits for the finishing thread of a save that is over."""
+        if self._finisher is not None:
+            self._finisher.join()
+
+    def released(self) -> None:
+        """See held.Holder."""
+        self.on_released()
+
+    # -- any thread -------------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> str | None:
+        """The first error of this rank, if any."""
+        with self._failure_lock:
+            return self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """Keeps the first error. The others are told at the next agreement."""
+        text = f"{type(error).__name__}: {error}" if not isinstance(error, DataStatesError) else str(error)
+        with self._failure_lock:
+            if self._failure is not None:
+                return
+            self._failure = text
+        logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, text)
+
+    def times(self) -> dict[str, float]:
+        """Seconds since the native job began at which it was staged, written and durable."""
+        status = self._save.status() if self._save is not None else {}
+        names = {"staging": "copied_at", "writing": "written_at", "durable": "durable_at"}
+        times = {name: max(float(str(status.get(key, 0.0))), 0.0) for name, key in names.items()}
+        return times | {"slot_wait": float(str(status.get("waited_for_slots", 0.0)))}
+
+    # -- the finishing thread ---------------------------------------------------------------------------
+
+    def _finish(self, save: FileSave, objects: list[ObjectSource], ready: list[bytes | None]) -> None:
+        try:
+            data = [d if d is not None else o.serialize() for o, d in zip(objects, ready, strict=True)]
+            places = save.append_objects(data)
+            extents = {o.key: Extent(0, *place) for o, place in zip(objects, places, strict=True)}
+            while not (self._confirmed.wait(_SLICE_SECONDS) and save.wait_written()):
+                if save.error:
+                    raise DataStatesError(save.error)
+            footer = self._footer(save, extents)
+            save.finish(footer)
+            while not save.wait_durable():
+                pass
+            _, _, crc = decode_trailer(footer[-TRAILER_BYTES:], save.path.name)
+            self.file = DurableFile(save.data_end + len(footer), save.data_end, crc)
+            self._durable.set()
+        except Exception as error:
+            save.cancel(str(error))
+            self.fail(error)
+            save.remove()
+        if self._given_up.is_set():
+            save.remove()
+
+    def _footer(self, save: FileSave, extents: dict[str, Extent]) -> bytes:
+        context = self.context
+        return Footer(
+            context.save_id,
+            context.rank,
+            context.world_size,
+            save.data_end,
+            save.layout.digest,
+            extents,
+            save.block_checksums(),
+        ).encode()

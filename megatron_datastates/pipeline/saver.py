@@ -1,0 +1,158 @@
+"""What a process keeps between saves: the engine, the run's identity, layouts.
+
+One Saver serves every strategy object of a process, and any number of directories.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import logging
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_datastates.config import Options
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.engine.staging import StagingEngine
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.agreement import Collectives
+from megatron_datastates.pipeline.publication import Labels, LayoutStore, Outcome, Publication
+from megatron_datastates.pipeline.report import Reporter
+from megatron_datastates.pipeline.save import RankSave, SaveContext
+from megatron_datastates.plan.layout import Layout, plan_layout
+from megatron_datastates.providers.base import Mutability, ObjectSource, StateProvider, TensorSource
+
+logger = logging.getLogger(__name__)
+_KEPT_LAYOUTS = 8  # persistent and non-persistent saves alternate; more than a few means they change
+
+
+class Saver:
+    """Starts saves. Used by the trainer's thread alone."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.collectives = Collectives()
+        self._engine: StagingEngine | None = None
+        self._run_id: int | None = None
+        self._ordinal = 0
+        self._layouts: dict[object, Layout] = {}
+        self._store = LayoutStore()
+        self._faults = Faults(options.faults)
+        self._reporter = Reporter(options.report_file)
+        self._unfinished: list[Publication] = []
+
+    def start(
+        self,
+        directory: Path,
+        provider: StateProvider,
+        *,
+        iteration: int | None = None,
+        mode: str = "async",
+        labels: Labels | None = None,
+    ) -> Publication:
+        """Starts a save of this rank's part of the state into `directory`.
+
+        Returns when everything that may change at once has been copied. The rest may change after the next
+        fence (engine.fence.FENCE). Nothing is published before every rank has polled often enough.
+        Errors of this rank are kept for the agreement: this raises none of them.
+        """
+        context = SaveContext(
+            self._next_id(),
+            Path(directory).absolute(),
+            self.collectives.rank,
+            self.collectives.size,
+            iteration,
+        )
+        save = RankSave(context, self.options.fence_deadline)
+        publication = Publication(save, self.collectives, self._store, self._faults, labels)
+        publication.on_end = lambda ended: self._reporter.ended(ended, mode)
+        save.on_released = lambda: self._reporter.released(publication)
+        try:
+            tensors, objects = self._collect(provider)
+            layout = self._layout(tensors, objects)
+            save.start(self._get_engine(), layout, tensors, objects)
+        except Exception as error:
+            save.fail(error)
+        self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
+        return publication
+
+    def close(self) -> None:
+        """Gives up what is not published, and joins every thread."""
+        for publication in self._unfinished:
+            if publication.outcome is Outcome.PENDING:
+                logger.warning("a save to %s was not published", publication.save.context.directory)
+                publication.save.give_up("the program ended before the save was published")
+            publication.join()
+        self._unfinished = []
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+
+    def _next_id(self) -> SaveId:
+        if self._run_id is None:
+            self._run_id = self.collectives.share_from_first(secrets.randbits(63))
+        self._ordinal += 1
+        return SaveId(self._run_id, self._ordinal)
+
+    def _get_engine(self) -> StagingEngine:
+        if self._engine is None:
+            self._engine = StagingEngine(self.options, _local_ranks())
+        return self._engine
+
+    def _collect(self, provider: StateProvider) -> tuple[list[TensorSource], list[ObjectSource]]:
+        tensors = list(provider.tensors())
+        if not self.options.lazy:
+            tensors = [_Eager(t) if t.mutability is Mutability.AT_FENCE else t for t in tensors]
+        return tensors, list(provider.objects())
+
+    def _layout(self, tensors: Sequence[TensorSource], objects: Sequence[ObjectSource]) -> Layout:
+        """Planned once per structure: names, shapes, and which fragments are eager."""
+        fragments = tuple(tensor.fragment for tensor in tensors)
+        eager = tuple(tensor.mutability is Mutability.NOW for tensor in tensors)
+        keys = tuple(item.key for item in objects)
+        structure = (fragments, eager, keys)
+        layout = self._layouts.pop(structure, None)
+        if layout is None:
+            layout = plan_layout(fragments, eager, keys)
+        self._layouts[structure] = layout  # the most recent is last
+        if len(self._layouts) > _KEPT_LAYOUTS:
+            del self._layouts[next(iter(self._layouts))]
+        return layout
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Eager:
+    """A source that is copied at once although it could wait."""
+
+    inner: TensorSource
+
+    @property
+    def mutability(self) -> Mutability:
+        return Mutability.NOW
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+
+def _local_ranks() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+_savers: dict[Options, Saver] = {}
+
+
+def saver_for(options: Options) -> Saver:
+    """The process's Saver with these options; closed when the interpreter ends."""
+    if options not in _savers:
+        if not _savers:
+            atexit.register(close_all)
+        _savers[options] = Saver(options)
+    return _savers[options]
+
+
+def close_all() -> None:
+    """Closes every Saver of this process."""
+    while _savers:
+        _savers.popitem()[1].close()

@@ -1,0 +1,184 @@
+"""Whether a checkpoint is whole: every checksum, every extent, every element."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from megatron_datastates.config import Options
+from megatron_datastates.engine.reader import read_header, read_pieces
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.format.index import TensorEntry
+from megatron_datastates.format.values import BLOCK_BYTES
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.plan.boxes import intersect
+
+_STEP_BYTES = 64 * BLOCK_BYTES  # read at a time
+
+
+@dataclasses.dataclass
+class Verdict:
+    """What was looked at and what is wrong with it."""
+
+    files: int = 0
+    tensors: int = 0
+    objects: int = 0
+    bytes_checked: int = 0
+    unchecked_files: int = 0  # saved without checksums
+    faults: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        return not self.faults
+
+
+def verify(
+    directory: str | os.PathLike[str],
+    *,
+    quick: bool = False,
+    progress: Callable[[int], None] = lambda bytes_done: None,
+    options: Options | None = None,
+) -> Verdict:
+    """Looks for all faults, not only the first. `quick` leaves out the data itself.
+
+    Raises:
+        DataStatesError: the manifest or the index cannot be used at all.
+    """
+    options = dataclasses.replace(options or Options.from_environment(), checksums=True)
+    checkpoint = Checkpoint.open(directory, options)
+    verdict = Verdict(
+        len(checkpoint.manifest.files), len(checkpoint.index.tensors), len(checkpoint.index.objects)
+    )
+    usable = [file for file in range(verdict.files) if _check_file(checkpoint, file, verdict)]
+    _check_extents(checkpoint, usable, verdict)
+    for key, entry in checkpoint.index.tensors.items():
+        _check_coverage(key, entry, verdict)
+    for file in usable if not quick else []:
+        _check_data(checkpoint, file, verdict, progress, options)
+    return verdict
+
+
+def _check_file(checkpoint: Checkpoint, file: int, verdict: Verdict) -> bool:
+    entry = checkpoint.manifest.files[file]
+    try:
+        footer = checkpoint.footer(file)
+        header = read_header(checkpoint.file_path(file), entry.bytes)
+    except DataStatesError as error:
+        verdict.faults.append(str(error))
+        return False
+    if (header.save_id, header.rank) != (footer.save_id, footer.rank):
+        verdict.faults.append(f"{checkpoint.file_path(file)}: header and footer are of different saves")
+    return True
+
+
+def _check_extents(checkpoint: Checkpoint, usable: list[int], verdict: Verdict) -> None:
+    extents: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    for key, entry in checkpoint.index.tensors.items():
+        for file, offset, size in zip(entry.files, entry.file_offsets, entry.file_bytes, strict=True):
+            extents[int(file)].append((int(offset), int(offset) + int(size), key))
+    for key, file in checkpoint.index.objects.items():
+        if file not in usable:
+            continue
+        extent = checkpoint.footer(file).objects.get(key)
+        if extent is None:
+            verdict.faults.append(f"{checkpoint.file_path(file)} does not hold object {key!r}")
+        else:
+            extents[file].append((extent.offset, extent.offset + extent.bytes, key))
+    for file in usable:
+        _check_order(checkpoint, file, sorted(extents[file]), verdict)
+
+
+def _check_order(
+    checkpoint: Checkpoint, file: int, extents: list[tuple[int, int, str]], verdict: Verdict
+) -> None:
+    at, previous = 0, "the header"
+    for start, end, key in extents:
+        if end > checkpoint.footer(file).data_bytes:
+            verdict.faults.append(f"{checkpoint.file_path(file)}: {key!r} lies behind the end of the data")
+        if start < at and end > start:
+            verdict.faults.append(f"{checkpoint.file_path(file)}: {key!r} overlaps {previous!r}")
+        if end > at:
+            at, previous = end, key
+
+
+def _check_coverage(key: str, entry: TensorEntry, verdict: Verdict) -> None:
+    """Fragments of one tensor must neither overlap nor leave holes."""
+    stored = int(np.prod(entry.shapes, axis=1).sum())
+    if stored < int(np.prod(entry.global_shape, dtype=np.int64)):
+        verdict.faults.append(
+            f"tensor {key!r} has holes: {stored} elements of shape {entry.global_shape} are stored"
+        )
+    overlap = _first_overlap(entry)
+    if overlap is not None:
+        verdict.faults.append(f"tensor {key!r}: two fragments both hold the element at {overlap}")
+
+
+def _first_overlap(entry: TensorEntry) -> tuple[int, ...] | None:
+    """Fragments sorted along the first axis that they are cut in: only neighbours there can overlap."""
+    if len(entry.files) < 2 or entry.offsets.shape[1] == 0:
+        return (0,) * entry.offsets.shape[1] if len(entry.files) > 1 else None
+    axis = int(np.argmax([len(np.unique(column)) for column in entry.offsets.T]))
+    order = np.argsort(entry.offsets[:, axis], kind="stable")
+    offsets, shapes = entry.offsets[order], entry.shapes[order]
+    ends = offsets[:, axis] + shapes[:, axis]
+    for i in range(len(order)):
+        for j in range(i + 1, len(order)):
+            if offsets[j, axis] >= ends[i]:
+                break
+            common = intersect(
+                offsets[i].tolist(), shapes[i].tolist(), offsets[j].tolist(), shapes[j].tolist()
+            )
+            if common is not None:
+                return common[0]
+    return None
+
+
+def _check_data(
+    checkpoint: Checkpoint, file: int, verdict: Verdict, progress: Callable[[int], None], options: Options
+) -> None:
+    footer, path = checkpoint.footer(file), checkpoint.file_path(file)
+    if not footer.block_checksums:
+        verdict.unchecked_files += 1
+        return
+    sink = np.empty(min(_STEP_BYTES, footer.data_bytes), np.uint8)
+    for start in range(0, footer.data_bytes, _STEP_BYTES):
+        size = min(_STEP_BYTES, footer.data_bytes - start)
+        if not _check_stretch(checkpoint, file, start, size, sink, verdict, options):
+            return
+        verdict.bytes_checked += size
+        progress(size)
+    assert path  # the loop above has read it
+
+
+def _check_stretch(
+    checkpoint: Checkpoint,
+    file: int,
+    start: int,
+    size: int,
+    sink: np.ndarray,
+    verdict: Verdict,
+    options: Options,
+) -> bool:
+    one = [np.array([value], np.uint64) for value in (start, size, sink.ctypes.data)]
+    path = checkpoint.file_path(file)
+    try:
+        outcome = read_pieces(path, checkpoint.footer(file), one[0], one[1], one[2], options)
+    except DataStatesError as error:
+        verdict.faults.append(str(error))
+        return False
+    for block in outcome.bad_blocks:
+        keys = ", ".join(checkpoint.keys_in_blocks(file, [block])[:4]) or "no tensor"
+        verdict.faults.append(
+            f"{path}: the block at byte offset {block * BLOCK_BYTES} is corrupt; it holds data of {keys}"
+        )
+    return True
+
+
+def whole_size(directory: Path) -> int:
+    """Bytes of all data files of a published checkpoint, for progress bars."""
+    return Checkpoint.open(directory).manifest.bytes

@@ -1,0 +1,59 @@
+"""Strided boxes as runs of contiguous bytes, and intersections of boxes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Offsets = npt.NDArray[np.uint64]
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Row-major strides, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def box_runs(
+    lengths: Sequence[int], a_strides: Sequence[int], b_strides: Sequence[int], item_bytes: int
+) -> tuple[Offsets, Offsets, int]:
+    """A box that lies in two strided memories, as the fewest runs contiguous in both.
+
+    Args:
+        lengths: elements per dimension.
+        a_strides, b_strides: elements per step, for either memory.
+        item_bytes: bytes per element.
+
+    Returns:
+        Byte offsets of the runs in a, the same in b (row-major order of the box), and the bytes of each.
+        An empty box has no runs.
+    """
+    if 0 in lengths:
+        empty = np.zeros(0, np.uint64)
+        return empty, empty, 0
+    dims = [d for d in range(len(lengths)) if lengths[d] != 1]
+    run = 1
+    while dims and a_strides[dims[-1]] == run and b_strides[dims[-1]] == run:
+        run *= lengths[dims.pop()]
+    a = b = np.zeros(1, np.int64)
+    for d in dims:
+        steps = np.arange(lengths[d], dtype=np.int64)
+        a = (a[:, None] + steps * a_strides[d]).reshape(-1)
+        b = (b[:, None] + steps * b_strides[d]).reshape(-1)
+    return (a * item_bytes).astype(np.uint64), (b * item_bytes).astype(np.uint64), run * item_bytes
+
+
+def intersect(
+    a_offset: Sequence[int], a_shape: Sequence[int], b_offset: Sequence[int], b_shape: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """(offset, shape) of the common box of two boxes of one tensor, or None if there is none."""
+    start = tuple(max(a, b) for a, b in zip(a_offset, b_offset, strict=True))
+    ends = zip(a_offset, a_shape, b_offset, b_shape, strict=True)
+    stop = tuple(min(ao + an, bo + bn) for ao, an, bo, bn in ends)
+    shape = tuple(e - s for s, e in zip(start, stop, strict=True))
+    return (start, shape) if all(n > 0 for n in shape) else None

@@ -1,0 +1,71 @@
+"""Where each fragment of a rank goes in its data file, made before any I/O and from local knowledge alone.
+
+Eager fragments come first: the trainer waits for their copies, which must not stand behind those of the
+whole shard. The layout depends on names, shapes and eagerness only, never on addresses or contents, so
+a trainer makes one and uses it for every save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_datastates.format.header import HEADER_BYTES
+from megatron_datastates.format.index import build_index
+from megatron_datastates.format.values import ALIGNMENT, LARGE_BYTES, SMALL_ALIGNMENT, Extent, Fragment
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The plan of one rank's data file up to its objects."""
+
+    order: tuple[int, ...]  # positions in the fragments given, in the order of the file
+    offsets: npt.NDArray[np.uint64]  # bytes, in the order of the file
+    tensor_end: int  # where the objects begin; a multiple of ALIGNMENT
+    index: bytes  # this rank's own index, encoded
+    digest: bytes  # 16 bytes: names the layout
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank has no fragment at all."""
+        return not self.order
+
+
+def align_up(value: int, alignment: int) -> int:
+    """The smallest multiple of `alignment` that is not below `value`."""
+    return -(-value // alignment) * alignment
+
+
+def plan_layout(fragments: Sequence[Fragment], eager: Sequence[bool], object_keys: Sequence[str]) -> Layout:
+    """Lays out `fragments`; `eager[i]` says that fragment i is copied before the trainer goes on.
+
+    Raises:
+        FormatError: fragments of one key disagree on dtype or global shape.
+    """
+    order = sorted(range(len(fragments)), key=lambda i: not eager[i])
+    offsets = np.zeros(len(order), np.uint64)
+    at = HEADER_BYTES
+    entries = []
+    for place, i in enumerate(order):
+        size = fragments[i].bytes
+        at = align_up(at, ALIGNMENT if size >= LARGE_BYTES else SMALL_ALIGNMENT)
+        offsets[place] = at
+        entries.append((fragments[i], Extent(0, at, size)))
+        at += size
+    index = build_index(entries, dict.fromkeys(object_keys, 0)).encode()
+    digest = hashlib.sha256(index).digest()[:16]
+    return Layout(tuple(order), offsets, align_up(at, ALIGNMENT), index, digest)
+
+
+def place_objects(sizes: Sequence[int], begin: int) -> tuple[list[int], int]:
+    """Offsets of serialized objects from `begin` on, and the end, a multiple of ALIGNMENT."""
+    offsets, at = [], begin
+    for size in sizes:
+        at = align_up(at, SMALL_ALIGNMENT)
+        offsets.append(at)
+        at += size
+    return offsets, align_up(at, ALIGNMENT)

@@ -1,0 +1,43 @@
+"""Python objects, serialized with torch.save and read back with weights_only=True."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from typing import Any
+
+import torch
+
+from megatron_datastates.errors import FormatError
+from megatron_datastates.providers.base import Mutability
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PickledObject:
+    """One object under one key."""
+
+    key: str
+    value: Any
+    mutability: Mutability
+
+    def serialize(self) -> bytes:
+        buffer = io.BytesIO()
+        torch.save(self.value, buffer)
+        return buffer.getvalue()
+
+
+def deserialize(data: bytes, key: str) -> Any:
+    """What `serialize` was given.
+
+    Nothing but plain data and the classes that torch allows is built: a checkpoint cannot run code.
+
+    Raises:
+        FormatError: the bytes name a class that is not allowed, or are no pickle of ours.
+    """
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise FormatError(
+            f"object {key!r} was not loaded: {error}\n(only plain data and classes on torch's list of safe "
+            "globals are loaded; torch.serialization.add_safe_globals adds one that you trust)"
+        ) from error

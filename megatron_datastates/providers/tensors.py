@@ -1,0 +1,105 @@
+"""Tensors in device or host memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_datastates.errors import MismatchError
+from megatron_datastates.format.values import Fragment
+from megatron_datastates.plan.boxes import box_runs, contiguous_strides
+from megatron_datastates.providers.base import Mutability, ObjectSource
+
+# A strided tensor is copied run by run down to this length; finer ones are packed first, because a copy
+# costs about a microsecond whatever its size.
+_SHORTEST_RUN_BYTES = 512
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorMemory:
+    """A fragment that is a dense or strided tensor."""
+
+    fragment: Fragment
+    tensor: torch.Tensor
+    mutability: Mutability
+    on_device: bool
+
+    @property
+    def owner(self) -> object:
+        return self.tensor
+
+    def runs(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], int]:
+        base = np.uint64(self.tensor.data_ptr())
+        if self.tensor.is_contiguous():
+            size = self.fragment.bytes
+            count = 1 if size else 0
+            return np.full(count, base, np.uint64), np.zeros(count, np.uint64), size
+        shape = tuple(self.tensor.shape)
+        memory, stored, size = box_runs(
+            shape, self.tensor.stride(), contiguous_strides(shape), self.tensor.element_size()
+        )
+        return memory + base, stored, size
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.bfloat16` -> `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def tensor_source(
+    key: str,
+    tensor: torch.Tensor,
+    mutability: Mutability,
+    *,
+    global_shape: Sequence[int] | None = None,
+    offset: Sequence[int] | None = None,
+    shape: Sequence[int] | None = None,
+) -> TensorMemory:
+    """One tensor as a fragment of a global tensor (by default: all of it).
+
+    Args:
+        shape: of the fragment, where it has more (size 1) dimensions than the tensor.
+
+    Raises:
+        MismatchError: the tensor has another number of elements than the fragment, or is sparse.
+    """
+    data = tensor.detach()
+    shape = tuple(data.shape) if shape is None else tuple(shape)
+    global_shape = shape if global_shape is None else tuple(global_shape)
+    offset = (0,) * len(shape) if offset is None else tuple(offset)
+    fragment = Fragment(key, dtype_name(data.dtype), global_shape, offset, shape)
+    if data.layout is not torch.strided or fragment.bytes != data.numel() * data.element_size():
+        raise MismatchError(
+            f"tensor {key!r}: cannot store {tuple(data.shape)} {data.layout} as shape {shape}"
+        )
+    if not data.is_contiguous() and _shortest_run(data) < _SHORTEST_RUN_BYTES:
+        # A fresh tensor that nobody else has: the original may change from here on.
+        data, mutability = data.contiguous(), Mutability.NEVER
+    return TensorMemory(fragment, data, mutability, data.device.type == "cuda")
+
+
+def _shortest_run(tensor: torch.Tensor) -> int:
+    run = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if size != 1 and stride != run:
+            break
+        run *= size
+    return run * tensor.element_size()
+
+
+class TensorProvider:
+    """Plain named tensors, each a global tensor of its own."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], mutability: Mutability) -> None:
+        self._tensors = tensors
+        self._mutability = mutability
+
+    def tensors(self) -> Iterable[TensorMemory]:
+        return (tensor_source(key, tensor, self._mutability) for key, tensor in self._tensors.items())
+
+    def objects(self) -> Iterable[ObjectSource]:
+        return ()

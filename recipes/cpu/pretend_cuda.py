@@ -1,0 +1,189 @@
+"""A pretend CUDA device in host memory, for Megatron's training loop where there is no GPU.
+
+What belongs here: replacements for what `megatron.training` and `megatron.core` call in
+`torch.cuda`, and for the ways in which they put a tensor on a device. What does not: arithmetic,
+collectives, checkpointing. Those stay the real ones, or a test that runs on these stand-ins would
+prove nothing.
+
+`install()` changes the process it is called in, for good. Call it before Megatron is imported.
+"""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+QUIET = ("set_device", "synchronize", "manual_seed", "empty_cache", "_lazy_init", "cudart")
+ZERO = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+TYPED = ("Float", "Int", "Long", "Byte", "BFloat16", "Double", "Half")
+CONSTRUCTORS = (
+    *(
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "tensor",
+        "as_tensor",
+        "arange",
+        "linspace",
+        "rand",
+        "randn",
+        "randint",
+    ),
+    *("empty_like", "zeros_like", "ones_like", "full_like"),
+)
+
+
+class HostEvent:
+    """An event that is always over: the host's work is done when the call for it returns."""
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def record(self, stream: object = None) -> None: ...
+
+    def wait(self, stream: object = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: object) -> float:
+        return 0.0
+
+
+class HostStream:
+    """A stream with nothing in it. `cuda_stream` is the handle of CUDA's default stream."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def __enter__(self) -> "HostStream":
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def wait_stream(self, stream: object) -> None: ...
+
+    def wait_event(self, event: object) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def record_event(self, event: HostEvent | None = None) -> HostEvent:
+        return event or HostEvent()
+
+
+class HostProperties:
+    """What `torch.cuda.get_device_properties` says of the pretend device."""
+
+    name = "host memory"
+    major, minor = 9, 0
+    multi_processor_count = 1
+    total_memory = 128 << 30
+
+
+class OneGenerator(dict[Any, torch.Generator]):
+    """`torch.cuda.default_generators`: whatever the device, it is the generator of the CPU."""
+
+    def __missing__(self, device: object) -> torch.Generator:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return 1
+
+
+def install() -> None:
+    """Turns "cuda" into host memory everywhere in this process."""
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    _pretend_device(torch.cuda)
+    _pretend_streams(torch.cuda)
+    _share_generator(torch.cuda)
+    _allocate_on_host()
+    _move_to_host()
+    torch.compile = _do_not_compile
+
+
+def _always(answer: object) -> Callable[..., Any]:
+    return lambda *args, **kwargs: answer
+
+
+def _pretend_device(cuda: Any) -> None:
+    for name in QUIET:
+        setattr(cuda, name, _always(None))
+    for name in ZERO:
+        setattr(cuda, name, _always(0))
+    for name in TYPED:
+        setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
+    cuda.is_available = cuda.is_initialized = _always(True)
+    cuda.device_count = _always(8)
+    cuda.current_device = _always("cpu")
+    cuda.get_device_capability = _always((HostProperties.major, HostProperties.minor))
+    cuda.get_device_properties = _always(HostProperties())
+    cuda.memory_stats = lambda *args, **kwargs: {}
+
+
+def _pretend_streams(cuda: Any) -> None:
+    cuda.Stream, cuda.Event = HostStream, HostEvent
+    cuda.stream = cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: HostStream()
+    cuda.is_current_stream_capturing = _always(False)
+    cuda.nvtx.range_push = cuda.nvtx.range_pop = _always(0)
+
+
+def _share_generator(cuda: Any) -> None:
+    """One generator for both devices: a draw for "the GPU" moves the state of the CPU's."""
+    cuda.default_generators = OneGenerator()
+    cuda._lazy_call = lambda call, *args, **kwargs: call()
+    cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = cuda.random.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+
+
+def _is_cuda(device: object) -> bool:
+    return not isinstance(device, torch.Tensor) and "cuda" in str(device)
+
+
+def _host_keyword(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return kwargs | {"device": "cpu"} if _is_cuda(kwargs.get("device", "")) else kwargs
+
+
+def _allocate_on_host() -> None:
+    def on_host(constructor: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: constructor(*args, **_host_keyword(kwargs))
+
+    for name in CONSTRUCTORS:
+        setattr(torch, name, on_host(getattr(torch, name)))
+
+
+def _move_to_host() -> None:
+    real_to, real_type = torch.Tensor.to, torch.Tensor.type
+
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return real_to(
+            self, *("cpu" if _is_cuda(value) else value for value in args), **_host_keyword(kwargs)
+        )
+
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # Megatron sorts gradients by type name and knows only the names of CUDA types.
+        answer = real_type(self, *args, **kwargs)
+        return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
+
+    def stay(self: Any, *args: object, **kwargs: object) -> Any:
+        return self
+
+    for owner, name, stand_in in (
+        (torch.Tensor, "to", to),
+        (torch.Tensor, "type", type_),
+        (torch.Tensor, "cuda", stay),
+        (torch.Tensor, "pin_memory", stay),
+        (torch.nn.Module, "cuda", stay),
+    ):
+        setattr(owner, name, stand_in)
+
+
+def _do_not_compile(function: Any = None, *args: object, **kwargs: object) -> Any:
+    return function if callable(function) else lambda decorated: decorated

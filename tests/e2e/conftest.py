@@ -1,0 +1,53 @@
+"""Fixtures of the end-to-end tests: Megatron's own training loop, on two ranks of this machine.
+
+`E2E_CKPT_FORMAT=torch_dist` runs these tests with Megatron's own format in place of ours: when a
+test fails with both, the fault is in the test.
+"""
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import RankForge
+from tests.support.tiny import LAYOUTS, PATH, PRELOAD, Ending, Pretraining
+
+STEPS = 6
+Reference = Callable[[str], Ending]
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """megatron-core 0.16 carries no training loop to test with. None: others may ignore it."""
+    return True if importlib.util.find_spec("megatron.training") is None else None
+
+
+@pytest.fixture(scope="session")
+def ckpt_format() -> str:
+    return os.environ.get("E2E_CKPT_FORMAT", "datastates")
+
+
+@pytest.fixture(scope="session")
+def forge() -> Iterator[RankForge]:
+    with RankForge(PRELOAD, PATH) as parent:
+        yield parent
+
+
+@pytest.fixture
+def pretraining(forge: RankForge, tmp_path: Path) -> Pretraining:
+    return Pretraining(forge, tmp_path / "runs")
+
+
+@pytest.fixture(scope="session")
+def reference(forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """By layout, a run of STEPS steps that neither saved nor loaded anything. Each is made once."""
+    pretraining = Pretraining(forge, tmp_path_factory.mktemp("reference"))
+    endings: dict[str, Ending] = {}
+
+    def of(layout: str) -> Ending:
+        if layout not in endings:
+            endings[layout] = pretraining.run(*LAYOUTS[layout], "--train-iters", str(STEPS))
+        return endings[layout]
+
+    return of

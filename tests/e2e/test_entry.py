@@ -1,0 +1,54 @@
+"""What a user starts works as documented: the demo, and a stock-like entry without our code."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.tiny import RECIPES, ROOT, Checkpoints
+
+
+def run(*command: str | Path, timeout_seconds: float) -> str:
+    """Runs a program in new processes; its output, once it has exited with 0."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=timeout_seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:]
+    return done.stdout
+
+
+def test_entry_script_knows_nothing_of_the_package() -> None:
+    for script in (RECIPES / "pretrain_tiny.py", *(RECIPES / "cpu").glob("*.py")):
+        assert not re.search(r"import.*datastates", script.read_text()), script
+
+
+def test_installed_package_alone_adds_the_format_to_a_stock_entry(ckpt_format: str, tmp_path: Path) -> None:
+    arguments = (RECIPES / "tiny.args").read_text().split()
+    run(
+        *("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
+        *(RECIPES / "cpu/run.py", RECIPES / "pretrain_tiny.py", *arguments),
+        *("--save", tmp_path, "--save-interval", "4", "--ckpt-format", ckpt_format),
+        timeout_seconds=120,
+    )
+    Checkpoints(tmp_path).assert_format(4, ckpt_format)
+
+
+def test_demo_ends_with_ok(ckpt_format: str, tmp_path: Path) -> None:
+    given = [] if ckpt_format == "datastates" else ["--ckpt-format", ckpt_format]
+    printed = run(RECIPES / "demo.py", "--keep", tmp_path / "kept", *given, timeout_seconds=240)
+    assert printed.splitlines()[-1] == "demo: OK"
+
+
+@pytest.mark.parametrize("arguments", [["--ckpt-format", "torch"], ["--no-such-option"]])
+def test_demo_refuses_what_it_does_not_know(arguments: list[str]) -> None:
+    done = subprocess.run([sys.executable, RECIPES / "demo.py", *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert arguments[-1] in done.stderr

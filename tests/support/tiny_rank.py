@@ -1,0 +1,120 @@
+"""One rank of a tiny pretraining that records fingerprints of its state: runs in forked ranks.
+
+What belongs here: hooking `megatron.training` to see model, optimizer and losses, and digesting
+them. What does not: launching and comparing (`tiny.py`). Digests are SHA-256 of a tensor's bytes,
+floats are written in hex, so that two runs compare bit for bit.
+"""
+
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pretrain_tiny
+import torch
+from megatron.core import tensor_parallel
+from megatron.training import get_args
+from megatron.training import training as loop
+
+Digests = dict[str, str]
+
+
+class Recorder:
+    """Sees what Megatron's training loop works on: wraps its set-up and its step, nothing else.
+
+    The functions that save and load are left alone: they are what is tested.
+    """
+
+    def __init__(self) -> None:
+        self._working: tuple[Any, Any, Any] | None = None
+        self.begun: dict[str, Any] = {}
+        self.states: dict[str, Digests] = {}
+
+    def attach(self) -> None:
+        set_up, take_step = loop.setup_model_and_optimizer, loop.train_step
+
+        def setup_model_and_optimizer(*args: Any, **options: Any) -> Any:
+            self._working = set_up(*args, **options)
+            self.begun = {"iteration": get_args().iteration, "state": self.state()}
+            return self._working
+
+        def train_step(*args: Any, **options: Any) -> Any:
+            results = take_step(*args, **options)
+            losses = {f"loss {name}": _text(value) for name, value in results[0].items()}
+            self.states[f"step {get_args().curr_iteration + 1}"] = self.state() | losses
+            return results
+
+        loop.setup_model_and_optimizer = setup_model_and_optimizer
+        loop.train_step = train_step
+
+    def state(self) -> Digests:
+        """A digest of everything that a resumed run has to have, by name."""
+        assert self._working is not None
+        model, optimizer, scheduler = self._working
+        described = {"scheduler": _text(scheduler.state_dict()), **_generators()}
+        for index, chunk in enumerate(model):
+            for name, value in [*chunk.named_parameters(), *chunk.named_buffers()]:
+                described[f"model {index} {name}"] = _text(value)
+        return described | dict(_optimizer_state(optimizer))
+
+    def told(self) -> dict[str, Any]:
+        """Everything, with the state after the last save and how much data made it."""
+        end = self.state() | {"consumed samples": str(get_args().consumed_train_samples)}
+        moment = f"end, after step {get_args().curr_iteration + 1}"
+        return {"begun": self.begun, "states": self.states | {moment: end}}
+
+
+def _generators() -> Digests:
+    return {
+        "generator random": _text(repr(random.getstate())),
+        "generator numpy": _text(repr(numpy.random.get_state(legacy=False))),
+        "generator torch": _text(torch.get_rng_state()),
+        "generator tracker": _text(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
+
+
+def _optimizer_state(optimizer: Any) -> Iterator[tuple[str, str]]:
+    """Of each inner optimizer: its options (the step is one), main parameters and their moments."""
+    for link, chained in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        inner = chained.optimizer
+        for index, group in enumerate(inner.param_groups):
+            name = f"optimizer {link}.{index}"
+            options = {key: value for key, value in group.items() if key != "params"}
+            yield f"{name} options", _text(options)
+            for position, param in enumerate(group["params"]):
+                yield f"{name}.{position} param", _text(param)
+                for key, value in inner.state[param].items():
+                    yield f"{name}.{position} {key}", _text(value)
+
+
+def _text(value: Any) -> str:
+    """Equal texts mean equal bits."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
+    if isinstance(value, dict):
+        return "; ".join(f"{key}={_text(value[key])}" for key in sorted(value, key=str))
+    if isinstance(value, float):
+        return value.hex()
+    text = str(value)
+    return text if len(text) < 100 else hashlib.sha256(text.encode()).hexdigest()
+
+
+def main(arguments: list[str], folder: str) -> None:
+    """Pretrains with `arguments`; leaves FOLDER/rankN.json, unless it failed or trained nothing."""
+    sys.argv = ["pretrain_tiny.py", *arguments]
+    recorder = Recorder()
+    recorder.attach()
+    code: Any = 0
+    try:
+        pretrain_tiny.main()
+    except SystemExit as stop:
+        code = stop.code
+    if not code and recorder.states:
+        name = f"rank{torch.distributed.get_rank()}.json"
+        Path(folder, name).write_text(json.dumps(recorder.told(), indent=1))
+    sys.exit(code)

@@ -1,0 +1,158 @@
+"""The process that forks ranks: it imports once what every rank needs; a job is N forks of it.
+
+What belongs here: forking, reaping and killing, driven by JSON lines on stdin, answered on stdout.
+What does not: anything about training or checkpoints, and any arithmetic on tensors (a fork of a
+process that has used OpenMP hangs in its first parallel loop). `ranks.py` holds the other end of
+the pipe.
+
+Requests, one per line, each answered by one line:
+    {"do": "start", "target": "module:function", "arguments": [...], "ranks": n,
+     "environment": {...}, "logs": path}           -> {"pids": [...]}
+    {"do": "poll", "pids": [...]}                  -> {"exits": [code or null, ...]}
+    {"do": "signal", "pids": [...], "signal": n}   -> {}
+An exit code is negative for a rank that a signal killed. When stdin ends, whatever still runs is
+killed.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+Request = dict[str, Any]
+
+
+@dataclass
+class Rank:
+    """What a fork is to do. Only the process that is that fork ever holds one."""
+
+    rank: int
+    request: Request
+    listener: socket.socket
+
+    def enter(self) -> None:
+        """Leaves the parent: a process group, an output file and an environment of its own."""
+        os.setpgid(0, 0)
+        log = (Path(self.request["logs"]) / f"rank{self.rank}.log").open("a")
+        with open(os.devnull) as nothing:
+            for stream, file in ((sys.stdin, nothing), (sys.stdout, log), (sys.stderr, log)):
+                os.dup2(file.fileno(), stream.fileno())
+        sys.stdout = sys.stderr = log
+        log.reconfigure(line_buffering=True)
+        faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+        os.environ.update(self._environment())
+
+    def _environment(self) -> dict[str, str]:
+        ranks = str(self.request["ranks"])
+        launched = {
+            "RANK": str(self.rank),
+            "LOCAL_RANK": str(self.rank),
+            "WORLD_SIZE": ranks,
+            "LOCAL_WORLD_SIZE": ranks,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.listener.getsockname()[1]),
+            # As under torchrun: every rank is a client of a store that serves already.
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        return launched | self.request["environment"]
+
+    def run(self) -> None:
+        """Calls the target. What it raises ends the process as it would any other."""
+        store = self._serve_store() if self.rank == 0 else self.listener.close()
+        module, _, function = self.request["target"].partition(":")
+        getattr(importlib.import_module(module), function)(*self.request["arguments"])
+        del store
+
+    def _serve_store(self) -> object:
+        """The rendezvous, on a socket bound before the fork: no port is ever raced for."""
+        from torch.distributed import TCPStore
+
+        port, descriptor = self.listener.getsockname()[1], self.listener.detach()
+        return TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+class Ranks:
+    """The processes forked so far, by pid, with the exit code of those that have ended."""
+
+    def __init__(self) -> None:
+        self._exits: dict[int, int | None] = {}
+
+    def start(self, request: Request) -> dict[str, object] | Rank:
+        """Forks the ranks of a job. In each of them it returns that Rank."""
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+            pids = []
+            for rank in range(request["ranks"]):
+                if not (pid := os.fork()):
+                    return Rank(rank, request, listener.dup())
+                with contextlib.suppress(OSError):  # the rank does so too: one of them is first
+                    os.setpgid(pid, pid)
+                pids.append(pid)
+        self._exits.update(dict.fromkeys(pids))
+        return {"pids": pids}
+
+    def poll(self, request: Request) -> dict[str, object]:
+        for pid in [pid for pid in request["pids"] if self._exits[pid] is None]:
+            reaped, status = os.waitpid(pid, os.WNOHANG)
+            if reaped:
+                self._exits[pid] = os.waitstatus_to_exitcode(status)
+        return {"exits": [self._exits[pid] for pid in request["pids"]]}
+
+    def signal(self, request: Request) -> dict[str, object]:
+        """Signals each rank's process group, so that what a rank started goes with it."""
+        for pid in request["pids"]:
+            if self._exits[pid] is None:
+                os.killpg(pid, request["signal"])
+        return {}
+
+    def kill_all(self) -> None:
+        self.signal({"pids": list(self._exits), "signal": signal.SIGKILL})
+
+
+def serve(requests: TextIO, answers: TextIO) -> Rank | None:
+    """Answers until `requests` ends. In a forked rank it returns that rank, at once."""
+    ranks = Ranks()
+    verbs = {"start": ranks.start, "poll": ranks.poll, "signal": ranks.signal}
+    for line in requests:
+        request = json.loads(line)
+        answer = verbs[request["do"]](request)
+        if isinstance(answer, Rank):
+            return answer
+        print(json.dumps(answer), file=answers, flush=True)
+    ranks.kill_all()
+    return None
+
+
+def preload(names: list[str]) -> None:
+    """Imports each "module", or imports and calls "module:function"."""
+    for name in names:
+        module, _, function = name.partition(":")
+        imported = importlib.import_module(module)
+        if function:
+            getattr(imported, function)()
+    gc.collect()
+    gc.freeze()  # the forks share these objects' pages for as long as no collection touches them
+
+
+def main() -> None:
+    """Preloads what the arguments name, then serves."""
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+        preload(sys.argv[1:])
+        print(json.dumps({"ready": True}), file=answers, flush=True)
+        rank = serve(sys.stdin, answers)
+    if rank is not None:
+        rank.enter()
+        rank.run()
+
+
+if __name__ == "__main__":
+    main()

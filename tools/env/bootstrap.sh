@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+# Makes or refreshes .venv: a Python environment with the pinned packages and this package, editable.
+#
+# What makes an interrupted run harmless, in this order:
+#   1. .venv/incomplete stands while pip changes the environment. A run that finds it starts afresh,
+#      since a half-installed package can look whole to pip.
+#   2. .venv/packages and .venv/project hold the hash of the files which that part was installed
+#      from. They are written last, so a stale or missing one only repeats work.
+#   3. The native module is always handed to ninja, which knows what changed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+env=.venv
+python=$env/bin/python
+log=$env/bootstrap.log
+
+say() { printf '[env] %s\n' "$*"; }
+
+# Runs a command with its output in the log; shows the log's newest line now and then, and its tail
+# when the command fails.
+logged() {
+  local status=0 parent=$$ watcher
+  echo "+ $*" >>"$log"
+  (
+    while sleep 10 >/dev/null && kill -0 "$parent" 2>/dev/null; do
+      printf '[env] %5d s  %.80s\n' "$SECONDS" "$(tail -n 1 "$log" | sed 's/^ *//')"
+    done
+  ) &
+  watcher=$!
+  "$@" >>"$log" 2>&1 || status=$?
+  kill "$watcher" 2>/dev/null || true
+  wait "$watcher" 2>/dev/null || true
+  if ((status)); then
+    tail -n 60 "$log" >&2
+    say "FAILED (exit $status): $*" >&2
+    say "The whole output is in $log" >&2
+    exit 1
+  fi
+}
+
+hash_of() { cat "$@" | sha256sum | cut -d ' ' -f 1; }
+
+is_current() { [[ -f $env/$1 && $(<"$env/$1") == "$2" ]]; }
+
+need_compiler() {
+  local compiler
+  for compiler in ${CXX:-c++ g++ clang++}; do
+    command -v "$compiler" >/dev/null && return
+  done
+  say "No C++ compiler: tried ${CXX:-c++, g++, clang++}. Install one (Debian, Ubuntu: g++) or set CXX." >&2
+  exit 1
+}
+
+make_environment() {
+  local found
+  # The scripts in an environment name its place: a moved or copied one runs the original's code.
+  if [[ ! -e $env/incomplete ]] && $python -m pip --version >/dev/null 2>&1 &&
+    grep -qF "$(pwd -P)/$env/" "$env/bin/pip" &&
+    [[ -z "${PYTHON:-}" || $("$PYTHON" -V 2>&1) == "$($python -V)" ]]; then
+    return
+  fi
+  found=$(tools/env/find_python.sh)
+  say "making $env with $("$found" -V) ($found)"
+  rm -rf "$env/bin" # first, so that what an interrupted removal leaves is seen to be broken
+  rm -rf "$env"
+  mkdir "$env"
+  touch "$env/incomplete"
+  "$found" -m venv "$env"
+}
+
+install_packages() {
+  local wanted
+  wanted=$(hash_of requirements/*.txt)
+  is_current packages "$wanted" && return
+  say "installing pinned packages: several GB the first time, since torch brings CUDA (log: $log)"
+  touch "$env/incomplete"
+  # First pip itself: a Python's bundled one may be too old to resume a broken download.
+  logged "$python" -m pip install --progress-bar off -c requirements/lock.txt pip
+  logged "$python" -m pip install --progress-bar off -r requirements/test.txt
+  rm "$env/incomplete"
+  echo "$wanted" >"$env/packages"
+}
+
+build_native() {
+  say "bringing the native module up to date"
+  logged "$python" setup.py build_ext --inplace
+}
+
+install_project() {
+  local wanted
+  wanted=$(hash_of setup.cfg setup.py pyproject.toml megatron_datastates/__init__.py)
+  is_current project "$wanted" && return
+  say "installing megatron_datastates, editable"
+  touch "$env/incomplete"
+  # The dependencies are pinned and there already; without isolation none is downloaded again.
+  logged "$python" -m pip install --progress-bar off --no-build-isolation --no-deps --editable .
+  rm "$env/incomplete"
+  echo "$wanted" >"$env/project"
+}
+
+need_compiler
+make_environment
+: >"$log"
+install_packages
+build_native
+install_project
+say "ready after $SECONDS s: $env ($($python -V))"
