@@ -126,7 +126,7 @@ class Options:
         600.0,
         _seconds,
         "SECONDS",
-        "the longest an optimizer step waits for copies; then the save fails and training goes on (default 600)",
+        "the longest an optimizer step waits for copies; then the save fails, training goes on (default 600)",
     )
     on_failure: Literal["raise", "warn"] = _option(
         "raise",

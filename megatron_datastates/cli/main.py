@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -51,7 +51,7 @@ def verify(
 
 
 def _verify_with_progress(directory: Path, quick: bool) -> Verdict:
-    total = Checkpoint.open(directory).manifest.bytes
+    total = Checkpoint.open(directory).manifest.data_bytes
     bars = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress("verifying", *bars, console=_notes, transient=True, disable=quick) as progress:
         task = progress.add_task("", total=total)
@@ -95,12 +95,12 @@ def list_checkpoints(
         _cannot(DataStatesError(f"{root} holds no published datastates checkpoint"))
 
 
-def _row(iteration: int, path: Path) -> dict[str, object]:
+def _row(iteration: int, path: Path) -> dict[str, Any]:
     manifest = Checkpoint.open(path).manifest
     return {
         "iteration": iteration,
         "created": manifest.created,
-        "bytes": manifest.bytes,
+        "bytes": manifest.data_bytes,
         "ranks": manifest.world_size,
         "parallel": manifest.parallel,
     }

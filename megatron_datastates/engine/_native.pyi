@@ -1,20 +1,18 @@
-import enum
-from typing import Annotated
+"""The native module. Waits and reads release the GIL; errors are OSError(errno or 0, text)."""
 
-import numpy
+import enum
+
+import numpy as np
 from numpy.typing import NDArray
 
 class Milestone(enum.Enum):
+    """What a wait can be for; see cuda/engine/save_job.h."""
+
     EAGER = 0
-
     STAGED = 1
-
     COPIED = 2
-
     WRITTEN = 3
-
     DURABLE = 4
-
     RELEASED = 5
 
 class SaveJob:
@@ -24,7 +22,7 @@ class SaveJob:
     def fail(self, reason: str) -> None: ...
     def cancel(self, reason: str) -> None: ...
     def remove(self) -> None: ...
-    def status(self) -> dict: ...
+    def status(self) -> dict[str, bool | int | float | str]: ...
     def block_checksums(self) -> bytes: ...
 
 class Engine:
@@ -48,14 +46,10 @@ class Engine:
         path: str,
         reserve_bytes: int,
         end: int,
-        sources: Annotated[
-            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        bytes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        offsets: Annotated[
-            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        flags: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        sources: NDArray[np.uint64],
+        bytes: NDArray[np.uint64],
+        offsets: NDArray[np.uint64],
+        flags: NDArray[np.uint8],
         stream: int,
     ) -> SaveJob: ...
     def append(
@@ -64,14 +58,10 @@ class Engine:
         job: SaveJob,
         begin: int,
         end: int,
-        sources: Annotated[
-            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        bytes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-        offsets: Annotated[
-            NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)
-        ],
-        flags: Annotated[NDArray[numpy.uint8], dict(shape=(None,), order="C", device="cpu", writable=False)],
+        sources: NDArray[np.uint64],
+        bytes: NDArray[np.uint64],
+        offsets: NDArray[np.uint64],
+        flags: NDArray[np.uint8],
     ) -> None: ...
     def finish(self, *, job: SaveJob, footer: bytes, offset: int) -> None: ...
     def grow(self, slots: int) -> None: ...
@@ -82,23 +72,22 @@ def read_pieces(
     *,
     path: str,
     data_bytes: int,
-    offsets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    bytes: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)],
-    targets: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order="C", device="cpu", writable=False)],
+    offsets: NDArray[np.uint64],
+    bytes: NDArray[np.uint64],
+    targets: NDArray[np.uint64],
     checksums: bytes,
     direct: bool,
     threads: int,
     buffer_bytes: int,
     faults: str,
-) -> tuple: ...
+) -> tuple[int, list[int], str]:
+    """(bytes read, bad blocks, error or "")."""
+
 def crc32c(data: bytes, crc: int = 0) -> int: ...
 def crc32c_by_tables(data: bytes, crc: int = 0) -> int: ...
 def crc32c_combine(a: int, b: int, bytes_of_b: int) -> int: ...
 
-BLOCK_BYTES: int = 1048576
-
-ALIGNMENT: int = 4096
-
-EAGER_FLAG: int = 1
-
-DEVICE_FLAG: int = 2
+BLOCK_BYTES: int
+ALIGNMENT: int
+EAGER_FLAG: int
+DEVICE_FLAG: int

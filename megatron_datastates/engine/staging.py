@@ -16,10 +16,21 @@ from megatron_datastates.engine import native
 from megatron_datastates.engine.memory import most_slots
 from megatron_datastates.errors import StorageError
 from megatron_datastates.plan.layout import Layout, place_objects
-from megatron_datastates.providers.base import Mutability, TensorSource
 
 _SLICE_SECONDS = 0.1  # native waits return this often, so that signals and restarts get through
 Words = npt.NDArray[np.uint64]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyRequest:
+    """One fragment to be copied: runs of equal size at `addresses`, going to `places` in the fragment."""
+
+    addresses: Words
+    places: Words  # bytes, ascending
+    run_bytes: int
+    eager: bool  # must be safe before the trainer goes on
+    on_device: bool
+    owner: object  # kept until the copy is done
 
 
 class StagingEngine:
@@ -41,16 +52,16 @@ class StagingEngine:
         )
 
     def begin(
-        self, path: Path, header: bytes, layout: Layout, sources: Sequence[TensorSource], object_bytes: int
+        self, path: Path, header: bytes, layout: Layout, copies: Sequence[CopyRequest], object_bytes: int
     ) -> FileSave:
-        """Starts copying `sources` (in the order of `layout.order`) to the data file `path`.
+        """Starts `copies` (one a fragment, as the layout was planned) into the data file `path`.
 
         Returns when the eager ones are safe: copied, or ordered before whatever the trainer's current
         stream does next. `object_bytes` is a guess of what will be appended, for reserving space.
         """
-        ordered = [sources[i] for i in layout.order]
+        ordered = [copies[i] for i in layout.order]
         runs = _collect_runs(header, layout, ordered)
-        on_device = any(source.on_device for source in ordered)
+        on_device = any(copy.on_device for copy in ordered)
         job = self.native.start(
             path=str(path),
             reserve_bytes=layout.tensor_end + object_bytes,
@@ -61,7 +72,7 @@ class StagingEngine:
             flags=runs.flags,
             stream=_current_stream() if on_device else 0,
         )
-        keep = [header, runs, *(source.owner for source in ordered)]
+        keep = [header, runs, *(copy.owner for copy in ordered)]
         save = FileSave(self, job, path, layout, keep, on_device)
         save.wait_eager()
         return save
@@ -80,42 +91,40 @@ class _Runs:
     header: np.ndarray  # keeps its memory alive
 
 
-def _collect_runs(header: bytes, layout: Layout, ordered: Sequence[TensorSource]) -> _Runs:
+def _collect_runs(header: bytes, layout: Layout, ordered: Sequence[CopyRequest]) -> _Runs:
     """Arrays for the native call, built anew at every save: a stale pointer would save old bytes."""
     first = np.frombuffer(header, np.uint8)
     sources, sizes, offsets, flags = [first.ctypes.data], [len(header)], [0], [0]
-    pieces: list[tuple[tuple[Words, Words, int], int]] = []  # the rare strided ones
-    for source, offset in zip(ordered, layout.offsets.tolist(), strict=True):
-        addresses, within, size = source.runs()
-        flag = native.EAGER_FLAG if source.mutability is Mutability.NOW else 0
-        flag |= native.DEVICE_FLAG if source.on_device else 0
-        if len(addresses) > 1:
-            pieces.append(((addresses, within + np.uint64(offset), size), flag))
-        elif len(addresses) == 1:
-            sources.append(int(addresses[0]))
-            sizes.append(size)
+    strided: list[tuple[CopyRequest, int]] = []
+    for copy, offset in zip(ordered, layout.offsets.tolist(), strict=True):
+        if len(copy.addresses) > 1:
+            strided.append((copy, offset))
+        elif len(copy.addresses) == 1:
+            sources.append(int(copy.addresses[0]))
+            sizes.append(copy.run_bytes)
             offsets.append(offset)
-            flags.append(flag)
+            flags.append(_flags(copy))
     arrays = (np.array(sources, np.uint64), np.array(sizes, np.uint64), np.array(offsets, np.uint64))
     runs = _Runs(*arrays, np.array(flags, np.uint8), first)
-    return _insert(runs, pieces) if pieces else runs
+    return _insert(runs, strided) if strided else runs
 
 
-def _insert(runs: _Runs, pieces: list[tuple[tuple[Words, Words, int], int]]) -> _Runs:
-    sources, sizes = [runs.sources], [runs.bytes]
-    offsets, flags = [runs.offsets], [runs.flags]
-    for (addresses, places, size), flag in pieces:
-        sources.append(addresses)
-        sizes.append(np.full(len(addresses), size, np.uint64))
-        offsets.append(places)
-        flags.append(np.full(len(addresses), flag, np.uint8))
-    places = np.concatenate(offsets)
-    order = np.argsort(places, kind="stable")
+def _flags(copy: CopyRequest) -> int:
+    return int(copy.eager and native.EAGER_FLAG) | int(copy.on_device and native.DEVICE_FLAG)
+
+
+def _insert(runs: _Runs, strided: Sequence[tuple[CopyRequest, int]]) -> _Runs:
+    counts = [len(copy.addresses) for copy, _ in strided]
+    sources = np.concatenate([runs.sources, *(copy.addresses for copy, _ in strided)])
+    sizes = [np.full(n, copy.run_bytes, np.uint64) for (copy, _), n in zip(strided, counts, strict=True)]
+    offsets = np.concatenate([runs.offsets, *(copy.places + np.uint64(at) for copy, at in strided)])
+    flags = [np.full(n, _flags(copy), np.uint8) for (copy, _), n in zip(strided, counts, strict=True)]
+    order = np.argsort(offsets, kind="stable")
     return _Runs(
-        np.concatenate(sources)[order],
-        np.concatenate(sizes)[order],
-        places[order],
-        np.concatenate(flags)[order],
+        sources[order],
+        np.concatenate([runs.bytes, *sizes])[order],
+        offsets[order],
+        np.concatenate([runs.flags, *flags])[order],
         runs.header,
     )
 

@@ -86,9 +86,8 @@ class Index:
             name = key.encode()
             objects.append((len(names), len(name), self.objects[key]))
             names += name
-        header = _HEADER.pack(
-            _MAGIC, FORMAT_VERSION, 0, 0, 0, len(keys), fragment_count, coordinate_count, len(objects), len(names)
-        )  # fmt: skip
+        counts = (len(keys), fragment_count, coordinate_count, len(objects), len(names))
+        header = _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, 0, 0, *counts)
         parts = [header, np.array(keys, _KEY).tobytes()]
         parts += [table.tobytes() for table in fragments] + [part.tobytes() for part in coordinates]
         return b"".join([*parts, np.array(objects, _OBJECT).tobytes(), bytes(names)])

@@ -67,8 +67,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return SaveId(int(self.run_id, 16), self.ordinal)
 
     @property
-    def bytes(self) -> int:
-        """Of all data files."""
+    def data_bytes(self) -> int:
+        """Of all data files together."""
         return sum(file.bytes for file in self.files)
 
     def encode(self) -> bytes:

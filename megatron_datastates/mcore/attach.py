@@ -38,7 +38,7 @@ def attach_strategies(module: ModuleType) -> None:
     replace(module.TorchDistLoadShardedStrategy, "load", dispatch.load_with_clear_errors)
 
 
-def attach_serialization(module: ModuleType) -> None:
+def attach_serialization(module: Any) -> None:
     """`dist_checkpointing.serialization`: common state, which 0.19 reads from the checkpoint itself."""
     from megatron_datastates.mcore import dispatch
 
@@ -46,7 +46,7 @@ def attach_serialization(module: ModuleType) -> None:
     if hasattr(module, "_get_filesystem_reader"):
         replace(module, "_get_filesystem_reader", dispatch.reader_by_format)
     replace(module, "load_common_state_dict", dispatch.common_state_by_format)
-    package = sys.modules["megatron.core.dist_checkpointing"]
+    package: Any = sys.modules["megatron.core.dist_checkpointing"]
     if hasattr(package, "load_common_state_dict"):  # bound before we came
         package.load_common_state_dict = module.load_common_state_dict
 

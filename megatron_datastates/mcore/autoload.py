@@ -64,7 +64,7 @@ def autoload() -> None:
     try:
         if any(isinstance(finder, _Finder) for finder in sys.meta_path):
             return
-        sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+        sys.meta_path.insert(0, _Finder())
         for name in TARGETS:
             if name in sys.modules:
                 attach(sys.modules[name])

@@ -1,5 +1,7 @@
-"""A DCP storage reader over our manifest, so that Megatron's own load planner keeps doing its work:
-shape checks, resharding, allow_shape_mismatch, streaming dequantization, in-place loads.
+"""A DCP storage reader over our manifest.
+
+Megatron's own load planner keeps doing its work: shape checks, resharding, allow_shape_mismatch, streaming
+dequantization, in-place loads.
 """
 
 from __future__ import annotations
@@ -10,23 +12,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import (
-    BytesStorageMetadata,
-    DefaultLoadPlanner,
-    FileSystemReader,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint._nested_dict import set_element  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
+    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from megatron_datastates.errors import FormatError, MismatchError

@@ -7,7 +7,6 @@ code 0, untrained. We fall back, loudly, to the newest published checkpoint besi
 from __future__ import annotations
 
 import logging
-import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +26,9 @@ def with_fallback(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(tracker_filename)
         # The original also agrees with the other ranks; it is given what the tracker should have said.
         with tempfile.TemporaryDirectory() as directory:
-            name = os.path.join(directory, "tracker.txt")
-            Path(name).write_text(str(iteration))
-            return original(name)
+            stand_in = Path(directory) / tracker_filename.rsplit("/", 1)[-1]
+            stand_in.write_text(str(iteration))
+            return original(str(stand_in))
 
     return read_metadata
 

@@ -28,7 +28,8 @@ def enable_saving(options: Options) -> None:
 
     checkpointing.TorchDistSaveShardedStrategy = make_strategy
     replace(checkpointing, "save_checkpoint", lambda original: _held(original, options))
-    for module in list(sys.modules.values()):
+    modules: list[Any] = list(sys.modules.values())
+    for module in modules:
         # `from .checkpointing import save_checkpoint` has bound the original in other modules.
         name = getattr(module, "__name__", "")
         if name.startswith("megatron.training.") and hasattr(module, "save_checkpoint"):

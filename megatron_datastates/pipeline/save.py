@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.engine.staging import FileSave, StagingEngine
+from megatron_datastates.engine.staging import CopyRequest, FileSave, StagingEngine
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
@@ -50,7 +50,11 @@ class DurableFile:
 
 
 class RankSave:
-    """See the module. `fence_deadline`: seconds after which a fence lets the trainer go and the save fails."""
+    """See the module.
+
+    Args:
+        fence_deadline: seconds after which a fence lets the trainer go, and the save fails.
+    """
 
     def __init__(self, context: SaveContext, fence_deadline: float) -> None:
         self.context = context
@@ -88,7 +92,8 @@ class RankSave:
             known = sum(len(data) + 64 for data in ready if data is not None)
             header = Header(self.context.save_id, self.context.rank, self.context.world_size).encode()
             name = self.context.save_id.data_file_name(self.context.rank)
-            self._save = engine.begin(self.context.directory / name, header, layout, sources, known)
+            copies = [_copy_request(source) for source in sources]
+            self._save = engine.begin(self.context.directory / name, header, layout, copies, known)
             if any(source.mutability is Mutability.AT_FENCE for source in sources):
                 FENCE.add(self)
             else:
@@ -220,3 +225,9 @@ class RankSave:
             extents,
             save.block_checksums(),
         ).encode()
+
+
+def _copy_request(source: TensorSource) -> CopyRequest:
+    addresses, places, run_bytes = source.runs()
+    eager = source.mutability is Mutability.NOW
+    return CopyRequest(addresses, places, run_bytes, eager, source.on_device, source.owner)

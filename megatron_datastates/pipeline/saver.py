@@ -6,7 +6,6 @@ One Saver serves every strategy object of a process, and any number of directori
 from __future__ import annotations
 
 import atexit
-import dataclasses
 import logging
 import os
 import secrets
@@ -104,7 +103,7 @@ class Saver:
     def _collect(self, provider: StateProvider) -> tuple[list[TensorSource], list[ObjectSource]]:
         tensors = list(provider.tensors())
         if not self.options.lazy:
-            tensors = [_Eager(t) if t.mutability is Mutability.AT_FENCE else t for t in tensors]
+            tensors = [t.made_eager() if t.mutability is Mutability.AT_FENCE else t for t in tensors]
         return tensors, list(provider.objects())
 
     def _layout(self, tensors: Sequence[TensorSource], objects: Sequence[ObjectSource]) -> Layout:
@@ -120,20 +119,6 @@ class Saver:
         if len(self._layouts) > _KEPT_LAYOUTS:
             del self._layouts[next(iter(self._layouts))]
         return layout
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Eager:
-    """A source that is copied at once although it could wait."""
-
-    inner: TensorSource
-
-    @property
-    def mutability(self) -> Mutability:
-        return Mutability.NOW
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.inner, name)
 
 
 def _local_ranks() -> int:

@@ -181,4 +181,4 @@ def _check_stretch(
 
 def whole_size(directory: Path) -> int:
     """Bytes of all data files of a published checkpoint, for progress bars."""
-    return Checkpoint.open(directory).manifest.bytes
+    return Checkpoint.open(directory).manifest.data_bytes

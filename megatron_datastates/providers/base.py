@@ -39,6 +39,10 @@ class TensorSource(Protocol):
         """Keeps the memory alive as long as it is referenced."""
         ...
 
+    def made_eager(self) -> TensorSource:
+        """The same source, copied at once although it could wait."""
+        ...
+
     def runs(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], int]:
         """Addresses of contiguous runs, their byte offsets in the fragment (ascending), bytes of each."""
         ...

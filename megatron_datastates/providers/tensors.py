@@ -32,6 +32,9 @@ class TensorMemory:
     def owner(self) -> object:
         return self.tensor
 
+    def made_eager(self) -> TensorMemory:
+        return dataclasses.replace(self, mutability=Mutability.NOW)
+
     def runs(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], int]:
         base = np.uint64(self.tensor.data_ptr())
         if self.tensor.is_contiguous():

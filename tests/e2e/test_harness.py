@@ -1,6 +1,7 @@
 """The harness sees what it is there to see: differences, failures and hangs."""
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,27 +10,33 @@ from tests.e2e.conftest import STEPS, Reference
 from tests.support.ranks import RankForge
 from tests.support.tiny import LAYOUTS, Pretraining
 
+TARGETS = """
+import os, time, torch
+
+def add_ranks():
+    torch.distributed.init_process_group("gloo")
+    total = torch.tensor([torch.distributed.get_rank() + 1])
+    torch.distributed.all_reduce(total)
+    print("sum", total.item())
+    torch.distributed.destroy_process_group()
+
+def fail_in_rank(rank):
+    if os.environ["RANK"] == str(rank):
+        raise RuntimeError("meant to fail")
+    sleep()
+
+def sleep():
+    time.sleep(60)
+"""
+
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> RankForge:
-    """A parent for ranks that know nothing but this one module."""
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankForge]:
+    """A parent for ranks that know nothing of Megatron."""
     folder = tmp_path_factory.mktemp("module")
-    (folder / "targets.py").write_text(
-        "import os, sys, time\n"
-        "def add_ranks():\n"
-        "    import torch, torch.distributed as dist\n"
-        "    dist.init_process_group('gloo')\n"
-        "    total = torch.tensor([dist.get_rank() + 1])\n"
-        "    dist.all_reduce(total)\n"
-        "    print('sum', total.item())\n"
-        "    dist.destroy_process_group()\n"
-        "def fail_in_rank(rank):\n"
-        "    if os.environ['RANK'] == str(rank): raise RuntimeError('meant to fail')\n"
-        "    time.sleep(60)\n"
-        "def sleep():\n"
-        "    time.sleep(60)\n"
-    )
-    return RankForge(["targets"], [folder])
+    (folder / "targets.py").write_text(TARGETS)
+    with RankForge(["torch.distributed", "targets"], [folder]) as parent:
+        yield parent
 
 
 def test_runs_that_differ_in_their_seed_differ_in_their_state(
@@ -61,4 +68,4 @@ def test_failing_rank_takes_its_peers_along(plain: RankForge, tmp_path: Path) ->
 
 def test_hanging_ranks_are_killed_and_tell_where_they_were(plain: RankForge, tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match=r"targets\.py.*in sleep"):
-        plain.run("targets:sleep", ranks=1, logs=tmp_path, timeout_seconds=0.5)
+        plain.run("targets:sleep", ranks=1, logs=tmp_path, timeout_seconds=1)
