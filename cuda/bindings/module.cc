@@ -44,7 +44,7 @@ class EngineHandle {
  public:
   explicit EngineHandle(const Engine::Options& options) : engine_(std::make_unique<Engine>(options)) {}
   ~EngineHandle() {
-    if (InForkedChild()) {
+    if (!home_.IsHere()) {
       static_cast<void>(engine_.release());
     } else {
       Close();
@@ -52,17 +52,18 @@ class EngineHandle {
   }
 
   Engine& engine() {
-    if (InForkedChild()) throw nb::value_error("this engine belongs to the parent of this process");
+    if (!home_.IsHere()) throw nb::value_error("this engine belongs to the parent of this process");
     if (!engine_) throw nb::value_error("this engine is closed");
     return *engine_;
   }
   void Close() {
-    if (InForkedChild() || !engine_) return;
+    if (!home_.IsHere() || !engine_) return;
     nb::gil_scoped_release release;
     engine_.reset();
   }
 
  private:
+  const HomeProcess home_;
   std::unique_ptr<Engine> engine_;
 };
 

@@ -75,7 +75,13 @@ std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream tra
 std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve_bytes, Batch batch,
                                        CuStream trainer) {
   auto copier = CopierFor(batch, trainer);
-  auto job = std::make_shared<SaveJob>(path, options_.direct, options_.checksums, std::move(copier));
+  // Leaked in a forked child: threads of the parent may have been waiting for it at the fork, and a
+  // condition variable with waiters cannot be destroyed.
+  const auto free_at_home = [home = HomeProcess()](SaveJob* job) {
+    if (home.IsHere()) delete job;
+  };
+  std::shared_ptr<SaveJob> job(new SaveJob(path, options_.direct, options_.checksums, std::move(copier)),
+                               free_at_home);
   pool_->Grow(std::max<size_t>(1, reserve_bytes / options_.slot_bytes + 1));
   {
     std::lock_guard<std::mutex> lock(mutex_);

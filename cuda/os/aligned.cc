@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 
 #include "common.h"
-#include "os/fork.h"
 
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23  // Linux 5.14
@@ -23,7 +22,7 @@ PrivateMapping::PrivateMapping(size_t bytes) : bytes_(AlignUp(bytes, kAlignment)
 
 PrivateMapping::~PrivateMapping() {
   // A forked child never had the mapping; at its address something else may live by now.
-  if (!InForkedChild()) munmap(data_, bytes_);
+  if (home_.IsHere()) munmap(data_, bytes_);
 }
 
 void PrivateMapping::Prefault() {

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "os/fork.h"
+
 namespace datastates {
 
 constexpr size_t kAlignment = 4096;  // of offsets, lengths and buffers of every direct write and read
@@ -28,6 +30,7 @@ class PrivateMapping {
   size_t bytes() const { return bytes_; }
 
  private:
+  const HomeProcess home_;
   uint8_t* data_;
   size_t bytes_;
 };

@@ -8,7 +8,6 @@
 #include <filesystem>
 
 #include "os/aligned.h"
-#include "os/fork.h"
 
 namespace datastates {
 namespace {
@@ -53,7 +52,7 @@ DataFile::DataFile(const std::string& path, bool direct, Faults* faults)
 }
 
 DataFile::~DataFile() {
-  if (fd_ < 0 || InForkedChild()) return;
+  if (fd_ < 0 || !home_.IsHere()) return;
   ForgetDescriptor(fd_);
   close(fd_);
 }

@@ -15,6 +15,7 @@
 
 #include "common.h"
 #include "os/faults.h"
+#include "os/fork.h"
 
 namespace datastates {
 
@@ -43,6 +44,7 @@ class DataFile {
   [[noreturn]] void Throw(const char* operation, int code) const;
   int Injected(const char* operation);
 
+  const HomeProcess home_;
   const std::string path_;
   Faults* const faults_;
   std::vector<std::string> directories_;  // to be synced; constant after construction

@@ -15,7 +15,6 @@ namespace {
 struct Registry {
   std::mutex mutex;
   std::set<int> descriptors GUARDED_BY(mutex);
-  pid_t home = getpid();  // constant after construction
 };
 
 Registry& TheRegistry() {
@@ -33,9 +32,6 @@ Registry& TheRegistry() {
   return *registry;
 }
 
-// Made at load time: `home` must be the process that loaded the library.
-const Registry& loaded = TheRegistry();
-
 }  // namespace
 
 void CloseInForkedChild(int fd) {
@@ -48,6 +44,8 @@ void ForgetDescriptor(int fd) {
   TheRegistry().descriptors.erase(fd);
 }
 
-bool InForkedChild() { return getpid() != loaded.home; }
+HomeProcess::HomeProcess() : pid_(getpid()) {}
+
+bool HomeProcess::IsHere() const { return getpid() == pid_; }
 
 }  // namespace datastates

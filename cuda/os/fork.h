@@ -8,7 +8,14 @@ namespace datastates {
 void CloseInForkedChild(int fd);
 void ForgetDescriptor(int fd);
 
-// True in a process that was forked after this library was loaded.
-bool InForkedChild();
+// The process that made an object; a fork of it has a copy that must do nothing.
+class HomeProcess {
+ public:
+  HomeProcess();
+  bool IsHere() const;
+
+ private:
+  int pid_;  // constant after construction
+};
 
 }  // namespace datastates

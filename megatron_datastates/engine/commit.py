@@ -16,7 +16,7 @@ import os
 from pathlib import Path
 
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.format.values import is_own_file_name
+from megatron_datastates.format.values import SaveId, is_own_file_name
 
 
 def write_whole(path: Path, data: bytes, faults: Faults) -> None:
@@ -50,11 +50,14 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def remove_left_overs(directory: Path, keep: set[str]) -> list[str]:
-    """Removes files of earlier saves of ours that `keep` does not name; gives their names."""
+def remove_left_overs(directory: Path, keep: set[str], published: SaveId) -> list[str]:
+    """Removes files of ours that `keep` does not name; gives their names.
+
+    Files of later saves of the same run stay: one may be under way into the same directory.
+    """
     removed = []
     for name in os.listdir(directory):
-        if is_own_file_name(name) and name not in keep:
+        if is_own_file_name(name) and name not in keep and not published.precedes(name):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(directory / name)
             removed.append(name)

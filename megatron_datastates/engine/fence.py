@@ -6,6 +6,7 @@ that memory calls `fence` first; see mcore/fences.py for who does.
 
 from __future__ import annotations
 
+import os
 from typing import Protocol
 
 
@@ -36,5 +37,10 @@ class Fence:
         while self._standing:
             self._standing.pop(0).fence(reason)
 
+    def forget(self) -> None:
+        """In a forked child, whose copies of the saves nobody works on."""
+        self._standing.clear()
+
 
 FENCE = Fence()
+os.register_at_fork(after_in_child=FENCE.forget)

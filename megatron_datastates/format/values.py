@@ -69,6 +69,11 @@ class SaveId:
         """The name of a rank's data file; no other save can ever have the same."""
         return f"data-{rank:05d}-{self.run_id:016x}-{self.ordinal}.bin"
 
+    def precedes(self, name: str) -> bool:
+        """Whether `name` is a data file of a later save of the same run."""
+        match = _DATA_NAME.fullmatch(name)
+        return match is not None and int(match[2], 16) == self.run_id and int(match[3]) > self.ordinal
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fragment:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_datastates.errors import DataStatesError, NotACheckpointError
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.load import Checkpoint, is_published
 
 BACKEND = "datastates"
 COMMON_STATE_KEY = "common_state/shard_0_1"
 _METADATA_NAME = "metadata.json"
+_opened: dict[object, Checkpoint] = {}  # the last one: a load opens it several times
 _KINDS = {"bfloat16": "float", "bool": "bool"}
 
 
@@ -37,7 +39,16 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     try:
-        return Checkpoint.open(directory)
+        manifest = (Path(directory).absolute() / MANIFEST_NAME).stat()
+        key = (os.fspath(directory), manifest.st_ino, manifest.st_mtime_ns, manifest.st_size)
+    except OSError:
+        key = None  # Checkpoint.open says what is wrong
+    try:
+        if key is None or key not in _opened:
+            checkpoint = Checkpoint.open(directory)
+            _opened.clear()
+            _opened[key] = checkpoint
+        return _opened[key]
     except DataStatesError as error:
         raise CheckpointingException(str(error)) from error
 
@@ -154,6 +165,3 @@ def _similar(key: str, checkpoint: Checkpoint) -> str:
     tail = key.rsplit(".", 2)[-2:]
     close = [name for name in checkpoint.index.tensors if name.rsplit(".", 2)[-2:] == tail][:2]
     return f" (it has {' and '.join(map(repr, close))})" if close else ""
-
-
-__all__ = ["BACKEND", "NotACheckpointError", "is_ours", "open_checkpoint"]

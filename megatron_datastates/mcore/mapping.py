@@ -51,25 +51,24 @@ class ShardedStateProvider:
     """The main replicas of a preprocessed sharded state dict (tensors and objects only)."""
 
     def __init__(self, sharded_state_dict: dict[str, Any], classify: Classify) -> None:
-        self._tensors: list[ShardedTensor] = []
-        self._objects: dict[str, list[Any]] = defaultdict(list)
+        self._state = sharded_state_dict
         self._classify = classify
-        for item in nested_values(sharded_state_dict):
-            if not is_main_replica(item.replica_id):
-                continue
-            if isinstance(item, ShardedTensor):
-                self._tensors.append(item)
-            elif isinstance(item, ShardedObject):
-                self._objects[item.unique_key].append(item.data)
+
+    def _main_replicas(self, kind: type[Any]) -> Iterator[Any]:
+        for item in nested_values(self._state):
+            if isinstance(item, kind) and is_main_replica(item.replica_id):
+                yield item
 
     def tensors(self) -> Iterator[TensorMemory]:
-        for item in self._tensors:
+        for item in self._main_replicas(ShardedTensor):
             yield self._source(item)
 
     def objects(self) -> Iterator[PickledObject]:
+        values: dict[str, list[Any]] = defaultdict(list)
+        for item in self._main_replicas(ShardedObject):
+            values[item.unique_key].append(item.data)
         # A list, as torch_dist stores them: readers take its first element.
-        for key, values in self._objects.items():
-            yield PickledObject(key, values, Mutability.NOW)
+        return (PickledObject(key, value, Mutability.NOW) for key, value in values.items())
 
     def _source(self, item: ShardedTensor) -> TensorMemory:
         if item.data is None or getattr(item, "flattened_range", None) is not None:

@@ -51,28 +51,16 @@ class DataStatesReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Raises what pipeline.load.Checkpoint.read raises; DCP wraps it in its own exception."""
-        tensors = []
-        for item in plan.items:
-            if item.type is LoadItemType.BYTE_IO:
-                self._load_object(item, planner)
-            else:
-                tensors.append(item)
+        objects = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
+        tensors = [item for item in plan.items if item.type is not LoadItemType.BYTE_IO]
+        values = self.checkpoint.read_objects({item.storage_index.fqn for item in objects})
+        for item in objects:
+            _hand_over(planner, item.dest_index.fqn, values[item.storage_index.fqn])
         for batch in _batches(tensors, self.checkpoint):
             self._load_tensors(batch, planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-    def _load_object(self, item: ReadItem, planner: LoadPlanner) -> None:
-        """As DefaultLoadPlanner.load_bytes, which unpickles anything: here weights_only=True does it."""
-        if not isinstance(planner, DefaultLoadPlanner):
-            raise FormatError(f"objects cannot be handed to a {type(planner).__name__}")
-        value = self.checkpoint.read_object(item.storage_index.fqn)
-        key = item.dest_index.fqn
-        if planner.flatten_state_dict:
-            set_element(planner.original_state_dict, planner.mappings[key], value)
-        else:
-            planner.state_dict[key] = value
 
     def _load_tensors(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
         transfers = [
@@ -82,6 +70,16 @@ class DataStatesReader(FileSystemReader):
         for transfer in transfers:
             transfer.complete()
             planner.commit_tensor(transfer.item, transfer.target)
+
+
+def _hand_over(planner: LoadPlanner, key: str, value: Any) -> None:
+    """As DefaultLoadPlanner.load_bytes does, which would unpickle anything; ours is unpickled safely."""
+    if not isinstance(planner, DefaultLoadPlanner):
+        raise FormatError(f"objects cannot be handed to a {type(planner).__name__}")
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[key], value)
+    else:
+        planner.state_dict[key] = value
 
 
 def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:

@@ -25,6 +25,10 @@ _QUEUES = (
 on_failure = "raise"  # what the training loop was told to do; set by mcore.training
 
 
+class SaveFailed(CheckpointingException):  # type: ignore[misc]
+    """A save of ours failed; raised on every rank alike, with the same text."""
+
+
 class SaveHandle:
     """The `async_fn` of our requests: recognized by the queue, awaited by `execute_sync`."""
 
@@ -36,9 +40,9 @@ class SaveHandle:
 
 
 def raise_if_failed(publication: Publication, outcome: Outcome) -> None:
-    """Raises CheckpointingException, the same on every rank."""
+    """Raises SaveFailed, the same on every rank."""
     if outcome is Outcome.FAILED:
-        raise CheckpointingException(publication.error)
+        raise SaveFailed(publication.error)
 
 
 def make_request(publication: Publication, async_strategy: str) -> Any:
@@ -72,7 +76,7 @@ class DataStatesCaller:
         """Collective, unless `no_dist`, which only looks.
 
         Raises:
-            CheckpointingException: the save failed on any rank; raised on all.
+            SaveFailed: the save failed on any rank; raised on all.
         """
         if no_dist:
             outcome = self._publication.outcome
@@ -90,7 +94,7 @@ class DataStatesCaller:
         self._publication.hold_report = False
         self._publication.save.released()
         if on_failure == "raise":
-            raise CheckpointingException(self._publication.error)
+            raise SaveFailed(self._publication.error)
         logger.warning("%s Training goes on (--datastates-on-failure warn).", self._publication.error)
         self._finalize_fns.clear()  # no metadata.json, no tracker: the earlier checkpoint stays the latest
 

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -15,9 +14,9 @@ from megatron_datastates.config import Options
 from megatron_datastates.mcore import fences, mapping
 from megatron_datastates.mcore.attach import replace
 from megatron_datastates.mcore.dispatch import BACKEND
-from megatron_datastates.mcore.request import make_request, patch_queues
+from megatron_datastates.mcore.request import make_request, patch_queues, raise_if_failed
 from megatron_datastates.pipeline.held import holding
-from megatron_datastates.pipeline.publication import Labels, Outcome, Publication
+from megatron_datastates.pipeline.publication import Labels, Publication
 from megatron_datastates.pipeline.saver import saver_for
 
 
@@ -55,12 +54,11 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         """The same, awaited.
 
         Raises:
-            CheckpointingException: on every rank alike, if any rank failed.
+            SaveFailed (a CheckpointingException): on every rank alike, if any rank failed.
         """
         with holding("start"):
             publication = self._start(sharded_state_dict, checkpoint_dir, "sync")
-        if publication.wait() is Outcome.FAILED:
-            raise CheckpointingException(publication.error)
+        raise_if_failed(publication, publication.wait())
 
     def fence(self) -> None:
         """Returns when everything that saves still read may change."""

@@ -38,13 +38,12 @@ def enable_saving(options: Options) -> None:
 
 def _held(original: Callable[..., Any], options: Options) -> Callable[..., Any]:
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        from megatron.core.dist_checkpointing.core import CheckpointingException
+        from megatron_datastates.mcore.request import SaveFailed
 
         with holding("save_checkpoint"):
             try:
                 return original(*args, **kwargs)
-            except CheckpointingException as error:
-                # Raised on every rank alike, so every rank goes on alike.
+            except SaveFailed as error:  # on every rank alike, so every rank goes on alike
                 if options.on_failure == "raise":
                     raise
                 logger.warning("%s Training goes on (--datastates-on-failure warn).", error)

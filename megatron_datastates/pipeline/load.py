@@ -27,7 +27,7 @@ from megatron_datastates.errors import (
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index
 from megatron_datastates.format.manifest import FileEntry, Manifest
-from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, is_own_file_name
+from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, Extent, is_own_file_name
 from megatron_datastates.plan.reads import FileReads, plan_slice
 from megatron_datastates.providers.objects import deserialize
 
@@ -173,22 +173,36 @@ class Checkpoint:
         self.read(ScheduledRead(part, target.data_ptr()) for part in reads)
         return target
 
-    def read_object_bytes(self, key: str) -> bytes:
-        """A serialized object. Raises MissingKeyError."""
+    def read_objects(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Objects, unpickled with weights_only=True.
+
+        Raises:
+            MissingKeyError: no such object.
+            FormatError: an object is not plain data, or is not where the index says.
+        """
+        buffers: dict[str, np.ndarray] = {}
+        scheduled = []
+        for key in keys:
+            file, extent = self._object_extent(key)
+            buffers[key] = np.empty(extent.bytes, np.uint8)
+            one = np.array([extent.offset], np.uint64)
+            reads = FileReads(file, one, np.zeros(1, np.uint64), extent.bytes)
+            scheduled.append(ScheduledRead(reads, buffers[key].ctypes.data))
+        self.read(scheduled)
+        return {key: deserialize(buffer.tobytes(), key) for key, buffer in buffers.items()}
+
+    def read_object(self, key: str) -> Any:
+        """One of them."""
+        return self.read_objects([key])[key]
+
+    def _object_extent(self, key: str) -> tuple[int, Extent]:
         if key not in self.index.objects:
             raise MissingKeyError(f"there is no object {key!r} in {self.directory}")
         file = self.index.objects[key]
         extent = self.footer(file).objects.get(key)
         if extent is None:
             raise FormatError(f"{self.file_path(file)} does not hold object {key!r}, as the index says")
-        buffer = np.empty(extent.bytes, np.uint8)
-        reads = FileReads(file, np.array([extent.offset], np.uint64), np.zeros(1, np.uint64), extent.bytes)
-        self.read([ScheduledRead(reads, buffer.ctypes.data)])
-        return buffer.tobytes()
-
-    def read_object(self, key: str) -> Any:
-        """An object, unpickled with weights_only=True."""
-        return deserialize(self.read_object_bytes(key), key)
+        return file, extent
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -206,18 +206,20 @@ class Publication:
     def _publish(self) -> None:
         try:
             directory = self.save.context.directory
+            directory.mkdir(parents=True, exist_ok=True)  # no rank may have had anything to write
             manifest, index = self._manifest()
             if not _has_whole(directory / manifest.index.name, index):
                 write_whole(directory / manifest.index.name, index, self._faults)
             write_whole(directory / MANIFEST_NAME, manifest.encode(), self._faults)
-            self._published.set()
-            keep = {manifest.index.name, *(file.name for file in manifest.files)}
-            remove_left_overs(directory, keep)
         except Exception as error:
-            if self._published.is_set():
-                logger.warning("left-overs of earlier saves were not removed: %s", error)
-            else:
-                self.save.fail(error)
+            self.save.fail(error)
+            return
+        try:
+            keep = {manifest.index.name, *(file.name for file in manifest.files)}
+            remove_left_overs(directory, keep, self.save.context.save_id)
+        except OSError as error:
+            logger.warning("left-overs of earlier saves were not removed from %s: %s", directory, error)
+        self._published.set()  # last, so that no later save publishes while this one still removes
 
     def _manifest(self) -> tuple[Manifest, bytes]:
         context = self.save.context

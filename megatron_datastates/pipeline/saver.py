@@ -126,6 +126,7 @@ def _local_ranks() -> int:
 
 
 _savers: dict[Options, Saver] = {}
+os.register_at_fork(after_in_child=lambda: _savers.clear())  # they are the parent's
 
 
 def saver_for(options: Options) -> Saver:

@@ -68,9 +68,12 @@ def tensor_source(
         shape: of the fragment, where it has more (size 1) dimensions than the tensor.
 
     Raises:
-        MismatchError: the tensor has another number of elements than the fragment, or is sparse.
+        MismatchError: the tensor has another number of elements than the fragment, or is sparse, or lies on
+            a device that is neither the host nor a CUDA device.
     """
-    data = tensor.detach()
+    data = tensor.detach().resolve_conj().resolve_neg()  # the bytes in memory must be the values
+    if data.device.type not in ("cpu", "cuda"):
+        raise MismatchError(f"tensor {key!r} is on {data.device}: only host and CUDA tensors can be saved")
     shape = tuple(data.shape) if shape is None else tuple(shape)
     global_shape = shape if global_shape is None else tuple(global_shape)
     offset = (0,) * len(shape) if offset is None else tuple(offset)

@@ -4,6 +4,7 @@
 test fails with both, the fault is in the test.
 """
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from tests.support.ranks import RankForge
 from tests.support.tiny import LAYOUTS, PATH, PRELOAD, Ending, Pretraining
 
 STEPS = 6
-Reference = Callable[[str], Ending]
+Reference = Callable[..., Ending]
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
@@ -41,13 +42,11 @@ def pretraining(forge: RankForge, tmp_path: Path) -> Pretraining:
 
 @pytest.fixture(scope="session")
 def reference(forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """By layout, a run of STEPS steps that neither saved nor loaded anything. Each is made once."""
+    """By layout and steps, a run that neither saved nor loaded anything. Each is made once."""
     pretraining = Pretraining(forge, tmp_path_factory.mktemp("reference"))
-    endings: dict[str, Ending] = {}
 
-    def of(layout: str) -> Ending:
-        if layout not in endings:
-            endings[layout] = pretraining.run(*LAYOUTS[layout], "--train-iters", str(STEPS))
-        return endings[layout]
+    @functools.cache
+    def of(layout: str, steps: int = STEPS) -> Ending:
+        return pretraining.run(*LAYOUTS[layout], "--train-iters", str(steps))
 
     return of
