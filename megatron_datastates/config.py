@@ -10,6 +10,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import Any, Literal
 
 from megatron_datastates.errors import OptionError
@@ -18,14 +19,16 @@ ENVIRONMENT_PREFIX = "MEGATRON_DATASTATES_"
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_MOST_BYTES = 1 << 63
 
 
 def parse_bytes(text: str) -> int:
     """Reads a size such as `2GiB`, `500MB` or `4096`; `0` is 0."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].lower() not in _UNITS:
-        raise ValueError("expected a size such as 2GiB, 500MB or 4096")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None or Decimal(match[1]) * unit >= _MOST_BYTES:
+        raise ValueError("expected a size such as 2GiB, 500MB or 4096, below 8EiB")
+    return int(Decimal(match[1]) * unit)
 
 
 def _staging_memory(text: str) -> int:
@@ -52,7 +55,7 @@ def _on_off(text: str) -> bool:
 
 
 def _threads(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 64:
+    if re.fullmatch(r"\d{1,2}", text, re.ASCII) is None or not 1 <= int(text) <= 64:
         raise ValueError("expected a whole number from 1 to 64")
     return int(text)
 
@@ -63,7 +66,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 < value < 1e9:
-        raise ValueError("expected a number of seconds above 0")
+        raise ValueError("expected a number of seconds above 0 and below 1e9")
     return value
 
 

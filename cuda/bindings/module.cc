@@ -42,29 +42,32 @@ Batch MakeBatch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced,
 // What Python holds. In a forked child the engine's threads are gone: there it is leaked, never joined.
 class EngineHandle {
  public:
-  explicit EngineHandle(const Engine::Options& options) : engine_(std::make_unique<Engine>(options)) {}
+  explicit EngineHandle(const Engine::Options& options) : engine_(std::make_shared<Engine>(options)) {}
   ~EngineHandle() {
     if (!home_.IsHere()) {
-      static_cast<void>(engine_.release());
+      static_cast<void>(new std::shared_ptr<Engine>(std::move(engine_)));
     } else {
       Close();
     }
   }
 
-  Engine& engine() {
+  // Kept by every call that goes on without the GIL, while another thread may close the engine.
+  std::shared_ptr<Engine> engine() {
     if (!home_.IsHere()) throw nb::value_error("this engine belongs to the parent of this process");
     if (!engine_) throw nb::value_error("this engine is closed");
-    return *engine_;
+    return engine_;
   }
   void Close() {
     if (!home_.IsHere() || !engine_) return;
+    auto closing = std::move(engine_);
     nb::gil_scoped_release release;
-    engine_.reset();
+    closing->Close();
+    closing.reset();
   }
 
  private:
   const HomeProcess home_;
-  std::unique_ptr<Engine> engine_;
+  std::shared_ptr<Engine> engine_;
 };
 
 nb::dict StatusDict(const SaveJob& job) {
@@ -104,11 +107,11 @@ void BindEngine(nb::module_& module) {
           [](EngineHandle& self, const std::string& path, uint64_t reserve_bytes, uint64_t end,
              const Words& sources, const Words& bytes, const Words& offsets, const Flags& flags,
              uintptr_t stream) {
-            Engine& engine = self.engine();
+            const auto engine = self.engine();
             Batch batch =
-                MakeBatch(0, end, engine.options().slot_bytes, true, sources, bytes, offsets, flags);
+                MakeBatch(0, end, engine->options().slot_bytes, true, sources, bytes, offsets, flags);
             nb::gil_scoped_release release;
-            return engine.Start(path, reserve_bytes, std::move(batch), reinterpret_cast<CuStream>(stream));
+            return engine->Start(path, reserve_bytes, std::move(batch), reinterpret_cast<CuStream>(stream));
           },
           nb::kw_only(), "path"_a, "reserve_bytes"_a, "end"_a, "sources"_a, "bytes"_a, "offsets"_a, "flags"_a,
           "stream"_a)
@@ -116,22 +119,22 @@ void BindEngine(nb::module_& module) {
           "append",
           [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, uint64_t begin, uint64_t end,
              const Words& sources, const Words& bytes, const Words& offsets, const Flags& flags) {
-            Engine& engine = self.engine();
+            const auto engine = self.engine();
             Batch batch =
-                MakeBatch(begin, end, engine.options().slot_bytes, false, sources, bytes, offsets, flags);
+                MakeBatch(begin, end, engine->options().slot_bytes, false, sources, bytes, offsets, flags);
             nb::gil_scoped_release release;
-            engine.Append(job, std::move(batch));
+            engine->Append(job, std::move(batch));
           },
           nb::kw_only(), "job"_a, "begin"_a, "end"_a, "sources"_a, "bytes"_a, "offsets"_a, "flags"_a)
       .def(
           "finish",
           [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, nb::bytes footer, uint64_t offset) {
-            self.engine().Finish(job, std::string(footer.c_str(), footer.size()), offset);
+            self.engine()->Finish(job, std::string(footer.c_str(), footer.size()), offset);
           },
           nb::kw_only(), "job"_a, "footer"_a, "offset"_a)
       .def(
-          "grow", [](EngineHandle& self, size_t slots) { self.engine().pool().Grow(slots); }, "slots"_a)
-      .def("slots", [](EngineHandle& self) { return self.engine().pool().slots(); })
+          "grow", [](EngineHandle& self, size_t slots) { self.engine()->pool().Grow(slots); }, "slots"_a)
+      .def("slots", [](EngineHandle& self) { return self.engine()->pool().slots(); })
       .def("close", &EngineHandle::Close);
 }
 

@@ -7,10 +7,13 @@ DeviceCopier::DeviceCopier(std::shared_ptr<Driver> driver)
       context_(driver_->CurrentContext()),
       stream_(driver_->CreateLowPriorityStream()) {}
 
-DeviceCopier::~DeviceCopier() { driver_->DestroyStream(stream_); }
+DeviceCopier::~DeviceCopier() {
+  const ContextScope scope(*driver_, context_);
+  driver_->DestroyStream(stream_);
+}
 
 void DeviceCopier::StartAfter(CuStream trainer) {
-  Event now(driver_);
+  Event now(driver_, context_);
   driver_->Record(now.get(), trainer);
   driver_->StreamWait(stream_, now.get());
 }
@@ -21,7 +24,7 @@ void DeviceCopier::EnterThread() const {
 }
 
 std::shared_ptr<Event> DeviceCopier::Record() {
-  auto event = std::make_shared<Event>(driver_);
+  auto event = std::make_shared<Event>(driver_, context_);
   driver_->Record(event->get(), stream_);
   return event;
 }

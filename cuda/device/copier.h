@@ -10,15 +10,20 @@ namespace datastates {
 // An event that is destroyed with its last user.
 class Event {
  public:
-  explicit Event(std::shared_ptr<Driver> driver)
-      : driver_(std::move(driver)), event_(driver_->CreateEvent()) {}
-  ~Event() { driver_->DestroyEvent(event_); }
+  // `context` is current on this thread; the end may come on any other.
+  Event(std::shared_ptr<Driver> driver, CuContext context)
+      : driver_(std::move(driver)), context_(context), event_(driver_->CreateEvent()) {}
+  ~Event() {
+    const ContextScope scope(*driver_, context_);
+    driver_->DestroyEvent(event_);
+  }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
   CuEvent get() const { return event_; }
 
  private:
   const std::shared_ptr<Driver> driver_;
+  const CuContext context_;
   const CuEvent event_;
 };
 

@@ -104,6 +104,13 @@ CuContext Driver::CurrentContext() const {
 
 void Driver::SetContext(CuContext context) const { Check(table_->context_set(context), "cuCtxSetCurrent"); }
 
+CuContext Driver::SwapContext(CuContext context) const noexcept {
+  CuContext before = nullptr;
+  table_->context_get(&before);
+  if (before != context) table_->context_set(context);
+  return before;
+}
+
 void Driver::RelaxCapture() const {
   int mode = kCaptureModeRelaxed;
   Check(table_->exchange_capture_mode(&mode), "cuThreadExchangeStreamCaptureMode");

@@ -26,6 +26,8 @@ class Driver {
 
   CuContext CurrentContext() const;
   void SetContext(CuContext context) const;
+  // Makes `context` current and gives the one before.
+  CuContext SwapContext(CuContext context) const noexcept;
   // Lets this thread call the driver while another thread captures a CUDA graph.
   void RelaxCapture() const;
 
@@ -47,6 +49,21 @@ class Driver {
   void Check(int result, const char* call) const;
 
   std::shared_ptr<Table> table_;  // constant after construction; the library is never closed
+};
+
+// A context that is current on this thread for as long as this lives: objects of the driver may be
+// dropped by any thread, and calls that free them need their context.
+class ContextScope {
+ public:
+  ContextScope(const Driver& driver, CuContext context) noexcept
+      : driver_(driver), before_(driver.SwapContext(context)) {}
+  ~ContextScope() { driver_.SwapContext(before_); }
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+
+ private:
+  const Driver& driver_;
+  const CuContext before_;
 };
 
 }  // namespace datastates

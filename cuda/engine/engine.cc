@@ -2,12 +2,15 @@
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
 
 #include "os/aligned.h"
 #include "os/fork.h"
 
 namespace datastates {
 namespace {
+
+constexpr const char* kClosed = "the engine was closed";
 
 // Aligned copy of the footer; it has memory of its own, so sealing never waits for a slot.
 class AlignedCopy {
@@ -34,15 +37,21 @@ Engine::Engine(const Options& options)
                   "slot size must be a multiple of 4096, slots and threads at least 1");
   }
   pool_ = std::make_unique<SlotPool>(options.slot_bytes, options.most_slots);
-  for (int i = 0; i < options.copy_threads; ++i) stagers_.emplace_back(&Engine::StageLoop, this);
-  for (int i = 0; i < options.write_threads; ++i) writers_.emplace_back(&Engine::WriteLoop, this);
+  try {
+    for (int i = 0; i < options.copy_threads; ++i) stagers_.emplace_back(&Engine::StageLoop, this);
+    for (int i = 0; i < options.write_threads; ++i) writers_.emplace_back(&Engine::WriteLoop, this);
+  } catch (const std::system_error& error) {
+    Close();
+    throw Failure("start engine", "thread", error.code().value());
+  }
 }
 
-Engine::~Engine() {
+void Engine::Close() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
+    if (stop_staging_) return;
     for (const auto& weak : jobs_) {
-      if (auto job = weak.lock()) job->Cancel("the engine was closed");
+      if (auto job = weak.lock()) job->Cancel(kClosed);
     }
     stop_staging_ = true;
   }
@@ -101,17 +110,19 @@ void Engine::Append(const std::shared_ptr<SaveJob>& job, Batch batch) {
 }
 
 void Engine::Queue(Stretch stretch) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (stop_staging_) return stretch.job->Cancel(kClosed);
   stretch.job->Plan(*stretch.batch);
   if (stretch.batch->chunks().empty() && !stretch.opens) return;
   stretch.job->Begin();  // the stretch itself, until its last chunk is taken
-  std::lock_guard<std::mutex> lock(mutex_);
   stretches_.push_back(std::move(stretch));
   stage_wake_.notify_all();
 }
 
 void Engine::Finish(const std::shared_ptr<SaveJob>& job, std::string footer, uint64_t offset) {
-  job->Begin();
   std::lock_guard<std::mutex> lock(mutex_);
+  if (stop_writing_) return job->Cancel(kClosed);
+  job->Begin();
   footers_.push_back({job, std::move(footer), offset});
   write_wake_.notify_all();
 }

@@ -30,12 +30,14 @@ class Engine {
     std::string faults;
   };
 
-  // Starts the threads. Throws Failure for options that make no sense.
+  // Starts the threads. Throws Failure for options that make no sense, or if there are no threads to be had.
   explicit Engine(const Options& options);
-  // Cancels what is not finished and joins every thread.
-  ~Engine();
+  ~Engine() { Close(); }
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
+
+  // Cancels what is not finished and joins every thread. What is given to a closed engine is cancelled.
+  void Close();
 
   // Begins a data file at `path` with `batch`; `reserve_bytes` are claimed before the first copy.
   // Returns at once. Device runs need `trainer`, the stream that last wrote their sources; the calling

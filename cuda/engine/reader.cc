@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "engine/crc32c.h"
@@ -111,7 +112,11 @@ class Reading {
   ReadResult Run(int threads) {
     std::vector<std::thread> helpers;
     const size_t wanted = std::min<size_t>(static_cast<size_t>(std::max(threads, 1)), tasks_.size());
-    for (size_t i = 1; i < wanted; ++i) helpers.emplace_back(&Reading::Work, this);
+    try {
+      for (size_t i = 1; i < wanted; ++i) helpers.emplace_back(&Reading::Work, this);
+    } catch (const std::system_error&) {
+      // No more threads to be had: those that there are do the work.
+    }
     if (wanted > 0) Work();
     for (std::thread& helper : helpers) helper.join();
     std::sort(result_.bad_blocks.begin(), result_.bad_blocks.end());
@@ -148,11 +153,17 @@ class Reading {
 
   void Fetch(uint64_t begin, uint64_t end, uint8_t* buffer) {
     for (uint64_t at = begin; at < end;) {
-      if (int code = faults_.Count("read").error) throw Failure("read", path_, code);
-      const uint64_t wanted = AlignUp(end - at, kAlignment);
-      const ssize_t got = pread(file_.fd(), buffer + (at - begin), wanted, static_cast<off_t>(at));
+      const bool direct = file_.direct();  // of this call: another thread may meet the same refusal first
+      const Faults::Effect effect = faults_.Count("read");
+      // A direct read ends at a multiple of kAlignment. Behind a short read that did not, only a buffered
+      // one goes on, and not a byte too far: the buffer ends with the task.
+      uint64_t wanted = direct ? AlignUp(end - at, kAlignment) : end - at;
+      if (effect.short_count) wanted = direct ? AlignUp(wanted / 2, kAlignment) : wanted / 2 | 1;
+      errno = effect.error;
+      const ssize_t got =
+          effect.error ? -1 : pread(file_.fd(), buffer + (at - begin), wanted, static_cast<off_t>(at));
       if (got < 0 && errno == EINTR) continue;
-      if (got < 0 && errno == EINVAL && file_.direct()) {
+      if (got < 0 && errno == EINVAL && direct) {
         file_.StopDirect();
         continue;
       }
@@ -209,7 +220,13 @@ ReadResult ReadPieces(const std::string& path, uint64_t data_bytes, std::vector<
   const uint64_t unit = checksums.empty() ? kAlignment : kBlockBytes;
   std::vector<Task> tasks = MergeRanges(pieces, unit, options.buffer_bytes, data_bytes);
   AssignPieces(pieces, &tasks);
-  return Reading(path, data_bytes, pieces, checksums, tasks, options).Run(options.threads);
+  try {
+    return Reading(path, data_bytes, pieces, checksums, tasks, options).Run(options.threads);
+  } catch (const Failure& failure) {  // the file does not open
+    ReadResult result;
+    result.error = failure.what();
+    return result;
+  }
 }
 
 }  // namespace datastates

@@ -26,7 +26,7 @@ struct ReadOptions {
 struct ReadResult {
   uint64_t bytes_read = 0;           // from the file, block padding included
   std::vector<uint64_t> bad_blocks;  // indexes of blocks whose checksum differs, ascending
-  std::string error;                 // of the first read that failed, with path and errno
+  std::string error;                 // of the open or the first read that failed, with path and errno
 };
 
 // `pieces` may be in any order and must lie in [0, data_bytes). `checksums` has one CRC-32C a block of

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "engine/crc32c.h"
 #include "os/aligned.h"
@@ -58,7 +59,7 @@ SaveJob::Status SaveJob::status() const {
   std::lock_guard<std::mutex> lock(mutex_);
   Status status = status_;
   status.failed = failure_.has_value();
-  status.direct = file_ != nullptr && file_->direct();
+  if (file_ != nullptr) status.direct = file_->direct();
   if (failure_) {
     status.error = failure_->what();
     status.error_code = failure_->code;
@@ -72,7 +73,12 @@ void SaveJob::HoldBack(CuStream trainer, bool eager_only) {
     std::lock_guard<std::mutex> lock(mutex_);
     event = eager_only ? eager_event_ : staged_event_;
   }
-  if (event) copier_->HoldBack(trainer, *event);
+  if (!event) return;
+  try {
+    copier_->HoldBack(trainer, *event);
+  } catch (const Failure& failure) {
+    Fail(failure);  // the trainer must not be told by an exception; what it does next may tear the copies
+  }
 }
 
 void SaveJob::Plan(const Batch& batch) {
@@ -121,12 +127,16 @@ void SaveJob::Open(uint64_t reserve_bytes, Faults* faults) {
 }
 
 void SaveJob::Staged(const Batch& batch, const Batch::Chunk& chunk, std::shared_ptr<Event>* event) {
+  // Events of one stream complete in order, so the last one covers all chunks before it: none that was
+  // counted down earlier can be missing from it, as recording and counting down are one step here. The
+  // driver is not called under mutex_, for it may make its caller wait, and the trainer asks for status.
+  std::lock_guard<std::mutex> order(staging_order_);
+  if (event != nullptr) *event = copier_->Record();
+  std::shared_ptr<Event> replaced;  // destroyed behind the lock
   std::lock_guard<std::mutex> lock(mutex_);
+  if (event != nullptr) replaced = std::exchange(staged_event_, *event);
   if (chunk.eager) --eager_left_;
   if (batch.fenced()) --staged_left_;
-  // Events of one stream complete in order, so the last one covers all chunks before it. It is recorded
-  // under the lock: no chunk that was counted down earlier can be missing from it.
-  if (event != nullptr) staged_event_ = *event = copier_->Record();
   if (chunk.eager && eager_left_ == 0) eager_event_ = staged_event_;
   if (staged_left_ == 0 && status_.staged_at < 0) status_.staged_at = Elapsed();
   changed_.notify_all();
@@ -153,7 +163,9 @@ void SaveJob::Written(const Batch::Chunk& chunk, const uint8_t* data) {
     pieces.push_back({offset, bytes, Crc32c(0, data + at, bytes)});
     at += bytes;
   }
-  file()->WriteAt(data, chunk.bytes, chunk.offset);
+  DataFile* const open = file();
+  if (open == nullptr) throw Failure("write", path_, 0, "the file is closed");
+  open->WriteAt(data, chunk.bytes, chunk.offset);
   std::lock_guard<std::mutex> lock(mutex_);
   pieces_.insert(pieces_.end(), pieces.begin(), pieces.end());
   status_.bytes_written += chunk.bytes;
@@ -188,11 +200,13 @@ void SaveJob::WriteFooter(const uint8_t* data, uint64_t bytes, uint64_t offset) 
   open->WriteAt(data, bytes, offset);
   open->Truncate(offset + bytes);
   open->Sync();
+  std::unique_ptr<DataFile> closed;  // behind the lock: closing may take long
   std::lock_guard<std::mutex> lock(mutex_);
   if (failure_) return;  // cancelled meanwhile: whoever did so must not find it durable
   durable_ = true;
   status_.durable_at = Elapsed();
-  file_.reset();
+  status_.direct = file_->direct();
+  closed = std::move(file_);
   changed_.notify_all();
 }
 
@@ -202,10 +216,14 @@ void SaveJob::SlotWait(double seconds) {
 }
 
 void SaveJob::Remove() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const bool made = file_ != nullptr || durable_;
-  file_.reset();
-  if (made) unlink(path_.c_str());
+  std::unique_ptr<DataFile> closed;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (file_ == nullptr && !durable_) return;  // never made, or removed before
+    closed = std::move(file_);
+  }
+  closed.reset();  // before the name goes: NFS would keep an open file under another one
+  unlink(path_.c_str());
 }
 
 }  // namespace datastates

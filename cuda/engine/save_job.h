@@ -53,6 +53,7 @@ class SaveJob {
   Status status() const;
   bool failed() const;
   // Lets `trainer` run on only after the device copies enqueued so far (eager ones, or all fenced ones).
+  // Where that fails, the job fails.
   void HoldBack(CuStream trainer, bool eager_only);
   // One CRC-32C a block of [0, end of data); after kWritten.
   std::vector<uint32_t> BlockChecksums() const;
@@ -92,6 +93,7 @@ class SaveJob {
   const std::shared_ptr<DeviceCopier> copier_;
   const Clock::time_point born_ = Clock::now();
 
+  std::mutex staging_order_;  // held around mutex_: see Staged
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::unique_ptr<DataFile> file_ GUARDED_BY(mutex_);  // the file itself is thread-safe

@@ -70,9 +70,13 @@ void DataFile::MakeDirectories() {
 
 void DataFile::Reserve(uint64_t bytes) {
   const std::string need = "needs " + std::to_string(bytes) + " bytes";
-  if (int code = Injected("reserve")) throw Failure("reserve", path_, code, need);
-  if (bytes == 0 || fallocate(fd_, 0, 0, static_cast<off_t>(bytes)) == 0) return;
-  if (errno != EOPNOTSUPP && errno != ENOSYS && errno != EINVAL) throw Failure("reserve", path_, errno, need);
+  int code;
+  do {  // some file systems give up for any signal
+    code = Injected("reserve");
+    if (code == 0 && bytes != 0 && fallocate(fd_, 0, 0, static_cast<off_t>(bytes)) != 0) code = errno;
+  } while (code == EINTR);
+  if (code == 0) return;
+  if (code != EOPNOTSUPP && code != ENOSYS && code != EINVAL) throw Failure("reserve", path_, code, need);
   // Not every file system can reserve; its free space is then the best that can be known.
   struct statvfs facts{};
   if (fstatvfs(fd_, &facts) == 0 && facts.f_blocks != 0 &&
@@ -84,13 +88,15 @@ void DataFile::Reserve(uint64_t bytes) {
 void DataFile::WriteAt(const uint8_t* data, uint64_t bytes, uint64_t offset) {
   uint64_t done = 0;
   while (done < bytes) {
+    const bool direct = direct_;  // of this call: another thread may meet the same refusal and be first
     const Faults::Effect effect = faults_->Count("write");
-    if (effect.error != 0) Throw("write", effect.error);
     uint64_t wanted = bytes - done;
-    if (effect.short_count) wanted = AlignUp(wanted / 2, kAlignment);
-    const ssize_t wrote = pwrite(fd_, data + done, wanted, static_cast<off_t>(offset + done));
+    if (effect.short_count) wanted = direct ? AlignUp(wanted / 2, kAlignment) : wanted / 2 | 1;
+    errno = effect.error;
+    const ssize_t wrote =
+        effect.error ? -1 : pwrite(fd_, data + done, wanted, static_cast<off_t>(offset + done));
     if (wrote < 0 && errno == EINTR) continue;
-    if (wrote < 0 && errno == EINVAL && direct_) {
+    if (wrote < 0 && errno == EINVAL && direct) {
       StopDirect();
       continue;
     }

@@ -13,7 +13,7 @@ namespace {
 int ErrnoByName(const std::string& name) {
   static const std::map<std::string, int> kNames = {
       {"ENOSPC", ENOSPC}, {"EIO", EIO},       {"EINVAL", EINVAL},         {"EDQUOT", EDQUOT},
-      {"EFBIG", EFBIG},   {"ENOMEM", ENOMEM}, {"EOPNOTSUPP", EOPNOTSUPP},
+      {"EFBIG", EFBIG},   {"ENOMEM", ENOMEM}, {"EOPNOTSUPP", EOPNOTSUPP}, {"EINTR", EINTR},
   };
   auto found = kNames.find(name);
   return found == kNames.end() ? 0 : found->second;

@@ -34,8 +34,10 @@ SlotPool::~SlotPool() {
   }
   wake_.notify_all();
   if (thread.joinable()) thread.join();
+  if (!driver_) return;
+  const ContextScope scope(*driver_, context_);
   for (Segment& segment : segments_) {
-    if (segment.registered) driver_->UnregisterHost(segment.mapping->data());
+    if (segment.page_locked) driver_->UnregisterHost(segment.mapping->data());
   }
 }
 
@@ -81,63 +83,59 @@ void SlotPool::Return(uint8_t* data) noexcept {
 void SlotPool::Work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_) {
-    const bool unregistered = page_lock_ && std::any_of(segments_.begin(), segments_.end(),
-                                                        [](const Segment& s) { return !s.registered; });
-    const bool short_of_slots = made_ < wanted_ && trouble_.empty();
-    if (!unregistered && !short_of_slots) {
+    const auto unlocked = std::find_if(segments_.begin(), segments_.end(),
+                                       [](const Segment& segment) { return !segment.page_locked; });
+    if (page_lock_ && unlocked != segments_.end()) {
+      unlocked->page_locked = PageLock(*unlocked->mapping, &lock);
+    } else if (made_ < wanted_ && trouble_.empty()) {
+      AddSegment(&lock);
+    } else {
       wake_.wait(lock);
-      continue;
-    }
-    const size_t slots = std::min(std::max<size_t>(1, kSegmentBytes / slot_bytes_), wanted_ - made_);
-    const auto driver = driver_;
-    const CuContext context = context_;
-    lock.unlock();
-    std::string trouble;
-    try {
-      if (unregistered) {
-        RegisterSegments(driver, context);
-      } else {
-        AddSegment(slots);
-      }
-    } catch (const Failure& failure) {
-      trouble = failure.what();
-    }
-    lock.lock();
-    if (!trouble.empty()) {
-      trouble_ = trouble;
-      // Unlocked memory still works, only slower: registration is not tried again.
-      if (unregistered) page_lock_ = false;
-      free_.notify_all();
     }
   }
 }
 
-void SlotPool::AddSegment(size_t slots) {
-  Segment segment{std::make_unique<PrivateMapping>(slots * slot_bytes_)};
-  segment.mapping->Prefault();
-  uint8_t* const first = segment.mapping->data();
-  std::lock_guard<std::mutex> lock(mutex_);
+void SlotPool::AddSegment(std::unique_lock<std::mutex>* lock) {
+  const size_t slots = std::min(std::max<size_t>(1, kSegmentBytes / slot_bytes_), wanted_ - made_);
+  Segment segment;
+  lock->unlock();
+  std::string trouble;
+  try {
+    segment.mapping = std::make_unique<PrivateMapping>(slots * slot_bytes_);
+    segment.mapping->Prefault();
+  } catch (const std::exception& error) {
+    trouble = error.what();
+  }
+  lock->lock();
+  free_.notify_all();
+  if (!trouble.empty()) {
+    trouble_ = trouble;
+    return;
+  }
+  // Before a slot of it is lent: a copy into memory that is not page-locked makes its caller wait.
+  if (page_lock_) segment.page_locked = PageLock(*segment.mapping, lock);
+  for (size_t i = 0; i < slots; ++i) idle_.push_back(segment.mapping->data() + i * slot_bytes_);
   segments_.push_back(std::move(segment));
-  for (size_t i = 0; i < slots; ++i) idle_.push_back(first + i * slot_bytes_);
   made_ += slots;
   free_.notify_all();
 }
 
-void SlotPool::RegisterSegments(const std::shared_ptr<Driver>& driver, CuContext context) {
-  driver->SetContext(context);
-  driver->RelaxCapture();
-  for (size_t i = 0;; ++i) {
-    PrivateMapping* mapping;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (i >= segments_.size()) return;
-      if (segments_[i].registered) continue;
-      mapping = segments_[i].mapping.get();
-    }
-    driver->RegisterHost(mapping->data(), mapping->bytes());
-    std::lock_guard<std::mutex> lock(mutex_);
-    segments_[i].registered = true;
+bool SlotPool::PageLock(const PrivateMapping& mapping, std::unique_lock<std::mutex>* lock) {
+  const auto driver = driver_;
+  const CuContext context = context_;
+  lock->unlock();
+  bool done = false;
+  try {
+    driver->SetContext(context);
+    driver->RelaxCapture();
+    driver->RegisterHost(mapping.data(), mapping.bytes());
+    done = true;
+  } catch (const Failure&) {
+    // Unlocked memory still works, only slower.
   }
+  lock->lock();
+  if (!done) page_lock_ = false;  // not tried again
+  return done;
 }
 
 }  // namespace datastates

@@ -61,13 +61,14 @@ class SlotPool {
   friend class Slot;
   struct Segment {
     std::unique_ptr<PrivateMapping> mapping;
-    bool registered = false;
+    bool page_locked = false;
   };
 
   void Return(uint8_t* data) noexcept;
   void Work();
-  void AddSegment(size_t slots);
-  void RegisterSegments(const std::shared_ptr<Driver>& driver, CuContext context);
+  // Both let go of the lock while they work. Only the background thread changes segments_.
+  void AddSegment(std::unique_lock<std::mutex>* lock);
+  bool PageLock(const PrivateMapping& mapping, std::unique_lock<std::mutex>* lock);
 
   const size_t slot_bytes_;
   const size_t most_slots_;

@@ -20,7 +20,11 @@ from megatron_datastates.format.values import SaveId, is_own_file_name
 
 
 def write_whole(path: Path, data: bytes, faults: Faults) -> None:
-    """Makes `path` hold exactly `data`, durably, or leaves what was there. Raises OSError."""
+    """Makes `path` hold exactly `data`, durably.
+
+    Raises:
+        OSError: `path` holds what it held before, or (if its directory could not be synced) `data`.
+    """
     temporary = path.parent / f".datastates-{path.name}.tmp"
     faults.point(f"write {_kind(path)}")
     descriptor = os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o666)
@@ -33,6 +37,7 @@ def write_whole(path: Path, data: bytes, faults: Faults) -> None:
         os.close(descriptor)
     faults.point(f"rename {_kind(path)}")
     os.replace(temporary, path)
+    faults.point(f"sync directory of {_kind(path)}")
     sync_directory(path.parent)
     faults.point(f"committed {_kind(path)}")
 

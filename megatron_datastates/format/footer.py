@@ -11,7 +11,15 @@ import zlib
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.features import check_readable
-from megatron_datastates.format.values import ALIGNMENT, BLOCK_BYTES, FORMAT_VERSION, Extent, SaveId
+from megatron_datastates.format.header import HEADER_BYTES
+from megatron_datastates.format.values import (
+    ALIGNMENT,
+    BLOCK_BYTES,
+    FORMAT_VERSION,
+    Extent,
+    SaveId,
+    decode_name,
+)
 
 _MAGIC = b"DSFOOT\x00\x01"
 _FIELDS = struct.Struct("<8sIIIIQQQIIQQ16s")
@@ -35,6 +43,7 @@ class Footer:
     incompatible: int = 0
     compatible: int = 0
     format_version: int = FORMAT_VERSION
+    crc: int = dataclasses.field(default=0, compare=False)  # as decoded; `encode` computes it anew
 
     def encode(self) -> bytes:
         """The bytes from `data_bytes` to the end of the file; a multiple of ALIGNMENT long."""
@@ -82,7 +91,8 @@ class Footer:
         (_, version, incompatible, compatible, block_bytes, data_bytes, run_id, ordinal, rank, world,
          objects, blocks, layout_hash) = _FIELDS.unpack_from(body)  # fmt: skip
         check_readable(name, version, incompatible)
-        if data_bytes != offset or block_bytes != BLOCK_BYTES:
+        aligned = data_bytes % ALIGNMENT == 0 and total % ALIGNMENT == 0 and data_bytes >= HEADER_BYTES
+        if data_bytes != offset or block_bytes != BLOCK_BYTES or not aligned:
             raise FormatError(f"the footer of {name} contradicts itself")
         found, at = _decode_objects(body, objects, data_bytes, name)
         checksums = body[at : at + 4 * blocks]
@@ -90,8 +100,9 @@ class Footer:
             raise FormatError(f"the footer of {name} has {blocks} checksums for {data_bytes} bytes")
         save_id = SaveId(run_id, ordinal)
         return cls(
-            save_id, rank, world, data_bytes, layout_hash, found, checksums, incompatible, compatible, version
-        )
+            save_id, rank, world, data_bytes, layout_hash, found, checksums,
+            incompatible, compatible, version, crc
+        )  # fmt: skip
 
 
 def decode_trailer(data: bytes, name: str) -> tuple[int, int, int]:
@@ -118,9 +129,10 @@ def _decode_objects(body: bytes, count: int, data_bytes: int, name: str) -> tupl
             raise FormatError(f"the footer of {name} ends within its objects")
         offset, size, length = _OBJECT.unpack_from(body, at)
         key_end = at + _OBJECT.size + length
-        if key_end > len(body) or offset + size > data_bytes:
-            raise FormatError(f"an object in the footer of {name} leaves the file")
-        objects[body[at + _OBJECT.size : key_end].decode(errors="replace")] = Extent(0, offset, size)
+        if key_end > len(body) or offset < HEADER_BYTES or offset + size > data_bytes:
+            raise FormatError(f"an object in the footer of {name} leaves the data")
+        key = decode_name(body[at + _OBJECT.size : key_end], f"the footer of {name}")
+        objects[key] = Extent(0, offset, size)
         at = key_end
     if len(objects) != count:
         raise FormatError(f"the footer of {name} names an object twice")

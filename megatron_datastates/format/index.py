@@ -9,15 +9,24 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_datastates.errors import FormatError, MissingKeyError
+from megatron_datastates.errors import FormatError, MissingKeyError, UnsupportedFormatError
 from megatron_datastates.format.features import check_readable
-from megatron_datastates.format.values import DTYPE_NAMES, DTYPES, FORMAT_VERSION, Extent, Fragment
+from megatron_datastates.format.header import HEADER_BYTES
+from megatron_datastates.format.values import (
+    DTYPE_NAMES,
+    DTYPES,
+    FORMAT_VERSION,
+    Extent,
+    Fragment,
+    decode_name,
+)
 
 _MAGIC = b"DSINDEX\x01"
 _HEADER = struct.Struct("<8sIIIIQQQQQ")
@@ -28,6 +37,7 @@ _KEY = np.dtype(
 _FRAGMENT = np.dtype([("file", "<u4"), ("zero", "<u4"), ("offset", "<u8"), ("bytes", "<u8")])
 _OBJECT = np.dtype([("name_at", "<u8"), ("name_bytes", "<u4"), ("file", "<u4")])
 _MAX_DIMENSIONS = 64
+_MOST_BYTES = 1 << 62  # of a tensor, and of a file: sums and products of offsets stay within 64 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +116,8 @@ class Index:
         if len(tables.objects) and int(tables.objects["file"].max()) >= files:
             raise FormatError(f"{name} names a data file that the manifest does not")
         objects = {tables.text(row): int(row["file"]) for row in tables.objects}
+        if len(objects) != len(tables.objects):
+            raise FormatError(f"{name} is damaged: it names an object twice")
         return cls(_LazyTensors(tables), objects)
 
 
@@ -136,7 +148,7 @@ class _Tables:
         end = start + int(row["name_bytes"])
         if not self.names_at <= start <= end <= len(self.data):
             raise FormatError(f"{self.name} is damaged: a name lies outside it")
-        return self.data[start:end].decode(errors="replace")
+        return decode_name(self.data[start:end], self.name)
 
     def entry(self, number: int) -> TensorEntry:
         row = self.keys[number]
@@ -146,9 +158,13 @@ class _Tables:
             first + count > len(self.fragments)
             or dims > _MAX_DIMENSIONS
             or at + dims * (1 + 2 * count) > len(self.coordinates)
-            or int(row["dtype"]) not in DTYPE_NAMES
         ):
             raise FormatError(f"{self.name} is damaged: the entry of {self.text(row)!r} points outside it")
+        if int(row["dtype"]) not in DTYPE_NAMES:
+            raise UnsupportedFormatError(
+                f"{self.name}: tensor {self.text(row)!r} has a dtype of code {row['dtype']}, which this "
+                "release does not know. A later release of megatron_datastates may: update it here."
+            )
         shape = tuple(self.coordinates[at : at + dims].tolist())
         boxes = self.coordinates[at + dims : at + dims * (1 + 2 * count)].reshape(count, 2 * dims)
         table = self.fragments[first : first + count]
@@ -162,18 +178,19 @@ class _Tables:
 
 def _check_boxes(entry: TensorEntry, key: str, name: str) -> None:
     shape = np.array(entry.global_shape, np.int64)
-    # Sizes are multiplied as floats first: hostile ones would overflow and look small.
-    sizes = np.prod(entry.shapes.astype(np.float64), axis=1) * DTYPES[entry.dtype][1]
+    item = DTYPES[entry.dtype][1]
     inside = (
         (shape >= 0).all()
+        # A size of 0 must not hide absurd ones beside it: strides are products of the others.
+        and math.prod(max(size, 1) for size in entry.global_shape) * item < _MOST_BYTES
         and (entry.offsets >= 0).all()
         and (entry.shapes >= 0).all()
         and (entry.offsets <= shape).all()
         and (entry.shapes <= shape - entry.offsets).all()
-        and (sizes < 2**62).all()
-        and (
-            np.prod(entry.shapes, axis=1) * DTYPES[entry.dtype][1] == entry.file_bytes.astype(np.int64)
-        ).all()
+        # From here on products fit: every fragment is smaller than its tensor.
+        and (np.prod(entry.shapes, axis=1, dtype=np.uint64) * np.uint64(item) == entry.file_bytes).all()
+        and (entry.file_offsets >= HEADER_BYTES).all()
+        and (entry.file_offsets < _MOST_BYTES).all()
     )
     if not inside:
         raise FormatError(f"{name} is damaged: a fragment of {key!r} does not fit its tensor")

@@ -94,7 +94,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             check_readable(name, version, 0)  # before the fields of an unknown format are looked at
         try:
             manifest = msgspec.json.decode(body, type=cls)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except (ValueError, RecursionError) as error:  # msgspec's own, bytes not in UTF-8, absurd nesting
             raise FormatError(f"{name} is not a valid manifest: {error}") from None
         check_readable(name, manifest.format_version, manifest.incompatible)
         _check(manifest, name)
@@ -107,7 +107,7 @@ def _check(manifest: Manifest, name: str) -> None:
     def refuse(why: Any) -> None:
         raise FormatError(f"{name} is not a valid manifest: {why}")
 
-    if re.fullmatch(r"[0-9a-f]{16}", manifest.run_id) is None or manifest.ordinal < 1:
+    if re.fullmatch(r"[0-9a-f]{16}", manifest.run_id) is None or not 1 <= manifest.ordinal < 1 << 64:
         refuse("its save id is malformed")
     if re.fullmatch(r"index-[0-9a-f]{32}", manifest.index.name) is None:
         refuse(f"index name {manifest.index.name!r}")
@@ -120,5 +120,5 @@ def _check(manifest: Manifest, name: str) -> None:
         if not 0 <= file.footer_offset < file.bytes or not 0 <= file.rank < manifest.world_size:
             refuse(f"entry of {file.name}")
     for other in manifest.others:
-        if "/" in other.name or other.name in ("", ".", ".."):
+        if "/" in other.name or "\0" in other.name or other.name in ("", ".", ".."):
             refuse(f"file name {other.name!r}")

@@ -42,10 +42,8 @@ DTYPES: dict[str, tuple[int, int]] = {
 }
 DTYPE_NAMES = {code: name for name, (code, _) in DTYPES.items()}
 
-_DATA_NAME = re.compile(r"data-(\d{5,9})-([0-9a-f]{16})-(\d{1,19})\.bin")
-_OWN_NAME = re.compile(
-    r"data-\d{5,9}-[0-9a-f]{16}-\d{1,19}\.bin|index-[0-9a-f]{32}|\.datastates-[\w.-]+\.tmp"
-)
+_DATA_NAME = re.compile(r"data-(\d{5,9})-([0-9a-f]{16})-(\d{1,20})\.bin", re.ASCII)
+_OWN_NAME = re.compile(rf"{_DATA_NAME.pattern}|index-[0-9a-f]{{32}}|\.datastates-[\w.-]+\.tmp", re.ASCII)
 
 
 def element_bytes(dtype: str) -> int:
@@ -97,6 +95,14 @@ class Extent:
     file: int  # ordinal in the manifest's file table
     offset: int
     bytes: int
+
+
+def decode_name(data: bytes, where: str) -> str:
+    """A key as text. Raises FormatError: two keys must never look alike because bytes were replaced."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise FormatError(f"{where} is damaged: the name {data!r} is not UTF-8") from None
 
 
 def is_data_file_name(name: str) -> bool:

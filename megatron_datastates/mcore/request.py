@@ -88,7 +88,7 @@ class DataStatesCaller:
 
     def close(self, abort: bool = False) -> None:
         if abort:
-            self._publication.save.give_up("the queue was aborted")
+            self._publication.abandon("the queue was aborted")
 
     def _failed(self) -> None:
         self._publication.hold_report = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 import re
 from collections import defaultdict
@@ -28,6 +29,7 @@ from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, Extent, is_own_file_name
+from megatron_datastates.plan.boxes import first_overlap
 from megatron_datastates.plan.reads import FileReads, plan_slice
 from megatron_datastates.providers.objects import deserialize
 
@@ -117,7 +119,10 @@ class Checkpoint:
         offsets = np.concatenate([item.reads.offsets for item in items])
         sizes = np.concatenate([np.full(len(i.reads.offsets), i.reads.run_bytes, np.uint64) for i in items])
         targets = np.concatenate([i.reads.targets + np.uint64(i.address) for i in items])
-        outcome = read_pieces(self.file_path(file), self.footer(file), offsets, sizes, targets, self._options)
+        footer, path = self.footer(file), self.file_path(file)
+        if (offsets + sizes > footer.data_bytes).any():
+            raise FormatError(f"{self.manifest.index.name} places data behind the end of the data of {path}")
+        outcome = read_pieces(path, footer, offsets, sizes, targets, self._options)
         self.bytes_read += outcome.bytes_read
         if outcome.bad_blocks:
             raise CorruptDataError(self._describe(file, outcome))
@@ -128,7 +133,7 @@ class Checkpoint:
         more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
         return (
             f"{self.file_path(file)} is corrupt: the checksum of the block of 1 MiB differs at byte offset "
-            f"{places}. It holds data of {', '.join(keys[:4]) or 'no tensor'}{more}. Nothing of it was used: "
+            f"{places}. It holds data of {', '.join(map(repr, keys[:4])) or 'no tensor'}{more}. Nothing of it was used: "
             "load an older checkpoint, or restore this file."
         )
 
@@ -160,16 +165,20 @@ class Checkpoint:
         entry = self.index.tensor(key)
         offset = tuple(offset) if offset is not None else (0,) * len(entry.global_shape)
         shape = tuple(shape) if shape is not None else entry.global_shape
-        if len(shape) != len(entry.global_shape) or any(
-            o < 0 or n < 0 or o + n > s for o, n, s in zip(offset, shape, entry.global_shape, strict=False)
+        if not len(offset) == len(shape) == len(entry.global_shape) or any(
+            o < 0 or n < 0 or o + n > s for o, n, s in zip(offset, shape, entry.global_shape, strict=True)
         ):
             raise MismatchError(
                 f"tensor {key!r} has shape {entry.global_shape}: there is no slice of {shape} at {offset}"
             )
-        target = torch.empty(shape, dtype=torch_dtype(entry.dtype))
         reads, covered = plan_slice(entry, offset, shape)
-        if covered < target.numel():
-            raise FormatError(f"tensor {key!r} has holes: {covered} of {target.numel()} elements are stored")
+        wanted = math.prod(shape)  # looked at before memory is asked for: a hostile index has any shape
+        if covered < wanted:
+            raise FormatError(f"tensor {key!r} has holes: {covered} of {wanted} elements are stored")
+        overlap = first_overlap(entry.offsets, entry.shapes) if len(reads) > 1 else None
+        if overlap is not None:  # then the count above proves nothing
+            raise FormatError(f"tensor {key!r}: two fragments both hold the element at {overlap}")
+        target = torch.empty(shape, dtype=torch_dtype(entry.dtype))
         self.read(ScheduledRead(part, target.data_ptr()) for part in reads)
         return target
 
@@ -225,6 +234,11 @@ def _check_identity(manifest: Manifest, entry: FileEntry, footer: Footer, path: 
         raise StorageError(
             f"{path} belongs to save {footer.save_id}, rank {footer.rank}; "
             f"its manifest is of save {manifest.save_id} and names it as rank {entry.rank}'s"
+        )
+    if footer.crc != entry.footer_crc:
+        raise StorageError(
+            f"{path} has a footer of checksum {footer.crc:08x}, its manifest says {entry.footer_crc:08x}: "
+            "it was replaced"
         )
 
 

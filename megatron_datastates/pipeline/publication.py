@@ -3,7 +3,8 @@
 Protocol (all of it on the trainer's thread, but for step 4):
   1. Every poll asks for a sum of flags (not durable, failed, layout new) and reads the one asked for at
      the poll before. All ranks read the same sums, so all take the same next step.
-  2. Any failure: every rank learns each rank's error, gives up its file, and reports the same text.
+  2. Any failure: every rank learns each rank's error and reports the same text. It removes its file, unless
+     the manifest that names it may be in place already (rank 0 could not sync it).
   3. All durable: one record per rank goes to everybody; ranks' own indexes go to rank 0, only if a layout
      is new to it.
   4. Rank 0's publishing thread commits the index (if the directory lacks it), then the manifest
@@ -102,7 +103,8 @@ class Publication:
         self._faults = faults
         self._labels = labels or Labels()
         self._asked: PendingSum | None = None
-        self._publishing = False
+        self._publishing = False  # records went out: from here on a manifest may name this rank's file
+        self._manifest_in_place = False  # rank 0: it may be
         self._published = threading.Event()
         self._publisher: threading.Thread | None = None
 
@@ -132,11 +134,12 @@ class Publication:
         if not self._publishing:
             unfinished = not save.is_durable
         is_new = layout is not None and layout.digest not in self._layouts.known
-        return [int(unfinished), int(save.failure is not None), int(is_new)]
+        failed = save.failure is not None
+        return [int(unfinished), int(failed), int(is_new), int(failed and self._manifest_in_place)]
 
-    def _act(self, unfinished: int, failed: int, new_layouts: int) -> None:
+    def _act(self, unfinished: int, failed: int, new_layouts: int, in_place: int) -> None:
         if failed:
-            self._agree_on_failure()
+            self._agree_on_failure(keep_file=in_place > 0)
         elif unfinished:
             return
         elif self._publishing:
@@ -150,7 +153,7 @@ class Publication:
             self._layouts.known.add(self.save.layout.digest)
         self.on_end(self)
 
-    def _agree_on_failure(self) -> None:
+    def _agree_on_failure(self, keep_file: bool) -> None:
         failures = self._collectives.gather_all(encode_failure(self.save.failure))
         told = [(rank, text) for rank, text in enumerate(map(decode_failure, failures)) if text is not None]
         causes = "; ".join(f"rank {rank}: {text}" for rank, text in told[:3])
@@ -160,8 +163,14 @@ class Publication:
             f"saving to {context.directory} failed on {len(told)} of {self._collectives.size} ranks: "
             f"{causes}{more}. Nothing was published; earlier checkpoints are as they were."
         )
-        self.save.give_up("another rank failed")
+        if not keep_file:
+            self.save.give_up("another rank failed")
         self._end(Outcome.FAILED)
+
+    def abandon(self, reason: str) -> None:
+        """This rank will poll no more. Not collective."""
+        if self.outcome is Outcome.PENDING and not self._publishing:
+            self.save.give_up(reason)
 
     # -- all ranks are durable --------------------------------------------------------------------------
 
@@ -204,14 +213,16 @@ class Publication:
     # -- rank 0's publishing thread ---------------------------------------------------------------------
 
     def _publish(self) -> None:
+        directory, encoded = self.save.context.directory, b""
         try:
-            directory = self.save.context.directory
             directory.mkdir(parents=True, exist_ok=True)  # no rank may have had anything to write
             manifest, index = self._manifest()
             if not _has_whole(directory / manifest.index.name, index):
                 write_whole(directory / manifest.index.name, index, self._faults)
-            write_whole(directory / MANIFEST_NAME, manifest.encode(), self._faults)
+            encoded = manifest.encode()
+            write_whole(directory / MANIFEST_NAME, encoded, self._faults)
         except Exception as error:
+            self._manifest_in_place = _has_whole(directory / MANIFEST_NAME, encoded)
             self.save.fail(error)
             return
         try:

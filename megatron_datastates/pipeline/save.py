@@ -146,7 +146,7 @@ class RankSave:
         return self._durable.is_set()
 
     def give_up(self, reason: str) -> None:
-        """Stops everything; the finishing thread removes the file."""
+        """Stops everything and has the file removed. Only while no manifest can name it."""
         # Order: the finishing thread looks at _given_up after it has set _durable, so one of the two
         # sees the other's flag and removes the file (twice does no harm).
         self._given_up.set()

@@ -1,6 +1,7 @@
-"""What a process keeps between saves: the engine, the run's identity, layouts.
+"""What a process keeps between saves: the run's identity and layouts, and an engine.
 
-One Saver serves every strategy object of a process, and any number of directories.
+A Run is the same on all ranks and for all options. A Saver has an engine with its options; it serves any
+number of strategy objects and directories.
 """
 
 from __future__ import annotations
@@ -27,17 +28,45 @@ logger = logging.getLogger(__name__)
 _KEPT_LAYOUTS = 8  # persistent and non-persistent saves alternate; more than a few means they change
 
 
+class Run:
+    """What all saves of a process share, whatever their options. Used by the trainer's thread alone."""
+
+    def __init__(self) -> None:
+        self.collectives = Collectives()
+        self.store = LayoutStore()
+        self.layouts: dict[object, Layout] = {}
+        self._run_id: int | None = None
+        self._ordinal = 0
+
+    def next_id(self) -> SaveId:
+        """Counted alike on every rank. The first one makes a collective call."""
+        if self._run_id is None:
+            self._run_id = self.collectives.share_from_first(secrets.randbits(63))
+        self._ordinal += 1
+        return SaveId(self._run_id, self._ordinal)
+
+    def layout(self, tensors: Sequence[TensorSource], objects: Sequence[ObjectSource]) -> Layout:
+        """Planned once per structure: names, shapes, and which fragments are eager."""
+        fragments = tuple(tensor.fragment for tensor in tensors)
+        eager = tuple(tensor.mutability is Mutability.NOW for tensor in tensors)
+        keys = tuple(item.key for item in objects)
+        structure = (fragments, eager, keys)
+        layout = self.layouts.pop(structure, None)
+        if layout is None:
+            layout = plan_layout(fragments, eager, keys)
+        self.layouts[structure] = layout  # the most recent is last
+        if len(self.layouts) > _KEPT_LAYOUTS:
+            del self.layouts[next(iter(self.layouts))]
+        return layout
+
+
 class Saver:
     """Starts saves. Used by the trainer's thread alone."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, run: Run) -> None:
         self.options = options
-        self.collectives = Collectives()
+        self.run = run
         self._engine: StagingEngine | None = None
-        self._run_id: int | None = None
-        self._ordinal = 0
-        self._layouts: dict[object, Layout] = {}
-        self._store = LayoutStore()
         self._faults = Faults(options.faults)
         self._reporter = Reporter(options.report_file)
         self._unfinished: list[Publication] = []
@@ -57,20 +86,15 @@ class Saver:
         fence (engine.fence.FENCE). Nothing is published before every rank has polled often enough.
         Errors of this rank are kept for the agreement: this raises none of them.
         """
-        context = SaveContext(
-            self._next_id(),
-            Path(directory).absolute(),
-            self.collectives.rank,
-            self.collectives.size,
-            iteration,
-        )
+        run, path = self.run, Path(directory).absolute()
+        context = SaveContext(run.next_id(), path, run.collectives.rank, run.collectives.size, iteration)
         save = RankSave(context, self.options.fence_deadline)
-        publication = Publication(save, self.collectives, self._store, self._faults, labels)
+        publication = Publication(save, run.collectives, run.store, self._faults, labels)
         publication.on_end = lambda ended: self._reporter.ended(ended, mode)
         save.on_released = lambda: self._reporter.released(publication)
         try:
             tensors, objects = self._collect(provider)
-            layout = self._layout(tensors, objects)
+            layout = run.layout(tensors, objects)
             save.start(self._get_engine(), layout, tensors, objects)
         except Exception as error:
             save.fail(error)
@@ -82,18 +106,12 @@ class Saver:
         for publication in self._unfinished:
             if publication.outcome is Outcome.PENDING:
                 logger.warning("a save to %s was not published", publication.save.context.directory)
-                publication.save.give_up("the program ended before the save was published")
+                publication.abandon("the program ended before the save was published")
             publication.join()
         self._unfinished = []
         if self._engine is not None:
             self._engine.close()
             self._engine = None
-
-    def _next_id(self) -> SaveId:
-        if self._run_id is None:
-            self._run_id = self.collectives.share_from_first(secrets.randbits(63))
-        self._ordinal += 1
-        return SaveId(self._run_id, self._ordinal)
 
     def _get_engine(self) -> StagingEngine:
         if self._engine is None:
@@ -106,35 +124,31 @@ class Saver:
             tensors = [t.made_eager() if t.mutability is Mutability.AT_FENCE else t for t in tensors]
         return tensors, list(provider.objects())
 
-    def _layout(self, tensors: Sequence[TensorSource], objects: Sequence[ObjectSource]) -> Layout:
-        """Planned once per structure: names, shapes, and which fragments are eager."""
-        fragments = tuple(tensor.fragment for tensor in tensors)
-        eager = tuple(tensor.mutability is Mutability.NOW for tensor in tensors)
-        keys = tuple(item.key for item in objects)
-        structure = (fragments, eager, keys)
-        layout = self._layouts.pop(structure, None)
-        if layout is None:
-            layout = plan_layout(fragments, eager, keys)
-        self._layouts[structure] = layout  # the most recent is last
-        if len(self._layouts) > _KEPT_LAYOUTS:
-            del self._layouts[next(iter(self._layouts))]
-        return layout
-
 
 def _local_ranks() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 _savers: dict[Options, Saver] = {}
-os.register_at_fork(after_in_child=lambda: _savers.clear())  # they are the parent's
+_runs: list[Run] = []  # one, once there is one
+
+
+def _forget() -> None:
+    """In a forked child: what its copies stand for belongs to the parent."""
+    _savers.clear()
+    _runs.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def saver_for(options: Options) -> Saver:
     """The process's Saver with these options; closed when the interpreter ends."""
+    if not _runs:
+        _runs.append(Run())
+        atexit.register(close_all)
     if options not in _savers:
-        if not _savers:
-            atexit.register(close_all)
-        _savers[options] = Saver(options)
+        _savers[options] = Saver(options, _runs[0])
     return _savers[options]
 
 

@@ -13,10 +13,11 @@ import numpy as np
 from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import read_header, read_pieces
 from megatron_datastates.errors import DataStatesError
+from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import BLOCK_BYTES
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.plan.boxes import intersect
+from megatron_datastates.plan.boxes import first_overlap
 
 _STEP_BYTES = 64 * BLOCK_BYTES  # read at a time
 
@@ -96,7 +97,7 @@ def _check_extents(checkpoint: Checkpoint, usable: list[int], verdict: Verdict) 
 def _check_order(
     checkpoint: Checkpoint, file: int, extents: list[tuple[int, int, str]], verdict: Verdict
 ) -> None:
-    at, previous = 0, "the header"
+    at, previous = HEADER_BYTES, "the header"
     for start, end, key in extents:
         if end > checkpoint.footer(file).data_bytes:
             verdict.faults.append(f"{checkpoint.file_path(file)}: {key!r} lies behind the end of the data")
@@ -113,29 +114,9 @@ def _check_coverage(key: str, entry: TensorEntry, verdict: Verdict) -> None:
         verdict.faults.append(
             f"tensor {key!r} has holes: {stored} elements of shape {entry.global_shape} are stored"
         )
-    overlap = _first_overlap(entry)
+    overlap = first_overlap(entry.offsets, entry.shapes)
     if overlap is not None:
         verdict.faults.append(f"tensor {key!r}: two fragments both hold the element at {overlap}")
-
-
-def _first_overlap(entry: TensorEntry) -> tuple[int, ...] | None:
-    """Fragments sorted along the first axis that they are cut in: only neighbours there can overlap."""
-    if len(entry.files) < 2 or entry.offsets.shape[1] == 0:
-        return (0,) * entry.offsets.shape[1] if len(entry.files) > 1 else None
-    axis = int(np.argmax([len(np.unique(column)) for column in entry.offsets.T]))
-    order = np.argsort(entry.offsets[:, axis], kind="stable")
-    offsets, shapes = entry.offsets[order], entry.shapes[order]
-    ends = offsets[:, axis] + shapes[:, axis]
-    for i in range(len(order)):
-        for j in range(i + 1, len(order)):
-            if offsets[j, axis] >= ends[i]:
-                break
-            common = intersect(
-                offsets[i].tolist(), shapes[i].tolist(), offsets[j].tolist(), shapes[j].tolist()
-            )
-            if common is not None:
-                return common[0]
-    return None
 
 
 def _check_data(

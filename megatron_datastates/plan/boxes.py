@@ -57,3 +57,26 @@ def intersect(
     stop = tuple(min(ao + an, bo + bn) for ao, an, bo, bn in ends)
     shape = tuple(e - s for s, e in zip(start, stop, strict=True))
     return (start, shape) if all(n > 0 for n in shape) else None
+
+
+def first_overlap(offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> tuple[int, ...] | None:
+    """An element that two of n boxes both hold, or None.
+
+    Args:
+        offsets, shapes: of the boxes, (n, dimensions). Boxes without elements overlap nothing.
+    """
+    solid = (shapes > 0).all(axis=1)
+    starts, ends = offsets[solid], (offsets + shapes)[solid]
+    if len(starts) < 2 or starts.shape[1] == 0:
+        return () if len(starts) > 1 else None
+    # Sorted along the axis that they are cut in most, a box can only meet those that begin before it ends.
+    axis = int(np.argmax([len(np.unique(column)) for column in starts.T]))
+    order = np.argsort(starts[:, axis], kind="stable")
+    starts, ends = starts[order], ends[order]
+    stops = np.searchsorted(starts[:, axis], ends[:, axis])
+    for i, stop in enumerate(stops.tolist()):
+        low = np.maximum(starts[i], starts[i + 1 : stop])
+        common = (low < np.minimum(ends[i], ends[i + 1 : stop])).all(axis=1)
+        if common.any():
+            return tuple(low[int(common.argmax())].tolist())
+    return None

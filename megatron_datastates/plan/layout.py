@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from megatron_datastates.errors import FormatError
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.index import build_index
 from megatron_datastates.format.values import ALIGNMENT, LARGE_BYTES, SMALL_ALIGNMENT, Extent, Fragment
@@ -44,8 +45,12 @@ def plan_layout(fragments: Sequence[Fragment], eager: Sequence[bool], object_key
     """Lays out `fragments`; `eager[i]` says that fragment i is copied before the trainer goes on.
 
     Raises:
-        FormatError: fragments of one key disagree on dtype or global shape.
+        FormatError: fragments of one key disagree on dtype or global shape, or two objects share a key.
     """
+    objects = dict.fromkeys(object_keys, 0)
+    if len(objects) != len(object_keys):
+        twice = next(key for key in objects if object_keys.count(key) > 1)
+        raise FormatError(f"object {twice!r} is given twice: only one of the two could be read back")
     order = sorted(range(len(fragments)), key=lambda i: not eager[i])
     offsets = np.zeros(len(order), np.uint64)
     at = HEADER_BYTES
@@ -56,7 +61,7 @@ def plan_layout(fragments: Sequence[Fragment], eager: Sequence[bool], object_key
         offsets[place] = at
         entries.append((fragments[i], Extent(0, at, size)))
         at += size
-    index = build_index(entries, dict.fromkeys(object_keys, 0)).encode()
+    index = build_index(entries, objects).encode()
     digest = hashlib.sha256(index).digest()[:16]
     return Layout(tuple(order), offsets, align_up(at, ALIGNMENT), index, digest)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import pickle
 from typing import Any
 
 import torch
@@ -37,7 +38,9 @@ def deserialize(data: bytes, key: str) -> Any:
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
+        # torch wraps the unpickler's own words in advice to load the file without weights_only.
+        reason = error.__context__ if isinstance(error, pickle.UnpicklingError) else error
         raise FormatError(
-            f"object {key!r} was not loaded: {error}\n(only plain data and classes on torch's list of safe "
+            f"object {key!r} was not loaded: {reason or error}\n(only plain data and classes on torch's list of safe "
             "globals are loaded; torch.serialization.add_safe_globals adds one that you trust)"
         ) from error

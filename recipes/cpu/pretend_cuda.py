@@ -106,7 +106,7 @@ def install() -> None:
     _share_generator(torch.cuda)
     _allocate_on_host()
     _move_to_host()
-    torch.compile = _do_not_compile
+    torch.compile = _do_not_compile  # type: ignore[assignment]
 
 
 def _always(answer: object) -> Callable[..., Any]:
@@ -163,9 +163,8 @@ def _move_to_host() -> None:
     real_to, real_type = torch.Tensor.to, torch.Tensor.type
 
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return real_to(
-            self, *("cpu" if _is_cuda(value) else value for value in args), **_host_keyword(kwargs)
-        )
+        moved: list[Any] = ["cpu" if _is_cuda(value) else value for value in args]
+        return real_to(self, *moved, **_host_keyword(kwargs))
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # Megatron sorts gradients by type name and knows only the names of CUDA types.

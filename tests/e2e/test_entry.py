@@ -31,13 +31,11 @@ def test_entry_script_knows_nothing_of_the_package() -> None:
 
 
 def test_installed_package_alone_adds_the_format_to_a_stock_entry(ckpt_format: str, tmp_path: Path) -> None:
-    arguments = (RECIPES / "tiny.args").read_text().split()
-    run(
-        *("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"),
-        *(RECIPES / "cpu/run.py", RECIPES / "pretrain_tiny.py", *arguments),
-        *("--save", tmp_path, "--save-interval", "4", "--ckpt-format", ckpt_format),
-        timeout_seconds=120,
-    )
+    command = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += [str(RECIPES / "cpu/run.py"), str(RECIPES / "pretrain_tiny.py")]
+    command += (RECIPES / "tiny.args").read_text().split()
+    command += ["--save", str(tmp_path), "--save-interval", "4", "--ckpt-format", ckpt_format]
+    run(*command, timeout_seconds=120)
     Checkpoints(tmp_path).assert_format(4, ckpt_format)
 
 

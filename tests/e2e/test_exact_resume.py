@@ -38,9 +38,9 @@ def test_resumed_run_equals_uninterrupted_one(
     if mode == "async" and ckpt_format != "datastates":
         pytest.skip("stock --async-save needs a worker process that knows no stand-ins")
     checkpoints, report = Checkpoints(tmp_path / "checkpoints"), tmp_path / "report.jsonl"
-    how = [*LAYOUTS[layout], *ITERATIONS, "--ckpt-format", ckpt_format]
+    how: list[str | Path] = [*LAYOUTS[layout], *ITERATIONS, "--ckpt-format", ckpt_format]
     how += [*OPTIMIZER[optimizer], *WRITERS[writers]]
-    saving = ["--save", checkpoints.root, "--save-interval", "3", *MODE[mode]]
+    saving: list[str | Path] = ["--save", checkpoints.root, "--save-interval", "3", *MODE[mode]]
     if ckpt_format == "datastates":
         saving += ["--datastates-report-file", report]
 

@@ -63,11 +63,12 @@ class Rank:
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
-        return launched | self.request["environment"]
+        return {**launched, **self.request["environment"]}
 
     def run(self) -> None:
         """Calls the target. What it raises ends the process as it would any other."""
-        store = self._serve_store() if self.rank == 0 else self.listener.close()
+        store = self._serve_store() if self.rank == 0 else None
+        self.listener.close()
         module, _, function = self.request["target"].partition(":")
         getattr(importlib.import_module(module), function)(*self.request["arguments"])
         del store

@@ -1,0 +1,118 @@
+"""Ranks of the tests in this folder."""
+
+import os
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from saving_rank import assert_loads, clear_faults, failure_of, join, save, set_faults, state, tell
+
+from megatron_datastates.mcore import DataStatesSaveStrategy
+
+
+class Unpicklable:
+    def __reduce__(self) -> str | tuple[object, ...]:
+        raise RuntimeError("this object cannot be pickled")
+
+
+def fail_then_recover(root: str, mode: str, plan: str, failing_rank: int, folder: str) -> None:
+    """A good save, one that fails on one rank, and one more into the directory where it failed."""
+    join()
+    good, bad = Path(root, "good"), Path(root, "bad")
+    save(good, state(1), DataStatesSaveStrategy(), mode)
+    set_faults(plan, failing_rank)
+    faulty = DataStatesSaveStrategy()
+    clear_faults()
+    error = failure_of(lambda: save(bad, state(2), faulty, mode))
+    torch.distributed.barrier()
+    left = sorted(os.listdir(bad))
+    assert_loads(good, 1)
+    save(bad, state(3), DataStatesSaveStrategy(), mode)
+    assert_loads(bad, 3)
+    tell(folder, error=error, left=left, after=sorted(os.listdir(bad)))
+
+
+def fail_while_pickling(root: str, failing_rank: int, folder: str) -> None:
+    rank, ranks = join()
+    directory = Path(root, "bad")
+    sharded = state(1)
+    payload = Unpicklable() if rank == failing_rank else "fine"
+    sharded["own"] = ShardedObject("own", payload, (ranks,), (rank,))
+    error = failure_of(lambda: save(directory, sharded, DataStatesSaveStrategy(), "async"))
+    tell(folder, error=error, left=sorted(os.listdir(directory)))
+
+
+def die(root: str, plan: str, dying_rank: int, resave: bool, folder: str) -> None:
+    """A good save, then one in which a rank is killed: elsewhere, or into the same directory."""
+    join()
+    save(Path(root, "first"), state(1), DataStatesSaveStrategy(), "sync")
+    set_faults(plan, dying_rank)
+    save(Path(root, "first" if resave else "second"), state(2), DataStatesSaveStrategy(), "async")
+    tell(folder)
+
+
+def loads_after_death(root: str, resave: bool, folder: str) -> None:
+    """What was whole before the kill still is; the directory of the killed save can be used again."""
+    join()
+    second = Path(root, "first" if resave else "second")
+    state_of_first = load_value(Path(root, "first"))
+    assert_loads(Path(root, "first"), state_of_first)
+    refused = failure_of(lambda: dist_checkpointing.load(state(-1), str(second)))
+    save(second, state(3), DataStatesSaveStrategy(), "async")
+    assert_loads(second, 3)
+    tell(folder, first=state_of_first, refused=refused, after=sorted(os.listdir(second)))
+
+
+def load_value(directory: Path) -> int:
+    value: int = dist_checkpointing.load_common_state_dict(str(directory))["iteration"]
+    return value
+
+
+def save_only(directory: str, value: int, folder: str) -> None:
+    join()
+    save(Path(directory), state(value), DataStatesSaveStrategy(), "sync")
+    tell(folder)
+
+
+def errors_of_loads(directory: str, folder: str) -> None:
+    """What a load says on this rank: of all that was saved, and of things that do not fit."""
+    join()
+    changed = {
+        "whole": lambda sharded: None,
+        "key": lambda sharded: sharded.update(other=plain("other.weight", torch.zeros(3))),
+        "shape": lambda sharded: sharded.update(same=plain("same", torch.zeros(34, dtype=torch.bfloat16))),
+        "dtype": lambda sharded: sharded.update(same=plain("same", torch.zeros(33, dtype=torch.int32))),
+        "object": lambda sharded: sharded.update(more=ShardedObject("more", None, (1,), (0,))),
+    }
+    errors = {}
+    for name, change in changed.items():
+        sharded = state(-1)
+        change(sharded)
+        errors[name] = failure_of(
+            lambda wanted=sharded: dist_checkpointing.load(wanted, directory, validate_access_integrity=False)
+        )
+    tell(folder, errors=errors)
+
+
+def plain(key: str, tensor: torch.Tensor) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, tensor)
+
+
+class Malicious:
+    """Runs code when it is unpickled by anything that is not careful."""
+
+    def __init__(self, marker: str) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (self.marker,)
+
+
+def save_malicious(directory: str, marker: str, folder: str) -> None:
+    join()
+    sharded = state(1)
+    sharded["object"].data = Malicious(marker)
+    save(Path(directory), sharded, DataStatesSaveStrategy(), "sync")
+    error = failure_of(lambda: dist_checkpointing.load(state(-1), directory))
+    tell(folder, error=error, ran=os.path.isdir(marker))

@@ -1,0 +1,84 @@
+"""A failure of one rank alone: agreed, told alike everywhere, and nothing is lost."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.world import World
+
+# What fails, as cuda/os/faults.h and engine/faults.py name it, and words of the error that tells it.
+FAILURES = {
+    "open": ("open:1:EIO", "open"),
+    "no space before the first copy": ("reserve:1:ENOSPC", "No space left on device"),
+    "quota": ("reserve:1:EDQUOT", "quota"),
+    "first write": ("write:1:EIO", "Input/output error"),
+    "footer": ("write:2:EIO", "Input/output error"),
+    "no space while writing": ("write:1:ENOSPC", "No space left on device"),
+    "truncate": ("truncate:1:EIO", "truncate"),
+    "sync": ("sync:1:EIO", "sync"),
+    "directory sync": ("sync directory:1:EIO", "sync directory"),
+}
+PUBLISHING = {
+    "write index": "write index:1:ENOSPC",
+    "rename index": "rename index:1:EIO",
+    "write manifest": "write manifest:1:ENOSPC",
+    "rename manifest": "rename manifest:1:EIO",
+}
+
+
+def assert_agreed(told: list[dict], rank: int, words: str) -> None:
+    errors = {each["error"] for each in told}
+    assert len(errors) == 1, "every rank has to raise the same text"
+    error = errors.pop()
+    assert error is not None and f"rank {rank}:" in error and words in error, error
+    assert "bad" in error and "Nothing was published" in error
+    for each in told:
+        assert "datastates.manifest" not in each["left"] and "metadata.json" not in each["left"]
+        assert "datastates.manifest" in each["after"]
+        assert sum(name.startswith("data-") for name in each["after"]) == len(told)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_failure_on_one_rank_is_raised_alike_on_all(
+    world: World, tmp_path: Path, failure: str, mode: str
+) -> None:
+    plan, words = FAILURES[failure]
+    told = world.run("fault_ranks:fail_then_recover", tmp_path, mode, plan, 1)
+    assert_agreed(told, 1, words)
+
+
+@pytest.mark.parametrize("failure", PUBLISHING)
+def test_failure_to_publish_is_raised_alike_on_all(world: World, tmp_path: Path, failure: str) -> None:
+    told = world.run("fault_ranks:fail_then_recover", tmp_path, "async", PUBLISHING[failure], 0)
+    assert_agreed(told, 0, "injected")
+
+
+def test_manifest_that_may_be_in_place_keeps_its_files(world: World, tmp_path: Path) -> None:
+    """The directory could not be synced after the rename: told as failed, and yet nothing is torn."""
+    plan = "sync directory of manifest:1:EIO"
+    for each in world.run("fault_ranks:fail_then_recover", tmp_path, "async", plan, 0):
+        assert "rank 0:" in each["error"]
+        assert "datastates.manifest" in each["left"]
+        assert sum(name.startswith("data-") for name in each["left"]) == 2
+
+
+def test_failure_of_one_rank_in_four(world: World, tmp_path: Path) -> None:
+    told = world.run("fault_ranks:fail_then_recover", tmp_path, "async", "write:1:EIO", 2, ranks=4)
+    assert_agreed(told, 2, "Input/output error")
+
+
+def test_files_of_a_failed_save_are_removed_by_their_ranks(world: World, tmp_path: Path) -> None:
+    world.run("fault_ranks:fail_while_pickling", tmp_path, 0)
+    assert list((tmp_path / "bad").iterdir()) == []
+
+
+def test_object_that_cannot_be_pickled_fails_the_save_on_all_ranks(world: World, tmp_path: Path) -> None:
+    told = world.run("fault_ranks:fail_while_pickling", tmp_path, 1)
+    assert len({each["error"] for each in told}) == 1
+    assert "rank 1: RuntimeError: this object cannot be pickled" in told[0]["error"]
+
+
+def test_short_writes_are_resumed_where_they_ended(world: World, tmp_path: Path) -> None:
+    told = world.run("fault_ranks:fail_then_recover", tmp_path, "async", "write:1:short,write:2:short", 1)
+    assert [each["error"] for each in told] == [None, None]

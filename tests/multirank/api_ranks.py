@@ -1,0 +1,208 @@
+"""Ranks of test_api.py."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from saving_rank import assert_loads, full_tensor, join, make_directory, save, state, tell
+
+from megatron_datastates.config import Options
+from megatron_datastates.mcore import DataStatesSaveStrategy
+from megatron_datastates.pipeline.saver import saver_for
+
+
+def save_and_load(directory: str, mode: str, wrapped: bool, folder: str) -> None:
+    join()
+    strategy = DataStatesSaveStrategy()
+    save(Path(directory), state(3), FullyParallelSaveStrategyWrapper(strategy) if wrapped else strategy, mode)
+    assert_loads(Path(directory), 3)
+    tell(folder, files=sorted(os.listdir(directory)))
+
+
+def load(directory: str, value: int, shards: int, folder: str) -> None:
+    join()
+    assert_loads(Path(directory), value, shards=shards)
+    plain = dist_checkpointing.load_plain_tensors(directory)
+    assert torch.equal(plain["weight"], full_tensor(value, shards))
+    tell(folder)
+
+
+def mutate_at_once(directory: str, folder: str) -> None:
+    """Without a promise, everything may be changed as soon as the save returns."""
+    join()
+    make_directory(Path(directory))
+    options = Options(copy_limit=20_000_000)
+    sharded = state(5)
+    source = sharded["weight"].data
+    request = dist_checkpointing.save(
+        sharded, directory, DataStatesSaveStrategy(options=options), async_sharded_save=True
+    )
+    source.fill_(-7)
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert_loads(Path(directory), 5)
+    tell(folder)
+
+
+def step_behind_slow_copy(directory: str, folder: str) -> None:
+    """A promised tensor is copied behind the trainer; its optimizer's step waits for the copy alone."""
+    join()
+    make_directory(Path(directory))
+    # The copy takes about 0.6 s, the write about 3 s.
+    options = Options(copy_limit=2_000_000, write_limit=400_000)
+    sharded = state(5)
+    parameter = torch.nn.Parameter(sharded["weight"].data)
+    parameter.grad = torch.ones_like(parameter)
+    sharded["weight"].data = parameter
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    started = time.monotonic()
+    request = dist_checkpointing.save(
+        sharded,
+        directory,
+        DataStatesSaveStrategy(assume_immutable=True, options=options),
+        async_sharded_save=True,
+    )
+    returned = time.monotonic()
+    job = request.async_fn.publication.save
+    copied_at_return = job.times()["staging"] > 0
+    optimizer.step()
+    stepped = time.monotonic()
+    written_at_step = job.times()["writing"] > 0
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    assert_loads(Path(directory), 5)
+    assert not torch.equal(parameter, state(5)["weight"].data), "the step has changed the parameter"
+    tell(
+        folder,
+        copied_at_return=copied_at_return,
+        written_at_step=written_at_step,
+        copied_at_step=job.times()["staging"] > 0,
+        seconds=[returned - started, stepped - returned, job.times()["writing"]],
+        fence=job.fence_seconds,
+    )
+
+
+def torn_without_fence(directory: str, folder: str) -> None:
+    """The test above can fail: a promise that is broken, and no fence, puts new bytes into the file."""
+    join()
+    make_directory(Path(directory))
+    sharded = state(5)
+    source = sharded["weight"].data
+    strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options(copy_limit=2_000_000))
+    request = dist_checkpointing.save(sharded, directory, strategy, async_sharded_save=True)
+    source.fill_(-7)
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    found = dist_checkpointing.load(state(-1), directory)
+    tell(folder, torn=bool((found["weight"] == -7).any()))
+
+
+def two_saves_at_once(directories: list[str], folder: str) -> None:
+    """A second save is started before the first is published; both become whole."""
+    join()
+    options = Options(write_limit=2_000_000, staging_memory=8 << 20)
+    queue = AsyncCallsQueue()
+    for value, directory in enumerate(directories):
+        make_directory(Path(directory))
+        strategy = DataStatesSaveStrategy(options=options)
+        queue.schedule_async_request(
+            dist_checkpointing.save(state(value), directory, strategy, async_sharded_save=True)
+        )
+    waiting = queue.get_num_unfinalized_calls()
+    queue.close()
+    for value, directory in enumerate(directories):
+        assert_loads(Path(directory), value)
+    tell(folder, waiting=waiting)
+
+
+def fresh_bytes(root: str, folder: str) -> None:
+    """Saves with one layout: tensors moved, freed and reallocated in between."""
+    join()
+    strategy = DataStatesSaveStrategy(assume_immutable=True)
+    addresses = set()
+    for value in range(4):
+        spoiled = torch.full((6 * 50_000,), -3.0)  # takes the memory that the last state had
+        sharded = state(value)
+        addresses.add(sharded["weight"].data.data_ptr())
+        save(Path(root, str(value)), sharded, strategy, "async" if value % 2 else "sync")
+        strategy.fence()
+        del sharded, spoiled
+    for value in range(4):
+        assert_loads(Path(root, str(value)), value)
+    layouts = len(saver_for(strategy.options).run.layouts)
+    tell(folder, layouts=layouts, addresses=len(addresses))
+
+
+def count_collectives(root: str, folder: str) -> None:
+    join()
+    strategy = DataStatesSaveStrategy()
+    groups_before = len(dist.distributed_c10d._world.pg_map)
+    per_save = []
+    for value in range(3):
+        calls = saver_for(strategy.options).run.collectives.calls
+        before = dict(calls)
+        save(Path(root, str(value)), state(value), strategy, "sync")
+        per_save.append({kind: calls[kind] - before.get(kind, 0) for kind in calls})
+    tell(folder, per_save=per_save, groups=len(dist.distributed_c10d._world.pg_map) - groups_before)
+
+
+def starting_makes_no_collective(root: str, folder: str) -> None:
+    """After the run's first save, a rank starts a save while its peer is not there at all."""
+    rank, _ = join()
+    strategy = DataStatesSaveStrategy()
+    save(Path(root, "first"), state(0), strategy, "sync")
+    started = Path(root, "rank 0 has started")
+    if rank == 1:
+        wait_for(started)
+    # Megatron's own entry point gathers; the strategy itself must not.
+    request = strategy.async_save(
+        {k: v for k, v in state(1).items() if k != "iteration"}, Path(root, "second")
+    )
+    started.touch()
+    request.execute_sync()
+    tell(folder, threads=[t.name for t in threading.enumerate() if not t.daemon])
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} never came"
+        time.sleep(0.01)
+
+
+def abandoned_at_exit(directory: str, folder: str) -> None:
+    """The program ends while a save is under way: no hang, nothing published."""
+    join()
+    make_directory(Path(directory))
+    strategy = DataStatesSaveStrategy(options=Options(write_limit=300_000))
+    dist_checkpointing.save(state(1), directory, strategy, async_sharded_save=True)
+    tell(folder)
+
+
+def fork_in_mid_save(directory: str, folder: str) -> None:
+    join()
+    make_directory(Path(directory))
+    strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options(copy_limit=2_000_000))
+    request = dist_checkpointing.save(state(9), directory, strategy, async_sharded_save=True)
+    child = os.fork()
+    if child == 0:
+        held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)]
+        strategy.fence()  # a copy of the parent's save: nothing to wait for
+        os._exit(any(name.startswith(directory) for name in held))
+    _, status = os.waitpid(child, 0)
+    request.execute_sync()
+    assert_loads(Path(directory), 9)
+    tell(folder, child=os.waitstatus_to_exitcode(status))
+
+
+def _exists(descriptor: str) -> bool:
+    return os.path.lexists(f"/proc/self/fd/{descriptor}")

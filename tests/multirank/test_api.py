@@ -1,0 +1,75 @@
+"""The public API on several ranks: dist_checkpointing.save and load, stock queue, fences."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.world import World
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "fully parallel"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_saved_state_loads_and_our_strategy_wrote_it(
+    world: World, tmp_path: Path, mode: str, wrapped: bool
+) -> None:
+    told = world.run("api_ranks:save_and_load", tmp_path / "ck", mode, wrapped)
+    files = told[0]["files"]
+    assert '"datastates"' in (tmp_path / "ck" / "metadata.json").read_text()
+    assert "datastates.manifest" in files and sum(name.startswith("data-") for name in files) == 2
+    assert not any(name.endswith(".distcp") or name == "common.pt" for name in files)
+
+
+@pytest.mark.parametrize("readers", [1, 3, 4])
+def test_other_numbers_of_ranks_load_the_same_state(world: World, tmp_path: Path, readers: int) -> None:
+    world.run("api_ranks:save_and_load", tmp_path / "ck", "sync", False, ranks=2)
+    world.run("api_ranks:load", tmp_path / "ck", 3, 2, ranks=readers)
+
+
+def test_without_a_promise_tensors_may_change_when_save_returns(world: World, tmp_path: Path) -> None:
+    world.run("api_ranks:mutate_at_once", tmp_path / "ck")
+
+
+def test_step_waits_for_the_copy_and_not_for_the_write(world: World, tmp_path: Path) -> None:
+    for rank in world.run("api_ranks:step_behind_slow_copy", tmp_path / "ck"):
+        assert not rank["copied_at_return"], "save has to return before the bytes are copied"
+        assert rank["copied_at_step"] and not rank["written_at_step"], rank
+        assert rank["fence"] > 0
+
+
+def test_broken_promise_tears_the_copy_so_the_fence_is_what_prevents_it(world: World, tmp_path: Path) -> None:
+    assert all(rank["torn"] for rank in world.run("api_ranks:torn_without_fence", tmp_path / "ck"))
+
+
+def test_second_save_starts_before_the_first_is_published(world: World, tmp_path: Path) -> None:
+    told = world.run("api_ranks:two_saves_at_once", [str(tmp_path / "a"), str(tmp_path / "b")])
+    assert [rank["waiting"] for rank in told] == [2, 2]
+
+
+def test_cached_layout_saves_current_bytes(world: World, tmp_path: Path) -> None:
+    for rank in world.run("api_ranks:fresh_bytes", tmp_path):
+        assert rank["layouts"] == 1, "the layout has to be reused for this to show anything"
+
+
+def test_first_save_broadcasts_once_and_later_ones_gather_one_record(world: World, tmp_path: Path) -> None:
+    for rank in world.run("api_ranks:count_collectives", tmp_path):
+        first, *later = [{k: n for k, n in save.items() if k != "sum"} for save in rank["per_save"]]
+        assert {k: n for k, n in first.items() if n} == {"broadcast": 1, "gather": 1, "gather layouts": 1}
+        for save in later:
+            assert {k: n for k, n in save.items() if n} == {"gather": 1}
+        assert rank["groups"] == 0
+
+
+def test_starting_a_save_waits_for_no_other_rank(world: World, tmp_path: Path) -> None:
+    told = world.run("api_ranks:starting_makes_no_collective", tmp_path)
+    assert told[0]["threads"] == ["MainThread"]
+
+
+def test_program_that_ends_in_mid_save_publishes_nothing_and_does_not_hang(
+    world: World, tmp_path: Path
+) -> None:
+    world.run("api_ranks:abandoned_at_exit", tmp_path / "ck", timeout_seconds=30)
+    assert [path.name for path in (tmp_path / "ck").iterdir()] == []
+
+
+def test_fork_in_mid_save_harms_neither_side(world: World, tmp_path: Path) -> None:
+    assert [rank["child"] for rank in world.run("api_ranks:fork_in_mid_save", tmp_path / "ck")] == [0, 0]

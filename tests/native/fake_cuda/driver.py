@@ -1,0 +1,133 @@
+"""The fake CUDA driver as tests see it: it is built here, ordered about, and asked what happened.
+
+See fake_cuda.cc for what it imitates. A `FakeCuda` is the trainer's side: its context, its streams and
+its kernels; the engine under test opens the same library by its path.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+SOURCES = Path(__file__).parent
+ILLEGAL_ACCESS, LAUNCH_FAILURE = 700, 719
+
+
+def build(folder: Path) -> Path:
+    """Compiles the library into `folder`; gives its path."""
+    target = folder / "libfakecuda.so"
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread"]
+    sources = [str(source) for source in sorted(SOURCES.glob("*.cc"))]
+    subprocess.run([*compiler, *flags, "-o", str(target), *sources], check=True)
+    return target
+
+
+class FakeCuda:
+    """One test's driver. The calling thread is the trainer's."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._library = library = ctypes.CDLL(self.path)
+        for name in ("fake_new_context", "fake_new_stream"):
+            getattr(library, name).restype = ctypes.c_void_p
+        for name in ("fake_live_streams", "fake_live_events", "fake_registered_bytes"):
+            getattr(library, name).restype = ctypes.c_long
+        library.fake_log.restype = ctypes.c_size_t
+        library.fake_reset()
+        self.context = library.fake_new_context()
+        self.use_context(self.context)
+        self._streams: list[int] = []
+
+    # -- the trainer's side -----------------------------------------------------------------------------
+
+    def new_context(self) -> int:
+        return int(self._library.fake_new_context())
+
+    def use_context(self, context: int | None) -> None:
+        self._library.fake_use_context(ctypes.c_void_p(context))
+
+    def new_stream(self) -> int:
+        self._streams.append(int(self._library.fake_new_stream()))
+        return self._streams[-1]
+
+    def launch_fill(self, stream: int, address: int, value: int, size: int, seconds: float = 0.0) -> None:
+        """A kernel that fills memory, after `seconds` of work."""
+        self._library.fake_launch_fill(
+            ctypes.c_void_p(stream),
+            ctypes.c_void_p(address),
+            value,
+            ctypes.c_size_t(size),
+            int(seconds * 1e3),
+        )
+
+    def synchronize(self, stream: int) -> None:
+        self._library.fake_synchronize(ctypes.c_void_p(stream))
+
+    def is_idle(self, stream: int) -> bool:
+        return bool(self._library.fake_is_idle(ctypes.c_void_p(stream)))
+
+    # -- orders -----------------------------------------------------------------------------------------
+
+    def hold_stream(self, stream: int) -> None:
+        self._library.fake_hold_stream(ctypes.c_void_p(stream), 1)
+
+    def release_stream(self, stream: int) -> None:
+        self._library.fake_hold_stream(ctypes.c_void_p(stream), 0)
+
+    def hold_call(self, name: str) -> None:
+        """Every call of this function hangs until `release_call`."""
+        self._library.fake_hold_call(name.encode(), 1)
+
+    def release_call(self, name: str) -> None:
+        self._library.fake_hold_call(name.encode(), 0)
+
+    def fail(self, name: str, nth: int = 1, code: int = ILLEGAL_ACCESS) -> None:
+        """The nth call from now on fails; 0: every one."""
+        self._library.fake_fail(name.encode(), ctypes.c_long(nth), code)
+
+    def delay_copies(self, seconds: float = 0.0, nanoseconds_per_byte: float = 0.0) -> None:
+        self._library.fake_delay_copies(int(seconds * 1e6), ctypes.c_double(nanoseconds_per_byte))
+
+    def hide(self, name: str) -> None:
+        """As a driver too old to have this function."""
+        self._library.fake_hide(name.encode())
+
+    def capture(self, capturing: bool) -> None:
+        """Another thread captures a graph: calls that would break it fail."""
+        self._library.fake_capture(int(capturing))
+
+    # -- observations -----------------------------------------------------------------------------------
+
+    @property
+    def live_streams(self) -> int:
+        """Without those that this object made."""
+        return int(self._library.fake_live_streams()) - len(self._streams)
+
+    @property
+    def live_events(self) -> int:
+        return int(self._library.fake_live_events())
+
+    @property
+    def registered_bytes(self) -> int:
+        return int(self._library.fake_registered_bytes())
+
+    def log(self) -> list[str]:
+        """Every call, look-up and execution so far, in order."""
+        room = 1 << 16
+        while True:
+            buffer = ctypes.create_string_buffer(room)
+            size = self._library.fake_log(ctypes.c_size_t(0), buffer, ctypes.c_size_t(room))
+            if size <= room:
+                return buffer.raw[:size].decode().splitlines()
+            room = size
+
+    def close(self) -> None:
+        for stream in self._streams:
+            self._library.fake_drop_stream(ctypes.c_void_p(stream))
+        self._streams = []
+        self._library.fake_reset()
+        self.use_context(None)

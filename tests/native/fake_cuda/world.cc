@@ -1,0 +1,115 @@
+#include "world.h"
+
+#include <chrono>
+
+namespace fake {
+
+World& TheWorld() {
+  static World* world = new World;
+  return *world;
+}
+
+void* NewHandle(World& world, const char* kind, std::string* name) {
+  *name = kind + std::to_string(++world.names);
+  return reinterpret_cast<void*>(static_cast<uintptr_t>(0x1000 + 16 * world.names));
+}
+
+static void Run(Stream* stream) {
+  World& world = TheWorld();
+  Lock lock(world.mutex);
+  while (true) {
+    world.changed.wait(lock, [&] {
+      return (!stream->queue.empty() && !stream->held) || (stream->queue.empty() && stream->closing);
+    });
+    if (stream->queue.empty()) return;
+    const std::function<void()> work = std::move(stream->queue.front());
+    lock.unlock();
+    work();
+    lock.lock();
+    stream->queue.pop_front();
+    world.changed.notify_all();
+  }
+}
+
+void* MakeStream(const char* kind) {
+  World& world = TheWorld();
+  Lock lock(world.mutex);
+  auto stream = std::make_shared<Stream>();
+  void* handle = NewHandle(world, kind, &stream->name);
+  stream->thread = std::thread(Run, stream.get());
+  world.streams[handle] = std::move(stream);
+  return handle;
+}
+
+bool RetireStream(void* handle) {
+  World& world = TheWorld();
+  Lock lock(world.mutex);
+  auto found = world.streams.find(handle);
+  if (found == world.streams.end()) return false;
+  found->second->closing = true;
+  world.retired.push_back(found->second);
+  world.streams.erase(found);
+  world.changed.notify_all();
+  return true;
+}
+
+std::shared_ptr<Mark> Enqueue(void* handle, std::function<void()> work) {
+  World& world = TheWorld();
+  Lock lock(world.mutex);
+  auto found = world.streams.find(handle);
+  if (found == world.streams.end()) return nullptr;
+  const auto stream = found->second;
+  world.changed.wait(lock, [&] { return stream->queue.size() < kQueueDepth; });
+  auto mark = std::make_shared<Mark>();
+  stream->queue.push_back([mark, work = std::move(work)] {
+    work();
+    Lock inner(TheWorld().mutex);
+    mark->done = true;
+    TheWorld().changed.notify_all();
+  });
+  world.changed.notify_all();
+  return mark;
+}
+
+void Await(const std::shared_ptr<Mark>& mark) {
+  World& world = TheWorld();
+  Lock lock(world.mutex);
+  world.changed.wait(lock, [&] { return mark == nullptr || mark->done; });
+}
+
+void Log(const std::string& line) {
+  Lock lock(TheWorld().mutex);
+  TheWorld().log.push_back(line);
+}
+
+std::string NameOf(void* handle) {
+  World& world = TheWorld();
+  Lock lock(world.mutex);
+  if (world.streams.count(handle)) return world.streams[handle]->name;
+  if (world.events.count(handle)) return world.events[handle].name;
+  return "unknown";
+}
+
+void SleepForCopy(size_t bytes) {
+  double nanoseconds;
+  {
+    World& world = TheWorld();
+    Lock lock(world.mutex);
+    nanoseconds = 1e3 * world.microseconds_per_copy + world.nanoseconds_per_byte * static_cast<double>(bytes);
+  }
+  if (nanoseconds > 0) {
+    std::this_thread::sleep_for(std::chrono::nanoseconds(static_cast<int64_t>(nanoseconds)));
+  }
+}
+
+bool IsPageLocked(const void* memory, size_t bytes) {
+  World& world = TheWorld();
+  Lock lock(world.mutex);
+  const auto at = reinterpret_cast<uintptr_t>(memory);
+  auto behind = world.registered.upper_bound(at);
+  if (behind == world.registered.begin()) return false;
+  const auto& [begin, size] = *std::prev(behind);
+  return at + bytes <= begin + size;
+}
+
+}  // namespace fake

@@ -1,0 +1,82 @@
+// What the fake driver is made of: streams that really run beside the caller, events, page-locked memory,
+// and the orders of the test (what is to fail, to wait, to be slow). No CUDA signature here.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace fake {
+
+constexpr size_t kQueueDepth = 1024;  // enqueueing more waits, as in the real driver
+
+// One recording of an event. Done when the stream has come to it.
+struct Mark {
+  bool done = false;
+};
+
+struct Event {
+  std::string name;
+  std::shared_ptr<Mark> last;  // null: never recorded, which counts as done
+};
+
+struct Stream {
+  std::string name;
+  std::deque<std::function<void()>> queue;  // the first one may be running
+  bool held = false;
+  bool closing = false;
+  std::thread thread;
+};
+
+struct Fault {
+  long call;  // the number of the call that fails; 0: every one
+  int code;
+};
+
+// Everything below is guarded by `mutex`; `changed` tells of any change at all. Never destroyed: streams
+// may outlive main.
+struct World {
+  std::mutex mutex;
+  std::condition_variable changed;
+
+  std::map<void*, std::shared_ptr<Stream>> streams;
+  std::vector<std::shared_ptr<Stream>> retired;  // destroyed, perhaps still running what they were given
+  std::map<void*, Event> events;
+  std::map<uintptr_t, size_t> registered;  // page-locked host memory: address -> bytes
+  std::vector<std::string> log;
+  std::map<std::string, long> calls;
+  long names = 0;  // handles are made of these
+
+  std::map<std::string, Fault> faults;
+  std::set<std::string> held_calls;
+  std::set<std::string> hidden;
+  int microseconds_per_copy = 0;
+  double nanoseconds_per_byte = 0;
+  bool capturing = false;  // some thread captures a graph in global mode
+};
+
+using Lock = std::unique_lock<std::mutex>;
+
+World& TheWorld();
+void* NewHandle(World& world, const char* kind, std::string* name);  // with the lock
+
+// All of these take the lock.
+void* MakeStream(const char* kind);
+bool RetireStream(void* handle);
+// Queues work behind everything the stream was given before. Null for a handle that is no stream.
+std::shared_ptr<Mark> Enqueue(void* stream, std::function<void()> work);
+void Await(const std::shared_ptr<Mark>& mark);
+void Log(const std::string& line);
+std::string NameOf(void* handle);
+void SleepForCopy(size_t bytes);
+bool IsPageLocked(const void* memory, size_t bytes);
+
+}  // namespace fake

@@ -1,0 +1,167 @@
+"""What tests of the native module share: engines with small pools, copies described in one line, and one
+save from start to durable file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_datastates.engine import _native as native
+from megatron_datastates.engine._native import Milestone
+
+KIB, MIB = 1 << 10, 1 << 20
+ALIGNMENT = native.ALIGNMENT
+FOOTER = bytes(range(256)) * (ALIGNMENT // 256)
+PATIENCE = 20.0  # seconds after which something that must happen is taken not to happen
+KEPT: list[np.ndarray] = []  # sources of copies that may still be read; until the engines are closed
+
+
+@dataclasses.dataclass
+class Copy:
+    """Bytes of an array, or of a part of one, that go to `offset` in the file."""
+
+    source: np.ndarray
+    offset: int
+    eager: bool = False
+    device: bool = False
+
+    @property
+    def flags(self) -> int:
+        return (native.EAGER_FLAG if self.eager else 0) | (native.DEVICE_FLAG if self.device else 0)
+
+
+def random_bytes(size: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, size, np.uint8)
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def end_of(copies: Sequence[Copy]) -> int:
+    return aligned(max((copy.offset + copy.source.nbytes for copy in copies), default=0))
+
+
+def expected_bytes(copies: Sequence[Copy], end: int | None = None) -> bytes:
+    """What the file must hold before its footer; bytes that nobody wrote are zero."""
+    data = np.zeros(end if end is not None else end_of(copies), np.uint8)
+    for copy in copies:
+        data[copy.offset : copy.offset + copy.source.nbytes] = copy.source
+    return data.tobytes()
+
+
+def arrays(copies: Sequence[Copy]) -> dict[str, np.ndarray]:
+    return {
+        "sources": np.array([copy.source.ctypes.data for copy in copies], np.uint64),
+        "bytes": np.array([copy.source.nbytes for copy in copies], np.uint64),
+        "offsets": np.array([copy.offset for copy in copies], np.uint64),
+        "flags": np.array([copy.flags for copy in copies], np.uint8),
+    }
+
+
+def make_engine(**options: Any) -> native.Engine:
+    defaults: dict[str, Any] = {
+        "slot_bytes": 64 * KIB,
+        "most_slots": 4,
+        "copy_threads": 2,
+        "write_threads": 2,
+        "direct": False,
+        "checksums": True,
+        "copy_limit": 0,
+        "write_limit": 0,
+        "driver": "no driver in this test",
+        "faults": "",
+    }
+    return native.Engine(**(defaults | options))
+
+
+class Save:
+    """One data file on its way through an engine."""
+
+    def __init__(
+        self,
+        engine: native.Engine,
+        path: Path,
+        copies: Sequence[Copy],
+        *,
+        end: int | None = None,
+        reserve: int | None = None,
+        stream: int = 0,
+    ) -> None:
+        self.engine, self.path, self.copies = engine, path, list(copies)
+        self.end = end_of(copies) if end is None else end
+        KEPT.extend(copy.source for copy in copies)
+        begin = time.perf_counter()
+        self.job = engine.start(
+            path=str(path),
+            reserve_bytes=self.end if reserve is None else reserve,
+            end=self.end,
+            stream=stream,
+            **arrays(copies),
+        )
+        self.start_seconds = time.perf_counter() - begin
+
+    def append(self, copies: Sequence[Copy]) -> None:
+        begin, self.end = self.end, end_of(copies)
+        self.copies += copies
+        KEPT.extend(copy.source for copy in copies)
+        self.engine.append(job=self.job, begin=begin, end=self.end, **arrays(copies))
+
+    def reaches(self, milestone: Milestone, seconds: float = PATIENCE) -> bool:
+        return self.job.wait(milestone, seconds)
+
+    def expect(self, milestone: Milestone) -> None:
+        assert self.reaches(milestone), f"{milestone} was not reached: {self.status}"
+        assert not self.error, self.error
+
+    def finish(self, footer: bytes = FOOTER) -> None:
+        """Seals the file and waits until it is durable."""
+        self.job.close_input()
+        self.expect(Milestone.WRITTEN)
+        self.engine.finish(job=self.job, footer=footer, offset=self.end)
+        self.expect(Milestone.DURABLE)
+
+    def failure(self, milestone: Milestone = Milestone.WRITTEN) -> str:
+        """Waits for the save to fail and to let go of everything; gives its error."""
+        self.job.close_input()
+        assert self.reaches(milestone)
+        assert self.error, "the save did not fail"
+        assert self.reaches(Milestone.RELEASED), "a failed save holds on to something"
+        return self.error
+
+    @property
+    def status(self) -> dict[str, Any]:
+        return self.job.status()
+
+    @property
+    def error(self) -> str:
+        return str(self.status["error"])
+
+    def assert_stored(self) -> None:
+        """The file holds exactly the sources, zeros between them, and the footer."""
+        data = self.path.read_bytes()
+        assert len(data) == self.end + len(FOOTER)
+        assert data[: self.end] == expected_bytes(self.copies, self.end)
+        assert data[self.end :] == FOOTER
+
+
+def save_whole(engine: native.Engine, path: Path, copies: Sequence[Copy], **options: Any) -> Save:
+    """One save, checked against its sources."""
+    save = Save(engine, path, copies, **options)
+    save.finish()
+    save.assert_stored()
+    return save
+
+
+def eventually(condition: Callable[[], object], what: str) -> None:
+    """Waits for something that another thread brings about."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, f"never happened: {what}"
+        time.sleep(0.002)

@@ -1,0 +1,199 @@
+"""A process forked in mid-save is no part of it."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_datastates.engine import _native as native
+from megatron_datastates.engine._native import Milestone
+from tests.native.fake_cuda.driver import FakeCuda
+from tests.native.harness import ALIGNMENT, KIB, Copy, Save, make_engine, random_bytes, save_whole
+
+Engines = Callable[..., native.Engine]
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+
+
+def in_child(work: Callable[[], object]) -> str:
+    """What `work` gave in a forked child, as text; fails if the child hangs or dies."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.write(writing, str(work()).encode())
+            code = 0
+        except BaseException as error:
+            os.write(writing, repr(error).encode())
+        finally:
+            os._exit(code)
+    os.close(writing)
+    status = reap(child)
+    with open(reading, "rb") as pipe:
+        told = pipe.read().decode()
+    assert status == 0, told
+    return told
+
+
+def reap(child: int, seconds: float = 20.0) -> int:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    pytest.fail("the forked child hangs")
+
+
+def slow_save(engines: Engines, tmp_path: Path) -> Save:
+    engine = engines(slot_bytes=ALIGNMENT, most_slots=2, faults="write:0:stall=10")
+    save = Save(engine, tmp_path / "data", [Copy(random_bytes(60 * ALIGNMENT), 0)])
+    assert not save.reaches(Milestone.STAGED, 0.05)
+    return save
+
+
+def open_files() -> list[str]:
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        except OSError:
+            continue
+    return found
+
+
+def test_a_child_has_no_data_file_open(engines: Engines, tmp_path: Path) -> None:
+    save = slow_save(engines, tmp_path)
+    assert str(save.path) in open_files()
+    assert in_child(lambda: str(save.path) in open_files()) == "False"
+    save.finish()
+    save.assert_stored()
+
+
+def test_a_child_of_a_reader_has_no_data_file_open(tmp_path: Path) -> None:
+    """Read through a pipe, so that the reader stands still while this process forks."""
+    path = tmp_path / "fifo"
+    os.mkfifo(path)
+    keep = os.open(path, os.O_RDWR)
+    target = np.zeros(10, np.uint8)
+    words = [np.array([value], np.uint64) for value in (0, 10, target.ctypes.data)]
+    thread = threading.Thread(
+        target=lambda: native.read_pieces(
+            path=str(path), data_bytes=ALIGNMENT, offsets=words[0], bytes=words[1], targets=words[2],
+            checksums=b"", direct=False, threads=1, buffer_bytes=1 << 20, faults="read:1:stall=200",
+        )
+    )  # fmt: skip
+    thread.start()
+    time.sleep(0.05)
+    assert open_files().count(str(path)) == 2
+    assert in_child(lambda: open_files().count(str(path))) == "1"
+    thread.join()
+    os.close(keep)
+
+
+def test_a_child_may_drop_its_copies(engines: Engines, tmp_path: Path) -> None:
+    save = slow_save(engines, tmp_path)
+    waiter = threading.Thread(target=save.reaches, args=(Milestone.DURABLE,))  # on its condition variable
+    waiter.start()
+
+    def drop() -> str:
+        save.job = None
+        save.engine = None
+        return "dropped"
+
+    assert in_child(drop) == "dropped"
+    save.finish()
+    waiter.join()
+    save.assert_stored()
+
+
+def test_a_child_is_told_that_the_engine_is_not_its_own(engines: Engines, tmp_path: Path) -> None:
+    save = slow_save(engines, tmp_path)
+
+    def use() -> str:
+        try:
+            save.engine.slots()
+        except ValueError as error:
+            return str(error)
+        return "used"
+
+    assert "belongs to the parent" in in_child(use)
+    assert in_child(lambda: save.engine.close()) == "None"
+    save.finish()
+    save.assert_stored()
+
+
+def test_a_child_that_ends_normally_harms_nothing(tmp_path: Path) -> None:
+    """With the interpreter's whole shutdown, which tests never see in a child of pytest."""
+    script = f"""
+import os, sys
+from pathlib import Path
+from tests.native.harness import ALIGNMENT, Copy, Milestone, Save, make_engine, random_bytes
+engine = make_engine(slot_bytes=ALIGNMENT, most_slots=2, faults="write:0:stall=10")
+save = Save(engine, Path({str(tmp_path / "data")!r}), [Copy(random_bytes(60 * ALIGNMENT), 0)])
+assert not save.reaches(Milestone.STAGED, 0.05)
+child = os.fork()
+if child == 0:
+    sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+save.finish()
+save.assert_stored()
+"""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_a_child_can_save_with_an_engine_of_its_own(engines: Engines, tmp_path: Path) -> None:
+    save = slow_save(engines, tmp_path)
+
+    def save_in_child() -> str:
+        engine = make_engine()
+        save_whole(engine, tmp_path / "child", [Copy(random_bytes(100 * KIB), 0)])
+        engine.close()
+        return str((tmp_path / "child") in map(Path, open_files()))
+
+    assert in_child(save_in_child) == "False"
+    save.finish()
+    save.assert_stored()
+
+
+def test_staging_memory_is_not_inherited(engines: Engines, tmp_path: Path) -> None:
+    engine = engines(slot_bytes=1 << 20, most_slots=64)
+    engine.grow(64)
+    save_whole(engine, tmp_path / "data", [Copy(random_bytes(10), 0)])
+    flags = [line for line in Path("/proc/self/smaps").read_text().splitlines() if line.startswith("VmFlags")]
+    assert any(" dc" in line for line in flags)  # do not copy on fork
+    here = int(Path("/proc/self/statm").read_text().split()[0])
+    there = int(in_child(lambda: Path("/proc/self/statm").read_text().split()[0]))
+    assert (here - there) * os.sysconf("SC_PAGE_SIZE") >= 60 << 20
+
+
+def test_a_child_leaves_the_parents_device_objects_alone(
+    cuda: FakeCuda, engines: Engines, tmp_path: Path
+) -> None:
+    stream = cuda.new_stream()
+    engine = engines(slot_bytes=ALIGNMENT, most_slots=2, driver=cuda.path, faults="write:0:stall=10")
+    copies = [Copy(random_bytes(60 * ALIGNMENT), 0, device=True)]
+    save = Save(engine, tmp_path / "data", copies, stream=stream)
+    assert not save.reaches(Milestone.STAGED, 0.05)
+    before = len(cuda.log())
+
+    def drop() -> list[str]:
+        save.job = None
+        save.engine = None
+        return cuda.log()[before:]
+
+    calls = in_child(drop)
+    assert "Destroy" not in calls and "Unregister" not in calls
+    save.finish()
+    save.assert_stored()

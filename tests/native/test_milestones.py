@@ -1,0 +1,248 @@
+"""What each milestone promises, and how a save ends early: cancelled, failed, or its engine closed."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_datastates.engine import _native as native
+from megatron_datastates.engine._native import Milestone
+from tests.native.harness import (
+    ALIGNMENT,
+    FOOTER,
+    KIB,
+    MIB,
+    Copy,
+    Save,
+    expected_bytes,
+    random_bytes,
+    save_whole,
+)
+
+Engines = Callable[..., native.Engine]
+SLOT = 64 * KIB
+
+
+def slow_engine(engines: Engines, **options: object) -> native.Engine:
+    """Copies ten slots a second."""
+    return engines(slot_bytes=SLOT, most_slots=16, copy_threads=1, copy_limit=10 * SLOT, **options)
+
+
+def test_start_returns_before_lazy_bytes_are_copied(engines: Engines, tmp_path: Path) -> None:
+    save = Save(slow_engine(engines), tmp_path / "data", [Copy(random_bytes(6 * SLOT), 0)])
+    assert save.start_seconds < 0.05
+    assert save.reaches(Milestone.EAGER, 0)  # there are none
+    assert not save.reaches(Milestone.STAGED, 0)
+    assert save.status["bytes_copied"] == 0
+    save.expect(Milestone.STAGED)
+    assert 0.4 < save.status["staged_at"] < 5
+    save.finish()
+    save.assert_stored()
+
+
+def test_eager_bytes_may_change_at_their_milestone(engines: Engines, tmp_path: Path) -> None:
+    eager, lazy = random_bytes(SLOT - 100), random_bytes(4 * SLOT, 1)
+    save = Save(slow_engine(engines), tmp_path / "data", [Copy(eager, 0, eager=True), Copy(lazy, SLOT)])
+    wanted = expected_bytes(save.copies)
+    save.expect(Milestone.EAGER)
+    assert not save.reaches(Milestone.STAGED, 0)
+    eager[:] = 0
+    save.finish()
+    assert save.path.read_bytes()[: save.end] == wanted
+
+
+def test_lazy_bytes_may_change_at_the_fence(engines: Engines, tmp_path: Path) -> None:
+    lazy = random_bytes(4 * SLOT)
+    save = Save(slow_engine(engines, faults="write:0:stall=50"), tmp_path / "data", [Copy(lazy, 0)])
+    wanted = expected_bytes(save.copies)
+    save.expect(Milestone.STAGED)
+    assert save.status["bytes_written"] < save.end  # staged, not yet stored
+    lazy[:] = 0
+    save.finish()
+    assert save.path.read_bytes()[: save.end] == wanted
+
+
+def test_a_change_before_the_fence_tears_the_save(engines: Engines, tmp_path: Path) -> None:
+    """That the two tests above can fail."""
+    lazy = random_bytes(4 * SLOT)
+    save = Save(slow_engine(engines), tmp_path / "data", [Copy(lazy, 0)])
+    wanted = expected_bytes(save.copies)
+    lazy[:] = 0
+    save.finish()
+    assert save.path.read_bytes()[: save.end] != wanted
+
+
+def test_objects_are_not_waited_for_by_the_fence(engines: Engines, tmp_path: Path) -> None:
+    engine = slow_engine(engines)
+    save = Save(engine, tmp_path / "data", [Copy(random_bytes(SLOT), 0)])
+    save.append([Copy(random_bytes(5 * SLOT, 1), SLOT)])
+    save.expect(Milestone.COPIED)
+    assert save.status["bytes_copied"] < 3 * SLOT
+    save.finish()
+    save.assert_stored()
+
+
+def test_written_needs_the_input_to_be_closed(engines: Engines, tmp_path: Path) -> None:
+    save = Save(engines(), tmp_path / "data", [Copy(random_bytes(10), 0)])
+    save.expect(Milestone.COPIED)
+    assert not save.reaches(Milestone.WRITTEN, 0.05)
+    save.finish()
+
+
+def test_a_wait_ends_at_its_time(engines: Engines, tmp_path: Path) -> None:
+    save = Save(slow_engine(engines), tmp_path / "data", [Copy(random_bytes(20 * SLOT), 0)])
+    begin = time.monotonic()
+    assert not save.reaches(Milestone.STAGED, 0.1)
+    assert 0.09 < time.monotonic() - begin < 0.3
+
+
+def test_a_cancelled_save_leaves_no_file_and_no_slot(engines: Engines, tmp_path: Path) -> None:
+    engine = engines(slot_bytes=ALIGNMENT, most_slots=2, faults="write:0:stall=20")
+    for number in range(4):
+        save = Save(engine, tmp_path / f"cancelled-{number}", [Copy(random_bytes(50 * ALIGNMENT), 0)])
+        assert not save.reaches(Milestone.STAGED, 0.03)
+        save.job.cancel("enough")
+        assert save.failure() == "cancelled: enough"
+        assert save.status["cancelled"]
+        save.job.remove()
+    assert os.listdir(tmp_path) == []
+    save_whole(engine, tmp_path / "next", [Copy(random_bytes(5 * ALIGNMENT), 0)])
+
+
+def test_a_save_cancelled_before_it_began_makes_no_file(engines: Engines, tmp_path: Path) -> None:
+    engine = engines(slot_bytes=ALIGNMENT, most_slots=2, copy_threads=1, faults="open:1:stall=150")
+    first = Save(engine, tmp_path / "first", [Copy(random_bytes(ALIGNMENT), 0)])
+    second = Save(engine, tmp_path / "second", [Copy(random_bytes(ALIGNMENT), 0)])
+    second.job.cancel("never mind")
+    second.failure()
+    second.job.remove()
+    first.finish()
+    assert os.listdir(tmp_path) == ["first"]
+
+
+def test_a_save_cancelled_while_it_syncs_is_not_durable(engines: Engines, tmp_path: Path) -> None:
+    engine = engines(faults="sync:1:stall=100")
+    save = Save(engine, tmp_path / "data", [Copy(random_bytes(10), 0)])
+    save.job.close_input()
+    save.expect(Milestone.WRITTEN)
+    engine.finish(job=save.job, footer=FOOTER, offset=save.end)
+    time.sleep(0.03)
+    save.job.cancel("too late for others")
+    save.failure(Milestone.DURABLE)
+    assert save.status["durable_at"] < 0
+    save.job.remove()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_durable_save_can_be_taken_back(engines: Engines, tmp_path: Path) -> None:
+    """Another rank may have failed."""
+    save = save_whole(engines(), tmp_path / "data", [Copy(random_bytes(10), 0)])
+    save.job.cancel("another rank failed")
+    assert not save.status["failed"]
+    save.job.remove()
+    assert os.listdir(tmp_path) == []
+
+
+def test_failed_saves_leave_room_for_the_next(engines: Engines, tmp_path: Path) -> None:
+    engine = engines(slot_bytes=ALIGNMENT, most_slots=2, faults="write:3:EIO,write:6:EIO")
+    copies = [Copy(random_bytes(5 * ALIGNMENT), 0)]
+    for number in range(2):
+        save = Save(engine, tmp_path / f"failed-{number}", copies)
+        save.failure()
+        save.job.remove()
+    save_whole(engine, tmp_path / "next", copies)
+    assert os.listdir(tmp_path) == ["next"]
+
+
+def test_the_first_error_is_kept(engines: Engines, tmp_path: Path) -> None:
+    save = Save(engines(faults="write:0:EIO"), tmp_path / "data", [Copy(random_bytes(MIB), 0)])
+    first = save.failure()
+    save.job.fail("another thing")
+    save.job.cancel("a third")
+    assert save.error == first
+
+
+def test_a_failed_start_keeps_no_thread_busy(engines: Engines, tmp_path: Path) -> None:
+    """A save that cannot be opened does not hold up one that can."""
+    engine = engines(copy_threads=1, write_threads=1, faults="open:1:EIO")
+    bad = Save(engine, tmp_path / "bad", [Copy(random_bytes(MIB), 0)])
+    save_whole(engine, tmp_path / "good", [Copy(random_bytes(MIB), 0)])
+    assert "open" in bad.failure()
+
+
+def test_a_file_that_opens_slowly_holds_up_no_other(engines: Engines, tmp_path: Path) -> None:
+    engine = engines(copy_threads=2, faults="open:1:stall=400")
+    slow = Save(engine, tmp_path / "slow", [Copy(random_bytes(ALIGNMENT), 0)])
+    time.sleep(0.02)
+    begin = time.monotonic()
+    save_whole(engine, tmp_path / "quick", [Copy(random_bytes(ALIGNMENT), 0)])
+    assert time.monotonic() - begin < 0.3
+    slow.finish()
+
+
+@pytest.mark.parametrize("faults", ["", "write:0:stall=50", "open:1:stall=300", "sync:1:stall=300"])
+def test_closing_in_mid_save_joins_soon(engines: Engines, tmp_path: Path, faults: str) -> None:
+    engine = engines(slot_bytes=ALIGNMENT, most_slots=2, copy_limit=20 * ALIGNMENT, faults=faults)
+    save = Save(engine, tmp_path / "data", [Copy(random_bytes(1000 * ALIGNMENT), 0)])
+    time.sleep(0.05)
+    begin = time.monotonic()
+    engine.close()
+    assert time.monotonic() - begin < 2
+    assert "the engine was closed" in save.failure()
+    save.job.remove()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_closed_engine_says_so(engines: Engines, tmp_path: Path) -> None:
+    engine = engines()
+    save = Save(engine, tmp_path / "data", [Copy(random_bytes(10), 0)])
+    engine.close()
+    engine.close()
+    for call in (engine.slots, lambda: save.append([]), lambda: Save(engine, tmp_path / "other", [])):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+
+
+def test_closing_beside_a_thread_that_appends_is_safe(engines: Engines, tmp_path: Path) -> None:
+    """It is told, or it was in time and what it gave is let go of."""
+    for number in range(30):
+        engine = engines(slot_bytes=ALIGNMENT, most_slots=2)
+        save = Save(engine, tmp_path / f"data-{number}", [Copy(random_bytes(ALIGNMENT), 0)])
+        told: list[BaseException] = []
+        thread = threading.Thread(target=append_until_closed, args=(save, told))
+        thread.start()
+        time.sleep(0.001 * (number % 5))
+        engine.close()
+        thread.join(10)
+        assert not thread.is_alive() and [type(error) for error in told] == [ValueError]
+        assert save.reaches(Milestone.RELEASED)
+
+
+def append_until_closed(save: Save, told: list[BaseException]) -> None:
+    source = random_bytes(100)
+    try:
+        for _ in range(1_000_000):
+            save.append([Copy(source, save.end)])
+            save.copies.clear()
+    except ValueError as error:
+        told.append(error)
+
+
+def test_signals_reach_the_thread_that_waits(engines: Engines, tmp_path: Path) -> None:
+    """A wait returns to Python every slice, so that a handler runs within it."""
+    save = Save(slow_engine(engines), tmp_path / "data", [Copy(random_bytes(20 * SLOT), 0)])
+    rung: list[float] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: rung.append(time.monotonic()))
+    try:
+        begin = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        while not rung and time.monotonic() - begin < 5:
+            save.reaches(Milestone.STAGED, 0.1)
+        assert rung and rung[0] - begin < 0.5
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

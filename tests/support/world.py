@@ -1,0 +1,45 @@
+"""The tests' side of saving_rank.py: a parent to fork ranks from, and what the ranks told."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.support.ranks import Outcome, RankForge
+from tests.support.tiny import RECIPES
+
+HERE = Path(__file__).parent
+PATH = (HERE, RECIPES / "cpu", HERE.parent / "multirank", HERE.parent / "faults")
+PRELOAD = ("stand_ins:install", "saving_rank", "megatron_datastates.mcore.strategy")
+
+
+class World:
+    """Runs functions of a module beside the tests in forked ranks, each run in a folder of its own."""
+
+    def __init__(self, forge: RankForge, folder: Path) -> None:
+        self._forge, self._folder, self._runs = forge, folder, 0
+
+    def run(
+        self, target: str, *arguments: Any, ranks: int = 2, timeout_seconds: float = 60.0
+    ) -> list[dict[str, Any]]:
+        """What each rank told; every rank has to end well. The target's last argument is its folder."""
+        folder = self._next_folder()
+        outcome = self._start(target, folder, arguments, ranks, timeout_seconds)
+        outcome.succeeded()
+        return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+    def run_to_death(self, target: str, *arguments: Any, ranks: int = 2) -> Outcome:
+        """The same for ranks of which one is going to be killed; its peers are killed then, too."""
+        return self._start(target, self._next_folder(), arguments, ranks, 60.0)
+
+    def _next_folder(self) -> Path:
+        self._runs += 1
+        return self._folder / f"run{self._runs}"
+
+    def _start(
+        self, target: str, folder: Path, arguments: Sequence[Any], ranks: int, timeout_seconds: float
+    ) -> Outcome:
+        everything = [*(str(a) if isinstance(a, Path) else a for a in arguments), str(folder)]
+        return self._forge.run(
+            target, ranks=ranks, logs=folder, arguments=everything, timeout_seconds=timeout_seconds
+        )

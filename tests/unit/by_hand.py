@@ -1,0 +1,93 @@
+"""Checkpoints built from their parts, good or bad, without the engine that normally writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_datastates.engine.native import crc32c
+from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
+from megatron_datastates.format.header import Header
+from megatron_datastates.format.index import Index, build_index, index_name
+from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest
+from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, Extent, Fragment, SaveId
+
+SAVE = SaveId(0x0123456789ABCDEF, 3)
+
+
+@dataclasses.dataclass
+class Part:
+    """One data file: pieces are (offset, bytes)."""
+
+    data_bytes: int = 8192
+    pieces: Sequence[tuple[int, bytes]] = ()
+    objects: Mapping[str, tuple[int, bytes]] = dataclasses.field(default_factory=dict)
+    checksums: bool = True
+
+
+def fragment(key: str, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> Fragment:
+    """A fragment of uint8, so that bytes and elements are the same."""
+    return Fragment(key, "uint8", tuple(global_shape), tuple(offset), tuple(shape))
+
+
+def block_checksums(data: bytes) -> bytes:
+    blocks = (data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES))
+    return b"".join(struct.pack("<I", crc32c(block)) for block in blocks)
+
+
+def data_file(part: Part, rank: int, world_size: int, save_id: SaveId = SAVE, **footer: Any) -> bytes:
+    """The bytes of a data file."""
+    data = bytearray(part.data_bytes)
+    header = Header(save_id, rank, world_size).encode()
+    for offset, piece in [(0, header), *part.pieces, *part.objects.values()]:
+        data[offset : offset + len(piece)] = piece
+    objects = {key: Extent(0, offset, len(piece)) for key, (offset, piece) in part.objects.items()}
+    checksums = block_checksums(bytes(data)) if part.checksums else b""
+    digest = footer.pop("layout_hash", bytes(16))
+    footer_bytes = Footer(save_id, rank, world_size, len(data), digest, objects, checksums, **footer).encode()
+    return bytes(data) + footer_bytes
+
+
+def file_entry(data: bytes, rank: int, save_id: SaveId = SAVE) -> FileEntry:
+    offset, _, crc = decode_trailer(data[-TRAILER_BYTES:], "a file")
+    return FileEntry(save_id.data_file_name(rank), rank, len(data), offset, crc)
+
+
+def manifest_of(files: Sequence[FileEntry], index: bytes, save_id: SaveId = SAVE, **fields: Any) -> Manifest:
+    entry = IndexEntry(index_name(index), len(index), hashlib.sha256(index).hexdigest())
+    return Manifest(
+        run_id=f"{save_id.run_id:016x}",
+        ordinal=save_id.ordinal,
+        world_size=max(len(files), 1),
+        created="2026-01-01T00:00:00+00:00",
+        index=entry,
+        files=list(files),
+        **fields,
+    )
+
+
+def write_checkpoint(
+    directory: Path, parts: Sequence[Part], index: Index | bytes, save_id: SaveId = SAVE, **fields: Any
+) -> Manifest:
+    """Writes a checkpoint of these parts; `fields` are the manifest's."""
+    directory.mkdir(parents=True, exist_ok=True)
+    files = []
+    for rank, part in enumerate(parts):
+        data = data_file(part, rank, len(parts), save_id)
+        files.append(file_entry(data, rank, save_id))
+        (directory / files[-1].name).write_bytes(data)
+    encoded = index if isinstance(index, bytes) else index.encode()
+    manifest = manifest_of(files, encoded, save_id, **fields)
+    (directory / manifest.index.name).write_bytes(encoded)
+    (directory / MANIFEST_NAME).write_bytes(manifest.encode())
+    return manifest
+
+
+def index_of(places: Iterable[tuple[Fragment, int, int]], objects: Mapping[str, int] | None = None) -> Index:
+    """The index of (fragment, file, offset in the file)."""
+    entries = [(item, Extent(file, offset, item.bytes)) for item, file, offset in places]
+    return build_index(entries, objects or {})

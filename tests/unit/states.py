@@ -1,0 +1,77 @@
+"""States to be saved in one process, and what they look like bit by bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_datastates.config import MIB, Options
+from megatron_datastates.format.values import DTYPES
+from megatron_datastates.pipeline.publication import Publication
+from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.objects import PickledObject
+from megatron_datastates.providers.tensors import TensorMemory, TensorProvider
+
+OPTIONS = Options(staging_memory=8 * MIB, slot_size=MIB)
+KNOWN_DTYPES = [name for name in DTYPES if hasattr(torch, name)]  # of this torch; older ones have fewer
+
+
+class State:
+    """Tensors, each a global one of its own, and objects."""
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        objects: Mapping[str, Any] | None = None,
+        mutability: Mutability = Mutability.NOW,
+    ) -> None:
+        self._tensors, self._objects, self._mutability = dict(tensors), dict(objects or {}), mutability
+
+    def tensors(self) -> Iterable[TensorMemory]:
+        return TensorProvider(self._tensors, self._mutability).tensors()
+
+    def objects(self) -> Iterator[PickledObject]:
+        return (PickledObject(key, value, self._mutability) for key, value in self._objects.items())
+
+
+def new_saver(**changes: Any) -> Saver:
+    """Of a run of its own, with OPTIONS but for `changes`."""
+    return Saver(dataclasses.replace(OPTIONS, **changes), Run())
+
+
+def save(
+    saver: Saver,
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    objects: Mapping[str, Any] | None = None,
+    mutability: Mutability = Mutability.NOW,
+) -> Publication:
+    """Saves and waits for the outcome."""
+    publication = saver.start(directory, State(tensors, objects, mutability))
+    publication.wait()
+    return publication
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The elements in row-major order, as bytes: NaNs and signed zeros compare, too."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    """Any bits that the dtype can have."""
+    generator = torch.Generator().manual_seed(seed)
+    count = dtype.itemsize * torch.Size(shape).numel()
+    raw = torch.randint(
+        0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=generator
+    )
+    return raw.view(dtype).reshape(shape)
+
+
+def data_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("data-*.bin"))

@@ -1,0 +1,121 @@
+"""Small files that others rely on: whole or not at all, and in which order things become durable."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron_datastates.engine import commit
+from megatron_datastates.engine.commit import remove_left_overs, write_whole
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+
+NONE = Faults("")
+INDEX = "index-" + "0" * 32
+
+
+@pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 5000])
+def test_the_file_holds_exactly_the_data(tmp_path, data):
+    for _ in range(2):
+        write_whole(tmp_path / MANIFEST_NAME, data, NONE)
+        assert (tmp_path / MANIFEST_NAME).read_bytes() == data
+    assert os.listdir(tmp_path) == [MANIFEST_NAME]
+
+
+def test_a_shorter_file_replaces_a_longer_one(tmp_path):
+    write_whole(tmp_path / MANIFEST_NAME, b"long" * 100, NONE)
+    write_whole(tmp_path / MANIFEST_NAME, b"short", NONE)
+    assert (tmp_path / MANIFEST_NAME).read_bytes() == b"short"
+
+
+@pytest.mark.parametrize("name", [MANIFEST_NAME, INDEX])
+@pytest.mark.parametrize("step", ["write", "rename"])
+@pytest.mark.parametrize("old", [None, b"the old one"])
+def test_a_failure_before_the_rename_leaves_what_was_there(tmp_path, name, step, old):
+    path = tmp_path / name
+    if old is not None:
+        path.write_bytes(old)
+    kind = "manifest" if name == MANIFEST_NAME else "index"
+    with pytest.raises(OSError, match="injected"):
+        write_whole(path, b"the new one", Faults(f"{step} {kind}:1:ENOSPC"))
+    assert (path.read_bytes() if path.exists() else None) == old
+    write_whole(path, b"the new one", NONE)  # and what it left is in nobody's way
+    assert path.read_bytes() == b"the new one"
+
+
+def test_a_failure_after_the_rename_leaves_the_new_file(tmp_path):
+    with pytest.raises(OSError, match="injected"):
+        write_whole(tmp_path / MANIFEST_NAME, b"new", Faults("committed manifest:1:EIO"))
+    assert (tmp_path / MANIFEST_NAME).read_bytes() == b"new"
+
+
+def test_data_is_durable_before_the_name_and_the_name_before_the_return(tmp_path, monkeypatch):
+    steps: list[str] = []
+
+    def recording(name: str):
+        original = getattr(os, name)
+
+        def call(*args):
+            steps.append(name if name != "fsync" else f"fsync {_kind_of(args[0])}")
+            return original(*args)
+
+        return call
+
+    for name in ("write", "fsync", "replace"):
+        monkeypatch.setattr(commit.os, name, recording(name))
+    write_whole(tmp_path / MANIFEST_NAME, b"data", NONE)
+    assert steps == ["write", "fsync file", "replace", "fsync directory"]
+
+
+def _kind_of(descriptor: int) -> str:
+    return "directory" if Path(f"/proc/self/fd/{descriptor}").is_dir() else "file"
+
+
+def test_short_writes_are_resumed(tmp_path, monkeypatch):
+    write = os.write
+    monkeypatch.setattr(commit.os, "write", lambda fd, data: write(fd, bytes(data)[:3]))
+    write_whole(tmp_path / MANIFEST_NAME, b"0123456789", NONE)
+    assert (tmp_path / MANIFEST_NAME).read_bytes() == b"0123456789"
+
+
+def test_a_missing_directory_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_whole(tmp_path / "none" / MANIFEST_NAME, b"data", NONE)
+
+
+def populate(directory: Path, names: list[str]) -> None:
+    for name in names:
+        (directory / name).write_bytes(b"x")
+
+
+def test_left_overs_are_removed_and_nothing_else(tmp_path):
+    save = SaveId(7, 5)
+    kept = [save.data_file_name(0), INDEX]
+    others = [MANIFEST_NAME, "metadata.json", "common.pt", "my-data.bin"]
+    later = [SaveId(7, 6).data_file_name(0)]
+    old = [SaveId(7, 4).data_file_name(0), SaveId(9, 9).data_file_name(1), "index-" + "1" * 32,
+           save.data_file_name(1), f".datastates-{MANIFEST_NAME}.tmp"]  # fmt: skip
+    populate(tmp_path, kept + others + later + old)
+    assert sorted(remove_left_overs(tmp_path, set(kept), save)) == sorted(old)
+    assert sorted(os.listdir(tmp_path)) == sorted(kept + others + later)
+
+
+# -- faults -----------------------------------------------------------------------------------------------
+
+
+def test_a_fault_strikes_at_its_passage_only():
+    faults = Faults("a:2:EIO,b:0:ENOSPC")
+    faults.point("a")
+    with pytest.raises(OSError, match="Input/output error"):
+        faults.point("a")
+    faults.point("a")
+    for _ in range(2):
+        with pytest.raises(OSError, match="No space"):
+            faults.point("b")
+
+
+def test_an_empty_plan_does_nothing():
+    for _ in range(3):
+        NONE.point("write manifest")

@@ -1,0 +1,152 @@
+"""Options: how they are read, what is refused and how that is said, and which setting wins."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_datastates.config import ENVIRONMENT_PREFIX, GIB, KIB, MIB, Options, parse_bytes
+from megatron_datastates.errors import OptionError
+
+# Option -> (text, value) that differs from the default.
+SETTINGS = {
+    "staging_memory": ("2GiB", 2 * GIB),
+    "slot_size": ("16MiB", 16 * MIB),
+    "direct_io": ("off", False),
+    "checksums": ("off", False),
+    "lazy": ("off", False),
+    "copy_threads": ("7", 7),
+    "write_threads": ("8", 8),
+    "read_threads": ("9", 9),
+    "copy_limit": ("1GB", 10**9),
+    "write_limit": ("500MB", 500 * 10**6),
+    "fence_deadline": ("2.5", 2.5),
+    "on_failure": ("warn", "warn"),
+    "report_file": ("/tmp/report.jsonl", "/tmp/report.jsonl"),
+}
+
+
+def read(name: str, text: str) -> object:
+    return getattr(Options.from_environment(environment={ENVIRONMENT_PREFIX + name.upper(): text}), name)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0), ("4096", 4096), ("1b", 1), ("1kib", KIB), ("2KiB", 2 * KIB), ("3MiB", 3 * MIB),
+        ("2GiB", 2 * GIB), ("1TiB", 1 << 40), ("1kB", 1000), ("500MB", 500 * 10**6), ("1GB", 10**9),
+        ("1TB", 10**12), ("1.5GiB", 3 * GIB // 2), (" 2 gib ", 2 * GIB), ("0.5MB", 500_000),
+        ("9007199254740993", 9007199254740993), ("9223372036854775807", 2**63 - 1),
+    ],
+)  # fmt: skip
+def test_sizes_are_read(text, size):
+    assert parse_bytes(text) == size
+
+
+@given(st.integers(0, 2**63 - 1))
+def test_whole_numbers_are_read_exactly(size):
+    assert parse_bytes(str(size)) == size
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "GiB", "-1", "+1", "1e9", "0x10", "1,5GiB", "1 2", "2GiBs", "1PiB", "nan", "inf", ".5", "5.",
+     "٣", "9223372036854775808", "8388608TiB", "1" * 400],
+)  # fmt: skip
+def test_other_sizes_are_refused(text):
+    with pytest.raises(ValueError, match="expected a size such as 2GiB"):
+        parse_bytes(text)
+
+
+def test_every_option_has_a_setting_here():
+    assert set(SETTINGS) == set(Options.specs())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_option_is_read_from_its_variable(name):
+    text, value = SETTINGS[name]
+    assert getattr(Options(), name) != value
+    assert read(name, text) == value
+    assert type(read(name, text)) is type(value)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_only_the_option_that_was_set_changes(name):
+    text, _ = SETTINGS[name]
+    options = Options.from_environment(environment={ENVIRONMENT_PREFIX + name.upper(): text})
+    assert dataclasses.replace(options, **{name: getattr(Options(), name)}) == Options()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_override_wins_over_the_variable(name):
+    text, value = SETTINGS[name]
+    other = getattr(Options(), name)
+    environment = {ENVIRONMENT_PREFIX + name.upper(): text}
+    assert getattr(Options.from_environment({name: other}, environment), name) == other
+    assert getattr(Options.from_environment({name: value}, {}), name) == value
+
+
+def test_without_variables_everything_is_the_default():
+    assert Options.from_environment(environment={"SLOT_SIZE": "1MiB", "HOME": "/"}) == Options()
+
+
+def test_the_environment_of_the_process_is_read_at_the_time_of_the_call(monkeypatch):
+    monkeypatch.setenv("MEGATRON_DATASTATES_SLOT_SIZE", "32MiB")
+    assert Options.from_environment().slot_size == 32 * MIB
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "allowed"),
+    [
+        ("staging_memory", "7MiB", "'auto' or at least 8MiB"),
+        ("staging_memory", "0", "'auto' or at least 8MiB"),
+        ("staging_memory", "much", "a size such as 2GiB"),
+        ("slot_size", "1000000", "a multiple of 1MiB, from 1MiB to 1GiB"),
+        ("slot_size", "0", "a multiple of 1MiB, from 1MiB to 1GiB"),
+        ("slot_size", "1025MiB", "a multiple of 1MiB, from 1MiB to 1GiB"),
+        ("direct_io", "maybe", "on or off"),
+        ("checksums", "", "on or off"),
+        ("lazy", "2", "on or off"),
+        ("copy_threads", "0", "from 1 to 64"),
+        ("write_threads", "65", "from 1 to 64"),
+        ("read_threads", "-1", "from 1 to 64"),
+        ("read_threads", "1.5", "from 1 to 64"),
+        ("read_threads", "²", "from 1 to 64"),
+        ("read_threads", "1" * 5000, "from 1 to 64"),
+        ("copy_limit", "fast", "a size such as"),
+        ("write_limit", "-1", "a size such as"),
+        ("fence_deadline", "0", "above 0 and below 1e9"),
+        ("fence_deadline", "-1", "above 0"),
+        ("fence_deadline", "nan", "above 0"),
+        ("fence_deadline", "inf", "below 1e9"),
+        ("fence_deadline", "soon", "seconds"),
+        ("on_failure", "ignore", "raise or warn"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_is_allowed(name, text, allowed):
+    variable = ENVIRONMENT_PREFIX + name.upper()
+    with pytest.raises(OptionError, match=re.escape(f"{variable}={text!r}: expected") + f".*{allowed}"):
+        read(name, text)
+
+
+@pytest.mark.parametrize("text", ["on", "ON", "1", "true", "True"])
+def test_words_for_on(text):
+    assert read("checksums", text) is True
+
+
+@pytest.mark.parametrize("text", ["off", "Off", "0", "false", "FALSE"])
+def test_words_for_off(text):
+    assert read("checksums", text) is False
+
+
+def test_auto_lets_the_memory_be_chosen():
+    assert read("staging_memory", "auto") == Options().staging_memory == 0
+
+
+def test_every_option_tells_its_default():
+    for name, spec in Options.specs().items():
+        assert "default" in spec.help % (), name

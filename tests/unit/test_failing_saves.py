@@ -1,0 +1,120 @@
+"""Saves that fail: nothing is published, nothing is left, and what was there before is as it was."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.errors import NotACheckpointError
+from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.providers.base import Mutability
+from tests.unit.states import OPTIONS, State, bits, new_saver, random_tensor, save
+
+FIRST = {"w": random_tensor(torch.uint8, (3 << 20,), 1)}
+SECOND = {"v": random_tensor(torch.uint8, (3 << 20,), 2)}
+STEPS = ["open", "reserve", "write", "truncate", "sync"]
+STEPS += [f"{verb} {what}" for what in ("index", "manifest") for verb in ("write", "rename")]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
+def test_a_first_save_that_fails_leaves_no_checkpoint(tmp_path, step, mutability):
+    saver = new_saver(faults=f"{step}:1:EIO")
+    publication = save(saver, tmp_path / "c", FIRST, {"x": 1}, mutability)
+    saver.close()
+    assert publication.outcome is Outcome.FAILED
+    assert "Input/output error" in publication.error
+    assert f"saving to {tmp_path / 'c'} failed on 1 of 1 ranks: rank 0: " in publication.error
+    with pytest.raises(NotACheckpointError):
+        Checkpoint.open(tmp_path / "c", OPTIONS)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_later_save_that_fails_leaves_the_earlier_one(tmp_path, step):
+    saver = new_saver()
+    save(saver, tmp_path / "c", FIRST)
+    saver.close()
+    before = {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
+    failing = new_saver(faults=f"{step}:1:EIO")
+    assert save(failing, tmp_path / "c", SECOND).outcome is Outcome.FAILED
+    failing.close()
+    after = {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
+    assert {name: after[name] for name in before} == before
+    assert not [name for name in set(after) - set(before) if name.startswith("data-")]
+    assert bits(Checkpoint.open(tmp_path / "c", OPTIONS).read_tensor("w")) == bits(FIRST["w"])
+
+
+def test_a_save_after_a_failed_one_is_published(tmp_path):
+    saver = new_saver(faults="write:2:ENOSPC,rename manifest:1:EIO")
+    outcomes = [save(saver, tmp_path / "c", FIRST).outcome for _ in range(3)]
+    saver.close()
+    assert outcomes == [Outcome.FAILED, Outcome.FAILED, Outcome.PUBLISHED]
+    assert len(os.listdir(tmp_path / "c")) == 3
+    assert bits(Checkpoint.open(tmp_path / "c", OPTIONS).read_tensor("w")) == bits(FIRST["w"])
+
+
+def test_starting_a_save_that_cannot_be_made_raises_nothing(saver, tmp_path):
+    publication = saver.start(tmp_path / "c", State({"w": torch.eye(3).to_sparse()}))
+    assert publication.wait() is Outcome.FAILED
+    assert "'w'" in publication.error and "sparse" in publication.error
+
+
+def test_a_provider_that_raises_fails_the_save_and_is_quoted(saver, tmp_path):
+    class Broken(State):
+        def objects(self):
+            raise RuntimeError("no objects today")
+
+    publication = saver.start(tmp_path / "c", Broken(FIRST))
+    assert publication.wait() is Outcome.FAILED
+    assert "RuntimeError: no objects today" in publication.error
+    assert not (tmp_path / "c" / MANIFEST_NAME).exists()
+
+
+@pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
+def test_an_object_that_cannot_be_serialized_fails_the_save(saver, tmp_path, mutability):
+    publication = save(saver, tmp_path / "c", FIRST, {"x": lambda: None}, mutability)
+    assert publication.outcome is Outcome.FAILED
+    assert "pickle" in publication.error
+    assert not list((tmp_path / "c").glob("data-*")) if (tmp_path / "c").exists() else True
+
+
+def test_two_objects_of_one_key_fail_the_save(saver, tmp_path):
+    class Twice(State):
+        def objects(self):
+            return [*super().objects(), *super().objects()]
+
+    publication = saver.start(tmp_path / "c", Twice({}, {"x": 1}))
+    assert publication.wait() is Outcome.FAILED
+    assert "'x' is given twice" in publication.error
+
+
+def test_a_directory_that_cannot_be_made_fails_the_save(saver, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    publication = save(saver, tmp_path / "file" / "c", FIRST)
+    assert publication.outcome is Outcome.FAILED
+    assert str(tmp_path / "file") in publication.error
+
+
+def test_a_fence_past_its_deadline_lets_the_trainer_go_and_the_save_fails(tmp_path):
+    saver = new_saver(fence_deadline=0.05, faults="write:1:stall=400", write_threads=1)
+    state = State({"w": random_tensor(torch.uint8, (20 << 20,))}, mutability=Mutability.AT_FENCE)
+    publication = saver.start(tmp_path / "c", state)
+    FENCE.wait("the step")
+    assert publication.wait() is Outcome.FAILED
+    assert "the step waited 0.05 s for its copies (--datastates-fence-deadline)" in publication.error
+    saver.close()
+    assert not (tmp_path / "c" / MANIFEST_NAME).exists()
+
+
+def test_a_save_that_was_never_awaited_is_given_up_at_the_end(tmp_path, caplog):
+    saver = new_saver()
+    saver.start(tmp_path / "c", State(FIRST, mutability=Mutability.AT_FENCE))
+    saver.close()
+    assert f"a save to {tmp_path / 'c'} was not published" in caplog.text
+    assert not (tmp_path / "c").exists() or os.listdir(tmp_path / "c") == []
+    FENCE.wait("the step")  # nobody stands there any more

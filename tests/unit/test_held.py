@@ -1,0 +1,129 @@
+"""Held time: what counts towards which save, on a clock of our own."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_datastates.engine.fence import Fence
+from megatron_datastates.pipeline import held
+from megatron_datastates.pipeline.held import HeldTime, charge_open_spans, holding
+
+
+class Clock:
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Save:
+    def __init__(self) -> None:
+        self.held = HeldTime()
+        self.releases: list[float] = []  # the total at each
+
+    def released(self) -> None:
+        self.releases.append(self.held.total)
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(held, "time", clock)
+    return clock
+
+
+def test_spans_of_a_save_add_up(clock):
+    save = Save()
+    for part, seconds in (("start", 1.0), ("polls", 0.25), ("polls", 0.5)):
+        with holding(part, save):
+            clock.sleep(seconds)
+        clock.sleep(10.0)  # the trainer trains
+    assert save.held.total == 1.75
+    assert save.held.parts == {"start": 1.0, "polls": 0.75}
+    assert save.releases == [1.0, 1.25, 1.75]
+
+
+def test_nested_spans_count_once_towards_the_total(clock):
+    save = Save()
+    with holding("save_checkpoint", save):
+        clock.sleep(1.0)
+        with holding("start", save):
+            clock.sleep(2.0)
+        assert save.releases == []
+    assert save.held.total == 3.0
+    assert save.held.parts == {"save_checkpoint": 3.0, "start": 2.0}
+    assert save.releases == [3.0]
+
+
+def test_open_spans_are_charged_to_the_save_that_begins_in_them(clock):
+    save = Save()
+    with holding("save_checkpoint"):
+        clock.sleep(1.0)
+        with holding("start"):
+            charge_open_spans(save)
+            clock.sleep(2.0)
+    assert save.held.total == 3.0
+    assert save.held.parts == {"save_checkpoint": 3.0, "start": 2.0}
+
+
+def test_a_span_that_belongs_to_a_save_is_not_charged_to_another(clock):
+    first, second = Save(), Save()
+    with holding("fence", first):
+        charge_open_spans(second)
+        clock.sleep(1.0)
+    assert (first.held.total, second.held.total, second.held.parts) == (1.0, 0.0, {})
+
+
+def test_a_span_without_a_save_is_charged_to_nobody(clock):
+    save = Save()
+    with holding("save_checkpoint"):
+        clock.sleep(1.0)
+    with holding("polls", save):
+        clock.sleep(0.5)
+    assert save.held.total == 0.5
+
+
+def test_a_span_that_ends_in_an_exception_counts(clock):
+    save = Save()
+    with pytest.raises(KeyError), holding("start", save):
+        clock.sleep(1.0)
+        raise KeyError
+    assert save.held.total == 1.0
+    with holding("polls", save):
+        clock.sleep(1.0)
+    assert save.releases == [1.0, 2.0]
+
+
+# -- the fence --------------------------------------------------------------------------------------------
+
+
+class Fenced:
+    def __init__(self, log: list[object], name: str) -> None:
+        self.log, self.name = log, name
+
+    def fence(self, reason: str) -> None:
+        self.log.append((self.name, reason))
+
+
+def test_standing_saves_pass_the_fence_once_and_oldest_first():
+    log: list[object] = []
+    fence = Fence()
+    for name in ("one", "two"):
+        fence.add(Fenced(log, name))
+    fence.wait("the step")
+    fence.wait("the step")
+    assert log == [("one", "the step"), ("two", "the step")]
+
+
+def test_a_save_that_was_discarded_is_not_waited_for():
+    log: list[object] = []
+    fence = Fence()
+    save = Fenced(log, "one")
+    fence.add(save)
+    fence.discard(save)
+    fence.discard(save)
+    fence.wait("the step")
+    assert log == []

@@ -1,0 +1,175 @@
+"""Manifests whose checksum is right and whose contents lie."""
+
+from __future__ import annotations
+
+import json
+import zlib
+
+import msgspec
+import pytest
+
+from megatron_datastates.errors import FormatError, UnsupportedFormatError
+from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
+from megatron_datastates.format.values import SaveId, is_data_file_name, is_own_file_name
+from tests.unit.test_codecs import manifest
+
+GOOD = json.loads(manifest().encode().split(b"\n", 1)[1])
+DATA_NAME = "data-00001-0123456789abcdef-3.bin"
+
+
+def enveloped(body: bytes, version: bytes = b"1") -> bytes:
+    return b"datastates-manifest %s %d %08x\n" % (version, len(body), zlib.crc32(body)) + body
+
+
+def decode(fields: object) -> Manifest:
+    return Manifest.decode(enveloped(json.dumps(fields).encode()), "it")
+
+
+def with_file(**changes: object) -> Manifest:
+    entry = msgspec.structs.replace(manifest().files[0], **changes)
+    return msgspec.structs.replace(manifest(), files=[entry])
+
+
+def refuse(wrong: Manifest, why: str) -> None:
+    with pytest.raises(FormatError, match=why):
+        Manifest.decode(wrong.encode(), "it")
+
+
+def test_people_can_read_it():
+    lines = manifest().encode().decode().splitlines()
+    assert lines[0].startswith("datastates-manifest 1 ")
+    assert ' "iteration": 100,' in lines
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../" + DATA_NAME, "/" + DATA_NAME, "a/" + DATA_NAME, DATA_NAME + "/..", DATA_NAME + "\0",
+        "\0" + DATA_NAME, DATA_NAME + "\n", "", ".", "..", "/etc/passwd", "datastates.manifest",
+        "data-1-0123456789abcdef-3.bin", "data-00001-0123456789ABCDEF-3.bin",
+        "data-٠٠٠٠١-0123456789abcdef-3.bin",
+    ],
+)  # fmt: skip
+def test_a_data_file_of_any_other_name_is_refused(name):
+    assert is_data_file_name(DATA_NAME)
+    assert not is_data_file_name(name)
+    refuse(with_file(name=name), "data file name")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../index-" + "0" * 32, "/index-" + "0" * 32, "index-" + "0" * 32 + "\0", "index-1", "", DATA_NAME],
+)
+def test_an_index_of_any_other_name_is_refused(name):
+    refuse(msgspec.structs.replace(manifest(), index=IndexEntry(name, 1, "0" * 64)), "index name")
+
+
+@pytest.mark.parametrize("name", ["../metadata.json", "/metadata.json", "a/b", "", ".", "..", "a\0"])
+def test_another_file_outside_the_directory_is_refused(name):
+    refuse(msgspec.structs.replace(manifest(), others=[OtherFile(name, 1, "0" * 64)]), "file name")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bytes": 0}, {"bytes": -1}, {"footer_offset": -4096}, {"footer_offset": 8192},
+        {"footer_offset": 2**70}, {"rank": -1}, {"rank": 2},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_impossible_data_file_is_refused(changes):
+    refuse(with_file(**changes), f"entry of {DATA_NAME}")
+
+
+def test_a_data_file_named_twice_is_refused():
+    entry = FileEntry(DATA_NAME, 1, 8192, 4096, 7)
+    refuse(msgspec.structs.replace(manifest(), files=[entry, entry]), "twice")
+
+
+@pytest.mark.parametrize(
+    "run_id", ["", "1", "0" * 17, "0123456789ABCDEF", "0x23456789abcdef", "../../../../etc."]
+)
+def test_a_malformed_run_id_is_refused(run_id):
+    refuse(msgspec.structs.replace(manifest(), run_id=run_id), "save id")
+
+
+@pytest.mark.parametrize("ordinal", [0, -1, 2**64])
+def test_an_impossible_ordinal_is_refused(ordinal):
+    refuse(msgspec.structs.replace(manifest(), ordinal=ordinal), "save id")
+
+
+@pytest.mark.parametrize("field", ["run_id", "ordinal", "world_size", "created", "index", "files"])
+def test_a_missing_field_is_refused_and_named(field):
+    with pytest.raises(FormatError, match=field):
+        decode({key: value for key, value in GOOD.items() if key != field})
+
+
+@pytest.mark.parametrize("field", sorted(set(GOOD) - {"iteration"}))
+def test_a_field_of_another_type_is_refused_and_named(field):
+    with pytest.raises(FormatError, match=field):
+        decode(GOOD | {field: None})
+
+
+def test_unknown_fields_are_ignored():
+    assert decode(GOOD | {"later": {"a": [1]}}) == manifest()
+
+
+def test_absent_optional_fields_have_defaults():
+    required = ("run_id", "ordinal", "world_size", "created", "index", "files")
+    least = decode({key: GOOD[key] for key in required})
+    assert (least.iteration, least.parallel, least.others, least.format_version) == (None, {}, [], 1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"", b"null", b"[]", b"{", b"\xff\xfe", b'{"run_id": "\xff"}',
+        b'{"x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"ordinal": 1e400}', b'{"run_id": "\\ud800"}', b"{}trailing",
+    ],
+    ids=lambda body: repr(body[:20]),
+)  # fmt: skip
+def test_a_body_that_is_not_its_json_is_refused(body):
+    with pytest.raises(FormatError, match="not a valid manifest"):
+        Manifest.decode(enveloped(body), "it")
+
+
+def test_a_later_version_is_told_before_its_fields_are_looked_at():
+    with pytest.raises(UnsupportedFormatError, match="update"):
+        Manifest.decode(enveloped(b'{"entirely": "different"}', version=b"2"), "it")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"datastates-manifest 1 0 00000000",
+        b"datastates-manifest 1  0 00000000\n",
+        b"datastates-manifest 9999999999 0 00000000\n",
+        b"Datastates-manifest 1 0 00000000\n",
+    ],
+)
+def test_a_malformed_first_line_is_refused(line):
+    with pytest.raises(FormatError, match="does not begin"):
+        Manifest.decode(line, "it")
+
+
+def test_only_our_own_files_are_taken_for_left_overs():
+    ours = [DATA_NAME, "index-" + "0" * 32, ".datastates-datastates.manifest.tmp"]
+    others = ["metadata.json", "common.pt", ".metadata", "__0_0.distcp", "data-00001.bin", "index-0"]
+    others += ["x" + DATA_NAME, "datastates.manifest", ".datastates-.tmp/x", DATA_NAME + ".bak"]
+    assert all(is_own_file_name(name) for name in ours)
+    assert not any(is_own_file_name(name) for name in others)
+
+
+def test_the_names_of_saves_differ_by_run_ordinal_and_rank():
+    names = {SaveId(run, n).data_file_name(rank) for run in (1, 2) for n in (1, 2) for rank in (0, 1)}
+    assert len(names) == 8
+    assert all(is_data_file_name(name) for name in names)
+
+
+def test_a_save_precedes_later_files_of_its_own_run_only():
+    save = SaveId(7, 5)
+    assert save.precedes(SaveId(7, 6).data_file_name(3))
+    for other in (SaveId(7, 5), SaveId(7, 4), SaveId(8, 6)):
+        assert not save.precedes(other.data_file_name(3))
+    assert not save.precedes("index-" + "0" * 32)

@@ -1,0 +1,103 @@
+"""Objects: what comes back, and what must never run."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_datastates.errors import FormatError
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.objects import PickledObject, deserialize
+
+PLAIN = {
+    "numbers": [1, -(2**70), 1.5, float("inf"), True, None, 1 + 2j],
+    "text": "é",
+    "bytes": b"\0\xff",
+    "nested": {("a", 1): [{"x": (1, 2)}, {3}]},
+    "ordered": collections.OrderedDict(b=1, a=2),
+    "dtype": torch.bfloat16,
+    "shape": torch.Size([1, 2]),
+}
+
+
+def serialized(value: object) -> bytes:
+    return PickledObject("key", value, Mutability.NOW).serialize()
+
+
+@pytest.mark.parametrize("value", [PLAIN, None, 0, "", [], {}, [PLAIN, PLAIN]], ids=lambda v: str(v)[:20])
+def test_plain_data_comes_back_equal(value):
+    assert deserialize(serialized(value), "key") == value
+
+
+def test_tensors_in_objects_come_back_bit_by_bit():
+    value = {"state": torch.randn(3, 4).to(torch.bfloat16), "rng": torch.get_rng_state()}
+    found = deserialize(serialized(value), "key")
+    assert found["state"].dtype is torch.bfloat16
+    assert all(torch.equal(found[name], value[name]) for name in value)
+
+
+def test_an_object_is_serialized_as_it_is_at_the_time():
+    value = {"step": 1}
+    item = PickledObject("key", value, Mutability.NOW)
+    value["step"] = 2
+    data = item.serialize()
+    value["step"] = 3
+    assert deserialize(data, "key") == {"step": 2}
+
+
+class Command:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.command = f"touch {path}"
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def legacy(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, _use_new_zipfile_serialization=False)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("encode", [serialized, legacy, pickle.dumps], ids=["zip", "legacy", "plain pickle"])
+def test_a_malicious_object_does_not_run(tmp_path, encode):
+    trace = tmp_path / "trace"
+    data = encode({"args": [Command(trace)]})
+    with pytest.raises(FormatError, match="object 'key' was not loaded"):
+        deserialize(data, "key")
+    assert not trace.exists()
+    pickle.loads(pickle.dumps(Command(trace)))
+    assert trace.exists()  # so the test would have seen it
+
+
+def test_an_unknown_class_is_refused_with_advice():
+    with pytest.raises(FormatError, match=r"'key'.*argparse.Namespace.*add_safe_globals") as caught:
+        deserialize(serialized(argparse.Namespace(lr=1)), "key")
+    assert "set to `False`" not in str(caught.value)  # torch's other advice, which runs anything
+
+
+def test_a_class_that_the_user_trusts_is_loaded():
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        assert deserialize(serialized(argparse.Namespace(lr=1)), "key").lr == 1
+
+
+def test_every_truncation_is_refused():
+    data = serialized({"a": [1, 2, 3]})
+    for length in range(0, len(data), 7):
+        with pytest.raises(FormatError, match="'key'"):
+            deserialize(data[:length], "key")
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 100, b"PK\x03\x04" + b"\xff" * 100, b"\x80\x05.", b"text"])
+def test_other_bytes_are_refused(data):
+    with pytest.raises(FormatError, match="'key'"):
+        deserialize(data, "key")

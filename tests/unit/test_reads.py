@@ -1,0 +1,113 @@
+"""Slices of tensors stored in any pieces, against numpy's slicing."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from megatron_datastates.format.index import build_index
+from megatron_datastates.format.values import Extent, Fragment
+from megatron_datastates.plan.boxes import contiguous_strides
+from megatron_datastates.plan.reads import plan_box, plan_slice
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
+FILES = 3
+
+
+@st.composite
+def partitions(draw, shape: tuple[int, ...]) -> list[Box]:
+    """Disjoint boxes that fill the shape: cut in two again and again, along any axis, anywhere."""
+    boxes: list[Box] = [((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 5)) if shape else 0):
+        offset, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        axis = draw(st.integers(0, len(shape) - 1))
+        cut = draw(st.integers(0, size[axis]))
+        second = tuple(at + cut * (d == axis) for d, at in enumerate(offset))
+        boxes.append((offset, tuple(cut if d == axis else n for d, n in enumerate(size))))
+        boxes.append((second, tuple(n - cut if d == axis else n for d, n in enumerate(size))))
+    return draw(st.permutations(boxes))
+
+
+@st.composite
+def stored_tensors(draw):
+    """A tensor of 2-byte elements, its boxes, and the bytes of the files that they lie in."""
+    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
+    whole = np.arange(1, math.prod(shape) + 1, dtype=np.uint16).reshape(shape)
+    files = [bytearray(4096) for _ in range(FILES)]
+    places = []
+    for offset, size in draw(partitions(shape)):
+        number = draw(st.integers(0, FILES - 1))
+        files[number] += bytes(draw(st.integers(0, 3)) * 2)
+        data = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))].tobytes()
+        item = Fragment("w", "int16", shape, offset, size)
+        places.append((item, Extent(number, len(files[number]), len(data))))
+        files[number] += data
+    return whole, places, [bytes(file) for file in files]
+
+
+@st.composite
+def slices(draw, shape):
+    offset = tuple(draw(st.integers(0, size)) for size in shape)
+    return offset, tuple(draw(st.integers(0, n - at)) for at, n in zip(offset, shape, strict=True))
+
+
+def execute(reads, files, size: int) -> np.ndarray:
+    target = np.zeros(size, np.uint8)
+    for read in reads:
+        for here, there in zip(read.offsets.tolist(), read.targets.tolist(), strict=True):
+            piece = files[read.file][here : here + read.run_bytes]
+            target[there : there + read.run_bytes] = np.frombuffer(piece, np.uint8)
+    return target.view(np.uint16)
+
+
+@given(st.data())
+def test_a_slice_is_numpys_slice(data):
+    whole, places, files = data.draw(stored_tensors())
+    offset, shape = data.draw(slices(whole.shape))
+    entry = build_index(places, {}).tensor("w")
+    reads, covered = plan_slice(entry, offset, shape)
+    wanted = whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+    assert covered == wanted.size
+    assert (execute(reads, files, wanted.nbytes) == wanted.reshape(-1)).all()
+
+
+@given(st.data())
+def test_what_is_not_stored_is_not_covered(data):
+    whole, places, _ = data.draw(stored_tensors())
+    assume(len(places) > 1)
+    missing = places.pop(data.draw(st.integers(0, len(places) - 1)))[0]
+    _, covered = plan_slice(build_index(places, {}).tensor("w"), (0,) * whole.ndim, whole.shape)
+    assert covered == whole.size - math.prod(missing.shape)
+
+
+@given(st.data())
+def test_a_box_of_one_fragment_goes_into_a_strided_target(data):
+    whole, places, files = data.draw(stored_tensors())
+    number = data.draw(st.integers(0, len(places) - 1))
+    item = places[number][0]
+    start, lengths = data.draw(slices(item.shape))
+    target = np.zeros([n + 1 for n in lengths], np.uint16)
+    read = plan_box(
+        build_index(places, {}).tensor("w"), number, start, lengths, contiguous_strides(target.shape)
+    )
+    got = execute([read], files, target.nbytes).reshape(target.shape)
+    wanted = np.zeros_like(target)
+    source = tuple(slice(f + s, f + s + n) for f, s, n in zip(item.offset, start, lengths, strict=True))
+    wanted[tuple(slice(0, n) for n in lengths)] = whole[source]
+    assert (got == wanted).all()
+
+
+def test_offsets_near_the_limit_do_not_overflow():
+    item = Fragment("w", "uint8", (2**40,), (2**39,), (2**39,))
+    entry = build_index([(item, Extent(0, 2**61, 2**39))], {}).tensor("w")
+    reads, covered = plan_slice(entry, (2**40 - 4,), (4,))
+    assert (int(reads[0].offsets[0]), reads[0].run_bytes, covered) == (2**61 + 2**39 - 4, 4, 4)
+
+
+def test_fragments_outside_the_slice_are_not_read():
+    places = [(Fragment("w", "uint8", (8,), (at,), (2,)), Extent(at // 2, 4096, 2)) for at in (0, 2, 4, 6)]
+    reads, _ = plan_slice(build_index(places, {}).tensor("w"), (3,), (3,))
+    assert [read.file for read in reads] == [1, 2]

@@ -1,0 +1,156 @@
+"""Reports of saves, and the records that ranks exchange for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.pipeline.held import holding
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.records import RankRecord, decode_failure, encode_failure
+from megatron_datastates.pipeline.report import save_report
+from megatron_datastates.providers.base import Mutability
+from tests.unit.states import State, new_saver, save
+
+WORD, LONG, SECONDS = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.floats(0, 1e9)
+RECORDS = st.builds(
+    RankRecord, WORD, st.booleans(), LONG, LONG, WORD, st.binary(min_size=16, max_size=16), LONG,
+    SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS,
+)  # fmt: skip
+RECORD = RankRecord(0, True, 10**6, 4096, 7, bytes(16), 0, 0.1, 0.01, 0.2, 0.5, 0.6, 0.0)
+
+
+@pytest.fixture
+def reporting(tmp_path):
+    path = tmp_path / "reports.jsonl"
+    saver = new_saver(report_file=str(path))
+    yield saver, lambda: [json.loads(line) for line in path.read_text().splitlines()]
+    saver.close()
+
+
+def test_every_save_appends_one_line(reporting, tmp_path):
+    saver, lines = reporting
+    tensors = {"a": torch.ones(1000, 1000)}
+    for number in range(2):
+        save(saver, tmp_path / str(number), tensors)
+    reports = lines()
+    assert [(r["event"], r["state"], r["error"]) for r in reports] == [("save", "published", None)] * 2
+    assert [r["directory"] for r in reports] == [str(tmp_path / str(number)) for number in range(2)]
+    assert [r["save_id"].split("-")[1] for r in reports] == ["1", "2"]
+    assert all(r["bytes"] == sum(f.stat().st_size for f in (tmp_path / "0").glob("data-*")) for r in reports)
+
+
+def test_a_line_tells_what_the_save_cost(reporting, tmp_path):
+    saver, lines = reporting
+    publication = saver.start(tmp_path / "0", State({"a": torch.ones(99)}), iteration=70)
+    publication.wait()
+    (report,) = lines()
+    assert (report["iteration"], report["mode"], report["ranks"]) == (70, "async", 1)
+    assert report["held_ms"] == pytest.approx(sum(report["held_parts_ms"].values()), abs=0.01)
+    assert 0 < report["staging_ms"] <= report["writing_ms"] <= report["durable_ms"]
+    assert report["ranks_ms"]["writing"]["slowest_rank"] == 0
+
+
+def test_held_time_is_start_and_fence_and_polls(reporting, tmp_path):
+    saver, lines = reporting
+    tensors = {"a": torch.ones(99)}
+    with holding("start"):
+        publication = saver.start(tmp_path / "0", State(tensors, mutability=Mutability.AT_FENCE))
+    FENCE.wait("the step")
+    publication.wait()
+    (report,) = lines()
+    assert set(report["held_parts_ms"]) == {"start", "fence", "polls"}
+    assert report["held_ms"] == pytest.approx(sum(report["held_parts_ms"].values()), abs=0.01)
+    assert report["fence_ms"] <= report["held_parts_ms"]["fence"] + 1
+
+
+def test_a_failed_save_is_reported_with_its_error(tmp_path):
+    path = tmp_path / "reports.jsonl"
+    saver = new_saver(report_file=str(path), faults="write:1:ENOSPC")
+    publication = save(saver, tmp_path / "0", {"a": torch.ones(99)})
+    saver.close()
+    report = json.loads(path.read_text())
+    assert (report["state"], report["error"]) == ("failed", publication.error)
+    assert "No space left on device" in report["error"]
+
+
+def test_a_report_waits_for_whoever_will_hold_the_trainer_again(reporting, tmp_path):
+    saver, lines = reporting
+    publication = saver.start(tmp_path / "0", State({"a": torch.ones(99)}))
+    publication.hold_report = True
+    publication.wait()
+    assert not (tmp_path / "reports.jsonl").exists()
+    with holding("finalize", publication.save):
+        publication.hold_report = False
+    assert "finalize" in lines()[0]["held_parts_ms"]
+
+
+def test_a_report_that_cannot_be_written_harms_nothing(tmp_path, caplog):
+    saver = new_saver(report_file=str(tmp_path / "none" / "reports.jsonl"))
+    publication = save(saver, tmp_path / "0", {"a": torch.ones(99)})
+    saver.close()
+    assert publication.outcome is Outcome.PUBLISHED
+    assert "reports.jsonl: No such file" in caplog.text
+
+
+def test_listeners_are_given_the_report(reporting, tmp_path):
+    saver, lines = reporting
+    heard: list[dict] = []
+    saver._reporter.listeners.append(heard.append)
+    save(saver, tmp_path / "0", {"a": torch.ones(99)})
+    assert heard == lines()
+
+
+def test_statistics_name_the_slowest_rank():
+    writing = [0.5, 0.9, 0.7]
+    records = [dataclasses.replace(RECORD, rank=rank, writing=s) for rank, s in enumerate(writing)]
+    report = save_report(publication_of(records), "sync")
+    assert report["ranks_ms"]["writing"] == {"min": 500.0, "median": 700.0, "max": 900.0, "slowest_rank": 1}
+    assert report["write_mb_per_s"] == round(3 / 0.9, 1)
+    assert report["bytes"] == 3 * 10**6
+
+
+def test_a_save_without_data_divides_by_nothing():
+    record = dataclasses.replace(RECORD, has_file=False, file_bytes=0, writing=0.0)
+    assert save_report(publication_of([record]), "sync")["write_mb_per_s"] == 0.0
+    assert save_report(publication_of([]), "sync")["ranks_ms"] == {}
+
+
+def publication_of(records: list[RankRecord]) -> SimpleNamespace:
+    """As much of a Publication as a report looks at."""
+    context = SimpleNamespace(save_id="x-1", directory="d", iteration=1, world_size=len(records))
+    held = SimpleNamespace(total=0.1, parts={})
+    times = dict.fromkeys(("staging", "writing", "durable", "slot_wait"), 0.0)
+    rank_save = SimpleNamespace(context=context, held=held, fence_seconds=0.0, times=lambda: times)
+    return SimpleNamespace(save=rank_save, records=records, outcome=Outcome.PUBLISHED, error=None)
+
+
+@given(RECORDS)
+def test_records_round_trip_and_have_one_size(record):
+    assert RankRecord.decode(record.encode()) == record
+    assert len(record.encode()) == len(RECORD.encode())
+
+
+@given(st.one_of(st.none(), st.text()))
+def test_failures_round_trip_and_have_one_size(text):
+    data = encode_failure(text)
+    assert len(data) == len(encode_failure(None))
+    found = decode_failure(data)
+    assert (found is None) == (text is None)
+    if text is not None and len(text.encode()) < 700:
+        assert found == text
+
+
+@given(st.text(min_size=300).map(lambda text: "é" * 300 + text))
+def test_a_long_failure_is_cut(text):
+    found = decode_failure(encode_failure(text))
+    assert found is not None
+    assert text.startswith(found.rstrip("�"))
+    assert len(found) > 100

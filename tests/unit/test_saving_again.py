@@ -1,0 +1,185 @@
+"""Saves after the first: cached layouts, changed state, and one directory twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.providers.base import Mutability
+from tests.unit.states import OPTIONS, State, bits, data_files, new_saver, random_tensor, save
+
+
+def fresh(seed: int, rows: int = 300) -> dict[str, torch.Tensor]:
+    tensors = {f"w{n}": random_tensor(torch.float32, (rows, 100), 10 * seed + n) for n in range(4)}
+    return tensors | {"strided": random_tensor(torch.float32, (rows, 1000), 10 * seed + 5)[:, 200:800]}
+
+
+def stored(directory) -> dict[str, bytes]:
+    checkpoint = Checkpoint.open(directory, OPTIONS)
+    return {key: bits(checkpoint.read_tensor(key)) for key in checkpoint.index.tensors}
+
+
+def wanted(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    return {key: bits(tensor) for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
+def test_changed_tensors_are_saved_as_they_are_now(saver, tmp_path, mutability):
+    tensors = fresh(0)
+    for number in range(3):
+        save(saver, tmp_path / str(number), tensors, mutability=mutability)
+        assert stored(tmp_path / str(number)) == wanted(tensors)
+        for tensor in tensors.values():
+            tensor.add_(1)
+
+
+@pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
+def test_tensors_that_moved_are_saved_from_where_they_are_now(saver, tmp_path, mutability):
+    earlier = []  # kept, so that no allocation is reused: old addresses would read old values
+    for number in range(3):
+        tensors = fresh(number)
+        earlier.append(tensors)
+        save(saver, tmp_path / str(number), tensors, mutability=mutability)
+        assert stored(tmp_path / str(number)) == wanted(tensors)
+
+
+def test_tensors_that_swapped_their_memory_are_saved_as_they_are_now(saver, tmp_path):
+    tensors = {"a": torch.zeros(5000), "b": torch.ones(5000)}
+    save(saver, tmp_path / "0", tensors)
+    tensors["a"].data, tensors["b"].data = tensors["b"].data, tensors["a"].data
+    save(saver, tmp_path / "1", tensors)
+    assert stored(tmp_path / "1") == {"a": bits(torch.ones(5000)), "b": bits(torch.zeros(5000))}
+
+
+def test_freed_and_reused_memory_is_no_danger(saver, tmp_path):
+    for number in range(5):
+        tensors = fresh(number)
+        save(saver, tmp_path / str(number), tensors, mutability=Mutability.NEVER)
+        assert stored(tmp_path / str(number)) == wanted(tensors)
+        del tensors
+
+
+def test_sources_are_kept_until_they_are_copied_and_no_longer(saver, tmp_path):
+    tensors = fresh(0)
+    storages = [tensor.untyped_storage() for tensor in tensors.values()]
+    expected = wanted(tensors)
+    publication = saver.start(tmp_path / "c", State(tensors, mutability=Mutability.NEVER))
+    del tensors
+    publication.wait()
+    assert stored(tmp_path / "c") == expected
+    assert len(storages) == 5
+
+
+def test_equal_structures_share_an_index(saver, tmp_path):
+    names = set()
+    for number in range(3):
+        save(saver, tmp_path / str(number), fresh(number))
+        names.add(Checkpoint.open(tmp_path / str(number), OPTIONS).manifest.index.name)
+    assert len(names) == 1
+
+
+def test_a_changed_structure_is_planned_anew(saver, tmp_path):
+    states = [fresh(0), fresh(0, rows=301), fresh(0) | {"more": torch.ones(3)}, {"w0": torch.ones(3).bool()}]
+    states += [{"w0": torch.ones(3).to(torch.int8)}, fresh(1)]
+    for number, tensors in enumerate(states * 2):
+        save(saver, tmp_path / str(number), tensors)
+        assert stored(tmp_path / str(number)) == wanted(tensors)
+
+
+def test_more_structures_than_are_kept_are_saved_right(saver, tmp_path):
+    for number in [*range(12), *range(12)]:
+        tensors = {"w": random_tensor(torch.uint8, (number * 50 + 1,), number)}
+        save(saver, tmp_path / str(number), tensors)
+        assert stored(tmp_path / str(number)) == wanted(tensors)
+
+
+def test_a_change_of_eagerness_is_planned_anew(saver, tmp_path):
+    tensors = fresh(0)
+    for number, mutability in enumerate([Mutability.NOW, Mutability.AT_FENCE, Mutability.NEVER] * 2):
+        save(saver, tmp_path / str(number), tensors, mutability=mutability)
+        assert stored(tmp_path / str(number)) == wanted(tensors)
+
+
+def test_objects_are_serialized_anew(saver, tmp_path):
+    for number in range(3):
+        value = {"step": number, "more": "x" * number * 5000}
+        save(saver, tmp_path / str(number), {}, {"x": value})
+        assert Checkpoint.open(tmp_path / str(number), OPTIONS).read_object("x") == value
+
+
+# -- one directory twice ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("same_process", [True, False])
+def test_saving_again_into_a_directory_leaves_exactly_one_saves_files(saver, tmp_path, same_process):
+    directory = tmp_path / "c"
+    for number, tensors in enumerate([fresh(0), fresh(1), {"other": torch.ones(3)}, fresh(2)]):
+        again = saver if same_process else new_saver()
+        save(again, directory, tensors, {"x": number})
+        manifest = Checkpoint.open(directory, OPTIONS).manifest
+        names = {MANIFEST_NAME, manifest.index.name, *(file.name for file in manifest.files)}
+        assert {path.name for path in directory.iterdir()} == names
+        assert len(names) == 3
+        assert stored(directory) == wanted(tensors)
+        assert verify(directory, options=OPTIONS).good
+        if not same_process:
+            again.close()
+
+
+def test_saving_again_leaves_the_files_of_others(saver, tmp_path):
+    save(saver, tmp_path / "c", fresh(0))
+    (tmp_path / "c" / "metadata.json").write_text("{}")
+    save(saver, tmp_path / "c", fresh(1))
+    assert (tmp_path / "c" / "metadata.json").read_text() == "{}"
+
+
+def test_until_a_new_save_is_published_the_old_one_is_whole(saver, tmp_path):
+    first, second = fresh(0), fresh(1)
+    save(saver, tmp_path / "c", first)
+    publication = saver.start(tmp_path / "c", State(second, mutability=Mutability.AT_FENCE))
+    FENCE.wait("the step")
+    assert stored(tmp_path / "c") == wanted(first)
+    assert publication.wait() is Outcome.PUBLISHED
+    assert stored(tmp_path / "c") == wanted(second)
+
+
+def test_a_damaged_index_of_the_same_name_is_replaced(saver, tmp_path):
+    save(saver, tmp_path / "c", fresh(0))
+    (index,) = (tmp_path / "c").glob("index-*")
+    index.write_bytes(index.read_bytes()[:-1] + b"\xff")
+    save(saver, tmp_path / "c", fresh(1))
+    assert stored(tmp_path / "c") == wanted(fresh(1))
+
+
+def test_no_file_is_ever_overwritten(saver, tmp_path):
+    publication = save(saver, tmp_path / "c", fresh(0))
+    (old,) = data_files(tmp_path / "c")
+    content = old.read_bytes()
+    context = publication.save.context
+    taken = tmp_path / "c" / type(context.save_id)(
+        context.save_id.run_id, context.save_id.ordinal + 1
+    ).data_file_name(0)  # fmt: skip
+    taken.write_bytes(b"somebody else's")
+    failed = save(saver, tmp_path / "c", fresh(1))
+    assert failed.outcome is Outcome.FAILED
+    assert "File exists" in failed.error
+    assert taken.read_bytes() == b"somebody else's"
+    assert old.read_bytes() == content
+    assert stored(tmp_path / "c") == wanted(fresh(0))
+
+
+def test_two_saves_under_way_are_both_published(saver, tmp_path):
+    states = [fresh(0), fresh(1)]
+    publications = [
+        saver.start(tmp_path / str(n), State(tensors, mutability=Mutability.AT_FENCE))
+        for n, tensors in enumerate(states)
+    ]
+    FENCE.wait("the step")
+    assert [publication.wait() for publication in publications] == [Outcome.PUBLISHED] * 2
+    for number, tensors in enumerate(states):
+        assert stored(tmp_path / str(number)) == wanted(tensors)

@@ -1,0 +1,162 @@
+"""Tensors as fragments: which bytes are copied, from where, and until when they stay as they are."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_datastates.errors import FormatError, MismatchError
+from megatron_datastates.providers.base import CompositeProvider, Mutability
+from megatron_datastates.providers.tensors import TensorMemory, TensorProvider, tensor_source
+from tests.unit.states import KNOWN_DTYPES, State, bits, random_tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:Sparse", "ignore:.*[qQ]uant")
+LAZY = Mutability.AT_FENCE
+
+
+def copied(source: TensorMemory) -> bytes:
+    """What the engine would copy: run by run, to its place in the fragment."""
+    stored = bytearray(b"\xaa" * source.fragment.bytes)
+    addresses, places, size = source.runs()
+    for address, place in zip(addresses.tolist(), places.tolist(), strict=True):
+        stored[place : place + size] = ctypes.string_at(address, size)
+    assert len(addresses) * size == len(stored)
+    assert (places[1:] >= places[:-1] + size).all()
+    return bytes(stored)
+
+
+def matrix(rows: int = 6, columns: int = 1000) -> torch.Tensor:
+    return torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
+
+
+VIEWS = {
+    "dense": matrix(),
+    "rows": matrix()[2:5],
+    "columns, long": matrix()[:, 100:900],
+    "columns, short": matrix()[:, 10:20],
+    "every other row": matrix()[::2],
+    "every other column": matrix()[:, ::2],
+    "transposed": matrix().t(),
+    "permuted": torch.arange(24 * 1000.0).reshape(2, 3, 4, 1000).permute(2, 0, 1, 3),
+    "channels last": torch.rand(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "expanded rows": torch.arange(1000.0).expand(5, 1000),
+    "expanded columns": torch.arange(5.0)[:, None].expand(5, 1000),
+    "expanded scalar": torch.tensor(3.0).expand(4, 4),
+    "diagonal": matrix(30, 30).diagonal(),
+    "one element": matrix()[3:4, 7:8],
+    "scalar": torch.tensor(1.5),
+    "scalar of a matrix": matrix()[3, 7],
+    "empty": torch.empty(0),
+    "empty rows": torch.empty(0, 7),
+    "empty columns, strided": matrix()[::2, 5:5],
+    "a parameter": torch.nn.Parameter(matrix()),
+    "a result of autograd": torch.nn.Parameter(matrix()) * 2,
+}
+
+
+@pytest.mark.parametrize("tensor", VIEWS.values(), ids=VIEWS.keys())
+def test_the_elements_are_copied_in_row_major_order(tensor):
+    source = tensor_source("w", tensor, LAZY)
+    assert copied(source) == bits(tensor)
+    assert source.fragment.shape == source.fragment.global_shape == tuple(tensor.shape)
+    assert not source.on_device
+
+
+@pytest.mark.parametrize("name", KNOWN_DTYPES)
+def test_every_dtype_of_the_format_is_copied_bit_by_bit(name):
+    tensor = random_tensor(getattr(torch, name), (3, 5))
+    source = tensor_source("w", tensor, LAZY)
+    assert source.fragment.dtype == name
+    assert copied(source) == bits(tensor)
+
+
+@pytest.mark.parametrize("name", KNOWN_DTYPES)
+def test_every_dtype_is_copied_from_a_transposed_tensor(name):
+    tensor = random_tensor(getattr(torch, name), (3, 5))
+    elements = np.frombuffer(bits(tensor), np.uint8).reshape(3, 5, tensor.itemsize)
+    assert copied(tensor_source("w", tensor.t(), LAZY)) == elements.transpose(1, 0, 2).tobytes()
+
+
+@pytest.mark.parametrize("name", ["dense", "rows", "columns, long", "expanded rows", "permuted"])
+def test_long_runs_are_read_in_place(name):
+    tensor = VIEWS[name]
+    source = tensor_source("w", tensor, LAZY)
+    assert source.mutability is LAZY
+    assert source.runs()[0][0] == tensor.data_ptr()
+    assert source.owner.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("name", ["columns, short", "every other column", "transposed", "expanded columns"])
+def test_short_runs_are_packed_into_memory_of_our_own(name):
+    tensor = VIEWS[name].detach()
+    source = tensor_source("w", tensor, LAZY)
+    assert source.mutability is Mutability.NEVER
+    assert source.owner.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+
+
+def test_a_conjugated_view_is_stored_as_what_it_means():
+    tensor = random_tensor(torch.complex64, (4, 100)).nan_to_num().conj()
+    assert copied(tensor_source("w", tensor, LAZY)) == bits(tensor) == bits(tensor.resolve_conj())
+    assert copied(tensor_source("w", tensor.t(), LAZY)) == bits(tensor.t())
+
+
+def test_a_negated_view_is_stored_as_what_it_means():
+    tensor = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
+    assert tensor.is_neg()
+    assert copied(tensor_source("w", tensor, LAZY)) == torch.tensor([-2.0, 4.0]).numpy().tobytes()
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
+def test_a_sparse_tensor_is_refused_and_named(layout):
+    tensor = getattr(torch.eye(4), layout)()
+    with pytest.raises(MismatchError, match=r"'w'.*sparse"):
+        tensor_source("w", tensor, LAZY)
+
+
+def test_a_tensor_without_memory_is_refused_and_named():
+    with pytest.raises(MismatchError, match=r"'w'.*meta"):
+        tensor_source("w", torch.empty(4, device="meta"), LAZY)
+
+
+def test_a_dtype_that_the_format_cannot_hold_is_refused():
+    with pytest.raises(FormatError, match="qint8"):
+        tensor_source("w", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), LAZY)
+
+
+def test_a_shard_is_a_fragment_of_its_global_tensor():
+    source = tensor_source(
+        "w", torch.ones(2, 4), LAZY, global_shape=(3, 8, 4), offset=(1, 6, 0), shape=(1, 2, 4)
+    )
+    item = source.fragment
+    assert (item.global_shape, item.offset, item.shape, item.bytes) == ((3, 8, 4), (1, 6, 0), (1, 2, 4), 32)
+
+
+def test_a_shape_of_another_number_of_elements_is_refused():
+    with pytest.raises(MismatchError, match=r"\(2, 4\).*as shape \(1, 2, 5\)"):
+        tensor_source("w", torch.ones(2, 4), LAZY, shape=(1, 2, 5))
+
+
+def test_a_provider_yields_its_tensors_as_they_are_at_the_time():
+    tensors = {"a": torch.zeros(3)}
+    provider = TensorProvider(tensors, LAZY)
+    tensors["a"] = torch.ones(3)
+    (source,) = provider.tensors()
+    assert copied(source) == bits(torch.ones(3))
+    assert (source.fragment.key, source.mutability, list(provider.objects())) == ("a", LAZY, [])
+
+
+def test_a_source_made_eager_copies_the_same_bytes_at_once():
+    source = tensor_source("w", matrix(), LAZY)
+    assert source.made_eager().mutability is Mutability.NOW
+    assert copied(source.made_eager()) == copied(source)
+
+
+def test_a_composite_yields_everything_of_its_parts_in_order():
+    one = State({"a": torch.ones(1)}, {"x": 1}, LAZY)
+    other = State({"b": torch.ones(1)}, {"y": 2}, Mutability.NEVER)
+    both = CompositeProvider(one, other)
+    assert [(s.fragment.key, s.mutability) for s in both.tensors()] == [("a", LAZY), ("b", Mutability.NEVER)]
+    assert [item.key for item in both.objects()] == ["x", "y"]
