@@ -30,7 +30,9 @@ enum class Milestone {
   kReleased,  // nothing of this job is queued or running, no source is read, no slot is held
 };
 
-class SaveJob {
+// shared_from_this: the bindings take part in the ownership by it. Without, nanobind would let the
+// workers own the Python object, and wait for Python's lock to drop it.
+class SaveJob : public std::enable_shared_from_this<SaveJob> {
  public:
   struct Status {
     bool failed = false;

@@ -17,6 +17,10 @@ class Fenced(Protocol):
         """Returns when the memory may change. Never raises: a save that cannot make it fails instead."""
         ...
 
+    def torn(self, reason: str) -> None:
+        """The memory changed before the save was fenced: it fails."""
+        ...
+
 
 class Fence:
     """The saves of this process that must be waited for. Used by the trainer's thread alone."""
@@ -36,6 +40,11 @@ class Fence:
         """Lets every standing save pass, oldest first."""
         while self._standing:
             self._standing.pop(0).fence(reason)
+
+    def witness_mutation(self, reason: str) -> None:
+        """Something has changed already: a save that still stands here may have copied both old and new."""
+        while self._standing:
+            self._standing.pop(0).torn(reason)
 
     def forget(self) -> None:
         """In a forked child, whose copies of the saves nobody works on."""

@@ -87,10 +87,10 @@ def validated(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse(args: Any) -> None:
-    if getattr(args, "enable_msc", False):
-        raise OptionError(
-            "--ckpt-format datastates writes to file systems only: it cannot be used with --enable-msc"
-        )
+    for name in ("save", "non_persistent_global_ckpt_dir"):
+        path = getattr(args, name, None)
+        if path is not None and str(path).startswith("msc://"):
+            raise OptionError(f"--ckpt-format datastates writes to file systems only, not to {path}")
 
 
 def _without_worker(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:

@@ -10,11 +10,14 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.load import Checkpoint, is_published
+
+# The native module is not loaded before a directory of ours is: this module is, in every Megatron process.
+if TYPE_CHECKING:
+    from megatron_datastates.pipeline.load import Checkpoint
 
 BACKEND = "datastates"
 COMMON_STATE_KEY = "common_state/shard_0_1"
@@ -28,15 +31,22 @@ def is_ours(directory: str | os.PathLike[str]) -> bool:
     try:
         config = json.loads((Path(directory) / _METADATA_NAME).read_text())
     except FileNotFoundError:
-        return is_published(directory)
+        return has_manifest(directory)
     except (OSError, ValueError):
         return False
     return isinstance(config, dict) and config.get("sharded_backend") == BACKEND
 
 
+def has_manifest(directory: str | os.PathLike[str]) -> bool:
+    """Whether a save of ours was published there."""
+    return (Path(directory) / MANIFEST_NAME).is_file()
+
+
 def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint in `directory`; errors are Megatron's CheckpointingException."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    from megatron_datastates.pipeline.load import Checkpoint
 
     try:
         manifest = (Path(directory).absolute() / MANIFEST_NAME).stat()
@@ -58,7 +68,7 @@ def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def maybe_load_config(checkpoint_dir: str) -> Any:
         config = original(checkpoint_dir)
-        if config is None and checkpoint_dir and is_published(checkpoint_dir):
+        if config is None and checkpoint_dir and has_manifest(checkpoint_dir):
             from megatron.core.dist_checkpointing.core import CheckpointingConfig
 
             return CheckpointingConfig(BACKEND, 1)

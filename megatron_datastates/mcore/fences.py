@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.mcore.attach import replace
 
 # Optimizers whose pre-step hook has fired: their memory is known to change behind a fence only.
 _stepped: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -30,6 +32,29 @@ def install() -> None:
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
         _installed = True
+
+
+def install_witness() -> None:
+    """Watches Megatron's own optimizers at the end of their step, where no hook of torch can be missing.
+
+    If a step succeeded and no fence came before it, the hook did not fire: such a save fails rather than
+    being published torn. After a skipped step it is one more fence, since clip_qk rewrites weights there.
+    """
+    from megatron.core.optimizer import optimizer as megatron
+
+    for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer"):
+        replace(getattr(megatron, name), "step", _witnessed)
+
+
+def _witnessed(original: Callable[..., Any]) -> Callable[..., Any]:
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if result[0]:
+            FENCE.witness_mutation(f"{type(self).__name__} stepped without its inner optimizer's fence")
+        FENCE.wait("the end of the optimizer step")
+        return result
+
+    return step
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

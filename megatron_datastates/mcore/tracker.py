@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_datastates.pipeline.load import find_published
-
 logger = logging.getLogger(__name__)
 
 
@@ -40,6 +38,8 @@ def _fallback(tracker: Path) -> int | None:
     text = tracker.read_text(errors="replace").strip()
     if text.isdigit() or text == "release":
         return None
+    from megatron_datastates.pipeline.load import find_published
+
     published = find_published(tracker.parent)
     if not published:
         return None

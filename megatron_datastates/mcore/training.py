@@ -18,10 +18,11 @@ def enable_saving(options: Options) -> None:
     """Replaces torch_dist's save strategy in Megatron's training loop. Idempotent."""
     import megatron.training.checkpointing as checkpointing
 
-    from megatron_datastates.mcore import request
+    from megatron_datastates.mcore import fences, request
     from megatron_datastates.mcore.strategy import TrainingSaveStrategy
 
     request.on_failure = options.on_failure
+    fences.install_witness()
 
     def make_strategy(*args: Any, **kwargs: Any) -> TrainingSaveStrategy:
         return TrainingSaveStrategy(options=options)

@@ -57,7 +57,11 @@ class Reporter:
 
 
 def save_report(publication: Publication, mode: str) -> dict[str, Any]:
-    """One save as plain data. Times in milliseconds, on rank 0 unless under `ranks_ms`."""
+    """One save as plain data.
+
+    `bytes` are all ranks' data files; eager and lazy bytes are rank 0's tensors. Times are milliseconds, on
+    rank 0 unless under `ranks_ms`.
+    """
     save = publication.save
     times = save.times()
     data = sum(record.file_bytes for record in publication.records)
@@ -72,6 +76,8 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "error": publication.error,
         "ranks": save.context.world_size,
         "bytes": data,
+        "eager_bytes": save.eager_bytes,
+        "lazy_bytes": save.lazy_bytes,
         "held_ms": _ms(save.held.total),
         "held_parts_ms": {part: _ms(seconds) for part, seconds in save.held.parts.items()},
         "fence_ms": _ms(save.fence_seconds),

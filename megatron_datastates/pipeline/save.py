@@ -62,6 +62,7 @@ class RankSave:
         self.held = HeldTime()
         self.fence_seconds = 0.0
         self.layout: Layout | None = None
+        self.eager_bytes = self.lazy_bytes = 0  # of tensors: copied before the save returned, and behind it
         self.file: DurableFile | None = None  # once durable; None for a rank that stores nothing
         self._save: FileSave | None = None
         self._durable = threading.Event()
@@ -94,6 +95,7 @@ class RankSave:
             name = self.context.save_id.data_file_name(self.context.rank)
             copies = [_copy_request(source) for source in sources]
             self._save = engine.begin(self.context.directory / name, header, layout, copies, known)
+            self._count(sources)
             if any(source.mutability is Mutability.AT_FENCE for source in sources):
                 FENCE.add(self)
             else:
@@ -109,6 +111,13 @@ class RankSave:
             self.fail(error)
             if self._save is not None:
                 self._save.cancel(str(error))
+
+    def _count(self, sources: Sequence[TensorSource]) -> None:
+        for source in sources:
+            if source.mutability is Mutability.NOW:
+                self.eager_bytes += source.fragment.bytes
+            else:
+                self.lazy_bytes += source.fragment.bytes
 
     # -- the trainer's thread ---------------------------------------------------------------------------
 
@@ -128,6 +137,14 @@ class RankSave:
             else:
                 self._confirmed.set()
         self.fence_seconds += time.perf_counter() - begin
+
+    def torn(self, reason: str) -> None:
+        """See engine.fence.Fenced. No harm is done if all copies were over by then."""
+        if self._save is None or self._confirmed.is_set() or self._save.sources_copied():
+            self._confirmed.set()
+            return
+        self._save.cancel(reason)
+        self.fail(DataStatesError(f"{reason}: its copies would have mixed two states"))
 
     def advance(self) -> None:
         """Looks after the save: confirms copies that are done and drops the sources."""

@@ -1,9 +1,12 @@
 """The harness sees what it is there to see: differences, failures and hangs."""
 
+import contextlib
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.conftest import STEPS, Reference
@@ -69,3 +72,15 @@ def test_failing_rank_takes_its_peers_along(plain: RankForge, tmp_path: Path) ->
 def test_hanging_ranks_are_killed_and_tell_where_they_were(plain: RankForge, tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match=r"targets\.py.*in sleep"):
         plain.run("targets:sleep", ranks=1, logs=tmp_path, timeout_seconds=1)
+
+
+def test_ranks_do_not_outlive_their_parent(tmp_path: Path) -> None:
+    forge = RankForge(["time"])
+    job = forge.start("time:sleep", ranks=1, logs=tmp_path, arguments=[60])
+    (pid,) = job.pids
+    forge.kill()
+    deadline = time.monotonic() + 5
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, f"process {pid} still runs"
+            time.sleep(0.01)

@@ -115,4 +115,4 @@ def save_malicious(directory: str, marker: str, folder: str) -> None:
     sharded["object"].data = Malicious(marker)
     save(Path(directory), sharded, DataStatesSaveStrategy(), "sync")
     error = failure_of(lambda: dist_checkpointing.load(state(-1), directory))
-    tell(folder, error=error, ran=os.path.isdir(marker))
+    tell(folder, error=error, ran=Path(marker).is_dir())

@@ -4,16 +4,18 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-from saving_rank import assert_loads, full_tensor, join, make_directory, save, state, tell
+from megatron.core.optimizer.optimizer import FP32Optimizer
+from saving_rank import assert_loads, failure_of, full_tensor, join, make_directory, save, state, tell
 
 from megatron_datastates.config import Options
-from megatron_datastates.mcore import DataStatesSaveStrategy
+from megatron_datastates.mcore import DataStatesSaveStrategy, fences
 from megatron_datastates.pipeline.saver import saver_for
 
 
@@ -106,6 +108,37 @@ def torn_without_fence(directory: str, folder: str) -> None:
     tell(folder, torn=bool((found["weight"] == -7).any()))
 
 
+class StepWithoutHook(FP32Optimizer):
+    """One of Megatron's optimizers around something that is no torch optimizer: it fires no hook."""
+
+    def __init__(self, tensor: torch.Tensor, skip: bool) -> None:
+        self.tensor, self.skip = tensor, skip
+        self.config = SimpleNamespace(timers=None, clip_grad=0.0, log_num_zeros_in_grad=False)
+
+    def prepare_grads(self) -> bool:
+        return self.skip
+
+    def step_with_ready_grads(self) -> bool:
+        self.tensor.data.fill_(-7)
+        return True
+
+
+def step_without_fence(directory: str, skip: bool, folder: str) -> None:
+    join()
+    fences.install_witness()
+    sharded = state(5)
+    strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options(copy_limit=2_000_000))
+    make_directory(Path(directory))
+    request = dist_checkpointing.save(sharded, directory, strategy, async_sharded_save=True)
+    optimizer = StepWithoutHook(sharded["weight"].data, skip)
+    optimizer.step()
+    sharded["weight"].data.fill_(-8)  # as clip_qk does after the step, even a skipped one
+    error = failure_of(request.execute_sync)
+    if error is None:
+        assert_loads(Path(directory), 5)
+    tell(folder, error=error, published=Path(directory, "datastates.manifest").exists())
+
+
 def two_saves_at_once(directories: list[str], folder: str) -> None:
     """A second save is started before the first is published; both become whole."""
     join()
@@ -195,7 +228,9 @@ def fork_in_mid_save(directory: str, folder: str) -> None:
     request = dist_checkpointing.save(state(9), directory, strategy, async_sharded_save=True)
     child = os.fork()
     if child == 0:
-        held = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if _exists(fd)]
+        held = [
+            str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in os.listdir("/proc/self/fd") if _exists(fd)
+        ]
         strategy.fence()  # a copy of the parent's save: nothing to wait for
         os._exit(any(name.startswith(directory) for name in held))
     _, status = os.waitpid(child, 0)

@@ -40,6 +40,18 @@ def test_broken_promise_tears_the_copy_so_the_fence_is_what_prevents_it(world: W
     assert all(rank["torn"] for rank in world.run("api_ranks:torn_without_fence", tmp_path / "ck"))
 
 
+def test_step_that_fired_no_fence_fails_the_save(world: World, tmp_path: Path) -> None:
+    told = world.run("api_ranks:step_without_fence", tmp_path / "ck", False)
+    assert len({rank["error"] for rank in told}) == 1
+    assert "stepped without its inner optimizer's fence" in told[0]["error"]
+    assert not told[0]["published"]
+
+
+def test_end_of_a_skipped_step_is_a_fence(world: World, tmp_path: Path) -> None:
+    told = world.run("api_ranks:step_without_fence", tmp_path / "ck", True)
+    assert [(rank["error"], rank["published"]) for rank in told] == [(None, True)] * 2
+
+
 def test_second_save_starts_before_the_first_is_published(world: World, tmp_path: Path) -> None:
     told = world.run("api_ranks:two_saves_at_once", [str(tmp_path / "a"), str(tmp_path / "b")])
     assert [rank["waiting"] for rank in told] == [2, 2]

@@ -36,8 +36,24 @@ def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def cuda(fake_library: Path) -> Iterator[FakeCuda]:
-    """The fake driver, with a context on this thread. Ask for it before `engines`, which close first."""
+def fake_driver(fake_library: Path) -> Iterator[FakeCuda]:
+    """Without the engines' closing before its end, for which there is `cuda`."""
     driver = FakeCuda(fake_library)
     yield driver
     driver.close()
+
+
+@pytest.fixture
+def cuda(fake_driver: FakeCuda, engines: Callable[..., native.Engine]) -> Iterator[FakeCuda]:
+    """The fake driver, with a context on this thread; at the end of the test nothing of it may be left."""
+    made = []
+    fake_driver.engine = lambda **options: (
+        made.append(engines(driver=fake_driver.path, **options)) or made[-1]
+    )
+    yield fake_driver
+    fake_driver.let_go()
+    for engine in made:
+        engine.close()
+    gc.collect()
+    assert (fake_driver.live_events, fake_driver.live_streams, fake_driver.registered_bytes) == (0, 0, 0)
+    assert [line for line in fake_driver.log() if line.startswith("misuse")] == []

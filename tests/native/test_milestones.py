@@ -1,5 +1,6 @@
 """What each milestone promises, and how a save ends early: cancelled, failed, or its engine closed."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -34,7 +35,7 @@ def slow_engine(engines: Engines, **options: object) -> native.Engine:
 
 def test_start_returns_before_lazy_bytes_are_copied(engines: Engines, tmp_path: Path) -> None:
     save = Save(slow_engine(engines), tmp_path / "data", [Copy(random_bytes(6 * SLOT), 0)])
-    assert save.start_seconds < 0.05
+    assert save.start_seconds < 0.3  # the copies take twice that
     assert save.reaches(Milestone.EAGER, 0)  # there are none
     assert not save.reaches(Milestone.STAGED, 0)
     assert save.status["bytes_copied"] == 0
@@ -97,7 +98,7 @@ def test_a_wait_ends_at_its_time(engines: Engines, tmp_path: Path) -> None:
     save = Save(slow_engine(engines), tmp_path / "data", [Copy(random_bytes(20 * SLOT), 0)])
     begin = time.monotonic()
     assert not save.reaches(Milestone.STAGED, 0.1)
-    assert 0.09 < time.monotonic() - begin < 0.3
+    assert 0.09 < time.monotonic() - begin < 1.0
 
 
 def test_a_cancelled_save_leaves_no_file_and_no_slot(engines: Engines, tmp_path: Path) -> None:
@@ -175,12 +176,11 @@ def test_a_failed_start_keeps_no_thread_busy(engines: Engines, tmp_path: Path) -
 
 
 def test_a_file_that_opens_slowly_holds_up_no_other(engines: Engines, tmp_path: Path) -> None:
-    engine = engines(copy_threads=2, faults="open:1:stall=400")
+    engine = engines(copy_threads=2, faults="open:1:stall=1000")
     slow = Save(engine, tmp_path / "slow", [Copy(random_bytes(ALIGNMENT), 0)])
     time.sleep(0.02)
-    begin = time.monotonic()
     save_whole(engine, tmp_path / "quick", [Copy(random_bytes(ALIGNMENT), 0)])
-    assert time.monotonic() - begin < 0.3
+    assert slow.status["reserved_at"] < 0
     slow.finish()
 
 
@@ -242,7 +242,22 @@ def test_signals_reach_the_thread_that_waits(engines: Engines, tmp_path: Path) -
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         while not rung and time.monotonic() - begin < 5:
             save.reaches(Milestone.STAGED, 0.1)
-        assert rung and rung[0] - begin < 0.5
+        assert rung and rung[0] - begin < 1.0
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_no_worker_waits_for_pythons_lock(engines: Engines, tmp_path: Path) -> None:
+    """Not even to let go of a save that Python dropped while it was under way."""
+    engine = engines(slot_bytes=ALIGNMENT, most_slots=2, write_threads=1, faults="write:0:stall=5")
+    dropped = Save(engine, tmp_path / "dropped", [Copy(random_bytes(ALIGNMENT), 0)])
+    dropped.append([Copy(random_bytes(ALIGNMENT), ALIGNMENT)])
+    dropped.job.close_input()
+    dropped.expect(Milestone.WRITTEN)
+    engine.finish(job=dropped.job, footer=FOOTER, offset=dropped.end)
+    save = Save(engine, tmp_path / "data", [Copy(random_bytes(10 * ALIGNMENT), 0)])
+    save.job.close_input()
+    del dropped
+    ctypes.PyDLL(None).usleep(1_000_000)  # keeps Python's lock
+    assert 0 < save.status["written_at"] < 0.9

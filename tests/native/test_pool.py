@@ -68,13 +68,12 @@ def test_a_small_save_takes_few_slots(engines: Engines, tmp_path: Path) -> None:
 
 
 def test_waiting_for_a_slot_is_counted(engines: Engines, tmp_path: Path) -> None:
-    engine = engines(slot_bytes=ALIGNMENT, most_slots=2, faults="write:0:stall=30")
-    save = Save(engine, tmp_path / "data", [Copy(random_bytes(12 * ALIGNMENT), 0)])
-    save.finish()
-    assert save.status["waited_for_slots"] > 0.05
-    free = Save(engines(most_slots=8), tmp_path / "free", [Copy(random_bytes(ALIGNMENT), 0)])
-    free.finish()
-    assert free.status["waited_for_slots"] < 0.05
+    engine = engines(slot_bytes=ALIGNMENT, most_slots=2, faults="write:0:stall=50")
+    first = save_whole(engine, tmp_path / "first", [Copy(random_bytes(ALIGNMENT), 0)])
+    crowded = save_whole(engine, tmp_path / "crowded", [Copy(random_bytes(16 * ALIGNMENT), 0)])
+    free = save_whole(engine, tmp_path / "free", [Copy(random_bytes(ALIGNMENT), 0)])
+    assert free.status["waited_for_slots"] < 0.1 < crowded.status["waited_for_slots"]
+    assert first.status["waited_for_slots"] > 0  # until there was a slot at all
 
 
 def test_memory_that_cannot_be_had_fails_the_save(engines: Engines, tmp_path: Path) -> None:

@@ -45,11 +45,11 @@ class Job:
     """Ranks that run. `wait` for them, or `kill` them."""
 
     def __init__(self, ask: Callable[..., dict[str, Any]], pids: list[int], logs: Path) -> None:
-        self._ask, self._pids, self._logs = ask, pids, logs
+        self._ask, self.pids, self._logs = ask, pids, logs
 
     def exits(self) -> list[int | None]:
         """One exit code a rank, None for those that still run."""
-        codes: list[int | None] = self._ask(do="poll", pids=self._pids)["exits"]
+        codes: list[int | None] = self._ask(do="poll", pids=self.pids)["exits"]
         return codes
 
     def log(self) -> str:
@@ -90,13 +90,13 @@ class Job:
 
     def kill(self) -> Outcome:
         """SIGKILL for every rank that still runs, at once."""
-        self._ask(do="signal", pids=self._pids, signal=int(signal.SIGKILL))
+        self._ask(do="signal", pids=self.pids, signal=int(signal.SIGKILL))
         while None in (codes := self.exits()):
             time.sleep(POLL_SECONDS)
         return Outcome([code for code in codes if code is not None], self.log())
 
     def _show_stacks(self) -> None:
-        self._ask(do="signal", pids=self._pids, signal=int(signal.SIGUSR1))
+        self._ask(do="signal", pids=self.pids, signal=int(signal.SIGUSR1))
         time.sleep(0.5)
 
 
@@ -133,6 +133,11 @@ class RankForge:
         assert self._parent.stdin is not None
         self._parent.stdin.close()
         self._parent.wait(timeout=30)
+
+    def kill(self) -> None:
+        """Ends the parent by SIGKILL; its ranks end with it."""
+        self._parent.kill()
+        self._parent.communicate()
 
     def start(
         self,

@@ -10,11 +10,12 @@ Requests, one per line, each answered by one line:
      "environment": {...}, "logs": path}           -> {"pids": [...]}
     {"do": "poll", "pids": [...]}                  -> {"exits": [code or null, ...]}
     {"do": "signal", "pids": [...], "signal": n}   -> {}
-An exit code is negative for a rank that a signal killed. When stdin ends, whatever still runs is
-killed.
+An exit code is negative for a rank that a signal killed. Whatever still runs is killed when stdin
+ends, or this process does.
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 Request = dict[str, Any]
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 @dataclass
@@ -41,6 +43,7 @@ class Rank:
     def enter(self) -> None:
         """Leaves the parent: a process group, an output file and an environment of its own."""
         os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))  # however the parent ends
         log = (Path(self.request["logs"]) / f"rank{self.rank}.log").open("a")
         with open(os.devnull) as nothing:
             for stream, file in ((sys.stdin, nothing), (sys.stdout, log), (sys.stderr, log)):

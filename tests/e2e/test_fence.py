@@ -1,0 +1,34 @@
+"""In Megatron's loop the next optimizer step waits for slow copies, and none of what it changes is saved."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import STEPS, Reference
+from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
+
+SAVED_AT = 3
+
+
+@pytest.mark.parametrize("layout", ["tp2", "dp2"])
+def test_steps_behind_a_slow_copy_do_not_reach_the_checkpoint(
+    layout: str, pretraining: Pretraining, reference: Reference, tmp_path: Path
+) -> None:
+    checkpoints, report = Checkpoints(tmp_path / "checkpoints"), tmp_path / "report.jsonl"
+    common = [*LAYOUTS[layout], "--train-iters", str(STEPS), "--ckpt-format", "datastates"]
+    slow = ["--async-save", "--save-interval", str(SAVED_AT), "--datastates-copy-limit", "700kB"]
+    saved = pretraining.run(
+        *common, *slow, "--save", checkpoints.root, "--datastates-report-file", report, timeout_seconds=120
+    )
+    assert saved.differences(reference(layout)) == []
+    (checkpoints.root / "latest_checkpointed_iteration.txt").write_text(str(SAVED_AT))
+
+    resumed = pretraining.run(*common, "--load", checkpoints.root)
+
+    assert resumed.resumed_from(reference(layout)) == SAVED_AT
+    assert resumed.differences(reference(layout)) == []
+    first = json.loads(report.read_text().splitlines()[0])
+    assert first["iteration"] == SAVED_AT
+    assert first["lazy_bytes"] > 100 * first["eager_bytes"], "parameters and optimizer state are lazy"
+    assert first["fence_ms"] > 0, "the copy has to be slow enough for the step to wait, or this shows nothing"

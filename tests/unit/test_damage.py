@@ -1,0 +1,257 @@
+"""Damaged, missing and exchanged files: load and verify find them, with the file, the offset and the key."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_datastates.errors import CorruptDataError, DataStatesError, FormatError, StorageError
+from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.verify import verify
+from tests.unit.states import OPTIONS, bits, data_files, new_saver, random_tensor, save
+
+REGION = 4096
+TENSORS = {
+    "first": random_tensor(torch.uint8, (600_000,), 1),
+    "second": random_tensor(torch.uint8, (500_000,), 2),
+    "third": random_tensor(torch.float32, (1000, 40), 3),
+}
+OBJECTS = {"common": {"args": "x" * 20_000}}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("good") / "c"
+    saver = new_saver()
+    save(saver, directory, TENSORS, OBJECTS)
+    saver.close()
+    return directory
+
+
+@pytest.fixture
+def spoiled(good, tmp_path) -> Path:
+    """A copy to be damaged."""
+    return Path(shutil.copytree(good, tmp_path / "c"))
+
+
+def load_everything(directory: Path) -> None:
+    checkpoint = Checkpoint.open(directory, OPTIONS)
+    for key in checkpoint.index.tensors:
+        checkpoint.read_tensor(key)
+    checkpoint.read_objects(checkpoint.index.objects)
+
+
+def error_of_load(directory: Path) -> DataStatesError:
+    with pytest.raises(DataStatesError) as caught:
+        load_everything(directory)
+    return caught.value
+
+
+def with_flips(path: Path, step: int) -> Iterator[int]:
+    """Turns one bit in every `step` bytes of the file, one at a time, and gives where."""
+    random = np.random.default_rng(0)
+    data = np.memmap(path, np.uint8, "r+")
+    for start in range(len(data)):
+        at = start + int(random.integers(min(step, len(data) - start)))
+        bit = np.uint8(1 << int(random.integers(8)))
+        for turn in (True, False):
+            data[at] ^= bit
+            data.flush()
+            if turn:
+                yield at
+
+
+def keys_in_block(directory: Path, at: int) -> set[str]:
+    checkpoint = Checkpoint.open(directory, OPTIONS)
+    places = {key: extent for key in TENSORS for _, extent in checkpoint.index.tensor(key).fragments(key)}
+    places |= checkpoint.footer(0).objects
+    begin = at // BLOCK_BYTES * BLOCK_BYTES
+    end = begin + BLOCK_BYTES
+    return {key for key, e in places.items() if e.offset < end and e.offset + e.bytes > begin}
+
+
+def test_a_flipped_bit_anywhere_is_found_and_named(good, spoiled):
+    (path,) = data_files(spoiled)
+    footer_offset = Checkpoint.open(good, OPTIONS).manifest.files[0].footer_offset
+    assert footer_offset > BLOCK_BYTES
+    for at in with_flips(path, REGION):
+        texts = [str(error_of_load(spoiled)), *verify(spoiled, options=OPTIONS).faults]
+        assert len(texts) == (3 if at < REGION else 2), texts  # damage of the header is told twice
+        assert all(str(path) in text for text in texts)
+        if at >= footer_offset:
+            assert all("footer" in text or "last bytes" in text for text in texts), texts
+            continue
+        for text in (texts[0], texts[-1]):
+            assert re.search(rf"byte offset {at // BLOCK_BYTES * BLOCK_BYTES}\b", text), (at, text)
+            assert {key for key in [*TENSORS, *OBJECTS] if key in text} == keys_in_block(good, at)
+    load_everything(spoiled)  # so it was the flip that was found, each time
+
+
+def test_verify_lists_every_corrupt_block(spoiled):
+    (path,) = data_files(spoiled)
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    data[BLOCK_BYTES + 5000] ^= 1
+    path.write_bytes(data)
+    assert [f"byte offset {block * BLOCK_BYTES} " in fault for block, fault in
+            enumerate(verify(spoiled, options=OPTIONS).faults)] == [True, True]  # fmt: skip
+
+
+def test_a_quick_verify_looks_at_no_data(spoiled):
+    (path,) = data_files(spoiled)
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+    assert verify(spoiled, quick=True, options=OPTIONS).good
+
+
+def test_tensors_in_sound_blocks_are_still_read(spoiled):
+    (path,) = data_files(spoiled)
+    data = bytearray(path.read_bytes())
+    data[BLOCK_BYTES + 200_000] ^= 1
+    path.write_bytes(data)
+    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    assert bits(checkpoint.read_tensor("first")) == bits(TENSORS["first"])
+    with pytest.raises(CorruptDataError, match="third"):
+        checkpoint.read_tensor("third")
+
+
+def test_nothing_of_a_corrupt_block_is_delivered(spoiled, monkeypatch):
+    (path,) = data_files(spoiled)
+    data = bytearray(path.read_bytes())
+    data[4096] ^= 1
+    path.write_bytes(data)
+    targets: list[torch.Tensor] = []
+    monkeypatch.setattr(torch, "empty", lambda *a, **k: targets.append(torch.zeros(*a, **k)) or targets[-1])
+    with pytest.raises(CorruptDataError):
+        Checkpoint.open(spoiled, OPTIONS).read_tensor("first")
+    assert not targets[0].any()
+
+
+# -- files ------------------------------------------------------------------------------------------------
+
+
+def both(directory: Path, pattern: str, error: type[Exception]) -> None:
+    """Load raises, and verify tells, what the pattern says."""
+    found = error_of_load(directory)
+    assert isinstance(found, error), repr(found)
+    assert re.search(pattern, str(found)), str(found)
+    faults = verify(directory, options=OPTIONS).faults
+    assert any(re.search(pattern, fault) for fault in faults), faults
+
+
+def test_a_missing_data_file_is_named(spoiled):
+    (path,) = data_files(spoiled)
+    path.unlink()
+    both(spoiled, f"{path} cannot be opened: No such file", StorageError)
+
+
+@pytest.mark.parametrize("cut", [1, 4095, 4096, 100_000, 1_100_000])
+def test_a_truncated_data_file_is_named_with_both_sizes(spoiled, cut):
+    (path,) = data_files(spoiled)
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.truncate(size - cut)
+    both(spoiled, f"{path} has {size - cut} bytes, its manifest says {size}", StorageError)
+
+
+def test_an_empty_data_file_is_named(spoiled):
+    (path,) = data_files(spoiled)
+    path.write_bytes(b"")
+    both(spoiled, f"{path} has 0 bytes", StorageError)
+
+
+def test_a_longer_data_file_is_named(spoiled):
+    (path,) = data_files(spoiled)
+    path.write_bytes(path.read_bytes() + b"\0")
+    both(spoiled, f"{path} has .* truncated or replaced", StorageError)
+
+
+def test_a_data_file_that_was_never_sealed_is_named(spoiled):
+    (path,) = data_files(spoiled)
+    path.write_bytes(bytes(path.stat().st_size))
+    both(spoiled, f"{path} has no footer at its end: it was never sealed", FormatError)
+
+
+def test_a_data_file_of_another_save_is_told_from_damage(spoiled, tmp_path):
+    (path,) = data_files(spoiled)
+    saver = new_saver()
+    save(saver, tmp_path / "other", TENSORS, OBJECTS)
+    saver.close()
+    other = data_files(tmp_path / "other")[0]
+    shutil.copy(other, path)
+    both(spoiled, f"{path} belongs to save {other.name.split('-', 2)[2][:16]}-1, rank 0", StorageError)
+
+
+def test_a_valid_footer_that_is_not_the_published_one_is_refused(spoiled):
+    (path,) = data_files(spoiled)
+    footer = Checkpoint.open(spoiled, OPTIONS).footer(0)
+    forged = dataclasses.replace(footer, layout_hash=b"another layout..").encode()
+    path.write_bytes(path.read_bytes()[: footer.data_bytes] + forged)
+    both(spoiled, f"{path} has a footer of checksum .*its manifest says {footer.crc:08x}", StorageError)
+
+
+def test_a_flipped_bit_anywhere_in_the_index_is_found(spoiled):
+    (path,) = spoiled.glob("index-*")
+    data = path.read_bytes()
+    for at in range(len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
+        with pytest.raises(FormatError, match=f"{path} is damaged: its size or SHA-256 differs"):
+            Checkpoint.open(spoiled, OPTIONS)
+
+
+def test_a_truncated_index_is_found(spoiled):
+    (path,) = spoiled.glob("index-*")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(FormatError, match=f"{path} is damaged"):
+        Checkpoint.open(spoiled, OPTIONS)
+
+
+def test_a_missing_index_is_named(spoiled):
+    (path,) = spoiled.glob("index-*")
+    path.unlink()
+    with pytest.raises(StorageError, match=f"cannot read {path}: No such file"):
+        Checkpoint.open(spoiled, OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda d: b"", lambda d: d[:-1], lambda d: d.replace(b'"rank": 0', b'"rank": 1')]
+)
+def test_a_damaged_manifest_is_named(spoiled, damage: Callable[[bytes], bytes]):
+    path = spoiled / MANIFEST_NAME
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(FormatError, match=f"{path} "):
+        Checkpoint.open(spoiled, OPTIONS)
+
+
+# -- checksums --------------------------------------------------------------------------------------------
+
+
+def test_without_checksums_a_save_is_read_and_verify_says_so(tmp_path):
+    saver = new_saver(checksums=False)
+    save(saver, tmp_path / "c", TENSORS, OBJECTS)
+    saver.close()
+    load_everything(tmp_path / "c")
+    checkpoint = Checkpoint.open(tmp_path / "c", OPTIONS)
+    assert checkpoint.footer(0).block_checksums == b""
+    assert bits(checkpoint.read_tensor("third")) == bits(TENSORS["third"])
+    verdict = verify(tmp_path / "c", options=OPTIONS)
+    assert (verdict.good, verdict.unchecked_files, verdict.bytes_checked) == (True, 1, 0)
+
+
+def test_checksums_switched_off_at_load_are_not_looked_at(spoiled):
+    (path,) = data_files(spoiled)
+    data = bytearray(path.read_bytes())
+    data[4096] ^= 1
+    path.write_bytes(data)
+    checkpoint = Checkpoint.open(spoiled, dataclasses.replace(OPTIONS, checksums=False))
+    assert bits(checkpoint.read_tensor("second")) == bits(TENSORS["second"])
+    assert not verify(spoiled, options=dataclasses.replace(OPTIONS, checksums=False)).good
