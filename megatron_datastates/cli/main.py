@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+from megatron_datastates.config import ENVIRONMENT_PREFIX, Options
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.pipeline.load import Checkpoint, find_published
 from megatron_datastates.pipeline.verify import Verdict
@@ -104,6 +105,18 @@ def _row(iteration: int, path: Path) -> dict[str, Any]:
         "ranks": manifest.world_size,
         "parallel": manifest.parallel,
     }
+
+
+@app.command("options")
+def list_options() -> None:
+    """List the --datastates-* options of training runs.
+
+    Example: datastates options
+    """
+    for name, spec in Options.specs().items():
+        print(f"--datastates-{name.replace('_', '-')} {spec.metavar}")
+        print(f"    {spec.help.replace('%%', '%')}")
+    print(f"Each has a twin in the environment: {ENVIRONMENT_PREFIX}SLOT_SIZE=8MiB, and so on.")
 
 
 def _cannot(error: Exception) -> NoReturn:

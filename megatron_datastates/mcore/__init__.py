@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from megatron_datastates.mcore.autoload import autoload
+from megatron_datastates.mcore.activation import autoload
 
 if TYPE_CHECKING:
     from megatron_datastates.mcore.fences import fence

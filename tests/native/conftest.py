@@ -1,5 +1,7 @@
 """Fixtures of the native tests: engines that are closed in time, and the fake CUDA driver."""
 
+import functools
+import gc
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,11 +12,12 @@ from megatron_datastates.engine import _native as native
 from tests.native.fake_cuda.driver import FakeCuda, build
 from tests.native.harness import KEPT, make_engine
 
+Engines = Callable[..., native.Engine]
 CLOSING_SECONDS = 5.0  # however a test leaves an engine
 
 
 @pytest.fixture
-def engines() -> Iterator[Callable[..., native.Engine]]:
+def engines() -> Iterator[Engines]:
     """Makes engines (see harness.make_engine); each must close quickly at the end of the test."""
     made = []
 
@@ -36,24 +39,20 @@ def fake_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def fake_driver(fake_library: Path) -> Iterator[FakeCuda]:
-    """Without the engines' closing before its end, for which there is `cuda`."""
+def cuda(fake_library: Path) -> Iterator[FakeCuda]:
+    """The fake driver, with a context on this thread; at the end of a test nothing of it may be left."""
     driver = FakeCuda(fake_library)
     yield driver
+    gc.collect()
+    left = driver.live_events, driver.live_streams, driver.registered_bytes
+    misuse = [line for line in driver.log() if line.startswith("misuse")]
     driver.close()
+    assert left == (0, 0, 0)  # events, streams, bytes
+    assert misuse == []
 
 
 @pytest.fixture
-def cuda(fake_driver: FakeCuda, engines: Callable[..., native.Engine]) -> Iterator[FakeCuda]:
-    """The fake driver, with a context on this thread; at the end of the test nothing of it may be left."""
-    made = []
-    fake_driver.engine = lambda **options: (
-        made.append(engines(driver=fake_driver.path, **options)) or made[-1]
-    )
-    yield fake_driver
-    fake_driver.let_go()
-    for engine in made:
-        engine.close()
-    gc.collect()
-    assert (fake_driver.live_events, fake_driver.live_streams, fake_driver.registered_bytes) == (0, 0, 0)
-    assert [line for line in fake_driver.log() if line.startswith("misuse")] == []
+def device_engines(cuda: FakeCuda, engines: Engines) -> Iterator[Engines]:
+    """Engines on the fake driver."""
+    yield functools.partial(engines, driver=cuda.path)
+    cuda.let_go()  # whatever a failed test held, or its engine could not close

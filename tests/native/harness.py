@@ -4,6 +4,7 @@ save from start to durable file.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -157,6 +158,16 @@ def save_whole(engine: native.Engine, path: Path, copies: Sequence[Copy], **opti
     save.finish()
     save.assert_stored()
     return save
+
+
+def descriptors_of(path: Path) -> list[int]:
+    """This process's own, of a file that is open."""
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing itself is gone
+            if str(link.readlink()) == str(path):
+                found.append(int(link.name))
+    return found
 
 
 def eventually(condition: Callable[[], object], what: str) -> None:

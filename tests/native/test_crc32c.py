@@ -59,8 +59,9 @@ def crc_at(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], tup
     source, library = folder / "at.cc", folder / "libat.so"
     source.write_text(
         '#include "engine/crc32c.h"\n'
-        'extern "C" unsigned fast(const void* at, size_t n) { return datastates::Crc32c(0, at, n); }\n'
-        'extern "C" unsigned slow(const void* at, size_t n) { return datastates::Crc32cByTables(0, at, n); }\n'
+        "using namespace datastates;\n"
+        'extern "C" unsigned fast(const void* at, size_t n) { return Crc32c(0, at, n); }\n'
+        'extern "C" unsigned slow(const void* at, size_t n) { return Crc32cByTables(0, at, n); }\n'
     )
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     flags = ["-std=c++17", "-O1", "-shared", "-fPIC", f"-I{CUDA}"]

@@ -18,7 +18,7 @@ from tests.native.harness import (
     MIB,
     Copy,
     Save,
-    eventually,
+    descriptors_of,
     random_bytes,
     save_whole,
 )
@@ -29,16 +29,9 @@ COPIES = [Copy(random_bytes(300 * KIB), 0)]
 
 def open_flags(path: Path) -> list[int]:
     """Of each descriptor that this process has of the file."""
-    found = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        try:
-            target = os.readlink(f"/proc/self/fd/{descriptor}")
-        except OSError:
-            continue
-        if target == str(path):
-            lines = Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines()
-            found += [int(line.split()[1], 8) for line in lines if line.startswith("flags")]
-    return found
+    texts = [Path(f"/proc/self/fdinfo/{number}").read_text() for number in descriptors_of(path)]
+    lines = [line for text in texts for line in text.splitlines() if line.startswith("flags")]
+    return [int(line.split()[1], 8) for line in lines]
 
 
 @pytest.fixture
@@ -160,6 +153,13 @@ def test_a_full_disk_is_found_before_the_first_copy(engines: Engines, tmp_path: 
     assert not save.path.exists()
 
 
+def test_where_space_cannot_be_reserved_the_free_space_must_do(engines: Engines, tmp_path: Path) -> None:
+    engine = engines(faults="reserve:0:EOPNOTSUPP")
+    save_whole(engine, tmp_path / "data", COPIES)
+    save = Save(engine, tmp_path / "huge", COPIES, reserve=1 << 60)
+    assert save.failure().startswith("reserve") and os.strerror(errno.ENOSPC) in save.error
+
+
 def test_an_interrupted_reservation_is_repeated(engines: Engines, tmp_path: Path) -> None:
     """tmpfs gives up fallocate for any signal."""
     save_whole(engines(faults="reserve:1:EINTR,reserve:2:EINTR"), tmp_path / "data", COPIES)
@@ -235,4 +235,4 @@ def test_counters_tell_what_was_moved(engines: Engines, tmp_path: Path) -> None:
     assert status["bytes_planned"] == status["bytes_copied"] == status["bytes_written"] == save.end
     times = [status[f"{name}_at"] for name in ("reserved", "staged", "copied", "written", "durable")]
     assert times == sorted(times) and times[0] > 0
-    eventually(lambda: save.reaches(Milestone.RELEASED, 0), "everything is released")
+    save.expect(Milestone.RELEASED)

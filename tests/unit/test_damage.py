@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -57,16 +58,14 @@ def error_of_load(directory: Path) -> DataStatesError:
 
 def with_flips(path: Path, step: int) -> Iterator[int]:
     """Turns one bit in every `step` bytes of the file, one at a time, and gives where."""
-    random = np.random.default_rng(0)
-    data = np.memmap(path, np.uint8, "r+")
-    for start in range(len(data)):
-        at = start + int(random.integers(min(step, len(data) - start)))
-        bit = np.uint8(1 << int(random.integers(8)))
-        for turn in (True, False):
-            data[at] ^= bit
-            data.flush()
-            if turn:
-                yield at
+    random, data = np.random.default_rng(0), path.read_bytes()
+    with path.open("r+b", buffering=0) as file:
+        for start in range(0, len(data), step):
+            at = start + int(random.integers(min(step, len(data) - start)))
+            for value in (data[at] ^ 1 << int(random.integers(8)), data[at]):
+                os.pwrite(file.fileno(), bytes([value]), at)
+                if value != data[at]:
+                    yield at
 
 
 def keys_in_block(directory: Path, at: int) -> set[str]:

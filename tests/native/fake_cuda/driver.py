@@ -125,6 +125,14 @@ class FakeCuda:
                 return buffer.raw[:size].decode().splitlines()
             room = size
 
+    def calls(self, name: str) -> list[str]:
+        """The arguments of every call of a function so far."""
+        return [line.removeprefix(name).strip() for line in self.log() if line.split()[0] == name]
+
+    def let_go(self) -> None:
+        """Takes all orders back."""
+        self._library.fake_let_go()
+
     def close(self) -> None:
         for stream in self._streams:
             self._library.fake_drop_stream(ctypes.c_void_p(stream))

@@ -52,8 +52,10 @@ int Init(unsigned) { return Enter("cuInit", "", kNothing); }
 
 int ErrorString(int code, const char** text) {
   static const std::map<int, const char*> texts = {
-      {kInvalidValue, "invalid argument"}, {kInvalidContext, "invalid device context"},
-      {700, "an illegal memory access was encountered"}, {719, "unspecified launch failure"},
+      {kInvalidValue, "invalid argument"},
+      {kInvalidContext, "invalid device context"},
+      {700, "an illegal memory access was encountered"},
+      {719, "unspecified launch failure"},
       {kStreamCaptureUnsupported, "operation not permitted when stream is capturing"}};
   auto found = texts.find(code);
   *text = found == texts.end() ? nullptr : found->second;
@@ -220,6 +222,7 @@ int cuGetProcAddress_v2(const char* name, void** function, int, unsigned long lo
 // -- the trainer's side -------------------------------------------------------------------------------
 
 void* fake_new_context() {
+  MakeStream(nullptr);
   World& world = TheWorld();
   Lock lock(world.mutex);
   std::string name;
@@ -242,7 +245,9 @@ void fake_launch_fill(void* stream, void* target, int value, size_t bytes, int m
   });
 }
 
-void fake_synchronize(void* stream) { Await(Enqueue(stream, [] {})); }
+void fake_synchronize(void* stream) {
+  Await(Enqueue(stream, [] {}));
+}
 
 int fake_is_idle(void* stream) {
   World& world = TheWorld();
@@ -295,7 +300,7 @@ void fake_capture(int capturing) {
 
 long fake_live_streams() {
   Lock lock(TheWorld().mutex);
-  return static_cast<long>(TheWorld().streams.size());
+  return static_cast<long>(TheWorld().streams.size() - TheWorld().streams.count(nullptr));
 }
 
 long fake_live_events() {
@@ -320,8 +325,8 @@ size_t fake_log(size_t first, char* buffer, size_t room) {
   return text.size();
 }
 
-// Forgets all orders, lets everything run out and joins what was destroyed.
-void fake_reset() {
+// Forgets all orders, so that everything runs out.
+void fake_let_go() {
   World& world = TheWorld();
   Lock lock(world.mutex);
   world.faults.clear();
@@ -333,6 +338,13 @@ void fake_reset() {
   for (const auto& [handle, stream] : world.streams) stream->held = false;
   for (const auto& stream : world.retired) stream->held = false;
   world.changed.notify_all();
+}
+
+// Also joins the streams that were destroyed, and clears the log.
+void fake_reset() {
+  fake_let_go();
+  World& world = TheWorld();
+  Lock lock(world.mutex);
   const auto retired = std::move(world.retired);
   world.retired.clear();
   lock.unlock();

@@ -35,7 +35,14 @@ void* MakeStream(const char* kind) {
   World& world = TheWorld();
   Lock lock(world.mutex);
   auto stream = std::make_shared<Stream>();
-  void* handle = NewHandle(world, kind, &stream->name);
+  void* handle = nullptr;  // the default stream's
+  if (kind != nullptr) {
+    handle = NewHandle(world, kind, &stream->name);
+  } else if (world.streams.count(nullptr)) {
+    return nullptr;
+  } else {
+    stream->name = "default";
+  }
   stream->thread = std::thread(Run, stream.get());
   world.streams[handle] = std::move(stream);
   return handle;

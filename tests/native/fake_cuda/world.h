@@ -69,7 +69,7 @@ World& TheWorld();
 void* NewHandle(World& world, const char* kind, std::string* name);  // with the lock
 
 // All of these take the lock.
-void* MakeStream(const char* kind);
+void* MakeStream(const char* kind);  // null: the default stream, unless it is there
 bool RetireStream(void* handle);
 // Queues work behind everything the stream was given before. Null for a handle that is no stream.
 std::shared_ptr<Mark> Enqueue(void* stream, std::function<void()> work);

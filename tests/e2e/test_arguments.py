@@ -1,0 +1,101 @@
+"""Megatron's command line with our format: what is accepted, refused and explained."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import Outcome, RankForge
+from tests.support.tiny import RECIPES
+
+TINY = (RECIPES / "tiny.args").read_text().split()
+
+
+@pytest.fixture
+def parse(forge: RankForge, tmp_path: Path):
+    def run(*arguments: str, environment: dict[str, str] | None = None) -> Outcome:
+        job = forge.start(
+            "tiny_rank:main",
+            ranks=1,
+            logs=tmp_path,
+            arguments=[[*TINY, "--ckpt-format", "datastates", *arguments], str(tmp_path)],
+            environment=environment,
+        )
+        return job.wait(60)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("--datastates-slot-size", "3000000", "a multiple of 1MiB, from 1MiB to 1GiB"),
+        ("--datastates-staging-memory", "a lot", "2GiB, 500MB or 4096"),
+        ("--datastates-staging-memory", "1MiB", "at least 8MiB"),
+        ("--datastates-on-failure", "ignore", "raise or warn"),
+        ("--datastates-direct-io", "maybe", "on or off"),
+        ("--datastates-write-threads", "0", "from 1 to 64"),
+        ("--datastates-fence-deadline", "-1", "a number of seconds above 0"),
+    ],
+)
+def test_value_that_an_option_does_not_take_is_refused_with_the_range(
+    parse, option: str, value: str, allowed: str
+) -> None:
+    outcome = parse(option, value)
+    assert outcome.exits == [2]
+    assert f"argument {option}: " in outcome.log and value in outcome.log and allowed in outcome.log
+
+
+def test_option_that_does_not_exist_is_refused(parse) -> None:
+    outcome = parse("--datastates-slot-sizes", "4MiB")
+    assert outcome.exits == [2]
+    assert "--datastates-slot-sizes" in outcome.log
+
+
+def test_environment_twin_is_refused_by_its_name(parse) -> None:
+    outcome = parse(environment={"MEGATRON_DATASTATES_SLOT_SIZE": "3"})
+    assert outcome.exits == [1]
+    assert "MEGATRON_DATASTATES_SLOT_SIZE='3'" in outcome.log and "a multiple of 1MiB" in outcome.log
+
+
+def test_help_explains_format_and_options(forge: RankForge, tmp_path: Path) -> None:
+    shown = " ".join(forge.run("help_rank:main", ranks=1, logs=tmp_path).succeeded().log.split())
+    assert "torch_dist,torch_dcp,fsdp_dtensor,datastates}" in shown
+    assert "--datastates-staging-memory SIZE" in shown and "25% of the free memory" in shown
+
+
+def test_object_store_is_refused(parse, tmp_path: Path) -> None:
+    outcome = parse("--save", "msc://bucket/run")
+    assert outcome.exits == [1]
+    assert "msc://bucket/run" in outcome.log and "file systems only" in outcome.log
+
+
+def test_async_save_stays_on_without_a_worker(parse, tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path / "ck"), "--save-interval", "2", "--train-iters", "2"]
+    for worker in ([], ["--use-persistent-ckpt-worker"]):
+        outcome = parse(*save, "--async-save", "--tensor-model-parallel-size", "1", *worker).succeeded()
+        assert "scheduled an async checkpoint save at iteration       2" in outcome.log
+        assert "Starting Async Caller" not in outcome.log
+        assert (tmp_path / "ck" / "iter_0000002" / "datastates.manifest").exists()
+
+
+def test_failed_save_warns_and_training_goes_on(parse, tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path / "ck"), "--save-interval", "2", "--train-iters", "6"]
+    first_write_fails = {"MEGATRON_DATASTATES_FAULTS": "write:1:EIO"}
+    for mode in ([], ["--async-save"]):
+        outcome = parse(*save, *mode, "--datastates-on-failure", "warn", environment=first_write_fails)
+        outcome.succeeded()
+        assert "rank 0: write" in outcome.log and "Training goes on" in outcome.log
+        published = sorted(path.parent.name for path in tmp_path.glob("ck/iter_*/datastates.manifest"))
+        assert published == ["iter_0000004", "iter_0000006"]
+        assert (tmp_path / "ck" / "latest_checkpointed_iteration.txt").read_text() == "6"
+        for path in tmp_path.glob("ck/iter_*/*"):
+            path.unlink()
+
+
+def test_failed_save_ends_training_by_default(parse, tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path / "ck"), "--save-interval", "2", "--train-iters", "6"]
+    outcome = parse(*save, "--async-save", environment={"MEGATRON_DATASTATES_FAULTS": "reserve:1:ENOSPC"})
+    assert outcome.exits == [1]
+    assert "No space left on device" in outcome.log and "Nothing was published" in outcome.log
+    assert list(tmp_path.glob("ck/iter_*/*")) == []
+    assert not (tmp_path / "ck" / "latest_checkpointed_iteration.txt").exists()

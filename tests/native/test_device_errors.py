@@ -1,0 +1,205 @@
+"""A device that fails, or a driver that is not there: the save fails with a clear word, and nothing else."""
+
+import ctypes.util
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_datastates.engine import _native as native
+from megatron_datastates.engine._native import Milestone
+from tests.native.fake_cuda.driver import LAUNCH_FAILURE, FakeCuda
+from tests.native.harness import ALIGNMENT, KIB, Copy, Save, eventually, random_bytes, save_whole
+
+Engines = Callable[..., native.Engine]
+SLOT = 64 * KIB
+
+
+def shard(slots: int = 8) -> list[Copy]:
+    return [Copy(random_bytes(slots * SLOT), 0, device=True)]
+
+
+@pytest.mark.parametrize(
+    "call", ["cuMemcpyDtoHAsync", "cuEventSynchronize", "cuEventRecord", "cuEventCreate"]
+)
+def test_an_error_in_mid_save_fails_it_and_leaves_room_for_the_next(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, call: str
+) -> None:
+    engine, stream = device_engines(most_slots=2), cuda.new_stream()
+    save_whole(engine, tmp_path / "first", shard(), stream=stream)
+    cuda.fail(call, nth=4)
+    save = Save(engine, tmp_path / "failed", shard(), stream=stream)
+    error = save.failure()
+    assert call in error and "an illegal memory access was encountered" in error and "700" in error
+    save.job.remove()
+    save_whole(engine, tmp_path / "next", shard(), stream=stream)
+    assert sorted(os.listdir(tmp_path)) == ["first", "next"]
+
+
+@pytest.mark.parametrize("call", ["cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"])
+def test_a_worker_that_cannot_enter_the_context_fails_the_save(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, call: str
+) -> None:
+    cuda.fail(call, nth=0)
+    save = Save(device_engines(), tmp_path / "data", shard(), stream=cuda.new_stream())
+    assert call in save.failure()
+    cuda.let_go()
+
+
+def test_a_device_that_is_lost_fails_every_save_but_hangs_none(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    engine, stream = device_engines(most_slots=2), cuda.new_stream()
+    save_whole(engine, tmp_path / "first", shard(), stream=stream)
+    save = Save(engine, tmp_path / "failed", shard(), stream=stream)
+    calls = ("cuMemcpyDtoHAsync", "cuEventRecord", "cuEventSynchronize", "cuStreamWaitEvent", "cuEventCreate")
+    for call in calls:
+        cuda.fail(call, nth=0, code=LAUNCH_FAILURE)
+    assert "unspecified launch failure" in save.failure()
+    with pytest.raises(OSError, match="unspecified launch failure"):
+        Save(engine, tmp_path / "later", shard(), stream=stream)
+    begin = time.monotonic()
+    engine.close()
+    assert time.monotonic() - begin < 2
+
+
+@pytest.mark.parametrize("call", ["cuStreamWaitEvent", "cuEventRecord", "cuEventCreate"])
+def test_a_save_whose_order_cannot_be_had_does_not_start(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, call: str
+) -> None:
+    engine, stream = device_engines(), cuda.new_stream()
+    cuda.fail(call)
+    with pytest.raises(OSError, match=call):
+        Save(engine, tmp_path / "data", shard(), stream=stream)
+    assert os.listdir(tmp_path) == []
+    save_whole(engine, tmp_path / "next", shard(), stream=stream)
+
+
+def test_a_trainer_that_cannot_be_held_back_fails_the_save_quietly(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    """No exception: every rank must come to the next agreement."""
+    stream = cuda.new_stream()
+    save = Save(device_engines(most_slots=16), tmp_path / "data", shard(), stream=stream)
+    save.expect(Milestone.STAGED)
+    cuda.fail("cuStreamWaitEvent")
+    save.job.hold_back(stream, False)
+    assert "cuStreamWaitEvent" in save.failure()
+
+
+def test_a_failed_copy_does_not_give_its_slot_away_too_soon(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    """Copies enqueued before the error still write to the slot; the next save must not have it by then."""
+    engine = device_engines(slot_bytes=ALIGNMENT, most_slots=1, copy_threads=1)
+    stream, memory = cuda.new_stream(), random_bytes(1 << 16)
+    tiny = [Copy(memory[i * 100 : i * 100 + 64], i * 64, device=True) for i in range(64)]
+    save_whole(engine, tmp_path / "warm", tiny, stream=stream)
+    cuda.delay_copies(seconds=0.01)
+    cuda.fail("cuMemcpyDtoHAsync", nth=30)
+    failed = Save(engine, tmp_path / "failed", tiny, stream=stream)
+    save = save_whole(engine, tmp_path / "next", [Copy(random_bytes(ALIGNMENT, 5), 0)])
+    assert "cuMemcpyDtoHAsync" in failed.failure()
+    assert save.status["staged_at"] > 0
+
+
+def test_a_cancelled_save_waits_for_the_device_before_it_lets_go(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    engine, trainer = device_engines(most_slots=2), cuda.new_stream()
+    cuda.hold_stream(trainer)
+    save = Save(engine, tmp_path / "data", shard(), stream=trainer)
+    eventually(lambda: len(cuda.calls("cuMemcpyDtoHAsync")) == 2, "both slots are being copied to")
+    save.job.cancel("enough")
+    assert not save.reaches(Milestone.RELEASED, 0.1)
+    cuda.release_stream(trainer)
+    assert save.failure() == "cancelled: enough"
+    save.job.remove()
+    save_whole(engine, tmp_path / "next", shard(), stream=trainer)
+
+
+def test_closing_beside_a_slow_device_joins_soon(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    cuda.delay_copies(seconds=0.1)
+    engine = device_engines(most_slots=4)
+    save = Save(engine, tmp_path / "data", shard(100), stream=cuda.new_stream())
+    eventually(lambda: save.status["bytes_copied"] > 0, "the first slot is copied")
+    begin = time.monotonic()
+    engine.close()
+    assert time.monotonic() - begin < 2
+    assert "closed" in save.failure()
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_memory_that_cannot_be_page_locked_still_serves(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, nth: int
+) -> None:
+    """And the pool grows on."""
+    cuda.fail("cuMemHostRegister", nth=nth)
+    slot = 32 << 20  # two to a segment
+    engine = device_engines(slot_bytes=slot, most_slots=4)
+    save_whole(engine, tmp_path / "data", shard(), reserve=8 * slot, stream=cuda.new_stream())
+    eventually(lambda: engine.slots() == 4, "four slots in two segments")
+
+
+# -- drivers that cannot be used --------------------------------------------------------------------------
+
+
+def test_host_memory_needs_no_driver(engines: Engines, tmp_path: Path) -> None:
+    save_whole(engines(driver="libnothing.so"), tmp_path / "data", [Copy(random_bytes(100), 0)])
+
+
+def test_a_missing_driver_is_told(engines: Engines, tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=r"open the CUDA driver libnothing\.so.*GPU cannot be saved"):
+        Save(engines(driver="libnothing.so"), tmp_path / "data", shard())
+
+
+def test_a_driver_older_than_the_looking_up_of_versions_is_told(engines: Engines, tmp_path: Path) -> None:
+    other = ctypes.util.find_library("m")
+    if other is None:
+        pytest.skip("no other library to open")
+    with pytest.raises(OSError, match=r"cuGetProcAddress_v2: CUDA 12\.0 or newer is needed"):
+        Save(engines(driver=other), tmp_path / "data", shard())
+
+
+@pytest.mark.parametrize("name", ["cuInit", "cuMemcpyDtoHAsync", "cuMemHostUnregister"])
+def test_a_driver_without_a_function_is_told(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, name: str
+) -> None:
+    cuda.hide(name)
+    engine = device_engines()
+    with pytest.raises(OSError, match=rf"look up {name}: .*too old"):
+        Save(engine, tmp_path / "data", shard())
+    cuda.let_go()
+    save_whole(engine, tmp_path / "data", shard(), stream=cuda.new_stream())
+
+
+@pytest.mark.parametrize("call", ["cuInit", "cuCtxGetCurrent", "cuStreamCreateWithPriority"])
+def test_a_driver_that_fails_at_first_can_be_tried_again(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, call: str
+) -> None:
+    engine = device_engines()
+    cuda.fail(call)
+    with pytest.raises(OSError, match=call):
+        Save(engine, tmp_path / "data", shard())
+    save_whole(engine, tmp_path / "data", shard(), stream=cuda.new_stream())
+
+
+def test_a_thread_without_a_context_is_told(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
+    engine = device_engines()
+    cuda.use_context(None)
+    with pytest.raises(OSError, match="no CUDA context: save from the thread that trains"):
+        Save(engine, tmp_path / "data", shard())
+
+
+def test_a_second_device_is_refused(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
+    engine, stream = device_engines(), cuda.new_stream()
+    save_whole(engine, tmp_path / "first", shard(), stream=stream)
+    cuda.use_context(cuda.new_context())
+    with pytest.raises(OSError, match="one device per process"):
+        Save(engine, tmp_path / "second", shard(), stream=stream)
+    cuda.use_context(cuda.context)
+    save_whole(engine, tmp_path / "third", shard(), stream=stream)

@@ -1,0 +1,213 @@
+"""Whole saves from a device, from provider to published checkpoint, on the fake driver."""
+
+import gc
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_datastates.config import Options
+from megatron_datastates.engine import staging
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.pipeline.load import Checkpoint, is_published
+from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.providers.base import CompositeProvider, Mutability
+from tests.native.fake_cuda.driver import FakeCuda
+from tests.native.fake_cuda.provider import DeviceTensors
+from tests.native.harness import KIB, eventually
+
+SLOT = 64 * KIB
+AFTER = 9  # what the optimizer's kernels write
+
+
+class Trainer:
+    """A model on the fake device, and the stream that trains it."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda, self.stream = cuda, cuda.new_stream()
+        self._savers: list[Saver] = []
+        self.model = {
+            f"layer{i}": torch.randint(0, 200, (SLOT + 40 * i,), dtype=torch.uint8) for i in range(6)
+        }
+        self.initial = {key: tensor.clone() for key, tensor in self.model.items()}
+
+    def saver(self, slots: int = 64, **options: Any) -> Saver:
+        fixed = Options(staging_memory=slots * SLOT, slot_size=SLOT, driver=self.cuda.path, **options)
+        self._savers.append(Saver(fixed, Run()))
+        return self._savers[-1]
+
+    def optimizer_step(self, fenced: bool = True) -> None:
+        """Overwrites the model, as far as the host is concerned at once."""
+        if fenced:
+            FENCE.wait("the optimizer step")
+        for tensor in self.model.values():
+            self.cuda.launch_fill(self.stream, tensor.data_ptr(), AFTER, tensor.nbytes)
+
+    def close(self) -> None:
+        for saver in self._savers:
+            saver.close()
+        FENCE.forget()
+
+
+@pytest.fixture
+def trainer(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
+    made = Trainer(cuda)
+    monkeypatch.setattr(staging, "_current_stream", lambda: made.stream)
+    yield made
+    cuda.let_go()
+    made.close()
+
+
+def assert_published(publication: Publication, directory: Path, wanted: dict[str, torch.Tensor]) -> None:
+    assert publication.wait() is Outcome.PUBLISHED, publication.error
+    checkpoint = Checkpoint.open(directory)
+    for key, tensor in wanted.items():
+        assert torch.equal(checkpoint.read_tensor(key), tensor), key
+
+
+def failure(publication: Publication) -> str:
+    assert publication.wait() is Outcome.FAILED
+    return str(publication.error)
+
+
+def test_a_save_holds_what_the_model_was_when_it_began(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.cuda.delay_copies(seconds=0.01)
+    publication = trainer.saver().start(tmp_path, DeviceTensors(trainer.model))
+    trainer.optimizer_step()
+    assert_published(publication, tmp_path, trainer.initial)
+    trainer.cuda.synchronize(trainer.stream)
+    assert set(trainer.model["layer0"].tolist()) == {AFTER}
+
+
+def test_a_step_without_the_fence_shows_in_the_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
+    """That the test above can fail."""
+    trainer.cuda.delay_copies(seconds=0.05)
+    publication = trainer.saver().start(tmp_path, DeviceTensors(trainer.model))
+    trainer.optimizer_step(fenced=False)
+    assert publication.wait() is Outcome.PUBLISHED
+    last = Checkpoint.open(tmp_path).read_tensor("layer5")
+    assert not torch.equal(last, trainer.initial["layer5"])
+
+
+def test_neither_start_nor_fence_waits_for_the_device(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.cuda.hold_stream(trainer.stream)
+    saver = trainer.saver()
+    publication = saver.start(tmp_path, DeviceTensors(trainer.model))
+    trainer.optimizer_step()
+    assert not trainer.cuda.is_idle(trainer.stream)  # nothing has run, yet the host came through
+    trainer.cuda.release_stream(trainer.stream)
+    assert_published(publication, tmp_path, trainer.initial)
+
+
+def test_what_may_change_at_once_is_safe_without_a_fence(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.cuda.delay_copies(seconds=0.02)
+    publication = trainer.saver().start(tmp_path, DeviceTensors(trainer.model, Mutability.NOW))
+    trainer.optimizer_step(fenced=False)
+    assert_published(publication, tmp_path, trainer.initial)
+
+
+def test_a_save_without_lazy_copies_needs_no_fence(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.cuda.delay_copies(seconds=0.02)
+    publication = trainer.saver(lazy=False).start(tmp_path, DeviceTensors(trainer.model))
+    trainer.optimizer_step(fenced=False)
+    assert_published(publication, tmp_path, trainer.initial)
+
+
+def test_eager_and_lazy_state_make_one_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
+    eager = {"rng": torch.arange(100, dtype=torch.uint8)}
+    wanted = trainer.initial | {"rng": eager["rng"].clone()}
+    both = CompositeProvider(DeviceTensors(trainer.model), DeviceTensors(eager, Mutability.NOW))
+    trainer.cuda.delay_copies(seconds=0.01)
+    publication = trainer.saver(slots=2).start(tmp_path, both)
+    trainer.cuda.launch_fill(trainer.stream, eager["rng"].data_ptr(), AFTER, 100)
+    trainer.optimizer_step()
+    assert_published(publication, tmp_path, wanted)
+
+
+def test_a_fence_lets_the_trainer_go_at_its_deadline(trainer: Trainer, tmp_path: Path) -> None:
+    """Two slots, and a device that stands still: the rest of the copies cannot even be enqueued."""
+    saver = trainer.saver(slots=2, fence_deadline=0.3)
+    trainer.cuda.hold_stream(trainer.stream)
+    publication = saver.start(tmp_path / "late", DeviceTensors(trainer.model))
+    begin = time.monotonic()
+    trainer.optimizer_step()
+    assert 0.2 < time.monotonic() - begin < 5
+    trainer.cuda.release_stream(trainer.stream)
+    assert "waited 0.3 s for its copies" in failure(publication)
+    assert not is_published(tmp_path / "late")
+    trainer.cuda.synchronize(trainer.stream)
+    now = {key: tensor.clone() for key, tensor in trainer.model.items()}
+    assert_published(saver.start(tmp_path / "next", DeviceTensors(trainer.model)), tmp_path / "next", now)
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["cuMemcpyDtoHAsync", "cuEventSynchronize", "cuEventRecord", "cuStreamWaitEvent", "cuEventCreate"],
+)
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_failing_device_fails_the_save_and_not_the_training(
+    trainer: Trainer, tmp_path: Path, call: str, nth: int
+) -> None:
+    saver = trainer.saver(slots=2)
+    trainer.cuda.fail(call, nth)
+    publication = saver.start(tmp_path / "failed", DeviceTensors(trainer.model))
+    FENCE.wait("the optimizer step")
+    error = failure(publication)
+    assert call in error and "an illegal memory access was encountered" in error
+    publication.join()
+    assert not (tmp_path / "failed").exists() or os.listdir(tmp_path / "failed") == []
+    trainer.cuda.let_go()
+    again = saver.start(tmp_path / "next", DeviceTensors(trainer.model))
+    FENCE.wait("the optimizer step")
+    assert_published(again, tmp_path / "next", trainer.initial)
+
+
+def test_sources_are_dropped_on_the_trainers_thread_when_they_were_read(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    dropped: list[int] = []
+    trainer.cuda.hold_stream(trainer.stream)
+    provider = DeviceTensors({"layer": torch.ones(3 * SLOT, dtype=torch.uint8)})
+    publication = trainer.saver().start(tmp_path, provider)
+    assert publication.save._save is not None and publication.save._save._sources is not None
+    held = publication.save._save._sources[-1]  # a view of the tensor that the provider was given
+    weakref.finalize(held, lambda: dropped.append(threading.get_ident()))
+    del held
+    provider.by_key.clear()
+    publication.poll()
+    assert not dropped
+    trainer.cuda.release_stream(trainer.stream)
+    eventually(lambda: publication.poll() and dropped, "the save drops its sources")
+    assert dropped == [threading.get_ident()]
+    publication.wait()
+
+
+def test_saves_in_turn_leave_nothing_on_the_device(trainer: Trainer, tmp_path: Path) -> None:
+    saver = trainer.saver(slots=3)
+    for step in range(5):
+        publication = saver.start(tmp_path / str(step), DeviceTensors(trainer.model), mode="sync")
+        FENCE.wait("the optimizer step")
+        assert publication.wait() is Outcome.PUBLISHED
+        del publication
+    gc.collect()
+    assert trainer.cuda.live_events <= 1  # of the last save, which the saver still knows
+    assert trainer.cuda.registered_bytes == 3 * SLOT
+
+
+@pytest.mark.parametrize("mutability", [Mutability.NOW, Mutability.AT_FENCE])
+def test_a_save_given_up_in_mid_copy_leaves_no_file(
+    trainer: Trainer, tmp_path: Path, mutability: Mutability
+) -> None:
+    trainer.cuda.delay_copies(seconds=0.05)
+    saver = trainer.saver(slots=2)
+    publication = saver.start(tmp_path, DeviceTensors(trainer.model, mutability))
+    saver.close()
+    assert publication.outcome is not Outcome.PUBLISHED
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,61 @@
+"""What installing the package does to other programs: `import torch` gets one import hook, no more."""
+
+import subprocess
+import sys
+
+LIGHT = {"megatron_datastates", "megatron_datastates.mcore", "megatron_datastates.mcore.activation"}
+LIST_OURS = "import sys; print(*sorted(m for m in sys.modules if m.startswith('megatron_datastates')))"
+HOOKS = (
+    "import sys; "
+    "print([type(f).__module__ for f in sys.meta_path].count('megatron_datastates.mcore.activation'))"
+)
+
+
+def run(code: str, **environment: str) -> str:
+    import os
+
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def test_import_torch_loads_nothing_heavy_of_ours() -> None:
+    assert set(run(f"import torch; {LIST_OURS}").split()) <= LIGHT
+
+
+def test_package_itself_imports_nothing() -> None:
+    assert run(f"import megatron_datastates; {LIST_OURS}") == "megatron_datastates"
+
+
+def test_hook_is_installed_once_by_torch_or_by_hand() -> None:
+    assert run(f"import torch; {HOOKS}") == "1"
+    assert run(f"import torch, megatron_datastates.mcore as m; m.autoload(); {HOOKS}") == "1"
+
+
+def test_hook_is_installed_by_hand_where_torch_does_not_load_backends() -> None:
+    off = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    assert run(f"import torch; {HOOKS}", **off) == "0"
+    assert run(f"import torch, megatron_datastates.mcore; {HOOKS}", **off) == "1"
+
+
+def test_modules_of_megatron_that_are_loaded_already_are_attached() -> None:
+    code = (
+        "import torch, megatron.core.dist_checkpointing as d, megatron_datastates.mcore; "
+        "s = __import__('sys').modules['megatron.core.dist_checkpointing.strategies.torch']; "
+        "print(s._get_filesystem_reader._of_datastates, d.load_common_state_dict._of_datastates)"
+    )
+    assert run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "True True"
+
+
+def test_trouble_of_ours_leaves_megatron_as_it_was() -> None:
+    code = (
+        "import torch, megatron_datastates.mcore.activation as a; "
+        "a.TARGETS['megatron.core.dist_checkpointing.core'] = 'no_such_function'; "
+        "import megatron.core.dist_checkpointing.core as c; print(c.maybe_load_config.__module__)"
+    )
+    assert run(code) == "megatron.core.dist_checkpointing.core"

@@ -1,0 +1,212 @@
+"""Verify over checkpoints built by hand: extents and coverage that no sound save would ever give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_datastates.errors import DataStatesError, FormatError, UnsupportedFormatError
+from megatron_datastates.format.header import Header
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.verify import verify
+from tests.unit.by_hand import SAVE, Part, data_file, file_entry, fragment, index_of, write_checkpoint
+from tests.unit.states import OPTIONS, bits
+from tests.unit.test_index import crafted
+
+A, B = bytes(range(1, 9)), bytes(range(11, 19))
+TWO = [Part(pieces=[(4096, A)]), Part(pieces=[(4096, B)])]
+
+
+def w(offset: int, size: int, total: int = 16):
+    return fragment("w", [total], [offset], [size])
+
+
+def faults(directory: Path) -> list[str]:
+    return verify(directory, options=OPTIONS).faults
+
+
+def read(directory: Path, key: str = "w") -> bytes:
+    return bits(Checkpoint.open(directory, OPTIONS).read_tensor(key))
+
+
+def test_a_sound_checkpoint_made_by_hand_is_good_and_read(tmp_path):
+    part = Part(pieces=[(4096, A)], objects={"x": (4160, b"object")})
+    write_checkpoint(tmp_path, [part, TWO[1]], index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)], {"x": 0}))
+    verdict = verify(tmp_path, options=OPTIONS)
+    assert verdict.good, verdict.faults
+    assert (verdict.files, verdict.tensors, verdict.objects, verdict.bytes_checked) == (2, 1, 1, 2 * 8192)
+    assert read(tmp_path) == A + B
+
+
+def test_a_hole_is_found_and_not_read_over(tmp_path):
+    write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(9, 7), 1, 4096)]))
+    assert faults(tmp_path) == ["tensor 'w' has holes: 15 elements of shape (16,) are stored"]
+    with pytest.raises(FormatError, match="'w' has holes: 15 of 16"):
+        read(tmp_path)
+
+
+def test_an_overlap_is_found_and_not_read_over(tmp_path):
+    write_checkpoint(tmp_path, TWO, index_of([(w(0, 8, 15), 0, 4096), (w(7, 8, 15), 1, 4096)]))
+    assert faults(tmp_path) == ["tensor 'w': two fragments both hold the element at (7,)"]
+    with pytest.raises(FormatError, match="two fragments both hold"):
+        read(tmp_path)
+
+
+def test_an_overlap_that_makes_up_for_a_hole_is_found_and_not_read_over(tmp_path):
+    write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(0, 8), 1, 4096)]))
+    assert faults(tmp_path) == ["tensor 'w': two fragments both hold the element at (0,)"]
+    with pytest.raises(FormatError, match=r"two fragments both hold the element at \(0,\)"):
+        read(tmp_path)
+
+
+def test_a_sound_slice_of_a_tensor_with_holes_is_read(tmp_path):
+    write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096)]))
+    found = Checkpoint.open(tmp_path, OPTIONS).read_tensor("w", [2], [6])
+    assert bits(found) == A[2:]
+
+
+def test_a_tensor_without_fragments_is_a_hole(tmp_path):
+    index = crafted(keys=[(0, 1, 5, 2, 0, 0, 0)], fragments=[], coordinates=[4, 2])
+    write_checkpoint(tmp_path, [Part()], index)
+    assert faults(tmp_path) == ["tensor 'w' has holes: 0 elements of shape (4, 2) are stored"]
+
+
+def test_a_scalar_stored_twice_is_found(tmp_path):
+    scalar = fragment("w", [], [], [])
+    write_checkpoint(tmp_path, TWO, index_of([(scalar, 0, 4096), (scalar, 1, 4096)]))
+    assert faults(tmp_path) == ["tensor 'w': two fragments both hold the element at ()"]
+
+
+def test_empty_fragments_neither_overlap_nor_count(tmp_path):
+    places = [(w(0, 8, 8), 0, 4096), (w(3, 0, 8), 0, 4100), (w(3, 0, 8), 1, 4096), (w(8, 0, 8), 1, 4096)]
+    write_checkpoint(tmp_path, TWO, index_of(places))
+    assert faults(tmp_path) == []
+    assert read(tmp_path) == A
+
+
+@pytest.mark.parametrize("offset", [8192 - 7, 8192, 2**40])
+def test_data_behind_the_end_is_found_and_not_read(tmp_path, offset):
+    write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, offset)]))
+    path = tmp_path / SAVE.data_file_name(1)
+    assert faults(tmp_path) == [f"{path}: 'w' lies behind the end of the data"]
+    with pytest.raises(FormatError, match=f"behind the end of the data of {path}"):
+        read(tmp_path)
+
+
+def test_tensors_that_share_bytes_are_found(tmp_path):
+    places = [(fragment(key, [8], [0], [8]), 0, offset) for key, offset in (("a", 4096), ("b", 4100))]
+    write_checkpoint(tmp_path, TWO[:1], index_of(places))
+    assert faults(tmp_path) == [f"{tmp_path / SAVE.data_file_name(0)}: 'b' overlaps 'a'"]
+
+
+def test_a_tensor_within_another_does_not_hide_a_third(tmp_path):
+    sizes = {"a": (4096, 1000), "b": (4100, 8), "c": (4200, 8)}
+    places = [(fragment(key, [size], [0], [size]), 0, offset) for key, (offset, size) in sizes.items()]
+    write_checkpoint(tmp_path, TWO[:1], index_of(places))
+    path = tmp_path / SAVE.data_file_name(0)
+    assert faults(tmp_path) == [f"{path}: 'b' overlaps 'a'", f"{path}: 'c' overlaps 'a'"]
+
+
+def test_an_object_that_shares_bytes_with_a_tensor_is_found(tmp_path):
+    part = Part(pieces=[(4096, A)], objects={"x": (4100, b"object")})
+    write_checkpoint(tmp_path, [part], index_of([(w(0, 8, 8), 0, 4096)], {"x": 0}))
+    assert faults(tmp_path) == [f"{tmp_path / SAVE.data_file_name(0)}: 'x' overlaps 'w'"]
+
+
+def test_an_object_that_its_file_does_not_hold_is_found(tmp_path):
+    write_checkpoint(tmp_path, TWO, index_of([(w(0, 8, 8), 0, 4096)], {"x": 1}))
+    path = tmp_path / SAVE.data_file_name(1)
+    assert faults(tmp_path) == [f"{path} does not hold object 'x'"]
+    with pytest.raises(FormatError, match=f"{path} does not hold object 'x'"):
+        Checkpoint.open(tmp_path, OPTIONS).read_object("x")
+
+
+@pytest.mark.parametrize(("save_id", "rank"), [(SaveId(SAVE.run_id, 9), 0), (SAVE, 1)])
+def test_a_header_of_another_save_is_found(tmp_path, save_id, rank):
+    part = Part(pieces=[(0, Header(save_id, rank, 1).encode()), (4096, A)])
+    write_checkpoint(tmp_path, [part], index_of([(w(0, 8, 8), 0, 4096)]))
+    path = tmp_path / SAVE.data_file_name(0)
+    assert faults(tmp_path) == [f"{path}: header and footer are of different saves"]
+
+
+def test_a_file_of_another_rank_is_found(tmp_path):
+    manifest = write_checkpoint(tmp_path, TWO, index_of([(w(0, 8, 8), 0, 4096)]))
+    other = data_file(TWO[0], 1, 2)
+    assert file_entry(other, 1).bytes == manifest.files[0].bytes
+    (tmp_path / manifest.files[0].name).write_bytes(other)
+    assert len(faults(tmp_path)) == 1
+    assert "rank 1; its manifest is of save" in faults(tmp_path)[0]
+
+
+def test_all_faults_are_told_and_not_only_the_first(tmp_path):
+    places = [
+        (w(0, 8), 0, 4096),
+        (fragment("v", [8], [0], [7]), 1, 4096),
+        (fragment("u", [8], [0], [8]), 1, 4096),
+    ]
+    manifest = write_checkpoint(tmp_path, TWO, index_of(places, {"x": 1}))
+    (tmp_path / manifest.files[0].name).unlink()
+    found = faults(tmp_path)
+    for text in (
+        "cannot be opened",
+        "does not hold object 'x'",
+        "overlaps",
+        "'w' has holes",
+        "'v' has holes",
+    ):
+        assert sum(text in fault for fault in found) == 1, found
+    assert len(found) == 5
+
+
+def test_a_file_that_cannot_be_used_does_not_stop_the_others(tmp_path):
+    manifest = write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]))
+    (tmp_path / manifest.files[0].name).unlink()
+    verdict = verify(tmp_path, options=OPTIONS)
+    assert (len(verdict.faults), verdict.bytes_checked) == (1, 8192)
+
+
+def test_a_file_without_checksums_is_counted(tmp_path):
+    parts = [TWO[0], Part(pieces=[(4096, B)], checksums=False)]
+    write_checkpoint(tmp_path, parts, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]))
+    verdict = verify(tmp_path, options=OPTIONS)
+    assert (verdict.good, verdict.unchecked_files, verdict.bytes_checked) == (True, 1, 8192)
+    assert read(tmp_path) == A + B
+
+
+def test_progress_tells_every_byte(tmp_path):
+    told: list[int] = []
+    write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]))
+    verify(tmp_path, options=OPTIONS, progress=told.append)
+    assert told == [8192, 8192]
+
+
+def test_an_index_that_cannot_be_decoded_raises(tmp_path):
+    write_checkpoint(tmp_path, TWO, b"nonsense")
+    with pytest.raises(FormatError, match="does not begin as a datastates index does"):
+        verify(tmp_path, options=OPTIONS)
+
+
+def test_an_absurd_shape_is_told_before_memory_is_asked_for(tmp_path):
+    write_checkpoint(tmp_path, TWO, index_of([(fragment("w", [2**61], [0], [8]), 0, 4096)]))
+    assert "has holes" in faults(tmp_path)[0]
+    with pytest.raises(FormatError, match="has holes"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("keep", ["manifest", "index", "footer"])
+def test_a_checkpoint_of_a_later_release_says_to_update(tmp_path, keep):
+    fields = {"format_version": 2} if keep == "manifest" else {}
+    index = crafted(version=2) if keep == "index" else index_of([(w(0, 8, 8), 0, 4096)])
+    write_checkpoint(tmp_path, TWO, index, **fields)
+    if keep == "footer":
+        later = data_file(TWO[0], 0, 2, format_version=2)
+        (tmp_path / SAVE.data_file_name(0)).write_bytes(later)
+    with pytest.raises(UnsupportedFormatError, match="written by a later release.*update"):
+        read(tmp_path)
+
+
+def test_a_directory_that_is_no_checkpoint_raises(tmp_path):
+    with pytest.raises(DataStatesError):
+        verify(tmp_path, options=OPTIONS)
