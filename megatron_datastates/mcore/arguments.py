@@ -78,9 +78,12 @@ def validated(original: Callable[..., Any]) -> Callable[..., Any]:
         _refuse(args)
         result = _without_worker(original, args, *rest, **kwargs)
         _settle(args)
-        from megatron_datastates.mcore.training import enable_saving
+        options = options_of(args)
+        # A conversion by Megatron ends the program without finalizing saves: that one stays Megatron's own.
+        if getattr(args, "save", None) and not getattr(args, "ckpt_convert_format", None):
+            from megatron_datastates.mcore.training import enable_saving
 
-        enable_saving(options_of(args))
+            enable_saving(options)
         return result
 
     return validate_args

@@ -20,8 +20,10 @@ def enable_saving(options: Options) -> None:
 
     from megatron_datastates.mcore import fences, request
     from megatron_datastates.mcore.strategy import TrainingSaveStrategy
+    from megatron_datastates.pipeline.saver import saver_for
 
     request.on_failure = options.on_failure
+    saver_for(options).warm_up()
     fences.install_witness()
 
     def make_strategy(*args: Any, **kwargs: Any) -> TrainingSaveStrategy:

@@ -7,6 +7,7 @@ number of strategy objects and directories.
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import os
 import secrets
@@ -25,6 +26,7 @@ from megatron_datastates.plan.layout import Layout, plan_layout
 from megatron_datastates.providers.base import Mutability, ObjectSource, StateProvider, TensorSource
 
 logger = logging.getLogger(__name__)
+_WARM_BYTES = 64 << 20  # staging memory made before the size of the shard is known
 _KEPT_LAYOUTS = 8  # persistent and non-persistent saves alternate; more than a few means they change
 
 
@@ -32,11 +34,15 @@ class Run:
     """What all saves of a process share, whatever their options. Used by the trainer's thread alone."""
 
     def __init__(self) -> None:
-        self.collectives = Collectives()
         self.store = LayoutStore()
         self.layouts: dict[object, Layout] = {}
         self._run_id: int | None = None
         self._ordinal = 0
+
+    @functools.cached_property
+    def collectives(self) -> Collectives:
+        """Made at the first save: options are known before torch.distributed is initialized."""
+        return Collectives()
 
     def next_id(self) -> SaveId:
         """Counted alike on every rank. The first one makes a collective call."""
@@ -100,6 +106,11 @@ class Saver:
             save.fail(error)
         self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
         return publication
+
+    def warm_up(self) -> None:
+        """Starts the engine, and lets it make staging memory in the background before the first save."""
+        wanted = self.options.staging_memory or _WARM_BYTES
+        self._get_engine().native.grow(wanted // self.options.slot_size)
 
     def close(self) -> None:
         """Gives up what is not published, and joins every thread."""
