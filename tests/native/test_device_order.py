@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megatron_datastates.engine import _native as native
@@ -278,8 +277,12 @@ def test_memory_is_page_locked_before_it_is_lent(
     """Or the first save's copies would make their callers wait."""
     trainer = cuda.new_stream()
     cuda.hold_stream(trainer)
-    source = [Copy(np.zeros(4 * SLOT, np.uint8), 0, device=True)]
-    save = Save(device_engines(most_slots=8), tmp_path / "data", source, stream=trainer)
+    cuda.hold_call("cuMemHostRegister")
+    save = Save(device_engines(most_slots=8), tmp_path / "data", [on_device(4 * SLOT)], stream=trainer)
+    eventually(lambda: cuda.calls("cuMemHostRegister"), "memory is there and being page-locked")
+    assert not save.reaches(Milestone.STAGED, 0.1)
+    assert cuda.calls("cuMemcpyDtoHAsync") == []
+    cuda.release_call("cuMemHostRegister")
     save.expect(Milestone.STAGED)  # only enqueued: the stream stands still
     cuda.release_stream(trainer)
     save.finish()

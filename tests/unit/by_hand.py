@@ -27,6 +27,7 @@ class Part:
     pieces: Sequence[tuple[int, bytes]] = ()
     objects: Mapping[str, tuple[int, bytes]] = dataclasses.field(default_factory=dict)
     checksums: bool = True
+    footer: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # other fields of the footer
 
 
 def fragment(key: str, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> Fragment:
@@ -77,7 +78,7 @@ def write_checkpoint(
     directory.mkdir(parents=True, exist_ok=True)
     files = []
     for rank, part in enumerate(parts):
-        data = data_file(part, rank, len(parts), save_id)
+        data = data_file(part, rank, len(parts), save_id, **part.footer)
         files.append(file_entry(data, rank, save_id))
         (directory / files[-1].name).write_bytes(data)
     encoded = index if isinstance(index, bytes) else index.encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.records import RankRecord, decode_failure, encode_failure
 from megatron_datastates.pipeline.report import save_report
+from megatron_datastates.pipeline.save import RankSave, SaveContext
 from megatron_datastates.providers.base import Mutability
 from tests.unit.states import State, new_saver, save
 
@@ -125,10 +128,7 @@ def test_a_save_without_data_divides_by_nothing():
 
 def publication_of(records: list[RankRecord]) -> SimpleNamespace:
     """As much of a Publication as a report looks at."""
-    context = SimpleNamespace(save_id="x-1", directory="d", iteration=1, world_size=len(records))
-    held = SimpleNamespace(total=0.1, parts={})
-    times = dict.fromkeys(("staging", "writing", "durable", "slot_wait"), 0.0)
-    rank_save = SimpleNamespace(context=context, held=held, fence_seconds=0.0, times=lambda: times)
+    rank_save = RankSave(SaveContext(SaveId(1, 1), Path("d"), 0, len(records)), 1.0)
     return SimpleNamespace(save=rank_save, records=records, outcome=Outcome.PUBLISHED, error=None)
 
 

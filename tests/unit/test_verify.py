@@ -203,7 +203,7 @@ def test_a_checkpoint_of_a_later_release_says_to_update(tmp_path, keep):
     if keep == "footer":
         later = data_file(TWO[0], 0, 2, format_version=2)
         (tmp_path / SAVE.data_file_name(0)).write_bytes(later)
-    with pytest.raises(UnsupportedFormatError, match="written by a later release.*update"):
+    with pytest.raises(UnsupportedFormatError, match=r"written by a later release.*update"):
         read(tmp_path)
 
 

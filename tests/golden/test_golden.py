@@ -1,0 +1,176 @@
+"""Checkpoints of released formats: this release reads them bit for bit, and writes format 1 as it was.
+
+If a test here fails, users' checkpoints have become unreadable, or older releases cannot read new ones.
+Repair the code; never the golden files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_datastates.errors import FormatError
+from megatron_datastates.format.footer import Footer
+from megatron_datastates.format.header import HEADER_BYTES, Header
+from megatron_datastates.format.index import Index
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.values import DTYPES, MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.verify import verify
+from tests.golden import make_golden as made
+from tests.unit.states import bits
+
+HERE = Path(__file__).parent / "format-1"
+GOLDEN_SHA256 = "0df5d25e796c9b6680af511f6e80c0695a2bafc812220f1a1bcdcbf82a74f1e4"
+ONE, TWO = HERE / "one-rank", HERE / "two-ranks"
+KEYS = [key for key in made.SHAPES if key not in DTYPES or hasattr(torch, key)]  # older torches have fewer
+DATA_FILES = sorted(HERE.glob("*/data-*.bin"))
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
+
+
+def opened(directory: Path) -> Checkpoint:
+    return Checkpoint.open(directory, made.OPTIONS)
+
+
+def test_the_golden_files_are_as_they_were_made():
+    digest = hashlib.sha256()
+    for path in sorted(path for path in HERE.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(HERE)}\n".encode() + path.read_bytes())
+    assert digest.hexdigest() == GOLDEN_SHA256
+
+
+# -- reading ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_tensor_is_read_bit_for_bit(key):
+    found = opened(ONE).read_tensor(key)
+    assert (found.dtype, tuple(found.shape)) == (made.dtype_of(key), made.SHAPES[key])
+    assert bits(found) == made.pattern(key)
+
+
+def test_every_object_is_read():
+    assert opened(ONE).read_objects(made.OBJECTS) == made.OBJECTS
+    assert opened(TWO).read_object("object") == {"rank": 1}
+
+
+def test_there_is_nothing_else():
+    assert set(opened(ONE).index.tensors) == set(made.SHAPES)
+    assert set(opened(ONE).index.objects) == set(made.OBJECTS)
+    assert set(opened(TWO).index.tensors) == {piece.key for _, _, piece in made.PIECES}
+    assert set(opened(TWO).index.objects) == {"object"}
+
+
+@pytest.mark.parametrize("key", ["cut", "rows", "layers.0.weight"])
+def test_tensors_in_pieces_are_put_together(key):
+    found = opened(TWO).read_tensor(key)
+    assert found.dtype is made.whole(key).dtype
+    assert torch.equal(found, made.whole(key))
+
+
+def test_a_slice_over_pieces_is_read():
+    assert torch.equal(opened(TWO).read_tensor("cut", [1, 1], [2, 3]), made.whole("cut")[1:3, 1:4])
+
+
+@pytest.mark.parametrize(("directory", "unchecked"), [(ONE, 0), (TWO, 1)], ids=["one", "two"])
+def test_golden_checkpoints_are_whole(directory, unchecked):
+    verdict = verify(directory, options=made.OPTIONS)
+    assert verdict.faults == []
+    assert verdict.unchecked_files == unchecked
+
+
+def test_manifests_say_what_they_said():
+    one, two = opened(ONE).manifest, opened(TWO).manifest
+    assert (one.save_id, one.iteration, one.parallel) == (
+        SaveId(made.RUN_ID, 1),
+        1234,
+        {"tensor": 1, "data": 1},
+    )
+    assert (two.save_id, two.iteration, two.parallel) == (SaveId(2**64 - 1, 7), None, {})
+    assert [file.rank for file in two.files] == [0, 1]
+    assert (one.compatible, two.compatible) == (1, 1 << 30)
+
+
+def test_flipped_bits_of_golden_data_are_found(tmp_path):
+    for path in ONE.iterdir():
+        data = bytearray(path.read_bytes())
+        if path.name.startswith("data-"):
+            data[5000] ^= 1
+        (tmp_path / path.name).write_bytes(data)
+    assert not verify(tmp_path, options=made.OPTIONS).good
+
+
+# -- writing ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", DATA_FILES, ids=lambda path: path.name[:10] + path.parent.name)
+def test_headers_and_footers_encode_to_the_same_bytes(path):
+    data = path.read_bytes()
+    assert Header.decode(data[:HEADER_BYTES], "it").encode() == data[:HEADER_BYTES]
+    checkpoint = opened(path.parent)
+    (entry,) = [entry for entry in checkpoint.manifest.files if entry.name == path.name]
+    footer = Footer.decode(data[entry.footer_offset :], "it")
+    assert footer.encode() == data[entry.footer_offset :]
+    assert footer.crc == entry.footer_crc
+
+
+@pytest.mark.parametrize("directory", [ONE, TWO], ids=["one", "two"])
+def test_manifests_and_indexes_encode_to_the_same_bytes(directory):
+    data = (directory / MANIFEST_NAME).read_bytes()
+    manifest = Manifest.decode(data, "it")
+    assert manifest.encode() == data
+    encoded = (directory / manifest.index.name).read_bytes()
+    index = Index.decode(encoded, "it", len(manifest.files))
+    assert Index(dict(index.tensors), index.objects).encode() == encoded
+
+
+def test_an_index_built_anew_has_the_same_bytes():
+    assert made.two_ranks_index({"object": 1}).encode() == next(TWO.glob("index-*")).read_bytes()
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredObject:
+    """Gives the golden bytes: what torch.save makes of an object may change with torch."""
+
+    key: str
+    data: bytes
+    mutability = made.Mutability.NOW
+
+    def serialize(self) -> bytes:
+        return self.data
+
+
+@pytest.mark.skipif(len(KEYS) < len(made.SHAPES), reason="this torch lacks dtypes of the golden state")
+def test_saving_the_same_state_writes_the_same_data_file_and_index(tmp_path):
+    (path,) = ONE.glob("data-*.bin")
+    data, places = path.read_bytes(), opened(ONE).footer(0).objects
+    stored = [StoredObject(key, data[e.offset : e.offset + e.bytes]) for key, e in places.items()]
+    made.save_one_rank(tmp_path / "again", stored)
+    assert (tmp_path / "again" / path.name).read_bytes() == data
+    (index,) = ONE.glob("index-*")
+    assert (tmp_path / "again" / index.name).read_bytes() == index.read_bytes()
+
+
+def test_the_same_state_by_hand_has_the_same_bytes(tmp_path):
+    with pytest.MonkeyPatch.context() as patch:
+        serialized = opened(TWO).footer(1).objects["object"]
+        golden = (TWO / SaveId(2**64 - 1, 7).data_file_name(1)).read_bytes()
+        raw = golden[serialized.offset : serialized.offset + serialized.bytes]
+        patch.setattr(made.PickledObject, "serialize", lambda self: raw)
+        made.make_two_ranks(tmp_path / "again")
+    for path in TWO.iterdir():
+        assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name
+
+
+def test_a_golden_index_with_a_changed_byte_is_refused(tmp_path):
+    for path in TWO.iterdir():
+        data = bytearray(path.read_bytes())
+        data[-1] ^= path.name.startswith("index-")
+        (tmp_path / path.name).write_bytes(data)
+    with pytest.raises(FormatError, match="SHA-256"):
+        opened(tmp_path)

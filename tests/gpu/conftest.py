@@ -1,0 +1,29 @@
+"""An engine on the real driver. The tests of this folder are left out where there is no GPU."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron_datastates.config import GIB, MIB, Options
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.staging import StagingEngine
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[StagingEngine]:
+    """Room for 1 GiB, so that no test but one of a small pool ever waits for a slot."""
+    torch.cuda.init()
+    made = StagingEngine(Options(staging_memory=GIB, slot_size=4 * MIB))
+    yield made
+    FENCE.forget()
+    made.close()
+
+
+@pytest.fixture
+def small_engine() -> Iterator[StagingEngine]:
+    """Two slots of 1 MiB."""
+    made = StagingEngine(Options(staging_memory=2 * MIB, slot_size=MIB))
+    yield made
+    FENCE.forget()
+    made.close()

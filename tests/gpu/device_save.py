@@ -1,0 +1,77 @@
+"""One rank's save of CUDA tensors, and what its data file holds. Needs nothing but torch and numpy."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.staging import StagingEngine
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.save import RankSave, SaveContext
+from megatron_datastates.plan.layout import plan_layout
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.tensors import tensor_source
+
+Tensors = dict[str, torch.Tensor]
+_ORDINALS = itertools.count(1)
+_PATIENCE = 120.0  # seconds
+
+
+class DeviceSave:
+    """Started when made. `start_seconds` and `fence_seconds`: how long each held the host."""
+
+    def __init__(
+        self,
+        engine: StagingEngine,
+        folder: Path,
+        tensors: Tensors,
+        eager: frozenset[str] = frozenset(),
+        fence_deadline: float = 60.0,
+    ) -> None:
+        self._save_id = SaveId(1, next(_ORDINALS))
+        self._folder = folder
+        self._shapes = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
+        sources = [
+            tensor_source(key, tensor, Mutability.NOW if key in eager else Mutability.AT_FENCE)
+            for key, tensor in tensors.items()
+        ]
+        is_eager = [source.mutability is Mutability.NOW for source in sources]
+        self.layout = plan_layout([source.fragment for source in sources], is_eager, [])
+        self.save = RankSave(SaveContext(self._save_id, folder, 0, 1), fence_deadline)
+        begin = time.perf_counter()
+        self.save.start(engine, self.layout, sources, [])
+        self.start_seconds = time.perf_counter() - begin
+
+    def fence(self) -> None:
+        begin = time.perf_counter()
+        FENCE.wait("a kernel that overwrites the tensors")
+        self.fence_seconds = time.perf_counter() - begin
+
+    def finish(self) -> None:
+        """Waits until the file is durable. Raises AssertionError with the save's error."""
+        deadline = time.monotonic() + _PATIENCE
+        while not self.save.is_durable:
+            self.save.advance()
+            assert self.save.failure is None, self.save.failure
+            assert time.monotonic() < deadline, "the save does not end"
+            time.sleep(0.0005)
+        self.save.join()
+
+    @property
+    def path(self) -> Path:
+        return self._folder / self._save_id.data_file_name(0)
+
+    def stored(self) -> Tensors:
+        """The tensors of a finished save, read from its file."""
+        places = dict(zip(self.layout.order, self.layout.offsets.tolist(), strict=True))
+        found = {}
+        for number, (key, (shape, dtype)) in enumerate(self._shapes.items()):
+            size = shape.numel() * dtype.itemsize
+            data = np.fromfile(self.path, np.uint8, size, offset=places[number])
+            found[key] = torch.from_numpy(data).view(dtype).reshape(shape)
+        return found

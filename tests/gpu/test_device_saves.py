@@ -1,0 +1,157 @@
+"""What tests/native shows on a fake driver, on a real one: bytes, order, fences, no device memory."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_datastates.engine.staging import StagingEngine
+from tests.gpu.device_save import DeviceSave, Tensors
+
+MIB = 1 << 20
+BEFORE, AFTER = 7, 9
+CYCLES_PER_SECOND = 1.5e9  # of torch.cuda._sleep, roughly
+
+
+def busy(seconds: float) -> None:
+    """Keeps the current stream busy."""
+    torch.cuda._sleep(int(seconds * CYCLES_PER_SECOND))
+
+
+def layers(count: int = 8, size: int = 32 * MIB) -> Tensors:
+    return {f"layer{i}": torch.full((size,), BEFORE, dtype=torch.uint8, device="cuda") for i in range(count)}
+
+
+def overwrite(tensors: Tensors) -> None:
+    for tensor in tensors.values():
+        tensor.fill_(AFTER)
+
+
+def assert_all(stored: Tensors, value: int) -> None:
+    assert {key: (int(t.min()), int(t.max())) for key, t in stored.items()} == dict.fromkeys(
+        stored, (value, value)
+    )
+
+
+@pytest.fixture
+def warm(engine: StagingEngine, tmp_path: Path) -> StagingEngine:
+    """Its stream is made and its memory page-locked."""
+    save = DeviceSave(engine, tmp_path / "warm", layers())
+    save.fence()
+    save.finish()
+    return engine
+
+
+def test_every_bit_arrives(engine: StagingEngine, tmp_path: Path) -> None:
+    generator = torch.Generator("cuda").manual_seed(1)
+    raw = torch.randint(0, 256, (5 * MIB,), dtype=torch.uint8, device="cuda", generator=generator)
+    matrix = torch.randn(1500, 1024, device="cuda", generator=generator)
+    tensors = {
+        "bytes": raw[: 3 * MIB + 17],
+        "bfloat16": raw[:MIB].view(torch.bfloat16),
+        "float8": raw[: MIB - 3].view(torch.float8_e4m3fn),
+        "matrix": matrix,
+        "slice": matrix[100:900, 256:768],  # runs of 2 KiB
+        "transposed": matrix.t(),  # packed first
+        "scalar": matrix[0, 0],
+        "nothing": matrix[:0],
+        **{f"tiny{i}": matrix[i, i : 2 * i + 1] for i in range(300)},
+    }
+    save = DeviceSave(engine, tmp_path, tensors, eager=frozenset({"matrix", "tiny7"}))
+    save.fence()
+    save.finish()
+    for key, found in save.stored().items():
+        wanted = tensors[key].contiguous().cpu()
+        assert torch.equal(found.view(torch.uint8).flatten(), wanted.view(torch.uint8).flatten()), key
+
+
+def test_a_small_pool_is_enough(small_engine: StagingEngine, tmp_path: Path) -> None:
+    save = DeviceSave(small_engine, tmp_path, tensors := layers())
+    save.fence()
+    overwrite(tensors)
+    save.finish()
+    assert_all(save.stored(), BEFORE)
+
+
+@pytest.mark.parametrize("side", [False, True])
+def test_copies_come_after_the_kernel_that_writes_their_source(
+    warm: StagingEngine, tmp_path: Path, side: bool
+) -> None:
+    tensors = {"layer": torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda")}
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream() if side else torch.cuda.current_stream()
+    with torch.cuda.stream(stream):
+        busy(0.2)
+        tensors["layer"].fill_(BEFORE)
+        save = DeviceSave(warm, tmp_path, tensors)
+        save.fence()
+        overwrite(tensors)
+    save.finish()
+    assert_all(save.stored(), BEFORE)
+    torch.cuda.synchronize()
+    assert_all(tensors, AFTER)
+
+
+def test_start_and_fence_do_not_wait_for_the_device(warm: StagingEngine, tmp_path: Path) -> None:
+    tensors = layers()
+    torch.cuda.synchronize()
+    busy(0.5)
+    begin = time.perf_counter()
+    save = DeviceSave(warm, tmp_path, tensors)
+    save.fence()
+    overwrite(tensors)
+    assert time.perf_counter() - begin < 0.25
+    assert not torch.cuda.current_stream().query()  # the device still has its old work to do
+    save.finish()
+    assert_all(save.stored(), BEFORE)
+
+
+def test_eager_tensors_may_be_overwritten_without_a_fence(warm: StagingEngine, tmp_path: Path) -> None:
+    save = DeviceSave(warm, tmp_path, tensors := layers(), eager=frozenset(layers()))
+    overwrite(tensors)
+    save.finish()
+    assert_all(save.stored(), BEFORE)
+
+
+def test_no_device_memory_is_allocated(warm: StagingEngine, tmp_path: Path) -> None:
+    tensors = layers()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    for number in range(3):
+        save = DeviceSave(warm, tmp_path / str(number), tensors)
+        save.fence()
+        save.finish()
+    assert torch.cuda.max_memory_allocated() == held
+    assert torch.cuda.mem_get_info()[0] == free  # of the whole device: nothing behind torch's back
+
+
+def test_a_graph_can_be_captured_while_copies_run(warm: StagingEngine, tmp_path: Path) -> None:
+    tensors, x = layers(), torch.ones(1000, device="cuda")
+    save = DeviceSave(warm, tmp_path, tensors)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="global"):
+        y = x
+        for _ in range(200):
+            y = y + 1
+    save.fence()
+    save.finish()
+    graph.replay()
+    assert float(y[0]) == 201
+    assert_all(save.stored(), BEFORE)
+
+
+def test_saves_may_be_dropped_by_any_thread(warm: StagingEngine, tmp_path: Path) -> None:
+    """Many, as a leak of events would only show in the end."""
+    tensors = {"layer": torch.zeros(MIB, dtype=torch.uint8, device="cuda")}
+    saves = []
+    for number in range(100):
+        saves.append(DeviceSave(warm, tmp_path / str(number), tensors))
+        saves[-1].fence()
+        saves[-1].finish()
+    thread = threading.Thread(target=saves.clear)
+    thread.start()
+    thread.join()
+    assert torch.zeros(1, device="cuda").item() == 0

@@ -1,0 +1,133 @@
+"""FORMAT.md says what the code does: tables of fields, codes, constants and names."""
+
+from __future__ import annotations
+
+import re
+import struct
+import zlib
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+import megatron_datastates.format as package
+from megatron_datastates.engine.native import crc32c
+from megatron_datastates.format import footer, header, index, manifest, values
+from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS, KNOWN_INCOMPATIBLE
+
+TEXT = (Path(package.__file__).parent / "FORMAT.md").read_text()
+
+
+def rows_under(heading: str) -> list[list[str]]:
+    """Cells of the first table behind a heading, without its two head lines."""
+    section = re.split(r"\n#+ ", TEXT.split(f"# {heading}\n", 1)[1])[0]
+    table = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert table is not None, heading
+    lines = table[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def fields_of(packing: struct.Struct | np.dtype) -> list[tuple[int, int, str]]:
+    """(offset, size, kind) of every field, as the code packs them."""
+    if isinstance(packing, np.dtype):
+        layout = [(packing.fields[name][1], packing.fields[name][0]) for name in packing.names]
+        return [(offset, kind.itemsize, kind.char) for offset, kind in layout]
+    found, at = [], 0
+    for count, kind in re.findall(r"(\d*)([a-zA-Z])", packing.format):
+        size = struct.calcsize(f"<{count}{kind}")
+        found.append((at, size, kind))
+        at += size
+    return found
+
+
+KINDS = {"s": "bytes", "H": "u16", "I": "u32", "Q": "u64", "L": "u64"}  # numpy calls u64 L
+PACKINGS = {
+    "Header": header._FIELDS,
+    "Footer": footer._FIELDS,
+    "Object in a footer": footer._OBJECT,
+    "Trailer": footer._TRAILER,
+    "Index header": index._HEADER,
+    "Key table": index._KEY,
+    "Fragment table": index._FRAGMENT,
+    "Object table": index._OBJECT,
+}
+
+
+@pytest.mark.parametrize("heading", PACKINGS)
+def test_tables_of_fields_are_what_the_code_packs(heading):
+    documented = [(int(offset), int(size), kind) for offset, size, kind, _ in rows_under(heading)]
+    assert documented == [(offset, size, KINDS[kind]) for offset, size, kind in fields_of(PACKINGS[heading])]
+
+
+@pytest.mark.parametrize(
+    ("heading", "magic"),
+    [
+        ("Header", header._MAGIC),
+        ("Footer", footer._MAGIC),
+        ("Trailer", footer._TRAILER_MAGIC),
+        ("Index header", index._MAGIC),
+    ],
+)
+def test_magics_are_what_the_code_writes(heading, magic):
+    written = re.search(r"magic `(.*)`", rows_under(heading)[0][3])[1]
+    assert written.encode().decode("unicode_escape").encode("latin-1") == magic
+
+
+def test_dtype_codes_are_what_the_code_uses():
+    documented = {name: (int(code), int(size)) for code, name, size in rows_under("Dtype codes")}
+    assert documented == values.DTYPES
+
+
+def test_constants_are_the_codes():
+    for name, value, _ in rows_under("Format 1"):
+        assert getattr(values, name.strip("`")) == int(value)
+    assert header.HEADER_BYTES == 4096
+    assert footer.TRAILER_BYTES == 36
+    assert footer.BLOCK_BYTES == 1 << 20
+    assert TEXT.startswith(f"# Format {values.FORMAT_VERSION}\n")
+
+
+def test_checksums_are_the_ones_named():
+    assert f"`{crc32c(b'123456789'):08x}`" in TEXT
+    assert f"`{zlib.crc32(b'123456789'):08x}`" in TEXT
+
+
+def test_the_manifests_fields_are_the_codes():
+    documented = [row[0].strip("`") for row in rows_under("Manifest")]
+    assert documented == list(manifest.Manifest.__struct_fields__)
+    for struct_type in (manifest.IndexEntry, manifest.FileEntry, manifest.OtherFile):
+        pattern = rf"^\| `{struct_type.__name__}` \| `(\w+)` \|"
+        assert re.findall(pattern, TEXT, re.MULTILINE) == list(struct_type.__struct_fields__)
+
+
+def test_the_manifests_defaults_are_the_codes():
+    defaults = {field.name: field for field in msgspec.structs.fields(manifest.Manifest)}
+    for name, _, default, _ in rows_under("Manifest"):
+        field = defaults[name.strip("`")]
+        assert field.required == (default == "")
+        if default:
+            value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+            assert msgspec.json.encode(value).decode() == default
+
+
+def test_feature_bits_are_the_codes():
+    rows = rows_under("Versions and features")
+    known = {kind: sum(1 << int(bit) for k, bit, _ in rows if k == kind and bit != "none")
+             for kind in ("incompatible", "compatible")}  # fmt: skip
+    assert known == {"incompatible": KNOWN_INCOMPATIBLE, "compatible": COMPATIBLE_CHECKSUMS}
+
+
+def test_names_in_the_directory_have_the_forms_given():
+    names = [row[0].strip("`") for row in rows_under("Directory")]
+    save = values.SaveId(0x123, 45)
+    assert names[0] == values.MANIFEST_NAME
+    assert index.index_name(b"").startswith("index-e3b0c44298fc1c149afbf4c8996fb924")
+    examples = {"data-K-R-N.bin": "data-00007-0000000000000123-45.bin"}
+    assert save.data_file_name(7) == examples[names[2]]
+
+
+def test_limits_are_the_codes():
+    assert f"at most {index._MAX_DIMENSIONS}" in TEXT
+    assert index._MOST_BYTES == 2**62
+    assert "2^62" in TEXT
