@@ -131,9 +131,10 @@ class Checkpoint:
         places = ", ".join(f"{block * BLOCK_BYTES}" for block in outcome.bad_blocks[:4])
         keys = self.keys_in_blocks(file, outcome.bad_blocks)
         more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
+        named = ", ".join(map(repr, keys[:4])) or "no tensor"
         return (
             f"{self.file_path(file)} is corrupt: the checksum of the block of 1 MiB differs at byte offset "
-            f"{places}. It holds data of {', '.join(map(repr, keys[:4])) or 'no tensor'}{more}. Nothing of it was used: "
+            f"{places}. It holds data of {named}{more}. Nothing of it was used: "
             "load an older checkpoint, or restore this file."
         )
 

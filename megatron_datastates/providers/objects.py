@@ -41,6 +41,6 @@ def deserialize(data: bytes, key: str) -> Any:
         # torch wraps the unpickler's own words in advice to load the file without weights_only.
         reason = error.__context__ if isinstance(error, pickle.UnpicklingError) else error
         raise FormatError(
-            f"object {key!r} was not loaded: {reason or error}\n(only plain data and classes on torch's list of safe "
-            "globals are loaded; torch.serialization.add_safe_globals adds one that you trust)"
+            f"object {key!r} was not loaded: {reason or error}\n(only plain data and classes on torch's list "
+            "of safe globals are loaded; torch.serialization.add_safe_globals adds one that you trust)"
         ) from error

@@ -50,6 +50,7 @@ def test_direct_io_is_in_effect_where_the_disk_has_it(engines: Engines, direct_f
     assert [flags & os.O_DIRECT for flags in open_flags(save.path)] == [os.O_DIRECT]
     assert save.status["direct"]
     save.finish()
+    save.expect(Milestone.RELEASED)
     assert open_flags(save.path) == []
     assert save.status["direct"]  # also of a file that has been closed
     save.assert_stored()
