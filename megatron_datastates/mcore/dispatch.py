@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 BACKEND = "datastates"
 COMMON_STATE_KEY = "common_state/shard_0_1"
+COMMON_STATE_FILE = "common.pt"  # of Megatron before 0.19; beside a common_state object it is a left-over
 _METADATA_NAME = "metadata.json"
 _opened: dict[object, Checkpoint] = {}  # the last one: a load opens it several times
 _KINDS = {"bfloat16": "float", "bool": "bool"}
@@ -98,9 +99,13 @@ def common_state_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(checkpoint_dir)
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
+        from megatron_datastates.providers.objects import deserialize
+
         checkpoint = open_checkpoint(checkpoint_dir)
         try:
-            return checkpoint.read_object(COMMON_STATE_KEY)[0]
+            if COMMON_STATE_KEY in checkpoint.index.objects:
+                return checkpoint.read_object(COMMON_STATE_KEY)[0]
+            return deserialize(checkpoint.read_other(COMMON_STATE_FILE), COMMON_STATE_FILE)
         except DataStatesError as error:
             raise CheckpointingException(str(error)) from error
 

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron_datastates.config import Options
 from megatron_datastates.mcore import fences, mapping
 from megatron_datastates.mcore.attach import replace
-from megatron_datastates.mcore.dispatch import BACKEND
+from megatron_datastates.mcore.dispatch import BACKEND, COMMON_STATE_FILE
 from megatron_datastates.mcore.request import make_request, patch_queues, raise_if_failed
 from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.publication import Labels, Publication
@@ -71,7 +71,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             provider,
             iteration=_iteration(sharded_state_dict, checkpoint_dir),
             mode=mode,
-            labels=Labels(parallel_sizes()),
+            labels=Labels(parallel_sizes(), _files_of_megatron(sharded_state_dict)),
         )
 
 
@@ -80,6 +80,11 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
 
     def classifier(self) -> mapping.Classify:
         return mapping.proof_in_training_loop()
+
+
+def _files_of_megatron(sharded_state_dict: dict[str, Any]) -> tuple[str, ...]:
+    """Before 0.19 Megatron writes the common state itself, into a file, before it calls a strategy."""
+    return () if "common_state" in sharded_state_dict else (COMMON_STATE_FILE,)
 
 
 def _iteration(sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> int | None:

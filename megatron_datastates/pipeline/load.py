@@ -201,6 +201,23 @@ class Checkpoint:
         self.read(scheduled)
         return {key: deserialize(buffer.tobytes(), key) for key, buffer in buffers.items()}
 
+    def read_other(self, name: str) -> bytes:
+        """A whole file of somebody else's that belongs to the checkpoint.
+
+        Raises:
+            MissingKeyError: the manifest names no such file.
+            CorruptDataError: it is not the file that was there when the checkpoint was published.
+        """
+        entries = [entry for entry in self.manifest.others if entry.name == name]
+        if not entries:
+            raise MissingKeyError(f"there is no file {name!r} in the checkpoint {self.directory}")
+        data = read_small(self.directory / name)
+        if len(data) != entries[0].bytes or hashlib.sha256(data).hexdigest() != entries[0].sha256:
+            raise CorruptDataError(
+                f"{self.directory / name} is not the file that was saved: its SHA-256 differs"
+            )
+        return data
+
     def read_object(self, key: str) -> Any:
         """One of them."""
         return self.read_objects([key])[key]

@@ -20,6 +20,7 @@ import datetime
 import enum
 import hashlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from megatron_datastates.engine.commit import remove_left_overs, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.index import Index, index_name, merge_indexes
-from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest
+from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.agreement import Collectives, PendingSum
 from megatron_datastates.pipeline.held import holding
@@ -79,6 +80,7 @@ class Labels:
     """What a manifest tells beside its files."""
 
     parallel: dict[str, int] = dataclasses.field(default_factory=dict)
+    other_files: tuple[str, ...] = ()  # that somebody else may have written into the directory before
 
 
 class Publication:
@@ -255,16 +257,29 @@ class Publication:
             files=files,
             iteration=context.iteration,
             parallel=self._labels.parallel,
+            others=self._others(),
             writer=_releases(),
             compatible=COMPATIBLE_CHECKSUMS,
         )
         return manifest, index
+
+    def _others(self) -> list[OtherFile]:
+        paths = [self.save.context.directory / name for name in self._labels.other_files]
+        return [_described(path) for path in paths if path.is_file()]
 
     def join(self) -> None:
         """Waits for the threads of a save that is over."""
         self.save.join()
         if self._publisher is not None:
             self._publisher.join()
+
+
+def _described(path: Path) -> OtherFile:
+    """A file of somebody else's, made durable: the manifest is going to vouch for it."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        data = file.read()
+    return OtherFile(path.name, len(data), hashlib.sha256(data).hexdigest())
 
 
 def _has_whole(path: Path, data: bytes) -> bool:
