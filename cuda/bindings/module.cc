@@ -154,7 +154,7 @@ void BindJob(nb::module_& module) {
           [](SaveJob& self, uintptr_t stream, bool eager_only) {
             self.HoldBack(reinterpret_cast<CuStream>(stream), eager_only);
           },
-          "stream"_a, "eager_only"_a)
+          "stream"_a, "eager_only"_a, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "fail", [](SaveJob& self, const std::string& reason) { self.Fail(Failure(reason, "", 0)); },
           "reason"_a)
@@ -177,7 +177,7 @@ void BindReader(nb::module_& module) {
         std::vector<Piece> pieces(offsets.size());
         for (size_t i = 0; i < pieces.size(); ++i) pieces[i] = {offsets(i), bytes(i), targets(i)};
         std::vector<uint32_t> blocks(checksums.size() / sizeof(uint32_t));
-        std::memcpy(blocks.data(), checksums.c_str(), blocks.size() * sizeof(uint32_t));
+        if (!blocks.empty()) std::memcpy(blocks.data(), checksums.c_str(), blocks.size() * sizeof(uint32_t));
         ReadResult result;
         {
           nb::gil_scoped_release release;

@@ -259,18 +259,18 @@ void Engine::AwaitDevice(const SaveJob& job) {
 void Engine::WriteLoop() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
-    if (!filled_.empty()) {
-      FilledChunk chunk = std::move(filled_.front());
-      filled_.pop_front();
-      lock.unlock();
-      Write(std::move(chunk));
-      lock.lock();
-    } else if (!footers_.empty()) {
+    if (!footers_.empty()) {  // first: one save is not to wait for all data of the next
       Footer footer = std::move(footers_.front());
       footers_.pop_front();
       lock.unlock();
       WriteFooter(footer);
       footer = Footer();
+      lock.lock();
+    } else if (!filled_.empty()) {
+      FilledChunk chunk = std::move(filled_.front());
+      filled_.pop_front();
+      lock.unlock();
+      Write(std::move(chunk));
       lock.lock();
     } else if (stop_writing_) {
       return;

@@ -74,7 +74,12 @@ class StagingEngine:
         )
         keep = [header, runs, *(copy.owner for copy in ordered)]
         save = FileSave(self, job, path, layout, keep, on_device)
-        save.wait_eager()
+        try:
+            save.wait_eager(self.options.fence_deadline)
+        except BaseException:  # an interrupt: nobody will have the save, so nothing may go on reading for it
+            save.cancel("its start was interrupted")
+            save.remove()
+            raise
         return save
 
     def close(self) -> None:
@@ -160,9 +165,12 @@ class FileSave:
 
     # -- the trainer's thread ---------------------------------------------------------------------------
 
-    def wait_eager(self) -> None:
+    def wait_eager(self, seconds: float) -> None:
+        """Returns when the eager sources are safe. After `seconds` the save fails instead."""
+        deadline = time.monotonic() + seconds
         while not self._job.wait(native.Milestone.EAGER, _SLICE_SECONDS):
-            pass
+            if time.monotonic() > deadline:
+                self.cancel(f"what may change at once was not copied within {seconds:g} s")
         if self._on_device:
             self._job.hold_back(_current_stream(), True)
 

@@ -59,6 +59,8 @@ def verify(
     _check_extents(checkpoint, usable, verdict)
     for key, entry in checkpoint.index.tensors.items():
         _check_coverage(key, entry, verdict)
+    for other in checkpoint.manifest.others:
+        _check_other(checkpoint, other.name, verdict)
     for file in usable if not quick else []:
         _check_data(checkpoint, file, verdict, progress, options)
     return verdict
@@ -120,6 +122,13 @@ def _check_coverage(key: str, entry: TensorEntry, verdict: Verdict) -> None:
     overlap = first_overlap(entry.offsets, entry.shapes)
     if overlap is not None:
         verdict.faults.append(f"tensor {key!r}: two fragments both hold the element at {overlap}")
+
+
+def _check_other(checkpoint: Checkpoint, name: str, verdict: Verdict) -> None:
+    try:
+        checkpoint.read_other(name)
+    except DataStatesError as error:
+        verdict.faults.append(str(error))
 
 
 def _check_data(

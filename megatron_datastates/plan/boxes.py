@@ -65,8 +65,7 @@ def first_overlap(offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64])
     Args:
         offsets, shapes: of the boxes, (n, dimensions). Boxes without elements overlap nothing.
     """
-    solid = (shapes > 0).all(axis=1)
-    starts, ends = offsets[solid], (offsets + shapes)[solid]
+    starts, ends = offsets, offsets + shapes
     if len(starts) < 2 or starts.shape[1] == 0:
         return () if len(starts) > 1 else None
     # Sorted along the axis that they are cut in most, a box can only meet those that begin before it ends.

@@ -21,6 +21,15 @@ def engine() -> Iterator[StagingEngine]:
 
 
 @pytest.fixture
+def slow_engine() -> Iterator[StagingEngine]:
+    """Copies 32 MiB a second."""
+    made = StagingEngine(Options(staging_memory=GIB, slot_size=MIB, copy_limit=32 * MIB))
+    yield made
+    FENCE.forget()
+    made.close()
+
+
+@pytest.fixture
 def small_engine() -> Iterator[StagingEngine]:
     """Two slots of 1 MiB."""
     made = StagingEngine(Options(staging_memory=2 * MIB, slot_size=MIB))

@@ -71,7 +71,8 @@ class DeviceSave:
         places = dict(zip(self.layout.order, self.layout.offsets.tolist(), strict=True))
         found = {}
         for number, (key, (shape, dtype)) in enumerate(self._shapes.items()):
-            size = shape.numel() * dtype.itemsize
-            data = np.fromfile(self.path, np.uint8, size, offset=places[number])
-            found[key] = torch.from_numpy(data).view(dtype).reshape(shape)
+            found[key] = torch.empty(shape, dtype=dtype)
+            if size := found[key].nbytes:
+                data = np.fromfile(self.path, np.uint8, size, offset=places[number])
+                found[key] = torch.from_numpy(data).view(dtype).reshape(shape)
         return found

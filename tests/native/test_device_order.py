@@ -240,6 +240,27 @@ def test_a_driver_that_hangs_does_not_hang_the_trainer(
     assert "deadline" in save.failure()
 
 
+def test_a_driver_that_hangs_leaves_other_threads_pythons_lock(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    stream = cuda.new_stream()
+    save = Save(device_engines(), tmp_path / "data", [on_device(SLOT)], stream=stream)
+    save.expect(Milestone.STAGED)
+    before = len(cuda.calls("cuStreamWaitEvent"))
+    cuda.hold_call("cuStreamWaitEvent")
+
+    def hold_back() -> None:
+        cuda.use_context(cuda.context)
+        save.job.hold_back(stream, False)
+
+    thread = threading.Thread(target=hold_back)
+    thread.start()
+    eventually(lambda: len(cuda.calls("cuStreamWaitEvent")) > before, "the thread is in the driver")
+    cuda.release_call("cuStreamWaitEvent")
+    thread.join()
+    save.finish()
+
+
 def test_staging_goes_on_while_another_thread_captures_a_graph(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:

@@ -130,9 +130,7 @@ def test_a_save_cancelled_before_it_began_makes_no_file(engines: Engines, tmp_pa
 
 def test_a_save_cancelled_while_it_syncs_is_not_durable(engines: Engines, tmp_path: Path) -> None:
     engine = engines(faults="sync:1:stall=100")
-    save = Save(engine, tmp_path / "data", [Copy(random_bytes(10), 0)])
-    save.job.close_input()
-    save.expect(Milestone.WRITTEN)
+    save = save_written(engine, tmp_path / "data")
     engine.finish(job=save.job, footer=FOOTER, offset=save.end)
     time.sleep(0.03)
     save.job.cancel("too late for others")
@@ -176,6 +174,24 @@ def test_a_failed_start_keeps_no_thread_busy(engines: Engines, tmp_path: Path) -
     bad = Save(engine, tmp_path / "bad", [Copy(random_bytes(MIB), 0)])
     save_whole(engine, tmp_path / "good", [Copy(random_bytes(MIB), 0)])
     assert "open" in bad.failure()
+
+
+def test_a_save_is_sealed_while_the_next_one_is_written(engines: Engines, tmp_path: Path) -> None:
+    engine = engines(slot_bytes=ALIGNMENT, most_slots=4, write_threads=1, faults="write:0:stall=20")
+    first = save_written(engine, tmp_path / "first")
+    second = Save(engine, tmp_path / "second", [Copy(random_bytes(50 * ALIGNMENT), 0)])
+    assert not second.reaches(Milestone.STAGED, 0.05)
+    first.finish()
+    assert second.status["bytes_written"] < second.end
+    first.assert_stored()
+    second.finish()
+
+
+def save_written(engine: native.Engine, path: Path) -> Save:
+    save = Save(engine, path, [Copy(random_bytes(ALIGNMENT), 0)])
+    save.job.close_input()
+    save.expect(Milestone.WRITTEN)
+    return save
 
 
 def test_a_file_that_opens_slowly_holds_up_no_other(engines: Engines, tmp_path: Path) -> None:

@@ -162,6 +162,24 @@ def test_a_truncated_data_file_is_named_with_both_sizes(spoiled, cut):
     both(spoiled, f"{path} has {size - cut} bytes, its manifest says {size}", StorageError)
 
 
+def test_a_data_file_that_goes_away_after_it_was_opened_is_named(spoiled):
+    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    checkpoint.footer(0)
+    (path,) = data_files(spoiled)
+    path.unlink()
+    with pytest.raises(StorageError, match=f"{path}.*No such file"):
+        checkpoint.read_tensor("first")
+
+
+def test_a_data_file_that_shrinks_after_it_was_opened_is_named(spoiled):
+    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    checkpoint.footer(0)
+    (path,) = data_files(spoiled)
+    os.truncate(path, 8192)
+    with pytest.raises(StorageError, match=f"{path}.*truncated"):
+        checkpoint.read_tensor("second")
+
+
 def test_an_empty_data_file_is_named(spoiled):
     (path,) = data_files(spoiled)
     path.write_bytes(b"")

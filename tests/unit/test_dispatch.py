@@ -14,7 +14,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron_datastates.format.values import DTYPES, MANIFEST_NAME
 from megatron_datastates.mcore import dispatch
 from megatron_datastates.mcore.dispatch import COMMON_STATE_KEY, first_mismatch, is_ours
-from tests.unit.states import new_saver, random_tensor, save
+from megatron_datastates.pipeline.publication import Labels
+from tests.unit.states import State, new_saver, random_tensor, save
 
 TENSORS = {
     "decoder.layers.0.weight": torch.arange(64.0).reshape(8, 8),
@@ -123,8 +124,22 @@ def test_a_published_directory_without_common_state_says_so(tmp_path):
     saver = new_saver()
     save(saver, tmp_path / "c", {"w": torch.ones(1)})
     saver.close()
-    with pytest.raises(CheckpointingException, match=f"no object '{COMMON_STATE_KEY}'"):
+    with pytest.raises(CheckpointingException, match=r"there is no file 'common.pt' in the checkpoint"):
         dispatch.common_state_by_format(unreachable)(tmp_path / "c")
+
+
+def test_common_state_in_a_file_of_megatrons_is_read_and_checked(tmp_path):
+    (tmp_path / "c").mkdir()
+    torch.save({"iteration": 9}, tmp_path / "c" / "common.pt")
+    saver = new_saver()
+    labels = Labels(other_files=("common.pt",))
+    saver.start(tmp_path / "c", State({"w": torch.ones(1)}), labels=labels).wait()
+    saver.close()
+    load = dispatch.common_state_by_format(unreachable)
+    assert load(tmp_path / "c") == {"iteration": 9}
+    torch.save({"iteration": 8}, tmp_path / "c" / "common.pt")
+    with pytest.raises(CheckpointingException, match=r"common.pt is not the file that was saved"):
+        load(tmp_path / "c")
 
 
 # -- what does not fit ------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ def crafted(
     block_bytes: int = BLOCK_BYTES,
     total: int = 4096,
     offset: int | None = None,
+    told_total: int | None = None,
 ) -> bytes:
     """A footer with valid checksums, written after FORMAT.md and not with the code under test."""
     fields = struct.pack(
@@ -31,7 +32,8 @@ def crafted(
     )  # fmt: skip
     body = (fields + objects + checksums).ljust(total - 36, b"\0")
     at = data_bytes if offset is None else offset
-    trailer = struct.pack("<8sQQII", b"DSTAIL\x00\x01", at, len(body) + 36, zlib.crc32(body), 0)
+    end = len(body) + 36 if told_total is None else told_total
+    trailer = struct.pack("<8sQQII", b"DSTAIL\x00\x01", at, end, zlib.crc32(body), 0)
     return body + trailer + struct.pack("<I", zlib.crc32(trailer))
 
 
@@ -100,6 +102,12 @@ def test_a_count_of_checksums_that_does_not_fit_the_data_is_refused(count):
 def test_a_footer_that_contradicts_itself_is_refused(lie):
     with pytest.raises(FormatError, match="contradicts itself"):
         Footer.decode(crafted(**lie), "it")
+
+
+@pytest.mark.parametrize("told", [0, 36, 8192, 2**64 - 1])
+def test_a_footer_of_another_length_than_its_trailer_says_is_refused(told):
+    with pytest.raises(FormatError, match="damaged"):
+        Footer.decode(crafted(told_total=told), "it")
 
 
 def test_a_footer_shorter_than_its_fields_is_refused():

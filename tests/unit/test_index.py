@@ -166,6 +166,10 @@ LIES = {
     "a fragment beyond its tensor": {"coordinates": [4, 2, 0, 0, 2, 2, 3, 0, 2, 2]},
     "an offset that overflows": {"coordinates": [4, 2, 2**63 - 1, 0, 2, 2, 2, 0, 2, 2]},
     "a size that overflows": {"coordinates": [4, 2, 1, 0, 2**63 - 1, 2, 2, 0, 2, 2]},
+    "an end that overflows": {
+        "coordinates": [4, 2, 1, 0, 2**63 - 1, 2, 2, 0, 2, 2],
+        "fragments": [(0, 4096, 2**64 - 2), (1, 4096, 4)],
+    },
     "a product that overflows to the size": {
         "coordinates": [2**62, 2**62, 0, 0, 2**61, 2**62, 0, 0, 1, 4],
         "fragments": [(0, 4096, 0), (0, 4096, 4)],

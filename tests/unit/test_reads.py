@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -34,13 +35,18 @@ def partitions(draw, shape: tuple[int, ...]) -> list[Box]:
 @st.composite
 def stored_tensors(draw):
     """A tensor of 2-byte elements, its boxes, and the bytes of the files that they lie in."""
-    shape = tuple(draw(st.lists(st.integers(0, 6), max_size=4)))
+    shape = tuple(draw(st.lists(st.one_of(st.integers(2, 6), st.integers(0, 6)), max_size=4)))
+    boxes = draw(partitions(shape))
+    return stored(shape, [(draw(st.integers(0, FILES - 1)), draw(st.integers(0, 3)), *box) for box in boxes])
+
+
+def stored(shape: tuple[int, ...], boxes):
+    """Boxes are (file, elements to leave out before it, offset, shape)."""
     whole = np.arange(1, math.prod(shape) + 1, dtype=np.uint16).reshape(shape)
-    files = [bytearray(4096) for _ in range(FILES)]
+    files = [bytearray() for _ in range(FILES)]
     places = []
-    for offset, size in draw(partitions(shape)):
-        number = draw(st.integers(0, FILES - 1))
-        files[number] += bytes(draw(st.integers(0, 3)) * 2)
+    for number, gap, offset, size in boxes:
+        files[number] += bytes(2 * gap)
         data = whole[tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))].tobytes()
         item = Fragment("w", "int16", shape, offset, size)
         places.append((item, Extent(number, len(files[number]), len(data))))
@@ -50,8 +56,8 @@ def stored_tensors(draw):
 
 @st.composite
 def slices(draw, shape):
-    offset = tuple(draw(st.integers(0, size)) for size in shape)
-    return offset, tuple(draw(st.integers(0, n - at)) for at, n in zip(offset, shape, strict=True))
+    ranges = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
+    return tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges)
 
 
 def execute(reads, files, size: int) -> np.ndarray:
@@ -72,6 +78,21 @@ def test_a_slice_is_numpys_slice(data):
     wanted = whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
     assert covered == wanted.size
     assert (execute(reads, files, wanted.nbytes) == wanted.reshape(-1)).all()
+
+
+def test_every_slice_of_an_irregular_tensor_is_numpys_slice():
+    boxes = [
+        (0, 0, (0, 0), (1, 5)), (1, 1, (1, 0), (3, 2)), (0, 2, (1, 2), (1, 3)), (2, 0, (2, 2), (2, 1)),
+        (1, 0, (2, 3), (2, 2)),
+    ]  # fmt: skip
+    whole, places, files = stored((4, 5), boxes)
+    entry = build_index(places, {}).tensor("w")
+    for a, b in itertools.combinations_with_replacement(range(5), 2):
+        for c, d in itertools.combinations_with_replacement(range(6), 2):
+            reads, covered = plan_slice(entry, (a, c), (b - a, d - c))
+            wanted = whole[a:b, c:d]
+            assert covered == wanted.size
+            assert (execute(reads, files, wanted.nbytes) == wanted.reshape(-1)).all()
 
 
 @given(st.data())

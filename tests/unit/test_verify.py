@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
 
 from megatron_datastates.errors import DataStatesError, FormatError, UnsupportedFormatError
 from megatron_datastates.format.header import Header
+from megatron_datastates.format.manifest import OtherFile
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify
@@ -158,6 +160,22 @@ def test_all_faults_are_told_and_not_only_the_first(tmp_path):
     ):
         assert sum(text in fault for fault in found) == 1, found
     assert len(found) == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"), [(b"other", "is not the file that was saved"), (None, "No such file")]
+)
+def test_a_changed_or_missing_file_of_somebody_elses_is_found(tmp_path, content, fault):
+    path = tmp_path / "common.pt"
+    others = [OtherFile("common.pt", 5, hashlib.sha256(b"state").hexdigest())]
+    write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]), others=others)
+    path.write_bytes(b"state")
+    assert faults(tmp_path) == []
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    (found,) = faults(tmp_path)
+    assert str(path) in found and fault in found
 
 
 def test_a_file_that_cannot_be_used_does_not_stop_the_others(tmp_path):

@@ -1,11 +1,18 @@
 #include "world.h"
 
+#include <pthread.h>
+
 #include <chrono>
 
 namespace fake {
 
 World& TheWorld() {
-  static World* world = new World;
+  static World* world = [] {
+    static World* made = new World;
+    // A forked child may ask what happened, so it must not inherit the lock from another thread.
+    pthread_atfork([] { made->mutex.lock(); }, [] { made->mutex.unlock(); }, [] { made->mutex.unlock(); });
+    return made;
+  }();
   return *world;
 }
 
