@@ -1,7 +1,8 @@
 """Every option of this package: its unit, default and meaning, in one place.
 
 An option is set by `--datastates-<name>` (Megatron's parser), else by the environment variable
-`MEGATRON_DATASTATES_<NAME>`, else by its default here. Nothing else in the package reads the environment.
+`MEGATRON_DATASTATES_<NAME>`, else by its default here. Nothing else in the package reads
+options from the environment.
 """
 
 from __future__ import annotations
@@ -143,6 +144,13 @@ class Options:
     # Test overrides; not shown by --help.
     faults: str = dataclasses.field(default="", metadata={})
     driver: str = dataclasses.field(default="libcuda.so.1", metadata={})
+
+    def __post_init__(self) -> None:
+        if self.staging_memory and self.staging_memory < 2 * self.slot_size:
+            raise OptionError(
+                f"staging memory of {self.staging_memory} bytes is less than two slots of {self.slot_size}: "
+                "raise --datastates-staging-memory or lower --datastates-slot-size"
+            )
 
     @classmethod
     def specs(cls) -> dict[str, OptionSpec]:

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from megatron_datastates.engine.commit import remove_left_overs, write_whole
 from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import FormatError
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.index import Index, index_name, merge_indexes
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
@@ -37,9 +38,12 @@ from megatron_datastates.pipeline.agreement import Collectives, PendingSum
 from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.records import RankRecord, decode_failure, encode_failure
 from megatron_datastates.pipeline.save import RankSave
+from megatron_datastates.plan.coverage import coverage_faults
 
 logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002
+_NOTHING = "Nothing was published; earlier checkpoints are as they were."
+_KEPT = "Its manifest may be in place, so its files were kept."
 
 
 class Outcome(enum.Enum):
@@ -66,11 +70,18 @@ class LayoutStore:
         self._parts[rank, digest] = index
 
     def merged(self, records: list[RankRecord]) -> bytes:
-        """The encoded index of a checkpoint with these files. Raises FormatError if ranks disagree."""
+        """The encoded index of a checkpoint with these files.
+
+        Raises:
+            FormatError: ranks disagree on a tensor, or together do not hold all of it, or some of it twice.
+        """
         wanted = tuple((record.rank, record.layout_digest) for record in records)
         if wanted not in self._merged:
             parts = (Index.decode(self._parts[key], f"the layout of rank {key[0]}", 1) for key in wanted)
             whole = merge_indexes((part, file) for file, part in enumerate(parts))
+            faults = [fault for key, entry in whole.tensors.items() for fault in coverage_faults(key, entry)]
+            if faults:
+                raise FormatError(f"the state of all ranks together is not whole: {'; '.join(faults[:3])}")
             self._merged = {wanted: whole.encode()}
         return self._merged[wanted]
 
@@ -163,7 +174,7 @@ class Publication:
         context = self.save.context
         self.error = (
             f"saving to {context.directory} failed on {len(told)} of {self._collectives.size} ranks: "
-            f"{causes}{more}. Nothing was published; earlier checkpoints are as they were."
+            f"{causes}{more}. {_KEPT if keep_file else _NOTHING}"
         )
         if not keep_file:
             self.save.give_up("another rank failed")

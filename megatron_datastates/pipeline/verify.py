@@ -14,10 +14,9 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import read_header, read_pieces
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.header import HEADER_BYTES
-from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import BLOCK_BYTES
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.plan.boxes import first_overlap
+from megatron_datastates.plan.coverage import coverage_faults
 
 _STEP_BYTES = 64 * BLOCK_BYTES  # read at a time
 
@@ -58,7 +57,7 @@ def verify(
     usable = [file for file in range(verdict.files) if _check_file(checkpoint, file, verdict)]
     _check_extents(checkpoint, usable, verdict)
     for key, entry in checkpoint.index.tensors.items():
-        _check_coverage(key, entry, verdict)
+        verdict.faults += coverage_faults(key, entry)
     for other in checkpoint.manifest.others:
         _check_other(checkpoint, other.name, verdict)
     for file in usable if not quick else []:
@@ -110,18 +109,6 @@ def _check_order(
             verdict.faults.append(f"{checkpoint.file_path(file)}: {key!r} overlaps {previous!r}")
         if end > at:
             at, previous = end, key
-
-
-def _check_coverage(key: str, entry: TensorEntry, verdict: Verdict) -> None:
-    """Fragments of one tensor must neither overlap nor leave holes."""
-    stored = int(np.prod(entry.shapes, axis=1).sum())
-    if stored < int(np.prod(entry.global_shape, dtype=np.int64)):
-        verdict.faults.append(
-            f"tensor {key!r} has holes: {stored} elements of shape {entry.global_shape} are stored"
-        )
-    overlap = first_overlap(entry.offsets, entry.shapes)
-    if overlap is not None:
-        verdict.faults.append(f"tensor {key!r}: two fragments both hold the element at {overlap}")
 
 
 def _check_other(checkpoint: Checkpoint, name: str, verdict: Verdict) -> None:

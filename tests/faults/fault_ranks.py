@@ -43,6 +43,17 @@ def fail_while_pickling(root: str, failing_rank: int, folder: str) -> None:
     tell(folder, error=error, left=sorted(os.listdir(directory)))
 
 
+def hole_in_the_state(root: str, folder: str) -> None:
+    """One rank leaves its shard of a tensor out."""
+    rank, _ = join()
+    sharded = state(1)
+    if rank == 1:
+        del sharded["weight"]
+    strategy = DataStatesSaveStrategy()
+    request = strategy.async_save({k: v for k, v in sharded.items() if k != "iteration"}, Path(root, "bad"))
+    tell(folder, error=failure_of(request.execute_sync))
+
+
 def die(root: str, plan: str, dying_rank: int, resave: bool, folder: str) -> None:
     """A good save, then one in which a rank is killed: elsewhere, or into the same directory."""
     join()

@@ -79,6 +79,13 @@ def test_object_that_cannot_be_pickled_fails_the_save_on_all_ranks(world: World,
     assert "rank 1: RuntimeError: this object cannot be pickled" in told[0]["error"]
 
 
+def test_state_with_a_hole_is_not_published(world: World, tmp_path: Path) -> None:
+    told = world.run("fault_ranks:hole_in_the_state", tmp_path)
+    assert len({each["error"] for each in told}) == 1
+    assert "'weight' has holes" in told[0]["error"]
+    assert list((tmp_path / "bad").iterdir()) == []
+
+
 def test_short_writes_are_resumed_where_they_ended(world: World, tmp_path: Path) -> None:
     told = world.run("fault_ranks:fail_then_recover", tmp_path, "async", "write:1:short,write:2:short", 1)
     assert [each["error"] for each in told] == [None, None]
