@@ -1,14 +1,15 @@
 # The daily commands. Everything runs in .venv, which `make env` makes and keeps current.
-# Variables: PYTHON (the interpreter to make .venv from), ARGS (passed on to pytest or the demo).
+# Variables: PYTHON (the interpreter to make .venv from), ARGS (passed on to pytest or the demo),
+# VERSIONS (of megatron-core, for test-versions).
 SHELL := bash
 BIN := .venv/bin
 NATIVE_SOURCES = $(shell find cuda tests -name '*.cc' -o -name '*.h')
 
-.PHONY: help env demo test lint format clean distclean
+.PHONY: help env demo test test-versions lint format clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
-	@sed -nE 's/^([a-z]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
 
 env: ## make or refresh .venv: a few minutes the first time, seconds after
 	@tools/env/bootstrap.sh
@@ -20,6 +21,10 @@ demo: env ## run recipes/demo.py
 # those at once on two cores make each other's deadlines fail. For the rest: ARGS="-n 2 tests/unit".
 test: lint ## run the linters, then all tests (GPU tests where there is a GPU)
 	@$(BIN)/python -m pytest $(ARGS)
+
+# Not part of `test`: it takes several minutes a release.
+test-versions: env ## run the tests that meet Megatron against its older releases
+	@tools/env/versions.sh $(VERSIONS)
 
 lint: env ## ruff, mypy, import-linter, clang-format
 	$(BIN)/ruff check
