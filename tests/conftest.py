@@ -1,8 +1,15 @@
-"""Leaves out tests marked `gpu`, which all of tests/gpu are, where there is no CUDA device."""
+"""What several folders share: ranks to run functions in, and leaving out what needs a CUDA device.
 
+Tests marked `gpu`, which all of tests/gpu are, are left out where there is none.
+"""
+
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.support.ranks import RankForge
+from tests.support.world import PATH, PRELOAD, World
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
@@ -21,3 +28,15 @@ def has_cuda_device() -> bool:
     import torch  # here, since it takes seconds and most runs have no such test to ask for
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def world_forge() -> Iterator[RankForge]:
+    with RankForge(PRELOAD, PATH) as parent:
+        yield parent
+
+
+@pytest.fixture
+def world(world_forge: RankForge, tmp_path: Path) -> World:
+    """Several ranks with Megatron-Core and without its training loop."""
+    return World(world_forge, tmp_path / "runs")

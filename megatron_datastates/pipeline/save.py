@@ -139,9 +139,8 @@ class RankSave:
         self.fence_seconds += time.perf_counter() - begin
 
     def torn(self, reason: str) -> None:
-        """See engine.fence.Fenced. No harm is done if all copies were over by then."""
-        if self._save is None or self._confirmed.is_set() or self._save.sources_copied():
-            self._confirmed.set()
+        """See engine.fence.Fenced. Copies that are over by now prove nothing: they may have just ended."""
+        if self._save is None or self._confirmed.is_set():
             return
         self._save.cancel(reason)
         self.fail(DataStatesError(f"{reason}: its copies would have mixed two states"))

@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -111,8 +112,8 @@ def torn_without_fence(directory: str, folder: str) -> None:
 class StepWithoutHook(FP32Optimizer):
     """One of Megatron's optimizers around something that is no torch optimizer: it fires no hook."""
 
-    def __init__(self, tensor: torch.Tensor, skip: bool) -> None:
-        self.tensor, self.skip = tensor, skip
+    def __init__(self, tensor: torch.Tensor, skip: bool, linger: Callable[[], None]) -> None:
+        self.tensor, self.skip, self.linger = tensor, skip, linger
         self.config = SimpleNamespace(timers=None, clip_grad=0.0, log_num_zeros_in_grad=False)
 
     def prepare_grads(self) -> bool:
@@ -120,18 +121,24 @@ class StepWithoutHook(FP32Optimizer):
 
     def step_with_ready_grads(self) -> bool:
         self.tensor.data.fill_(-7)
+        self.linger()
         return True
 
 
-def step_without_fence(directory: str, skip: bool, folder: str) -> None:
+def step_without_fence(directory: str, skip: bool, outlast_copy: bool, folder: str) -> None:
     join()
     fences.install_witness()
     sharded = state(5)
     strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options(copy_limit=2_000_000))
     make_directory(Path(directory))
     request = dist_checkpointing.save(sharded, directory, strategy, async_sharded_save=True)
-    optimizer = StepWithoutHook(sharded["weight"].data, skip)
-    optimizer.step()
+    job = request.async_fn.publication.save
+
+    def linger() -> None:
+        while outlast_copy and not job.times()["staging"]:
+            time.sleep(0.01)
+
+    StepWithoutHook(sharded["weight"].data, skip, linger).step()
     sharded["weight"].data.fill_(-8)  # as clip_qk does after the step, even a skipped one
     error = failure_of(request.execute_sync)
     if error is None:

@@ -40,15 +40,16 @@ def test_broken_promise_tears_the_copy_so_the_fence_is_what_prevents_it(world: W
     assert all(rank["torn"] for rank in world.run("api_ranks:torn_without_fence", tmp_path / "ck"))
 
 
-def test_step_that_fired_no_fence_fails_the_save(world: World, tmp_path: Path) -> None:
-    told = world.run("api_ranks:step_without_fence", tmp_path / "ck", False)
+@pytest.mark.parametrize("outlast_copy", [False, True], ids=["short step", "step that outlasts the copy"])
+def test_step_that_fired_no_fence_fails_the_save(world: World, tmp_path: Path, outlast_copy: bool) -> None:
+    told = world.run("api_ranks:step_without_fence", tmp_path / "ck", False, outlast_copy)
     assert len({rank["error"] for rank in told}) == 1
     assert "stepped without its inner optimizer's fence" in told[0]["error"]
     assert not told[0]["published"]
 
 
 def test_end_of_a_skipped_step_is_a_fence(world: World, tmp_path: Path) -> None:
-    told = world.run("api_ranks:step_without_fence", tmp_path / "ck", True)
+    told = world.run("api_ranks:step_without_fence", tmp_path / "ck", True, False)
     assert [(rank["error"], rank["published"]) for rank in told] == [(None, True)] * 2
 
 
