@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -82,35 +85,18 @@ def read_header(path: Path, expected_bytes: int) -> Header:
         return Header.decode(file.read(HEADER_BYTES), str(path))
 
 
-class _Opened:
-    """A file whose size has been checked; errors name it."""
-
-    def __init__(self, path: Path, expected_bytes: int) -> None:
-        self._path, self._expected = path, expected_bytes
-
-    def __enter__(self) -> _Opened:
-        try:
-            self._file = self._path.open("rb")
-        except OSError as error:
-            raise StorageError(f"data file {self._path} cannot be opened: {error.strerror}") from error
-        size = os.fstat(self._file.fileno()).st_size
-        if size != self._expected or size < HEADER_BYTES:
-            self._file.close()
+@contextlib.contextmanager
+def _open(path: Path, expected_bytes: int) -> Iterator[BinaryIO]:
+    """A data file whose size has been checked."""
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise StorageError(f"data file {path} cannot be opened: {error.strerror}") from error
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected_bytes or size < HEADER_BYTES:
             raise StorageError(
-                f"data file {self._path} has {size} bytes, its manifest says {self._expected}: "
+                f"data file {path} has {size} bytes, its manifest says {expected_bytes}: "
                 "it was truncated or replaced"
             )
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._file.close()
-
-    def seek(self, offset: int) -> None:
-        self._file.seek(offset)
-
-    def read(self, size: int) -> bytes:
-        return self._file.read(size)
-
-
-def _open(path: Path, expected_bytes: int) -> _Opened:
-    return _Opened(path, expected_bytes)
+        yield file

@@ -1,7 +1,7 @@
 """The collective calls of a save, all on the trainer's thread and on the world's own backend.
 
 No process group is made: one over the whole world costs sockets on every rank. Sums are asked for at one
-poll and read at the next, so that a poll waits for nobody.
+poll and read at the next, so that a poll waits only for ranks that are a whole poll behind.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """From durable files on every rank to one published checkpoint, or to one agreed failure.
 
 Protocol (all of it on the trainer's thread, but for step 4):
-  1. Every poll asks for a sum of flags (not durable, failed, layout new) and reads the one asked for at
-     the poll before. All ranks read the same sums, so all take the same next step.
+  1. Every poll asks for a sum of flags (not durable, failed, manifest in place) and reads the one asked for
+     at the poll before. All ranks read the same sums, so all take the same next step.
   2. Any failure: every rank learns each rank's error and reports the same text. It removes its file, unless
      the manifest that names it may be in place already (rank 0 could not sync it).
   3. All durable: one record per rank goes to everybody; ranks' own indexes go to rank 0, only if a layout
@@ -124,7 +124,7 @@ class Publication:
     # -- polls ------------------------------------------------------------------------------------------
 
     def poll(self) -> Outcome:
-        """One step. Collective: every rank calls it equally often. Never waits for a slower rank."""
+        """One step. Collective: every rank calls it equally often. Waits only for ranks a poll behind."""
         if self.outcome is not Outcome.PENDING:
             return self.outcome
         with holding("polls", self.save):
@@ -142,15 +142,14 @@ class Publication:
         return self.outcome
 
     def _flags(self) -> list[int]:
-        save, layout = self.save, self.save.layout
+        save = self.save
         unfinished = self._publishing and self._collectives.rank == 0 and not self._published.is_set()
         if not self._publishing:
             unfinished = not save.is_durable
-        is_new = layout is not None and layout.digest not in self._layouts.known
         failed = save.failure is not None
-        return [int(unfinished), int(failed), int(is_new), int(failed and self._manifest_in_place)]
+        return [int(unfinished), int(failed), int(failed and self._manifest_in_place)]
 
-    def _act(self, unfinished: int, failed: int, new_layouts: int, in_place: int) -> None:
+    def _act(self, unfinished: int, failed: int, in_place: int) -> None:
         if failed:
             self._agree_on_failure(keep_file=in_place > 0)
         elif unfinished:
@@ -158,7 +157,7 @@ class Publication:
         elif self._publishing:
             self._end(Outcome.PUBLISHED)
         else:
-            self._exchange(gather_layouts=new_layouts > 0)
+            self._exchange()
 
     def _end(self, outcome: Outcome) -> None:
         self.outcome = outcome
@@ -187,15 +186,15 @@ class Publication:
 
     # -- all ranks are durable --------------------------------------------------------------------------
 
-    def _exchange(self, gather_layouts: bool) -> None:
+    def _exchange(self) -> None:
         self._publishing = True
         layout = self.save.layout
         is_new = layout is not None and layout.digest not in self._layouts.known
         own = layout.index if layout is not None and is_new else b""
         gathered = self._collectives.gather_all(self._record(len(own)).encode())
         self.records = [RankRecord.decode(data) for data in gathered]
-        if gather_layouts:
-            sizes = [record.layout_bytes for record in self.records]
+        sizes = [record.layout_bytes for record in self.records]
+        if any(sizes):  # alike on every rank: all have read the same records
             for record, index in zip(
                 self.records, self._collectives.gather_to_first(own, sizes), strict=False
             ):

@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
@@ -121,7 +120,7 @@ def _check_other(checkpoint: Checkpoint, name: str, verdict: Verdict) -> None:
 def _check_data(
     checkpoint: Checkpoint, file: int, verdict: Verdict, progress: Callable[[int], None], options: Options
 ) -> None:
-    footer, path = checkpoint.footer(file), checkpoint.file_path(file)
+    footer = checkpoint.footer(file)
     if not footer.block_checksums:
         verdict.unchecked_files += 1
         return
@@ -132,7 +131,6 @@ def _check_data(
             return
         verdict.bytes_checked += size
         progress(size)
-    assert path  # the loop above has read it
 
 
 def _check_stretch(
@@ -157,8 +155,3 @@ def _check_stretch(
             f"{path}: the block at byte offset {block * BLOCK_BYTES} is corrupt; it holds data of {keys}"
         )
     return True
-
-
-def whole_size(directory: Path) -> int:
-    """Bytes of all data files of a published checkpoint, for progress bars."""
-    return Checkpoint.open(directory).manifest.data_bytes

@@ -30,11 +30,6 @@ class Layout:
     index: bytes  # this rank's own index, encoded
     digest: bytes  # 16 bytes: names the layout
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether this rank has no fragment at all."""
-        return not self.order
-
 
 def align_up(value: int, alignment: int) -> int:
     """The smallest multiple of `alignment` that is not below `value`."""

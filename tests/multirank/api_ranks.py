@@ -164,6 +164,26 @@ def two_saves_at_once(directories: list[str], folder: str) -> None:
     tell(folder, waiting=waiting)
 
 
+def sync_save_between_polls(root: str, folder: str) -> None:
+    """A save of the same, new layout is published while an earlier one is being polled."""
+    join()
+    strategy = DataStatesSaveStrategy()
+    make_directory(Path(root, "first"))
+    request = dist_checkpointing.save(
+        state(1), str(Path(root, "first")), strategy, async_sharded_save=True, async_strategy="mcore"
+    )
+    publication = request.async_fn.publication
+    while not publication.save.is_durable:
+        time.sleep(0.01)
+    dist.barrier()
+    publication.poll()
+    save(Path(root, "second"), state(2), strategy, "sync")
+    request.execute_sync()
+    assert_loads(Path(root, "first"), 1)
+    assert_loads(Path(root, "second"), 2)
+    tell(folder)
+
+
 def fresh_bytes(root: str, folder: str) -> None:
     """Saves with one layout: tensors moved, freed and reallocated in between."""
     join()

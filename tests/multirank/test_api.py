@@ -59,6 +59,10 @@ def test_second_save_starts_before_the_first_is_published(world: World, tmp_path
     assert [rank["waiting"] for rank in told] == [2, 2]
 
 
+def test_saves_of_one_new_layout_may_overlap(world: World, tmp_path: Path) -> None:
+    world.run("api_ranks:sync_save_between_polls", tmp_path)
+
+
 def test_cached_layout_saves_current_bytes(world: World, tmp_path: Path) -> None:
     for rank in world.run("api_ranks:fresh_bytes", tmp_path):
         assert rank["layouts"] == 1, "the layout has to be reused for this to show anything"

@@ -111,7 +111,7 @@ def test_addresses_and_contents_do_not_change_the_digest():
 
 def test_a_rank_without_fragments_has_an_empty_layout():
     layout = plan_layout([], [], ())
-    assert layout.is_empty
+    assert layout.order == ()
     assert layout.tensor_end == 4096
     assert not Index.decode(layout.index, "it", 1).tensors
 
