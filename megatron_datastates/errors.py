@@ -48,3 +48,7 @@ class SaveFailedError(DataStatesError):
 
 class NativeModuleError(DataStatesError, ImportError):
     """The compiled module is missing or does not load."""
+
+
+class HookPointError(DataStatesError):
+    """This release of Megatron lacks what we attach to."""

@@ -12,7 +12,9 @@ comes after step 3 of the manifest.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_datastates.engine.faults import Faults
@@ -55,14 +57,17 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
-def remove_left_overs(directory: Path, keep: set[str], published: SaveId) -> list[str]:
-    """Removes files of ours that `keep` does not name; gives their names.
+def remove_left_overs(
+    directory: Path, keep: set[str], published: SaveId, superseded: Sequence[str] = ()
+) -> list[str]:
+    """Removes files of ours, and of the patterns `superseded`, that `keep` does not name; gives their names.
 
     Files of later saves of the same run stay: one may be under way into the same directory.
     """
     removed = []
     for name in os.listdir(directory):
-        if is_own_file_name(name) and name not in keep and not published.precedes(name):
+        ours = is_own_file_name(name) and not published.precedes(name)
+        if name not in keep and (ours or any(fnmatch.fnmatchcase(name, p) for p in superseded)):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(directory / name)
             removed.append(name)

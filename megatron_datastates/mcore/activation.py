@@ -10,21 +10,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-# Megatron's module -> the function of megatron_datastates.mcore.attach that attaches us to it.
-TARGETS = {
-    "megatron.core.dist_checkpointing.core": "attach_core",
-    "megatron.core.dist_checkpointing.strategies.torch": "attach_strategies",
-    "megatron.core.dist_checkpointing.serialization": "attach_serialization",
-    "megatron.training.arguments": "attach_arguments",
-    "megatron.training.checkpointing": "attach_checkpointing",
-}
+from megatron_datastates.mcore.versions import LOADING_MODULES
 
 
 class _Finder:
-    """Lets the other finders find a target, and attaches us once it has been executed."""
+    """Lets the other finders find a module of Megatron's, and attaches us once it has been executed."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in TARGETS:
+        if name not in LOADING_MODULES:
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
@@ -48,9 +41,9 @@ def _attach_after_execution(spec: Any) -> None:
 def attach(module: Any) -> None:
     """Attaches us to one of Megatron's modules. Never raises: the user's program goes on without us."""
     try:
-        from megatron_datastates.mcore import attach as functions
+        from megatron_datastates.mcore.attach import attach_module
 
-        getattr(functions, TARGETS[module.__name__])(module)
+        attach_module(module)
     except Exception as error:
         import logging
 
@@ -65,8 +58,7 @@ def autoload() -> None:
         if any(isinstance(finder, _Finder) for finder in sys.meta_path):
             return
         sys.meta_path.insert(0, _Finder())
-        for name in TARGETS:
-            if name in sys.modules:
-                attach(sys.modules[name])
+        for name in LOADING_MODULES & sys.modules.keys():
+            attach(sys.modules[name])
     except Exception as error:
         print(f"megatron_datastates was not activated: {error}", file=sys.stderr)

@@ -7,7 +7,6 @@ Twenty places of Megatron compare `args.ckpt_format` with "torch_dist", so that 
 from __future__ import annotations
 
 import argparse
-import importlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,7 @@ from megatron_datastates.errors import OptionError
 
 logger = logging.getLogger(__name__)
 FORMAT = "datastates"
-_NVRX_QUEUE = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
+_DIRECTORIES = ("save", "load", "pretrained_checkpoint", "non_persistent_global_ckpt_dir")
 
 
 class _FormatAction(argparse._StoreAction):
@@ -73,14 +72,14 @@ def validated(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `validate_args`."""
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        if not is_selected(args):
+        # A conversion by Megatron ends the program without finalizing saves: that one stays Megatron's own.
+        if not is_selected(args) or getattr(args, "ckpt_convert_format", None) is not None:
             return original(args, *rest, **kwargs)
-        _refuse(args)
+        _refuse_object_stores(args)
         result = _without_worker(original, args, *rest, **kwargs)
         _settle(args)
         options = options_of(args)
-        # A conversion by Megatron ends the program without finalizing saves: that one stays Megatron's own.
-        if getattr(args, "save", None) and not getattr(args, "ckpt_convert_format", None):
+        if getattr(args, "save", None):
             from megatron_datastates.mcore.training import enable_saving
 
             enable_saving(options)
@@ -89,11 +88,12 @@ def validated(original: Callable[..., Any]) -> Callable[..., Any]:
     return validate_args
 
 
-def _refuse(args: Any) -> None:
-    for name in ("save", "non_persistent_global_ckpt_dir"):
+def _refuse_object_stores(args: Any) -> None:
+    for name in _DIRECTORIES:
         path = getattr(args, name, None)
         if path is not None and str(path).startswith("msc://"):
-            raise OptionError(f"--ckpt-format datastates writes to file systems only, not to {path}")
+            flag = "--" + name.replace("_", "-")
+            raise OptionError(f"--ckpt-format datastates works with file systems only: {flag} is {path}")
 
 
 def _without_worker(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ def _without_worker(original: Callable[..., Any], args: Any, *rest: Any, **kwarg
 
 
 def _settle(args: Any) -> None:
-    if getattr(args, "async_strategy", None) == "nvrx" and not _nvrx_is_there():
+    if getattr(args, "async_strategy", None) == "nvrx" and not _nvrx_is_usable():
         args.async_strategy = "mcore"  # only whose queue polls us
     if not args.ckpt_assume_constant_structure:
         args.ckpt_assume_constant_structure = True
@@ -116,9 +116,12 @@ def _settle(args: Any) -> None:
             logger.info("--ckpt-format datastates sets --ckpt-assume-constant-structure")
 
 
-def _nvrx_is_there() -> bool:
+def _nvrx_is_usable() -> bool:
+    """Whether nvidia-resiliency-ext is there, in a version that this Megatron works with."""
+    from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
+
     try:
-        importlib.import_module(_NVRX_QUEUE)
-    except ImportError:
+        get_async_strategy("nvrx")
+    except (ImportError, AssertionError):
         return False
     return True

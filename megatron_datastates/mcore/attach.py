@@ -1,66 +1,90 @@
-"""Where we attach to Megatron: one function per module of Megatron, each idempotent.
+"""How we attach to Megatron: its functions are replaced, at the hook points that `versions` names.
 
-Loading is attached always, so that any program with Megatron reads our checkpoints. Saving is attached by
-`arguments` once `--ckpt-format datastates` was given, or by importing `DataStatesSaveStrategy`.
+Loading is attached always, when Megatron's modules are imported (activation.py). Saving is attached by
+`attach_saving`, once `--ckpt-format datastates` was given or a strategy of ours is imported.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
+from megatron_datastates.errors import HookPointError
+from megatron_datastates.mcore import versions
 
-def replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+Maker = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def replace(owner: Any, name: str, make: Maker) -> None:
     """Replaces owner.name by make(owner.name), once; the original stays at `__wrapped__`."""
-    original = getattr(owner, name)
+    # Looked up in the owner itself: what a base class has replaced already is still to be replaced here.
+    original = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
     if getattr(original, "_of_datastates", False):
         return
     replacement = functools.wraps(original)(make(original))
     replacement._of_datastates = True  # type: ignore[attr-defined]
     setattr(owner, name, replacement)
+    if isinstance(owner, ModuleType):
+        rebind(name, original, replacement)
 
 
-def attach_core(module: ModuleType) -> None:
-    """`dist_checkpointing.core`: a directory with our manifest is a distributed checkpoint."""
-    from megatron_datastates.mcore import dispatch
-
-    replace(module, "maybe_load_config", dispatch.config_from_manifest)
-
-
-def attach_strategies(module: ModuleType) -> None:
-    """`dist_checkpointing.strategies.torch`: our reader for our directories."""
-    from megatron_datastates.mcore import dispatch
-
-    replace(module, "_get_filesystem_reader", dispatch.reader_by_format)
-    replace(module.TorchDistLoadShardedStrategy, "load", dispatch.load_with_clear_errors)
+def rebind(name: str, original: Any, replacement: Any) -> None:
+    """The same in modules of Megatron that have imported `original` by its name."""
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("megatron.") and vars(module).get(name) is original:
+            setattr(module, name, replacement)
 
 
-def attach_serialization(module: Any) -> None:
-    """`dist_checkpointing.serialization`: common state, which 0.19 reads from the checkpoint itself."""
-    from megatron_datastates.mcore import dispatch
+def attach_module(module: ModuleType) -> None:
+    """Attaches what loading needs to one of Megatron's modules.
 
-    attach_strategies(sys.modules["megatron.core.dist_checkpointing.strategies.torch"])
-    if hasattr(module, "_get_filesystem_reader"):
-        replace(module, "_get_filesystem_reader", dispatch.reader_by_format)
-    replace(module, "load_common_state_dict", dispatch.common_state_by_format)
-    package: Any = sys.modules["megatron.core.dist_checkpointing"]
-    if hasattr(package, "load_common_state_dict"):  # bound before we came
-        package.load_common_state_dict = module.load_common_state_dict
+    Raises:
+        HookPointError: this Megatron lacks some of the hook points; the others are attached.
+    """
+    hooks = [hook for hook in versions.installed().loading if hook.module == module.__name__]
+    _attach(hooks, "load checkpoints of the datastates format")
 
 
-def attach_arguments(module: ModuleType) -> None:
-    """`training.arguments`: the format's name and our options."""
-    from megatron_datastates.mcore import arguments
+def attach_saving() -> None:
+    """Attaches what every save of ours needs, in any program.
 
-    replace(module, "_add_checkpointing_args", arguments.with_our_options)
-    replace(module, "validate_args", arguments.validated)
+    Raises:
+        HookPointError: this Megatron lacks some of the hook points.
+    """
+    _attach(versions.installed().saving, "save in the datastates format")
 
 
-def attach_checkpointing(module: ModuleType) -> None:
-    """`training.checkpointing`: a tracker file that a crash truncated."""
-    from megatron_datastates.mcore import tracker
+def _attach(hooks: Iterable[versions.Hook], purpose: str) -> None:
+    missing = [str(hook) for hook in hooks if not _attached(hook)]
+    if missing:
+        raise HookPointError(
+            f"megatron-core {versions.installed_version()} has no {', no '.join(missing)}, "
+            f"which megatron_datastates needs to {purpose}: use a release that it is tested with (README.md)"
+        )
 
-    replace(module, "read_metadata", tracker.with_fallback)
+
+def _attached(hook: versions.Hook) -> bool:
+    try:
+        owner: Any = importlib.import_module(hook.module)
+    except ImportError:
+        return hook.optional
+    *classes, name = hook.name.split(".")
+    try:
+        for part in classes:
+            owner = getattr(owner, part)
+        replace(owner, name, _maker(hook))
+    except AttributeError as error:
+        if error.name in (*classes, name):
+            return False
+        raise
+    return True
+
+
+def _maker(hook: versions.Hook) -> Maker:
+    module, _, function = hook.maker.partition(".")
+    maker: Maker = getattr(importlib.import_module("megatron_datastates.mcore." + module), function)
+    return maker

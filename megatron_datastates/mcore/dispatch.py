@@ -1,17 +1,19 @@
 """Reading: which format a directory has, and our reader for ours.
 
-A directory is ours if its metadata.json says so, or if it has our manifest and no metadata.json (the save
-was published and the process died before Megatron wrote that file: it is complete).
+A directory is ours if its metadata.json says so. It also is if it has our manifest and nobody else's index:
+then a save was published and the process died before Megatron wrote metadata.json. It is complete.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import MANIFEST_NAME
 
@@ -19,10 +21,14 @@ from megatron_datastates.format.values import MANIFEST_NAME
 if TYPE_CHECKING:
     from megatron_datastates.pipeline.load import Checkpoint
 
+logger = logging.getLogger(__name__)
 BACKEND = "datastates"
 COMMON_STATE_KEY = "common_state/shard_0_1"
 COMMON_STATE_FILE = "common.pt"  # of Megatron before 0.19; beside a common_state object it is a left-over
 _METADATA_NAME = "metadata.json"
+_TORCH_DIST_INDEX = ".metadata"
+# What a checkpoint of torch_dist consists of: not part of one that is published over it.
+FILES_OF_TORCH_DIST = ("*.distcp", _TORCH_DIST_INDEX, COMMON_STATE_FILE)
 _opened: dict[object, Checkpoint] = {}  # the last one: a load opens it several times
 _KINDS = {"bfloat16": "float", "bool": "bool"}
 
@@ -31,11 +37,12 @@ def is_ours(directory: str | os.PathLike[str]) -> bool:
     """Whether the directory was saved in our format."""
     try:
         config = json.loads((Path(directory) / _METADATA_NAME).read_text())
-    except FileNotFoundError:
-        return has_manifest(directory)
     except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and config.get("sharded_backend") == BACKEND
+        config = None
+    backend = config.get("sharded_backend") if isinstance(config, dict) else None
+    if backend not in (None, "torch_dist"):
+        return bool(backend == BACKEND)
+    return has_manifest(directory) and not (Path(directory) / _TORCH_DIST_INDEX).exists()
 
 
 def has_manifest(directory: str | os.PathLike[str]) -> bool:
@@ -68,7 +75,12 @@ def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `maybe_load_config`."""
 
     def maybe_load_config(checkpoint_dir: str) -> Any:
-        config = original(checkpoint_dir)
+        try:
+            config = original(checkpoint_dir)
+        except ValueError:  # cut short by a crash, after a save of ours was published
+            if not has_manifest(checkpoint_dir):
+                raise
+            config = None
         if config is None and checkpoint_dir and has_manifest(checkpoint_dir):
             from megatron.core.dist_checkpointing.core import CheckpointingConfig
 
@@ -91,40 +103,62 @@ def reader_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
     return _get_filesystem_reader
 
 
+def read_common_state(directory: str | os.PathLike[str]) -> Any:
+    """The common state of a directory of ours. Needs no torch.distributed: Megatron reads arguments early."""
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    from megatron_datastates.providers.objects import deserialize
+
+    checkpoint = open_checkpoint(directory)
+    try:
+        if COMMON_STATE_KEY in checkpoint.index.objects:
+            return checkpoint.read_object(COMMON_STATE_KEY)[0]
+        return deserialize(checkpoint.read_other(COMMON_STATE_FILE), COMMON_STATE_FILE)
+    except DataStatesError as error:
+        raise CheckpointingException(str(error)) from error
+
+
 def common_state_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `load_common_state_dict`. Needs no torch.distributed: arguments are read before it is up."""
+    """For the function that loads the common state, whatever its name is."""
 
-    def load_common_state_dict(checkpoint_dir: str | Path) -> Any:
-        if not is_ours(checkpoint_dir):
-            return original(checkpoint_dir)
-        from megatron.core.dist_checkpointing.core import CheckpointingException
+    def load_common(checkpoint_dir: str | Path) -> Any:
+        return read_common_state(checkpoint_dir) if is_ours(checkpoint_dir) else original(checkpoint_dir)
 
-        from megatron_datastates.providers.objects import deserialize
-
-        checkpoint = open_checkpoint(checkpoint_dir)
-        try:
-            if COMMON_STATE_KEY in checkpoint.index.objects:
-                return checkpoint.read_object(COMMON_STATE_KEY)[0]
-            return deserialize(checkpoint.read_other(COMMON_STATE_FILE), COMMON_STATE_FILE)
-        except DataStatesError as error:
-            raise CheckpointingException(str(error)) from error
-
-    return load_common_state_dict
+    return load_common
 
 
-def load_with_clear_errors(original: Callable[..., Any]) -> Callable[..., Any]:
+def common_state_method(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For a strategy's method that does it."""
+
+    def load_common(self: Any, checkpoint_dir: str | Path) -> Any:
+        if is_ours(checkpoint_dir):
+            return read_common_state(checkpoint_dir)
+        return original(self, checkpoint_dir)
+
+    return load_common
+
+
+def strategy_from_registry(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `get_default_strategy`: torch_dist's load strategy loads ours too, with our reader."""
+
+    def get_default_strategy(action: Any, backend: str, version: int) -> Any:
+        is_load = action.value == "load_sharded" and backend == BACKEND
+        return original(action, "torch_dist" if is_load else backend, version)
+
+    return get_default_strategy
+
+
+def load_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `TorchDistLoadShardedStrategy.load`: the first wrong key, shape or file is named."""
 
     def load(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        FENCE.wait("a load")  # it is about to overwrite what a save may still be reading
         if not is_ours(checkpoint_dir):
             return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
         from megatron.core.dist_checkpointing.core import CheckpointingException
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from torch.distributed.checkpoint.api import CheckpointException
 
-        from megatron_datastates.mcore.fences import fence
-
-        fence("a load")  # it is about to overwrite what a save may still be reading
         problem = first_mismatch(open_checkpoint(checkpoint_dir), nested_values(sharded_state_dict))
         if problem is not None:
             raise CheckpointingException(f"{checkpoint_dir}: {problem}")
@@ -137,6 +171,27 @@ def load_with_clear_errors(original: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return load
+
+
+def removal_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `TorchDistLoadShardedStrategy.remove_sharded_tensors`."""
+
+    def remove_sharded_tensors(self: Any, checkpoint_dir: str, key_prefix: str) -> Any:
+        if not is_ours(checkpoint_dir):
+            return original(self, checkpoint_dir, key_prefix)
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+
+        from megatron_datastates.pipeline.remove import remove_keys
+
+        try:
+            removed = remove_keys(checkpoint_dir, key_prefix)
+        except DataStatesError as error:
+            raise CheckpointingException(str(error)) from error
+        if not removed:
+            logger.warning("no key in %s begins with %r: nothing was removed", checkpoint_dir, key_prefix)
+        return None
+
+    return remove_sharded_tensors
 
 
 def first_mismatch(checkpoint: Checkpoint, requested: Iterable[Any]) -> str | None:

@@ -10,7 +10,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.mcore.attach import replace
 
 # Optimizers whose pre-step hook has fired: their memory is known to change behind a fence only.
 _stepped: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -34,27 +33,41 @@ def install() -> None:
         _installed = True
 
 
-def install_witness() -> None:
-    """Watches Megatron's own optimizers at the end of their step, where no hook of torch can be missing.
+def witnessed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `step` of Megatron's own optimizers, at whose end no hook of torch can be missing.
 
     If a step succeeded and no fence came before it, the hook did not fire: such a save fails rather than
-    being published torn. After a skipped step it is one more fence, since clip_qk rewrites weights there.
+    being published torn. After a skipped step, and one without parameters of this rank, it is one more
+    fence: clip_qk rewrites weights there.
     """
-    from megatron.core.optimizer import optimizer as megatron
 
-    for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer"):
-        replace(getattr(megatron, name), "step", _witnessed)
-
-
-def _witnessed(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if result[0]:
+        if result[0] and not getattr(self, "is_stub_optimizer", False):
             FENCE.witness_mutation(f"{type(self).__name__} stepped without its inner optimizer's fence")
         FENCE.wait("the end of the optimizer step")
         return result
 
     return step
+
+
+def _fenced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What changes the memory of parameters or of optimizers by itself: fenced whenever it is called."""
+
+    def maker(original: Callable[..., Any]) -> Callable[..., Any]:
+        def fenced(*args: Any, **kwargs: Any) -> Any:
+            FENCE.wait(reason)
+            return original(*args, **kwargs)
+
+        return fenced
+
+    return maker
+
+
+before_offload = _fenced("offloading")  # resizes storages to nothing, or refills them
+before_graph_replay = _fenced("the optimizer's CUDA graph")  # a replayed graph runs no hooks
+before_gather = _fenced("the gathering of parameters")  # into ranks whose own optimizer may be empty
+before_load = _fenced("a load")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

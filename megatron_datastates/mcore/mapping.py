@@ -47,6 +47,33 @@ def proof_in_training_loop() -> Classify:
     return classify
 
 
+def with_zeroed_padding(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `DistributedOptimizer.sharded_param_state_dp_reshardable`.
+
+    Megatron pads buckets with uninitialized memory, which would put anything into the checkpoint (and make
+    two checkpoints of one state differ). A padding is a dictionary of tensors with a mark among them.
+    """
+
+    def sharded_param_state_dp_reshardable(*args: Any, **kwargs: Any) -> Any:
+        state = original(*args, **kwargs)
+        for entry in _dictionaries(state):
+            if getattr(entry.get("padding"), "obj", False) is True:
+                for item in entry.values():
+                    if isinstance(item, ShardedTensor) and item.data is not None:
+                        item.data.zero_()
+        return state
+
+    return sharded_param_state_dp_reshardable
+
+
+def _dictionaries(nested: Any) -> Iterator[dict[Any, Any]]:
+    if isinstance(nested, dict):
+        yield nested
+    if isinstance(nested, dict | list):
+        for item in nested.values() if isinstance(nested, dict) else nested:
+            yield from _dictionaries(item)
+
+
 class ShardedStateProvider:
     """The main replicas of a preprocessed sharded state dict (tensors and objects only)."""
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
-from megatron_datastates.mcore.attach import replace
 from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.publication import Outcome, Publication
 
@@ -108,8 +107,8 @@ class DataStatesCaller:
         return finalize
 
 
-def _recognize_ours(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `AsyncCallsQueue.schedule_async_request`."""
+def recognized(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `AsyncCallsQueue.schedule_async_request`: our requests get our caller."""
 
     def schedule_async_request(self: Any, async_request: Any) -> Any:
         handle = async_request.async_fn
@@ -125,11 +124,15 @@ def _recognize_ours(original: Callable[..., Any]) -> Callable[..., Any]:
     return schedule_async_request
 
 
-def patch_queues() -> None:
-    """Makes every installed queue recognize our requests. Idempotent."""
-    for name in _QUEUES:
-        try:
-            module = importlib.import_module(name)
-        except ImportError:
-            continue
-        replace(module.AsyncCallsQueue, "schedule_async_request", _recognize_ours)
+def closed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `AsyncCallsQueue.close`: an aborted queue lets go of our saves, which stock's never reaches."""
+
+    def close(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("abort", args[0] if args else False):
+            ours = [call for call in self.async_calls if isinstance(call.async_caller, DataStatesCaller)]
+            for call in ours:
+                call.async_caller.close(abort=True)
+                self.async_calls.remove(call)
+        return original(self, *args, **kwargs)
+
+    return close

@@ -7,14 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from megatron_datastates.config import Options
-from megatron_datastates.mcore import fences, mapping
-from megatron_datastates.mcore.attach import replace
-from megatron_datastates.mcore.dispatch import BACKEND, COMMON_STATE_FILE
-from megatron_datastates.mcore.request import make_request, patch_queues, raise_if_failed
+from megatron_datastates.mcore import fences, mapping, versions
+from megatron_datastates.mcore.attach import attach_saving
+from megatron_datastates.mcore.dispatch import BACKEND, COMMON_STATE_FILE, FILES_OF_TORCH_DIST
+from megatron_datastates.mcore.request import make_request, raise_if_failed
 from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.publication import Labels, Publication
 from megatron_datastates.pipeline.saver import saver_for
@@ -71,7 +70,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             provider,
             iteration=_iteration(sharded_state_dict, checkpoint_dir),
             mode=mode,
-            labels=Labels(parallel_sizes(), _files_of_megatron(sharded_state_dict)),
+            labels=_labels(),
         )
 
 
@@ -82,9 +81,9 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         return mapping.proof_in_training_loop()
 
 
-def _files_of_megatron(sharded_state_dict: dict[str, Any]) -> tuple[str, ...]:
-    """Before 0.19 Megatron writes the common state itself, into a file, before it calls a strategy."""
-    return () if "common_state" in sharded_state_dict else (COMMON_STATE_FILE,)
+def _labels() -> Labels:
+    own = (COMMON_STATE_FILE,) if versions.installed().writes_common_file else ()
+    return Labels(parallel_sizes(), other_files=own, superseded=FILES_OF_TORCH_DIST)
 
 
 def _iteration(sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> int | None:
@@ -111,8 +110,8 @@ def parallel_sizes() -> dict[str, int]:
     return {name: int(size()) for name, size in sizes.items()}
 
 
-def _keep_backend(original: Any) -> Any:
-    """The fully-parallel wrapper writes its own backend into metadata.json: it must be the inner one's."""
+def kept_backend(original: Any) -> Any:
+    """For `FullyParallelSaveStrategyWrapper.__init__`: metadata.json has to name the inner backend."""
 
     def __init__(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
         original(self, strategy, *args, **kwargs)
@@ -122,6 +121,5 @@ def _keep_backend(original: Any) -> Any:
     return __init__
 
 
-replace(FullyParallelSaveStrategyWrapper, "__init__", _keep_backend)
+attach_saving()
 fences.install()
-patch_queues()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
 
 
 def with_fallback(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,12 +32,43 @@ def with_fallback(original: Callable[..., Any]) -> Callable[..., Any]:
     return read_metadata
 
 
+def tracked_iteration(tracker: Path) -> int | None:
+    """The iteration that a tracker file names; None if there is no such file, or no number in it."""
+    try:
+        text = tracker.read_text(errors="replace").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdecimal() and text.isascii() else None
+
+
+def mend(tracker: Path) -> None:
+    """Gives a damaged tracker its meaning back, before Megatron's retention stumbles over it.
+
+    It then names the newest published checkpoint, which retention may delete once there is a newer one; with
+    no such checkpoint it is removed, as if this were the first save. Never raises.
+    """
+    try:
+        if _is_damaged(tracker):
+            iteration = _fallback(tracker)
+            if iteration is None:
+                tracker.unlink()
+            else:
+                stand_in = tracker.with_name(tracker.name + ".mended")
+                stand_in.write_text(str(iteration))
+                stand_in.replace(tracker)
+    except OSError as error:
+        logger.warning("%s is damaged and was not mended: %s", tracker, error)
+
+
+def _is_damaged(tracker: Path) -> bool:
+    if not tracker.is_file() or tracked_iteration(tracker) is not None:
+        return False
+    return tracker.read_text(errors="replace").strip() != "release"
+
+
 def _fallback(tracker: Path) -> int | None:
     """The newest published iteration, if the tracker says nothing and there is one."""
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text(errors="replace").strip()
-    if text.isdigit() or text == "release":
+    if not _is_damaged(tracker):
         return None
     from megatron_datastates.pipeline.load import find_published
 
@@ -46,6 +78,6 @@ def _fallback(tracker: Path) -> int | None:
     iteration = max(published)
     logger.warning(
         "%s is damaged: it says %r. Falling back to the newest published checkpoint, iteration %d (%s).",
-        tracker, text, iteration, published[iteration],
+        tracker, tracker.read_text(errors="replace"), iteration, published[iteration],
     )  # fmt: skip
     return iteration

@@ -26,10 +26,15 @@ class Collectives:
     """
 
     def __init__(self) -> None:
-        self.distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        self._world = _world()
+        self.distributed = self._world is not None and dist.get_world_size() > 1
         self.rank = dist.get_rank() if self.distributed else 0
         self.size = dist.get_world_size() if self.distributed else 1
         self.calls: dict[str, int] = {}
+
+    def is_current(self) -> bool:
+        """Whether torch.distributed's world is still the one that this was made in."""
+        return _world() is self._world
 
     def _count(self, kind: str) -> None:
         self.calls[kind] = self.calls.get(kind, 0) + 1
@@ -86,6 +91,10 @@ class Collectives:
         if parts is None:
             return []
         return [part.cpu().numpy().tobytes()[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
+def _world() -> object:
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 class _Known:

@@ -92,6 +92,7 @@ class Labels:
 
     parallel: dict[str, int] = dataclasses.field(default_factory=dict)
     other_files: tuple[str, ...] = ()  # that somebody else may have written into the directory before
+    superseded: tuple[str, ...] = ()  # patterns of files that belonged to a checkpoint in another format
 
 
 class Publication:
@@ -111,7 +112,7 @@ class Publication:
         self.records: list[RankRecord] = []
         self.hold_report = False  # set while somebody will hold the trainer for this save once more
         self.on_end: Callable[[Publication], None] = lambda publication: None
-        self._collectives = collectives
+        self.collectives = collectives
         self._layouts = layouts
         self._faults = faults
         self._labels = labels or Labels()
@@ -132,7 +133,7 @@ class Publication:
             if self._asked is not None:
                 self._act(*self._asked.result())
             if self.outcome is Outcome.PENDING:
-                self._asked = self._collectives.start_sum(self._flags())
+                self._asked = self.collectives.start_sum(self._flags())
         return self.outcome
 
     def wait(self) -> Outcome:
@@ -143,7 +144,7 @@ class Publication:
 
     def _flags(self) -> list[int]:
         save = self.save
-        unfinished = self._publishing and self._collectives.rank == 0 and not self._published.is_set()
+        unfinished = self._publishing and self.collectives.rank == 0 and not self._published.is_set()
         if not self._publishing:
             unfinished = not save.is_durable
         failed = save.failure is not None
@@ -166,13 +167,13 @@ class Publication:
         self.on_end(self)
 
     def _agree_on_failure(self, keep_file: bool) -> None:
-        failures = self._collectives.gather_all(encode_failure(self.save.failure))
+        failures = self.collectives.gather_all(encode_failure(self.save.failure))
         told = [(rank, text) for rank, text in enumerate(map(decode_failure, failures)) if text is not None]
         causes = "; ".join(f"rank {rank}: {text}" for rank, text in told[:3])
         more = f" (and {len(told) - 3} more ranks)" if len(told) > 3 else ""
         context = self.save.context
         self.error = (
-            f"saving to {context.directory} failed on {len(told)} of {self._collectives.size} ranks: "
+            f"saving to {context.directory} failed on {len(told)} of {self.collectives.size} ranks: "
             f"{causes}{more}. {_KEPT if keep_file else _NOTHING}"
         )
         if not keep_file:
@@ -191,23 +192,23 @@ class Publication:
         layout = self.save.layout
         is_new = layout is not None and layout.digest not in self._layouts.known
         own = layout.index if layout is not None and is_new else b""
-        gathered = self._collectives.gather_all(self._record(len(own)).encode())
+        gathered = self.collectives.gather_all(self._record(len(own)).encode())
         self.records = [RankRecord.decode(data) for data in gathered]
         sizes = [record.layout_bytes for record in self.records]
         if any(sizes):  # alike on every rank: all have read the same records
             for record, index in zip(
-                self.records, self._collectives.gather_to_first(own, sizes), strict=False
+                self.records, self.collectives.gather_to_first(own, sizes), strict=False
             ):
                 if index:
                     self._layouts.add(record.rank, record.layout_digest, index)
-        if self._collectives.rank == 0:
+        if self.collectives.rank == 0:
             self._publisher = threading.Thread(target=self._publish, name="datastates-publish", daemon=True)
             self._publisher.start()
 
     def _record(self, layout_bytes: int) -> RankRecord:
         save, file, times = self.save, self.save.file, self.save.times()
         return RankRecord(
-            rank=self._collectives.rank,
+            rank=self.collectives.rank,
             has_file=file is not None,
             file_bytes=file.bytes if file else 0,
             footer_offset=file.footer_offset if file else 0,
@@ -239,7 +240,8 @@ class Publication:
             return
         try:
             keep = {manifest.index.name, *(file.name for file in manifest.files)}
-            remove_left_overs(directory, keep, self.save.context.save_id)
+            keep |= {other.name for other in manifest.others}
+            remove_left_overs(directory, keep, self.save.context.save_id, self._labels.superseded)
         except OSError as error:
             logger.warning("left-overs of earlier saves were not removed from %s: %s", directory, error)
         self._published.set()  # last, so that no later save publishes while this one still removes

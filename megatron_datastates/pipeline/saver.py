@@ -7,7 +7,6 @@ number of strategy objects and directories.
 from __future__ import annotations
 
 import atexit
-import functools
 import logging
 import os
 import secrets
@@ -36,13 +35,19 @@ class Run:
     def __init__(self) -> None:
         self.store = LayoutStore()
         self.layouts: dict[object, Layout] = {}
+        self.collectives = Collectives()
         self._run_id: int | None = None
         self._ordinal = 0
 
-    @functools.cached_property
-    def collectives(self) -> Collectives:
-        """Made at the first save: options are known before torch.distributed is initialized."""
-        return Collectives()
+    def enter_world(self) -> None:
+        """Begins anew where torch.distributed was initialized (again) since the last save.
+
+        Options are known before it is; and a restart within the process gives ranks new numbers and peers, so
+        nothing that was agreed on holds any more.
+        """
+        if not self.collectives.is_current():
+            self.collectives, self.store = Collectives(), LayoutStore()
+            self._run_id, self._ordinal = None, 0
 
     def next_id(self) -> SaveId:
         """Counted alike on every rank. The first one makes a collective call."""
@@ -93,6 +98,8 @@ class Saver:
         Errors of this rank are kept for the agreement: this raises none of them.
         """
         run, path = self.run, Path(directory).absolute()
+        run.enter_world()
+        self._abandon_old_world()
         context = SaveContext(run.next_id(), path, run.collectives.rank, run.collectives.size, iteration)
         save = RankSave(context, self.options.fence_deadline)
         publication = Publication(save, run.collectives, run.store, self._faults, labels)
@@ -106,6 +113,11 @@ class Saver:
             save.fail(error)
         self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
         return publication
+
+    def _abandon_old_world(self) -> None:
+        for publication in self._unfinished:
+            if publication.collectives is not self.run.collectives:
+                publication.abandon("torch.distributed was initialized anew before the save was published")
 
     def warm_up(self) -> None:
         """Starts the engine, and lets it make staging memory in the background before the first save."""

@@ -13,10 +13,20 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.optimizer.optimizer import FP32Optimizer
-from saving_rank import assert_loads, failure_of, full_tensor, join, make_directory, save, state, tell
+from saving_rank import (
+    MCORE_QUEUE,
+    assert_loads,
+    failure_of,
+    full_tensor,
+    join,
+    make_directory,
+    save,
+    state,
+    tell,
+)
 
 from megatron_datastates.config import Options
-from megatron_datastates.mcore import DataStatesSaveStrategy, fences
+from megatron_datastates.mcore import DataStatesSaveStrategy
 from megatron_datastates.pipeline.saver import saver_for
 
 
@@ -127,7 +137,6 @@ class StepWithoutHook(FP32Optimizer):
 
 def step_without_fence(directory: str, skip: bool, outlast_copy: bool, folder: str) -> None:
     join()
-    fences.install_witness()
     sharded = state(5)
     strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options(copy_limit=2_000_000))
     make_directory(Path(directory))
@@ -170,7 +179,7 @@ def sync_save_between_polls(root: str, folder: str) -> None:
     strategy = DataStatesSaveStrategy()
     make_directory(Path(root, "first"))
     request = dist_checkpointing.save(
-        state(1), str(Path(root, "first")), strategy, async_sharded_save=True, async_strategy="mcore"
+        state(1), str(Path(root, "first")), strategy, async_sharded_save=True, **MCORE_QUEUE
     )
     publication = request.async_fn.publication
     while not publication.save.is_durable:

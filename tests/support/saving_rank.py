@@ -5,6 +5,7 @@ What does not: launching and judging. Runs in forked ranks (`ranks.py`), with Me
 training loop.
 """
 
+import inspect
 import json
 import os
 import time
@@ -20,6 +21,9 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 ROWS, COLUMNS = 6, 50_000  # of one rank's shard: 1.2 MB
+# Requests for the queue used here; before 0.17 there was no other.
+_CHOICE = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
+MCORE_QUEUE: dict[str, Any] = {"async_strategy": "mcore"} if _CHOICE else {}
 
 
 def join() -> tuple[int, int]:
@@ -69,7 +73,7 @@ def save(directory: Path, sharded: dict[str, Any], strategy: Any, mode: str) -> 
     """Saves through Megatron's entry point and, if `mode` is async, through its stock queue."""
     make_directory(directory)
     request = dist_checkpointing.save(
-        sharded, str(directory), strategy, async_sharded_save=mode == "async", async_strategy="mcore"
+        sharded, str(directory), strategy, async_sharded_save=mode == "async", **MCORE_QUEUE
     )
     if request is not None:
         queue = AsyncCallsQueue()

@@ -46,19 +46,24 @@ def with_metadata(directory: Path, text: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("text", "empty", "published", "with_index"),
     [
-        ('{"sharded_backend": "datastates", "sharded_backend_version": 1}', True),
-        ('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}', False),
-        ("{}", False),
-        ("[]", False),
-        ("", False),
-        ("not json", False),
+        ('{"sharded_backend": "datastates", "sharded_backend_version": 1}', True, True, True),
+        ('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}', False, True, False),
+        ('{"sharded_backend": "zarr", "sharded_backend_version": 1}', False, False, False),
+        ("{}", False, True, False),
+        ("[]", False, True, False),
+        ("", False, True, False),
+        ("not json", False, True, False),
     ],
 )
-def test_metadata_json_says_whose_a_directory_is(ours, tmp_path, text, expected):
-    assert is_ours(with_metadata(tmp_path, text)) is expected
-    assert is_ours(with_metadata(Path(shutil.copytree(ours, tmp_path / "c")), text)) is expected
+def test_metadata_json_says_whose_a_directory_is(ours, tmp_path, text, empty, published, with_index):
+    """Where it is damaged, or not yet that of the save just published, our manifest decides."""
+    assert is_ours(with_metadata(tmp_path, text)) is empty
+    directory = with_metadata(Path(shutil.copytree(ours, tmp_path / "c")), text)
+    assert is_ours(directory) is published
+    (directory / ".metadata").touch()  # a checkpoint of torch_dist is whole here, too
+    assert is_ours(directory) is with_index
 
 
 def test_without_metadata_json_the_manifest_decides(ours, tmp_path):
@@ -85,7 +90,7 @@ def test_other_formats_go_to_their_own_reader_and_loader(tmp_path):
 
     assert dispatch.reader_by_format(original)(tmp_path, 1, x=2) == ("original", tmp_path, (1,), {"x": 2})
     assert dispatch.common_state_by_format(original)(tmp_path) == ("original", tmp_path, (), {})
-    loaded = dispatch.load_with_clear_errors(original)("self", {}, tmp_path, 1, x=2)
+    loaded = dispatch.load_by_format(original)("self", {}, tmp_path, 1, x=2)
     assert loaded == ("original", "self", ({}, tmp_path, 1), {"x": 2})
 
 
@@ -218,7 +223,7 @@ def test_the_first_of_several_problems_is_told(ours):
 
 
 def test_a_load_that_does_not_fit_never_begins(ours):
-    load = dispatch.load_with_clear_errors(unreachable)
+    load = dispatch.load_by_format(unreachable)
     with pytest.raises(CheckpointingException, match=f"{ours}: there is no tensor 'a'"):
         load("self", {"model": {"a": wanted("a", torch.ones(1))}}, ours)
 

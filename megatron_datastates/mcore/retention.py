@@ -1,0 +1,163 @@
+"""Which old checkpoints Megatron may delete, and when: cleanup of non-persistent ones, retention.
+
+Stock Megatron keeps the non-persistent directories with the highest numbers, complete or not, and retention
+deletes what the tracker named before, whoever needs it. Kept here, whatever Megatron asks for:
+  1. what a save of this process is writing, or is about to;
+  2. the checkpoint that the tracker beside it names;
+  3. the newest complete ones. A directory is complete if a save of ours was published there, or if
+     another format's metadata.json, which is written last, is there.
+Deletion runs beside the trainer; a save into a directory that is being deleted waits for that first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_datastates.mcore.attach import replace
+from megatron_datastates.mcore.dispatch import has_manifest
+from megatron_datastates.mcore.strategy import TrainingSaveStrategy
+from megatron_datastates.mcore.tracker import TRACKER_NAME, mend, tracked_iteration
+from megatron_datastates.pipeline.publication import Outcome, Publication
+
+logger = logging.getLogger(__name__)
+_METADATA_NAME = "metadata.json"
+_under_way: list[Publication] = []  # the trainer's thread's alone, as is _about_to_save
+_about_to_save: list[int] = []  # the iteration of the open save_checkpoint, if one is
+# Any thread's, one atomic operation at a time: a lock could be held when retention forks.
+_deletions: dict[Path, threading.Thread] = {}
+
+
+def install(checkpointing: Any) -> None:
+    """Guards the deletions of `megatron.training.checkpointing`. Idempotent."""
+    replace(checkpointing, "cleanup_old_non_persistent_checkpoint", _careful_cleanup)
+    replace(checkpointing, "_async_delete_checkpoint_impl", _careful_deletion)
+    replace(TrainingSaveStrategy, "async_save", _noted)
+
+
+def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `TrainingSaveStrategy.async_save`, whose saves go on behind the trainer."""
+
+    def async_save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        request = original(self, *args, **kwargs)
+        _under_way[:] = [*_pending(), request.async_fn.publication]
+        return request
+
+    return async_save
+
+
+def _pending() -> list[Publication]:
+    return [save for save in _under_way if save.outcome is Outcome.PENDING]
+
+
+@contextlib.contextmanager
+def saving(iteration: int, checkpointing: Any) -> Iterator[None]:
+    """Around a `save_checkpoint` of that iteration: makes sure that its directory is not being deleted."""
+    args = checkpointing.get_args()
+    name = f"iter_{iteration:07d}"
+    for path, thread in list(_deletions.items()):
+        if path.name == name:
+            thread.join()
+    if Path(args.save, name).exists():
+        checkpointing.finalize_deletion_processes(blocking=True)  # those of retention with --async-save
+    if args.save_retain_interval is not None and args.rank == 0:
+        mend(Path(args.save, TRACKER_NAME))
+    _about_to_save.append(iteration)
+    try:
+        yield
+    finally:
+        _about_to_save.pop()
+
+
+def is_complete(directory: Path) -> bool:
+    """Whether the directory holds a checkpoint that can be loaded."""
+    return has_manifest(directory) or (directory / _METADATA_NAME).is_file()
+
+
+def deletable(root: Path, leave: int) -> list[Path]:
+    """What cleanup may delete right under `root`, oldest first: see the module's rules.
+
+    Incomplete directories go once a newer complete one is there: a crash left them.
+    """
+    found = {}
+    for path in root.glob("iter_*"):
+        match = re.fullmatch(r"iter_(\d+)", path.name)
+        if match and path.is_dir() and not path.is_symlink():
+            found[int(match[1])] = path
+    complete = sorted(iteration for iteration, path in found.items() if is_complete(path))
+    if not complete:
+        return []
+    kept = {*complete[-leave:], tracked_iteration(root / TRACKER_NAME)}
+    return [
+        path
+        for iteration, path in sorted(found.items())
+        if iteration not in kept and iteration < complete[-1] and not _is_being_written(path, iteration)
+    ]
+
+
+def _is_being_written(path: Path, iteration: int) -> bool:
+    if iteration in _about_to_save:
+        return True
+    return path.absolute() in [save.save.context.directory for save in _pending()]
+
+
+def _careful_cleanup(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `cleanup_old_non_persistent_checkpoint`."""
+
+    def cleanup_old_non_persistent_checkpoint(
+        save_dir: str, leave_ckpt_num: int = 1, do_async: bool = False
+    ) -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized() and dist.get_rank() != 0:
+            return
+        directories = deletable(Path(save_dir), leave_ckpt_num)
+        if not directories:
+            return
+        logger.info("non-persistent checkpoints to be removed: %s", ", ".join(map(str, directories)))
+        thread = threading.Thread(target=_delete, args=(directories,), name="datastates-cleanup")
+        for directory in directories:
+            _deletions[directory] = thread
+        thread.start()
+        if not do_async:
+            thread.join()
+
+    return cleanup_old_non_persistent_checkpoint
+
+
+def _delete(directories: list[Path]) -> None:
+    """What cannot be deleted stays, and is told: rank 0 alone must not fail because of it."""
+    for directory in directories:
+        try:
+            shutil.rmtree(directory)
+        except OSError as error:
+            logger.warning("a non-persistent checkpoint was not removed: %s", error)
+        _deletions.pop(directory, None)
+
+
+def _careful_deletion(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `_async_delete_checkpoint_impl`, which retention runs in a thread or a forked process."""
+
+    def _async_delete_checkpoint_impl(
+        save_path: str, iteration_to_delete: int, *args: Any, **kwargs: Any
+    ) -> None:
+        root = Path(save_path)
+        directory = root / f"iter_{iteration_to_delete:07d}"
+        if tracked_iteration(root / TRACKER_NAME) == iteration_to_delete:
+            logger.warning("%s is not deleted: it is the latest checkpoint there", directory)
+        elif _is_being_written(directory, iteration_to_delete):
+            logger.warning("%s is not deleted: a save is writing to it", directory)
+        else:
+            _deletions[directory] = threading.current_thread()
+            try:
+                original(save_path, iteration_to_delete, *args, **kwargs)
+            finally:
+                _deletions.pop(directory, None)
+
+    return _async_delete_checkpoint_impl

@@ -1,0 +1,154 @@
+"""What differs between releases of Megatron-Core: all of it, and nothing else.
+
+A Release names the functions and classes of Megatron that are replaced, each by what one of our functions
+makes of it, and the few facts that the rest of this package asks for. The last release that is not newer
+than the installed one is taken, so an unknown newer one works if its hook points are where they were.
+
+Imports neither Megatron nor torch: the import hook reads this in every process that imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+
+_DIST = "megatron.core.dist_checkpointing."
+_OPTIMIZER = "megatron.core.optimizer."
+_NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
+
+
+@dataclasses.dataclass(frozen=True)
+class Hook:
+    """One hook point: `name` (a function, or Class.method) in `module`."""
+
+    module: str
+    name: str
+    maker: str  # a function of this package, as module.function: what is there -> what shall be there
+    optional: bool = False  # the module belongs to a package that need not be installed
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+# Always attached, so that every program reads our checkpoints and its parser knows the format.
+_LOADING = (
+    Hook(_DIST + "core", "maybe_load_config", "dispatch.config_from_manifest"),
+    Hook(_DIST + "strategies.torch", "_get_filesystem_reader", "dispatch.reader_by_format"),
+    Hook(_DIST + "strategies.torch", "TorchDistLoadShardedStrategy.load", "dispatch.load_by_format"),
+    Hook(
+        _DIST + "strategies.torch",
+        "TorchDistLoadShardedStrategy.remove_sharded_tensors",
+        "dispatch.removal_by_format",
+    ),
+    Hook("megatron.training.arguments", "_add_checkpointing_args", "arguments.with_our_options"),
+    Hook("megatron.training.arguments", "validate_args", "arguments.validated"),
+    Hook("megatron.training.checkpointing", "read_metadata", "tracker.with_fallback"),
+)
+# The common state: a method of a strategy, then a function, then an object inside the checkpoint.
+_COMMON_016 = Hook(
+    _DIST + "strategies.common", "TorchCommonLoadStrategy.load_common", "dispatch.common_state_method"
+)
+_COMMON_017 = Hook(_DIST + "strategies.common", "load_common", "dispatch.common_state_by_format")
+_COMMON_019 = Hook(_DIST + "serialization", "load_common_state_dict", "dispatch.common_state_by_format")
+_REGISTRY = Hook(_DIST + "strategies.base", "get_default_strategy", "dispatch.strategy_from_registry")
+
+# Attached when somebody is going to save in our format.
+_SAVING = (
+    Hook(
+        _DIST + "strategies.fully_parallel",
+        "FullyParallelSaveStrategyWrapper.__init__",
+        "strategy.kept_backend",
+    ),
+    Hook(_DIST + "strategies.async_utils", "AsyncCallsQueue.schedule_async_request", "request.recognized"),
+    Hook(_DIST + "strategies.async_utils", "AsyncCallsQueue.close", "request.closed"),
+    Hook(_NVRX, "AsyncCallsQueue.schedule_async_request", "request.recognized", optional=True),
+    Hook(_NVRX, "AsyncCallsQueue.close", "request.closed", optional=True),
+    Hook(_OPTIMIZER + "optimizer", "MixedPrecisionOptimizer.step", "fences.witnessed"),
+    Hook(_OPTIMIZER + "optimizer", "FP32Optimizer.step", "fences.witnessed"),
+    Hook(_OPTIMIZER + "optimizer", "ChainedOptimizer.step", "fences.witnessed"),
+    Hook(_OPTIMIZER + "optimizer", "MegatronOptimizer.offload_to_cpu", "fences.before_offload"),
+    Hook(_OPTIMIZER + "optimizer", "MegatronOptimizer.restore_from_cpu", "fences.before_offload"),
+    Hook(
+        _OPTIMIZER + "distrib_optimizer",
+        "DistributedOptimizer.sharded_param_state_dp_reshardable",
+        "mapping.with_zeroed_padding",
+    ),
+    Hook(
+        "megatron.core.distributed.param_and_grad_buffer",
+        "_ParamAndGradBuffer.offload_to_cpu",
+        "fences.before_offload",
+    ),
+    Hook(
+        "megatron.core.distributed.param_and_grad_buffer",
+        "_ParamAndGradBuffer.reload_from_cpu",
+        "fences.before_offload",
+    ),
+)
+_LAYER_WISE = _OPTIMIZER + "layer_wise_optimizer"
+_GATHER_016 = Hook(_LAYER_WISE, "LayerWiseDistributedOptimizer.allgather_params", "fences.before_gather")
+_GATHER_018 = Hook(_LAYER_WISE, "LayerWiseDistributedOptimizer.step_with_ready_grads", "fences.before_gather")
+_GRAPH = Hook(
+    _OPTIMIZER + "optimizer_cuda_graph", "OptimizerCudaGraphWrapper.__call__", "fences.before_graph_replay"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """A release, and those after it up to the next one in RELEASES."""
+
+    first: tuple[int, int]
+    loading: tuple[Hook, ...]
+    saving: tuple[Hook, ...]
+    training_strategy: str  # the name in megatron.training.checkpointing that makes the save strategy
+    writes_common_file: bool  # Megatron writes common.pt itself, before it calls a strategy
+
+
+RELEASES = (
+    Release(
+        (0, 16),
+        (*_LOADING, _COMMON_016, _REGISTRY),
+        (*_SAVING, _GATHER_016),
+        training_strategy="get_default_save_sharded_strategy",
+        writes_common_file=True,
+    ),
+    Release(
+        (0, 17),
+        (*_LOADING, _COMMON_017),
+        (*_SAVING, _GATHER_016, _GRAPH),
+        training_strategy="TorchDistSaveShardedStrategy",
+        writes_common_file=True,
+    ),
+    Release(
+        (0, 18),
+        (*_LOADING, _COMMON_017),
+        (*_SAVING, _GATHER_018, _GRAPH),
+        training_strategy="TorchDistSaveShardedStrategy",
+        writes_common_file=True,
+    ),
+    Release(
+        (0, 19),
+        (*_LOADING, _COMMON_019),
+        (*_SAVING, _GATHER_018, _GRAPH),
+        training_strategy="TorchDistSaveShardedStrategy",
+        writes_common_file=False,
+    ),
+)
+LOADING_MODULES = frozenset(hook.module for release in RELEASES for hook in release.loading)
+
+
+def release_of(version: str) -> Release:
+    """The Release for a version such as `0.18.2` or `0.20.0rc0`; the first one for anything older."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    found = (int(numbers[1]), int(numbers[2])) if numbers else RELEASES[-1].first
+    return max((r for r in RELEASES if r.first <= found), key=lambda r: r.first, default=RELEASES[0])
+
+
+def installed_version() -> str:
+    """Of the Megatron-Core that this process has imported, or would import."""
+    return str(importlib.import_module("megatron.core.package_info").__version__)
+
+
+def installed() -> Release:
+    """The Release that this process has imported, or would import."""
+    return release_of(installed_version())

@@ -1,0 +1,47 @@
+"""Taking keys out of a published checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from megatron_datastates.engine.commit import remove_left_overs, write_whole
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import StorageError
+from megatron_datastates.format.index import Index, index_name
+from megatron_datastates.format.manifest import IndexEntry
+from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline.load import Checkpoint
+
+
+def remove_keys(directory: str | os.PathLike[str], prefix: str) -> list[str]:
+    """Removes every tensor and object whose key begins with `prefix`; gives their keys.
+
+    Atomic: a new index and then a new manifest are committed. The data files stay as they are, so no
+    space is gained.
+
+    Raises:
+        DataStatesError: the directory is no readable checkpoint, or cannot be written.
+    """
+    checkpoint = Checkpoint.open(directory)
+    index, manifest, path = checkpoint.index, checkpoint.manifest, Path(directory)
+    removed = [key for key in (*index.tensors, *index.objects) if key.startswith(prefix)]
+    if not removed:
+        return []
+    gone = set(removed)
+    encoded = Index(
+        {key: entry for key, entry in index.tensors.items() if key not in gone},
+        {key: file for key, file in index.objects.items() if key not in gone},
+    ).encode()
+    entry = IndexEntry(index_name(encoded), len(encoded), hashlib.sha256(encoded).hexdigest())
+    changed = msgspec.structs.replace(manifest, index=entry)
+    try:
+        write_whole(path / entry.name, encoded, Faults(""))
+        write_whole(path / MANIFEST_NAME, changed.encode(), Faults(""))
+        remove_left_overs(path, {entry.name, *(file.name for file in manifest.files)}, manifest.save_id)
+    except OSError as error:
+        raise StorageError(f"keys were not removed from {path}: {error}") from error
+    return removed
