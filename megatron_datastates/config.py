@@ -117,6 +117,13 @@ class Options:
         "copy what cannot change yet behind the next forward and backward; off copies everything "
         "before save_checkpoint returns (default on)",
     )
+    paranoid: bool = _option(
+        False,
+        _on_off,
+        "on|off",
+        "for debugging: copy everything twice, hold the trainer for the first copy, and fail the save if a "
+        "checksum of the second differs, as something changed a tensor too early (default off)",
+    )
     copy_threads: int = _option(2, _threads, "N", "threads that copy into staging memory (default 2)")
     write_threads: int = _option(2, _threads, "N", "threads that checksum and write (default 2)")
     read_threads: int = _option(4, _threads, "N", "threads that read and check (default 4)")
@@ -144,6 +151,7 @@ class Options:
     # Test overrides; not shown by --help.
     faults: str = dataclasses.field(default="", metadata={})
     driver: str = dataclasses.field(default="libcuda.so.1", metadata={})
+    tripwire: bool = dataclasses.field(default=True, metadata={"parse": _on_off})
 
     def __post_init__(self) -> None:
         if self.staging_memory and self.staging_memory < 2 * self.slot_size:
@@ -164,7 +172,7 @@ class Options:
         """Defaults, then the environment, then `overrides` (already parsed values).
 
         Raises:
-            OptionError: a variable has a value that its option does not take.
+            OptionError: a variable has a value that its option does not take, or there is no such option.
         """
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
@@ -172,15 +180,18 @@ class Options:
             if text is not None:
                 values[field.name] = _read(field, text)
         values.update(overrides or {})
+        unknown = values.keys() - {field.name for field in dataclasses.fields(cls)}
+        if unknown:
+            known = ", ".join(cls.specs())
+            raise OptionError(f"there is no option {', '.join(sorted(unknown))}; there are {known}")
         return cls(**values)
 
 
 def _read(field: dataclasses.Field[Any], text: str) -> Any:
     spec = field.metadata.get("spec")
-    if spec is None:
-        return text
+    parse = spec.parse if spec is not None else field.metadata.get("parse", str)
     try:
-        return spec.parse(text)
+        return parse(text)
     except ValueError as error:
         name = ENVIRONMENT_PREFIX + field.name.upper()
         raise OptionError(f"environment variable {name}={text!r}: {error}") from None

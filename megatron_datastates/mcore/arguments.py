@@ -7,6 +7,7 @@ Twenty places of Megatron compare `args.ckpt_format` with "torch_dist", so that 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -65,7 +66,11 @@ def is_selected(args: Any) -> bool:
 def options_of(args: Any) -> Options:
     """The options given, then the environment, then defaults. Raises OptionError."""
     given = {name: getattr(args, f"datastates_{name}", None) for name in Options.specs()}
-    return Options.from_environment({name: value for name, value in given.items() if value is not None})
+    options = Options.from_environment({name: value for name, value in given.items() if value is not None})
+    if getattr(args, "perform_rl_step", False):
+        # Reinforcement learning moves weights between training and inference, behind no hook of ours.
+        options = dataclasses.replace(options, lazy=False)
+    return options
 
 
 def validated(original: Callable[..., Any]) -> Callable[..., Any]:

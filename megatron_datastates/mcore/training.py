@@ -23,7 +23,9 @@ def enable_saving(options: Options) -> None:
     from megatron_datastates.pipeline.saver import saver_for
 
     request.on_failure = options.on_failure
-    saver_for(options).warm_up()
+    saver = saver_for(options)
+    saver.warm_up()
+    saver.reporter.listeners[:] = [_write_scalars]
 
     def make_strategy(*args: Any, **kwargs: Any) -> TrainingSaveStrategy:
         return TrainingSaveStrategy(options=options)
@@ -52,3 +54,19 @@ def _held(original: Callable[..., Any], options: Options, checkpointing: Any) ->
                 return None
 
     return save_checkpoint
+
+
+def _write_scalars(report: dict[str, Any]) -> None:
+    """To TensorBoard and W&B, with this rank's times; Megatron gives writers to the last rank alone."""
+    if report["state"] != "published" or report["iteration"] is None:
+        return
+    from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+
+    names = ("held_ms", "fence_ms", "staging_ms", "writing_ms", "write_mb_per_s", "bytes")
+    scalars = {f"datastates/{name}": report[name] for name in names}
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if tensorboard is not None:
+        for name, value in scalars.items():
+            tensorboard.add_scalar(name, value, report["iteration"])
+    if wandb is not None:  # it drops what belongs to an earlier step than the last
+        wandb.log(scalars, max(report["iteration"], getattr(get_args(), "curr_iteration", 0)))

@@ -20,7 +20,7 @@ class Reporter:
     def __init__(self, path: str) -> None:
         self._path = path
         self._waiting: dict[int, str] = {}
-        self.listeners: list[Callable[[dict[str, Any]], None]] = []
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []  # called on every rank
 
     def ended(self, publication: Publication, mode: str) -> None:
         """The outcome is there; the trainer may still be held for finalization."""
@@ -31,8 +31,14 @@ class Reporter:
         if publication.hold_report:
             return
         mode = self._waiting.pop(id(publication), None)
-        if mode is not None and publication.save.context.rank == 0:
-            self._emit(save_report(publication, mode))
+        is_first = publication.save.context.rank == 0
+        if mode is None or not (is_first or self.listeners):
+            return
+        report = save_report(publication, mode)
+        if is_first:
+            self._emit(report)
+        for listener in self.listeners:
+            listener(report)
 
     def _emit(self, report: dict[str, Any]) -> None:
         logger.info(
@@ -45,8 +51,6 @@ class Reporter:
             report["fence_ms"],
             report["write_mb_per_s"],
         )
-        for listener in self.listeners:
-            listener(report)
         if not self._path:
             return
         try:
@@ -59,8 +63,8 @@ class Reporter:
 def save_report(publication: Publication, mode: str) -> dict[str, Any]:
     """One save as plain data.
 
-    `bytes` are all ranks' data files; eager and lazy bytes are rank 0's tensors. Times are milliseconds, on
-    rank 0 unless under `ranks_ms`.
+    `bytes` are all ranks' data files; eager and lazy bytes are this rank's tensors. Times are milliseconds,
+    on this rank (rank 0 in the log and the file) unless under `ranks_ms`.
     """
     save = publication.save
     times = save.times()

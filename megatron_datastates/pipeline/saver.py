@@ -79,7 +79,7 @@ class Saver:
         self.run = run
         self._engine: StagingEngine | None = None
         self._faults = Faults(options.faults)
-        self._reporter = Reporter(options.report_file)
+        self.reporter = Reporter(options.report_file)
         self._unfinished: list[Publication] = []
 
     def start(
@@ -103,8 +103,8 @@ class Saver:
         context = SaveContext(run.next_id(), path, run.collectives.rank, run.collectives.size, iteration)
         save = RankSave(context, self.options.fence_deadline)
         publication = Publication(save, run.collectives, run.store, self._faults, labels)
-        publication.on_end = lambda ended: self._reporter.ended(ended, mode)
-        save.on_released = lambda: self._reporter.released(publication)
+        publication.on_end = lambda ended: self.reporter.ended(ended, mode)
+        save.on_released = lambda: self.reporter.released(publication)
         try:
             tensors, objects = self._collect(provider)
             layout = run.layout(tensors, objects)

@@ -26,7 +26,7 @@ from saving_rank import (
 )
 
 from megatron_datastates.config import Options
-from megatron_datastates.mcore import DataStatesSaveStrategy
+from megatron_datastates.mcore import DataStatesSaveStrategy, enable
 from megatron_datastates.pipeline.saver import saver_for
 
 
@@ -277,3 +277,26 @@ def fork_in_mid_save(directory: str, folder: str) -> None:
 
 def _exists(descriptor: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{descriptor}")
+
+
+def enable_twice(root: str, folder: str) -> None:
+    """The name in Megatron's module, and where it was bound before, make our strategy."""
+    import megatron.core.dist_checkpointing.serialization as holder
+    import megatron.core.dist_checkpointing.strategies.torch as home
+
+    join()
+    lazy = []
+    for number, chosen in enumerate((True, False)):
+        enable(lazy=chosen)
+        strategy = home.TorchDistSaveShardedStrategy("torch_dist", 1)
+        lazy.append(strategy.options.lazy)
+        save(Path(root, str(number)), state(number), strategy, "async")
+        assert_loads(Path(root, str(number)), number)
+    try:
+        error = ""
+        enable(no_such_option=1)
+    except Exception as failure:
+        error = type(failure).__name__
+    name = "TorchDistSaveShardedStrategy"
+    stock = [vars(module).get(name, home.TorchDistSaveShardedStrategy).__name__ for module in (home, holder)]
+    tell(folder, lazy=lazy, stock=stock, error=error)

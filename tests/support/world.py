@@ -12,7 +12,7 @@ from tests.support.tiny import RECIPES
 HERE = Path(__file__).parent
 # Before 0.19 Megatron writes the common state itself, before it calls a strategy.
 FILES_OF_MEGATRON = {"common.pt"} if metadata.version("megatron-core") < "0.19" else set()
-PATH = (HERE, RECIPES / "cpu", HERE.parent / "multirank", HERE.parent / "faults")
+PATH = (HERE, RECIPES, RECIPES / "cpu", HERE.parent / "multirank", HERE.parent / "faults")
 PRELOAD = ("stand_ins:install", "saving_rank", "megatron_datastates.mcore.strategy")
 
 

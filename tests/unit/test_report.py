@@ -6,6 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -106,7 +107,7 @@ def test_a_report_that_cannot_be_written_harms_nothing(tmp_path, caplog):
 def test_listeners_are_given_the_report(reporting, tmp_path):
     saver, lines = reporting
     heard: list[dict] = []
-    saver._reporter.listeners.append(heard.append)
+    saver.reporter.listeners.append(heard.append)
     save(saver, tmp_path / "0", {"a": torch.ones(99)})
     assert heard == lines()
 
@@ -154,3 +155,23 @@ def test_a_long_failure_is_cut(text):
     assert found is not None
     assert text.startswith(found.rstrip("�"))
     assert len(found) > 100
+
+
+def test_scalars_go_to_the_writers_that_megatron_has(reporting, tmp_path, monkeypatch):
+    global_vars = pytest.importorskip("megatron.training.global_vars")
+    from megatron_datastates.mcore.training import _write_scalars
+
+    board, wandb = Mock(), Mock()
+    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", board)
+    monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", wandb)
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", SimpleNamespace(curr_iteration=72))
+    saver, lines = reporting
+    saver.reporter.listeners.append(_write_scalars)
+    saver.start(tmp_path / "0", State({"a": torch.ones(99)}), iteration=70).wait()
+    (report,) = lines()
+    told = {call.args[0]: call.args[1:] for call in board.add_scalar.call_args_list}
+    assert told["datastates/bytes"] == (report["bytes"], 70)
+    assert told["datastates/held_ms"] == (report["held_ms"], 70)
+    scalars, step = wandb.log.call_args.args
+    assert scalars == {name: value for name, (value, _) in told.items()}
+    assert step == 72, "W&B refuses steps that lie behind"

@@ -1,0 +1,53 @@
+"""Programs that use Megatron-Core without Megatron's argument parser: Megatron-Bridge, NeMo, own loops."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+from megatron_datastates.config import Options
+from megatron_datastates.mcore import request
+from megatron_datastates.mcore.strategy import TrainingSaveStrategy
+from megatron_datastates.pipeline.saver import saver_for
+
+_STOCK = "megatron.core.dist_checkpointing.strategies.torch"
+_NAME = "TorchDistSaveShardedStrategy"
+
+
+def enable(**options: Any) -> None:
+    """Makes every save of this process through Megatron's torch_dist strategy ours.
+
+    Call it once on every rank, alike, before training starts; the program goes on asking for torch_dist.
+    What is copied behind the trainer is what is proved to change in optimizer steps only: Parameters, and the
+    memory of optimizers that have stepped. A program that changes those in another way, too, calls
+    `megatron_datastates.mcore.fence()` before it does. Calling it again changes the options of later saves.
+
+    Args:
+        options: fields of megatron_datastates.config.Options, as values (`staging_memory=2 << 30`); the rest
+            comes from the environment. `on_failure="warn"` concerns asynchronous saves only: a synchronous
+            one raises SaveFailed on every rank, for the program to catch.
+
+    Raises:
+        OptionError: an option that does not exist, or makes no sense.
+        HookPointError: this Megatron-Core lacks what saving is attached to.
+    """
+    chosen = Options.from_environment(options)
+    request.on_failure = chosen.on_failure
+    saver_for(chosen).warm_up()
+    module = importlib.import_module(_STOCK)
+    before = getattr(module, _NAME)
+
+    class EnabledSaveStrategy(TrainingSaveStrategy):
+        """Takes the arguments of the strategy that it stands for, which say nothing to it."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(options=chosen)
+
+    for holder in list(sys.modules.values()):
+        names = getattr(holder, "__dict__", {})
+        if (
+            not getattr(holder, "__name__", "").startswith("megatron_datastates")
+            and names.get(_NAME) is before
+        ):
+            setattr(holder, _NAME, EnabledSaveStrategy)
