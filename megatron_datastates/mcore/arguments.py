@@ -1,7 +1,8 @@
 """Megatron's command line: `--ckpt-format datastates` and the `--datastates-*` options.
 
 Twenty places of Megatron compare `args.ckpt_format` with "torch_dist", so that is what is stored there;
-`args.ckpt_backend` says "datastates" beside it.
+`args.ckpt_backend` says "datastates" beside it. Arguments are part of every checkpoint, of other formats too:
+what was not given leaves no trace in them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class _FormatAction(argparse._StoreAction):
     """Stores what Megatron expects and remembers what was asked for."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
-        namespace.ckpt_backend = values
+        vars(namespace).pop("ckpt_backend", None)  # the last one given wins
+        if values == FORMAT:
+            namespace.ckpt_backend = FORMAT
         setattr(namespace, self.dest, "torch_dist" if values == FORMAT else values)
 
 
@@ -42,7 +45,9 @@ def with_our_options(original: Callable[..., Any]) -> Callable[..., Any]:
         group = parser.add_argument_group("datastates", "used with --ckpt-format datastates")
         for name, spec in Options.specs().items():
             flag = "--datastates-" + name.replace("_", "-")
-            group.add_argument(flag, type=_type(spec), metavar=spec.metavar, help=spec.help)
+            group.add_argument(
+                flag, type=_type(spec), metavar=spec.metavar, help=spec.help, default=argparse.SUPPRESS
+            )
         return parser
 
     return _add_checkpointing_args

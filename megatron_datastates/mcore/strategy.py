@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,24 @@ def kept_backend(original: Any) -> Any:
             self.backend, self.version = strategy.backend, strategy.version
 
     return __init__
+
+
+def checked_once(original: Any) -> Any:
+    """For `FullyParallelSaveStrategyWrapper.apply_saving_parallelization`.
+
+    Where nothing is distributed (a group of one rank) nothing is cached either, and Megatron would exchange
+    the metadata of all ranks again in every save, although their structure is said to be constant.
+    """
+    checked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def apply_saving_parallelization(self: Any, sharded_state_dict: Any) -> None:
+        if self in checked and self.cached_distribution is None:
+            return
+        original(self, sharded_state_dict)
+        if self.do_cache_distribution and isinstance(self.base_strategy, DataStatesSaveStrategy):
+            checked.add(self)
+
+    return apply_saving_parallelization
 
 
 attach_saving()

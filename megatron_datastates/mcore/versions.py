@@ -60,6 +60,11 @@ _SAVING = (
         "FullyParallelSaveStrategyWrapper.__init__",
         "strategy.kept_backend",
     ),
+    Hook(
+        _DIST + "strategies.fully_parallel",
+        "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
+        "strategy.checked_once",
+    ),
     Hook(_DIST + "strategies.async_utils", "AsyncCallsQueue.schedule_async_request", "request.recognized"),
     Hook(_DIST + "strategies.async_utils", "AsyncCallsQueue.close", "request.closed"),
     Hook(_NVRX, "AsyncCallsQueue.schedule_async_request", "request.recognized", optional=True),

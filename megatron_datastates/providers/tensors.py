@@ -68,8 +68,8 @@ def tensor_source(
         shape: of the fragment, where it has more (size 1) dimensions than the tensor.
 
     Raises:
-        MismatchError: the tensor has another number of elements than the fragment, or is sparse, or lies on
-            a device that is neither the host nor a CUDA device.
+        MismatchError: the tensor has another number of elements than the fragment, or is sparse, or has no
+            memory at present, or lies on a device that is neither the host nor a CUDA device.
     """
     data = tensor.detach().resolve_conj().resolve_neg()  # the bytes in memory must be the values
     if data.device.type not in ("cpu", "cuda"):
@@ -82,6 +82,8 @@ def tensor_source(
         raise MismatchError(
             f"tensor {key!r}: cannot store {tuple(data.shape)} {data.layout} as shape {shape}"
         )
+    if fragment.bytes and data.untyped_storage().nbytes() == 0:
+        raise MismatchError(f"tensor {key!r} has no memory: it was offloaded, and has to be brought back first")
     if not data.is_contiguous() and _shortest_run(data) < _SHORTEST_RUN_BYTES:
         # A fresh tensor that nobody else has: the original may change from here on.
         data, mutability = data.contiguous(), Mutability.NEVER

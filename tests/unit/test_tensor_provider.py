@@ -121,6 +121,13 @@ def test_a_tensor_without_memory_is_refused_and_named():
         tensor_source("w", torch.empty(4, device="meta"), LAZY)
 
 
+def test_an_offloaded_tensor_is_refused_and_named():
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)  # as Megatron offloads buffers
+    with pytest.raises(MismatchError, match=r"'w' has no memory"):
+        tensor_source("w", tensor, LAZY)
+
+
 def test_a_dtype_that_the_format_cannot_hold_is_refused():
     with pytest.raises(FormatError, match="qint8"):
         tensor_source("w", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), LAZY)

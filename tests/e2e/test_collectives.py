@@ -1,0 +1,38 @@
+"""What a save costs in collective calls, in Megatron's own training loop."""
+
+import json
+from pathlib import Path
+
+from tests.support.ranks import RankForge
+from tests.support.tiny import LAYOUTS, RECIPES
+
+PARTS = {"save_checkpoint", "start", "polls", "finalize"}
+
+
+def test_only_the_first_save_of_a_run_makes_collective_calls_before_it_returns(
+    forge: RankForge, tmp_path: Path
+) -> None:
+    report = tmp_path / "report.jsonl"
+    arguments = [*(RECIPES / "tiny.args").read_text().split(), *LAYOUTS["tp2"], "--async-save"]
+    arguments += ["--save", str(tmp_path / "ck"), "--save-interval", "3", "--train-iters", "9"]
+    arguments += ["--ckpt-format", "datastates", "--datastates-report-file", str(report)]
+    logs = tmp_path / "logs"
+    outcome = forge.run("counting_rank:main", ranks=2, logs=logs, arguments=[arguments, str(logs)])
+    outcome.succeeded()
+    for rank in range(2):
+        told = json.loads((logs / f"rank{rank}.json").read_text())
+        first, second, third = (told[f"save {number}"] for number in (1, 2, 3))
+        assert first["broadcast"] == 1, "the run's id"
+        assert first["all_gather_object"] == 2, "Megatron's own checks of a new structure"
+        assert second == third == {}, "--ckpt-assume-constant-structure is our default"
+        # Each poll sums flags; Megatron sums once more and waits twice when it finalizes. Of ours, a
+        # publication gathers one record of fixed size, and layouts once, for the first one.
+        assert told["poll"]["all_gather_into_tensor"] == 3
+        assert told["poll"]["gather"] == 1
+        assert told["poll"].keys() <= {"all_gather_into_tensor", "gather", "all_reduce", "barrier"}
+    saves = [json.loads(line) for line in report.read_text().splitlines()]
+    assert [save["iteration"] for save in saves] == [3, 6, 9]
+    for save in saves:
+        assert save["held_parts_ms"].keys() >= PARTS, "all that holds the trainer is told"
+        outermost = [save["held_parts_ms"][part] for part in ("save_checkpoint", "polls", "finalize")]
+        assert save["held_ms"] >= max(outermost)

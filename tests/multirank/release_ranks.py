@@ -1,0 +1,53 @@
+"""Ranks of test_releases.py. `write` made tests/golden/megatron-*; `read` reads them with any release."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from saving_rank import join, save, tell
+
+from megatron_datastates.mcore import DataStatesSaveStrategy
+
+ROWS, COLUMNS = 8, 16
+
+
+def state(weight: torch.Tensor) -> dict[str, Any]:
+    """This rank's part of a small state, with `weight` as the global tensor."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = weight.chunk(ranks)[rank].clone()
+    return {
+        "model": {"weight": ShardedTensor.from_rank_offsets("weight", mine, (0, rank, ranks), replica_id=0)},
+        "rng": ShardedObject("rng", {"state": torch.arange(3)}, (1,), (0,), replica_id=rank),
+        "iteration": 7,
+        "names": ["a", "b"],
+    }
+
+
+def values() -> torch.Tensor:
+    return torch.arange(ROWS * COLUMNS, dtype=torch.float32).reshape(ROWS, COLUMNS)
+
+
+def write(directory: str, folder: str) -> None:
+    join()
+    save(Path(directory), state(values()), DataStatesSaveStrategy(), "sync")
+    tell(folder)
+
+
+def read(directory: str, folder: str) -> None:
+    """All that a program asks of a checkpoint: its state, strictly; its common state; plain tensors."""
+    rank, ranks = join()
+    blank = state(torch.zeros(ROWS, COLUMNS))
+    found, missing, unexpected = dist_checkpointing.load(blank, directory, strict=StrictHandling.RETURN_ALL)
+    common = dist_checkpointing.load_common_state_dict(directory)
+    plain = dist_checkpointing.load_plain_tensors(directory)
+    assert torch.equal(found["model"]["weight"], values().chunk(ranks)[rank])
+    assert torch.equal(found["rng"]["state"], torch.arange(3))
+    assert (found["iteration"], found["names"]) == (7, ["a", "b"])
+    assert (common["iteration"], common["names"]) == (7, ["a", "b"])
+    assert {key for key, item in plain.items() if isinstance(item, torch.Tensor)} == {"weight"}, plain
+    assert torch.equal(plain["weight"], values())
+    tell(folder, missing=sorted(missing), unexpected=sorted(unexpected))

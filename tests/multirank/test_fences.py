@@ -1,0 +1,44 @@
+"""Whatever changes the state of training waits until a save has copied it.
+
+Each way is made by Megatron's own code. Without fences, the same save has to fail: it shows that the change
+really came before the copy, and that a torn save is not published even then.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_datastates.mcore import versions
+from tests.support.world import World
+
+CHANGES = [
+    "torch",
+    "through pointers",
+    "mixed precision",
+    "chained",
+    "hybrid",
+    "layer-wise",
+    "graph replay",
+    "optimizer offload",
+    "buffer offload",
+    "load",
+    "load of torch_dist",
+]
+if versions.installed().first < (0, 17):
+    CHANGES.remove("graph replay")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_waits_for_the_copy(world: World, tmp_path: Path, change: str) -> None:
+    for rank in world.run("fence_ranks:changed_behind_slow_copy", tmp_path, change, True):
+        assert rank["lazy"], "the copy has to be under way when the save returns"
+        assert rank["fence"] > 0
+        assert all(rank["changed"]), "the state has to be another afterwards, for this to show anything"
+        assert rank["error"] is None and rank["published"] and rank["same"], rank
+
+
+@pytest.mark.parametrize("change", [change for change in CHANGES if not change.startswith("buffer")])
+def test_without_fences_the_save_fails_on_all_ranks(world: World, tmp_path: Path, change: str) -> None:
+    told = world.run("fence_ranks:changed_behind_slow_copy", tmp_path, change, False)
+    assert len({rank["error"] for rank in told}) == 1
+    assert told[0]["error"] is not None and not told[0]["published"], told

@@ -1,0 +1,39 @@
+"""Every kind of training state is saved as it was when the save began, whenever it changes afterwards.
+
+A model with experts and its distributed optimizer are saved twice: at once, and behind a slow copy while
+arguments, generators, the routers' expert bias (before the step), parameters, main parameters and moments (in
+it) change. Both checkpoints have to hold the same, to the last bit of padding.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.multirank.layouts import EP2, EXPERTS
+from tests.support.world import World
+
+MODEL = EXPERTS | EP2 | {"hidden_size": 264, "ffn_hidden_size": 392}  # several slots of state a rank
+
+
+@pytest.mark.parametrize("sharding", ["dp_reshardable", "fully_reshardable"])
+def test_what_changes_after_the_save_began_is_not_in_the_checkpoint(
+    world: World, tmp_path: Path, sharding: str
+) -> None:
+    told = world.run("mutation_ranks:mutate_everything", tmp_path, MODEL, sharding, False)
+    met = [rank["under_way"] and rank["fence"] > 0 for rank in told]
+    assert any(met), "the step has to meet a copy that is under way"
+    for rank in told:
+        assert rank["buffers"] and rank["generators"]
+        assert rank["lazy"] and rank["eager"]
+        assert rank["error"] is None
+        assert rank["different"] == []
+    if sharding == "dp_reshardable":  # the other one gathers into fresh memory, on one rank of many
+        assert all(met)
+        assert told[0]["lazy"] > 10 * told[0]["eager"], "the optimizer's memory is lazy"
+        assert told[0]["zeros"] and all(told[0]["zeros"]), "padding is zeroed"
+
+
+def test_a_promise_for_what_changes_before_the_step_fails_the_save(world: World, tmp_path: Path) -> None:
+    told = world.run("mutation_ranks:mutate_everything", tmp_path, MODEL, "dp_reshardable", True)
+    assert len({rank["error"] for rank in told}) == 1
+    assert "expert_bias" in told[0]["error"]

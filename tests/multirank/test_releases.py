@@ -1,0 +1,21 @@
+"""Checkpoints move between releases of Megatron-Core, whichever of them wrote the common state and where."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.world import World
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.mark.parametrize("writer", ["0.16", "0.18", "0.19"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_checkpoint_of_another_release_is_read(world: World, writer: str, ranks: int) -> None:
+    for rank in world.run("release_ranks:read", GOLDEN / f"megatron-{writer}", ranks=ranks):
+        assert rank["missing"] == rank["unexpected"] == []
+
+
+def test_what_this_release_writes_it_reads(world: World, tmp_path: Path) -> None:
+    world.run("release_ranks:write", tmp_path / "ck")
+    world.run("release_ranks:read", tmp_path / "ck")

@@ -1,0 +1,78 @@
+"""One rank of a tiny pretraining that counts the collective calls of each save: runs in forked ranks.
+
+Counted are the functions of torch.distributed that Megatron and we call, by what the trainer was doing:
+`save N` (in the Nth save_checkpoint), `poll` (in maybe_finalize_async_save), or nothing of ours.
+"""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pretrain_tiny
+import torch
+from megatron.training import training as loop
+
+KINDS = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "new_group",
+    "reduce_scatter_tensor",
+)
+counts: dict[str, Counter[str]] = {}
+doing: list[str] = []
+saves = 0
+
+
+def counted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if doing:
+            counts.setdefault(doing[-1], Counter())[kind] += 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def during(name: Callable[[], str], function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        doing.append(name())
+        counts.setdefault(doing[-1], Counter())
+        try:
+            return function(*args, **kwargs)
+        finally:
+            doing.pop()
+
+    return call
+
+
+def next_save() -> str:
+    global saves
+    saves += 1
+    return f"save {saves}"
+
+
+def main(arguments: list[str], folder: str) -> None:
+    """Pretrains; leaves FOLDER/rankN.json with the counts."""
+    sys.argv = ["pretrain_tiny.py", *arguments]
+    for kind in KINDS:
+        setattr(torch.distributed, kind, counted(kind, getattr(torch.distributed, kind)))
+    started = loop.setup_model_and_optimizer
+
+    def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
+        # Late: saving is attached to the loop when the arguments have been read.
+        loop.save_checkpoint = during(next_save, loop.save_checkpoint)
+        loop.maybe_finalize_async_save = during(lambda: "poll", loop.maybe_finalize_async_save)
+        return started(*args, **kwargs)
+
+    loop.setup_model_and_optimizer = setup_model_and_optimizer
+    pretrain_tiny.main()
+    Path(folder, f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(counts))
