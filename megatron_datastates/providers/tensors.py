@@ -83,7 +83,7 @@ def tensor_source(
             f"tensor {key!r}: cannot store {tuple(data.shape)} {data.layout} as shape {shape}"
         )
     if fragment.bytes and data.untyped_storage().nbytes() == 0:
-        raise MismatchError(f"tensor {key!r} has no memory: it was offloaded, and has to be brought back first")
+        raise MismatchError(f"tensor {key!r} has no memory: it was offloaded; bring it back before a save")
     if not data.is_contiguous() and _shortest_run(data) < _SHORTEST_RUN_BYTES:
         # A fresh tensor that nobody else has: the original may change from here on.
         data, mutability = data.contiguous(), Mutability.NEVER

@@ -31,6 +31,10 @@ class World:
         outcome.succeeded()
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
+    def run_to_end(self, target: str, *arguments: Any, ranks: int = 2) -> None:
+        """The same for ranks that need not tell anything."""
+        self._start(target, self._next_folder(), arguments, ranks, 60.0).succeeded()
+
     def run_to_death(self, target: str, *arguments: Any, ranks: int = 2) -> Outcome:
         """The same for ranks of which one is going to be killed; its peers are killed then, too."""
         return self._start(target, self._next_folder(), arguments, ranks, 60.0)

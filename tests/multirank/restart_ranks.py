@@ -1,0 +1,80 @@
+"""Ranks of test_restart.py: what an in-process restart does to Megatron's queue and to torch.distributed."""
+
+import os
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from saving_rank import MCORE_QUEUE, assert_loads, join, make_directory, save, state, tell
+
+from megatron_datastates.config import Options
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.mcore import DataStatesSaveStrategy
+from megatron_datastates.pipeline.load import Checkpoint
+
+SLOW = Options(copy_limit=2_000_000, write_limit=1_000_000)
+
+
+def begin_anew(name: str, ranks: list[int]) -> None:
+    """A world of these ranks of the old one, with new numbers: the others stay out of it."""
+    old = int(os.environ["RANK"])
+    dist.destroy_process_group()
+    if old in ranks:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        dist.init_process_group(
+            "gloo", store=dist.PrefixStore(name, store), rank=ranks.index(old), world_size=len(ranks)
+        )
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():  # the test's own time limit ends it
+        time.sleep(0.02)
+
+
+def abort_and_begin_anew(root: str, folder: str) -> None:
+    """As reset_persistent_async_worker does it, in the middle of a save; then training goes on."""
+    join()
+    whole, torn, later = (Path(root, name) for name in ("whole", "torn", "later"))
+    save(whole, state(1), DataStatesSaveStrategy(options=SLOW), "sync")
+    make_directory(torn)
+    queue = AsyncCallsQueue()
+    strategy = DataStatesSaveStrategy(assume_immutable=True, options=SLOW)
+    queue.schedule_async_request(
+        dist_checkpointing.save(state(2), str(torn), strategy, async_sharded_save=True, **MCORE_QUEUE)
+    )
+    queue.maybe_finalize_async_calls(blocking=False)
+    dist.barrier()  # so that both ranks are in the middle of it
+    queue.close(abort=True)
+    left = queue.get_num_unfinalized_calls()
+    begin_anew("again", [1, 0])
+    FENCE.wait("nothing of the aborted save may hold the trainer")
+    save(later, state(3), DataStatesSaveStrategy(options=SLOW), "async")
+    assert_loads(later, 3)
+    assert_loads(whole, 1)
+    tell(
+        folder,
+        left=left,
+        torn=sorted(os.listdir(torn)),
+        runs=[Checkpoint.open(path).manifest.run_id for path in (whole, later)],
+        ordinals=[Checkpoint.open(path).manifest.ordinal for path in (whole, later)],
+    )
+
+
+def restart_without_queue(root: str, folder: str) -> None:
+    """Ranks that were interrupted at different saves agree again; a rank fewer takes part."""
+    rank, _ = join()
+    strategy = DataStatesSaveStrategy()
+    save(Path(root, "first"), state(1), strategy, "sync")
+    if rank == 1:  # got further than its peers: had started a save of which nobody hears again
+        strategy.async_save({}, Path(root, "never"))
+    begin_anew("fewer", [2, 1])
+    if rank == 0:  # which serves the store that the others meet in
+        wait_for(Path(folder, "survivor0"))
+        wait_for(Path(folder, "survivor1"))
+        return
+    save(Path(root, "second"), state(2), strategy, "sync")
+    assert_loads(Path(root, "second"), 2)
+    dist.barrier()
+    Path(folder, f"survivor{dist.get_rank()}").touch()
