@@ -42,7 +42,7 @@ class DeviceCopier {
   // `trainer` runs what it is given from now on after `event`.
   void HoldBack(CuStream trainer, const Event& event) const { driver_->StreamWait(trainer, event.get()); }
 
-  // Once per worker thread and before any of the calls below.
+  // Once per worker thread and before any of the calls below; the trainer's thread is in the context.
   void EnterThread() const;
   void Copy(void* target, CuPointer source, size_t bytes) {
     driver_->CopyToHost(target, source, bytes, stream_);

@@ -116,6 +116,14 @@ void Driver::RelaxCapture() const {
   Check(table_->exchange_capture_mode(&mode), "cuThreadExchangeStreamCaptureMode");
 }
 
+int Driver::SwapCaptureMode(int mode) const noexcept {
+  table_->exchange_capture_mode(&mode);
+  return mode;
+}
+
+RelaxedCapture::RelaxedCapture(const Driver& driver) noexcept
+    : driver_(driver), before_(driver.SwapCaptureMode(kCaptureModeRelaxed)) {}
+
 CuStream Driver::CreateLowPriorityStream() const {
   int least = 0, greatest = 0;
   Check(table_->priority_range(&least, &greatest), "cuCtxGetStreamPriorityRange");

@@ -30,6 +30,7 @@ class Driver {
   CuContext SwapContext(CuContext context) const noexcept;
   // Lets this thread call the driver while another thread captures a CUDA graph.
   void RelaxCapture() const;
+  int SwapCaptureMode(int mode) const noexcept;  // gives the one before
 
   CuStream CreateLowPriorityStream() const;
   CuEvent CreateEvent() const;
@@ -64,6 +65,19 @@ class ContextScope {
  private:
   const Driver& driver_;
   const CuContext before_;
+};
+
+// RelaxCapture for as long as this lives, on a thread that is not ours.
+class RelaxedCapture {
+ public:
+  explicit RelaxedCapture(const Driver& driver) noexcept;
+  ~RelaxedCapture() { driver_.SwapCaptureMode(before_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  const Driver& driver_;
+  const int before_;
 };
 
 }  // namespace datastates

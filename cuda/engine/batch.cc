@@ -39,6 +39,42 @@ std::vector<Run> Coalesce(std::vector<Run> runs) {
   return runs;
 }
 
+// Spreads what it keeps evenly; the last one is kept.
+void ThinDeviceSamples(std::vector<Sample>* samples) {
+  const auto all = static_cast<size_t>(
+      std::count_if(samples->begin(), samples->end(), [](const Sample& sample) { return sample.device; }));
+  const size_t most = std::min(all, kMostDeviceSamples);
+  size_t seen = 0, kept = 0, host = 0, device = 0;
+  for (Sample sample : *samples) {
+    if (sample.device) {
+      const size_t rank = seen++;
+      if (rank * most / all == seen * most / all) continue;
+    }
+    sample.place = static_cast<uint32_t>(sample.device ? device++ : host++);
+    (*samples)[kept++] = sample;
+  }
+  samples->resize(kept);
+}
+
+std::vector<Sample> SamplePlaces(const std::vector<Run>& runs, uint64_t begin, uint64_t chunk_bytes) {
+  std::vector<Sample> samples;
+  samples.reserve(runs.size());
+  for (const Run& run : runs) {
+    if (run.eager || run.bytes == 0) continue;
+    const auto sample_before = [&](uint64_t end) {
+      const uint64_t bytes = std::min(kSampleBytes, end - run.offset);
+      const uint64_t source = run.source + (end - bytes - run.offset);
+      samples.push_back({source, end - bytes, static_cast<uint32_t>(bytes), 0, run.device});
+    };
+    const uint64_t end = run.offset + run.bytes;
+    uint64_t chunk_end = begin + ((run.offset - begin) / chunk_bytes + 1) * chunk_bytes;
+    for (; !run.device && chunk_end < end; chunk_end += chunk_bytes) sample_before(chunk_end);
+    sample_before(end);
+  }
+  ThinDeviceSamples(&samples);
+  return samples;
+}
+
 }  // namespace
 
 Batch::Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, std::vector<Run> runs)
@@ -48,6 +84,7 @@ Batch::Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, st
                   "a batch begins and ends at multiples of " + std::to_string(kAlignment));
   }
   CheckOrder(runs, begin, end);
+  if (fenced) samples_ = SamplePlaces(runs, begin, chunk_bytes);
   runs_ = Coalesce(std::move(runs));
   size_t run = 0;
   for (uint64_t at = begin; at < end; at += chunk_bytes) {

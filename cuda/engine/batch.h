@@ -18,6 +18,18 @@ struct Run {
   bool device;  // `source` is device memory
 };
 
+constexpr uint64_t kSampleBytes = 64;
+constexpr size_t kMostDeviceSamples = 512;
+
+// A few bytes of a lazy source, which are copied at once and again with the rest of it: see Tripwire.
+struct Sample {
+  uint64_t source;
+  uint64_t offset;  // in the file
+  uint32_t bytes;   // kSampleBytes, or the whole run if it has less
+  uint32_t place;   // counted among the samples of the host, or of the device
+  bool device;
+};
+
 class Batch {
  public:
   // `runs` are ordered by offset, do not overlap and lie in [begin, end); `begin` and `end` are
@@ -34,6 +46,12 @@ class Batch {
 
   const std::vector<Chunk>& chunks() const { return chunks_; }
   const std::vector<Run>& runs() const { return runs_; }
+  // Of the lazy runs of a fenced batch, in the order of the file. Every run as it was given has one at its
+  // end, which is copied last and so the likeliest to be torn. In host memory, where a sample costs a
+  // tenth of a microsecond, each chunk that a run reaches beyond has one more at its end. On a device, where
+  // one costs microseconds and the driver makes its caller wait when about a thousand copies are queued, no
+  // more than kMostDeviceSamples are kept, evenly spread.
+  const std::vector<Sample>& samples() const { return samples_; }
   bool fenced() const { return fenced_; }
 
   // Calls copy(target, run, source, bytes) for every piece of a run in the chunk, and zeroes the gaps
@@ -42,8 +60,9 @@ class Batch {
   void Fill(const Chunk& chunk, uint8_t* target, Copy copy) const;
 
  private:
-  std::vector<Run> runs_;      // constant after construction
-  std::vector<Chunk> chunks_;  // constant after construction
+  std::vector<Sample> samples_;  // constant after construction
+  std::vector<Run> runs_;        // constant after construction
+  std::vector<Chunk> chunks_;    // constant after construction
   const bool fenced_;
 };
 

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <system_error>
 
+#include "engine/crc32c.h"
 #include "os/aligned.h"
 #include "os/fork.h"
 
@@ -73,6 +74,8 @@ std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream tra
   if (!copier_) {
     copier_ = std::make_shared<DeviceCopier>(Driver::Open(options_.driver));
     pool_->Register(copier_->driver(), copier_->context());
+    sample_memory_ = std::make_shared<SampleMemory>(copier_->driver(), copier_->context(),
+                                                    kMostDeviceSamples * kSampleBytes);
   } else if (copier_->driver()->CurrentContext() != copier_->context()) {
     throw Failure("start save", "", 0,
                   "the device changed since the first save: one device per process is supported");
@@ -99,10 +102,33 @@ std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve
     jobs_.push_back(job);
   }
   Stretch stretch{job, std::make_shared<const Batch>(std::move(batch))};
+  job->Begin();  // until all is queued
+  if (options_.tripwire) TakeSamples(job, *stretch.batch);
+  if (options_.paranoid) {
+    Stretch rehearsal = stretch;
+    rehearsal.rehearsal = true;
+    Queue(std::move(rehearsal));
+  }
   stretch.opens = true;
   stretch.reserve_bytes = reserve_bytes;
   Queue(std::move(stretch));
+  job->Done();
   return job;
+}
+
+void Engine::TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch) {
+  const bool device = std::any_of(batch.samples().begin(), batch.samples().end(),
+                                  [](const auto& sample) { return sample.device; });
+  if (!job->TakeSamples(batch, device ? sample_memory_->Borrow() : nullptr)) return;
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (stop_writing_) {
+    lock.unlock();
+    return AwaitDevice(*job);
+  }
+  // Nobody may take the job for released, nor its memory back, while the device is still at its samples.
+  job->Begin();
+  filled_.push_back({job, nullptr, 0, Slot(), job->sample_event()});
+  write_wake_.notify_one();
 }
 
 void Engine::Append(const std::shared_ptr<SaveJob>& job, Batch batch) {
@@ -112,7 +138,11 @@ void Engine::Append(const std::shared_ptr<SaveJob>& job, Batch batch) {
 void Engine::Queue(Stretch stretch) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (stop_staging_) return stretch.job->Cancel(kClosed);
-  stretch.job->Plan(*stretch.batch);
+  if (stretch.rehearsal) {
+    stretch.job->PlanRehearsal(*stretch.batch);
+  } else {
+    stretch.job->Plan(*stretch.batch);
+  }
   if (stretch.batch->chunks().empty() && !stretch.opens) return;
   stretch.job->Begin();  // the stretch itself, until its last chunk is taken
   stretches_.push_back(std::move(stretch));
@@ -128,19 +158,21 @@ void Engine::Finish(const std::shared_ptr<SaveJob>& job, std::string footer, uin
 }
 
 // Takes the next chunk in the order of the queue, or the opening of a file. A stretch whose file is
-// being opened is passed over with everything of its job behind it, so that no chunk comes before it.
+// being opened, or whose rehearsal ends, is passed over with everything of its job behind it, so that no
+// chunk comes before it.
 bool Engine::TakeChunk(Stretch* taken, bool* open) {
   std::vector<const SaveJob*> blocked;
   for (auto at = stretches_.begin(); at != stretches_.end(); ++at) {
     if (std::find(blocked.begin(), blocked.end(), at->job.get()) != blocked.end()) continue;
-    if (at->opening) {
+    const size_t chunks = at->batch->chunks().size();
+    if (at->opening || (at->rehearsal && at->next == chunks)) {
       blocked.push_back(at->job.get());
       continue;
     }
     *open = at->opens;
     if (at->opens) at->opening = true;
     *taken = *at;
-    if (!at->opens && ++at->next >= at->batch->chunks().size()) {
+    if (!at->opens && ++at->next >= chunks && !at->rehearsal) {
       at->job->Done();
       stretches_.erase(at);
     }
@@ -219,13 +251,10 @@ void Engine::Stage(const Stretch& stretch) {
     if (slot) {
       EnterDevice(job);
       FillSlot(stretch, chunk, slot.data(), &device);
-      std::shared_ptr<Event> event;
-      job.Staged(*stretch.batch, chunk, device ? &event : nullptr);
-      if (!device) job.Copied(*stretch.batch, chunk);
-      std::lock_guard<std::mutex> lock(mutex_);
-      filled_.push_back({stretch.job, stretch.batch, stretch.next, std::move(slot), std::move(event)});
-      write_wake_.notify_one();
-      return;
+      if (!stretch.rehearsal) return PassOn(stretch, device, &slot);
+      if (device) job.copier()->Wait(*job.copier()->Record());
+      device = false;
+      job.Rehearsed(stretch.next, Crc32c(0, slot.data(), chunk.bytes));
     }
   } catch (const Failure& failure) {
     job.Fail(failure);
@@ -234,7 +263,29 @@ void Engine::Stage(const Stretch& stretch) {
   }
   if (device) AwaitDevice(job);
   slot.Return();
+  if (stretch.rehearsal) EndRehearsal(stretch);
   job.Done();
+}
+
+void Engine::PassOn(const Stretch& stretch, bool device, Slot* slot) {
+  const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
+  std::shared_ptr<Event> event;
+  stretch.job->Staged(*stretch.batch, chunk, device ? &event : nullptr);
+  if (!device) stretch.job->Copied(*stretch.batch, chunk);
+  std::lock_guard<std::mutex> lock(mutex_);
+  filled_.push_back({stretch.job, stretch.batch, stretch.next, std::move(*slot), std::move(event)});
+  write_wake_.notify_one();
+}
+
+void Engine::EndRehearsal(const Stretch& stretch) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto at = std::find_if(stretches_.begin(), stretches_.end(), [&](const Stretch& other) {
+    return other.rehearsal && other.batch == stretch.batch;
+  });
+  if (++at->rehearsed < at->batch->chunks().size()) return;
+  at->job->Done();
+  stretches_.erase(at);
+  stage_wake_.notify_all();
 }
 
 Slot Engine::SlotFor(SaveJob& job, const Batch::Chunk& chunk) {
@@ -270,7 +321,8 @@ void Engine::WriteLoop() {
       FilledChunk chunk = std::move(filled_.front());
       filled_.pop_front();
       lock.unlock();
-      Write(std::move(chunk));
+      chunk.batch ? Write(std::move(chunk)) : AwaitSamples(chunk);
+      chunk = FilledChunk();
       lock.lock();
     } else if (stop_writing_) {
       return;
@@ -278,6 +330,18 @@ void Engine::WriteLoop() {
       write_wake_.wait(lock);
     }
   }
+}
+
+void Engine::AwaitSamples(const FilledChunk& samples) {
+  SaveJob& job = *samples.job;
+  try {
+    EnterDevice(job);
+    if (samples.event) job.copier()->Wait(*samples.event);
+  } catch (const Failure& failure) {
+    job.Fail(failure);
+  }
+  if (!samples.event) AwaitDevice(job);  // some may have been enqueued before the error
+  job.Done();
 }
 
 void Engine::Write(FilledChunk filled) {
@@ -291,7 +355,9 @@ void Engine::Write(FilledChunk filled) {
       job.Copied(*filled.batch, chunk);
     }
     write_rate_.Spend(chunk.bytes, [&job] { return job.failed(); });
-    if (!job.failed()) job.Written(chunk, filled.slot.data());
+    if (!job.failed() && job.Verify(*filled.batch, filled.chunk, filled.slot.data())) {
+      job.Written(chunk, filled.slot.data());
+    }
   } catch (const Failure& failure) {
     job.Fail(failure);
   } catch (const std::exception& error) {

@@ -12,6 +12,7 @@
 #include "engine/rate.h"
 #include "engine/save_job.h"
 #include "staging/pool.h"
+#include "staging/sample_memory.h"
 
 namespace datastates {
 
@@ -28,6 +29,8 @@ class Engine {
     uint64_t write_bytes_per_second = 0;  // 0: no limit
     std::string driver = "libcuda.so.1";
     std::string faults;
+    bool tripwire = true;   // take samples: engine/tripwire.h
+    bool paranoid = false;  // copy every chunk twice, the first time eagerly, and compare checksums
   };
 
   // Starts the threads. Throws Failure for options that make no sense, or if there are no threads to be had.
@@ -40,8 +43,9 @@ class Engine {
   void Close();
 
   // Begins a data file at `path` with `batch`; `reserve_bytes` are claimed before the first copy.
-  // Returns at once. Device runs need `trainer`, the stream that last wrote their sources; the calling
-  // thread's CUDA context is used. Throws Failure only for wrong arguments and a missing driver.
+  // Takes samples of lazy runs and returns at once. Device runs need `trainer`, the stream that last wrote
+  // their sources; the calling thread's CUDA context is used. Throws Failure only for wrong arguments and a
+  // missing driver.
   std::shared_ptr<SaveJob> Start(const std::string& path, uint64_t reserve_bytes, Batch batch,
                                  CuStream trainer);
   // More bytes for a file that was begun; their sources stay valid until kReleased.
@@ -61,10 +65,13 @@ class Engine {
     uint64_t reserve_bytes = 0;
     bool opens = false;    // the file is opened before this stretch's first chunk
     bool opening = false;  // a thread is at it; the others take the next stretch
+    // Chunks are copied to be checksummed, not to be written. Everything of the job comes after.
+    bool rehearsal = false;
+    size_t rehearsed = 0;
   };
   struct FilledChunk {
     std::shared_ptr<SaveJob> job;
-    std::shared_ptr<const Batch> batch;
+    std::shared_ptr<const Batch> batch;  // null: the samples of the job
     size_t chunk;
     Slot slot;
     std::shared_ptr<Event> event;  // set if the device still writes to the slot
@@ -75,15 +82,19 @@ class Engine {
     uint64_t offset;
   };
 
+  void TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch);
   void Queue(Stretch stretch);
   void StageLoop();
   void WriteLoop();
   bool TakeChunk(Stretch* taken, bool* open);  // under mutex_
   void OpenFile(const Stretch& stretch);
   void Stage(const Stretch& stretch);
+  void PassOn(const Stretch& stretch, bool device, Slot* slot);
+  void EndRehearsal(const Stretch& stretch);  // of one chunk
   void FillSlot(const Stretch& stretch, const Batch::Chunk& chunk, uint8_t* target, bool* device);
   Slot SlotFor(SaveJob& job, const Batch::Chunk& chunk);
   void AwaitDevice(const SaveJob& job);
+  void AwaitSamples(const FilledChunk& samples);
   void Write(FilledChunk chunk);
   void WriteFooter(const Footer& footer);
   std::shared_ptr<DeviceCopier> CopierFor(const Batch& batch, CuStream trainer);
@@ -93,7 +104,9 @@ class Engine {
   Faults faults_;
   RateLimit copy_rate_, write_rate_;
   std::unique_ptr<SlotPool> pool_;
-  std::shared_ptr<DeviceCopier> copier_;  // made and used on the trainer's thread
+  // Made and used on the trainer's thread.
+  std::shared_ptr<DeviceCopier> copier_;
+  std::shared_ptr<SampleMemory> sample_memory_;
 
   std::mutex mutex_;
   std::condition_variable stage_wake_, write_wake_;

@@ -81,6 +81,65 @@ void SaveJob::HoldBack(CuStream trainer, bool eager_only) {
   }
 }
 
+bool SaveJob::TakeSamples(const Batch& batch, std::shared_ptr<uint8_t> device_memory) {
+  const bool device = device_memory != nullptr;
+  try {
+    tripwire_.emplace();
+    tripwire_->Take(batch, copier_.get(), std::move(device_memory));
+    if (device) sample_event_ = copier_->Record();
+  } catch (const Failure& failure) {
+    Fail(failure);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  eager_event_ = staged_event_ = sample_event_;
+  return device;
+}
+
+void SaveJob::PlanRehearsal(const Batch& batch) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const size_t chunks = batch.chunks().size();
+  rehearsed_.resize(chunks);
+  eager_left_ += chunks;
+  tasks_ += chunks;
+}
+
+void SaveJob::Rehearsed(size_t chunk, uint32_t crc) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  rehearsed_[chunk] = crc;
+  --eager_left_;
+  changed_.notify_all();
+}
+
+bool SaveJob::Verify(const Batch& batch, size_t number, const uint8_t* staged) {
+  if (!batch.fenced()) return true;
+  const Batch::Chunk& chunk = batch.chunks()[number];
+  if (tripwire_) {
+    if (const auto offset = tripwire_->FindChange(batch, chunk, staged)) {
+      Torn(*offset, 1);
+      return false;
+    }
+  }
+  std::optional<uint32_t> crc;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!rehearsed_.empty()) crc = rehearsed_[number];
+  }
+  if (!crc || *crc == Crc32c(0, staged, chunk.bytes)) return true;
+  Torn(chunk.offset, chunk.bytes);
+  return false;
+}
+
+void SaveJob::Torn(uint64_t offset, uint64_t bytes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (failure_) return;
+  failure_ = Failure("stage", path_, 0,
+                     "the source of offset " + std::to_string(offset) +
+                         " changed before its copy was done, so the copy mixes two states");
+  status_.torn_at = offset;
+  status_.torn_bytes = bytes;
+  changed_.notify_all();
+}
+
 void SaveJob::Plan(const Batch& batch) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (const Batch::Chunk& chunk : batch.chunks()) {
@@ -109,8 +168,9 @@ void SaveJob::Begin() {
 }
 
 void SaveJob::Done() {
+  std::optional<Tripwire> dropped;  // behind the lock
   std::lock_guard<std::mutex> lock(mutex_);
-  --tasks_;
+  if (--tasks_ == 0) dropped.swap(tripwire_);  // its fenced chunks have been verified, or will not be
   changed_.notify_all();
 }
 

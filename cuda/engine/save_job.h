@@ -14,6 +14,7 @@
 
 #include "device/copier.h"
 #include "engine/batch.h"
+#include "engine/tripwire.h"
 #include "os/data_file.h"
 
 namespace datastates {
@@ -22,7 +23,7 @@ constexpr uint64_t kBlockBytes = uint64_t{1} << 20;  // covered by one checksum 
 
 // What a wait can be for. Every wait also ends when the job fails, but kReleased.
 enum class Milestone {
-  kEager,     // eager chunks are enqueued: on the device's stream, or copied if they are in host memory
+  kEager,     // samples and eager chunks are enqueued: on the device's stream, or copied from host memory
   kStaged,    // fenced chunks are enqueued, likewise
   kCopied,    // no fenced source will be read any more
   kWritten,   // the input is closed and every chunk is in the file
@@ -44,6 +45,8 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
     // Seconds since the job began; negative while it has not happened.
     double reserved_at = -1, staged_at = -1, copied_at = -1, written_at = -1, durable_at = -1;
     double waited_for_slots = 0;
+    // Where in the file a source changed before its copy was done; torn_bytes is 0 if none did.
+    uint64_t torn_at = 0, torn_bytes = 0;
   };
 
   SaveJob(std::string path, bool direct, bool checksums, std::shared_ptr<DeviceCopier> copier);
@@ -62,7 +65,17 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   // Closes and removes the file. After kReleased.
   void Remove();
 
+  // Takes the samples of a fenced batch; gives whether the device was asked for any. What goes wrong fails
+  // the job. Before anything of the batch is queued.
+  bool TakeSamples(const Batch& batch, std::shared_ptr<uint8_t> device_memory);
+  const std::shared_ptr<Event>& sample_event() const { return sample_event_; }
+
   // Used by the engine's workers.
+  void PlanRehearsal(const Batch& batch);
+  void Rehearsed(size_t chunk, uint32_t crc);  // the checksum of that chunk, copied before any change
+  // Whether the fenced chunk was staged as it was when the save began, as far as samples and rehearsal can
+  // tell. If not, the job fails.
+  bool Verify(const Batch& batch, size_t chunk, const uint8_t* staged);
   void Plan(const Batch& batch);  // counts what is coming
   void CloseInput();
   void Open(uint64_t reserve_bytes, Faults* faults);
@@ -85,6 +98,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
     uint32_t crc;
   };
 
+  void Torn(uint64_t offset, uint64_t bytes);
   double Elapsed() const { return std::chrono::duration<double>(Clock::now() - born_).count(); }
   bool Reached(Milestone milestone) const;  // under mutex_
   DataFile* file() const;
@@ -94,6 +108,8 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   const bool checksums_;
   const std::shared_ptr<DeviceCopier> copier_;
   const Clock::time_point born_ = Clock::now();
+  std::optional<Tripwire> tripwire_;     // constant from TakeSamples until nothing of the job is queued
+  std::shared_ptr<Event> sample_event_;  // constant after TakeSamples
 
   std::mutex staging_order_;  // held around mutex_: see Staged
   mutable std::mutex mutex_;
@@ -112,6 +128,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   bool durable_ GUARDED_BY(mutex_) = false;
   std::shared_ptr<Event> eager_event_ GUARDED_BY(mutex_), staged_event_ GUARDED_BY(mutex_);
   std::vector<Piece> pieces_ GUARDED_BY(mutex_);
+  std::vector<uint32_t> rehearsed_ GUARDED_BY(mutex_);  // by chunk of the fenced batch; empty: no rehearsal
 };
 
 }  // namespace datastates

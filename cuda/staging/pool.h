@@ -1,8 +1,9 @@
 // The staging pool: fixed-size slots of page-locked host memory, lent one by one.
 //
-// Invariant (no deadlock): a slot is returned by its own write or by the cancellation of its save,
-// both done by worker threads of the engine. Nothing that returns a slot ever waits for the trainer's
-// thread, for Python's lock, for another rank or for a commit. So a pool of one slot makes progress.
+// Invariant (no deadlock): a slot is returned by its own write (or checksum, in a rehearsal) or by the
+// cancellation of its save, all done by worker threads of the engine. Nothing that returns a slot ever waits
+// for the trainer's thread, for Python's lock, for another rank or for a commit. So a pool of one slot makes
+// progress.
 #pragma once
 
 #include <condition_variable>

@@ -39,6 +39,8 @@ class Engine:
         write_limit: int,
         driver: str,
         faults: str,
+        tripwire: bool = True,
+        paranoid: bool = False,
     ) -> None: ...
     def start(
         self,

@@ -15,6 +15,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine import native
 from megatron_datastates.engine.memory import most_slots
 from megatron_datastates.errors import StorageError
+from megatron_datastates.format.index import Index
 from megatron_datastates.plan.layout import Layout, place_objects
 
 _SLICE_SECONDS = 0.1  # native waits return this often, so that signals and restarts get through
@@ -49,6 +50,8 @@ class StagingEngine:
             write_limit=options.write_limit,
             driver=options.driver,
             faults=options.faults,
+            tripwire=options.tripwire,
+            paranoid=options.paranoid,
         )
 
     def begin(
@@ -132,6 +135,26 @@ def _insert(runs: _Runs, strided: Sequence[tuple[CopyRequest, int]]) -> _Runs:
         np.concatenate([runs.flags, *flags])[order],
         runs.header,
     )
+
+
+def _tensors_at(layout: Layout, begin: int, end: int) -> list[str]:
+    """Keys of the tensors with bytes in [begin, end) of the data file."""
+    return [
+        key
+        for key, entry in Index.decode(layout.index, "the layout", files=1).tensors.items()
+        if np.any(
+            (entry.file_offsets < end)
+            & (entry.file_offsets + entry.file_bytes > begin)
+            & (entry.file_bytes > 0)
+        )
+    ]
+
+
+def _some_of(keys: Sequence[str], most: int = 5) -> str:
+    if len(keys) == 1:
+        return f"tensor {keys[0]!r}"
+    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return f"one of the tensors {', '.join(map(repr, keys[:most]))}{more}"
 
 
 def _current_stream() -> int:
@@ -250,8 +273,13 @@ class FileSave:
 
     @property
     def error(self) -> str:
-        """What went wrong first, or nothing."""
-        return str(self._job.status()["error"])
+        """What went wrong first, or nothing. What tore a copy is told by the keys of its tensors."""
+        status = self._job.status()
+        error, begin, size = str(status["error"]), int(status["torn_at"]), int(status["torn_bytes"])
+        if size == 0:
+            return error
+        keys = _tensors_at(self.layout, begin, begin + size)
+        return f"{_some_of(keys)} changed too early: {error}. Whatever changes it has to call the fence first"
 
     def status(self) -> dict[str, object]:
         """Counters and times of the native job (cuda/engine/save_job.h, Status)."""

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_datastates.config import Options
+from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import StagingEngine
 from tests.gpu.device_save import DeviceSave, Tensors
 
@@ -113,6 +115,41 @@ def test_eager_tensors_may_be_overwritten_without_a_fence(warm: StagingEngine, t
     overwrite(tensors)
     save.finish()
     assert_all(save.stored(), BEFORE)
+
+
+@pytest.mark.parametrize("paranoid", [False, True], ids=["samples", "paranoid"])
+def test_overwriting_without_a_fence_fails_the_save(tmp_path: Path, paranoid: bool) -> None:
+    """Copies 32 MiB a second, so that nearly all of 64 MiB are copied too late."""
+    engine = StagingEngine(
+        Options(
+            staging_memory=128 * MIB,
+            slot_size=MIB,
+            copy_limit=(64 if paranoid else 32) * MIB,
+            tripwire=not paranoid,
+            paranoid=paranoid,
+        )
+    )
+    try:
+        save = DeviceSave(engine, tmp_path, tensors := layers(count=2))
+        overwrite(tensors)
+        with pytest.raises(AssertionError, match=r"tensors? .*'layer[01]'.* changed too early"):
+            save.finish()
+        assert not save.save.is_durable
+    finally:
+        FENCE.forget()
+        engine.close()
+
+
+def test_samples_of_many_tensors_do_not_wait_for_the_device(warm: StagingEngine, tmp_path: Path) -> None:
+    """Fewer than the driver queues: with all of them, the start would stand until the device is free."""
+    memory = torch.zeros(5000, 128, dtype=torch.uint8, device="cuda")
+    tensors = {str(i): row[:100] for i, row in enumerate(memory)}
+    torch.cuda.synchronize()
+    busy(2.0)
+    save = DeviceSave(warm, tmp_path, tensors)
+    assert not torch.cuda.current_stream().query()  # the device still has its old work to do
+    save.fence()
+    save.finish()
 
 
 def test_no_device_memory_is_allocated(warm: StagingEngine, tmp_path: Path) -> None:

@@ -103,20 +103,19 @@ def step_behind_slow_copy(directory: str, folder: str) -> None:
     )
 
 
-def torn_without_fence(directory: str, folder: str) -> None:
-    """The test above can fail: a promise that is broken, and no fence, puts new bytes into the file."""
+def torn_without_fence(directory: str, tripwire: bool, folder: str) -> None:
+    """A promise that is broken, and no fence: without the tripwire, new bytes get into the checkpoint."""
     join()
     make_directory(Path(directory))
     sharded = state(5)
     source = sharded["weight"].data
-    strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options(copy_limit=2_000_000))
+    options = Options(copy_limit=2_000_000, tripwire=tripwire)
+    strategy = DataStatesSaveStrategy(assume_immutable=True, options=options)
     request = dist_checkpointing.save(sharded, directory, strategy, async_sharded_save=True)
     source.fill_(-7)
-    queue = AsyncCallsQueue()
-    queue.schedule_async_request(request)
-    queue.maybe_finalize_async_calls(blocking=True)
-    found = dist_checkpointing.load(state(-1), directory)
-    tell(folder, torn=bool((found["weight"] == -7).any()))
+    error = failure_of(request.execute_sync)
+    torn = error is None and bool((dist_checkpointing.load(state(-1), directory)["weight"] == -7).any())
+    tell(folder, error=error, torn=torn, published=Path(directory, "datastates.manifest").exists())
 
 
 class StepWithoutHook(FP32Optimizer):

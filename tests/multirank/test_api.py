@@ -37,8 +37,16 @@ def test_step_waits_for_the_copy_and_not_for_the_write(world: World, tmp_path: P
         assert rank["fence"] > 0
 
 
+def test_broken_promise_is_caught_and_nothing_is_published(world: World, tmp_path: Path) -> None:
+    told = world.run("api_ranks:torn_without_fence", tmp_path / "ck", True)
+    assert len({rank["error"] for rank in told}) == 1
+    assert "tensor 'weight' changed too early" in told[0]["error"]
+    assert not told[0]["published"]
+
+
 def test_broken_promise_tears_the_copy_so_the_fence_is_what_prevents_it(world: World, tmp_path: Path) -> None:
-    assert all(rank["torn"] for rank in world.run("api_ranks:torn_without_fence", tmp_path / "ck"))
+    told = world.run("api_ranks:torn_without_fence", tmp_path / "ck", False)
+    assert [(rank["error"], rank["torn"]) for rank in told] == [(None, True)] * 2
 
 
 @pytest.mark.parametrize("outlast_copy", [False, True], ids=["short step", "step that outlasts the copy"])

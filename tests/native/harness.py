@@ -78,6 +78,8 @@ def make_engine(**options: Any) -> native.Engine:
         "write_limit": 0,
         "driver": "no driver in this test",
         "faults": "",
+        "tripwire": True,
+        "paranoid": False,
     }
     return native.Engine(**(defaults | options))
 

@@ -108,7 +108,7 @@ def test_a_failed_copy_does_not_give_its_slot_away_too_soon(
 def test_a_cancelled_save_waits_for_the_device_before_it_lets_go(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
-    engine, trainer = device_engines(most_slots=2), cuda.new_stream()
+    engine, trainer = device_engines(most_slots=2, tripwire=False), cuda.new_stream()
     cuda.hold_stream(trainer)
     save = Save(engine, tmp_path / "data", shard(), stream=trainer)
     eventually(lambda: len(cuda.calls("cuMemcpyDtoHAsync")) == 2, "both slots are being copied to")

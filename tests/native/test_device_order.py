@@ -94,7 +94,7 @@ def test_without_the_fence_copies_are_torn(cuda: FakeCuda, device_engines: Engin
     trainer, copy = cuda.new_stream(), on_device(4 * SLOT)
     cuda.delay_copies(seconds=0.05)
     fill(cuda, trainer, copy, BEFORE)
-    save = Save(device_engines(most_slots=8), tmp_path / "data", [copy], stream=trainer)
+    save = Save(device_engines(most_slots=8, tripwire=False), tmp_path / "data", [copy], stream=trainer)
     save.expect(Milestone.STAGED)
     fill(cuda, trainer, copy, AFTER)
     save.finish()
@@ -139,7 +139,7 @@ def test_sources_are_in_use_until_the_device_has_read_them(
 def test_a_small_pool_streams_a_shard_from_the_device(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
-    engine = device_engines(slot_bytes=ALIGNMENT, most_slots=2)
+    engine = device_engines(slot_bytes=ALIGNMENT, most_slots=2, tripwire=False)
     save_whole(engine, tmp_path / "data", [on_device(100 * ALIGNMENT)], stream=cuda.new_stream())
     assert engine.slots() == 2 and cuda.registered_bytes == 2 * ALIGNMENT
 
@@ -185,7 +185,7 @@ def test_no_device_memory_is_allocated(cuda: FakeCuda, device_engines: Engines, 
 def test_neighbouring_runs_are_one_copy(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
     memory = random_bytes(4 * SLOT)
     joined = [Copy(memory[i : i + 64], i, device=True) for i in range(0, len(memory), 64)]
-    save_whole(device_engines(), tmp_path / "joined", joined, stream=cuda.new_stream())
+    save_whole(device_engines(tripwire=False), tmp_path / "joined", joined, stream=cuda.new_stream())
     assert [call.split()[1] for call in cuda.calls("cuMemcpyDtoHAsync")] == [str(SLOT)] * 4
 
 
@@ -198,7 +198,7 @@ def test_runs_that_only_look_like_neighbours_are_not_joined(
         memory[100 + (what == "memory") :][:100], 100 + (what == "file"), eager=what == "eager", device=True
     )
     first = Copy(memory[:100], 0, device=True)
-    save_whole(device_engines(), tmp_path / "data", [first, second], stream=cuda.new_stream())
+    save_whole(device_engines(tripwire=False), tmp_path / "data", [first, second], stream=cuda.new_stream())
     assert len(cuda.calls("cuMemcpyDtoHAsync")) == 2
 
 
@@ -206,7 +206,7 @@ def test_completion_is_waited_for_once_a_slot(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
     copies = [on_device(500, i * 512, seed=i) for i in range(1024)]  # 8 slots of 128 tensors
-    save_whole(device_engines(), tmp_path / "data", copies, stream=cuda.new_stream())
+    save_whole(device_engines(tripwire=False), tmp_path / "data", copies, stream=cuda.new_stream())
     assert len(cuda.calls("cuMemcpyDtoHAsync")) == 1024
     assert len(cuda.calls("cuEventSynchronize")) == 8
 
@@ -299,7 +299,8 @@ def test_memory_is_page_locked_before_it_is_lent(
     trainer = cuda.new_stream()
     cuda.hold_stream(trainer)
     cuda.hold_call("cuMemHostRegister")
-    save = Save(device_engines(most_slots=8), tmp_path / "data", [on_device(4 * SLOT)], stream=trainer)
+    engine = device_engines(most_slots=8, tripwire=False)  # which would lock its own on this thread
+    save = Save(engine, tmp_path / "data", [on_device(4 * SLOT)], stream=trainer)
     eventually(lambda: cuda.calls("cuMemHostRegister"), "memory is there and being page-locked")
     assert not save.reaches(Milestone.STAGED, 0.1)
     assert cuda.calls("cuMemcpyDtoHAsync") == []

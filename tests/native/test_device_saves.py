@@ -25,6 +25,7 @@ from tests.native.harness import KIB, eventually
 
 SLOT = 64 * KIB
 AFTER = 9  # what the optimizer's kernels write
+SAMPLE_BLOCK = 512 * 64  # page-locked bytes for the samples of one save
 
 
 class Trainer:
@@ -86,10 +87,31 @@ def test_a_save_holds_what_the_model_was_when_it_began(trainer: Trainer, tmp_pat
     assert set(trainer.model["layer0"].tolist()) == {AFTER}
 
 
-def test_a_step_without_the_fence_shows_in_the_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
-    """That the test above can fail."""
+@pytest.mark.parametrize("paranoid", [False, True])
+def test_a_step_without_the_fence_fails_the_save(trainer: Trainer, tmp_path: Path, paranoid: bool) -> None:
     trainer.cuda.delay_copies(seconds=0.05)
-    publication = trainer.saver().start(tmp_path, DeviceTensors(trainer.model))
+    saver = trainer.saver(tripwire=not paranoid, paranoid=paranoid)
+    publication = saver.start(tmp_path, DeviceTensors(trainer.model))
+    trainer.optimizer_step(fenced=False)
+    error = failure(publication)
+    assert "'layer" in error and "changed too early" in error and "call the fence first" in error
+    assert not is_published(tmp_path)
+
+
+def test_a_chunk_that_differs_is_told_by_a_few_of_its_tensors(trainer: Trainer, tmp_path: Path) -> None:
+    model = {f"bias{i}": torch.zeros(10) for i in range(20)}
+    saver = trainer.saver(tripwire=False, paranoid=True, faults="open:1:stall=1500")
+    publication = saver.start(tmp_path, DeviceTensors(model))
+    model["bias7"] += 1
+    assert "one of the tensors 'bias0', 'bias1', 'bias10', 'bias11', 'bias12' and 15 more changed" in failure(
+        publication
+    )
+
+
+def test_a_step_without_the_fence_shows_in_the_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
+    """That the tests above can fail, and what the tripwire is for."""
+    trainer.cuda.delay_copies(seconds=0.05)
+    publication = trainer.saver(tripwire=False).start(tmp_path, DeviceTensors(trainer.model))
     trainer.optimizer_step(fenced=False)
     assert publication.wait() is Outcome.PUBLISHED
     last = Checkpoint.open(tmp_path).read_tensor("layer5")
@@ -197,8 +219,8 @@ def test_saves_in_turn_leave_nothing_on_the_device(trainer: Trainer, tmp_path: P
         assert publication.wait() is Outcome.PUBLISHED
         del publication
     gc.collect()
-    assert trainer.cuda.live_events <= 1  # of the last save, which the saver still knows
-    assert trainer.cuda.registered_bytes == 3 * SLOT
+    assert trainer.cuda.live_events <= 2  # of the last save, which the saver still knows
+    assert trainer.cuda.registered_bytes <= 3 * SLOT + 2 * SAMPLE_BLOCK  # of that save, and the one before
 
 
 @pytest.mark.parametrize("mutability", [Mutability.NOW, Mutability.AT_FENCE])

@@ -19,6 +19,7 @@ SETTINGS = {
     "direct_io": ("off", False),
     "checksums": ("off", False),
     "lazy": ("off", False),
+    "paranoid": ("on", True),
     "copy_threads": ("7", 7),
     "write_threads": ("8", 8),
     "read_threads": ("9", 9),
@@ -141,6 +142,11 @@ def test_words_for_on(text):
 @pytest.mark.parametrize("text", ["off", "Off", "0", "false", "FALSE"])
 def test_words_for_off(text):
     assert read("checksums", text) is False
+
+
+def test_tripwire_is_on_unless_a_test_says_otherwise():
+    assert Options().tripwire is True and "tripwire" not in Options.specs()
+    assert read("tripwire", "off") is False
 
 
 def test_auto_lets_the_memory_be_chosen():

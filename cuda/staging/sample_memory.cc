@@ -1,0 +1,45 @@
+#include "staging/sample_memory.h"
+
+namespace datastates {
+
+SampleMemory::SampleMemory(std::shared_ptr<Driver> driver, CuContext context, size_t block_bytes)
+    : driver_(std::move(driver)), context_(context), block_bytes_(block_bytes) {}
+
+SampleMemory::~SampleMemory() {
+  const ContextScope scope(*driver_, context_);
+  for (const Block& block : idle_) driver_->UnregisterHost(block->data());
+}
+
+std::shared_ptr<uint8_t> SampleMemory::Borrow() {
+  Block block;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!idle_.empty()) {
+      block = std::move(idle_.back());
+      idle_.pop_back();
+    }
+  }
+  if (!block) block = Make();
+  if (!block) return nullptr;
+  uint8_t* const data = block->data();
+  return {data, [home = shared_from_this(), held = block.release()](uint8_t*) { home->Return(Block(held)); }};
+}
+
+SampleMemory::Block SampleMemory::Make() const {
+  try {
+    auto block = std::make_unique<PrivateMapping>(block_bytes_);
+    block->Prefault();
+    const RelaxedCapture relaxed(*driver_);
+    driver_->RegisterHost(block->data(), block->bytes());
+    return block;
+  } catch (const Failure&) {
+    return nullptr;
+  }
+}
+
+void SampleMemory::Return(Block block) noexcept {
+  std::lock_guard<std::mutex> lock(mutex_);
+  idle_.push_back(std::move(block));
+}
+
+}  // namespace datastates

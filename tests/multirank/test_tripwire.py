@@ -1,0 +1,45 @@
+"""A torn copy on one rank fails the save on all and is never published (also: native/test_tripwire.py)."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.world import World
+
+SHARD = 6 * 50_000 * 4  # bytes of a rank's tensor: two chunks of 1 MiB
+MIDDLE = SHARD - 10_000  # in the second chunk, and between the samples
+
+
+@pytest.mark.parametrize(
+    ("begin", "size", "options"),
+    [
+        pytest.param(0, SHARD, {}, id="all of it"),
+        pytest.param(SHARD - 1, 1, {}, id="the last byte"),
+        pytest.param(MIDDLE, 1, {"paranoid": True}, id="one byte in the middle, paranoid"),
+        pytest.param(SHARD - 1, 1, {"paranoid": True, "tripwire": False}, id="the last byte, paranoid alone"),
+    ],
+)
+def test_early_write_on_one_rank_fails_the_save_on_all(
+    world: World, tmp_path: Path, begin: int, size: int, options: dict[str, bool]
+) -> None:
+    told = world.run("tripwire_ranks:write_early", tmp_path, begin, size, options)
+    assert len({rank["error"] for rank in told}) == 1
+    assert "rank 1" in told[0]["error"] and "'weight' changed too early" in told[0]["error"]
+    assert not any(rank["published"] for rank in told)
+    assert not list((tmp_path / "ck").glob("data-*"))
+
+
+@pytest.mark.parametrize(
+    ("begin", "options"), [(MIDDLE, {}), (SHARD - 1, {"tripwire": False})], ids=["between samples", "off"]
+)
+def test_what_finds_it_is_the_tripwire(
+    world: World, tmp_path: Path, begin: int, options: dict[str, bool]
+) -> None:
+    """That the test above can fail; and no more than the samples is looked at by default."""
+    told = world.run("tripwire_ranks:write_early", tmp_path, begin, 1, options)
+    assert [(rank["error"], rank["published"]) for rank in told] == [(None, True)] * 2
+
+
+@pytest.mark.parametrize("paranoid", [False, True])
+def test_fenced_writes_raise_no_alarm(world: World, tmp_path: Path, paranoid: bool) -> None:
+    world.run("tripwire_ranks:save_untouched", tmp_path, {"paranoid": paranoid})

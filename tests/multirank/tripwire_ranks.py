@@ -1,0 +1,54 @@
+"""Ranks of test_tripwire.py."""
+
+import ctypes
+from pathlib import Path
+
+import torch
+from megatron.core import dist_checkpointing
+from saving_rank import assert_loads, failure_of, join, make_directory, save, state, tell
+
+from megatron_datastates.config import Options
+from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.mcore import DataStatesSaveStrategy
+
+
+def write_early(root: str, begin: int, size: int, options: dict[str, bool], folder: str) -> None:
+    """Rank 1 writes to its promised tensor, as a fused kernel does, before it is copied."""
+    rank, _ = join()
+    directory = Path(root, "ck")
+    strategy = DataStatesSaveStrategy(
+        assume_immutable=True, options=Options(copy_limit=1_000_000, slot_size=1 << 20, **options)
+    )
+    make_directory(directory)
+    sharded = state(5)
+    weight = sharded["weight"].data
+    before, version = weight.clone(), weight._version
+    request = dist_checkpointing.save(sharded, str(directory), strategy, async_sharded_save=True)
+    if rank == 1:
+        ctypes.memset(weight.data_ptr() + begin, 0xFF, size)
+    error = failure_of(request.execute_sync)
+    assert weight._version == version, "a write that moves a version counter shows nothing here"
+    assert torch.equal(weight, before) == (rank == 0)
+    published = (directory / MANIFEST_NAME).exists()
+    save(Path(root, "next"), state(6), strategy, "async")
+    assert_loads(Path(root, "next"), 6)
+    tell(folder, error=error, published=published)
+
+
+def save_untouched(directory: str, options: dict[str, bool], folder: str) -> None:
+    """Nothing is changed too early; steps that are fenced raise no alarm."""
+    join()
+    strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options(slot_size=1 << 20, **options))
+    weight = None
+    for value in range(3):
+        sharded = state(value)
+        make_directory(Path(directory, str(value)))
+        request = dist_checkpointing.save(
+            sharded, str(Path(directory, str(value))), strategy, async_sharded_save=True
+        )
+        weight = sharded["weight"].data
+        strategy.fence()
+        ctypes.memset(weight.data_ptr(), 0xFF, weight.nbytes)
+        request.execute_sync()
+        assert_loads(Path(directory, str(value)), value)
+    tell(folder)
