@@ -7,7 +7,8 @@ r"""Pretrains a tiny GPT as Megatron-LM's `pretrain_gpt.py` does, without a Mega
 All arguments are Megatron's own, but `--step-delay-ms`. Nothing here knows of any checkpoint
 format: the entry calls `megatron.training.pretrain` as the stock script of megatron-core 0.19 does
 (0.17 and 0.18, whose `pretrain` differs, are served too), so what works here works there. The model
-is megatron-core's GPTModel with the local layer spec. The data is made up: counting sequences,
+is megatron-core's GPTModel with local layer specs, dense or with experts (`--num-experts`), with
+multi-token prediction or without (`--mtp-num-layers`). The data is made up: counting sequences,
 predictable enough for the loss to fall within some dozen iterations.
 """
 
@@ -22,7 +23,7 @@ import torch
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.training import get_args, pretrain
 from megatron.training.arguments import core_transformer_config_from_args
 
@@ -64,9 +65,13 @@ def build_model(
 ) -> GPTModel:
     """Megatron's model provider, for the versions whose `pretrain` asks for one."""
     args = get_args()
+    config = config or core_transformer_config_from_args(args)
+    local: dict[str, Any] = {"use_transformer_engine": False, "vp_stage": vp_stage}
+    layers = get_gpt_decoder_block_spec(config, normalization=config.normalization, **local)
     return GPTModel(
-        config=config or core_transformer_config_from_args(args),
-        transformer_layer_spec=get_gpt_layer_local_spec(),
+        config=config,
+        transformer_layer_spec=layers,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layers, **local) if config.mtp_num_layers else None,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,

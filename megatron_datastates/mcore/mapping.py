@@ -100,9 +100,11 @@ class ShardedStateProvider:
     def _source(self, item: ShardedTensor) -> TensorMemory:
         if item.data is None or getattr(item, "flattened_range", None) is not None:
             raise CheckpointingException(f"cannot save {item}: it has no data, or a flattened range")
-        data, mutability = item.data, self._classify(item.data)
-        if type(data) not in (torch.Tensor, torch.nn.Parameter) and hasattr(data, "dequantize"):
+        data = item.data
+        if type(data).dequantize is not torch.Tensor.dequantize:
             data, mutability = data.dequantize(), Mutability.NEVER  # as torch_dist stores quantized weights
+        else:
+            mutability = self._classify(data)
         return tensor_source(
             item.key,
             data,

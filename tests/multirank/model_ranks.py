@@ -1,0 +1,276 @@
+"""Ranks of the tests that compare us with torch_dist on Megatron-Core's own models and optimizers.
+
+A state is saved twice, by our strategy and by Megatron's own, and each checkpoint is loaded into fresh
+models of another parallel layout. What comes back has to be the same, bit for bit. What belongs here:
+building, filling, saving, loading and comparing. Which models and layouts: the tests say.
+
+A *layout* is a dict of TransformerConfig's fields; those that parallel_state knows lay out the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import (
+    TorchDistLoadShardedStrategy,
+    TorchDistSaveShardedStrategy,
+)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from saving_rank import join, make_directory, tell
+
+from megatron_datastates.mcore import DataStatesSaveStrategy
+
+Layout = dict[str, Any]
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+TINY = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "gated_linear_unit": True,
+    "use_cpu_initialization": True,
+    "gradient_accumulation_fusion": False,
+    "bf16": True,
+    "params_dtype": torch.bfloat16,
+    "pipeline_dtype": torch.bfloat16,
+    "activation_func": torch.nn.functional.silu,
+}
+VOCABULARY, DIVISIBLE_BY = 100, 8  # padded to 104 rows with one tensor-parallel rank, to 112 with two
+FORMATS = ("ours", "stock")
+
+
+@dataclass
+class Training:
+    """One rank's model chunks and, if it has one, their optimizer."""
+
+    chunks: list[Any]
+    optimizer: Any
+    metadata: dict[str, Any]
+
+    def sharded(self, *, is_loading: bool = False) -> dict[str, Any]:
+        """The sharded state dict, as Megatron's training loop makes it."""
+        names = ["model"] if len(self.chunks) == 1 else [f"model{i}" for i in range(len(self.chunks))]
+        state = {
+            name: chunk.sharded_state_dict(metadata=self.metadata)
+            for name, chunk in zip(names, self.chunks, strict=True)
+        }
+        if self.optimizer is not None:
+            state["optimizer"] = self.optimizer.sharded_state_dict(
+                state, is_loading=is_loading, metadata=self.metadata
+            )
+        return state
+
+    def accept(self, loaded: dict[str, Any]) -> None:
+        """Puts what was loaded into the models and the optimizer, as Megatron's training loop does."""
+        names = [name for name in loaded if name.startswith("model")]
+        for name, chunk in zip(names, self.chunks, strict=True):
+            chunk.load_state_dict(loaded[name])
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(loaded["optimizer"])
+
+    def leaves(self) -> dict[str, str]:
+        """Everything that training goes on with, by name."""
+        found = dict(leaves([chunk.state_dict() for chunk in self.chunks], "model"))
+        for link, chained in enumerate(getattr(self.optimizer, "chained_optimizers", [self.optimizer])):
+            inner = getattr(chained, "optimizer", None)
+            groups = inner.param_groups if inner is not None else []
+            for number, group in enumerate(groups):
+                states = [inner.state[param] for param in group["params"]]
+                found |= dict(leaves([group, states], f"optimizer.{link}.{number}"))
+        return found
+
+
+def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], None]) -> Training:
+    """A model in this layout, every tensor of it filled, with an optimizer of this sharding type."""
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        **{name: layout[name] for name in SIZES if name in layout},
+        create_gloo_process_groups=optimizer is not None,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    options = {name: value for name, value in layout.items() if name != "tied"}
+    config = TransformerConfig(**(TINY | options))
+    stages = layout.get("virtual_pipeline_model_parallel_size")
+    chunks: list[Any] = [
+        build_chunk(config, None if stages is None else stage, layout.get("tied", False))
+        for stage in range(stages or 1)
+    ]
+    wrapped = [Float16Module(config, chunk) for chunk in chunks]
+    for chunk in chunks:
+        for tensor in (*chunk.parameters(), *chunk.buffers()):
+            if tensor.is_floating_point():
+                fill(tensor.data)
+    metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    if optimizer is None:
+        return Training(chunks, None, metadata | groups)
+    wrapped = [DistributedDataParallel(config, DDP, chunk) for chunk in wrapped]
+    return Training(
+        chunks,
+        get_megatron_optimizer(ADAM, wrapped),
+        metadata | groups | {"distrib_optim_sharding_type": optimizer},
+    )
+
+
+DDP = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+ADAM = OptimizerConfig(
+    optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
+)
+
+
+def build_chunk(config: TransformerConfig, vp_stage: int | None, tied: bool) -> GPTModel:
+    layers = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
+    )
+    mtp = None
+    if config.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, vp_stage=vp_stage)
+    multiple = DIVISIBLE_BY * config.tensor_model_parallel_size
+    virtual = {"ignore_virtual": False, "vp_stage": vp_stage}
+    return GPTModel(
+        config,
+        layers,
+        vocab_size=-(-VOCABULARY // multiple) * multiple,
+        max_sequence_length=16,
+        pre_process=parallel_state.is_pipeline_first_stage(**virtual),
+        post_process=parallel_state.is_pipeline_last_stage(**virtual),
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
+        mtp_block_spec=mtp,
+        vp_stage=vp_stage,
+    )
+
+
+def random_values() -> Callable[[torch.Tensor], None]:
+    """Different on each rank, replicas too: which of them is stored shows."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return lambda tensor: tensor.copy_(torch.randn(tensor.shape, generator=generator))
+
+
+def step(training: Training) -> None:
+    """One step with made-up gradients, so that the optimizer has moments."""
+    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+    for chunk in training.chunks:
+        for param in chunk.parameters():
+            param.main_grad.copy_(torch.randn(param.main_grad.shape, generator=generator))
+    assert training.optimizer.step()[0]
+
+
+def leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    """(path, text) of all that is in nested containers; equal texts mean equal bits."""
+    if isinstance(value, dict) and value.get("padding") is True:
+        return  # of a bucket: nobody reads it, and what is in it is no promise of torch_dist's
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, f"{path}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from leaves(item, f"{path}.{number}")
+    elif isinstance(value, torch.Tensor):
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        yield path, f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
+    elif isinstance(value, io.BytesIO):
+        yield path, value.getvalue().hex()
+    elif isinstance(value, float):
+        yield path, value.hex()
+    else:
+        yield path, f"{type(value).__name__} {value!r}"
+
+
+def strategies(name: str, parallel: bool) -> tuple[Any, Any]:
+    """One format's (save, load); `parallel` as by --ckpt-fully-parallel-save and -load."""
+    save: Any = DataStatesSaveStrategy() if name == "ours" else TorchDistSaveShardedStrategy("torch_dist", 1)
+    load: Any = TorchDistLoadShardedStrategy()
+    if parallel:
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        save = FullyParallelSaveStrategyWrapper(save, group)
+        load = FullyParallelLoadStrategyWrapper(load, group)
+    return save, load
+
+
+def save_both(root: str, layout: Layout, optimizer: str | None = None, parallel: bool = False) -> None:
+    """ROOT/ours and ROOT/stock: one and the same state in both formats."""
+    training = build(layout, optimizer, random_values())
+    if optimizer is not None:
+        step(training)
+    for name in FORMATS:
+        make_directory(Path(root, name))
+        dist.barrier()
+        # What fully_reshardable gathers is fresh each time, from the same values.
+        dist_checkpointing.save(training.sharded(), str(Path(root, name)), strategies(name, parallel)[0])
+    written = {name: {path.suffix for path in Path(root, name).iterdir()} for name in FORMATS}
+    assert ".manifest" in written["ours"] and ".distcp" not in written["ours"], written
+    assert ".distcp" in written["stock"] and ".manifest" not in written["stock"], written
+
+
+def load_both(
+    root: str, layout: Layout, optimizer: str | None = None, parallel: bool = False
+) -> dict[str, str]:
+    """Loads both into models that differ everywhere before; returns what both became."""
+    became = {}
+    for name, before in zip(FORMATS, (3.0, 5.0), strict=True):
+        training = build(layout, optimizer, lambda tensor, before=before: tensor.fill_(before))
+        loaded = dist_checkpointing.load(
+            training.sharded(is_loading=True), str(Path(root, name)), strategies(name, parallel)[1]
+        )
+        found = dict(leaves(loaded, "loaded"))
+        training.accept(loaded)
+        became[name] = found | training.leaves()
+    ours, stock = became["ours"], became["stock"]
+    unequal = [path for path in sorted(ours.keys() | stock.keys()) if ours.get(path) != stock.get(path)]
+    told = [f"{path}: {ours.get(path)}, and of torch_dist {stock.get(path)}" for path in unequal]
+    assert not unequal, f"loaded into {layout}: " + "\n".join(told[:20])
+    return stock
+
+
+def reshard(root: str, pairs: list[tuple[Layout, list[Layout]]], optimizer: str | None, folder: str) -> None:
+    """Each first layout is saved, and loaded into each of its others; every second one fully parallel."""
+    join()
+    told = []
+    for number, (saved, others) in enumerate(pairs):
+        place = str(Path(root, str(number)))
+        save_both(place, saved, optimizer, parallel=number % 2 == 1)
+        told.append(
+            [sorted(load_both(place, other, optimizer, parallel=number % 2 == 1)) for other in others]
+        )
+    tell(folder, loaded=told)
+
+
+def save_several(root: str, layouts: list[Layout], optimizer: str | None, folder: str) -> None:
+    """One checkpoint of each format and layout, for `load_several` in other ranks."""
+    join()
+    for number, layout in enumerate(layouts):
+        save_both(str(Path(root, str(number))), layout, optimizer)
+    tell(folder)
+
+
+def load_several(root: str, layouts: list[Layout], optimizer: str | None, folder: str) -> None:
+    join()
+    places = [str(Path(root, str(number))) for number in range(len(layouts))]
+    told = [
+        sorted(load_both(place, layout, optimizer)) for place, layout in zip(places, layouts, strict=True)
+    ]
+    tell(folder, loaded=told)
