@@ -22,8 +22,8 @@ demo: env ## run recipes/demo.py
 test: lint ## run the linters, then all tests (GPU tests where there is a GPU)
 	@$(BIN)/python -m pytest $(ARGS)
 
-# Not part of `test`: it takes several minutes a release.
-test-versions: env ## run the tests that meet Megatron against its older releases
+# Not part of `test`: it takes some minutes a release. CI runs both.
+test-versions: env ## run the tests that meet Megatron against its other releases
 	@tools/env/versions.sh $(VERSIONS)
 
 lint: env ## ruff, mypy, import-linter, clang-format

@@ -159,9 +159,11 @@ def load_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from torch.distributed.checkpoint.api import CheckpointException
 
+        from megatron_datastates.mcore.mismatch import LoadMismatch
+
         problem = first_mismatch(open_checkpoint(checkpoint_dir), nested_values(sharded_state_dict))
         if problem is not None:
-            raise CheckpointingException(f"{checkpoint_dir}: {problem}")
+            raise LoadMismatch(f"{checkpoint_dir}: {problem}")
         try:
             return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
         except CheckpointException as error:

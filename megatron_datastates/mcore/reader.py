@@ -29,6 +29,7 @@ from torch.futures import Future
 
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.index import TensorEntry
+from megatron_datastates.mcore import versions
 from megatron_datastates.mcore.dispatch import COMMON_STATE_KEY
 from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead, torch_dtype
 from megatron_datastates.plan.boxes import contiguous_strides
@@ -47,8 +48,9 @@ class DataStatesReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         index = self.checkpoint.index
         known: dict[str, Any] = {key: _tensor_metadata(entry) for key, entry in index.tensors.items()}
-        # Megatron reads the common state on its own; releases before 0.19 would call it an unexpected key.
-        known |= {key: BytesStorageMetadata() for key in index.objects if key != COMMON_STATE_KEY}
+        known |= {key: BytesStorageMetadata() for key in index.objects}
+        if versions.installed().writes_common_file:  # and knows no such key: it would call it unexpected
+            known.pop(COMMON_STATE_KEY, None)
         return Metadata(known, storage_data={}, storage_meta=StorageMeta(load_id=self.load_id))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -3,8 +3,12 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.ranks import RankForge
 from tests.support.tiny import LAYOUTS, RECIPES
+
+pytestmark = pytest.mark.conformance
 
 PARTS = {"save_checkpoint", "start", "polls", "finalize"}
 

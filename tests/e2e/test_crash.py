@@ -19,6 +19,7 @@ def train(steps: int, root: Path, ckpt_format: str) -> list[str]:
     return [*how, "--save", str(root), "--load", str(root)]
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("moment", ["after first save", "in second save"])
 def test_killed_run_resumes_exactly(
     moment: str,

@@ -56,6 +56,7 @@ def test_resumed_run_equals_uninterrupted_one(
         assert saves_told(report) == [(3, mode, "published"), (STEPS, mode, "published")]
 
 
+@pytest.mark.conformance
 def test_formats_alternate_from_one_resume_to_the_next_without_flags(
     ckpt_format: str, pretraining: Pretraining, reference: Reference, tmp_path: Path
 ) -> None:

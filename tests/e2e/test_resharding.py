@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.tiny import LAYOUTS, Checkpoints, Ending, Pretraining
 
 CHAIN = {2: "tp2", 4: "pp2", 6: "dp2"}
@@ -23,6 +25,7 @@ def reshard_along_chain(pretraining: Pretraining, root: Path, ckpt_format: str) 
     return endings
 
 
+@pytest.mark.conformance
 def test_chain_of_layouts_gives_what_torch_dist_gives(
     ckpt_format: str, pretraining: Pretraining, tmp_path: Path
 ) -> None:

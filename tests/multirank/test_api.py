@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.world import FILES_OF_MEGATRON, World
 
+pytestmark = pytest.mark.conformance
+
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "fully parallel"])
 @pytest.mark.parametrize("mode", ["sync", "async"])

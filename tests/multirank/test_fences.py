@@ -28,6 +28,7 @@ if versions.installed().first < (0, 17):
     CHANGES.remove("graph replay")
 
 
+@pytest.mark.conformance
 @pytest.mark.parametrize("change", CHANGES)
 def test_change_waits_for_the_copy(world: World, tmp_path: Path, change: str) -> None:
     for rank in world.run("fence_ranks:changed_behind_slow_copy", tmp_path, change, True):

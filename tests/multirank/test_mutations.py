@@ -12,6 +12,8 @@ import pytest
 from tests.multirank.layouts import EP2, EXPERTS
 from tests.support.world import World
 
+pytestmark = pytest.mark.conformance
+
 MODEL = EXPERTS | EP2 | {"hidden_size": 264, "ffn_hidden_size": 392}  # several slots of state a rank
 
 

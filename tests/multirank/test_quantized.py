@@ -6,7 +6,11 @@ test_transformer_engine.py.
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.world import World
+
+pytestmark = pytest.mark.conformance
 
 
 def test_quantized_weights_are_stored_and_loaded_as_torch_dist_does(world: World, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import pytest
 
 from tests.support.world import World
 
+pytestmark = pytest.mark.conformance
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 

@@ -2,7 +2,11 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.world import FILES_OF_MEGATRON, World
+
+pytestmark = pytest.mark.conformance
 
 
 def test_aborted_queue_cancels_the_save_and_a_new_world_saves_again(world: World, tmp_path: Path) -> None:

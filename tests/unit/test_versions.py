@@ -9,6 +9,8 @@ import pytest
 from megatron_datastates.mcore import versions
 from megatron_datastates.mcore.versions import RELEASES, Hook, release_of
 
+pytestmark = pytest.mark.conformance
+
 PRELUDE = "import sys; sys.path[:0] = ['recipes/cpu']; import stand_ins; stand_ins.install(); "
 
 
