@@ -19,8 +19,11 @@ from megatron_datastates.mcore import versions
 Maker = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def replace(owner: Any, name: str, make: Maker) -> None:
-    """Replaces owner.name by make(owner.name), once; the original stays at `__wrapped__`."""
+def replace(owner: Any, name: str, make: Maker, everywhere: bool = True) -> None:
+    """Replaces owner.name by make(owner.name), once; the original stays at `__wrapped__`.
+
+    `everywhere`: also where other modules of Megatron have imported it by its name.
+    """
     # Looked up in the owner itself: what a base class has replaced already is still to be replaced here.
     original = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
     if getattr(original, "_of_datastates", False):
@@ -28,7 +31,7 @@ def replace(owner: Any, name: str, make: Maker) -> None:
     replacement = functools.wraps(original)(make(original))
     replacement._of_datastates = True  # type: ignore[attr-defined]
     setattr(owner, name, replacement)
-    if isinstance(owner, ModuleType):
+    if everywhere and isinstance(owner, ModuleType):
         rebind(name, original, replacement)
 
 
@@ -58,6 +61,15 @@ def attach_saving() -> None:
     _attach(versions.installed().saving, "save in the datastates format")
 
 
+def attach_training() -> None:
+    """Attaches what saves in Megatron's own training loop need besides.
+
+    Raises:
+        HookPointError: this Megatron lacks some of the hook points.
+    """
+    _attach(versions.installed().training, "save in Megatron's training loop")
+
+
 def _attach(hooks: Iterable[versions.Hook], purpose: str) -> None:
     missing = [str(hook) for hook in hooks if not _attached(hook)]
     if missing:
@@ -76,7 +88,7 @@ def _attached(hook: versions.Hook) -> bool:
     try:
         for part in classes:
             owner = getattr(owner, part)
-        replace(owner, name, _maker(hook))
+        replace(owner, name, _maker(hook), hook.rebind)
     except AttributeError as error:
         if error.name in (*classes, name):
             return False

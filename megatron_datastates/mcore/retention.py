@@ -34,10 +34,8 @@ _about_to_save: list[int] = []  # the iteration of the open save_checkpoint, if 
 _deletions: dict[Path, threading.Thread] = {}
 
 
-def install(checkpointing: Any) -> None:
-    """Guards the deletions of `megatron.training.checkpointing`. Idempotent."""
-    replace(checkpointing, "cleanup_old_non_persistent_checkpoint", _careful_cleanup)
-    replace(checkpointing, "_async_delete_checkpoint_impl", _careful_deletion)
+def install() -> None:
+    """Takes note of the saves that go on behind the trainer. Idempotent."""
     replace(TrainingSaveStrategy, "async_save", _noted)
 
 
@@ -57,16 +55,19 @@ def _pending() -> list[Publication]:
 
 
 @contextlib.contextmanager
-def saving(iteration: int, checkpointing: Any) -> Iterator[None]:
+def saving(iteration: int) -> Iterator[None]:
     """Around a `save_checkpoint` of that iteration: makes sure that its directory is not being deleted."""
+    from megatron.training import checkpointing
+
     args = checkpointing.get_args()
     name = f"iter_{iteration:07d}"
     for path, thread in list(_deletions.items()):
         if path.name == name:
             thread.join()
-    if Path(args.save, name).exists():
-        checkpointing.finalize_deletion_processes(blocking=True)  # those of retention with --async-save
-    if args.save_retain_interval is not None and args.rank == 0:
+    finalize = getattr(checkpointing, "finalize_deletion_processes", None)  # 0.16 deletes by itself
+    if finalize is not None and Path(args.save, name).exists():
+        finalize(blocking=True)  # those of retention with --async-save
+    if getattr(args, "save_retain_interval", None) is not None and args.rank == 0:
         mend(Path(args.save, TRACKER_NAME))
     _about_to_save.append(iteration)
     try:
@@ -107,7 +108,7 @@ def _is_being_written(path: Path, iteration: int) -> bool:
     return path.absolute() in [save.save.context.directory for save in _pending()]
 
 
-def _careful_cleanup(original: Callable[..., Any]) -> Callable[..., Any]:
+def careful_cleanup(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `cleanup_old_non_persistent_checkpoint`."""
 
     def cleanup_old_non_persistent_checkpoint(
@@ -141,7 +142,7 @@ def _delete(directories: list[Path]) -> None:
         _deletions.pop(directory, None)
 
 
-def _careful_deletion(original: Callable[..., Any]) -> Callable[..., Any]:
+def careful_deletion(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `_async_delete_checkpoint_impl`, which retention runs in a thread or a forked process."""
 
     def _async_delete_checkpoint_impl(

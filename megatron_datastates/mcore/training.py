@@ -7,48 +7,52 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_datastates.config import Options
-from megatron_datastates.errors import HookPointError
-from megatron_datastates.mcore.attach import replace
+from megatron_datastates.mcore.attach import attach_training
 from megatron_datastates.pipeline.held import holding
 
 logger = logging.getLogger(__name__)
 
 
-def enable_saving(options: Options) -> None:
-    """Replaces torch_dist's save strategy in Megatron's training loop. Idempotent."""
-    import megatron.training.checkpointing as checkpointing
+_options = Options()  # those of the last call of enable_saving
 
-    from megatron_datastates.mcore import fences, request, retention, versions
-    from megatron_datastates.mcore.strategy import TrainingSaveStrategy
+
+def enable_saving(options: Options) -> None:
+    """Makes saves in Megatron's training loop ours. Idempotent: arguments may be parsed twice.
+
+    Raises:
+        HookPointError: this release of Megatron lacks what we attach to.
+    """
+    from megatron_datastates.mcore import request, retention
     from megatron_datastates.pipeline.saver import saver_for
 
+    global _options
+    _options = options
     request.on_failure = options.on_failure
     saver = saver_for(options)
     saver.warm_up()
     saver.reporter.listeners[:] = [_write_scalars]
-
-    def make_strategy(*args: Any, **kwargs: Any) -> TrainingSaveStrategy:
-        return TrainingSaveStrategy(options=options)
-
-    name = versions.installed().training_strategy
-    if not hasattr(checkpointing, name):
-        raise HookPointError(f"megatron.training.checkpointing has no {name} that saves could be given to")
-    setattr(checkpointing, name, make_strategy)
-    retention.install(checkpointing)
-    replace(checkpointing, "save_checkpoint", lambda original: _held(original, options, checkpointing))
-    replace(checkpointing, "load_checkpoint", fences.before_load)  # other formats load in other ways
+    retention.install()
+    attach_training()
 
 
-def _held(original: Callable[..., Any], options: Options, checkpointing: Any) -> Callable[..., Any]:
+def our_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For what makes the save strategy in `megatron.training.checkpointing`."""
+    from megatron_datastates.mcore.strategy import TrainingSaveStrategy
+
+    return lambda *args, **kwargs: TrainingSaveStrategy(options=_options)
+
+
+def held(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `save_checkpoint`: all of it holds the trainer; a failure may be told to be only a warning."""
+    from megatron_datastates.mcore import retention
+    from megatron_datastates.mcore.request import SaveFailed
+
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
-        from megatron_datastates.mcore import retention
-        from megatron_datastates.mcore.request import SaveFailed
-
-        with holding("save_checkpoint"), retention.saving(iteration, checkpointing):
+        with holding("save_checkpoint"), retention.saving(iteration):
             try:
                 return original(iteration, *args, **kwargs)
             except SaveFailed as error:  # on every rank alike, so every rank goes on alike
-                if options.on_failure == "raise":
+                if _options.on_failure == "raise":
                     raise
                 logger.warning("%s Training goes on (--datastates-on-failure warn).", error)
                 return None

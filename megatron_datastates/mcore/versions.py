@@ -26,6 +26,7 @@ class Hook:
     name: str
     maker: str  # a function of this package, as module.function: what is there -> what shall be there
     optional: bool = False  # the module belongs to a package that need not be installed
+    rebind: bool = True  # also where other modules of Megatron have imported it by its name
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -97,6 +98,20 @@ _GRAPH = Hook(
     _OPTIMIZER + "optimizer_cuda_graph", "OptimizerCudaGraphWrapper.__call__", "fences.before_graph_replay"
 )
 
+# Attached to Megatron's own training loop, when `--ckpt-format datastates` was given.
+_CHECKPOINTING = "megatron.training.checkpointing"
+_TRAINING = (
+    Hook(_CHECKPOINTING, "save_checkpoint", "training.held"),
+    Hook(_CHECKPOINTING, "load_checkpoint", "fences.before_load"),  # other formats load in other ways
+    Hook(_CHECKPOINTING, "cleanup_old_non_persistent_checkpoint", "retention.careful_cleanup"),
+)
+_STRATEGY_016 = Hook(
+    _CHECKPOINTING, "get_default_save_sharded_strategy", "training.our_strategy", rebind=False
+)
+_STRATEGY_017 = Hook(_CHECKPOINTING, "TorchDistSaveShardedStrategy", "training.our_strategy", rebind=False)
+_DELETION_017 = Hook(_CHECKPOINTING, "_async_delete_checkpoint_impl", "retention.careful_deletion")
+_TRAINING_017 = (*_TRAINING, _STRATEGY_017, _DELETION_017)
+
 
 @dataclasses.dataclass(frozen=True)
 class Release:
@@ -105,7 +120,7 @@ class Release:
     first: tuple[int, int]
     loading: tuple[Hook, ...]
     saving: tuple[Hook, ...]
-    training_strategy: str  # the name in megatron.training.checkpointing that makes the save strategy
+    training: tuple[Hook, ...]
     writes_common_file: bool  # Megatron writes common.pt itself, before it calls a strategy
 
 
@@ -114,28 +129,28 @@ RELEASES = (
         (0, 16),
         (*_LOADING, _COMMON_016, _REGISTRY),
         (*_SAVING, _GATHER_016),
-        training_strategy="get_default_save_sharded_strategy",
+        (*_TRAINING, _STRATEGY_016),
         writes_common_file=True,
     ),
     Release(
         (0, 17),
         (*_LOADING, _COMMON_017),
         (*_SAVING, _GATHER_016, _GRAPH),
-        training_strategy="TorchDistSaveShardedStrategy",
+        _TRAINING_017,
         writes_common_file=True,
     ),
     Release(
         (0, 18),
         (*_LOADING, _COMMON_017),
         (*_SAVING, _GATHER_018, _GRAPH),
-        training_strategy="TorchDistSaveShardedStrategy",
+        _TRAINING_017,
         writes_common_file=True,
     ),
     Release(
         (0, 19),
         (*_LOADING, _COMMON_019),
         (*_SAVING, _GATHER_018, _GRAPH),
-        training_strategy="TorchDistSaveShardedStrategy",
+        _TRAINING_017,
         writes_common_file=False,
     ),
 )

@@ -44,7 +44,7 @@ def test_a_release_serves_until_the_next_one_that_differs(version, first):
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: str(release.first))
 def test_every_maker_is_there(release):
-    for hook in (*release.loading, *release.saving):
+    for hook in (*release.loading, *release.saving, *release.training):
         module, _, function = hook.maker.partition(".")
         assert callable(getattr(importlib.import_module(f"megatron_datastates.mcore.{module}"), function))
 
