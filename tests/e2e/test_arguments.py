@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import Outcome, RankForge
-from tests.support.tiny import RECIPES
+from tests.support.tiny import RECIPES, Checkpoints
 
 TINY = (RECIPES / "tiny.args").read_text().split()
 
@@ -63,39 +63,14 @@ def test_help_explains_format_and_options(forge: RankForge, tmp_path: Path) -> N
     assert "--datastates-staging-memory SIZE" in shown and "25% of the free memory" in shown
 
 
-def test_object_store_is_refused(parse, tmp_path: Path) -> None:
-    outcome = parse("--save", "msc://bucket/run")
+@pytest.mark.parametrize("option", ["--save", "--load", "--non-persistent-global-ckpt-dir"])
+def test_object_store_is_refused(parse, option: str) -> None:
+    outcome = parse(option, "msc://bucket/run")
     assert outcome.exits == [1]
-    assert "msc://bucket/run" in outcome.log and "file systems only" in outcome.log
+    assert f"file systems only: {option} is msc://bucket/run" in outcome.log
 
 
-def test_async_save_stays_on_without_a_worker(parse, tmp_path: Path) -> None:
-    save = ["--save", str(tmp_path / "ck"), "--save-interval", "2", "--train-iters", "2"]
-    for worker in ([], ["--use-persistent-ckpt-worker"]):
-        outcome = parse(*save, "--async-save", "--tensor-model-parallel-size", "1", *worker).succeeded()
-        assert "scheduled an async checkpoint save at iteration       2" in outcome.log
-        assert "Starting Async Caller" not in outcome.log
-        assert (tmp_path / "ck" / "iter_0000002" / "datastates.manifest").exists()
-
-
-def test_failed_save_warns_and_training_goes_on(parse, tmp_path: Path) -> None:
-    save = ["--save", str(tmp_path / "ck"), "--save-interval", "2", "--train-iters", "6"]
-    first_write_fails = {"MEGATRON_DATASTATES_FAULTS": "write:1:EIO"}
-    for mode in ([], ["--async-save"]):
-        outcome = parse(*save, *mode, "--datastates-on-failure", "warn", environment=first_write_fails)
-        outcome.succeeded()
-        assert "rank 0: write" in outcome.log and "Training goes on" in outcome.log
-        published = sorted(path.parent.name for path in tmp_path.glob("ck/iter_*/datastates.manifest"))
-        assert published == ["iter_0000004", "iter_0000006"]
-        assert (tmp_path / "ck" / "latest_checkpointed_iteration.txt").read_text() == "6"
-        for path in tmp_path.glob("ck/iter_*/*"):
-            path.unlink()
-
-
-def test_failed_save_ends_training_by_default(parse, tmp_path: Path) -> None:
-    save = ["--save", str(tmp_path / "ck"), "--save-interval", "2", "--train-iters", "6"]
-    outcome = parse(*save, "--async-save", environment={"MEGATRON_DATASTATES_FAULTS": "reserve:1:ENOSPC"})
-    assert outcome.exits == [1]
-    assert "No space left on device" in outcome.log and "Nothing was published" in outcome.log
-    assert list(tmp_path.glob("ck/iter_*/*")) == []
-    assert not (tmp_path / "ck" / "latest_checkpointed_iteration.txt").exists()
+def test_last_format_given_wins(parse, tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path / "ck"), "--train-iters", "1", "--save-interval", "1"]
+    parse(*save, "--ckpt-format", "torch_dist").succeeded()
+    Checkpoints(tmp_path / "ck").assert_format(1, "torch_dist")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from tests.support.ranks import Job, RankForge
+from tests.support.ranks import Job, Outcome, RankForge
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -30,16 +30,22 @@ DRAWN_BY_LOADER = "generator torch"
 
 @dataclass(frozen=True)
 class Told:
-    """What one rank recorded: digests by name, when training began and at later moments."""
+    """What one rank recorded: digests by name, when training began and at later moments.
+
+    `facts` are `children` (names of processes that it ever had), `our modules` (that it had imported in
+    the end) and `arguments` (as Megatron settled them).
+    """
 
     begun_at: int
     begun: dict[str, str]
     states: dict[str, dict[str, str]]
+    facts: dict[str, Any]
 
     @classmethod
     def read(cls, path: Path) -> Self:
         told: dict[str, Any] = json.loads(path.read_text())
-        return cls(told["begun"]["iteration"], told["begun"]["state"], told["states"])
+        begun = told["begun"]
+        return cls(begun["iteration"], begun["state"], told["states"], told["facts"])
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,10 @@ class Checkpoints:
         """Iterations whose checkpoint is committed, in order: those that hold a manifest."""
         return sorted(int(path.parent.name[5:]) for path in self.root.glob(f"iter_*/{MANIFEST}"))
 
+    def complete(self) -> list[int]:
+        """Iterations that were saved to the end, in order, in whatever format Megatron calls distributed."""
+        return sorted(int(path.parent.name[5:]) for path in self.root.glob("iter_*/metadata.json"))
+
     def tracked(self) -> int | None:
         """The iteration that Megatron's tracker names, if there is one."""
         tracker = self.root / TRACKER
@@ -128,6 +138,10 @@ class Running:
         assert len(told) == RANKS, f"not every rank trained; the log ends:\n{log[-2000:]}"
         return Ending([Told.read(path) for path in told], log)
 
+    def fail(self, timeout_seconds: float = 60.0) -> Outcome:
+        """Waits for its end, which every rank has to reach by itself."""
+        return self.job.wait(timeout_seconds, spare_peers=True)
+
 
 class Pretraining:
     """Launches tiny pretrainings of two ranks in forks of one parent, each in its own folder."""
@@ -136,16 +150,29 @@ class Pretraining:
         self._forge, self._folder, self._runs = forge, folder, 0
         self._arguments = (RECIPES / "tiny.args").read_text().split()
 
-    def start(self, *arguments: str | Path) -> Running:
+    def start(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> Running:
         """Starts a run with `recipes/tiny.args` and then these arguments, which win."""
         self._runs += 1
         folder = self._folder / f"run{self._runs}"
         everything = [*self._arguments, *map(str, arguments)]
         job = self._forge.start(
-            "tiny_rank:main", ranks=RANKS, logs=folder, arguments=[everything, str(folder)]
+            "tiny_rank:main",
+            ranks=RANKS,
+            logs=folder,
+            arguments=[everything, str(folder)],
+            environment=environment,
         )
         return Running(job, folder)
 
-    def run(self, *arguments: str | Path, timeout_seconds: float = 60.0) -> Ending:
+    def run(
+        self,
+        *arguments: str | Path,
+        timeout_seconds: float = 60.0,
+        environment: dict[str, str] | None = None,
+    ) -> Ending:
         """Runs to the end, which has to be a good one."""
-        return self.start(*arguments).finish(timeout_seconds)
+        return self.start(*arguments, environment=environment).finish(timeout_seconds)
+
+    def fail(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> Outcome:
+        """Runs to an end that need not be a good one; no rank may hang."""
+        return self.start(*arguments, environment=environment).fail()

@@ -7,6 +7,7 @@ floats are written in hex, so that two runs compare bit for bit.
 
 import hashlib
 import json
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -15,12 +16,15 @@ from typing import Any
 
 import numpy
 import pretrain_tiny
+import psutil
 import torch
 from megatron.core import tensor_parallel
 from megatron.training import get_args
 from megatron.training import training as loop
 
 Digests = dict[str, str]
+FAULTS = "MEGATRON_DATASTATES_FAULTS"
+SETTLED = ("async_save", "async_strategy", "use_persistent_ckpt_worker", "ckpt_assume_constant_structure")
 
 
 class Recorder:
@@ -33,6 +37,7 @@ class Recorder:
         self._working: tuple[Any, Any, Any] | None = None
         self.begun: dict[str, Any] = {}
         self.states: dict[str, Digests] = {}
+        self.children: set[str] = set()
 
     def attach(self) -> None:
         set_up, take_step = loop.setup_model_and_optimizer, loop.train_step
@@ -46,6 +51,7 @@ class Recorder:
             results = take_step(*args, **options)
             losses = {f"loss {name}": _text(value) for name, value in results[0].items()}
             self.states[f"step {get_args().curr_iteration + 1}"] = self.state() | losses
+            self.children |= {child.name() for child in psutil.Process().children(recursive=True)}
             return results
 
         loop.setup_model_and_optimizer = setup_model_and_optimizer
@@ -65,7 +71,12 @@ class Recorder:
         """Everything, with the state after the last save and how much data made it."""
         end = self.state() | {"consumed samples": str(get_args().consumed_train_samples)}
         moment = f"end, after step {get_args().curr_iteration + 1}"
-        return {"begun": self.begun, "states": self.states | {moment: end}}
+        facts = {
+            "children": sorted(self.children),
+            "our modules": sorted(name for name in sys.modules if name.startswith("megatron_datastates")),
+            "arguments": {name: getattr(get_args(), name, None) for name in SETTLED},
+        }
+        return {"begun": self.begun, "states": self.states | {moment: end}, "facts": facts}
 
 
 def _generators() -> Digests:
@@ -105,8 +116,14 @@ def _text(value: Any) -> str:
 
 
 def main(arguments: list[str], folder: str) -> None:
-    """Pretrains with `arguments`; leaves FOLDER/rankN.json, unless it failed or trained nothing."""
+    """Pretrains with `arguments`; leaves FOLDER/rankN.json, unless it failed or trained nothing.
+
+    MEGATRON_DATASTATES_FAULTS_OF_RANK_N is the fault plan of rank N alone.
+    """
     sys.argv = ["pretrain_tiny.py", *arguments]
+    own = os.environ.get(f"{FAULTS}_OF_RANK_{os.environ['RANK']}")
+    if own is not None:
+        os.environ[FAULTS] = own
     recorder = Recorder()
     recorder.attach()
     code: Any = 0

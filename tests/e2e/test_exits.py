@@ -1,0 +1,119 @@
+"""Every way in which Megatron's loop ends leaves what it leaves with torch_dist, saves under way included."""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Reference
+from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
+
+STEPS = 12
+MODES: dict[str, list[str]] = {
+    "datastates": ["--ckpt-format", "datastates"],
+    "datastates async": ["--ckpt-format", "datastates", "--async-save"],
+}
+STOCK = ["--ckpt-format", "torch_dist"]
+EXITS: dict[str, list[str]] = {
+    "interval, saved there": ["--exit-interval", "4"],
+    "interval, not saved there": ["--exit-interval", "3"],
+    "duration": ["--exit-duration-in-mins=-1"],  # over since before the first step
+    "last step": ["--train-iters", "5"],
+}
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a run left behind, in whatever format."""
+
+    complete: list[int]
+    tracked: int | None
+    steps_taken: int
+
+
+def train(root: Path, *arguments: str) -> list[str]:
+    saving = ["--save", str(root), "--load", str(root), "--save-interval", "2"]
+    return [*LAYOUTS["tp2"], "--train-iters", str(STEPS), *saving, *arguments]
+
+
+@pytest.fixture(scope="module")
+def stock(forge, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Left]:
+    """What torch_dist leaves, by the way to exit."""
+    folder = tmp_path_factory.mktemp("stock")
+    pretraining, known = Pretraining(forge, folder / "runs"), dict[str, Left]()
+
+    def of(way: str) -> Left:
+        if way not in known:
+            known[way] = run(pretraining, folder / way, [*STOCK, *EXITS[way]])
+        return known[way]
+
+    return of
+
+
+def run(pretraining: Pretraining, root: Path, arguments: list[str]) -> Left:
+    ending = pretraining.run(*train(root, *arguments))
+    checkpoints = Checkpoints(root)
+    return Left(checkpoints.complete(), checkpoints.tracked(), len(ending.ranks[0].states))
+
+
+@pytest.mark.parametrize(
+    ("way", "mode"), [*((way, "datastates async") for way in EXITS), ("last step", "datastates")]
+)
+def test_exit_leaves_what_torch_dist_leaves(
+    way: str, mode: str, stock: Callable[[str], Left], pretraining: Pretraining, tmp_path: Path
+) -> None:
+    left = run(pretraining, tmp_path / "ck", [*MODES[mode], *EXITS[way]])
+    assert left == stock(way)
+    checkpoints = Checkpoints(tmp_path / "ck")
+    assert checkpoints.published() == left.complete
+    for iteration in left.complete:
+        checkpoints.assert_format(iteration, "datastates")
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("mode", [["--async-save"], []], ids=["async", "sync"])
+def test_sigterm_in_mid_save_publishes_that_save_and_the_last_one(
+    mode: list[str], pretraining: Pretraining, reference: Reference, tmp_path: Path
+) -> None:
+    """The writes of a save are slow; the signal comes when its files are there and it is not published."""
+    checkpoints = Checkpoints(tmp_path / "ck")
+    slow = ["--datastates-write-limit", "4MB"]
+    arguments = train(checkpoints.root, "--ckpt-format", "datastates", "--save-interval", "4", *mode)
+    running = pretraining.start(*arguments, *slow, "--exit-signal-handler", "--step-delay-ms", "100")
+    running.job.wait_until(lambda: any(checkpoints.at(4).glob("data-*")), timeout_seconds=60)
+    assert checkpoints.published() == []
+    os.kill(running.job.pids[1], signal.SIGTERM)  # one rank alone: Megatron tells the others
+
+    ending = running.finish()
+
+    assert "exiting program after receiving SIGTERM" in ending.log
+    last = checkpoints.tracked()
+    assert last is not None and last < STEPS
+    assert checkpoints.published() == checkpoints.complete() == sorted({4, last})
+    assert "iteration       4 to" in ending.log  # Megatron's finalize functions of the save under way ran
+    resumed = pretraining.run(*arguments)
+    assert resumed.resumed_from(reference("tp2", STEPS)) == last
+    assert resumed.differences(reference("tp2", STEPS)) == []
+
+
+def test_sigterm_before_any_save_leaves_one_checkpoint(pretraining: Pretraining, tmp_path: Path) -> None:
+    endings = {}
+    for name in ("torch_dist", "datastates"):
+        checkpoints = Checkpoints(tmp_path / name)
+        arguments = train(checkpoints.root, "--ckpt-format", name, "--save-interval", "1000")
+        async_save = ["--async-save"] if name == "datastates" else []
+        running = pretraining.start(
+            *(*arguments, *async_save, "--exit-signal-handler", "--step-delay-ms", "100")
+        )
+        running.job.wait_until(lambda running=running: "iteration        2/" in running.job.log(), 60)
+        for pid in running.job.pids:
+            os.kill(pid, signal.SIGTERM)
+        ending = running.finish()
+        last = checkpoints.tracked()
+        assert checkpoints.complete() == [last]
+        checkpoints.assert_format(last, name)
+        endings[name] = ending
+    assert endings["datastates"].differences(endings["torch_dist"]) == []

@@ -1,0 +1,107 @@
+"""A save that fails on one rank, in the training loop: told alike on all, and nothing is lost."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import STEPS, Reference
+from tests.support.ranks import Outcome
+from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
+
+MODES = {"async": ["--async-save"], "sync": []}
+SAVED_AT = {"first": 2, "second": 4, "last": 6}
+PLANS = {"first": "sync:1:EIO", "second": "sync:2:EIO", "last": "sync:3:EIO"}  # one of each data file
+
+
+def train(root: Path, *arguments: str) -> list[str]:
+    saving = ["--save", str(root), "--load", str(root), "--save-interval", "2"]
+    how = [*LAYOUTS["tp2"], "--train-iters", str(STEPS), "--ckpt-format", "datastates"]
+    return [*how, *saving, *arguments]
+
+
+def failing(rank: int, plan: str) -> dict[str, str]:
+    return {f"MEGATRON_DATASTATES_FAULTS_OF_RANK_{rank}": plan}
+
+
+def errors(outcome: Outcome) -> list[str]:
+    """The exception that ended each rank."""
+    ending = r"^(?:\[rank\d\]: )?(?:\w+\.)*SaveFailed: (.*)$"
+    found = [re.findall(ending, log, re.MULTILINE) for log in ranks_of(outcome.log)]
+    return [messages[-1] for messages in found if messages]
+
+
+def ranks_of(log: str) -> list[str]:
+    return log.split("--- rank")[1:]
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("which", PLANS)
+def test_failure_on_one_rank_ends_all_alike(
+    which: str, mode: str, pretraining: Pretraining, reference: Reference, tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "ck")
+    arguments = train(checkpoints.root, *MODES[mode])
+
+    outcome = pretraining.fail(*arguments, environment=failing(1, PLANS[which]))
+
+    assert outcome.exits == [1, 1], outcome.log[-3000:]
+    told = errors(outcome)
+    assert len(told) == 2 and len(set(told)) == 1, told
+    assert "rank 1: sync" in told[0] and "Input/output error" in told[0]
+    assert str(checkpoints.at(SAVED_AT[which])) in told[0] and "Nothing was published" in told[0]
+    before = [iteration for iteration in SAVED_AT.values() if iteration < SAVED_AT[which]]
+    assert checkpoints.published() == checkpoints.complete() == before
+    assert checkpoints.tracked() == (before[-1] if before else None)
+    assert list(checkpoints.at(SAVED_AT[which]).iterdir()) == []
+    if which == "second":
+        resumed = pretraining.run(*arguments)
+        assert resumed.resumed_from(reference("tp2")) == before[-1]
+        assert resumed.differences(reference("tp2")) == []
+        assert checkpoints.published() == [2, 4, 6]
+
+
+# Of six saves, one an iteration, all but the fourth fail, each at a stage of its own.
+STAGES = {
+    0: "write manifest:1:ENOSPC,rename manifest:1:EIO",  # the second and the third
+    1: "reserve:1:ENOSPC,open:5:EIO,sync:4:EIO",  # the first, the fifth, the sixth
+}
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("mode", MODES)
+def test_failures_with_warn_cost_those_saves_alone(
+    mode: str, pretraining: Pretraining, reference: Reference, tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "ck")
+    arguments = train(checkpoints.root, *MODES[mode], "--save-interval", "1")
+    plans = failing(0, STAGES[0]) | failing(1, STAGES[1])
+
+    ending = pretraining.run(*arguments, "--datastates-on-failure", "warn", environment=plans)
+
+    assert ending.differences(reference("tp2")) == [], "training went on as if nothing had been"
+    assert checkpoints.published() == checkpoints.complete() == [4]
+    assert checkpoints.tracked() == 4
+    for log in ranks_of(ending.log):
+        told = [line for line in log.splitlines() if "Training goes on" in line]
+        causes = ["rank 1: reserve", "rank 0: ", "rank 0: ", "rank 1: open", "rank 1: sync"]
+        assert len(told) == len(causes), told
+        for iteration, cause, line in zip((1, 2, 3, 5, 6), causes, told, strict=True):
+            assert cause in line and str(checkpoints.at(iteration)) in line
+    resumed = pretraining.run(*arguments)
+    assert resumed.resumed_from(reference("tp2")) == 4
+    assert checkpoints.published() == [4, 5, 6], "directories of failed saves can be used again"
+
+
+def test_failing_non_persistent_save_with_warn_leaves_its_tracker(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    root = tmp_path / "ck"
+    every_step = ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "1"]
+    how = ["--async-save", "--datastates-on-failure", "warn", "--exit-interval", "3"]
+    ending = pretraining.run(*train(root, *how, *every_step), environment=failing(1, "sync:3:EIO"))
+    assert "Training goes on" in ending.log
+    assert Checkpoints(root).tracked() == 2
+    assert Checkpoints(root / "non_persistent").published() == [1]
+    assert Checkpoints(root / "non_persistent").tracked() == 1

@@ -1,0 +1,126 @@
+"""Megatron's options for loading do with our checkpoints what they do with torch_dist's.
+
+One checkpoint in each format, of the same run; each option is tried on both, and what was loaded, kept
+and logged is compared.
+"""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.ranks import RankForge
+from tests.support.tiny import LAYOUTS, Checkpoints, Ending, Pretraining
+
+HOW = {
+    "torch_dist": ["--ckpt-format", "torch_dist"],
+    "datastates": ["--ckpt-format", "datastates", "--async-save"],
+}
+SAVED = [2, 4]
+COMMON = [*LAYOUTS["dp2"], "--train-iters", "5"]
+MODEL = ["--ffn-hidden-size", "192"]
+Saved = Callable[..., dict[str, Checkpoints]]
+
+
+@pytest.fixture(scope="module")
+def saved(forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """By options of the saving run, its checkpoints in each format. Each is made once."""
+    folder = tmp_path_factory.mktemp("saved")
+    pretraining = Pretraining(forge, folder / "runs")
+    made: dict[tuple[str, ...], dict[str, Checkpoints]] = {}
+
+    def by(*options: str) -> dict[str, Checkpoints]:
+        if options not in made:
+            found = {name: Checkpoints(folder / str(len(made)) / name) for name in HOW}
+            for name, checkpoints in found.items():
+                saving = ["--save", checkpoints.root, "--save-interval", "2", "--exit-interval", "4"]
+                pretraining.run(*COMMON, *MODEL, *saving, "--verify-integrity", *HOW[name], *options)
+                assert checkpoints.complete() == SAVED
+            made[options] = found
+        return made[options]
+
+    return by
+
+
+def load(pretraining: Pretraining, saved: dict[str, Checkpoints], *options: str) -> dict[str, Ending]:
+    """One step after loading what each format saved. Nothing is saved, and no format is asked for."""
+    return {
+        name: pretraining.run(*COMMON, "--load", checkpoints.root, *options)
+        for name, checkpoints in saved.items()
+    }
+
+
+def begun(ending: Ending) -> list[tuple[int, dict[str, str]]]:
+    return [(rank.begun_at, rank.begun) for rank in ending.ranks]
+
+
+OPTIONS = {
+    "no optimizer, no rng": (4, ["--no-load-optim", "--no-load-rng"]),
+    "finetune": (0, ["--finetune"]),
+    "step": (2, ["--ckpt-step", "2"]),
+    "parallel load": (4, ["--ckpt-fully-parallel-load"]),
+    "verified": (4, ["--verify-integrity"]),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option_loads_what_it_loads_from_torch_dist(
+    option: str, saved: Saved, pretraining: Pretraining
+) -> None:
+    iteration, arguments = OPTIONS[option]
+    endings = load(pretraining, saved(), *MODEL, *arguments)
+    assert begun(endings["datastates"]) == begun(endings["torch_dist"])
+    assert endings["datastates"].differences(endings["torch_dist"]) == []
+    assert endings["datastates"].ranks[0].begun_at == iteration
+
+
+def test_arguments_of_the_checkpoint_are_used_on_request(saved: Saved, pretraining: Pretraining) -> None:
+    """The size of the model's middle layers is not given, and not the default."""
+    endings = load(pretraining, saved(), "--use-checkpoint-args")
+    assert begun(endings["datastates"]) == begun(endings["torch_dist"])
+    assert "Setting ffn_hidden_size to 192 from checkpoint" in endings["datastates"].log
+
+
+def test_what_was_not_saved_is_not_loaded(saved: Saved, pretraining: Pretraining) -> None:
+    kept_out = saved("--no-save-optim", "--no-save-rng")
+    endings = load(pretraining, kept_out, *MODEL, "--no-load-optim", "--no-load-rng")
+    assert begun(endings["datastates"]) == begun(endings["torch_dist"])
+    for name, checkpoints in kept_out.items():
+        outcome = pretraining.fail(*COMMON, *MODEL, "--load", checkpoints.root)
+        assert all(outcome.exits), (name, outcome.exits)
+
+
+# Whether the run ends with an error, and which keys it is told of. Megatron's own loop does not know what
+# to do with keys that are returned to it.
+STRICTNESS: dict[str, tuple[bool, set[str]]] = {
+    "assume_ok_unexpected": (True, set()),
+    "log_unexpected": (False, {"Unexpected"}),
+    "log_all": (False, {"Unexpected", "Missing"}),
+    "raise_unexpected": (True, {"Unexpected"}),
+    "raise_all": (True, {"Unexpected", "Missing"}),
+    "return_unexpected": (True, set()),
+    "return_all": (True, set()),
+    "ignore_all": (False, set()),
+}
+
+
+@pytest.mark.parametrize("strictness", STRICTNESS)
+def test_strictness_is_as_with_torch_dist(strictness: str, saved: Saved, pretraining: Pretraining) -> None:
+    """The model has layer norms that the checkpoint lacks, and lacks the biases that are in it."""
+    other_model = [*MODEL, "--qk-layernorm", "--disable-bias-linear"]
+    how = [*other_model, "--no-load-optim", "--no-load-rng", "--dist-ckpt-strictness", strictness]
+    seen = {}
+    for name, checkpoints in saved().items():
+        outcome = pretraining.fail(*COMMON, "--load", checkpoints.root, *how)
+        seen[name] = (outcome.exits, mismatches(outcome.log))
+    assert seen["datastates"] == seen["torch_dist"]
+    exits, lines = seen["datastates"]
+    ends, sides = STRICTNESS[strictness]
+    assert all(exits) == ends
+    assert {side for side in ("Unexpected", "Missing") if side in " ".join(lines)} == sides
+
+
+def mismatches(log: str) -> list[str]:
+    """What Megatron says of keys that do not match, without times and places."""
+    lines = [line for line in log.splitlines() if re.search(r"(Unexpected|Missing) keys", line)]
+    return sorted({re.sub(r"^.*?(Unexpected|Missing)", r"\1", line) for line in lines})
