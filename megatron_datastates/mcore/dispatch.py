@@ -30,7 +30,6 @@ _TORCH_DIST_INDEX = ".metadata"
 # What a checkpoint of torch_dist consists of: not part of one that is published over it.
 FILES_OF_TORCH_DIST = ("*.distcp", _TORCH_DIST_INDEX, COMMON_STATE_FILE)
 _opened: dict[object, Checkpoint] = {}  # the last one: a load opens it several times
-_KINDS = {"bfloat16": "float", "bool": "bool"}
 
 
 def is_ours(directory: str | os.PathLike[str]) -> bool:
@@ -219,18 +218,19 @@ def _tensor_mismatch(checkpoint: Checkpoint, item: Any) -> str | None:
             f"tensor {item.key!r} has global shape {stored.global_shape} in this checkpoint, "
             f"and {tuple(item.global_shape)} in the model"
         )
-    wanted = str(item.dtype).removeprefix("torch.")
-    if _kind(stored.dtype) != _kind(wanted):
+    if not _converts(stored.dtype, item.dtype):
+        wanted = str(item.dtype).removeprefix("torch.")
         return f"tensor {item.key!r} is {stored.dtype} in this checkpoint, and {wanted} in the model"
     return None
 
 
-def _kind(dtype: str) -> str:
-    """Dtypes of one kind are converted into each other, as torch_dist does."""
-    for kind in ("float", "complex"):
-        if dtype.startswith(kind):
-            return kind
-    return _KINDS.get(dtype, "integer")
+def _converts(stored: str, wanted: Any) -> bool:
+    """Whether values keep their kind: conversions are torch_dist's, but floats do not become integers."""
+    import torch
+
+    from megatron_datastates.pipeline.load import torch_dtype
+
+    return torch.can_cast(torch_dtype(stored), wanted)
 
 
 def _similar(key: str, checkpoint: Checkpoint) -> str:

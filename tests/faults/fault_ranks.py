@@ -1,13 +1,26 @@
 """Ranks of the tests in this folder."""
 
+import ctypes
 import os
 from pathlib import Path
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-from saving_rank import assert_loads, clear_faults, failure_of, join, save, set_faults, state, tell
+from saving_rank import (
+    MCORE_QUEUE,
+    assert_loads,
+    clear_faults,
+    failure_of,
+    join,
+    make_directory,
+    save,
+    set_faults,
+    state,
+    tell,
+)
 
+from megatron_datastates.config import Options
 from megatron_datastates.mcore import DataStatesSaveStrategy
 
 
@@ -29,6 +42,24 @@ def fail_then_recover(root: str, mode: str, plan: str, failing_rank: int, folder
     left = sorted(os.listdir(bad))
     assert_loads(good, 1)
     save(bad, state(3), DataStatesSaveStrategy(), mode)
+    assert_loads(bad, 3)
+    tell(folder, error=error, left=left, after=sorted(os.listdir(bad)))
+
+
+def tear_on_one_rank(root: str, failing_rank: int, folder: str) -> None:
+    """One rank breaks its promise and changes a tensor behind the save, without a fence."""
+    rank, _ = join()
+    bad = Path(root, "bad")
+    make_directory(bad)
+    sharded = state(2)
+    slow = DataStatesSaveStrategy(assume_immutable=True, options=Options(copy_limit=2_000_000))
+    request = dist_checkpointing.save(sharded, str(bad), slow, async_sharded_save=True, **MCORE_QUEUE)
+    if rank == failing_rank:
+        ctypes.memset(sharded["weight"].data.data_ptr(), 7, sharded["weight"].data.nbytes)
+    error = failure_of(request.execute_sync)
+    torch.distributed.barrier()
+    left = sorted(os.listdir(bad))
+    save(bad, state(3), slow, "async")
     assert_loads(bad, 3)
     tell(folder, error=error, left=left, after=sorted(os.listdir(bad)))
 

@@ -63,9 +63,23 @@ def test_manifest_that_may_be_in_place_keeps_its_files(world: World, tmp_path: P
         assert sum(name.startswith("data-") for name in each["left"]) == 2
 
 
-def test_failure_of_one_rank_in_four(world: World, tmp_path: Path) -> None:
-    told = world.run("fault_ranks:fail_then_recover", tmp_path, "async", "write:1:EIO", 2, ranks=4)
-    assert_agreed(told, 2, "Input/output error")
+@pytest.mark.parametrize("failure", FAILURES)
+def test_failure_of_one_rank_in_four(world: World, tmp_path: Path, failure: str) -> None:
+    plan, words = FAILURES[failure]
+    told = world.run("fault_ranks:fail_then_recover", tmp_path, "async", plan, 2, ranks=4)
+    assert_agreed(told, 2, words)
+
+
+@pytest.mark.parametrize("failure", PUBLISHING)
+def test_failure_to_publish_for_four_ranks(world: World, tmp_path: Path, failure: str) -> None:
+    told = world.run("fault_ranks:fail_then_recover", tmp_path, "sync", PUBLISHING[failure], 0, ranks=4)
+    assert_agreed(told, 0, "injected")
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_torn_copy_on_one_rank_is_raised_alike_on_all(world: World, tmp_path: Path, ranks: int) -> None:
+    told = world.run("fault_ranks:tear_on_one_rank", tmp_path, 1, ranks=ranks)
+    assert_agreed(told, 1, "tensor 'weight' changed too early")
 
 
 def test_files_of_a_failed_save_are_removed_by_their_ranks(world: World, tmp_path: Path) -> None:
@@ -73,8 +87,11 @@ def test_files_of_a_failed_save_are_removed_by_their_ranks(world: World, tmp_pat
     assert list((tmp_path / "bad").iterdir()) == []
 
 
-def test_object_that_cannot_be_pickled_fails_the_save_on_all_ranks(world: World, tmp_path: Path) -> None:
-    told = world.run("fault_ranks:fail_while_pickling", tmp_path, 1)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_object_that_cannot_be_pickled_fails_the_save_on_all_ranks(
+    world: World, tmp_path: Path, ranks: int
+) -> None:
+    told = world.run("fault_ranks:fail_while_pickling", tmp_path, 1, ranks=ranks)
     assert len({each["error"] for each in told}) == 1
     assert "rank 1: RuntimeError: this object cannot be pickled" in told[0]["error"]
 
