@@ -23,6 +23,7 @@ from saving_rank import (
     save,
     state,
     tell,
+    wait_for,
 )
 
 from megatron_datastates.config import Options
@@ -238,13 +239,6 @@ def starting_makes_no_collective(root: str, folder: str) -> None:
     started.touch()
     request.execute_sync()
     tell(folder, threads=[t.name for t in threading.enumerate() if not t.daemon])
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 20
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} never came"
-        time.sleep(0.01)
 
 
 def abandoned_at_exit(directory: str, folder: str) -> None:

@@ -1,13 +1,12 @@
 """Ranks of test_restart.py: what an in-process restart does to Megatron's queue and to torch.distributed."""
 
 import os
-import time
 from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from saving_rank import MCORE_QUEUE, assert_loads, join, make_directory, save, state, tell
+from saving_rank import MCORE_QUEUE, assert_loads, join, make_directory, save, state, tell, wait_for
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
@@ -26,11 +25,6 @@ def begin_anew(name: str, ranks: list[int]) -> None:
         dist.init_process_group(
             "gloo", store=dist.PrefixStore(name, store), rank=ranks.index(old), world_size=len(ranks)
         )
-
-
-def wait_for(path: Path) -> None:
-    while not path.exists():  # the test's own time limit ends it
-        time.sleep(0.02)
 
 
 def abort_and_begin_anew(root: str, folder: str) -> None:
