@@ -71,7 +71,10 @@ def test_missing_hook_point_for_saving_is_named_and_saving_refused():
         "import megatron_datastates.mcore.strategy"
     )
     said = run(PRELUDE + code).splitlines()[-1]
-    assert "HookPointError" in said and versions.installed_version() in said
+    assert "HookPointError" in said
+    assert (
+        versions.installed_version().split("+")[0] in said
+    )  # what follows is a commit of the working folder
     assert "optimizer.optimizer.ChainedOptimizer.step" in said and "async_utils.AsyncCallsQueue.close" in said
 
 
