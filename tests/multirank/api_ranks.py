@@ -104,6 +104,39 @@ def step_behind_slow_copy(directory: str, folder: str) -> None:
     )
 
 
+def saves_between_steps(root: str, folder: str) -> None:
+    """A step before any save; then two lazy saves under way at once, an evaluation, and the next steps."""
+    join()
+    # Each copy takes about 0.6 s; the second save shares the first one's threads and slots.
+    strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options(copy_limit=2_000_000))
+    value = state(5)["weight"].data
+    parameter = torch.nn.Parameter(value.clone() + 1)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    optimizer.step()
+    queue, jobs = AsyncCallsQueue(), []
+    for name in ("first", "second"):
+        make_directory(Path(root, name))
+        sharded = state(5)
+        sharded["weight"].data = parameter
+        request = dist_checkpointing.save(
+            sharded, str(Path(root, name)), strategy, async_sharded_save=True, **MCORE_QUEUE
+        )
+        jobs.append(request.async_fn.publication.save)
+        queue.schedule_async_request(request)
+    under_way = [job.times()["staging"] == 0 for job in jobs]
+    with torch.no_grad():
+        parameter.sum().item()
+    queue.maybe_finalize_async_calls(blocking=False)
+    optimizer.step()
+    optimizer.step()
+    queue.maybe_finalize_async_calls(blocking=True)
+    for name in ("first", "second"):
+        assert_loads(Path(root, name), 5)
+    assert torch.equal(parameter.data, value - 2)
+    tell(folder, under_way=under_way, fences=[job.fence_seconds for job in jobs])
+
+
 def torn_without_fence(directory: str, tripwire: bool, folder: str) -> None:
     """A promise that is broken, and no fence: without the tripwire, new bytes get into the checkpoint."""
     join()

@@ -69,6 +69,12 @@ def test_second_save_starts_before_the_first_is_published(world: World, tmp_path
     assert [rank["waiting"] for rank in told] == [2, 2]
 
 
+def test_step_waits_for_every_save_that_began_since_the_last(world: World, tmp_path: Path) -> None:
+    for rank in world.run("api_ranks:saves_between_steps", tmp_path):
+        assert rank["under_way"] == [True, True]
+        assert sum(rank["fences"]) > 0
+
+
 def test_saves_of_one_new_layout_may_overlap(world: World, tmp_path: Path) -> None:
     world.run("api_ranks:sync_save_between_polls", tmp_path)
 

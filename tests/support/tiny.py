@@ -154,7 +154,8 @@ class Pretraining:
         """Starts a run with `recipes/tiny.args` and then these arguments, which win."""
         self._runs += 1
         folder = self._folder / f"run{self._runs}"
-        everything = [*self._arguments, *map(str, arguments)]
+        instead = {"--bf16"} if "--fp16" in arguments else set()  # Megatron takes one of them
+        everything = [name for name in self._arguments if name not in instead] + list(map(str, arguments))
         job = self._forge.start(
             "tiny_rank:main",
             ranks=RANKS,
