@@ -36,7 +36,10 @@ def with_our_options(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _add_checkpointing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = original(parser)
-        action = parser._option_string_actions["--ckpt-format"]
+        action = parser._option_string_actions.get("--ckpt-format")
+        if action is None:  # of a release that we do not know: leave its parser alone
+            logger.warning("megatron_datastates found no --ckpt-format among Megatron's arguments")
+            return parser
         action.__class__ = _FormatAction
         action.choices = [*(action.choices or ()), FORMAT]
         action.help = (

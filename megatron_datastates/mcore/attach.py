@@ -22,7 +22,7 @@ Maker = Callable[[Callable[..., Any]], Callable[..., Any]]
 def replace(owner: Any, name: str, make: Maker, everywhere: bool = True) -> None:
     """Replaces owner.name by make(owner.name), once; the original stays at `__wrapped__`.
 
-    `everywhere`: also where other modules of Megatron have imported it by its name.
+    `everywhere`: also where other modules have imported it by its name.
     """
     # Looked up in the owner itself: what a base class has replaced already is still to be replaced here.
     original = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
@@ -36,9 +36,9 @@ def replace(owner: Any, name: str, make: Maker, everywhere: bool = True) -> None
 
 
 def rebind(name: str, original: Any, replacement: Any) -> None:
-    """The same in modules of Megatron that have imported `original` by its name."""
+    """The same in modules (the user's script among them) that have imported `original` by its name."""
     for module in list(sys.modules.values()):
-        if getattr(module, "__name__", "").startswith("megatron.") and vars(module).get(name) is original:
+        if isinstance(module, ModuleType) and vars(module).get(name) is original:
             setattr(module, name, replacement)
 
 

@@ -49,6 +49,11 @@ def has_manifest(directory: str | os.PathLike[str]) -> bool:
     return (Path(directory) / MANIFEST_NAME).is_file()
 
 
+def is_complete(directory: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint is all there: published by us, or with the file that other formats write last."""
+    return has_manifest(directory) or (Path(directory) / _METADATA_NAME).is_file()
+
+
 def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint in `directory`; errors are Megatron's CheckpointingException."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -73,9 +78,9 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
 def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `maybe_load_config`."""
 
-    def maybe_load_config(checkpoint_dir: str) -> Any:
+    def maybe_load_config(checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
         try:
-            config = original(checkpoint_dir)
+            config = original(checkpoint_dir, *args, **kwargs)
         except ValueError:  # cut short by a crash, after a save of ours was published
             if not has_manifest(checkpoint_dir):
                 raise
@@ -120,8 +125,10 @@ def read_common_state(directory: str | os.PathLike[str]) -> Any:
 def common_state_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
     """For the function that loads the common state, whatever its name is."""
 
-    def load_common(checkpoint_dir: str | Path) -> Any:
-        return read_common_state(checkpoint_dir) if is_ours(checkpoint_dir) else original(checkpoint_dir)
+    def load_common(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> Any:
+        if is_ours(checkpoint_dir):
+            return read_common_state(checkpoint_dir)
+        return original(checkpoint_dir, *args, **kwargs)
 
     return load_common
 

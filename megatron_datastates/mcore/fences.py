@@ -92,4 +92,8 @@ def stepped_storages() -> set[int]:
 
 
 def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # nor has another wrapper: what it stands for is not proved to be lazy
+        return 0

@@ -77,9 +77,9 @@ def _dictionaries(nested: Any) -> Iterator[dict[Any, Any]]:
 class ShardedStateProvider:
     """The main replicas of a preprocessed sharded state dict (tensors and objects only)."""
 
-    def __init__(self, sharded_state_dict: dict[str, Any], classify: Classify) -> None:
+    def __init__(self, sharded_state_dict: dict[str, Any], classifier: Callable[[], Classify]) -> None:
         self._state = sharded_state_dict
-        self._classify = classify
+        self._classifier = classifier  # asked once the save counts what goes wrong as its own
 
     def _main_replicas(self, kind: type[Any]) -> Iterator[Any]:
         for item in nested_values(self._state):
@@ -87,8 +87,9 @@ class ShardedStateProvider:
                 yield item
 
     def tensors(self) -> Iterator[TensorMemory]:
+        classify = self._classifier()
         for item in self._main_replicas(ShardedTensor):
-            yield self._source(item)
+            yield self._source(item, classify)
 
     def objects(self) -> Iterator[PickledObject]:
         values: dict[str, list[Any]] = defaultdict(list)
@@ -97,14 +98,14 @@ class ShardedStateProvider:
         # A list, as torch_dist stores them: readers take its first element.
         return (PickledObject(key, value, Mutability.NOW) for key, value in values.items())
 
-    def _source(self, item: ShardedTensor) -> TensorMemory:
+    def _source(self, item: ShardedTensor, classify: Classify) -> TensorMemory:
         if item.data is None or getattr(item, "flattened_range", None) is not None:
             raise CheckpointingException(f"cannot save {item}: it has no data, or a flattened range")
         data = item.data
         if type(data).dequantize is not torch.Tensor.dequantize:
             data, mutability = data.dequantize(), Mutability.NEVER  # as torch_dist stores quantized weights
         else:
-            mutability = self._classify(data)
+            mutability = classify(data)
         return tensor_source(
             item.key,
             data,

@@ -21,7 +21,6 @@ _QUEUES = (
     "megatron.core.dist_checkpointing.strategies.async_utils",
     "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
 )
-on_failure = "raise"  # what the training loop was told to do; set by mcore.training
 
 
 class SaveFailed(CheckpointingException):  # type: ignore[misc]
@@ -31,8 +30,9 @@ class SaveFailed(CheckpointingException):  # type: ignore[misc]
 class SaveHandle:
     """The `async_fn` of our requests: recognized by the queue, awaited by `execute_sync`."""
 
-    def __init__(self, publication: Publication) -> None:
+    def __init__(self, publication: Publication, on_failure: str) -> None:
         self.publication = publication
+        self.on_failure = on_failure  # raise or warn
 
     def __call__(self) -> None:
         raise_if_failed(self.publication, self.publication.wait())
@@ -44,9 +44,31 @@ def raise_if_failed(publication: Publication, outcome: Outcome) -> None:
         raise SaveFailed(publication.error)
 
 
-def make_request(publication: Publication, async_strategy: str) -> Any:
+class _OnlyIfPublished(list[Callable[[], None]]):
+    """Finalize functions of a request: metadata.json, the tracker, retention. No-ops if the save failed.
+
+    Guarded one by one as they come, since Megatron may move them to a request of somebody else's.
+    """
+
+    def __init__(self, publication: Publication) -> None:
+        super().__init__()
+        self._publication = publication
+
+    def append(self, function: Callable[[], None]) -> None:
+        def guarded() -> None:
+            if self._publication.outcome is not Outcome.FAILED:
+                function()
+
+        super().append(guarded)
+
+
+def make_request(publication: Publication, async_strategy: str, on_failure: str = "raise") -> Any:
     """An AsyncRequest of the library whose queue will be asked."""
-    return _request_class(async_strategy)(async_fn=SaveHandle(publication), async_fn_args=(), finalize_fns=[])
+    return _request_class(async_strategy)(
+        async_fn=SaveHandle(publication, on_failure),
+        async_fn_args=(),
+        finalize_fns=_OnlyIfPublished(publication),
+    )
 
 
 def _request_class(async_strategy: str) -> Any:
@@ -61,10 +83,10 @@ def _request_class(async_strategy: str) -> Any:
 class DataStatesCaller:
     """What the queue talks to, in place of a worker process."""
 
-    def __init__(self, publication: Publication, finalize_fns: list[Callable[[], None]]) -> None:
-        self._publication = publication
-        self._finalize_fns = finalize_fns
-        publication.hold_report = True
+    def __init__(self, handle: SaveHandle, finalize_fns: list[Callable[[], None]]) -> None:
+        self._publication = handle.publication
+        self._on_failure = handle.on_failure
+        self._publication.hold_report = True
         # In place: the queue's frozen copy of the request holds the same list.
         finalize_fns[:] = [self._finalizer(list(finalize_fns))]
 
@@ -90,12 +112,11 @@ class DataStatesCaller:
             self._publication.abandon("the queue was aborted")
 
     def _failed(self) -> None:
-        self._publication.hold_report = False
-        self._publication.save.released()
-        if on_failure == "raise":
+        if self._on_failure == "raise":
+            self._publication.hold_report = False
+            self._publication.save.released()
             raise SaveFailed(self._publication.error)
         logger.warning("%s Training goes on (--datastates-on-failure warn).", self._publication.error)
-        self._finalize_fns.clear()  # no metadata.json, no tracker: the earlier checkpoint stays the latest
 
     def _finalizer(self, functions: list[Callable[[], None]]) -> Callable[[], None]:
         def finalize() -> None:
@@ -114,7 +135,7 @@ def recognized(original: Callable[..., Any]) -> Callable[..., Any]:
         handle = async_request.async_fn
         if not isinstance(handle, SaveHandle):
             return original(self, async_request)
-        caller = DataStatesCaller(handle.publication, async_request.finalize_fns)
+        caller = DataStatesCaller(handle, async_request.finalize_fns)
         self._get_async_caller = lambda: caller
         try:
             return original(self, async_request)

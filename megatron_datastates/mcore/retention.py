@@ -6,6 +6,7 @@ deletes what the tracker named before, whoever needs it. Kept here, whatever Meg
   2. the checkpoint that the tracker beside it names;
   3. the newest complete ones. A directory is complete if a save of ours was published there, or if
      another format's metadata.json, which is written last, is there.
+(0.16 deletes by itself what retention is to delete: there only 1 to 3 of cleanup hold.)
 Deletion runs beside the trainer; a save into a directory that is being deleted waits for that first.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 import shutil
 import threading
@@ -21,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.mcore.attach import replace
-from megatron_datastates.mcore.dispatch import has_manifest
+from megatron_datastates.mcore.dispatch import is_complete
 from megatron_datastates.mcore.strategy import TrainingSaveStrategy
 from megatron_datastates.mcore.tracker import TRACKER_NAME, mend, tracked_iteration
 from megatron_datastates.pipeline.publication import Outcome, Publication
 
 logger = logging.getLogger(__name__)
-_METADATA_NAME = "metadata.json"
 _under_way: list[Publication] = []  # the trainer's thread's alone, as is _about_to_save
 _about_to_save: list[int] = []  # the iteration of the open save_checkpoint, if one is
 # Any thread's, one atomic operation at a time: a lock could be held when retention forks.
@@ -65,7 +66,8 @@ def saving(iteration: int) -> Iterator[None]:
         if path.name == name:
             thread.join()
     finalize = getattr(checkpointing, "finalize_deletion_processes", None)  # 0.16 deletes by itself
-    if finalize is not None and Path(args.save, name).exists():
+    # Not pathlib's: some errors would raise there, on one rank alone.
+    if finalize is not None and os.path.exists(Path(args.save, name)):  # noqa: PTH110
         finalize(blocking=True)  # those of retention with --async-save
     if getattr(args, "save_retain_interval", None) is not None and args.rank == 0:
         mend(Path(args.save, TRACKER_NAME))
@@ -74,11 +76,6 @@ def saving(iteration: int) -> Iterator[None]:
         yield
     finally:
         _about_to_save.pop()
-
-
-def is_complete(directory: Path) -> bool:
-    """Whether the directory holds a checkpoint that can be loaded."""
-    return has_manifest(directory) or (directory / _METADATA_NAME).is_file()
 
 
 def deletable(root: Path, leave: int) -> list[Path]:
@@ -118,7 +115,11 @@ def careful_cleanup(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if dist.is_initialized() and dist.get_rank() != 0:
             return
-        directories = deletable(Path(save_dir), leave_ckpt_num)
+        try:
+            directories = deletable(Path(save_dir), leave_ckpt_num)
+        except OSError as error:
+            logger.warning("non-persistent checkpoints in %s were not looked at: %s", save_dir, error)
+            return
         if not directories:
             return
         logger.info("non-persistent checkpoints to be removed: %s", ", ".join(map(str, directories)))
@@ -150,15 +151,18 @@ def careful_deletion(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> None:
         root = Path(save_path)
         directory = root / f"iter_{iteration_to_delete:07d}"
-        if tracked_iteration(root / TRACKER_NAME) == iteration_to_delete:
-            logger.warning("%s is not deleted: it is the latest checkpoint there", directory)
-        elif _is_being_written(directory, iteration_to_delete):
-            logger.warning("%s is not deleted: a save is writing to it", directory)
-        else:
-            _deletions[directory] = threading.current_thread()
-            try:
+        _deletions[directory] = threading.current_thread()  # before the looks: a save waits, or was seen
+        try:
+            tracked = tracked_iteration(root / TRACKER_NAME)
+            if tracked == iteration_to_delete:
+                logger.warning("%s is not deleted: it is the latest checkpoint there", directory)
+            elif tracked is None or not is_complete(root / f"iter_{tracked:07d}"):
+                logger.warning("%s is not deleted: what the tracker names instead is not complete", directory)
+            elif _is_being_written(directory, iteration_to_delete):
+                logger.warning("%s is not deleted: a save is writing to it", directory)
+            else:
                 original(save_path, iteration_to_delete, *args, **kwargs)
-            finally:
-                _deletions.pop(directory, None)
+        finally:
+            _deletions.pop(directory, None)
 
     return _async_delete_checkpoint_impl

@@ -48,7 +48,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         """
         with holding("start"):
             publication = self._start(sharded_state_dict, checkpoint_dir, "async")
-        return make_request(publication, async_strategy)
+        return make_request(publication, async_strategy, self.options.on_failure)
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
         """The same, awaited.
@@ -65,7 +65,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         fences.fence()
 
     def _start(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, mode: str) -> Publication:
-        provider = mapping.ShardedStateProvider(sharded_state_dict, self.classifier())
+        provider = mapping.ShardedStateProvider(sharded_state_dict, self.classifier)
         return saver_for(self.options).start(
             Path(checkpoint_dir),
             provider,

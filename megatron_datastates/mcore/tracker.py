@@ -7,6 +7,7 @@ code 0, untrained. We fall back, loudly, to the newest published checkpoint besi
 from __future__ import annotations
 
 import logging
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -19,15 +20,15 @@ TRACKER_NAME = "latest_checkpointed_iteration.txt"
 def with_fallback(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `read_metadata`. Every rank reads the same files, so all fall back alike."""
 
-    def read_metadata(tracker_filename: str) -> Any:
+    def read_metadata(tracker_filename: str, *args: Any, **kwargs: Any) -> Any:
         iteration = _fallback(Path(tracker_filename))
         if iteration is None:
-            return original(tracker_filename)
+            return original(tracker_filename, *args, **kwargs)
         # The original also agrees with the other ranks; it is given what the tracker should have said.
         with tempfile.TemporaryDirectory() as directory:
             stand_in = Path(directory) / tracker_filename.rsplit("/", 1)[-1]
             stand_in.write_text(str(iteration))
-            return original(str(stand_in))
+            return original(str(stand_in), *args, **kwargs)
 
     return read_metadata
 
@@ -67,17 +68,24 @@ def _is_damaged(tracker: Path) -> bool:
 
 
 def _fallback(tracker: Path) -> int | None:
-    """The newest published iteration, if the tracker says nothing and there is one."""
+    """The newest complete iteration, if the tracker says nothing and any of them was saved in our format.
+
+    It may be in another format: what is loaded is decided by what lies in its directory.
+    """
     if not _is_damaged(tracker):
         return None
-    from megatron_datastates.pipeline.load import find_published
+    from megatron_datastates.mcore.dispatch import has_manifest, is_complete
 
-    published = find_published(tracker.parent)
-    if not published:
+    found = {}
+    for path in tracker.parent.glob("iter_*"):
+        match = re.fullmatch(r"iter_(\d+)", path.name)
+        if match and is_complete(path):
+            found[int(match[1])] = path
+    if not any(map(has_manifest, found.values())):
         return None
-    iteration = max(published)
+    iteration = max(found)
     logger.warning(
-        "%s is damaged: it says %r. Falling back to the newest published checkpoint, iteration %d (%s).",
-        tracker, tracker.read_text(errors="replace"), iteration, published[iteration],
+        "%s is damaged: it says %r. Falling back to the newest complete checkpoint, iteration %d (%s).",
+        tracker, tracker.read_text(errors="replace"), iteration, found[iteration],
     )  # fmt: skip
     return iteration

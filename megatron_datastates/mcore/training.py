@@ -22,12 +22,11 @@ def enable_saving(options: Options) -> None:
     Raises:
         HookPointError: this release of Megatron lacks what we attach to.
     """
-    from megatron_datastates.mcore import request, retention
+    from megatron_datastates.mcore import retention
     from megatron_datastates.pipeline.saver import saver_for
 
     global _options
     _options = options
-    request.on_failure = options.on_failure
     saver = saver_for(options)
     saver.warm_up()
     saver.reporter.listeners[:] = [_write_scalars]

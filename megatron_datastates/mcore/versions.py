@@ -26,7 +26,7 @@ class Hook:
     name: str
     maker: str  # a function of this package, as module.function: what is there -> what shall be there
     optional: bool = False  # the module belongs to a package that need not be installed
-    rebind: bool = True  # also where other modules of Megatron have imported it by its name
+    rebind: bool = True  # also where other modules have imported it by its name
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}"
@@ -91,6 +91,12 @@ _SAVING = (
         "fences.before_offload",
     ),
 )
+# Parameters get their new values at the start of the next iteration only; 0.19 brings that before a save.
+_STAGING_016 = Hook(
+    _OPTIMIZER + "distrib_optimizer",
+    "DistributedOptimizer._copy_main_params_to_param_buffer",
+    "fences.before_gather",
+)
 _LAYER_WISE = _OPTIMIZER + "layer_wise_optimizer"
 _GATHER_016 = Hook(_LAYER_WISE, "LayerWiseDistributedOptimizer.allgather_params", "fences.before_gather")
 _GATHER_018 = Hook(_LAYER_WISE, "LayerWiseDistributedOptimizer.step_with_ready_grads", "fences.before_gather")
@@ -128,21 +134,21 @@ RELEASES = (
     Release(
         (0, 16),
         (*_LOADING, _COMMON_016, _REGISTRY),
-        (*_SAVING, _GATHER_016),
+        (*_SAVING, _GATHER_016, _STAGING_016),
         (*_TRAINING, _STRATEGY_016),
         writes_common_file=True,
     ),
     Release(
         (0, 17),
         (*_LOADING, _COMMON_017),
-        (*_SAVING, _GATHER_016, _GRAPH),
+        (*_SAVING, _GATHER_016, _STAGING_016, _GRAPH),
         _TRAINING_017,
         writes_common_file=True,
     ),
     Release(
         (0, 18),
         (*_LOADING, _COMMON_017),
-        (*_SAVING, _GATHER_018, _GRAPH),
+        (*_SAVING, _GATHER_018, _STAGING_016, _GRAPH),
         _TRAINING_017,
         writes_common_file=True,
     ),

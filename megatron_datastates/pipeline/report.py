@@ -38,7 +38,10 @@ class Reporter:
         if is_first:
             self._emit(report)
         for listener in self.listeners:
-            listener(report)
+            try:
+                listener(report)
+            except Exception as error:  # on this rank alone: training must not end for it
+                logger.warning("the report of a save did not reach %r: %s", listener, error)
 
     def _emit(self, report: dict[str, Any]) -> None:
         logger.info(

@@ -3,10 +3,12 @@
 import ctypes
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from saving_rank import (
     MCORE_QUEUE,
     assert_loads,
@@ -62,6 +64,41 @@ def tear_on_one_rank(root: str, failing_rank: int, folder: str) -> None:
     save(bad, state(3), slow, "async")
     assert_loads(bad, 3)
     tell(folder, error=error, left=left, after=sorted(os.listdir(bad)))
+
+
+class Unprovable(DataStatesSaveStrategy):
+    """On one rank, whatever says what is lazy fails."""
+
+    def classifier(self) -> Any:
+        if torch.distributed.get_rank() == 1:
+            raise RuntimeError("nothing can be said of this tensor")
+        return super().classifier()
+
+
+def fail_while_classifying(root: str, folder: str) -> None:
+    join()
+    bad = Path(root, "bad")
+    error = failure_of(lambda: save(bad, state(1), Unprovable(), "async"))
+    tell(folder, error=error, left=sorted(os.listdir(bad)))
+
+
+def fail_with_moved_finalize_functions(root: str, folder: str) -> None:
+    """Megatron's main moves them to a later request of its own; the save fails, and training goes on."""
+    join()
+    bad = Path(root, "bad")
+    make_directory(bad)
+    set_faults("sync:1:EIO", 1)
+    faulty = DataStatesSaveStrategy(options=Options.from_environment({"on_failure": "warn"}))
+    clear_faults()
+    request = dist_checkpointing.save(state(2), str(bad), faulty, async_sharded_save=True, **MCORE_QUEUE)
+    moved = list(request.finalize_fns)
+    request.finalize_fns.clear()
+    queue = AsyncCallsQueue()
+    queue.schedule_async_request(request)
+    queue.maybe_finalize_async_calls(blocking=True)
+    for function in moved:
+        function()
+    tell(folder, moved=len(moved), left=sorted(os.listdir(bad)))
 
 
 def fail_while_pickling(root: str, failing_rank: int, folder: str) -> None:

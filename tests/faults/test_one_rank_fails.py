@@ -96,6 +96,20 @@ def test_object_that_cannot_be_pickled_fails_the_save_on_all_ranks(
     assert "rank 1: RuntimeError: this object cannot be pickled" in told[0]["error"]
 
 
+def test_failure_to_tell_what_is_lazy_fails_the_save_on_all_ranks(world: World, tmp_path: Path) -> None:
+    told = world.run("fault_ranks:fail_while_classifying", tmp_path)
+    assert len({each["error"] for each in told}) == 1
+    assert "rank 1: RuntimeError: nothing can be said of this tensor" in told[0]["error"]
+
+
+def test_finalize_functions_of_a_failed_save_do_nothing_wherever_they_were_moved(
+    world: World, tmp_path: Path
+) -> None:
+    for each in world.run("fault_ranks:fail_with_moved_finalize_functions", tmp_path):
+        assert each["moved"] == 1, "metadata.json's"
+        assert "metadata.json" not in each["left"]
+
+
 def test_state_with_a_hole_is_not_published(world: World, tmp_path: Path) -> None:
     told = world.run("fault_ranks:hole_in_the_state", tmp_path)
     assert len({each["error"] for each in told}) == 1

@@ -27,7 +27,8 @@ from saving_rank import (
 )
 
 from megatron_datastates.config import Options
-from megatron_datastates.mcore import DataStatesSaveStrategy, enable
+from megatron_datastates.mcore import DataStatesSaveStrategy, enable, fences
+from megatron_datastates.mcore.strategy import TrainingSaveStrategy
 from megatron_datastates.pipeline.saver import saver_for
 
 
@@ -325,4 +326,31 @@ def enable_twice(root: str, folder: str) -> None:
         error = type(failure).__name__
     name = "TorchDistSaveShardedStrategy"
     stock = [vars(module).get(name, home.TorchDistSaveShardedStrategy).__name__ for module in (home, holder)]
-    tell(folder, lazy=lazy, stock=stock, error=error)
+    # An object of one's own keeps its promise and its options: everything may change when save returns.
+    sharded, own = state(7), DataStatesSaveStrategy(options=Options(copy_threads=1))
+    sharded["weight"].data = torch.nn.Parameter(sharded["weight"].data)
+    make_directory(Path(root, "own"))
+    request = dist_checkpointing.save(
+        sharded, str(Path(root, "own")), own, async_sharded_save=True, **MCORE_QUEUE
+    )
+    job = request.async_fn.publication.save
+    request.execute_sync()
+    tell(folder, lazy=lazy, stock=stock, error=error, own_lazy=job.lazy_bytes, own_eager=job.eager_bytes)
+
+
+def dtensors_have_stepped(root: str, folder: str) -> None:
+    """FSDP2's parameters are wrappers without memory of their own."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    _, ranks = join()
+    mesh = init_device_mesh("cpu", (ranks,))
+    parameter = torch.nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)]))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    optimizer.step()
+    local = parameter.to_local()
+    known = fences.stepped_storages()
+    save(Path(root, "after"), state(3), TrainingSaveStrategy(), "sync")
+    assert_loads(Path(root, "after"), 3)
+    tell(folder, known=local.untyped_storage().data_ptr() in known)

@@ -75,6 +75,12 @@ def test_step_waits_for_every_save_that_began_since_the_last(world: World, tmp_p
         assert sum(rank["fences"]) > 0
 
 
+def test_parameters_that_are_wrappers_are_known_by_the_memory_that_they_wrap(
+    world: World, tmp_path: Path
+) -> None:
+    assert all(rank["known"] for rank in world.run("api_ranks:dtensors_have_stepped", tmp_path))
+
+
 def test_saves_of_one_new_layout_may_overlap(world: World, tmp_path: Path) -> None:
     world.run("api_ranks:sync_save_between_polls", tmp_path)
 

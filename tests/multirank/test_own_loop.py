@@ -32,3 +32,4 @@ def test_enabling_again_changes_the_options_of_later_saves(world: World, tmp_pat
         assert rank["lazy"] == [True, False]
         assert rank["stock"] == ["EnabledSaveStrategy", "EnabledSaveStrategy"]
         assert rank["error"] == "OptionError"
+        assert rank["own_lazy"] == 0 < rank["own_eager"], "what is handed over as an object is not replaced"

@@ -112,6 +112,14 @@ def test_listeners_are_given_the_report(reporting, tmp_path):
     assert heard == lines()
 
 
+def test_a_listener_that_fails_harms_nothing(reporting, tmp_path, caplog):
+    saver, lines = reporting
+    heard: list[dict] = []
+    saver.reporter.listeners += [Mock(side_effect=OSError("no space for events")), heard.append]
+    assert save(saver, tmp_path / "0", {"a": torch.ones(99)}).outcome is Outcome.PUBLISHED
+    assert "no space for events" in caplog.text and heard == lines()
+
+
 def test_statistics_name_the_slowest_rank():
     writing = [0.5, 0.9, 0.7]
     records = [dataclasses.replace(RECORD, rank=rank, writing=s) for rank, s in enumerate(writing)]

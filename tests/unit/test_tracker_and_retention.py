@@ -1,0 +1,73 @@
+"""What a damaged tracker is taken for, and what retention may delete."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+import pytest
+
+from megatron_datastates.mcore import arguments, retention, tracker
+
+OURS, OTHERS, UNFINISHED = "datastates.manifest", "metadata.json", "data-00000-0011223344556677-1.bin"
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Checkpoints: ours at 100, another format's at 200, an unfinished one at 300."""
+    for iteration, name in {100: OURS, 200: OTHERS, 300: UNFINISHED}.items():
+        directory = tmp_path / f"iter_{iteration:07d}"
+        directory.mkdir()
+        (directory / name).touch()
+    return tmp_path
+
+
+def read(root: Path, text: str) -> str:
+    """What Megatron reads where the tracker says `text`."""
+    (root / tracker.TRACKER_NAME).write_text(text)
+    return tracker.with_fallback(lambda name: Path(name).read_text())(str(root / tracker.TRACKER_NAME))
+
+
+def deleted(root: Path, iteration: int) -> bool:
+    """Whether retention's deletion of an iteration is let through."""
+    asked: list[int] = []
+    retention.careful_deletion(lambda path, number: asked.append(number))(str(root), iteration)
+    return asked == [iteration]
+
+
+def test_damaged_tracker_means_the_newest_complete_checkpoint_in_whatever_format(root, caplog):
+    assert read(root, "") == read(root, "1\x000") == "200"
+    assert "iteration 200" in caplog.text
+
+
+def test_whole_tracker_is_believed(root):
+    assert read(root, "100") == "100"
+    assert read(root, "release") == "release"
+
+
+def test_damaged_tracker_of_a_run_that_never_chose_us_is_left_alone(root):
+    (root / "iter_0000100" / OURS).unlink()
+    assert read(root, "") == ""
+
+
+@pytest.mark.parametrize(
+    ("tracked", "others_go"), [("200", True), ("300", False), ("400", False), ("", False)]
+)
+def test_retention_deletes_only_beside_a_complete_latest_checkpoint(root, tracked, others_go):
+    (root / tracker.TRACKER_NAME).write_text(tracked)
+    assert deleted(root, 100) is others_go
+    assert not deleted(root, 200) or tracked != "200"
+
+
+def test_retention_never_deletes_the_latest_checkpoint(root):
+    (root / tracker.TRACKER_NAME).write_text("100")
+    assert not deleted(root, 100)
+    assert deleted(root, 200)
+
+
+def test_parser_of_an_unknown_release_is_left_alone(caplog):
+    parser = argparse.ArgumentParser()
+    with caplog.at_level(logging.WARNING):
+        assert arguments.with_our_options(lambda parser: parser)(parser) is parser
+    assert "no --ckpt-format" in caplog.text
