@@ -121,7 +121,7 @@ def test_strictness_is_as_with_torch_dist(strictness: str, saved: Saved, pretrai
 
 
 def mismatches(log: str) -> list[str]:
-    """What Megatron says of keys that do not match, without times and places; it prints sets, in any order."""
+    """What Megatron says of keys that do not match, without times and places: sets, in any order."""
     lines = [line for line in log.splitlines() if re.search(r"(Unexpected|Missing) keys", line)]
     told = {re.sub(r"^.*?(Unexpected|Missing)", r"\1", line) for line in lines}
     return sorted(" ".join(sorted(re.findall(r"'[^']*'|^[A-Z][a-z]+", line))) for line in told)
