@@ -17,6 +17,7 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
 from megatron.core.optimizer.optimizer import (
     ChainedOptimizer,
@@ -191,6 +192,24 @@ def buffer_offload() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
     return params, offload
 
 
+def staging() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
+    """Before 0.19, FP8 parameters: what they are to hold reaches their buffer in the next iteration only."""
+    whole = torch.full((2 * ELEMENTS,), VALUE)
+    params = [torch.nn.Parameter(part) for part in whole.chunk(2)]
+    ranges = {
+        id(param): SimpleNamespace(start=n * ELEMENTS, end=(n + 1) * ELEMENTS)
+        for n, param in enumerate(params)
+    }
+    optimizer = object.__new__(DistributedOptimizer)
+    optimizer.ddp_config = SimpleNamespace(use_megatron_fsdp=False)
+    optimizer.model_float16_groups = [params]
+    optimizer.shard_fp32_from_float16_groups = [[torch.full((ELEMENTS,), -7.0) for _ in params]]
+    optimizer.model_param_gbuf_map = dict.fromkeys(params, (0, None, 0))
+    optimizer.buffers = [SimpleNamespace(buckets=[SimpleNamespace(param_data=whole)])]
+    optimizer._get_model_param_range_map = lambda param: {"gbuf_world_in_bucket": ranges[id(param)]}
+    return params, lambda: optimizer._copy_main_params_to_param_buffer()
+
+
 def loading(formats: str) -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
     """Into the very tensors that are being saved."""
     directory = Path(ROOT[0], "earlier")
@@ -213,6 +232,7 @@ CHANGES: dict[str, Callable[[], tuple[list[torch.nn.Parameter], Callable[[], Any
     "graph replay": graph_replay,
     "optimizer offload": optimizer_offload,
     "buffer offload": buffer_offload,
+    "staging": staging,
     "load": lambda: loading("ours"),
     "load of torch_dist": lambda: loading("stock"),
 }

@@ -26,6 +26,8 @@ CHANGES = [
 ]
 if versions.installed().first < (0, 17):
     CHANGES.remove("graph replay")
+if versions.installed().first < (0, 19):
+    CHANGES.append("staging")
 
 
 @pytest.mark.conformance
