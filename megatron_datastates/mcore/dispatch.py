@@ -51,7 +51,13 @@ def has_manifest(directory: str | os.PathLike[str]) -> bool:
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
     """Whether a checkpoint is all there: published by us, or with the file that other formats write last."""
-    return has_manifest(directory) or (Path(directory) / _METADATA_NAME).is_file()
+    if has_manifest(directory):
+        return True
+    try:
+        backend = json.loads((Path(directory) / _METADATA_NAME).read_text())["sharded_backend"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    return bool(backend != BACKEND)
 
 
 def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:

@@ -172,7 +172,9 @@ class StepWithoutHook(FP32Optimizer):
 def step_without_fence(directory: str, skip: bool, outlast_copy: bool, folder: str) -> None:
     join()
     sharded = state(5)
-    strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options(copy_limit=2_000_000))
+    strategy = DataStatesSaveStrategy(
+        assume_immutable=True, options=Options(copy_limit=2_000_000, tripwire=False)
+    )
     make_directory(Path(directory))
     request = dist_checkpointing.save(sharded, directory, strategy, async_sharded_save=True)
     job = request.async_fn.publication.save

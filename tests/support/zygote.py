@@ -74,6 +74,10 @@ class Rank:
         self.listener.close()
         module, _, function = self.request["target"].partition(":")
         getattr(importlib.import_module(module), function)(*self.request["arguments"])
+        distributed: Any = sys.modules.get("torch.distributed")
+        if distributed is not None and distributed.is_initialized():
+            # A thread of gloo's that lets go of a tensor aborts a process whose interpreter is ending.
+            distributed.destroy_process_group()
         del store
 
     def _serve_store(self) -> object:

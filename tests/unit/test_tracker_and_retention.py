@@ -19,7 +19,7 @@ def root(tmp_path):
     for iteration, name in {100: OURS, 200: OTHERS, 300: UNFINISHED}.items():
         directory = tmp_path / f"iter_{iteration:07d}"
         directory.mkdir()
-        (directory / name).touch()
+        (directory / name).write_text('{"sharded_backend": "torch_dist"}')
     return tmp_path
 
 
@@ -39,6 +39,11 @@ def deleted(root: Path, iteration: int) -> bool:
 def test_damaged_tracker_means_the_newest_complete_checkpoint_in_whatever_format(root, caplog):
     assert read(root, "") == read(root, "1\x000") == "200"
     assert "iteration 200" in caplog.text
+
+
+def test_metadata_of_ours_without_a_manifest_is_no_checkpoint(root):
+    (root / "iter_0000200" / OTHERS).write_text('{"sharded_backend": "datastates"}')
+    assert read(root, "") == "100"
 
 
 def test_whole_tracker_is_believed(root):
