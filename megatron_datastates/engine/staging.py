@@ -13,7 +13,7 @@ import torch
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine import native
-from megatron_datastates.engine.memory import most_slots
+from megatron_datastates.engine.memory import local_ranks, most_slots
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.index import Index
 from megatron_datastates.plan.layout import Layout, place_objects
@@ -37,11 +37,11 @@ class CopyRequest:
 class StagingEngine:
     """Owns the native engine: its threads and its staging memory. One per process."""
 
-    def __init__(self, options: Options, local_ranks: int = 1) -> None:
+    def __init__(self, options: Options) -> None:
         self.options = options
         self.native = native.Engine(
             slot_bytes=options.slot_size,
-            most_slots=most_slots(options.staging_memory, options.slot_size, local_ranks),
+            most_slots=most_slots(options.staging_memory, options.slot_size, local_ranks()),
             copy_threads=options.copy_threads,
             write_threads=options.write_threads,
             direct=options.direct_io,

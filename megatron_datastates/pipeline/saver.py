@@ -138,7 +138,7 @@ class Saver:
 
     def _get_engine(self) -> StagingEngine:
         if self._engine is None:
-            self._engine = StagingEngine(self.options, _local_ranks())
+            self._engine = StagingEngine(self.options)
         return self._engine
 
     def _collect(self, provider: StateProvider) -> tuple[list[TensorSource], list[ObjectSource]]:
@@ -146,10 +146,6 @@ class Saver:
         if not self.options.lazy:
             tensors = [t.made_eager() if t.mutability is Mutability.AT_FENCE else t for t in tensors]
         return tensors, list(provider.objects())
-
-
-def _local_ranks() -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 _savers: dict[Options, Saver] = {}
