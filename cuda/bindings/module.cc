@@ -24,6 +24,7 @@ using Flags = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::
 
 constexpr uint8_t kEagerFlag = 1;
 constexpr uint8_t kDeviceFlag = 2;
+constexpr double kSliceSeconds = 0.1;  // of a wait that is not the caller's to cut
 
 void CheckLengths(size_t a, size_t b, size_t c, size_t d) {
   if (a != b || a != c || a != d) throw nb::value_error("the arrays that describe runs differ in length");
@@ -46,8 +47,10 @@ class EngineHandle {
   ~EngineHandle() {
     if (!home_.IsHere()) {
       static_cast<void>(new std::shared_ptr<Engine>(std::move(engine_)));
-    } else {
-      Close();
+    } else if (engine_) {
+      nb::gil_scoped_release release;
+      engine_->Close();
+      engine_.reset();
     }
   }
 
@@ -57,18 +60,38 @@ class EngineHandle {
     if (!engine_) throw nb::value_error("this engine is closed");
     return engine_;
   }
+  // Looks after signals while it waits; what a handler raises leaves the rest to be closed later.
   void Close() {
     if (!home_.IsHere() || !engine_) return;
     auto closing = std::move(engine_);
-    nb::gil_scoped_release release;
-    closing->Close();
-    closing.reset();
+    while (!CloseWithinSlice(&closing)) {
+      if (PyErr_CheckSignals() == 0) continue;
+      engine_ = std::move(closing);
+      throw nb::python_error();
+    }
   }
 
  private:
+  static bool CloseWithinSlice(std::shared_ptr<Engine>* engine) {
+    nb::gil_scoped_release release;
+    if (!(*engine)->CloseWithin(kSliceSeconds)) return false;
+    engine->reset();
+    return true;
+  }
+
   const HomeProcess home_;
   std::shared_ptr<Engine> engine_;
 };
+
+nb::dict PoolDict(EngineHandle& self) {
+  const SlotPool::Facts pool = self.engine()->pool().facts();
+  nb::dict facts;
+  facts["slots"] = pool.slots;
+  facts["idle"] = pool.idle;
+  facts["page_locked_bytes"] = pool.page_locked_bytes;
+  facts["trouble"] = pool.trouble;
+  return facts;
+}
 
 nb::dict StatusDict(const SaveJob& job) {
   const SaveJob::Status status = job.status();
@@ -137,7 +160,8 @@ void BindEngine(nb::module_& module) {
           nb::kw_only(), "job"_a, "footer"_a, "offset"_a)
       .def(
           "grow", [](EngineHandle& self, size_t slots) { self.engine()->pool().Grow(slots); }, "slots"_a)
-      .def("slots", [](EngineHandle& self) { return self.engine()->pool().slots(); })
+      .def("page_lock_pool", [](EngineHandle& self) { return self.engine()->PageLockPool(); })
+      .def("pool", &PoolDict)
       .def("close", &EngineHandle::Close);
 }
 
@@ -218,6 +242,8 @@ NB_MODULE(_native, module) {
       [](nb::bytes data, uint32_t crc) { return Crc32cByTables(crc, data.c_str(), data.size()); }, "data"_a,
       "crc"_a = 0);
   module.def("crc32c_combine", &Crc32cCombine, "a"_a, "b"_a, "bytes_of_b"_a);
+  module.def("close_in_forked_child", &CloseInForkedChild, "descriptor"_a);
+  module.def("forget_descriptor", &ForgetDescriptor, "descriptor"_a);
   module.attr("BLOCK_BYTES") = kBlockBytes;
   module.attr("ALIGNMENT") = kAlignment;
   module.attr("EAGER_FLAG") = kEagerFlag;

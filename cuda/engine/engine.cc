@@ -48,23 +48,42 @@ Engine::Engine(const Options& options)
 }
 
 void Engine::Close() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (stop_staging_) return;
+  while (!CloseWithin(1.0)) continue;
+}
+
+bool Engine::CloseWithin(double seconds) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!stop_staging_) {
     for (const auto& weak : jobs_) {
       if (auto job = weak.lock()) job->Cancel(kClosed);
     }
     stop_staging_ = true;
+    stage_wake_.notify_all();
   }
-  stage_wake_.notify_all();
   // Stagers first: what they have filled must still find a writer that returns its slot.
-  for (std::thread& thread : stagers_) thread.join();
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    stop_writing_ = true;
-  }
+  if (!ended_.wait_until(lock, deadline, [this] { return staging_ == 0; })) return false;
+  stop_writing_ = true;
   write_wake_.notify_all();
-  for (std::thread& thread : writers_) thread.join();
+  if (!ended_.wait_until(lock, deadline, [this] { return writing_ == 0; })) return false;
+  lock.unlock();
+  for (auto* threads : {&stagers_, &writers_}) {
+    for (std::thread& thread : *threads) {
+      if (thread.joinable()) thread.join();
+    }
+  }
+  return true;
+}
+
+bool Engine::PageLockPool() {
+  try {
+    auto driver = Driver::Open(options_.driver);
+    const CuContext context = driver->CurrentContext();
+    pool_->Register(std::move(driver), context);
+    return true;
+  } catch (const Failure&) {
+    return false;
+  }
 }
 
 std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream trainer) {
@@ -183,11 +202,12 @@ bool Engine::TakeChunk(Stretch* taken, bool* open) {
 
 void Engine::StageLoop() {
   std::unique_lock<std::mutex> lock(mutex_);
+  ++staging_;
   while (true) {
     Stretch taken;
     bool open = false;
     if (!TakeChunk(&taken, &open)) {
-      if (stop_staging_) return;
+      if (stop_staging_) break;
       stage_wake_.wait(lock);
       continue;
     }
@@ -200,6 +220,8 @@ void Engine::StageLoop() {
     taken = Stretch();
     lock.lock();
   }
+  --staging_;
+  ended_.notify_all();
 }
 
 void Engine::OpenFile(const Stretch& stretch) {
@@ -309,6 +331,7 @@ void Engine::AwaitDevice(const SaveJob& job) {
 
 void Engine::WriteLoop() {
   std::unique_lock<std::mutex> lock(mutex_);
+  ++writing_;
   while (true) {
     if (!footers_.empty()) {  // first: one save is not to wait for all data of the next
       Footer footer = std::move(footers_.front());
@@ -325,11 +348,13 @@ void Engine::WriteLoop() {
       chunk = FilledChunk();
       lock.lock();
     } else if (stop_writing_) {
-      return;
+      break;
     } else {
       write_wake_.wait(lock);
     }
   }
+  --writing_;
+  ended_.notify_all();
 }
 
 void Engine::AwaitSamples(const FilledChunk& samples) {

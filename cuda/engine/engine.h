@@ -41,6 +41,12 @@ class Engine {
 
   // Cancels what is not finished and joins every thread. What is given to a closed engine is cancelled.
   void Close();
+  // The same, as far as it gets in that time; gives whether it is done.
+  bool CloseWithin(double seconds);
+
+  // Page-locks the pool in the background from now on, if this thread has a CUDA context; gives whether it
+  // has. Without this, the first device save does it. Never throws Failure: that save would tell.
+  bool PageLockPool();
 
   // Begins a data file at `path` with `batch`; `reserve_bytes` are claimed before the first copy.
   // Takes samples of lazy runs and returns at once. Device runs need `trainer`, the stream that last wrote
@@ -109,14 +115,15 @@ class Engine {
   std::shared_ptr<SampleMemory> sample_memory_;
 
   std::mutex mutex_;
-  std::condition_variable stage_wake_, write_wake_;
+  std::condition_variable stage_wake_, write_wake_, ended_;
   std::deque<Stretch> stretches_ GUARDED_BY(mutex_);
   std::deque<FilledChunk> filled_ GUARDED_BY(mutex_);
   std::deque<Footer> footers_ GUARDED_BY(mutex_);
   std::vector<std::weak_ptr<SaveJob>> jobs_ GUARDED_BY(mutex_);
   bool stop_staging_ GUARDED_BY(mutex_) = false;
   bool stop_writing_ GUARDED_BY(mutex_) = false;
-  std::vector<std::thread> stagers_, writers_;  // constant after construction
+  int staging_ GUARDED_BY(mutex_) = 0, writing_ GUARDED_BY(mutex_) = 0;  // threads in their loops
+  std::vector<std::thread> stagers_, writers_;                           // constant after construction
 };
 
 }  // namespace datastates

@@ -9,6 +9,11 @@
 #include "os/aligned.h"
 
 namespace datastates {
+namespace {
+
+constexpr const char* kOfTheParent = "this save belongs to the parent of this process";
+
+}  // namespace
 
 SaveJob::SaveJob(std::string path, bool direct, bool checksums, std::shared_ptr<DeviceCopier> copier)
     : path_(std::move(path)), direct_(direct), checksums_(checksums), copier_(std::move(copier)) {}
@@ -31,6 +36,7 @@ bool SaveJob::Reached(Milestone milestone) const {
 }
 
 bool SaveJob::Wait(Milestone milestone, double seconds) {
+  if (!home_.IsHere()) return true;
   std::unique_lock<std::mutex> lock(mutex_);
   const auto deadline =
       Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
@@ -38,6 +44,7 @@ bool SaveJob::Wait(Milestone milestone, double seconds) {
 }
 
 void SaveJob::Fail(const Failure& failure) {
+  if (!home_.IsHere()) return;
   std::lock_guard<std::mutex> lock(mutex_);
   if (durable_) return;  // too late to harm it
   if (!failure_) failure_ = failure;
@@ -45,19 +52,27 @@ void SaveJob::Fail(const Failure& failure) {
 }
 
 void SaveJob::Cancel(const std::string& reason) {
+  if (!home_.IsHere()) return;
   Fail(Failure("cancelled", "", 0, reason));
   std::lock_guard<std::mutex> lock(mutex_);
   status_.cancelled = true;
 }
 
 bool SaveJob::failed() const {
+  if (!home_.IsHere()) return true;
   std::lock_guard<std::mutex> lock(mutex_);
   return failure_.has_value();
 }
 
 SaveJob::Status SaveJob::status() const {
+  Status status;
+  if (!home_.IsHere()) {
+    status.failed = true;
+    status.error = kOfTheParent;
+    return status;
+  }
   std::lock_guard<std::mutex> lock(mutex_);
-  Status status = status_;
+  status = status_;
   status.failed = failure_.has_value();
   if (file_ != nullptr) status.direct = file_->direct();
   if (failure_) {
@@ -68,6 +83,7 @@ SaveJob::Status SaveJob::status() const {
 }
 
 void SaveJob::HoldBack(CuStream trainer, bool eager_only) {
+  if (!home_.IsHere()) return;
   std::shared_ptr<Event> event;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -156,6 +172,7 @@ void SaveJob::Plan(const Batch& batch) {
 }
 
 void SaveJob::CloseInput() {
+  if (!home_.IsHere()) return;
   std::lock_guard<std::mutex> lock(mutex_);
   input_closed_ = true;
   if (written_left_ == 0) status_.written_at = Elapsed();
@@ -234,6 +251,7 @@ void SaveJob::Written(const Batch::Chunk& chunk, const uint8_t* data) {
 }
 
 std::vector<uint32_t> SaveJob::BlockChecksums() const {
+  if (!home_.IsHere()) throw Failure("collect checksums", path_, 0, kOfTheParent);
   std::vector<Piece> pieces;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -276,6 +294,7 @@ void SaveJob::SlotWait(double seconds) {
 }
 
 void SaveJob::Remove() {
+  if (!home_.IsHere()) return;
   std::unique_ptr<DataFile> closed;
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -51,7 +51,8 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
 
   SaveJob(std::string path, bool direct, bool checksums, std::shared_ptr<DeviceCopier> copier);
 
-  // Used by the trainer's side.
+  // Used by the trainer's side. In a forked child, where a lock may be held for ever by a thread that is
+  // not there, none of these takes one: the save has failed, every wait is over, and nothing else happens.
   bool Wait(Milestone milestone, double seconds);
   void Fail(const Failure& failure);
   void Cancel(const std::string& reason);
@@ -103,6 +104,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   bool Reached(Milestone milestone) const;  // under mutex_
   DataFile* file() const;
 
+  const HomeProcess home_;
   const std::string path_;
   const bool direct_;
   const bool checksums_;

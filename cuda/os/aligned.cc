@@ -11,13 +11,24 @@
 namespace datastates {
 
 PrivateMapping::PrivateMapping(size_t bytes) : bytes_(AlignUp(bytes, kAlignment)) {
-  void* mapped = mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  // Kernels before 6.7 put a mapping anywhere, and only whole aligned huge pages can be backed by one.
+  const size_t spare = bytes_ >= kHugePage ? kHugePage - kAlignment : 0;
+  void* mapped = mmap(nullptr, bytes_ + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) {
     throw Failure("map", std::to_string(bytes_) + " bytes of staging memory", errno);
   }
   data_ = static_cast<uint8_t*>(mapped);
+  if (spare != 0) Trim(spare);
   madvise(data_, bytes_, MADV_DONTFORK);
   madvise(data_, bytes_, MADV_HUGEPAGE);  // a wish: not every kernel has huge pages
+}
+
+void PrivateMapping::Trim(size_t spare) {
+  const size_t before =
+      AlignUp(reinterpret_cast<uintptr_t>(data_), kHugePage) - reinterpret_cast<uintptr_t>(data_);
+  if (before != 0) munmap(data_, before);
+  data_ += before;
+  if (before != spare) munmap(data_ + bytes_, spare - before);
 }
 
 PrivateMapping::~PrivateMapping() {

@@ -9,6 +9,7 @@
 namespace datastates {
 
 constexpr size_t kAlignment = 4096;  // of offsets, lengths and buffers of every direct write and read
+constexpr size_t kHugePage = size_t{2} << 20;
 
 inline uint64_t AlignUp(uint64_t value, uint64_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
@@ -16,7 +17,7 @@ inline uint64_t AlignUp(uint64_t value, uint64_t alignment) {
 
 // An anonymous mapping that forked children do not inherit: direct I/O on pages shared with a child
 // corrupts, and a fork that copies the page table of gigabytes takes long. Prefault() makes it
-// resident. Throws Failure (mmap).
+// resident, in huge pages where it is large enough and the system has them. Throws Failure (mmap).
 class PrivateMapping {
  public:
   explicit PrivateMapping(size_t bytes);
@@ -30,6 +31,8 @@ class PrivateMapping {
   size_t bytes() const { return bytes_; }
 
  private:
+  void Trim(size_t spare);  // gives back what lies before the first huge page, and behind the last byte
+
   const HomeProcess home_;
   uint8_t* data_;
   size_t bytes_;

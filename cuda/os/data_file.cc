@@ -130,8 +130,10 @@ void DataFile::SyncDirectory(const std::string& directory) {
   if (int code = Injected("sync directory")) throw Failure("sync directory", directory, code);
   const int fd = open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (fd < 0) throw Failure("open directory", directory, errno);
+  CloseInForkedChild(fd);
   const int result = fsync(fd);
   const int code = errno;
+  ForgetDescriptor(fd);
   close(fd);
   // Some network file systems cannot sync a directory and say so; their metadata is synchronous.
   if (result != 0 && code != EINVAL && code != EBADF) throw Failure("sync directory", directory, code);

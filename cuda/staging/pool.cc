@@ -34,10 +34,10 @@ SlotPool::~SlotPool() {
   }
   wake_.notify_all();
   if (thread.joinable()) thread.join();
-  if (!driver_) return;
-  const ContextScope scope(*driver_, context_);
-  for (Segment& segment : segments_) {
-    if (segment.page_locked) driver_->UnregisterHost(segment.mapping->data());
+  for (const Segment& segment : segments_) {
+    if (!segment.locked_by) continue;
+    const ContextScope scope(*segment.locked_by, segment.context);
+    segment.locked_by->UnregisterHost(segment.mapping->data());
   }
 }
 
@@ -54,6 +54,7 @@ void SlotPool::Register(std::shared_ptr<Driver> driver, CuContext context) {
   driver_ = std::move(driver);
   context_ = context;
   page_lock_ = true;
+  lock_trouble_.clear();
   wake_.notify_all();
 }
 
@@ -69,9 +70,17 @@ Slot SlotPool::Acquire(const std::function<bool()>& give_up) {
   return Slot(this, data);
 }
 
-size_t SlotPool::slots() const {
+SlotPool::Facts SlotPool::facts() const {
   std::lock_guard<std::mutex> lock(mutex_);
-  return made_;
+  Facts facts;
+  facts.slots = made_;
+  facts.idle = idle_.size();
+  for (const Segment& segment : segments_) {
+    if (segment.locked_by) facts.page_locked_bytes += segment.mapping->bytes();
+  }
+  const bool both = !trouble_.empty() && !lock_trouble_.empty();
+  facts.trouble = trouble_ + (both ? "; " : "") + lock_trouble_;
+  return facts;
 }
 
 void SlotPool::Return(uint8_t* data) noexcept {
@@ -84,9 +93,9 @@ void SlotPool::Work() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_) {
     const auto unlocked = std::find_if(segments_.begin(), segments_.end(),
-                                       [](const Segment& segment) { return !segment.page_locked; });
+                                       [](const Segment& segment) { return !segment.locked_by; });
     if (page_lock_ && unlocked != segments_.end()) {
-      unlocked->page_locked = PageLock(*unlocked->mapping, &lock);
+      PageLock(&*unlocked, &lock);
     } else if (made_ < wanted_ && trouble_.empty()) {
       AddSegment(&lock);
     } else {
@@ -113,29 +122,33 @@ void SlotPool::AddSegment(std::unique_lock<std::mutex>* lock) {
     return;
   }
   // Before a slot of it is lent: a copy into memory that is not page-locked makes its caller wait.
-  if (page_lock_) segment.page_locked = PageLock(*segment.mapping, lock);
+  if (page_lock_) PageLock(&segment, lock);
   for (size_t i = 0; i < slots; ++i) idle_.push_back(segment.mapping->data() + i * slot_bytes_);
   segments_.push_back(std::move(segment));
   made_ += slots;
   free_.notify_all();
 }
 
-bool SlotPool::PageLock(const PrivateMapping& mapping, std::unique_lock<std::mutex>* lock) {
+void SlotPool::PageLock(Segment* segment, std::unique_lock<std::mutex>* lock) {
   const auto driver = driver_;
   const CuContext context = context_;
   lock->unlock();
-  bool done = false;
+  std::string trouble;
   try {
     driver->SetContext(context);
     driver->RelaxCapture();
-    driver->RegisterHost(mapping.data(), mapping.bytes());
-    done = true;
-  } catch (const Failure&) {
-    // Unlocked memory still works, only slower.
+    driver->RegisterHost(segment->mapping->data(), segment->mapping->bytes());
+  } catch (const Failure& failure) {
+    trouble = failure.what();
   }
   lock->lock();
-  if (!done) page_lock_ = false;  // not tried again
-  return done;
+  if (trouble.empty()) {
+    segment->locked_by = driver;
+    segment->context = context;
+  } else {
+    lock_trouble_ = "staging memory is not page-locked, so copies from a device are slow: " + trouble;
+    if (driver_ == driver && context_ == context) page_lock_ = false;  // not tried again before Register
+  }
 }
 
 }  // namespace datastates

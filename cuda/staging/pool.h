@@ -1,15 +1,26 @@
-// The staging pool: fixed-size slots of page-locked host memory, lent one by one.
+// The staging pool: fixed-size slots of page-locked host memory, lent one by one. Its size is the budget's,
+// never the checkpoint's: a shard of any size streams through it.
 //
-// Invariant (no deadlock): a slot is returned by its own write (or checksum, in a rehearsal) or by the
-// cancellation of its save, all done by worker threads of the engine. Nothing that returns a slot ever waits
-// for the trainer's thread, for Python's lock, for another rank or for a commit. So a pool of one slot makes
-// progress.
+// Invariant (no deadlock). A slot is lent to a staging thread, which fills it and passes it on to the queue
+// of a writing thread, which returns it. A lent slot comes back when these have happened, and nothing else:
+//   - the staging thread copied host memory, or enqueued copies (in a rehearsal: also waited for them);
+//   - the writing threads took what was queued before it, and it;
+//   - the device came to the chunk's copy; that is behind what the trainer's stream had been given when it
+//   was
+//     enqueued, and behind nothing that comes later;
+//   - the write returned, in time or with an error; it is left out if the save has failed.
+// Whoever holds a slot never asks for another, and a thread that waits for one holds nothing that any of the
+// above needs: no lock, no place in the writers' queue. It gives up within 100 ms of its save's failure or
+// cancellation. So returning a slot never depends on the trainer's thread, Python's lock, another rank, a
+// commit, the seal of any save (a footer has memory of its own) or another slot: one slot makes progress.
+// A writer held up by one file's disk or copy delays the chunks behind it, for no longer than that write.
 #pragma once
 
 #include <condition_variable>
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -47,7 +58,8 @@ class SlotPool {
   // Has at least min(`slots`, most_slots) slots made in the background, prefaulted, and page-locked
   // once the driver is known.
   void Grow(size_t slots);
-  // Page-locks what there is and what will be, for copies from devices of this context.
+  // Page-locks in the background what there is and what will be. Done with one context, it serves copies
+  // from devices of any. Where it fails, slots work all the same, and only their copies are slower.
   void Register(std::shared_ptr<Driver> driver, CuContext context);
 
   // Waits for a slot. Gives an empty one when `give_up` says so (asked at least every 100 ms). Throws
@@ -55,21 +67,26 @@ class SlotPool {
   Slot Acquire(const std::function<bool()>& give_up);
 
   size_t slot_bytes() const { return slot_bytes_; }
-  size_t slots() const;
-  size_t most_slots() const { return most_slots_; }
+  struct Facts {
+    size_t slots = 0, idle = 0;
+    size_t page_locked_bytes = 0;
+    std::string trouble;  // why there are fewer slots than wanted, or why they are not page-locked
+  };
+  Facts facts() const;
 
  private:
   friend class Slot;
   struct Segment {
     std::unique_ptr<PrivateMapping> mapping;
-    bool page_locked = false;
+    std::shared_ptr<Driver> locked_by;  // null: not page-locked
+    CuContext context = nullptr;
   };
 
   void Return(uint8_t* data) noexcept;
   void Work();
   // Both let go of the lock while they work. Only the background thread changes segments_.
   void AddSegment(std::unique_lock<std::mutex>* lock);
-  bool PageLock(const PrivateMapping& mapping, std::unique_lock<std::mutex>* lock);
+  void PageLock(Segment* segment, std::unique_lock<std::mutex>* lock);
 
   const size_t slot_bytes_;
   const size_t most_slots_;
@@ -83,7 +100,7 @@ class SlotPool {
   std::shared_ptr<Driver> driver_ GUARDED_BY(mutex_);
   CuContext context_ GUARDED_BY(mutex_) = nullptr;
   bool page_lock_ GUARDED_BY(mutex_) = false;
-  std::string trouble_ GUARDED_BY(mutex_);
+  std::string trouble_ GUARDED_BY(mutex_), lock_trouble_ GUARDED_BY(mutex_);
   bool stop_ GUARDED_BY(mutex_) = false;
   std::thread thread_ GUARDED_BY(mutex_);
 };

@@ -142,7 +142,7 @@ def test_memory_that_cannot_be_page_locked_still_serves(
     slot = 32 << 20  # two to a segment
     engine = device_engines(slot_bytes=slot, most_slots=4)
     save_whole(engine, tmp_path / "data", shard(), reserve=8 * slot, stream=cuda.new_stream())
-    eventually(lambda: engine.slots() == 4, "four slots in two segments")
+    eventually(lambda: engine.pool()["slots"] == 4, "four slots in two segments")
 
 
 # -- drivers that cannot be used --------------------------------------------------------------------------

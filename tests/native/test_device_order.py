@@ -141,7 +141,7 @@ def test_a_small_pool_streams_a_shard_from_the_device(
 ) -> None:
     engine = device_engines(slot_bytes=ALIGNMENT, most_slots=2, tripwire=False)
     save_whole(engine, tmp_path / "data", [on_device(100 * ALIGNMENT)], stream=cuda.new_stream())
-    assert engine.slots() == 2 and cuda.registered_bytes == 2 * ALIGNMENT
+    assert engine.pool()["slots"] == 2 and cuda.registered_bytes == 2 * ALIGNMENT
 
 
 def test_two_saves_of_one_stream_keep_their_order(

@@ -120,7 +120,7 @@ def test_a_child_is_told_that_the_engine_is_not_its_own(engines: Engines, tmp_pa
 
     def use() -> str:
         try:
-            save.engine.slots()
+            save.engine.pool()["slots"]
         except ValueError as error:
             return str(error)
         return "used"
@@ -194,5 +194,52 @@ def test_a_child_leaves_the_parents_device_objects_alone(
         return len(cuda.calls("cuEventDestroy")) - before
 
     assert in_child(drop) == "0"
+    save.finish()
+    save.assert_stored()
+
+
+def test_a_save_is_over_in_a_child(engines: Engines, tmp_path: Path) -> None:
+    """Whatever a child calls returns; the parent's save and its file are as they were."""
+    save = slow_save(engines, tmp_path)
+
+    def use() -> str:
+        begin = time.monotonic()
+        assert all(save.job.wait(milestone, 60.0) for milestone in Milestone)
+        save.job.cancel("not mine")
+        save.job.fail("not mine")
+        save.job.close_input()
+        save.job.hold_back(0, True)
+        save.job.remove()
+        with pytest.raises(OSError, match="belongs to the parent"):
+            save.job.block_checksums()
+        assert save.status["failed"] and time.monotonic() - begin < 20
+        return save.error
+
+    assert in_child(use) == "this save belongs to the parent of this process"
+    assert save.path.exists() and not save.error
+    save.finish()
+    save.assert_stored()
+
+
+def test_a_lock_that_is_held_at_the_fork_hangs_no_child(engines: Engines, tmp_path: Path) -> None:
+    """The parent's threads take the save's lock as fast as they can: some fork comes while it is held."""
+    save = slow_save(engines, tmp_path)
+    over = threading.Event()
+
+    def hammer() -> None:
+        while not over.is_set():
+            for _ in range(100):
+                save.job.wait(Milestone.DURABLE, 0.0)
+
+    threads = [threading.Thread(target=hammer) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(60):
+            assert in_child(lambda: (save.job.wait(Milestone.STAGED, 1.0), save.error)[0]) == "True"
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
     save.finish()
     save.assert_stored()

@@ -221,7 +221,7 @@ def test_a_closed_engine_says_so(engines: Engines, tmp_path: Path) -> None:
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(10), 0)])
     engine.close()
     engine.close()
-    for call in (engine.slots, lambda: save.append([]), lambda: Save(engine, tmp_path / "other", [])):
+    for call in (engine.pool, lambda: save.append([]), lambda: Save(engine, tmp_path / "other", [])):
         with pytest.raises(ValueError, match="closed"):
             call()
 
@@ -265,6 +265,33 @@ def test_signals_reach_the_thread_that_waits(engines: Engines, tmp_path: Path) -
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+class Rung(Exception):
+    pass
+
+
+def test_signals_reach_a_thread_that_closes(engines: Engines, tmp_path: Path) -> None:
+    """A disk that stalls keeps the engine's threads, and not the program from its signals."""
+    engine = engines(write_threads=1, faults="write:1:stall=2000")
+    save = Save(engine, tmp_path / "data", [Copy(random_bytes(SLOT), 0)])
+    save.expect(Milestone.STAGED)
+    time.sleep(0.1)  # until the write has begun
+
+    def ring(*_: object) -> None:
+        raise Rung
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(Rung):
+            engine.close()
+        assert not save.reaches(Milestone.RELEASED, 0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    engine.close()
+    assert save.reaches(Milestone.RELEASED, 0)
 
 
 def test_no_worker_waits_for_pythons_lock(engines: Engines, tmp_path: Path) -> None:
