@@ -26,16 +26,31 @@ constexpr uint8_t kEagerFlag = 1;
 constexpr uint8_t kDeviceFlag = 2;
 constexpr double kSliceSeconds = 0.1;  // of a wait that is not the caller's to cut
 
-void CheckLengths(size_t a, size_t b, size_t c, size_t d) {
-  if (a != b || a != c || a != d) throw nb::value_error("the arrays that describe runs differ in length");
+void CheckLengths(std::initializer_list<size_t> lengths) {
+  for (size_t length : lengths) {
+    if (length != *lengths.begin()) throw nb::value_error("the arrays that describe runs differ in length");
+  }
 }
 
-Batch MakeBatch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, const Words& sources,
-                const Words& bytes, const Words& offsets, const Flags& flags) {
-  CheckLengths(sources.size(), bytes.size(), offsets.size(), flags.size());
+// One element a run, as in Run.
+struct RunArrays {
+  const Words &sources, &bytes, &offsets, &piece_bytes, &step_bytes;
+  const Flags& flags;
+};
+
+Batch MakeBatch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, const RunArrays& arrays) {
+  const auto& [sources, bytes, offsets, piece_bytes, step_bytes, flags] = arrays;
+  CheckLengths(
+      {sources.size(), bytes.size(), offsets.size(), piece_bytes.size(), step_bytes.size(), flags.size()});
   std::vector<Run> runs(sources.size());
   for (size_t i = 0; i < runs.size(); ++i) {
-    runs[i] = {sources(i), bytes(i), offsets(i), (flags(i) & kEagerFlag) != 0, (flags(i) & kDeviceFlag) != 0};
+    runs[i] = {sources(i),
+               bytes(i),
+               offsets(i),
+               piece_bytes(i),
+               step_bytes(i),
+               (flags(i) & kEagerFlag) != 0,
+               (flags(i) & kDeviceFlag) != 0};
   }
   return Batch(begin, end, chunk_bytes, fenced, std::move(runs));
 }
@@ -131,27 +146,29 @@ void BindEngine(nb::module_& module) {
       .def(
           "start",
           [](EngineHandle& self, const std::string& path, uint64_t reserve_bytes, uint64_t end,
-             const Words& sources, const Words& bytes, const Words& offsets, const Flags& flags,
-             uintptr_t stream) {
+             const Words& sources, const Words& bytes, const Words& offsets, const Words& piece_bytes,
+             const Words& step_bytes, const Flags& flags, uintptr_t stream) {
             const auto engine = self.engine();
-            Batch batch =
-                MakeBatch(0, end, engine->options().slot_bytes, true, sources, bytes, offsets, flags);
+            Batch batch = MakeBatch(0, end, engine->options().slot_bytes, true,
+                                    {sources, bytes, offsets, piece_bytes, step_bytes, flags});
             nb::gil_scoped_release release;
             return engine->Start(path, reserve_bytes, std::move(batch), reinterpret_cast<CuStream>(stream));
           },
-          nb::kw_only(), "path"_a, "reserve_bytes"_a, "end"_a, "sources"_a, "bytes"_a, "offsets"_a, "flags"_a,
-          "stream"_a)
+          nb::kw_only(), "path"_a, "reserve_bytes"_a, "end"_a, "sources"_a, "bytes"_a, "offsets"_a,
+          "piece_bytes"_a, "step_bytes"_a, "flags"_a, "stream"_a)
       .def(
           "append",
           [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, uint64_t begin, uint64_t end,
-             const Words& sources, const Words& bytes, const Words& offsets, const Flags& flags) {
+             const Words& sources, const Words& bytes, const Words& offsets, const Words& piece_bytes,
+             const Words& step_bytes, const Flags& flags) {
             const auto engine = self.engine();
-            Batch batch =
-                MakeBatch(begin, end, engine->options().slot_bytes, false, sources, bytes, offsets, flags);
+            Batch batch = MakeBatch(begin, end, engine->options().slot_bytes, false,
+                                    {sources, bytes, offsets, piece_bytes, step_bytes, flags});
             nb::gil_scoped_release release;
             engine->Append(job, std::move(batch));
           },
-          nb::kw_only(), "job"_a, "begin"_a, "end"_a, "sources"_a, "bytes"_a, "offsets"_a, "flags"_a)
+          nb::kw_only(), "job"_a, "begin"_a, "end"_a, "sources"_a, "bytes"_a, "offsets"_a, "piece_bytes"_a,
+          "step_bytes"_a, "flags"_a)
       .def(
           "finish",
           [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, nb::bytes footer, uint64_t offset) {
@@ -200,7 +217,7 @@ void BindReader(nb::module_& module) {
       [](const std::string& path, uint64_t data_bytes, const Words& offsets, const Words& bytes,
          const Words& targets, nb::bytes checksums, bool direct, int threads, size_t buffer_bytes,
          const std::string& faults) {
-        CheckLengths(offsets.size(), bytes.size(), targets.size(), targets.size());
+        CheckLengths({offsets.size(), bytes.size(), targets.size()});
         std::vector<Piece> pieces(offsets.size());
         for (size_t i = 0; i < pieces.size(); ++i) pieces[i] = {offsets(i), bytes(i), targets(i)};
         std::vector<uint32_t> blocks(checksums.size() / sizeof(uint32_t));

@@ -23,6 +23,14 @@ void DeviceCopier::EnterThread() const {
   driver_->RelaxCapture();
 }
 
+void DeviceCopier::CopyPieces(uint8_t* target, CuPointer source, size_t bytes, size_t step_bytes,
+                              size_t pieces) {
+  if (pieces > 1 && step_bytes >= bytes && step_bytes <= Driver::kMostPitch) {
+    return driver_->CopyRowsToHost(target, source, bytes, step_bytes, pieces, stream_);
+  }
+  for (size_t i = 0; i < pieces; ++i) Copy(target + i * bytes, source + i * step_bytes, bytes);
+}
+
 std::shared_ptr<Event> DeviceCopier::Record() {
   auto event = std::make_shared<Event>(driver_, context_);
   driver_->Record(event->get(), stream_);

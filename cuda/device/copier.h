@@ -47,6 +47,8 @@ class DeviceCopier {
   void Copy(void* target, CuPointer source, size_t bytes) {
     driver_->CopyToHost(target, source, bytes, stream_);
   }
+  // `pieces` of `bytes`, `step_bytes` apart on the device, one behind the other: in one call if it can be.
+  void CopyPieces(uint8_t* target, CuPointer source, size_t bytes, size_t step_bytes, size_t pieces);
   std::shared_ptr<Event> Record();
   void Wait(const Event& event) const { driver_->Synchronize(event.get()); }
 

@@ -14,7 +14,24 @@ constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kHostRegisterPortable = 1;
 constexpr int kCaptureModeRelaxed = 2;
 
+constexpr unsigned kMemoryHost = 1;
+constexpr unsigned kMemoryDevice = 2;
+
 using GetProcAddress = int (*)(const char*, void**, int, unsigned long long, void*);
+
+// CUDA_MEMCPY2D.
+struct CopyOfRows {
+  struct End {
+    size_t x_bytes, y;
+    unsigned memory;
+    const void* host;
+    CuPointer device;
+    void* array;
+    size_t pitch;
+  } source, target;
+  size_t row_bytes, rows;
+};
+static_assert(sizeof(CopyOfRows) == 128);
 
 }  // namespace
 
@@ -35,6 +52,7 @@ struct Driver::Table {
   int (*event_query)(CuEvent);
   int (*event_synchronize)(CuEvent);
   int (*copy_to_host)(void*, CuPointer, size_t, CuStream);
+  int (*copy_rows)(const CopyOfRows*, CuStream);
   int (*host_register)(void*, size_t, unsigned);
   int (*host_unregister)(void*);
 
@@ -75,6 +93,7 @@ std::shared_ptr<Driver> Driver::Open(const std::string& path) {
   table->Load("cuEventQuery", &table->event_query);
   table->Load("cuEventSynchronize", &table->event_synchronize);
   table->Load("cuMemcpyDtoHAsync", &table->copy_to_host);
+  table->Load("cuMemcpy2DAsync", &table->copy_rows);
   table->Load("cuMemHostRegister", &table->host_register);
   table->Load("cuMemHostUnregister", &table->host_unregister);
   std::shared_ptr<Driver> driver(new Driver(std::move(table)));
@@ -162,6 +181,20 @@ bool Driver::Done(CuEvent event) const {
 
 void Driver::CopyToHost(void* target, CuPointer source, size_t bytes, CuStream stream) const {
   Check(table_->copy_to_host(target, source, bytes, stream), "cuMemcpyDtoHAsync");
+}
+
+void Driver::CopyRowsToHost(void* target, CuPointer source, size_t row_bytes, size_t pitch, size_t rows,
+                            CuStream stream) const {
+  CopyOfRows copy{};
+  copy.source.memory = kMemoryDevice;
+  copy.source.device = source;
+  copy.source.pitch = pitch;
+  copy.target.memory = kMemoryHost;
+  copy.target.host = target;
+  copy.target.pitch = row_bytes;
+  copy.row_bytes = row_bytes;
+  copy.rows = rows;
+  Check(table_->copy_rows(&copy, stream), "cuMemcpy2DAsync");
 }
 
 void Driver::RegisterHost(void* memory, size_t bytes) const {

@@ -41,6 +41,11 @@ class Driver {
   void Synchronize(CuEvent event) const;  // sleeps, does not spin
   bool Done(CuEvent event) const;
   void CopyToHost(void* target, CuPointer source, size_t bytes, CuStream stream) const;
+  // CU_DEVICE_ATTRIBUTE_MAX_PITCH, of every device there has been.
+  static constexpr size_t kMostPitch = (size_t{1} << 31) - 1;
+  // `rows` of `row_bytes`, `pitch` apart on the device, become contiguous. row_bytes <= pitch <= kMostPitch.
+  void CopyRowsToHost(void* target, CuPointer source, size_t row_bytes, size_t pitch, size_t rows,
+                      CuStream stream) const;
   void RegisterHost(void* memory, size_t bytes) const;
   void UnregisterHost(void* memory) const noexcept;
 

@@ -1,6 +1,7 @@
 #include "engine/batch.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 
 #include "os/aligned.h"
@@ -8,9 +9,14 @@
 namespace datastates {
 namespace {
 
-void CheckOrder(const std::vector<Run>& runs, uint64_t begin, uint64_t end) {
+void CheckRuns(const std::vector<Run>& runs, uint64_t begin, uint64_t end) {
   uint64_t at = begin;
   for (const Run& run : runs) {
+    if (run.bytes != 0 && (run.piece_bytes == 0 || run.bytes % run.piece_bytes != 0)) {
+      throw Failure("plan copies", "", 0,
+                    "run of " + std::to_string(run.bytes) + " bytes at offset " + std::to_string(run.offset) +
+                        " is no whole number of pieces of " + std::to_string(run.piece_bytes));
+    }
     if (run.offset < at || run.bytes > end || run.offset > end - run.bytes) {
       throw Failure("plan copies", "", 0,
                     "run of " + std::to_string(run.bytes) + " bytes at offset " + std::to_string(run.offset) +
@@ -23,13 +29,15 @@ void CheckOrder(const std::vector<Run>& runs, uint64_t begin, uint64_t end) {
 
 std::vector<Run> Coalesce(std::vector<Run> runs) {
   size_t kept = 0;
-  for (const Run& run : runs) {
+  for (Run run : runs) {
     if (run.bytes == 0) continue;
+    if (run.step_bytes == run.piece_bytes) run.piece_bytes = run.bytes;
     if (kept > 0) {
       Run& last = runs[kept - 1];
-      if (last.source + last.bytes == run.source && last.offset + last.bytes == run.offset &&
+      const bool contiguous = last.piece_bytes == last.bytes && run.piece_bytes == run.bytes;
+      if (contiguous && last.source + last.bytes == run.source && last.offset + last.bytes == run.offset &&
           last.eager == run.eager && last.device == run.device) {
-        last.bytes += run.bytes;
+        last.piece_bytes = last.bytes += run.bytes;
         continue;
       }
     }
@@ -62,8 +70,10 @@ std::vector<Sample> SamplePlaces(const std::vector<Run>& runs, uint64_t begin, u
   for (const Run& run : runs) {
     if (run.eager || run.bytes == 0) continue;
     const auto sample_before = [&](uint64_t end) {
-      const uint64_t bytes = std::min(kSampleBytes, end - run.offset);
-      const uint64_t source = run.source + (end - bytes - run.offset);
+      const uint64_t piece = (end - 1 - run.offset) / run.piece_bytes;
+      const uint64_t in_piece = end - run.offset - piece * run.piece_bytes;
+      const uint64_t bytes = std::min(kSampleBytes, in_piece);
+      const uint64_t source = run.source + piece * run.step_bytes + (in_piece - bytes);
       samples.push_back({source, end - bytes, static_cast<uint32_t>(bytes), 0, run.device});
     };
     const uint64_t end = run.offset + run.bytes;
@@ -75,7 +85,28 @@ std::vector<Sample> SamplePlaces(const std::vector<Run>& runs, uint64_t begin, u
   return samples;
 }
 
+// The compiler makes a load and a store of each: the usual pieces are single elements.
+template <size_t kBytes>
+void CopyElements(uint8_t* target, const uint8_t* source, size_t step_bytes, size_t pieces) {
+  for (size_t i = 0; i < pieces; ++i) std::memcpy(target + i * kBytes, source + i * step_bytes, kBytes);
+}
+
 }  // namespace
+
+void CopyPieces(uint8_t* target, const uint8_t* source, size_t bytes, size_t step_bytes, size_t pieces) {
+  switch (bytes) {
+    case 1:
+      return CopyElements<1>(target, source, step_bytes, pieces);
+    case 2:
+      return CopyElements<2>(target, source, step_bytes, pieces);
+    case 4:
+      return CopyElements<4>(target, source, step_bytes, pieces);
+    case 8:
+      return CopyElements<8>(target, source, step_bytes, pieces);
+    default:
+      for (size_t i = 0; i < pieces; ++i) std::memcpy(target + i * bytes, source + i * step_bytes, bytes);
+  }
+}
 
 Batch::Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, std::vector<Run> runs)
     : fenced_(fenced) {
@@ -83,7 +114,7 @@ Batch::Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, st
     throw Failure("plan copies", "", 0,
                   "a batch begins and ends at multiples of " + std::to_string(kAlignment));
   }
-  CheckOrder(runs, begin, end);
+  CheckRuns(runs, begin, end);
   if (fenced) samples_ = SamplePlaces(runs, begin, chunk_bytes);
   runs_ = Coalesce(std::move(runs));
   size_t run = 0;

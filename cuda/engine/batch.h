@@ -1,21 +1,26 @@
 // What to copy where: the plan of one contiguous stretch of a data file, cut into slot-sized chunks.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "common.h"
 
 namespace datastates {
 
-// `bytes` at `source` become the file's bytes at `offset`.
+// Pieces of memory at equal distances, the first at `source`, become the file's bytes at `offset`, one behind
+// the other. One piece, or pieces that touch, are contiguous memory.
 struct Run {
   uint64_t source;
-  uint64_t bytes;
+  uint64_t bytes;  // of all pieces together
   uint64_t offset;
-  bool eager;   // must be staged before the trainer goes on at all
-  bool device;  // `source` is device memory
+  uint64_t piece_bytes;  // divides `bytes`
+  uint64_t step_bytes;   // from piece to piece: anything, also zero
+  bool eager;            // must be staged before the trainer goes on at all
+  bool device;           // `source` is device memory
 };
 
 constexpr uint64_t kSampleBytes = 64;
@@ -25,15 +30,18 @@ constexpr size_t kMostDeviceSamples = 512;
 struct Sample {
   uint64_t source;
   uint64_t offset;  // in the file
-  uint32_t bytes;   // kSampleBytes, or the whole run if it has less
+  uint32_t bytes;   // kSampleBytes, or the whole piece of a run if it has less
   uint32_t place;   // counted among the samples of the host, or of the device
   bool device;
 };
 
+// `pieces` pieces of `bytes`, `step_bytes` apart, one behind the other. Host memory's part of Batch::Fill.
+void CopyPieces(uint8_t* target, const uint8_t* source, size_t bytes, size_t step_bytes, size_t pieces);
+
 class Batch {
  public:
   // `runs` are ordered by offset, do not overlap and lie in [begin, end); `begin` and `end` are
-  // multiples of kAlignment. Neighbours in memory and in the file become one run. Throws Failure.
+  // multiples of kAlignment. Contiguous neighbours in memory and in the file become one run. Throws Failure.
   // `fenced`: the sources may change at the next fence, so the fence waits for this batch.
   Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, std::vector<Run> runs);
 
@@ -54,8 +62,10 @@ class Batch {
   const std::vector<Sample>& samples() const { return samples_; }
   bool fenced() const { return fenced_; }
 
-  // Calls copy(target, run, source, bytes) for every piece of a run in the chunk, and zeroes the gaps
-  // between them. `target` is the chunk's slot.
+  // Calls copy(target, run, source, bytes, pieces) for all of a run that is in the chunk: `pieces` pieces of
+  // `bytes`, run.step_bytes apart from `source` on, go to `target` one behind the other. A chunk's border may
+  // cut a piece, so there are up to three calls a run. Zeroes the gaps between runs. `target` is the chunk's
+  // slot.
   template <typename Copy>
   void Fill(const Chunk& chunk, uint8_t* target, Copy copy) const;
 
@@ -76,8 +86,14 @@ void Batch::Fill(const Chunk& chunk, uint8_t* target, Copy copy) const {
     const uint64_t to = run.offset + run.bytes < end ? run.offset + run.bytes : end;
     if (from >= to) continue;
     if (from > at) std::memset(target + (at - chunk.offset), 0, from - at);
-    copy(target + (from - chunk.offset), run, run.source + (from - run.offset), to - from);
-    at = to;
+    for (at = from; at < to;) {
+      const uint64_t piece = (at - run.offset) / run.piece_bytes;
+      const uint64_t cut_off = (at - run.offset) % run.piece_bytes;
+      const uint64_t bytes = std::min(run.piece_bytes - cut_off, to - at);
+      const uint64_t pieces = bytes == run.piece_bytes ? (to - at) / bytes : 1;
+      copy(target + (at - chunk.offset), run, run.source + piece * run.step_bytes + cut_off, bytes, pieces);
+      at += pieces * bytes;
+    }
   }
   if (at < end) std::memset(target + (at - chunk.offset), 0, end - at);
 }

@@ -253,14 +253,15 @@ void Engine::EnterDevice(const SaveJob& job) {
 }
 
 void Engine::FillSlot(const Stretch& stretch, const Batch::Chunk& chunk, uint8_t* target, bool* device) {
-  stretch.batch->Fill(chunk, target, [&](uint8_t* to, const Run& run, uint64_t source, uint64_t bytes) {
+  const auto copy = [&](uint8_t* to, const Run& run, uint64_t source, uint64_t bytes, uint64_t pieces) {
     if (run.device) {
-      stretch.job->copier()->Copy(to, source, bytes);
-      *device = true;
+      *device = true;  // before a copy that may be the first of several to be enqueued, and the next fail
+      stretch.job->copier()->CopyPieces(to, source, bytes, run.step_bytes, pieces);
     } else {
-      std::memcpy(to, reinterpret_cast<const void*>(source), bytes);
+      CopyPieces(to, reinterpret_cast<const uint8_t*>(source), bytes, run.step_bytes, pieces);
     }
-  });
+  };
+  stretch.batch->Fill(chunk, target, copy);
 }
 
 void Engine::Stage(const Stretch& stretch) {

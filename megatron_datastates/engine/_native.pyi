@@ -51,6 +51,8 @@ class Engine:
         sources: NDArray[np.uint64],
         bytes: NDArray[np.uint64],
         offsets: NDArray[np.uint64],
+        piece_bytes: NDArray[np.uint64],
+        step_bytes: NDArray[np.uint64],
         flags: NDArray[np.uint8],
         stream: int,
     ) -> SaveJob: ...
@@ -63,6 +65,8 @@ class Engine:
         sources: NDArray[np.uint64],
         bytes: NDArray[np.uint64],
         offsets: NDArray[np.uint64],
+        piece_bytes: NDArray[np.uint64],
+        step_bytes: NDArray[np.uint64],
         flags: NDArray[np.uint8],
     ) -> None: ...
     def finish(self, *, job: SaveJob, footer: bytes, offset: int) -> None: ...

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,19 +18,17 @@ from megatron_datastates.engine import native
 from megatron_datastates.engine.memory import local_ranks, most_slots
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.index import Index
+from megatron_datastates.plan.boxes import Runs
 from megatron_datastates.plan.layout import Layout, place_objects
 
 _SLICE_SECONDS = 0.1  # native waits return this often, so that signals and restarts get through
 Words = npt.NDArray[np.uint64]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CopyRequest:
-    """One fragment to be copied: runs of equal size at `addresses`, going to `places` in the fragment."""
+class CopyRequest(NamedTuple):
+    """One fragment to be copied."""
 
-    addresses: Words
-    places: Words  # bytes, ascending
-    run_bytes: int
+    runs: Runs
     eager: bool  # must be safe before the trainer goes on
     on_device: bool
     owner: object  # kept until the copy is done
@@ -72,10 +72,12 @@ class StagingEngine:
             sources=runs.sources,
             bytes=runs.bytes,
             offsets=runs.offsets,
+            piece_bytes=runs.piece_bytes,
+            step_bytes=runs.step_bytes,
             flags=runs.flags,
             stream=_current_stream() if on_device else 0,
         )
-        keep = [header, runs, *(copy.owner for copy in ordered)]
+        keep = [header, *(copy.owner for copy in ordered)]
         save = FileSave(self, job, path, layout, keep, on_device)
         try:
             save.wait_eager(self.options.fence_deadline)
@@ -91,50 +93,42 @@ class StagingEngine:
 
 
 @dataclasses.dataclass
-class _Runs:
+class _RunArrays:
+    """One element a run, for the native call: see Run in cuda/engine/batch.h."""
+
     sources: Words
     bytes: Words
     offsets: Words
+    piece_bytes: Words
+    step_bytes: Words
     flags: npt.NDArray[np.uint8]
-    header: np.ndarray  # keeps its memory alive
 
 
-def _collect_runs(header: bytes, layout: Layout, ordered: Sequence[CopyRequest]) -> _Runs:
-    """Arrays for the native call, built anew at every save: a stale pointer would save old bytes."""
-    first = np.frombuffer(header, np.uint8)
-    sources, sizes, offsets, flags = [first.ctypes.data], [len(header)], [0], [0]
-    strided: list[tuple[CopyRequest, int]] = []
-    for copy, offset in zip(ordered, layout.offsets.tolist(), strict=True):
-        if len(copy.addresses) > 1:
-            strided.append((copy, offset))
-        elif len(copy.addresses) == 1:
-            sources.append(int(copy.addresses[0]))
-            sizes.append(copy.run_bytes)
-            offsets.append(offset)
-            flags.append(_flags(copy))
-    arrays = (np.array(sources, np.uint64), np.array(sizes, np.uint64), np.array(offsets, np.uint64))
-    runs = _Runs(*arrays, np.array(flags, np.uint8), first)
-    return _insert(runs, strided) if strided else runs
+def _collect_runs(header: bytes, layout: Layout, ordered: Sequence[CopyRequest]) -> _RunArrays:
+    """Built anew at every save: a stale pointer would save old bytes. The caller keeps `header`."""
+    first = Runs((np.frombuffer(header, np.uint8).ctypes.data,), 1, len(header), len(header))
+    runs = [first, *(copy.runs for copy in ordered)]
+    starts, pieces, piece_bytes, step_bytes = zip(*runs, strict=True)
+    counts = np.array([len(addresses) for addresses in starts])
+    total = int(counts.sum())
+
+    def each(values: Sequence[int] | Words) -> Words:
+        return np.repeat(np.asarray(values, np.uint64), counts)
+
+    place = np.arange(total, dtype=np.uint64) - each((np.cumsum(counts) - counts).astype(np.uint64))
+    sizes = each(pieces) * each(piece_bytes)
+    return _RunArrays(
+        sources=np.fromiter(itertools.chain.from_iterable(starts), np.uint64, total),
+        bytes=sizes,
+        offsets=each(np.concatenate([np.zeros(1, np.uint64), layout.offsets])) + place * sizes,
+        piece_bytes=each(piece_bytes),
+        step_bytes=each(step_bytes),
+        flags=np.repeat(np.array([0, *map(_flags, ordered)], np.uint8), counts),
+    )
 
 
 def _flags(copy: CopyRequest) -> int:
     return int(copy.eager and native.EAGER_FLAG) | int(copy.on_device and native.DEVICE_FLAG)
-
-
-def _insert(runs: _Runs, strided: Sequence[tuple[CopyRequest, int]]) -> _Runs:
-    counts = [len(copy.addresses) for copy, _ in strided]
-    sources = np.concatenate([runs.sources, *(copy.addresses for copy, _ in strided)])
-    sizes = [np.full(n, copy.run_bytes, np.uint64) for (copy, _), n in zip(strided, counts, strict=True)]
-    offsets = np.concatenate([runs.offsets, *(copy.places + np.uint64(at) for copy, at in strided)])
-    flags = [np.full(n, _flags(copy), np.uint8) for (copy, _), n in zip(strided, counts, strict=True)]
-    order = np.argsort(offsets, kind="stable")
-    return _Runs(
-        sources[order],
-        np.concatenate([runs.bytes, *sizes])[order],
-        offsets[order],
-        np.concatenate([runs.flags, *flags])[order],
-        runs.header,
-    )
 
 
 def _tensors_at(layout: Layout, begin: int, end: int) -> list[str]:
@@ -227,13 +221,16 @@ class FileSave:
         memory = [np.frombuffer(data, np.uint8) for data in objects]
         self._objects = [*objects, *memory]
         present = [i for i, size in enumerate(sizes) if size]
+        present_bytes = np.array([sizes[i] for i in present], np.uint64)
         self._engine.native.append(
             job=self._job,
             begin=self.layout.tensor_end,
             end=end,
             sources=np.array([memory[i].ctypes.data for i in present], np.uint64),
-            bytes=np.array([sizes[i] for i in present], np.uint64),
+            bytes=present_bytes,
             offsets=np.array([offsets[i] for i in present], np.uint64),
+            piece_bytes=present_bytes,
+            step_bytes=present_bytes,
             flags=np.zeros(len(present), np.uint8),
         )
         self._job.close_input()

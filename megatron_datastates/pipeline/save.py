@@ -244,6 +244,4 @@ class RankSave:
 
 
 def _copy_request(source: TensorSource) -> CopyRequest:
-    addresses, places, run_bytes = source.runs()
-    eager = source.mutability is Mutability.NOW
-    return CopyRequest(addresses, places, run_bytes, eager, source.on_device, source.owner)
+    return CopyRequest(source.runs(), source.mutability is Mutability.NOW, source.on_device, source.owner)

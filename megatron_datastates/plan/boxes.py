@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +47,43 @@ def box_runs(
         a = (a[:, None] + steps * a_strides[d]).reshape(-1)
         b = (b[:, None] + steps * b_strides[d]).reshape(-1)
     return (a * item_bytes).astype(np.uint64), (b * item_bytes).astype(np.uint64), run * item_bytes
+
+
+class Runs(NamedTuple):
+    """What is copied of one fragment: runs of equal size, stored one behind the other.
+
+    A run is `pieces` pieces of `piece_bytes`, each `step_bytes` behind the one before in memory.
+    """
+
+    starts: Sequence[int]  # where in memory each run begins, bytes
+    pieces: int
+    piece_bytes: int
+    step_bytes: int
+
+
+def strided_runs(shape: Sequence[int], strides: Sequence[int], item_bytes: int, base: int = 0) -> Runs:
+    """A strided memory that is to be stored in row-major order, as few runs.
+
+    Args:
+        shape: elements per dimension.
+        strides: elements per step; none is negative.
+        item_bytes: bytes per element.
+        base: where the first element is.
+    """
+    if 0 in shape:
+        return Runs((), 1, 0, 0)
+    dims: list[tuple[int, int]] = []  # length and stride, where neighbours that make one dimension are one
+    for length, stride in zip(shape, strides, strict=True):
+        if dims and dims[-1][1] == length * stride:
+            dims[-1] = dims[-1][0] * length, stride
+        elif length != 1:
+            dims.append((length, stride))
+    piece = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
+    pieces, step = dims.pop() if dims else (1, piece)
+    starts = np.zeros(1, np.int64)
+    for length, stride in dims:
+        starts = (starts[:, None] + np.arange(length, dtype=np.int64) * stride).reshape(-1)
+    return Runs((starts * item_bytes + base).tolist(), pieces, piece * item_bytes, step * item_bytes)
 
 
 def intersect(

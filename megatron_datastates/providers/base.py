@@ -6,10 +6,8 @@ import enum
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from megatron_datastates.format.values import Fragment
+from megatron_datastates.plan.boxes import Runs
 
 
 class Mutability(enum.Enum):
@@ -43,8 +41,8 @@ class TensorSource(Protocol):
         """The same source, copied at once although it could wait."""
         ...
 
-    def runs(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], int]:
-        """Addresses of contiguous runs, their byte offsets in the fragment (ascending), bytes of each."""
+    def runs(self) -> Runs:
+        """Where the bytes are, now: asked anew at every save."""
         ...
 
 

@@ -5,18 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.values import Fragment
-from megatron_datastates.plan.boxes import box_runs, contiguous_strides
+from megatron_datastates.plan.boxes import Runs, strided_runs
 from megatron_datastates.providers.base import Mutability, ObjectSource
-
-# A strided tensor is copied run by run down to this length; finer ones are packed first, because a copy
-# costs about a microsecond whatever its size.
-_SHORTEST_RUN_BYTES = 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,17 +29,12 @@ class TensorMemory:
     def made_eager(self) -> TensorMemory:
         return dataclasses.replace(self, mutability=Mutability.NOW)
 
-    def runs(self) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], int]:
-        base = np.uint64(self.tensor.data_ptr())
-        if self.tensor.is_contiguous():
+    def runs(self) -> Runs:
+        tensor = self.tensor
+        if tensor.is_contiguous():
             size = self.fragment.bytes
-            count = 1 if size else 0
-            return np.full(count, base, np.uint64), np.zeros(count, np.uint64), size
-        shape = tuple(self.tensor.shape)
-        memory, stored, size = box_runs(
-            shape, self.tensor.stride(), contiguous_strides(shape), self.tensor.element_size()
-        )
-        return memory + base, stored, size
+            return Runs((tensor.data_ptr(),) if size else (), 1, size, size)
+        return strided_runs(tensor.shape, tensor.stride(), tensor.element_size(), tensor.data_ptr())
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -84,19 +73,7 @@ def tensor_source(
         )
     if fragment.bytes and data.untyped_storage().nbytes() == 0:
         raise MismatchError(f"tensor {key!r} has no memory: it was offloaded; bring it back before a save")
-    if not data.is_contiguous() and _shortest_run(data) < _SHORTEST_RUN_BYTES:
-        # A fresh tensor that nobody else has: the original may change from here on.
-        data, mutability = data.contiguous(), Mutability.NEVER
     return TensorMemory(fragment, data, mutability, data.device.type == "cuda")
-
-
-def _shortest_run(tensor: torch.Tensor) -> int:
-    run = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
-        if size != 1 and stride != run:
-            break
-        run *= size
-    return run * tensor.element_size()
 
 
 class TensorProvider:

@@ -25,12 +25,23 @@ KEPT: list[np.ndarray] = []  # sources of copies that may still be read; until t
 
 @dataclasses.dataclass
 class Copy:
-    """Bytes of an array, or of a part of one, that go to `offset` in the file."""
+    """Bytes of an array, or of a part of one, that go to `offset` in the file.
+
+    One dimension: contiguous bytes. Two: pieces of memory, one a row, at any distance.
+    """
 
     source: np.ndarray
     offset: int
     eager: bool = False
     device: bool = False
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.source.shape[-1]
+
+    @property
+    def step_bytes(self) -> int:
+        return self.source.strides[0] if self.source.ndim == 2 else self.piece_bytes
 
     @property
     def flags(self) -> int:
@@ -53,7 +64,7 @@ def expected_bytes(copies: Sequence[Copy], end: int | None = None) -> bytes:
     """What the file must hold before its footer; bytes that nobody wrote are zero."""
     data = np.zeros(end if end is not None else end_of(copies), np.uint8)
     for copy in copies:
-        data[copy.offset : copy.offset + copy.source.nbytes] = copy.source
+        data[copy.offset : copy.offset + copy.source.nbytes] = copy.source.reshape(-1)
     return data.tobytes()
 
 
@@ -62,6 +73,8 @@ def arrays(copies: Sequence[Copy]) -> dict[str, np.ndarray]:
         "sources": np.array([copy.source.ctypes.data for copy in copies], np.uint64),
         "bytes": np.array([copy.source.nbytes for copy in copies], np.uint64),
         "offsets": np.array([copy.offset for copy in copies], np.uint64),
+        "piece_bytes": np.array([copy.piece_bytes for copy in copies], np.uint64),
+        "step_bytes": np.array([copy.step_bytes for copy in copies], np.int64).view(np.uint64),
         "flags": np.array([copy.flags for copy in copies], np.uint8),
     }
 

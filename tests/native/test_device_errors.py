@@ -53,6 +53,7 @@ def test_a_device_that_is_lost_fails_every_save_but_hangs_none(
 ) -> None:
     engine, stream = device_engines(most_slots=2), cuda.new_stream()
     save_whole(engine, tmp_path / "first", shard(), stream=stream)
+    cuda.delay_copies(seconds=0.02)  # or the save is over before the device is lost
     save = Save(engine, tmp_path / "failed", shard(), stream=stream)
     calls = ("cuMemcpyDtoHAsync", "cuEventRecord", "cuEventSynchronize", "cuStreamWaitEvent", "cuEventCreate")
     for call in calls:

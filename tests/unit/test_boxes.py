@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_datastates.plan.boxes import box_runs, contiguous_strides, first_overlap, intersect
+from megatron_datastates.plan.boxes import (
+    box_runs,
+    contiguous_strides,
+    first_overlap,
+    intersect,
+    strided_runs,
+)
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=4)
 
@@ -83,6 +89,28 @@ def test_an_expanded_dimension_reads_the_same_bytes_again():
 def test_a_box_without_dimensions_is_one_element():
     starts, targets, size = box_runs([], [], [], 8)
     assert (starts.tolist(), targets.tolist(), size) == ([0], [0], 8)
+
+
+@st.composite
+def strided(draw):
+    """A view into some memory whose strides may be anything, also zero, or smaller than what they step over."""
+    lengths = draw(LENGTHS)
+    dense = contiguous_strides(lengths)
+    strides = [draw(st.one_of(st.integers(0, 30), st.sampled_from([s, 2 * s]))) for s in dense]
+    last = sum(max(n - 1, 0) * step for n, step in zip(lengths, strides, strict=True))
+    memory = np.arange(last + 1, dtype=np.uint32)
+    return np.lib.stride_tricks.as_strided(memory, lengths, [4 * step for step in strides])
+
+
+@given(strided(), st.integers(0, 99))
+def test_pieces_of_strided_runs_are_the_view_in_row_major_order(view, base):
+    runs = strided_runs(view.shape, element_strides(view), 4, base)
+    memory, stored = flat_bytes(view) if view.size else np.zeros(0, np.uint8), [np.zeros(0, np.uint8)]
+    for start in runs.starts:
+        for piece in range(runs.pieces):
+            at = start - base + piece * runs.step_bytes
+            stored.append(memory[at : at + runs.piece_bytes])
+    assert np.concatenate(stored).tobytes() == view.tobytes()
 
 
 @given(st.lists(st.integers(1, 6), max_size=5))

@@ -18,14 +18,12 @@ LAZY = Mutability.AT_FENCE
 
 
 def copied(source: TensorMemory) -> bytes:
-    """What the engine would copy: run by run, to its place in the fragment."""
-    stored = bytearray(b"\xaa" * source.fragment.bytes)
-    addresses, places, size = source.runs()
-    for address, place in zip(addresses.tolist(), places.tolist(), strict=True):
-        stored[place : place + size] = ctypes.string_at(address, size)
-    assert len(addresses) * size == len(stored)
-    assert (places[1:] >= places[:-1] + size).all()
-    return bytes(stored)
+    """What the engine would copy: piece by piece, one behind the other."""
+    runs = source.runs()
+    pieces = [start + i * runs.step_bytes for start in runs.starts for i in range(runs.pieces)]
+    stored = b"".join(ctypes.string_at(address, runs.piece_bytes) for address in pieces)
+    assert len(stored) == source.fragment.bytes
+    return stored
 
 
 def matrix(rows: int = 6, columns: int = 1000) -> torch.Tensor:
@@ -80,21 +78,38 @@ def test_every_dtype_is_copied_from_a_transposed_tensor(name):
     assert copied(tensor_source("w", tensor.t(), LAZY)) == elements.transpose(1, 0, 2).tobytes()
 
 
-@pytest.mark.parametrize("name", ["dense", "rows", "columns, long", "expanded rows", "permuted"])
-def test_long_runs_are_read_in_place(name):
-    tensor = VIEWS[name]
-    source = tensor_source("w", tensor, LAZY)
-    assert source.mutability is LAZY
-    assert source.runs()[0][0] == tensor.data_ptr()
+@pytest.mark.parametrize("mutability", Mutability)
+@pytest.mark.parametrize("tensor", VIEWS.values(), ids=VIEWS.keys())
+def test_every_tensor_is_read_in_place(tensor, mutability):
+    """Nothing is copied first, on a device least of all; so it changes as the original does."""
+    source = tensor_source("w", tensor, mutability)
+    assert source.mutability is mutability
+    assert list(source.runs().starts[:1]) == [tensor.data_ptr()] * (tensor.numel() > 0)
     assert source.owner.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
-@pytest.mark.parametrize("name", ["columns, short", "every other column", "transposed", "expanded columns"])
-def test_short_runs_are_packed_into_memory_of_our_own(name):
-    tensor = VIEWS[name].detach()
-    source = tensor_source("w", tensor, LAZY)
-    assert source.mutability is Mutability.NEVER
-    assert source.owner.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    [
+        ("dense", (1, 1, 24000)),
+        ("columns, long", (1, 6, 3200)),
+        ("every other row", (1, 3, 4000)),
+        ("every other column", (1, 3000, 4)),  # rows go on where the row before ends
+        ("transposed", (1000, 6, 4)),
+        ("permuted", (4, 6, 4000)),
+        ("channels last", (6, 20, 4)),
+        ("expanded rows", (1, 5, 4000)),
+        ("expanded columns", (5, 1000, 4)),
+        ("expanded scalar", (1, 16, 4)),
+        ("diagonal", (1, 30, 4)),
+        ("scalar of a matrix", (1, 1, 4)),
+        ("empty columns, strided", (0, 1, 0)),
+    ],
+)
+def test_strided_tensors_are_few_runs(name, runs):
+    """Runs, pieces of each, bytes of a piece."""
+    found = tensor_source("w", VIEWS[name], LAZY).runs()
+    assert (len(found.starts), found.pieces, found.piece_bytes) == runs
 
 
 def test_a_conjugated_view_is_stored_as_what_it_means():

@@ -23,6 +23,7 @@ constexpr int kNotReady = 600;
 constexpr int kStreamCaptureUnsupported = 900;
 constexpr int kLeastPriority = 0;
 constexpr int kGreatestPriority = -5;
+constexpr size_t kMostPitch = (size_t{1} << 31) - 1;
 
 thread_local void* current_context = nullptr;
 thread_local int capture_mode = 0;  // global; 2 is relaxed
@@ -155,19 +156,74 @@ int EventSynchronize(void* event) {
   return kSuccess;
 }
 
+struct Target {
+  void* memory;
+  size_t bytes;
+  bool page_locked;
+};
+
+// Memory may be gone when a copy to it runs only if the device was lost, and all waiting for it in vain.
+int EnqueueCopy(void* stream, const std::string& size, const Target& target, std::function<void()> copy) {
+  const std::string name = NameOf(stream);
+  auto mark = Enqueue(stream, [=] {
+    SleepForCopy(target.bytes);
+    Lock lock(TheWorld().mutex);
+    if (!target.page_locked || IsRegistered(TheWorld(), target.memory, target.bytes)) {
+      copy();
+      TheWorld().log.push_back("ran copy " + name + " " + size);
+    } else if (!TheWorld().lost) {
+      TheWorld().log.push_back("misuse: memory was taken away from a copy");
+    }
+  });
+  if (mark == nullptr) return kInvalidHandle;
+  if (!target.page_locked) Await(mark);
+  return kSuccess;
+}
+
 int CopyToHost(void* target, unsigned long long source, size_t bytes, void* stream) {
   const std::string name = NameOf(stream), size = std::to_string(bytes);
   const bool page_locked = IsPageLocked(target, bytes);
   const int needs = kContext | (page_locked ? kNothing : kNoCapture);
   if (int code = Enter("cuMemcpyDtoHAsync", name + " " + size, needs)) return code;
-  auto mark = Enqueue(stream, [=] {
-    SleepForCopy(bytes);
-    std::memcpy(target, reinterpret_cast<const void*>(source), bytes);
-    Log("ran copy " + name + " " + size);
-  });
-  if (mark == nullptr) return kInvalidHandle;
-  if (!page_locked) Await(mark);
-  return kSuccess;
+  const auto run = [=] { std::memcpy(target, reinterpret_cast<const void*>(source), bytes); };
+  return EnqueueCopy(stream, size, {target, bytes, page_locked}, run);
+}
+
+// CUDA_MEMCPY2D.
+struct Rows {
+  struct End {
+    size_t x_bytes, y;
+    int memory;  // 1: host, 2: device
+    void* host;
+    unsigned long long device;
+    void* array;
+    size_t pitch;
+  } source, target;
+  size_t row_bytes, rows;
+
+  bool IsValid() const {
+    const bool ends = source.memory == 2 && target.memory == 1 && target.host != nullptr;
+    const bool origin = source.x_bytes == 0 && source.y == 0 && target.x_bytes == 0 && target.y == 0;
+    const auto fits = [this](size_t pitch) { return pitch >= row_bytes && pitch <= kMostPitch; };
+    return ends && origin && fits(source.pitch) && fits(target.pitch);
+  }
+  void Run() const {
+    for (size_t row = 0; row < rows; ++row) {
+      const auto from = reinterpret_cast<const char*>(source.device) + row * source.pitch;
+      std::memcpy(static_cast<char*>(target.host) + row * target.pitch, from, row_bytes);
+    }
+  }
+};
+
+int CopyRows(const Rows* copy, void* stream) {
+  const std::string name = NameOf(stream);
+  const std::string size = std::to_string(copy->rows) + "x" + std::to_string(copy->row_bytes);
+  const bool page_locked = IsPageLocked(copy->target.host, copy->rows * copy->target.pitch);
+  const int needs = kContext | (page_locked ? kNothing : kNoCapture);
+  if (int code = Enter("cuMemcpy2DAsync", name + " " + size, needs)) return code;
+  if (!copy->IsValid()) return kInvalidValue;
+  const Target target{copy->target.host, copy->rows * copy->target.pitch, page_locked};
+  return EnqueueCopy(stream, size, target, [rows = *copy] { rows.Run(); });
 }
 
 int HostRegister(void* memory, size_t bytes, unsigned) {
@@ -209,6 +265,7 @@ int cuGetProcAddress_v2(const char* name, void** function, int, unsigned long lo
       {"cuEventQuery", Address(EventQuery)},
       {"cuEventSynchronize", Address(EventSynchronize)},
       {"cuMemcpyDtoHAsync", Address(CopyToHost)},
+      {"cuMemcpy2DAsync", Address(CopyRows)},
       {"cuMemHostRegister", Address(HostRegister)},
       {"cuMemHostUnregister", Address(HostUnregister)}};
   Log(std::string("look up ") + name);
@@ -280,6 +337,7 @@ void fake_fail(const char* name, long nth, int code) {
   World& world = TheWorld();
   Lock lock(world.mutex);
   world.faults[name] = {nth == 0 ? 0 : world.calls[name] + nth, code};
+  world.lost |= nth == 0;
 }
 
 void fake_delay_copies(int microseconds, double nanoseconds_per_byte) {
@@ -351,6 +409,7 @@ void fake_reset() {
   for (const auto& stream : retired) stream->thread.join();
   lock.lock();
   world.log.clear();
+  world.lost = false;
 }
 
 }  // extern "C"

@@ -119,6 +119,10 @@ void SleepForCopy(size_t bytes) {
 bool IsPageLocked(const void* memory, size_t bytes) {
   World& world = TheWorld();
   Lock lock(world.mutex);
+  return IsRegistered(world, memory, bytes);
+}
+
+bool IsRegistered(const World& world, const void* memory, size_t bytes) {
   const auto at = reinterpret_cast<uintptr_t>(memory);
   auto behind = world.registered.upper_bound(at);
   if (behind == world.registered.begin()) return false;

@@ -60,6 +60,7 @@ struct World {
   std::set<std::string> hidden;
   int microseconds_per_copy = 0;
   double nanoseconds_per_byte = 0;
+  bool lost = false;       // some call was ordered to fail for ever
   bool capturing = false;  // some thread captures a graph in global mode
 };
 
@@ -78,5 +79,6 @@ void Log(const std::string& line);
 std::string NameOf(void* handle);
 void SleepForCopy(size_t bytes);
 bool IsPageLocked(const void* memory, size_t bytes);
+bool IsRegistered(const World& world, const void* memory, size_t bytes);  // with the lock
 
 }  // namespace fake
