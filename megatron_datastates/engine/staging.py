@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,20 +15,11 @@ from megatron_datastates.engine import native
 from megatron_datastates.engine.memory import local_ranks, most_slots
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.index import Index
-from megatron_datastates.plan.boxes import Runs
+from megatron_datastates.plan.copies import CopyPlan
 from megatron_datastates.plan.layout import Layout, place_objects
 
 _SLICE_SECONDS = 0.1  # native waits return this often, so that signals and restarts get through
 Words = npt.NDArray[np.uint64]
-
-
-class CopyRequest(NamedTuple):
-    """One fragment to be copied."""
-
-    runs: Runs
-    eager: bool  # must be safe before the trainer goes on
-    on_device: bool
-    owner: object  # kept until the copy is done
 
 
 class StagingEngine:
@@ -55,30 +43,41 @@ class StagingEngine:
         )
 
     def begin(
-        self, path: Path, header: bytes, layout: Layout, copies: Sequence[CopyRequest], object_bytes: int
+        self,
+        path: Path,
+        header: bytes,
+        layout: Layout,
+        copies: CopyPlan,
+        addresses: Words,
+        owners: Sequence[object],
+        object_bytes: int,
     ) -> FileSave:
-        """Starts `copies` (one a fragment, as the layout was planned) into the data file `path`.
+        """Starts `copies` into the data file `path`, as the layout was planned.
 
         Returns when the eager ones are safe: copied, or ordered before whatever the trainer's current
-        stream does next. `object_bytes` is a guess of what will be appended, for reserving space.
+        stream does next.
+
+        Args:
+            addresses: of the fragments, now: a stale one would save old bytes.
+            owners: of that memory; kept until it has been copied.
+            object_bytes: a guess of what will be appended, for reserving space.
         """
-        ordered = [copies[i] for i in layout.order]
-        runs = _collect_runs(header, layout, ordered)
-        on_device = any(copy.on_device for copy in ordered)
+        first = np.frombuffer(header, np.uint8)
+        on_device = bool(copies.on_device.any())
         job = self.native.start(
             path=str(path),
             reserve_bytes=layout.tensor_end + object_bytes,
             end=layout.tensor_end,
-            sources=runs.sources,
-            bytes=runs.bytes,
-            offsets=runs.offsets,
-            piece_bytes=runs.piece_bytes,
-            step_bytes=runs.step_bytes,
-            flags=runs.flags,
+            sources=copies.sources(first.ctypes.data, addresses),
+            bytes=copies.bytes,
+            offsets=copies.offsets,
+            piece_bytes=copies.piece_bytes,
+            step_bytes=copies.step_bytes,
+            flags=copies.eager * np.uint8(native.EAGER_FLAG)
+            | copies.on_device * np.uint8(native.DEVICE_FLAG),
             stream=_current_stream() if on_device else 0,
         )
-        keep = [header, *(copy.owner for copy in ordered)]
-        save = FileSave(self, job, path, layout, keep, on_device)
+        save = FileSave(self, job, path, layout, [first, *owners], on_device)
         try:
             save.wait_eager(self.options.fence_deadline)
         except BaseException:  # an interrupt: nobody will have the save, so nothing may go on reading for it
@@ -90,45 +89,6 @@ class StagingEngine:
     def close(self) -> None:
         """Cancels what is unfinished and joins the threads."""
         self.native.close()
-
-
-@dataclasses.dataclass
-class _RunArrays:
-    """One element a run, for the native call: see Run in cuda/engine/batch.h."""
-
-    sources: Words
-    bytes: Words
-    offsets: Words
-    piece_bytes: Words
-    step_bytes: Words
-    flags: npt.NDArray[np.uint8]
-
-
-def _collect_runs(header: bytes, layout: Layout, ordered: Sequence[CopyRequest]) -> _RunArrays:
-    """Built anew at every save: a stale pointer would save old bytes. The caller keeps `header`."""
-    first = Runs((np.frombuffer(header, np.uint8).ctypes.data,), 1, len(header), len(header))
-    runs = [first, *(copy.runs for copy in ordered)]
-    starts, pieces, piece_bytes, step_bytes = zip(*runs, strict=True)
-    counts = np.array([len(addresses) for addresses in starts])
-    total = int(counts.sum())
-
-    def each(values: Sequence[int] | Words) -> Words:
-        return np.repeat(np.asarray(values, np.uint64), counts)
-
-    place = np.arange(total, dtype=np.uint64) - each((np.cumsum(counts) - counts).astype(np.uint64))
-    sizes = each(pieces) * each(piece_bytes)
-    return _RunArrays(
-        sources=np.fromiter(itertools.chain.from_iterable(starts), np.uint64, total),
-        bytes=sizes,
-        offsets=each(np.concatenate([np.zeros(1, np.uint64), layout.offsets])) + place * sizes,
-        piece_bytes=each(piece_bytes),
-        step_bytes=each(step_bytes),
-        flags=np.repeat(np.array([0, *map(_flags, ordered)], np.uint8), counts),
-    )
-
-
-def _flags(copy: CopyRequest) -> int:
-    return int(copy.eager and native.EAGER_FLAG) | int(copy.on_device and native.DEVICE_FLAG)
 
 
 def _tensors_at(layout: Layout, begin: int, end: int) -> list[str]:

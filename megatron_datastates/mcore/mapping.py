@@ -12,9 +12,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 
 from megatron_datastates.mcore.fences import stepped_storages
-from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.base import Mutability, Place, Tensors
 from megatron_datastates.providers.objects import PickledObject
-from megatron_datastates.providers.tensors import TensorMemory, tensor_source
 
 Classify = Callable[[torch.Tensor], Mutability]
 
@@ -86,10 +85,25 @@ class ShardedStateProvider:
             if isinstance(item, kind) and is_main_replica(item.replica_id):
                 yield item
 
-    def tensors(self) -> Iterator[TensorMemory]:
+    def tensors(self) -> Tensors:
         classify = self._classifier()
+        found = Tensors()
         for item in self._main_replicas(ShardedTensor):
-            yield self._source(item, classify)
+            data = item.data
+            if data is None or getattr(item, "flattened_range", None) is not None:
+                raise CheckpointingException(f"cannot save {item}: it has no data, or a flattened range")
+            if type(data).dequantize is torch.Tensor.dequantize:
+                mutability = classify(data)
+            else:
+                data, mutability = (
+                    data.dequantize(),
+                    Mutability.NEVER,
+                )  # as torch_dist stores quantized weights
+            shape = (1,) * item.prepend_axis_num + tuple(item.local_shape)
+            found.add(
+                item.key, data, mutability, Place(tuple(item.global_shape), tuple(item.global_offset), shape)
+            )
+        return found
 
     def objects(self) -> Iterator[PickledObject]:
         values: dict[str, list[Any]] = defaultdict(list)
@@ -97,20 +111,3 @@ class ShardedStateProvider:
             values[item.unique_key].append(item.data)
         # A list, as torch_dist stores them: readers take its first element.
         return (PickledObject(key, value, Mutability.NOW) for key, value in values.items())
-
-    def _source(self, item: ShardedTensor, classify: Classify) -> TensorMemory:
-        if item.data is None or getattr(item, "flattened_range", None) is not None:
-            raise CheckpointingException(f"cannot save {item}: it has no data, or a flattened range")
-        data = item.data
-        if type(data).dequantize is not torch.Tensor.dequantize:
-            data, mutability = data.dequantize(), Mutability.NEVER  # as torch_dist stores quantized weights
-        else:
-            mutability = classify(data)
-        return tensor_source(
-            item.key,
-            data,
-            mutability,
-            global_shape=item.global_shape,
-            offset=item.global_offset,
-            shape=(1,) * item.prepend_axis_num + tuple(item.local_shape),
-        )

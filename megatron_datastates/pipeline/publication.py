@@ -162,8 +162,8 @@ class Publication:
 
     def _end(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        if self.save.layout is not None and outcome is Outcome.PUBLISHED:
-            self._layouts.known.add(self.save.layout.digest)
+        if self.save.plan is not None and outcome is Outcome.PUBLISHED:
+            self._layouts.known.add(self.save.plan.layout.digest)
         self.on_end(self)
 
     def _agree_on_failure(self, keep_file: bool) -> None:
@@ -189,7 +189,7 @@ class Publication:
 
     def _exchange(self) -> None:
         self._publishing = True
-        layout = self.save.layout
+        layout = self.save.plan.layout if self.save.plan is not None else None
         is_new = layout is not None and layout.digest not in self._layouts.known
         own = layout.index if layout is not None and is_new else b""
         gathered = self.collectives.gather_all(self._record(len(own)).encode())
@@ -213,7 +213,7 @@ class Publication:
             file_bytes=file.bytes if file else 0,
             footer_offset=file.footer_offset if file else 0,
             footer_crc=file.footer_crc if file else 0,
-            layout_digest=save.layout.digest if save.layout is not None else bytes(16),
+            layout_digest=save.plan.layout.digest if save.plan is not None else bytes(16),
             layout_bytes=layout_bytes,
             held=save.held.total,
             fence=save.fence_seconds,

@@ -89,6 +89,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "held_parts_ms": {part: _ms(seconds) for part, seconds in save.held.parts.items()},
         "fence_ms": _ms(save.fence_seconds),
         "staging_ms": _ms(times["staging"]),
+        "serializing_ms": _ms(times["serializing"]),
         "writing_ms": _ms(times["writing"]),
         "durable_ms": _ms(times["durable"]),
         "slot_wait_ms": _ms(times["slot_wait"]),

@@ -16,17 +16,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.engine.staging import CopyRequest, FileSave, StagingEngine
+from megatron_datastates.engine.staging import FileSave, StagingEngine
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.values import Extent, SaveId
 from megatron_datastates.pipeline.held import HeldTime, charge_open_spans, holding
-from megatron_datastates.plan.layout import Layout
-from megatron_datastates.providers.base import Mutability, ObjectSource, TensorSource
+from megatron_datastates.pipeline.plans import StatePlan
+from megatron_datastates.providers.base import Mutability, ObjectSource
+from megatron_datastates.providers.tensors import Memory
 
 logger = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.1
+_YIELD_SECONDS = 0.001
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +63,7 @@ class RankSave:
         self.fence_deadline = fence_deadline
         self.held = HeldTime()
         self.fence_seconds = 0.0
-        self.layout: Layout | None = None
-        self.eager_bytes = self.lazy_bytes = 0  # of tensors: copied before the save returned, and behind it
+        self.plan: StatePlan | None = None
         self.file: DurableFile | None = None  # once durable; None for a rank that stores nothing
         self._save: FileSave | None = None
         self._durable = threading.Event()
@@ -71,38 +72,36 @@ class RankSave:
         self._failure_lock = threading.Lock()
         self._failure: str | None = None  # guarded by _failure_lock
         self._finisher: threading.Thread | None = None
+        self._begun = time.perf_counter()
+        self._serialized_seconds = 0.0
         self.on_released: Callable[[], None] = lambda: None
         charge_open_spans(self)
 
     # -- start ------------------------------------------------------------------------------------------
 
     def start(
-        self,
-        engine: StagingEngine,
-        layout: Layout,
-        sources: Sequence[TensorSource],
-        objects: Sequence[ObjectSource],
+        self, engine: StagingEngine, plan: StatePlan, memory: Memory, objects: Sequence[ObjectSource]
     ) -> None:
-        """Starts the copies; serializes what may change. Never raises: see `failure`."""
-        self.layout = layout
+        """Starts the copies of what is in `memory`; secures the objects. Never raises: see `failure`."""
+        self.plan = plan
         try:
-            ready = [o.serialize() if o.mutability is not Mutability.NEVER else None for o in objects]
-            if not sources and not objects:
+            secured = [item.secured() for item in objects]
+            if not memory.owners and not objects:
                 self._durable.set()
                 return
-            known = sum(len(data) + 64 for data in ready if data is not None)
             header = Header(self.context.save_id, self.context.rank, self.context.world_size).encode()
-            name = self.context.save_id.data_file_name(self.context.rank)
-            copies = [_copy_request(source) for source in sources]
-            self._save = engine.begin(self.context.directory / name, header, layout, copies, known)
-            self._count(sources)
-            if any(source.mutability is Mutability.AT_FENCE for source in sources):
+            path = self.context.directory / self.context.save_id.data_file_name(self.context.rank)
+            self._begun = time.perf_counter()
+            self._save = engine.begin(
+                path, header, plan.layout, plan.copies, memory.addresses, memory.owners, plan.object_bytes
+            )
+            if Mutability.AT_FENCE in plan.structure.mutability:
                 FENCE.add(self)
             else:
                 self._confirmed.set()  # nothing that it still reads can change
             self._finisher = threading.Thread(
                 target=self._finish,
-                args=(self._save, list(objects), ready),
+                args=(self._save, plan, secured),
                 name="datastates-finish",
                 daemon=True,  # joined by Saver.close; the interpreter must not wait for it before that
             )
@@ -112,12 +111,15 @@ class RankSave:
             if self._save is not None:
                 self._save.cancel(str(error))
 
-    def _count(self, sources: Sequence[TensorSource]) -> None:
-        for source in sources:
-            if source.mutability is Mutability.NOW:
-                self.eager_bytes += source.fragment.bytes
-            else:
-                self.lazy_bytes += source.fragment.bytes
+    @property
+    def eager_bytes(self) -> int:
+        """Of tensors that were copied before the save returned."""
+        return self.plan.eager_bytes if self.plan is not None else 0
+
+    @property
+    def lazy_bytes(self) -> int:
+        """Of tensors that are copied behind the trainer."""
+        return self.plan.lazy_bytes if self.plan is not None else 0
 
     # -- the trainer's thread ---------------------------------------------------------------------------
 
@@ -200,19 +202,25 @@ class RankSave:
         logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, text)
 
     def times(self) -> dict[str, float]:
-        """Seconds since the native job began at which it was staged, written and durable."""
+        """Seconds since the save began until it was staged, serialized, written and durable."""
         status = self._save.status() if self._save is not None else {}
         names = {"staging": "copied_at", "writing": "written_at", "durable": "durable_at"}
         times = {name: max(float(str(status.get(key, 0.0))), 0.0) for name, key in names.items()}
+        times["serializing"] = self._serialized_seconds
         return times | {"slot_wait": float(str(status.get("waited_for_slots", 0.0)))}
 
     # -- the finishing thread ---------------------------------------------------------------------------
 
-    def _finish(self, save: FileSave, objects: list[ObjectSource], ready: list[bytes | None]) -> None:
+    def _finish(self, save: FileSave, plan: StatePlan, objects: list[ObjectSource]) -> None:
         try:
-            data = [d if d is not None else o.serialize() for o, d in zip(objects, ready, strict=True)]
+            # The trainer's thread has just started this one and wants Python's lock back; serializing
+            # would keep it for milliseconds.
+            time.sleep(_YIELD_SECONDS)
+            data = [item.serialize() for item in objects]
+            self._serialized_seconds = time.perf_counter() - self._begun
+            plan.object_bytes = sum(len(one) + 64 for one in data)
             places = save.append_objects(data)
-            extents = {o.key: Extent(0, *place) for o, place in zip(objects, places, strict=True)}
+            extents = {item.key: Extent(0, *place) for item, place in zip(objects, places, strict=True)}
             while not (self._confirmed.wait(_SLICE_SECONDS) and save.wait_written()):
                 if save.error:
                     raise DataStatesError(save.error)
@@ -241,7 +249,3 @@ class RankSave:
             extents,
             save.block_checksums(),
         ).encode()
-
-
-def _copy_request(source: TensorSource) -> CopyRequest:
-    return CopyRequest(source.runs(), source.mutability is Mutability.NOW, source.on_device, source.owner)

@@ -10,7 +10,6 @@ import atexit
 import logging
 import os
 import secrets
-from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_datastates.config import Options
@@ -18,15 +17,17 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.agreement import Collectives
+from megatron_datastates.pipeline.plans import Plans
 from megatron_datastates.pipeline.publication import Labels, LayoutStore, Outcome, Publication
 from megatron_datastates.pipeline.report import Reporter
 from megatron_datastates.pipeline.save import RankSave, SaveContext
-from megatron_datastates.plan.layout import Layout, plan_layout
-from megatron_datastates.providers.base import Mutability, ObjectSource, StateProvider, TensorSource
+from megatron_datastates.providers.base import Mutability, StateProvider
+from megatron_datastates.providers.tensors import look_up
 
 logger = logging.getLogger(__name__)
 _WARM_BYTES = 64 << 20  # staging memory made before the size of the shard is known
-_KEPT_LAYOUTS = 8  # persistent and non-persistent saves alternate; more than a few means they change
+_EAGER = {Mutability.AT_FENCE: Mutability.NOW}
+_KEPT_PLANS = 8  # persistent and non-persistent saves alternate; more than a few means they change
 
 
 class Run:
@@ -34,7 +35,7 @@ class Run:
 
     def __init__(self) -> None:
         self.store = LayoutStore()
-        self.layouts: dict[object, Layout] = {}
+        self.plans = Plans(_KEPT_PLANS)
         self.collectives = Collectives()
         self._run_id: int | None = None
         self._ordinal = 0
@@ -55,20 +56,6 @@ class Run:
             self._run_id = self.collectives.share_from_first(secrets.randbits(63))
         self._ordinal += 1
         return SaveId(self._run_id, self._ordinal)
-
-    def layout(self, tensors: Sequence[TensorSource], objects: Sequence[ObjectSource]) -> Layout:
-        """Planned once per structure: names, shapes, and which fragments are eager."""
-        fragments = tuple(tensor.fragment for tensor in tensors)
-        eager = tuple(tensor.mutability is Mutability.NOW for tensor in tensors)
-        keys = tuple(item.key for item in objects)
-        structure = (fragments, eager, keys)
-        layout = self.layouts.pop(structure, None)
-        if layout is None:
-            layout = plan_layout(fragments, eager, keys)
-        self.layouts[structure] = layout  # the most recent is last
-        if len(self.layouts) > _KEPT_LAYOUTS:
-            del self.layouts[next(iter(self.layouts))]
-        return layout
 
 
 class Saver:
@@ -106,9 +93,11 @@ class Saver:
         publication.on_end = lambda ended: self.reporter.ended(ended, mode)
         save.on_released = lambda: self.reporter.released(publication)
         try:
-            tensors, objects = self._collect(provider)
-            layout = run.layout(tensors, objects)
-            save.start(self._get_engine(), layout, tensors, objects)
+            tensors, objects = provider.tensors(), list(provider.objects())
+            if not self.options.lazy:
+                tensors.mutability = [_EAGER.get(mutability, mutability) for mutability in tensors.mutability]
+            plan, tensors = run.plans.find(tensors, [item.key for item in objects])
+            save.start(self._get_engine(), plan, look_up(tensors), objects)
         except Exception as error:
             save.fail(error)
         self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
@@ -140,12 +129,6 @@ class Saver:
         if self._engine is None:
             self._engine = StagingEngine(self.options)
         return self._engine
-
-    def _collect(self, provider: StateProvider) -> tuple[list[TensorSource], list[ObjectSource]]:
-        tensors = list(provider.tensors())
-        if not self.options.lazy:
-            tensors = [t.made_eager() if t.mutability is Mutability.AT_FENCE else t for t in tensors]
-        return tensors, list(provider.objects())
 
 
 _savers: dict[Options, Saver] = {}

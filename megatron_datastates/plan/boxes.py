@@ -55,23 +55,22 @@ class Runs(NamedTuple):
     A run is `pieces` pieces of `piece_bytes`, each `step_bytes` behind the one before in memory.
     """
 
-    starts: Sequence[int]  # where in memory each run begins, bytes
+    starts: Offsets  # where each run begins, bytes behind the first element
     pieces: int
     piece_bytes: int
     step_bytes: int
 
 
-def strided_runs(shape: Sequence[int], strides: Sequence[int], item_bytes: int, base: int = 0) -> Runs:
+def strided_runs(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Runs:
     """A strided memory that is to be stored in row-major order, as few runs.
 
     Args:
         shape: elements per dimension.
         strides: elements per step; none is negative.
         item_bytes: bytes per element.
-        base: where the first element is.
     """
     if 0 in shape:
-        return Runs((), 1, 0, 0)
+        return Runs(np.zeros(0, np.uint64), 1, 0, 0)
     dims: list[tuple[int, int]] = []  # length and stride, where neighbours that make one dimension are one
     for length, stride in zip(shape, strides, strict=True):
         if dims and dims[-1][1] == length * stride:
@@ -83,7 +82,7 @@ def strided_runs(shape: Sequence[int], strides: Sequence[int], item_bytes: int, 
     starts = np.zeros(1, np.int64)
     for length, stride in dims:
         starts = (starts[:, None] + np.arange(length, dtype=np.int64) * stride).reshape(-1)
-    return Runs((starts * item_bytes + base).tolist(), pieces, piece * item_bytes, step * item_bytes)
+    return Runs((starts * item_bytes).astype(np.uint64), pieces, piece * item_bytes, step * item_bytes)
 
 
 def intersect(

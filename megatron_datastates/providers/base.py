@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Iterable, Iterator
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from megatron_datastates.format.values import Fragment
-from megatron_datastates.plan.boxes import Runs
+import torch
 
 
 class Mutability(enum.Enum):
@@ -18,32 +18,40 @@ class Mutability(enum.Enum):
     NEVER = "belong to nobody else"  # copied at any time
 
 
-class TensorSource(Protocol):
-    """One fragment whose size is known and whose bytes lie in memory."""
+class Place(NamedTuple):
+    """The part of a global tensor that a fragment is, in elements."""
 
-    @property
-    def fragment(self) -> Fragment: ...
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]  # may have more dimensions (of size 1) than the tensor in memory
 
-    @property
-    def mutability(self) -> Mutability: ...
 
-    @property
-    def on_device(self) -> bool:
-        """Whether the addresses are device memory."""
-        ...
+@dataclasses.dataclass(slots=True)
+class Tensors:
+    """Tensors in memory, each of which is one fragment. Column by column: every save goes through them anew.
 
-    @property
-    def owner(self) -> object:
-        """Keeps the memory alive as long as it is referenced."""
-        ...
+    Element i of each list is about tensor i.
+    """
 
-    def made_eager(self) -> TensorSource:
-        """The same source, copied at once although it could wait."""
-        ...
+    keys: list[str] = dataclasses.field(default_factory=list)
+    tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    mutability: list[Mutability] = dataclasses.field(default_factory=list)
+    places: list[Place | None] = dataclasses.field(default_factory=list)  # None: a global tensor of its own
 
-    def runs(self) -> Runs:
-        """Where the bytes are, now: asked anew at every save."""
-        ...
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def add(self, key: str, tensor: torch.Tensor, mutability: Mutability, place: Place | None = None) -> None:
+        self.keys.append(key)
+        self.tensors.append(tensor)
+        self.mutability.append(mutability)
+        self.places.append(place)
+
+    def extend(self, others: Tensors) -> None:
+        self.keys.extend(others.keys)
+        self.tensors.extend(others.tensors)
+        self.mutability.extend(others.mutability)
+        self.places.extend(others.places)
 
 
 class ObjectSource(Protocol):
@@ -52,18 +60,19 @@ class ObjectSource(Protocol):
     @property
     def key(self) -> str: ...
 
-    @property
-    def mutability(self) -> Mutability: ...
+    def secured(self) -> ObjectSource:
+        """The same object as it is now, which nobody changes any more."""
+        ...
 
     def serialize(self) -> bytes:
-        """May be called on another thread if the mutability is NEVER."""
+        """Called on another thread, of what `secured` gave."""
         ...
 
 
 class StateProvider(Protocol):
     """Yields one kind of state."""
 
-    def tensors(self) -> Iterable[TensorSource]: ...
+    def tensors(self) -> Tensors: ...
 
     def objects(self) -> Iterable[ObjectSource]: ...
 
@@ -74,9 +83,11 @@ class CompositeProvider:
     def __init__(self, *providers: StateProvider) -> None:
         self._providers = providers
 
-    def tensors(self) -> Iterator[TensorSource]:
+    def tensors(self) -> Tensors:
+        found = Tensors()
         for provider in self._providers:
-            yield from provider.tensors()
+            found.extend(provider.tensors())
+        return found
 
     def objects(self) -> Iterator[ObjectSource]:
         for provider in self._providers:

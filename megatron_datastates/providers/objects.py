@@ -11,6 +11,7 @@ import torch
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.private import NotPlainError, private_copy
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -21,10 +22,33 @@ class PickledObject:
     value: Any
     mutability: Mutability
 
+    def secured(self) -> PickledObject | SerializedObject:
+        """The object as it is now, whatever its owner does next: copied, or serialized where it cannot be."""
+        if self.mutability is Mutability.NEVER:
+            return self
+        try:
+            return PickledObject(self.key, private_copy(self.value), Mutability.NEVER)
+        except NotPlainError:
+            return SerializedObject(self.key, self.serialize())
+
     def serialize(self) -> bytes:
         buffer = io.BytesIO()
         torch.save(self.value, buffer)
         return buffer.getvalue()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SerializedObject:
+    """One object that has been serialized."""
+
+    key: str
+    data: bytes
+
+    def secured(self) -> SerializedObject:
+        return self
+
+    def serialize(self) -> bytes:
+        return self.data
 
 
 def deserialize(data: bytes, key: str) -> Any:

@@ -1,40 +1,105 @@
-"""Tensors in device or host memory."""
+"""Tensors in device or host memory: what they are, and where they are at the time of a save."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from operator import attrgetter, eq
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.values import Fragment
 from megatron_datastates.plan.boxes import Runs, strided_runs
-from megatron_datastates.providers.base import Mutability, ObjectSource
+from megatron_datastates.providers.base import Mutability, ObjectSource, Place, Tensors
+
+Words = npt.NDArray[np.uint64]
+_facts = attrgetter("dtype", "shape", "device")
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorMemory:
-    """A fragment that is a dense or strided tensor."""
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """All about tensors but where they are: tensors that have the same structure are saved alike.
 
-    fragment: Fragment
-    tensor: torch.Tensor
-    mutability: Mutability
-    on_device: bool
+    Element i of each list is about tensor i.
+    """
 
-    @property
-    def owner(self) -> object:
-        return self.tensor
+    keys: list[str]
+    mutability: list[Mutability]
+    places: list[Place | None]
+    facts: list[Any]  # dtype, shape and device
+    strides: list[tuple[int, ...]]  # elements
+    complex: list[int]  # which of them are complex
 
-    def made_eager(self) -> TensorMemory:
-        return dataclasses.replace(self, mutability=Mutability.NOW)
+    def is_of(self, tensors: Tensors) -> bool:
+        """Whether `tensors` have this structure, and their bytes in memory are their values.
 
-    def runs(self) -> Runs:
-        tensor = self.tensor
-        if tensor.is_contiguous():
-            size = self.fragment.bytes
-            return Runs((tensor.data_ptr(),) if size else (), 1, size, size)
-        return strided_runs(tensor.shape, tensor.stride(), tensor.element_size(), tensor.data_ptr())
+        The trainer waits for this at every save, so the loops are the interpreter's own: less than a
+        microsecond a tensor.
+        """
+        memory = tensors.tensors
+        return (
+            self.keys == tensors.keys
+            and self.mutability == tensors.mutability
+            and self.places == tensors.places
+            and all(map(eq, map(_facts, memory), self.facts))
+            and all(map(eq, map(torch.Tensor.stride, memory), self.strides))
+            and not any(map(torch.Tensor.is_neg, memory))
+            and not any(memory[i].is_conj() for i in self.complex)
+        )
+
+    def fragments(self) -> list[Fragment]:
+        """One of each tensor.
+
+        Raises:
+            MismatchError: a tensor has another number of elements than its place, or is neither on the host
+                nor on a CUDA device.
+        """
+        return [_fragment(*one) for one in zip(self.keys, self.facts, self.places, strict=True)]
+
+    def runs(self) -> list[Runs]:
+        """Where the bytes of each tensor are, relative to its first element."""
+        return [
+            strided_runs(shape, strides, dtype.itemsize)
+            for (dtype, shape, _), strides in zip(self.facts, self.strides, strict=True)
+        ]
+
+    def eager(self) -> list[bool]:
+        """Which tensors must be copied before the trainer goes on."""
+        return [mutability is Mutability.NOW for mutability in self.mutability]
+
+    def on_device(self) -> list[bool]:
+        return [device.type == "cuda" for _, _, device in self.facts]
+
+
+def structure_of(tensors: Tensors) -> Structure:
+    """The structure of `tensors`.
+
+    Raises:
+        MismatchError: a tensor is sparse, or otherwise without strides.
+    """
+    strides = []
+    for key, tensor in zip(tensors.keys, tensors.tensors, strict=True):
+        if tensor.layout is not torch.strided:
+            raise MismatchError(f"tensor {key!r} is {tensor.layout}: only strided tensors can be saved")
+        strides.append(tensor.stride())
+    facts = list(map(_facts, tensors.tensors))
+    complex_ones = [i for i, (dtype, _, _) in enumerate(facts) if dtype.is_complex]
+    return Structure(tensors.keys, tensors.mutability, tensors.places, facts, strides, complex_ones)
+
+
+def _fragment(key: str, facts: tuple[torch.dtype, torch.Size, torch.device], place: Place | None) -> Fragment:
+    dtype, shape, device = facts
+    if device.type not in ("cpu", "cuda"):
+        raise MismatchError(f"tensor {key!r} is on {device}: only host and CUDA tensors can be saved")
+    if place is None:
+        place = Place(tuple(shape), (0,) * len(shape), tuple(shape))
+    fragment = Fragment(key, dtype_name(dtype), *place)
+    if fragment.bytes != shape.numel() * dtype.itemsize:
+        raise MismatchError(f"tensor {key!r}: cannot store {tuple(shape)} as shape {place.shape}")
+    return fragment
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -42,38 +107,39 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def tensor_source(
-    key: str,
-    tensor: torch.Tensor,
-    mutability: Mutability,
-    *,
-    global_shape: Sequence[int] | None = None,
-    offset: Sequence[int] | None = None,
-    shape: Sequence[int] | None = None,
-) -> TensorMemory:
-    """One tensor as a fragment of a global tensor (by default: all of it).
+def with_plain_values(tensors: Tensors) -> Tensors:
+    """The same, where the bytes in memory are the values: a conjugated or negated view becomes a tensor."""
+    plain = Tensors()
+    columns = (tensors.keys, tensors.tensors, tensors.mutability, tensors.places)
+    for key, tensor, mutability, place in zip(*columns, strict=True):
+        if tensor.is_neg() or tensor.is_conj():
+            tensor, mutability = tensor.resolve_conj().resolve_neg(), Mutability.NEVER  # nobody else has it
+        plain.add(key, tensor, mutability, place)
+    return plain
 
-    Args:
-        shape: of the fragment, where it has more (size 1) dimensions than the tensor.
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Where tensors are now. Element i is about tensor i."""
+
+    addresses: Words  # of the first elements
+    owners: list[Any]  # keep the memory: a tensor may be given other memory while this is being copied
+
+
+def look_up(tensors: Tensors) -> Memory:
+    """Where `tensors` are. About a third of a microsecond each, which the trainer waits for.
 
     Raises:
-        MismatchError: the tensor has another number of elements than the fragment, or is sparse, or has no
-            memory at present, or lies on a device that is neither the host nor a CUDA device.
+        MismatchError: a tensor has no memory at present.
     """
-    data = tensor.detach().resolve_conj().resolve_neg()  # the bytes in memory must be the values
-    if data.device.type not in ("cpu", "cuda"):
-        raise MismatchError(f"tensor {key!r} is on {data.device}: only host and CUDA tensors can be saved")
-    shape = tuple(data.shape) if shape is None else tuple(shape)
-    global_shape = shape if global_shape is None else tuple(global_shape)
-    offset = (0,) * len(shape) if offset is None else tuple(offset)
-    fragment = Fragment(key, dtype_name(data.dtype), global_shape, offset, shape)
-    if data.layout is not torch.strided or fragment.bytes != data.numel() * data.element_size():
-        raise MismatchError(
-            f"tensor {key!r}: cannot store {tuple(data.shape)} {data.layout} as shape {shape}"
-        )
-    if fragment.bytes and data.untyped_storage().nbytes() == 0:
-        raise MismatchError(f"tensor {key!r} has no memory: it was offloaded; bring it back before a save")
-    return TensorMemory(fragment, data, mutability, data.device.type == "cuda")
+    storages = list(map(torch.Tensor.untyped_storage, tensors.tensors))
+    if 0 in map(torch.UntypedStorage.nbytes, storages):
+        for key, tensor, storage in zip(tensors.keys, tensors.tensors, storages, strict=True):
+            if tensor.numel() and not storage.nbytes():
+                raise MismatchError(
+                    f"tensor {key!r} has no memory: it was offloaded; bring it back before a save"
+                )
+    return Memory(np.fromiter(map(torch.Tensor.data_ptr, tensors.tensors), np.uint64, len(tensors)), storages)
 
 
 class TensorProvider:
@@ -83,8 +149,11 @@ class TensorProvider:
         self._tensors = tensors
         self._mutability = mutability
 
-    def tensors(self) -> Iterable[TensorMemory]:
-        return (tensor_source(key, tensor, self._mutability) for key, tensor in self._tensors.items())
+    def tensors(self) -> Tensors:
+        count = len(self._tensors)
+        return Tensors(
+            list(self._tensors), list(self._tensors.values()), [self._mutability] * count, [None] * count
+        )
 
-    def objects(self) -> Iterable[ObjectSource]:
+    def objects(self) -> tuple[ObjectSource, ...]:
         return ()

@@ -12,10 +12,11 @@ import torch
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.plans import plan_state
 from megatron_datastates.pipeline.save import RankSave, SaveContext
-from megatron_datastates.plan.layout import plan_layout
+from megatron_datastates.providers import base
 from megatron_datastates.providers.base import Mutability
-from megatron_datastates.providers.tensors import tensor_source
+from megatron_datastates.providers.tensors import look_up
 
 Tensors = dict[str, torch.Tensor]
 _ORDINALS = itertools.count(1)
@@ -36,15 +37,14 @@ class DeviceSave:
         self._save_id = SaveId(1, next(_ORDINALS))
         self._folder = folder
         self._shapes = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
-        sources = [
-            tensor_source(key, tensor, Mutability.NOW if key in eager else Mutability.AT_FENCE)
-            for key, tensor in tensors.items()
-        ]
-        is_eager = [source.mutability is Mutability.NOW for source in sources]
-        self.layout = plan_layout([source.fragment for source in sources], is_eager, [])
+        state = base.Tensors()
+        for key, tensor in tensors.items():
+            state.add(key, tensor, Mutability.NOW if key in eager else Mutability.AT_FENCE)
+        plan = plan_state(state, [])
+        self.layout = plan.layout
         self.save = RankSave(SaveContext(self._save_id, folder, 0, 1), fence_deadline)
         begin = time.perf_counter()
-        self.save.start(engine, self.layout, sources, [])
+        self.save.start(engine, plan, look_up(state), [])
         self.start_seconds = time.perf_counter() - begin
 
     def fence(self) -> None:

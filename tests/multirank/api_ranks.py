@@ -243,7 +243,7 @@ def fresh_bytes(root: str, folder: str) -> None:
         del sharded, spoiled
     for value in range(4):
         assert_loads(Path(root, str(value)), value)
-    layouts = len(saver_for(strategy.options).run.layouts)
+    layouts = len(saver_for(strategy.options).run.plans)
     tell(folder, layouts=layouts, addresses=len(addresses))
 
 

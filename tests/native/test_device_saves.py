@@ -19,6 +19,7 @@ from megatron_datastates.pipeline.load import Checkpoint, is_published
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saver import Run, Saver
 from megatron_datastates.providers.base import CompositeProvider, Mutability
+from megatron_datastates.providers.tensors import Structure
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import DeviceTensors
 from tests.native.harness import KIB, eventually
@@ -61,6 +62,7 @@ class Trainer:
 def trainer(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
     made = Trainer(cuda)
     monkeypatch.setattr(staging, "_current_stream", lambda: made.stream)
+    monkeypatch.setattr(Structure, "on_device", lambda self: [True] * len(self.keys))
     yield made
     cuda.let_go()
     made.close()

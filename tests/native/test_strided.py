@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from megatron_datastates.config import Options
 from megatron_datastates.engine import _native as native
 from megatron_datastates.engine import staging
-from megatron_datastates.engine._native import Milestone
-from megatron_datastates.engine.staging import CopyRequest, StagingEngine
+from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.format.header import HEADER_BYTES
-from megatron_datastates.plan.layout import plan_layout
-from megatron_datastates.providers.base import Mutability
-from megatron_datastates.providers.tensors import tensor_source
+from megatron_datastates.pipeline.plans import plan_state
+from megatron_datastates.providers.base import Mutability, Tensors
+from megatron_datastates.providers.tensors import Structure, look_up
 from tests.native.fake_cuda.driver import FakeCuda
-from tests.native.harness import ALIGNMENT, KIB, Copy, Save, expected_bytes, random_bytes, save_whole
+from tests.native.harness import ALIGNMENT, Copy, Save, random_bytes, save_whole
 from tests.native.test_tripwire import change, engine_stream_is_done, held, torn_at
 from tests.unit.states import bits
 
@@ -202,7 +201,7 @@ def test_change_in_a_sampled_piece_fails_the_save(
     size: int,
     count: int,
     changed: int,
-    found: int | None | tuple[int, int | None],
+    found: int | tuple[int, int | None] | None,
     device: bool,
 ) -> None:
     """A byte of the file is `changed` at its source; the sample that tells begins at `found`."""
@@ -258,19 +257,19 @@ def views(draw: st.DrawFn) -> torch.Tensor:
 def test_any_strided_tensor_is_stored_as_its_elements_in_row_major_order(
     cuda: FakeCuda, tmp_path_factory: pytest.TempPathFactory, tensors: list, device: bool
 ) -> None:
-    sources = [tensor_source(str(i), tensor, Mutability.NEVER) for i, (tensor, _) in enumerate(tensors)]
-    eager = [is_eager for _, is_eager in tensors]
-    layout = plan_layout([source.fragment for source in sources], eager, [])
-    copies = [
-        CopyRequest(source.runs(), is_eager, device, source.owner)
-        for source, is_eager in zip(sources, eager, strict=True)
-    ]
+    state = Tensors()
+    for i, (tensor, is_eager) in enumerate(tensors):
+        state.add(str(i), tensor, Mutability.NOW if is_eager else Mutability.AT_FENCE)
     options = Options(staging_memory=2 * ALIGNMENT, slot_size=ALIGNMENT, direct_io=False, driver=cuda.path)
     path = tmp_path_factory.mktemp("views") / "data"
     stream = cuda.new_stream()
     with pytest.MonkeyPatch.context() as patch, contextlib.closing(StagingEngine(options)) as engine:
         patch.setattr(staging, "_current_stream", lambda: stream)
-        save = engine.begin(path, b"h" * HEADER_BYTES, layout, copies, 0)
+        patch.setattr(Structure, "on_device", lambda self: [device] * len(self.keys))
+        plan, memory = plan_state(state, []), look_up(state)
+        layout = plan.layout
+        header = b"h" * HEADER_BYTES
+        save = engine.begin(path, header, layout, plan.copies, memory.addresses, memory.owners, 0)
         assert save.fence(20)
         save.append_objects([])
         while not save.wait_written():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from megatron_datastates.config import MIB, Options
 from megatron_datastates.format.values import DTYPES
 from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.saver import Run, Saver
-from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.base import Mutability, Tensors
 from megatron_datastates.providers.objects import PickledObject
-from megatron_datastates.providers.tensors import TensorMemory, TensorProvider
+from megatron_datastates.providers.tensors import TensorProvider
 
 OPTIONS = Options(staging_memory=8 * MIB, slot_size=MIB)
 KNOWN_DTYPES = [name for name in DTYPES if hasattr(torch, name)]  # of this torch; older ones have fewer
@@ -32,7 +32,7 @@ class State:
     ) -> None:
         self._tensors, self._objects, self._mutability = dict(tensors), dict(objects or {}), mutability
 
-    def tensors(self) -> Iterable[TensorMemory]:
+    def tensors(self) -> Tensors:
         return TensorProvider(self._tensors, self._mutability).tensors()
 
     def objects(self) -> Iterator[PickledObject]:

@@ -93,7 +93,7 @@ def test_a_box_without_dimensions_is_one_element():
 
 @st.composite
 def strided(draw):
-    """A view into some memory whose strides may be anything, also zero, or smaller than what they step over."""
+    """A view into some memory whose strides may be anything, also zero, or less than what they step over."""
     lengths = draw(LENGTHS)
     dense = contiguous_strides(lengths)
     strides = [draw(st.one_of(st.integers(0, 30), st.sampled_from([s, 2 * s]))) for s in dense]
@@ -102,13 +102,13 @@ def strided(draw):
     return np.lib.stride_tricks.as_strided(memory, lengths, [4 * step for step in strides])
 
 
-@given(strided(), st.integers(0, 99))
-def test_pieces_of_strided_runs_are_the_view_in_row_major_order(view, base):
-    runs = strided_runs(view.shape, element_strides(view), 4, base)
+@given(strided())
+def test_pieces_of_strided_runs_are_the_view_in_row_major_order(view):
+    runs = strided_runs(view.shape, element_strides(view), 4)
     memory, stored = flat_bytes(view) if view.size else np.zeros(0, np.uint8), [np.zeros(0, np.uint8)]
     for start in runs.starts:
         for piece in range(runs.pieces):
-            at = start - base + piece * runs.step_bytes
+            at = int(start) + piece * runs.step_bytes
             stored.append(memory[at : at + runs.piece_bytes])
     assert np.concatenate(stored).tobytes() == view.tobytes()
 

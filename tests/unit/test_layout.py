@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import Index
 from megatron_datastates.format.values import Fragment
+from megatron_datastates.pipeline.plans import plan_state
 from megatron_datastates.plan.layout import align_up, place_objects, plan_layout
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
@@ -104,8 +105,7 @@ def test_addresses_and_contents_do_not_change_the_digest():
     for seed in range(3):
         tensors = {name: torch.full((100, 7), float(seed)) for name in ("a", "b")}
         keep.append(tensors)
-        sources = list(TensorProvider(tensors, Mutability.NOW).tensors())
-        digests.add(plan_layout([s.fragment for s in sources], [True, True], ()).digest)
+        digests.add(plan_state(TensorProvider(tensors, Mutability.NOW).tensors(), []).layout.digest)
     assert len(digests) == 1
 
 

@@ -9,18 +9,37 @@ import pytest
 import torch
 
 from megatron_datastates.errors import FormatError, MismatchError
-from megatron_datastates.providers.base import CompositeProvider, Mutability
-from megatron_datastates.providers.tensors import TensorMemory, TensorProvider, tensor_source
+from megatron_datastates.pipeline.plans import Plans
+from megatron_datastates.providers.base import CompositeProvider, Mutability, Place, Tensors
+from megatron_datastates.providers.tensors import TensorProvider, look_up
 from tests.unit.states import KNOWN_DTYPES, State, bits, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:Sparse", "ignore:.*[qQ]uant")
 LAZY = Mutability.AT_FENCE
 
 
-def copied(source: TensorMemory) -> bytes:
+class Source:
+    """One tensor as a save would copy it."""
+
+    def __init__(
+        self, key: str, tensor: torch.Tensor, mutability: Mutability, place: Place | None = None
+    ) -> None:
+        given = Tensors()
+        given.add(key, tensor, mutability, place)
+        plan, tensors = Plans(1).find(given, [])
+        (self.fragment,) = plan.structure.fragments()
+        (self.runs,) = plan.structure.runs()
+        (self.mutability,) = tensors.mutability
+        (self.on_device,) = plan.structure.on_device()
+        memory = look_up(tensors)
+        (self.address,), (self.owner,) = memory.addresses.tolist(), memory.owners
+
+
+def copied(source: Source) -> bytes:
     """What the engine would copy: piece by piece, one behind the other."""
-    runs = source.runs()
-    pieces = [start + i * runs.step_bytes for start in runs.starts for i in range(runs.pieces)]
+    runs = source.runs
+    starts = [source.address + int(start) for start in runs.starts]
+    pieces = [start + i * runs.step_bytes for start in starts for i in range(runs.pieces)]
     stored = b"".join(ctypes.string_at(address, runs.piece_bytes) for address in pieces)
     assert len(stored) == source.fragment.bytes
     return stored
@@ -57,7 +76,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("tensor", VIEWS.values(), ids=VIEWS.keys())
 def test_the_elements_are_copied_in_row_major_order(tensor):
-    source = tensor_source("w", tensor, LAZY)
+    source = Source("w", tensor, LAZY)
     assert copied(source) == bits(tensor)
     assert source.fragment.shape == source.fragment.global_shape == tuple(tensor.shape)
     assert not source.on_device
@@ -66,7 +85,7 @@ def test_the_elements_are_copied_in_row_major_order(tensor):
 @pytest.mark.parametrize("name", KNOWN_DTYPES)
 def test_every_dtype_of_the_format_is_copied_bit_by_bit(name):
     tensor = random_tensor(getattr(torch, name), (3, 5))
-    source = tensor_source("w", tensor, LAZY)
+    source = Source("w", tensor, LAZY)
     assert source.fragment.dtype == name
     assert copied(source) == bits(tensor)
 
@@ -75,17 +94,17 @@ def test_every_dtype_of_the_format_is_copied_bit_by_bit(name):
 def test_every_dtype_is_copied_from_a_transposed_tensor(name):
     tensor = random_tensor(getattr(torch, name), (3, 5))
     elements = np.frombuffer(bits(tensor), np.uint8).reshape(3, 5, tensor.itemsize)
-    assert copied(tensor_source("w", tensor.t(), LAZY)) == elements.transpose(1, 0, 2).tobytes()
+    assert copied(Source("w", tensor.t(), LAZY)) == elements.transpose(1, 0, 2).tobytes()
 
 
 @pytest.mark.parametrize("mutability", Mutability)
 @pytest.mark.parametrize("tensor", VIEWS.values(), ids=VIEWS.keys())
 def test_every_tensor_is_read_in_place(tensor, mutability):
     """Nothing is copied first, on a device least of all; so it changes as the original does."""
-    source = tensor_source("w", tensor, mutability)
+    source = Source("w", tensor, mutability)
     assert source.mutability is mutability
-    assert list(source.runs().starts[:1]) == [tensor.data_ptr()] * (tensor.numel() > 0)
-    assert source.owner.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    assert source.address == tensor.data_ptr()
+    assert source.owner.data_ptr() == tensor.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize(
@@ -108,77 +127,71 @@ def test_every_tensor_is_read_in_place(tensor, mutability):
 )
 def test_strided_tensors_are_few_runs(name, runs):
     """Runs, pieces of each, bytes of a piece."""
-    found = tensor_source("w", VIEWS[name], LAZY).runs()
+    found = Source("w", VIEWS[name], LAZY).runs
     assert (len(found.starts), found.pieces, found.piece_bytes) == runs
 
 
 def test_a_conjugated_view_is_stored_as_what_it_means():
     tensor = random_tensor(torch.complex64, (4, 100)).nan_to_num().conj()
-    assert copied(tensor_source("w", tensor, LAZY)) == bits(tensor) == bits(tensor.resolve_conj())
-    assert copied(tensor_source("w", tensor.t(), LAZY)) == bits(tensor.t())
+    assert copied(Source("w", tensor, LAZY)) == bits(tensor) == bits(tensor.resolve_conj())
+    assert copied(Source("w", tensor.t(), LAZY)) == bits(tensor.t())
 
 
 def test_a_negated_view_is_stored_as_what_it_means():
     tensor = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
     assert tensor.is_neg()
-    assert copied(tensor_source("w", tensor, LAZY)) == torch.tensor([-2.0, 4.0]).numpy().tobytes()
+    assert copied(Source("w", tensor, LAZY)) == torch.tensor([-2.0, 4.0]).numpy().tobytes()
 
 
 @pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_sparse_csc"])
 def test_a_sparse_tensor_is_refused_and_named(layout):
     tensor = getattr(torch.eye(4), layout)()
     with pytest.raises(MismatchError, match=r"'w'.*sparse"):
-        tensor_source("w", tensor, LAZY)
+        Source("w", tensor, LAZY)
 
 
 def test_a_tensor_without_memory_is_refused_and_named():
     with pytest.raises(MismatchError, match=r"'w'.*meta"):
-        tensor_source("w", torch.empty(4, device="meta"), LAZY)
+        Source("w", torch.empty(4, device="meta"), LAZY)
 
 
 def test_an_offloaded_tensor_is_refused_and_named():
     tensor = torch.ones(4)
     tensor.untyped_storage().resize_(0)  # as Megatron offloads buffers
     with pytest.raises(MismatchError, match=r"'w' has no memory"):
-        tensor_source("w", tensor, LAZY)
+        Source("w", tensor, LAZY)
 
 
 def test_a_dtype_that_the_format_cannot_hold_is_refused():
     with pytest.raises(FormatError, match="qint8"):
-        tensor_source("w", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), LAZY)
+        Source("w", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), LAZY)
 
 
 def test_a_shard_is_a_fragment_of_its_global_tensor():
-    source = tensor_source(
-        "w", torch.ones(2, 4), LAZY, global_shape=(3, 8, 4), offset=(1, 6, 0), shape=(1, 2, 4)
-    )
+    source = Source("w", torch.ones(2, 4), LAZY, Place((3, 8, 4), (1, 6, 0), (1, 2, 4)))
     item = source.fragment
     assert (item.global_shape, item.offset, item.shape, item.bytes) == ((3, 8, 4), (1, 6, 0), (1, 2, 4), 32)
 
 
 def test_a_shape_of_another_number_of_elements_is_refused():
     with pytest.raises(MismatchError, match=r"\(2, 4\).*as shape \(1, 2, 5\)"):
-        tensor_source("w", torch.ones(2, 4), LAZY, shape=(1, 2, 5))
+        Source("w", torch.ones(2, 4), LAZY, Place((1, 2, 5), (0, 0, 0), (1, 2, 5)))
 
 
 def test_a_provider_yields_its_tensors_as_they_are_at_the_time():
     tensors = {"a": torch.zeros(3)}
     provider = TensorProvider(tensors, LAZY)
     tensors["a"] = torch.ones(3)
-    (source,) = provider.tensors()
-    assert copied(source) == bits(torch.ones(3))
-    assert (source.fragment.key, source.mutability, list(provider.objects())) == ("a", LAZY, [])
-
-
-def test_a_source_made_eager_copies_the_same_bytes_at_once():
-    source = tensor_source("w", matrix(), LAZY)
-    assert source.made_eager().mutability is Mutability.NOW
-    assert copied(source.made_eager()) == copied(source)
+    found = provider.tensors()
+    assert (found.keys, found.mutability, found.places, provider.objects()) == (["a"], [LAZY], [None], ())
+    assert found.tensors[0] is tensors["a"]
 
 
 def test_a_composite_yields_everything_of_its_parts_in_order():
     one = State({"a": torch.ones(1)}, {"x": 1}, LAZY)
     other = State({"b": torch.ones(1)}, {"y": 2}, Mutability.NEVER)
     both = CompositeProvider(one, other)
-    assert [(s.fragment.key, s.mutability) for s in both.tensors()] == [("a", LAZY), ("b", Mutability.NEVER)]
+    found = both.tensors()
+    assert list(zip(found.keys, found.mutability, strict=True)) == [("a", LAZY), ("b", Mutability.NEVER)]
+    assert len(found) == len(found.tensors) == len(found.places) == 2
     assert [item.key for item in both.objects()] == ["x", "y"]

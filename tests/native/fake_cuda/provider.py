@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-
 import torch
 
-from megatron_datastates.providers.base import Mutability, ObjectSource
-from megatron_datastates.providers.tensors import TensorMemory, tensor_source
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.tensors import TensorProvider
 
 
-class DeviceTensors:
-    """For the fake driver, whose device pointers are host pointers. Holds the only reference."""
+class DeviceTensors(TensorProvider):
+    """For the fake driver, whose device pointers are host pointers. Holds the only reference.
+
+    The test has Structure.on_device say that all are on a device.
+    """
 
     def __init__(
         self, tensors: dict[str, torch.Tensor], mutability: Mutability = Mutability.AT_FENCE
     ) -> None:
+        super().__init__(tensors, mutability)
         self.by_key = tensors
-        self._mutability = mutability
-
-    def tensors(self) -> Iterator[TensorMemory]:
-        for key, tensor in self.by_key.items():
-            yield dataclasses.replace(tensor_source(key, tensor, self._mutability), on_device=True)
-
-    def objects(self) -> Iterator[ObjectSource]:
-        return iter(())

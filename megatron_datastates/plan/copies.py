@@ -1,0 +1,60 @@
+"""What is copied where at every save of one structure: all of it but where the tensors are in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_datastates.format.header import HEADER_BYTES
+from megatron_datastates.plan.boxes import Runs
+from megatron_datastates.plan.layout import Layout
+
+Words = npt.NDArray[np.uint64]
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyPlan:
+    """Runs in the order of the file, one element of each array a run; the first is the file's header."""
+
+    origin: npt.NDArray[np.intp]  # 0: the header; i + 1: fragment i
+    starts: Words  # bytes behind the address of the origin
+    offsets: Words  # in the file
+    bytes: Words
+    piece_bytes: Words  # `bytes` are a multiple of it
+    step_bytes: Words  # from one piece to the next, in memory
+    eager: npt.NDArray[np.bool_]
+    on_device: npt.NDArray[np.bool_]
+
+    def sources(self, header: int, fragments: Words) -> Words:
+        """Addresses of the runs, from those of the header and of each fragment at this save."""
+        origins = np.concatenate([np.array([header], np.uint64), fragments])
+        return origins[self.origin] + self.starts
+
+
+def plan_copies(
+    layout: Layout, runs: Sequence[Runs], eager: Sequence[bool], on_device: Sequence[bool]
+) -> CopyPlan:
+    """Puts the runs of each fragment (relative to its address) where `layout` places it."""
+    order = [runs[i] for i in layout.order]
+    counts = np.array([1, *(len(of_one.starts) for of_one in order)])
+    first = np.cumsum(counts) - counts
+
+    def each(header: int, values: Sequence[int] | Words) -> Words:
+        return np.repeat(np.concatenate([[header], np.asarray(values, np.uint64)]).astype(np.uint64), counts)
+
+    sizes = each(HEADER_BYTES, [of_one.pieces * of_one.piece_bytes for of_one in order])
+    place = (np.arange(len(sizes)) - np.repeat(first, counts)).astype(np.uint64)  # of a run in its fragment
+    origin = np.repeat(np.array([0, *(i + 1 for i in layout.order)], np.intp), counts)
+    return CopyPlan(
+        origin=origin,
+        starts=np.concatenate([np.zeros(1, np.uint64), *(np.array(r.starts, np.uint64) for r in order)]),
+        offsets=each(0, layout.offsets) + place * sizes,
+        bytes=sizes,
+        piece_bytes=each(HEADER_BYTES, [of_one.piece_bytes for of_one in order]),
+        step_bytes=each(HEADER_BYTES, [of_one.step_bytes for of_one in order]),
+        eager=np.array([False, *eager], np.bool_)[origin],
+        on_device=np.array([False, *on_device], np.bool_)[origin],
+    )

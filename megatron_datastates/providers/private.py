@@ -1,0 +1,132 @@
+"""Private copies of plain data, so that it can be serialized later while its owner changes it.
+
+Copying takes a tenth of the time of serializing, which is what the trainer would wait for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import enum
+import io
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+
+class NotPlainError(Exception):
+    """The data holds something of which no private copy is made here."""
+
+
+# Nobody can change these, or (classes, members of enumerations) they are stored by name.
+_UNCHANGING = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type}
+_Memo = dict[int, Any]
+
+
+def private_copy(value: Any) -> Any:
+    """A copy that shares nothing changeable with `value` and serializes to an equal object.
+
+    What `value` refers to twice, the copy refers to twice.
+
+    Raises:
+        NotPlainError: there is something other than plain containers, scalars, arrays and host tensors.
+    """
+    try:
+        return _copy(value, {})
+    except RecursionError:
+        raise NotPlainError("it is nested too deeply, or holds itself") from None
+
+
+def _copy(value: Any, memo: _Memo) -> Any:
+    kind = type(value)
+    if kind in _UNCHANGING:
+        return value
+    copy = _COPIES.get(kind)
+    if copy is None:
+        if isinstance(value, enum.Enum | np.generic):
+            return value
+        raise NotPlainError(f"a {kind.__qualname__}")
+    # By address: `value` and all in it live as long as the caller holds it.
+    if id(value) in memo:
+        return memo[id(value)]
+    return copy(value, memo)
+
+
+def _copy_list(value: list[Any], memo: _Memo) -> list[Any]:
+    copied = memo[id(value)] = []
+    copied.extend(_copy(item, memo) for item in value)
+    return copied
+
+
+def _copy_tuple(value: tuple[Any, ...], memo: _Memo) -> tuple[Any, ...]:
+    copied = tuple([_copy(item, memo) for item in value])
+    if id(value) not in memo:  # one of the items may hold it, and have copied it
+        memo[id(value)] = copied
+    return cast(tuple[Any, ...], memo[id(value)])
+
+
+def _copy_set(value: set[Any], memo: _Memo) -> set[Any]:
+    memo[id(value)] = copied = {_copy(item, memo) for item in value}
+    return copied
+
+
+def _copy_dictionary(value: dict[Any, Any], memo: _Memo) -> dict[Any, Any]:
+    copied = memo[id(value)] = type(value)()
+    for key, item in value.items():
+        copied[_copy(key, memo)] = _copy(item, memo)
+    return copied
+
+
+def _copy_namespace(value: argparse.Namespace, memo: _Memo) -> argparse.Namespace:
+    copied = memo[id(value)] = argparse.Namespace()
+    copied.__dict__.update(_copy_dictionary(value.__dict__, memo))
+    return copied
+
+
+def _copy_bytearray(value: bytearray, memo: _Memo) -> bytearray:
+    memo[id(value)] = copied = bytearray(value)
+    return copied
+
+
+def _copy_buffer(value: io.BytesIO, memo: _Memo) -> io.BytesIO:
+    if value.closed or value.__dict__:
+        raise NotPlainError("a closed BytesIO, or one with attributes")
+    memo[id(value)] = copied = io.BytesIO(value.getvalue())
+    copied.seek(value.tell())
+    return copied
+
+
+def _copy_array(value: np.ndarray, memo: _Memo) -> np.ndarray:
+    if value.dtype.hasobject:
+        raise NotPlainError("an array of objects")
+    memo[id(value)] = copied = value.copy(order="K")
+    return copied
+
+
+def _copy_tensor(value: torch.Tensor, memo: _Memo) -> torch.Tensor:
+    if value.is_cuda or value.requires_grad or value.layout is not torch.strided or value.__dict__:
+        raise NotPlainError("a tensor that is not plain host memory")
+    # torch.save keeps it that two tensors share memory; separate copies would not.
+    address = value.untyped_storage().data_ptr()
+    if address in memo:
+        raise NotPlainError("two tensors that share memory")
+    if address:
+        memo[address] = None  # no object of Python's has an address within
+    memo[id(value)] = copied = value.clone()
+    return copied
+
+
+_COPIES: dict[type, Callable[[Any, _Memo], Any]] = {
+    list: _copy_list,
+    tuple: _copy_tuple,
+    set: _copy_set,
+    dict: _copy_dictionary,
+    collections.OrderedDict: _copy_dictionary,
+    argparse.Namespace: _copy_namespace,
+    bytearray: _copy_bytearray,
+    io.BytesIO: _copy_buffer,
+    np.ndarray: _copy_array,
+    torch.Tensor: _copy_tensor,
+}

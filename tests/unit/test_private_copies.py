@@ -1,0 +1,206 @@
+"""Private copies: equal to what was copied, whatever happens to the original afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import enum
+import io
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.objects import PickledObject, SerializedObject
+from megatron_datastates.providers.private import NotPlainError, private_copy
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+def tensors() -> st.SearchStrategy[torch.Tensor]:
+    return st.lists(st.integers(-9, 9), max_size=5).map(torch.tensor)
+
+
+def plain_data() -> st.SearchStrategy[Any]:
+    keys = st.text(max_size=3) | st.integers(0, 9) | st.tuples(st.text(max_size=2), st.integers(0, 9))
+    arrays = st.lists(st.floats(allow_nan=False), max_size=4).map(np.array)
+    buffers = st.binary(max_size=9).map(io.BytesIO)
+    leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+    leaves |= (
+        st.binary(max_size=5) | tensors() | arrays | buffers | st.just(Colour.RED) | st.just(torch.bfloat16)
+    )
+    leaves |= st.binary(max_size=5).map(bytearray) | st.sets(st.integers(0, 9)) | st.just(np.float32(2.5))
+
+    def nest(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+        dictionaries = st.dictionaries(keys, inner, max_size=4)
+        return (
+            st.lists(inner, max_size=4)
+            | dictionaries
+            | dictionaries.map(collections.OrderedDict)
+            | st.lists(inner, max_size=3).map(tuple)
+            | st.dictionaries(st.sampled_from("abc"), inner).map(lambda names: argparse.Namespace(**names))
+        )
+
+    return st.recursive(leaves, nest, max_leaves=12)
+
+
+def described(value: Any) -> Any:
+    """Plain values that are equal if, and only if, two objects are, types included."""
+    kind = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        return kind, value.dtype, value.tolist()
+    if isinstance(value, np.ndarray):
+        return kind, value.dtype, value.tolist()
+    if isinstance(value, io.BytesIO):
+        return kind, value.getvalue(), value.tell()
+    if isinstance(value, argparse.Namespace):
+        return kind, described(vars(value))
+    if isinstance(value, dict):
+        return kind, [(described(key), described(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return kind, [described(item) for item in value]
+    return kind, frozenset(value) if isinstance(value, set) else bytes(
+        value
+    ) if kind == "bytearray" else value
+
+
+def spoil(value: Any) -> None:
+    """Changes everything in place that can be changed."""
+    if isinstance(value, torch.Tensor):
+        value.add_(1)
+    elif isinstance(value, np.ndarray):
+        value[...] = -1
+    elif isinstance(value, io.BytesIO):
+        value.seek(0, io.SEEK_END)
+        value.write(b"more")
+    elif isinstance(value, argparse.Namespace):
+        spoil(vars(value))
+        value.more = 1
+    elif isinstance(value, list | tuple):
+        for item in value:
+            spoil(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            spoil(item)
+    if isinstance(value, list | bytearray):
+        value.append(7)
+    elif isinstance(value, dict):
+        value["more"] = 1
+    elif isinstance(value, set):
+        value.add("more")
+
+
+@given(plain_data())
+def test_a_copy_is_what_the_original_was_when_it_was_made(value: Any) -> None:
+    before = described(value)
+    copy = private_copy(value)
+    spoil(value)
+    assert described(copy) == before
+
+
+def test_what_was_one_object_stays_one() -> None:
+    shared, tensor = [1], torch.ones(3)
+    copy = private_copy({"a": shared, "b": (shared, tensor), "c": tensor})
+    assert copy["a"] is copy["b"][0] and copy["b"][1] is copy["c"]
+    assert copy["a"] is not shared and copy["c"] is not tensor
+
+
+def test_a_list_that_holds_itself_is_copied() -> None:
+    value: list[Any] = [1]
+    value.append(value)
+    copy = private_copy(value)
+    assert copy[1] is copy and copy is not value
+
+
+def test_a_tuple_that_holds_itself_is_copied() -> None:
+    inner: dict[str, Any] = {}
+    value = (inner,)
+    inner["outer"] = value
+    copy = private_copy(value)
+    assert copy[0]["outer"] is copy and copy is not value
+
+
+def test_a_position_in_a_buffer_is_kept() -> None:
+    buffer = io.BytesIO(b"abcdef")
+    buffer.seek(2)
+    assert private_copy(buffer).read() == b"cdef"
+
+
+class Own:
+    pass
+
+
+def shared_memory() -> list[torch.Tensor]:
+    base = torch.arange(4)
+    return [base[:2], base[2:]]
+
+
+def closed_buffer() -> io.BytesIO:
+    buffer = io.BytesIO()
+    buffer.close()
+    return buffer
+
+
+def marked() -> torch.Tensor:
+    tensor = torch.ones(1)
+    tensor.mark = True  # type: ignore[attr-defined]
+    return tensor
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Own(),
+        [torch.nn.Parameter(torch.ones(1))],
+        torch.ones(1, requires_grad=True),
+        torch.ones(2).to_sparse(),
+        collections.defaultdict(list),
+        np.array([[], None], dtype=object),
+        shared_memory(),
+        closed_buffer(),
+        marked(),
+        frozenset({1}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_cannot_be_copied_faithfully_is_refused(value: Any) -> None:
+    with pytest.raises(NotPlainError):
+        private_copy(value)
+
+
+def test_empty_tensors_share_nothing() -> None:
+    assert [len(t) for t in private_copy([torch.empty(0), torch.empty(0)])] == [0, 0]
+
+
+def test_a_secured_object_is_serialized_later_as_it_was() -> None:
+    value = {"step": 1, "state": torch.zeros(2)}
+    secured = PickledObject("key", value, Mutability.NOW).secured()
+    value["step"] = 2
+    value["state"].add_(1)
+    found = torch.load(io.BytesIO(secured.serialize()), weights_only=True)
+    assert found["step"] == 1 and found["state"].tolist() == [0, 0]
+
+
+def test_an_object_that_cannot_be_copied_is_serialized_at_once() -> None:
+    value = {"state": torch.ones(2, requires_grad=True), "step": 1}
+    secured = PickledObject("key", value, Mutability.NOW).secured()
+    value["step"] = 2
+    assert isinstance(secured, SerializedObject) and secured.secured() is secured
+    assert torch.load(io.BytesIO(secured.serialize()), weights_only=True)["step"] == 1
+
+
+def test_an_object_that_can_be_neither_copied_nor_serialized_is_told() -> None:
+    with pytest.raises(TypeError):
+        PickledObject("key", threading.Lock(), Mutability.NOW).secured()
+
+
+def test_an_object_that_nobody_changes_is_not_copied() -> None:
+    item = PickledObject("key", [1], Mutability.NEVER)
+    assert item.secured() is item
