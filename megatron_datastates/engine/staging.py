@@ -16,7 +16,7 @@ import torch
 from megatron_datastates.config import Options
 from megatron_datastates.engine import native
 from megatron_datastates.engine.memory import most_slots
-from megatron_datastates.errors import StorageError
+from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.format.index import Index
 from megatron_datastates.plan.boxes import Runs
 from megatron_datastates.plan.layout import Layout, place_objects
@@ -30,7 +30,7 @@ class CopyRequest(NamedTuple):
 
     runs: Runs
     eager: bool  # must be safe before the trainer goes on
-    on_device: bool
+    device: int | None  # CUDA device of the addresses; None: host memory
     owner: object  # kept until the copy is done
 
 
@@ -61,10 +61,14 @@ class StagingEngine:
 
         Returns when the eager ones are safe: copied, or ordered before whatever the trainer's current
         stream does next. `object_bytes` is a guess of what will be appended, for reserving space.
+
+        Raises:
+            DataStatesError: sources lie on a device that is not the current one.
+            OSError: there is no driver for a device's sources, or the device is not that of the first save.
         """
         ordered = [copies[i] for i in layout.order]
         runs = _collect_runs(header, layout, ordered)
-        on_device = any(copy.on_device for copy in ordered)
+        on_device = _is_on_device(ordered)
         job = self.native.start(
             path=str(path),
             reserve_bytes=layout.tensor_end + object_bytes,
@@ -128,7 +132,7 @@ def _collect_runs(header: bytes, layout: Layout, ordered: Sequence[CopyRequest])
 
 
 def _flags(copy: CopyRequest) -> int:
-    return int(copy.eager and native.EAGER_FLAG) | int(copy.on_device and native.DEVICE_FLAG)
+    return int(copy.eager and native.EAGER_FLAG) | int(copy.device is not None and native.DEVICE_FLAG)
 
 
 def _tensors_at(layout: Layout, begin: int, end: int) -> list[str]:
@@ -149,6 +153,22 @@ def _some_of(keys: Sequence[str], most: int = 5) -> str:
         return f"tensor {keys[0]!r}"
     more = f" and {len(keys) - most} more" if len(keys) > most else ""
     return f"one of the tensors {', '.join(map(repr, keys[:most]))}{more}"
+
+
+def _is_on_device(copies: Sequence[CopyRequest]) -> bool:
+    """Raises DataStatesError for a device whose work the current stream does not order."""
+    devices = {copy.device for copy in copies if copy.device is not None}
+    if devices and devices != {current := _current_device()}:
+        names = " and ".join(f"cuda:{device}" for device in sorted(devices))
+        raise DataStatesError(
+            f"this save has tensors on {names}, and the current device is cuda:{current}: start one process "
+            "per device, each with its own device current (torch.cuda.set_device)"
+        )
+    return bool(devices)
+
+
+def _current_device() -> int:
+    return torch.cuda.current_device()
 
 
 def _current_stream() -> int:

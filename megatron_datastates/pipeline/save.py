@@ -244,4 +244,4 @@ class RankSave:
 
 
 def _copy_request(source: TensorSource) -> CopyRequest:
-    return CopyRequest(source.runs(), source.mutability is Mutability.NOW, source.on_device, source.owner)
+    return CopyRequest(source.runs(), source.mutability is Mutability.NOW, source.device, source.owner)

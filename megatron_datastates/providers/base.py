@@ -28,8 +28,8 @@ class TensorSource(Protocol):
     def mutability(self) -> Mutability: ...
 
     @property
-    def on_device(self) -> bool:
-        """Whether the addresses are device memory."""
+    def device(self) -> int | None:
+        """The CUDA device whose memory the addresses are; None for host memory."""
         ...
 
     @property

@@ -20,7 +20,7 @@ class TensorMemory:
     fragment: Fragment
     tensor: torch.Tensor
     mutability: Mutability
-    on_device: bool
+    device: int | None
 
     @property
     def owner(self) -> object:
@@ -73,7 +73,8 @@ def tensor_source(
         )
     if fragment.bytes and data.untyped_storage().nbytes() == 0:
         raise MismatchError(f"tensor {key!r} has no memory: it was offloaded; bring it back before a save")
-    return TensorMemory(fragment, data, mutability, data.device.type == "cuda")
+    device = data.device.index if data.device.type == "cuda" else None
+    return TensorMemory(fragment, data, mutability, device)
 
 
 class TensorProvider:

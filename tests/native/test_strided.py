@@ -23,7 +23,7 @@ from megatron_datastates.plan.layout import plan_layout
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import tensor_source
 from tests.native.fake_cuda.driver import FakeCuda
-from tests.native.harness import ALIGNMENT, KIB, Copy, Save, expected_bytes, random_bytes, save_whole
+from tests.native.harness import ALIGNMENT, Copy, Save, random_bytes, save_whole
 from tests.native.test_tripwire import change, engine_stream_is_done, held, torn_at
 from tests.unit.states import bits
 
@@ -160,6 +160,21 @@ def test_a_failing_copy_of_pieces_fails_the_save(
     assert call in failed.failure()
 
 
+def test_a_piece_that_was_enqueued_before_another_failed_is_waited_for(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    """It is the first copy into this slot, and both are of one run."""
+    engine, trainer = device_engines(most_slots=1, tripwire=False), cuda.new_stream()
+    cuda.hold_stream(trainer)
+    cuda.fail("cuMemcpyDtoHAsync", nth=2)
+    save = Save(engine, tmp_path / "data", [pieces(3, 10, 0, device=True)], stream=trainer)
+    assert save.reaches(Milestone.WRITTEN)
+    assert "cuMemcpyDtoHAsync" in save.error
+    assert not save.reaches(Milestone.RELEASED, 0.1)
+    cuda.release_stream(trainer)
+    save.failure()
+
+
 def test_strided_copies_neither_allocate_on_the_device_nor_wait_for_all_of_it(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
@@ -202,7 +217,7 @@ def test_change_in_a_sampled_piece_fails_the_save(
     size: int,
     count: int,
     changed: int,
-    found: int | None | tuple[int, int | None],
+    found: int | tuple[int, int | None] | None,
     device: bool,
 ) -> None:
     """A byte of the file is `changed` at its source; the sample that tells begins at `found`."""
@@ -262,7 +277,7 @@ def test_any_strided_tensor_is_stored_as_its_elements_in_row_major_order(
     eager = [is_eager for _, is_eager in tensors]
     layout = plan_layout([source.fragment for source in sources], eager, [])
     copies = [
-        CopyRequest(source.runs(), is_eager, device, source.owner)
+        CopyRequest(source.runs(), is_eager, 0 if device else None, source.owner)
         for source, is_eager in zip(sources, eager, strict=True)
     ]
     options = Options(staging_memory=2 * ALIGNMENT, slot_size=ALIGNMENT, direct_io=False, driver=cuda.path)
@@ -270,6 +285,7 @@ def test_any_strided_tensor_is_stored_as_its_elements_in_row_major_order(
     stream = cuda.new_stream()
     with pytest.MonkeyPatch.context() as patch, contextlib.closing(StagingEngine(options)) as engine:
         patch.setattr(staging, "_current_stream", lambda: stream)
+        patch.setattr(staging, "_current_device", lambda: 0)
         save = engine.begin(path, b"h" * HEADER_BYTES, layout, copies, 0)
         assert save.fence(20)
         save.append_objects([])

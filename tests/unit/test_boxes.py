@@ -93,7 +93,7 @@ def test_a_box_without_dimensions_is_one_element():
 
 @st.composite
 def strided(draw):
-    """A view into some memory whose strides may be anything, also zero, or smaller than what they step over."""
+    """A view into some memory whose strides may be anything, also zero, or less than what they step over."""
     lengths = draw(LENGTHS)
     dense = contiguous_strides(lengths)
     strides = [draw(st.one_of(st.integers(0, 30), st.sampled_from([s, 2 * s]))) for s in dense]

@@ -60,7 +60,7 @@ def test_the_elements_are_copied_in_row_major_order(tensor):
     source = tensor_source("w", tensor, LAZY)
     assert copied(source) == bits(tensor)
     assert source.fragment.shape == source.fragment.global_shape == tuple(tensor.shape)
-    assert not source.on_device
+    assert source.device is None
 
 
 @pytest.mark.parametrize("name", KNOWN_DTYPES)

@@ -22,7 +22,7 @@ class DeviceTensors:
 
     def tensors(self) -> Iterator[TensorMemory]:
         for key, tensor in self.by_key.items():
-            yield dataclasses.replace(tensor_source(key, tensor, self._mutability), on_device=True)
+            yield dataclasses.replace(tensor_source(key, tensor, self._mutability), device=0)
 
     def objects(self) -> Iterator[ObjectSource]:
         return iter(())
