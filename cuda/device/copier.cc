@@ -5,6 +5,7 @@ namespace datastates {
 DeviceCopier::DeviceCopier(std::shared_ptr<Driver> driver)
     : driver_(std::move(driver)),
       context_(driver_->CurrentContext()),
+      device_(driver_->CurrentDevice()),
       stream_(driver_->CreateLowPriorityStream()) {}
 
 DeviceCopier::~DeviceCopier() {

@@ -54,10 +54,12 @@ class DeviceCopier {
 
   const std::shared_ptr<Driver>& driver() const { return driver_; }
   CuContext context() const { return context_; }
+  int device() const { return device_; }
 
  private:
   const std::shared_ptr<Driver> driver_;
   const CuContext context_;
+  const int device_;
   CuStream stream_;  // constant after construction
 };
 

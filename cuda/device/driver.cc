@@ -41,6 +41,7 @@ struct Driver::Table {
   int (*error_string)(int, const char**);
   int (*context_get)(CuContext*);
   int (*context_set)(CuContext);
+  int (*context_device)(int*);
   int (*exchange_capture_mode)(int*);
   int (*priority_range)(int*, int*);
   int (*stream_create)(CuStream*, unsigned, int);
@@ -82,6 +83,7 @@ std::shared_ptr<Driver> Driver::Open(const std::string& path) {
   table->Load("cuGetErrorString", &table->error_string);
   table->Load("cuCtxGetCurrent", &table->context_get);
   table->Load("cuCtxSetCurrent", &table->context_set);
+  table->Load("cuCtxGetDevice", &table->context_device);
   table->Load("cuThreadExchangeStreamCaptureMode", &table->exchange_capture_mode);
   table->Load("cuCtxGetStreamPriorityRange", &table->priority_range);
   table->Load("cuStreamCreateWithPriority", &table->stream_create);
@@ -119,6 +121,12 @@ CuContext Driver::CurrentContext() const {
                   "this thread has no CUDA context: save from the thread that trains");
   }
   return context;
+}
+
+int Driver::CurrentDevice() const {
+  int device = 0;
+  Check(table_->context_device(&device), "cuCtxGetDevice");
+  return device;
 }
 
 void Driver::SetContext(CuContext context) const { Check(table_->context_set(context), "cuCtxSetCurrent"); }

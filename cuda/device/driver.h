@@ -25,6 +25,7 @@ class Driver {
   static std::shared_ptr<Driver> Open(const std::string& path);
 
   CuContext CurrentContext() const;
+  int CurrentDevice() const;  // its number, in this thread's context
   void SetContext(CuContext context) const;
   // Makes `context` current and gives the one before.
   CuContext SwapContext(CuContext context) const noexcept;

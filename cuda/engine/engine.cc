@@ -97,7 +97,9 @@ std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream tra
                                                     kMostDeviceSamples * kSampleBytes);
   } else if (copier_->driver()->CurrentContext() != copier_->context()) {
     throw Failure("start save", "", 0,
-                  "the device changed since the first save: one device per process is supported");
+                  "the first save of this process was from cuda:" + std::to_string(copier_->device()) +
+                      ", this one would be from cuda:" + std::to_string(copier_->driver()->CurrentDevice()) +
+                      " or from another context of it: start one process per device");
   }
   copier_->StartAfter(trainer);
   return copier_;

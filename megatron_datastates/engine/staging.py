@@ -13,7 +13,7 @@ import torch
 from megatron_datastates.config import Options
 from megatron_datastates.engine import native
 from megatron_datastates.engine.memory import local_ranks, most_slots
-from megatron_datastates.errors import StorageError
+from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.format.index import Index
 from megatron_datastates.plan.copies import CopyPlan
 from megatron_datastates.plan.layout import Layout, place_objects
@@ -61,9 +61,13 @@ class StagingEngine:
             addresses: of the fragments, now: a stale one would save old bytes.
             owners: of that memory; kept until it has been copied.
             object_bytes: a guess of what will be appended, for reserving space.
+
+        Raises:
+            DataStatesError: sources lie on a device that is not the current one.
+            OSError: there is no driver for a device's sources, or the device is not that of the first save.
         """
         first = np.frombuffer(header, np.uint8)
-        on_device = bool(copies.on_device.any())
+        on_device = _is_on_current_device(copies.devices)
         job = self.native.start(
             path=str(path),
             reserve_bytes=layout.tensor_end + object_bytes,
@@ -109,6 +113,21 @@ def _some_of(keys: Sequence[str], most: int = 5) -> str:
         return f"tensor {keys[0]!r}"
     more = f" and {len(keys) - most} more" if len(keys) > most else ""
     return f"one of the tensors {', '.join(map(repr, keys[:most]))}{more}"
+
+
+def _is_on_current_device(devices: Sequence[int]) -> bool:
+    """Raises DataStatesError for a device whose work the current stream does not order."""
+    if devices and devices != (current := _current_device(),):
+        names = " and ".join(f"cuda:{device}" for device in devices)
+        raise DataStatesError(
+            f"this save has tensors on {names}, and the current device is cuda:{current}: start one process "
+            "per device, each with its own device current (torch.cuda.set_device)"
+        )
+    return bool(devices)
+
+
+def _current_device() -> int:
+    return torch.cuda.current_device()
 
 
 def _current_stream() -> int:

@@ -22,7 +22,8 @@ class PendingSum(Protocol):
 class Collectives:
     """What a save needs of torch.distributed; works alone where that is not initialized.
 
-    Counts its calls by kind in `calls`.
+    Counts its calls by kind in `calls`. Memory on a device is kept, so that later saves allocate none there,
+    but for `gather_to_first`, which only new layouts need.
     """
 
     def __init__(self) -> None:
@@ -31,6 +32,8 @@ class Collectives:
         self.rank = dist.get_rank() if self.distributed else 0
         self.size = dist.get_world_size() if self.distributed else 1
         self.calls: dict[str, int] = {}
+        self._idle_sums: dict[int, list[_SumMemory]] = {}  # by count of numbers
+        self._room: dict[tuple[str, int], torch.Tensor] = {}
 
     def is_current(self) -> bool:
         """Whether torch.distributed's world is still the one that this was made in."""
@@ -38,9 +41,6 @@ class Collectives:
 
     def _count(self, kind: str) -> None:
         self.calls[kind] = self.calls.get(kind, 0) + 1
-
-    def _tensor(self, values: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device())
 
     @staticmethod
     def _device() -> torch.device:
@@ -53,18 +53,19 @@ class Collectives:
         if not self.distributed:
             return _Known(list(values))
         self._count("sum")
-        tensor = self._tensor(values, torch.int32)
-        if tensor.device.type == "cpu":
+        device = self._device()
+        if device.type == "cpu":
+            tensor = torch.tensor(values, dtype=torch.int32)
             return _HostSum(tensor, dist.all_reduce(tensor, async_op=True))
-        dist.all_reduce(tensor)
-        return _DeviceSum(tensor)
+        idle = self._idle_sums.setdefault(len(values), [])
+        return _DeviceSum(values, idle.pop() if idle else _SumMemory(len(values), device), idle)
 
     def share_from_first(self, value: int) -> int:
         """Rank 0's 63-bit number, on every rank."""
         if not self.distributed:
             return value
         self._count("broadcast")
-        tensor = self._tensor([value], torch.int64)
+        tensor = torch.tensor([value], dtype=torch.int64, device=self._device())
         dist.broadcast(tensor, 0)
         return int(tensor.item())
 
@@ -73,11 +74,17 @@ class Collectives:
         if not self.distributed:
             return [record]
         self._count("gather")
-        mine = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(self._device())
-        everyone = torch.empty(self.size * len(record), dtype=torch.uint8, device=mine.device)
+        mine = self._kept("mine", len(record))
+        mine.copy_(torch.frombuffer(bytearray(record), dtype=torch.uint8))
+        everyone = self._kept("everyone", self.size * len(record))
         dist.all_gather_into_tensor(everyone, mine)
         joined = everyone.cpu().numpy().tobytes()
         return [joined[i * len(record) : (i + 1) * len(record)] for i in range(self.size)]
+
+    def _kept(self, name: str, size: int) -> torch.Tensor:
+        if (name, size) not in self._room:
+            self._room[name, size] = torch.empty(size, dtype=torch.uint8, device=self._device())
+        return self._room[name, size]
 
     def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> list[bytes]:
         """Every rank's bytes on rank 0, of the lengths that all ranks know; nothing elsewhere."""
@@ -115,16 +122,32 @@ class _HostSum:
         return [int(value) for value in self._tensor.tolist()]
 
 
-class _DeviceSum:
-    """Read through pinned memory and an event, so that the device is never synchronized."""
+class _SumMemory:
+    """Of one sum at a time, from its asking until its result was read."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._host.copy_(tensor, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record()
+    def __init__(self, count: int, device: torch.device) -> None:
+        self.host = torch.empty(count, dtype=torch.int32, pin_memory=True)
+        self.device = torch.empty(count, dtype=torch.int32, device=device)
+        self.done = torch.cuda.Event()
+
+
+class _DeviceSum:
+    """Goes there and back through page-locked memory and an event, so that the device is never synchronized.
+
+    Nothing else may have `memory` while the device is at it: it joins `idle` once the event is over. A sum
+    that nobody reads drops it.
+    """
+
+    def __init__(self, values: Sequence[int], memory: _SumMemory, idle: list[_SumMemory]) -> None:
+        self._memory, self._idle = memory, idle
+        memory.host.copy_(torch.tensor(values, dtype=torch.int32))
+        memory.device.copy_(memory.host, non_blocking=True)
+        dist.all_reduce(memory.device)
+        memory.host.copy_(memory.device, non_blocking=True)
+        memory.done.record()
 
     def result(self) -> list[int]:
-        self._copied.synchronize()
-        return [int(value) for value in self._host.tolist()]
+        self._memory.done.synchronize()
+        values = [int(value) for value in self._memory.host.tolist()]
+        self._idle.append(self._memory)
+        return values

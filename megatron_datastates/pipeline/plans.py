@@ -37,7 +37,7 @@ def plan_state(tensors: Tensors, object_keys: list[str]) -> StatePlan:
     structure = structure_of(tensors)
     fragments, eager = structure.fragments(), structure.eager()
     layout = plan_layout(fragments, eager, object_keys)
-    copies = plan_copies(layout, structure.runs(), eager, structure.on_device())
+    copies = plan_copies(layout, structure.runs(), eager, structure.devices())
     sizes = [fragment.bytes for fragment in fragments]
     eager_bytes = sum(size for size, first in zip(sizes, eager, strict=True) if first)
     return StatePlan(structure, object_keys, layout, copies, eager_bytes, sum(sizes) - eager_bytes)

@@ -27,6 +27,7 @@ class CopyPlan:
     step_bytes: Words  # from one piece to the next, in memory
     eager: npt.NDArray[np.bool_]
     on_device: npt.NDArray[np.bool_]
+    devices: tuple[int, ...]  # CUDA devices that sources are on
 
     def sources(self, header: int, fragments: Words) -> Words:
         """Addresses of the runs, from those of the header and of each fragment at this save."""
@@ -35,9 +36,13 @@ class CopyPlan:
 
 
 def plan_copies(
-    layout: Layout, runs: Sequence[Runs], eager: Sequence[bool], on_device: Sequence[bool]
+    layout: Layout, runs: Sequence[Runs], eager: Sequence[bool], devices: Sequence[int | None]
 ) -> CopyPlan:
-    """Puts the runs of each fragment (relative to its address) where `layout` places it."""
+    """Puts the runs of each fragment (relative to its address) where `layout` places it.
+
+    Args:
+        runs, eager, devices: of each fragment; `devices` has None for host memory.
+    """
     order = [runs[i] for i in layout.order]
     counts = np.array([1, *(len(of_one.starts) for of_one in order)])
     first = np.cumsum(counts) - counts
@@ -56,5 +61,6 @@ def plan_copies(
         piece_bytes=each(HEADER_BYTES, [of_one.piece_bytes for of_one in order]),
         step_bytes=each(HEADER_BYTES, [of_one.step_bytes for of_one in order]),
         eager=np.array([False, *eager], np.bool_)[origin],
-        on_device=np.array([False, *on_device], np.bool_)[origin],
+        on_device=np.array([False, *(device is not None for device in devices)], np.bool_)[origin],
+        devices=tuple(sorted({device for device in devices if device is not None})),
     )

@@ -70,8 +70,9 @@ class Structure:
         """Which tensors must be copied before the trainer goes on."""
         return [mutability is Mutability.NOW for mutability in self.mutability]
 
-    def on_device(self) -> list[bool]:
-        return [device.type == "cuda" for _, _, device in self.facts]
+    def devices(self) -> list[int | None]:
+        """The CUDA device that each tensor is on; None for host memory."""
+        return [device.index if device.type == "cuda" else None for _, _, device in self.facts]
 
 
 def structure_of(tensors: Tensors) -> Structure:

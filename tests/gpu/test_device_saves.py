@@ -55,8 +55,12 @@ def test_every_bit_arrives(engine: StagingEngine, tmp_path: Path) -> None:
         "bfloat16": raw[:MIB].view(torch.bfloat16),
         "float8": raw[: MIB - 3].view(torch.float8_e4m3fn),
         "matrix": matrix,
-        "slice": matrix[100:900, 256:768],  # runs of 2 KiB
-        "transposed": matrix.t(),  # packed first
+        "slice": matrix[100:900, 256:768],  # one run, of pieces of 2 KiB
+        "narrow slice": matrix.to(torch.bfloat16)[:, 7:8],
+        "transposed": matrix.t(),
+        "permuted": matrix.reshape(30, 50, 1024).permute(1, 0, 2),
+        "expanded": matrix[:, :1].expand(1500, 3),
+        "windows": matrix[0].unfold(0, 100, 30),  # pieces overlap
         "scalar": matrix[0, 0],
         "nothing": matrix[:0],
         **{f"tiny{i}": matrix[i, i : 2 * i + 1] for i in range(300)},
@@ -154,6 +158,8 @@ def test_samples_of_many_tensors_do_not_wait_for_the_device(warm: StagingEngine,
 
 def test_no_device_memory_is_allocated(warm: StagingEngine, tmp_path: Path) -> None:
     tensors = layers()
+    tensors["transposed"] = tensors["layer0"].view(torch.float32).reshape(-1, 4096).t()
+    tensors["columns"] = tensors["layer1"].reshape(-1, 4096)[:, :100]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     held, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]

@@ -41,8 +41,8 @@ class Trainer:
         self.initial = {key: tensor.clone() for key, tensor in self.model.items()}
 
     def saver(self, slots: int = 64, **options: Any) -> Saver:
-        fixed = Options(staging_memory=slots * SLOT, slot_size=SLOT, driver=self.cuda.path, **options)
-        self._savers.append(Saver(fixed, Run()))
+        fixed = {"staging_memory": slots * SLOT, "slot_size": SLOT, "driver": self.cuda.path}
+        self._savers.append(Saver(Options(**(fixed | options)), Run()))
         return self._savers[-1]
 
     def optimizer_step(self, fenced: bool = True) -> None:
@@ -62,7 +62,8 @@ class Trainer:
 def trainer(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Trainer]:
     made = Trainer(cuda)
     monkeypatch.setattr(staging, "_current_stream", lambda: made.stream)
-    monkeypatch.setattr(Structure, "on_device", lambda self: [True] * len(self.keys))
+    monkeypatch.setattr(staging, "_current_device", lambda: 0)
+    monkeypatch.setattr(Structure, "devices", lambda self: [0] * len(self.keys))
     yield made
     cuda.let_go()
     made.close()
@@ -169,6 +170,93 @@ def test_a_fence_lets_the_trainer_go_at_its_deadline(trainer: Trainer, tmp_path:
     trainer.cuda.synchronize(trainer.stream)
     now = {key: tensor.clone() for key, tensor in trainer.model.items()}
     assert_published(saver.start(tmp_path / "next", DeviceTensors(trainer.model)), tmp_path / "next", now)
+
+
+def test_a_fence_waits_for_copies_and_not_for_writes(trainer: Trainer, tmp_path: Path) -> None:
+    """Two slots for seven chunks: the last two are copied when the fifth is written. Their writes stall."""
+    saver = trainer.saver(slots=2, faults="write:6:stall=2000,write:7:stall=2000")
+    publication = saver.start(tmp_path, DeviceTensors(trainer.model))
+    trainer.optimizer_step()
+    assert publication.save._save is not None
+    status = publication.save._save.status()
+    assert status["bytes_planned"] > 6 * SLOT
+    assert status["bytes_written"] == 5 * SLOT
+    assert_published(publication, tmp_path, trainer.initial)
+
+
+def test_a_fence_ends_at_its_deadline_in_mid_copy_and_training_goes_on(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    cuda, saver = trainer.cuda, trainer.saver(slots=2, fence_deadline=0.3)
+    cuda.delay_copies(seconds=0.1)
+    publication = saver.start(tmp_path / "late", DeviceTensors(trainer.model))
+    native = publication.save._save
+    assert native is not None
+    eventually(lambda: native.status()["bytes_copied"], "the first chunks are copied")
+    cuda.hold_call("cuMemcpyDtoHAsync")  # the driver takes no more of them
+    trainer.optimizer_step()
+    cuda.synchronize(trainer.stream)
+    assert {value for tensor in trainer.model.values() for value in tensor.tolist()} == {AFTER}
+    cuda.let_go()
+    assert "waited 0.3 s for its copies" in failure(publication)
+    publication.join()
+    status = native.status()
+    assert 0 < int(str(status["bytes_copied"])) < int(str(status["bytes_planned"]))
+    assert os.listdir(tmp_path / "late") == []
+    after = {key: tensor.clone() for key, tensor in trainer.model.items()}
+    again = saver.start(tmp_path / "next", DeviceTensors(trainer.model))
+    trainer.optimizer_step()
+    assert_published(again, tmp_path / "next", after)
+
+
+def test_strided_tensors_change_behind_the_fence_only(trainer: Trainer, tmp_path: Path) -> None:
+    """They are read in place, as all others are."""
+    memory = torch.randint(0, 200, (400, 600), dtype=torch.uint8)
+    trainer.model = {"transposed": memory.t(), "columns": memory[:, 5:77], "row": memory[0].expand(3, 600)}
+    wanted = {key: tensor.clone() for key, tensor in trainer.model.items()}
+    trainer.cuda.delay_copies(seconds=0.002)
+    publication = trainer.saver(slots=2).start(tmp_path, DeviceTensors(trainer.model))
+    FENCE.wait("the optimizer step")
+    trainer.cuda.launch_fill(trainer.stream, memory.data_ptr(), AFTER, memory.nbytes)
+    assert_published(publication, tmp_path, wanted)
+
+
+def test_strided_tensors_changed_without_the_fence_fail_the_save(trainer: Trainer, tmp_path: Path) -> None:
+    memory = torch.randint(0, 200, (400, 600), dtype=torch.uint8)
+    trainer.cuda.delay_copies(seconds=0.002)
+    publication = trainer.saver(slots=2).start(tmp_path, DeviceTensors({"transposed": memory.t()}))
+    trainer.cuda.launch_fill(trainer.stream, memory.data_ptr(), AFTER, memory.nbytes)
+    assert "tensor 'transposed' changed too early" in failure(publication)
+
+
+def test_tensors_on_several_devices_are_refused(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Structure, "devices", lambda self: [*[0] * (len(self.keys) - 1), 1])
+    publication = trainer.saver().start(tmp_path, DeviceTensors(trainer.model))
+    error = failure(publication)
+    assert (
+        "tensors on cuda:0 and cuda:1, and the current device is cuda:0: start one process per device"
+        in error
+    )
+    assert os.listdir(tmp_path) == []
+
+
+def test_tensors_on_another_device_than_the_current_one_are_refused(
+    trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stream that the copies were ordered behind would not be that which wrote them."""
+    monkeypatch.setattr(staging, "_current_device", lambda: 1)
+    publication = trainer.saver().start(tmp_path, DeviceTensors(trainer.model))
+    assert "tensors on cuda:0, and the current device is cuda:1" in failure(publication)
+
+
+def test_a_missing_driver_is_told_with_its_name_and_what_needs_it(trainer: Trainer, tmp_path: Path) -> None:
+    assert Options().driver == "libcuda.so.1"
+    saver = trainer.saver(driver="/nowhere/libcuda.so.1")
+    error = failure(saver.start(tmp_path, DeviceTensors(trainer.model)))
+    assert "open the CUDA driver /nowhere/libcuda.so.1" in error
+    assert "a tensor on a GPU cannot be saved without it" in error
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from megatron_datastates.config import Options
 from megatron_datastates.engine import _native as native
 from megatron_datastates.engine import staging
+from megatron_datastates.engine._native import Milestone
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.pipeline.plans import plan_state
@@ -159,6 +160,21 @@ def test_a_failing_copy_of_pieces_fails_the_save(
     assert call in failed.failure()
 
 
+def test_a_piece_that_was_enqueued_before_another_failed_is_waited_for(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    """It is the first copy into this slot, and both are of one run."""
+    engine, trainer = device_engines(most_slots=1, tripwire=False), cuda.new_stream()
+    cuda.hold_stream(trainer)
+    cuda.fail("cuMemcpyDtoHAsync", nth=2)
+    save = Save(engine, tmp_path / "data", [pieces(3, 10, 0, device=True)], stream=trainer)
+    assert save.reaches(Milestone.WRITTEN)
+    assert "cuMemcpyDtoHAsync" in save.error
+    assert not save.reaches(Milestone.RELEASED, 0.1)
+    cuda.release_stream(trainer)
+    save.failure()
+
+
 def test_strided_copies_neither_allocate_on_the_device_nor_wait_for_all_of_it(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
@@ -265,7 +281,8 @@ def test_any_strided_tensor_is_stored_as_its_elements_in_row_major_order(
     stream = cuda.new_stream()
     with pytest.MonkeyPatch.context() as patch, contextlib.closing(StagingEngine(options)) as engine:
         patch.setattr(staging, "_current_stream", lambda: stream)
-        patch.setattr(Structure, "on_device", lambda self: [device] * len(self.keys))
+        patch.setattr(staging, "_current_device", lambda: 0)
+        patch.setattr(Structure, "devices", lambda self: [0 if device else None] * len(self.keys))
         plan, memory = plan_state(state, []), look_up(state)
         layout = plan.layout
         header = b"h" * HEADER_BYTES

@@ -30,7 +30,7 @@ class Source:
         (self.fragment,) = plan.structure.fragments()
         (self.runs,) = plan.structure.runs()
         (self.mutability,) = tensors.mutability
-        (self.on_device,) = plan.structure.on_device()
+        (self.device,) = plan.structure.devices()
         memory = look_up(tensors)
         (self.address,), (self.owner,) = memory.addresses.tolist(), memory.owners
 
@@ -79,7 +79,7 @@ def test_the_elements_are_copied_in_row_major_order(tensor):
     source = Source("w", tensor, LAZY)
     assert copied(source) == bits(tensor)
     assert source.fragment.shape == source.fragment.global_shape == tuple(tensor.shape)
-    assert not source.on_device
+    assert source.device is None
 
 
 @pytest.mark.parametrize("name", KNOWN_DTYPES)

@@ -74,6 +74,13 @@ int ContextSet(void* context) {
   return kSuccess;
 }
 
+int ContextDevice(int* device) {
+  if (int code = Enter("cuCtxGetDevice", "", kContext)) return code;
+  Lock lock(TheWorld().mutex);
+  *device = TheWorld().devices.at(current_context);
+  return kSuccess;
+}
+
 int ExchangeCaptureMode(int* mode) {
   if (int code = Enter("cuThreadExchangeStreamCaptureMode", "", kNothing)) return code;
   std::swap(*mode, capture_mode);
@@ -254,6 +261,7 @@ int cuGetProcAddress_v2(const char* name, void** function, int, unsigned long lo
       {"cuGetErrorString", Address(ErrorString)},
       {"cuCtxGetCurrent", Address(ContextGet)},
       {"cuCtxSetCurrent", Address(ContextSet)},
+      {"cuCtxGetDevice", Address(ContextDevice)},
       {"cuThreadExchangeStreamCaptureMode", Address(ExchangeCaptureMode)},
       {"cuCtxGetStreamPriorityRange", Address(PriorityRange)},
       {"cuStreamCreateWithPriority", Address(StreamCreate)},
@@ -278,12 +286,16 @@ int cuGetProcAddress_v2(const char* name, void** function, int, unsigned long lo
 
 // -- the trainer's side -------------------------------------------------------------------------------
 
+// Each on a device of its own, the first since fake_reset on device 0.
 void* fake_new_context() {
   MakeStream(nullptr);
   World& world = TheWorld();
   Lock lock(world.mutex);
   std::string name;
-  return NewHandle(world, "context", &name);
+  void* const context = NewHandle(world, "context", &name);
+  const int device = static_cast<int>(world.devices.size());
+  world.devices[context] = device;
+  return context;
 }
 
 void fake_use_context(void* context) { current_context = context; }
@@ -409,6 +421,7 @@ void fake_reset() {
   for (const auto& stream : retired) stream->thread.join();
   lock.lock();
   world.log.clear();
+  world.devices.clear();
   world.lost = false;
 }
 

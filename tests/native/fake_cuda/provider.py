@@ -11,7 +11,7 @@ from megatron_datastates.providers.tensors import TensorProvider
 class DeviceTensors(TensorProvider):
     """For the fake driver, whose device pointers are host pointers. Holds the only reference.
 
-    The test has Structure.on_device say that all are on a device.
+    The test has Structure.devices say that all are on one.
     """
 
     def __init__(

@@ -50,6 +50,7 @@ struct World {
   std::map<void*, std::shared_ptr<Stream>> streams;
   std::vector<std::shared_ptr<Stream>> retired;  // destroyed, perhaps still running what they were given
   std::map<void*, Event> events;
+  std::map<void*, int> devices;            // of contexts
   std::map<uintptr_t, size_t> registered;  // page-locked host memory: address -> bytes
   std::vector<std::string> log;
   std::map<std::string, long> calls;

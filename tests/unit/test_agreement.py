@@ -1,0 +1,108 @@
+"""The collective calls of a save on a device's backend, with a device that is host memory and does all it is
+asked for late: what is enqueued runs when an event is waited for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_datastates.pipeline.agreement import Collectives
+
+RANKS = 3
+
+
+class LateDevice:
+    """In place of torch.cuda and NCCL. Every rank says the same."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[int] = []  # numbers of elements of tensors on the device
+        self._queue: deque[Callable[[], Any]] = deque()
+        self._empty, self._copy = torch.empty, torch.Tensor.copy_
+        monkeypatch.setattr(torch, "empty", self._make)
+        monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **how: self._copy_to(*args, **how))
+        monkeypatch.setattr(torch.cuda, "Event", lambda: LateEvent(self._queue))
+        monkeypatch.setattr(dist, "all_reduce", lambda tensor: self._queue.append(lambda: tensor.mul_(RANKS)))
+        monkeypatch.setattr(dist, "all_gather_into_tensor", self._gather)
+        monkeypatch.setattr(Collectives, "_device", staticmethod(lambda: torch.device("cuda", 0)))
+
+    def _make(self, size: int, dtype: torch.dtype, device: object = None, pin_memory: bool = False) -> Any:
+        assert (device is None) == pin_memory
+        if device is not None:
+            self.made.append(size)
+        return self._empty(size, dtype=dtype)
+
+    def _copy_to(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
+        if non_blocking:
+            self._queue.append(lambda: self._copy(target, source))
+        else:
+            self._copy(target, source)
+        return target
+
+    def _gather(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
+        self._copy(everyone, mine.repeat(RANKS))
+
+
+class LateEvent:
+    def __init__(self, queue: deque[Callable[[], Any]]) -> None:
+        self._queue, self._over = queue, True
+
+    def record(self) -> None:
+        self._over = False
+        self._queue.append(lambda: setattr(self, "_over", True))
+
+    def synchronize(self) -> None:
+        while not self._over:
+            self._queue.popleft()()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> LateDevice:
+    return LateDevice(monkeypatch)
+
+
+@pytest.fixture
+def collectives(device: LateDevice) -> Collectives:
+    made = Collectives()
+    made.distributed, made.size = True, RANKS
+    return made
+
+
+def test_sums_of_a_device_are_read_when_they_are_there(collectives: Collectives) -> None:
+    for values in ([1, 0, 2], [0, 0, 0], [5, 6, 7]):
+        assert collectives.start_sum(values).result() == [RANKS * value for value in values]
+
+
+def test_sums_in_flight_at_the_same_time_do_not_share_memory(collectives: Collectives) -> None:
+    asked = [collectives.start_sum([i, i + 1, 0]) for i in range(4)]
+    assert [sum.result() for sum in asked] == [[RANKS * i, RANKS * (i + 1), 0] for i in range(4)]
+    again = [collectives.start_sum([i, 7, i]) for i in range(9, 13)]
+    for i, asked_sum in reversed(list(zip(range(9, 13), again, strict=True))):
+        assert asked_sum.result() == [RANKS * i, RANKS * 7, RANKS * i]
+
+
+def test_later_sums_allocate_nothing_on_the_device(device: LateDevice, collectives: Collectives) -> None:
+    pending = collectives.start_sum([0, 0, 0])
+    for i in range(50):  # one is asked for before the other was read: two in flight
+        another = collectives.start_sum([i, 0, 0])
+        pending.result()
+        pending = another
+    assert device.made == [3, 3]
+
+
+def test_a_sum_that_nobody_reads_does_not_lend_its_memory(collectives: Collectives) -> None:
+    collectives.start_sum([9, 9, 9])
+    assert collectives.start_sum([1, 2, 3]).result() == [RANKS, 2 * RANKS, 3 * RANKS]
+
+
+def test_later_gathers_allocate_nothing_on_the_device(device: LateDevice, collectives: Collectives) -> None:
+    for i in range(5):
+        for size in (16, 24):
+            record = bytes([i]) * size
+            assert collectives.gather_all(record) == [record] * RANKS
+    assert device.made == [16, 3 * 16, 24, 3 * 24]
