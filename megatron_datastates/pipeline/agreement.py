@@ -140,6 +140,7 @@ class _DeviceSum:
 
     def __init__(self, values: Sequence[int], memory: _SumMemory, idle: list[_SumMemory]) -> None:
         self._memory, self._idle = memory, idle
+        self._values: list[int] | None = None
         memory.host.copy_(torch.tensor(values, dtype=torch.int32))
         memory.device.copy_(memory.host, non_blocking=True)
         dist.all_reduce(memory.device)
@@ -147,7 +148,8 @@ class _DeviceSum:
         memory.done.record()
 
     def result(self) -> list[int]:
-        self._memory.done.synchronize()
-        values = [int(value) for value in self._memory.host.tolist()]
-        self._idle.append(self._memory)
-        return values
+        if self._values is None:  # memory is given back once, however often this is asked
+            self._memory.done.synchronize()
+            self._values = [int(value) for value in self._memory.host.tolist()]
+            self._idle.append(self._memory)
+        return self._values

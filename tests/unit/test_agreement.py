@@ -86,6 +86,15 @@ def test_sums_in_flight_at_the_same_time_do_not_share_memory(collectives: Collec
         assert asked_sum.result() == [RANKS * i, RANKS * 7, RANKS * i]
 
 
+def test_a_sum_may_be_read_again(collectives: Collectives) -> None:
+    """A poll that failed behind it is made once more. Memory is not lent twice for that."""
+    first = collectives.start_sum([1, 2, 3])
+    assert first.result() == first.result() == [RANKS, 2 * RANKS, 3 * RANKS]
+    asked = [collectives.start_sum([i, i, i]) for i in range(3)]
+    assert [sum.result() for sum in asked] == [[RANKS * i] * 3 for i in range(3)]
+    assert first.result() == [RANKS, 2 * RANKS, 3 * RANKS]
+
+
 def test_later_sums_allocate_nothing_on_the_device(device: LateDevice, collectives: Collectives) -> None:
     pending = collectives.start_sum([0, 0, 0])
     for i in range(50):  # one is asked for before the other was read: two in flight
