@@ -136,13 +136,14 @@ void BindEngine(nb::module_& module) {
           "__init__",
           [](EngineHandle* self, size_t slot_bytes, size_t most_slots, int copy_threads, int write_threads,
              bool direct, bool checksums, uint64_t copy_limit, uint64_t write_limit,
-             const std::string& driver, const std::string& faults, bool tripwire, bool paranoid) {
+             const std::string& driver, const std::string& faults, const std::string& backend, bool tripwire,
+             bool paranoid) {
             new (self) EngineHandle({slot_bytes, most_slots, copy_threads, write_threads, direct, checksums,
-                                     copy_limit, write_limit, driver, faults, tripwire, paranoid});
+                                     copy_limit, write_limit, driver, faults, backend, tripwire, paranoid});
           },
           nb::kw_only(), "slot_bytes"_a, "most_slots"_a, "copy_threads"_a, "write_threads"_a, "direct"_a,
-          "checksums"_a, "copy_limit"_a, "write_limit"_a, "driver"_a, "faults"_a, "tripwire"_a = true,
-          "paranoid"_a = false)
+          "checksums"_a, "copy_limit"_a, "write_limit"_a, "driver"_a, "faults"_a, "backend"_a = "pwrite",
+          "tripwire"_a = true, "paranoid"_a = false)
       .def(
           "start",
           [](EngineHandle& self, const std::string& path, uint64_t reserve_bytes, uint64_t end,
@@ -251,6 +252,7 @@ NB_MODULE(_native, module) {
   BindJob(module);
   BindEngine(module);
   BindReader(module);
+  module.def("write_backends", &WriteBackend::Names);
   module.def(
       "crc32c", [](nb::bytes data, uint32_t crc) { return Crc32c(crc, data.c_str(), data.size()); }, "data"_a,
       "crc"_a = 0);

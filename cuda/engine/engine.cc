@@ -29,6 +29,7 @@ class AlignedCopy {
 
 Engine::Engine(const Options& options)
     : options_(options),
+      backend_(WriteBackend::Named(options.backend)),
       faults_(options.faults),
       copy_rate_(options.copy_bytes_per_second),
       write_rate_(options.write_bytes_per_second) {
@@ -228,7 +229,7 @@ void Engine::StageLoop() {
 
 void Engine::OpenFile(const Stretch& stretch) {
   try {
-    if (!stretch.job->failed()) stretch.job->Open(stretch.reserve_bytes, &faults_);
+    if (!stretch.job->failed()) stretch.job->Open(stretch.reserve_bytes, backend_, &faults_);
   } catch (const Failure& failure) {
     stretch.job->Fail(failure);
   } catch (const std::exception& error) {

@@ -29,8 +29,9 @@ class Engine {
     uint64_t write_bytes_per_second = 0;  // 0: no limit
     std::string driver = "libcuda.so.1";
     std::string faults;
-    bool tripwire = true;   // take samples: engine/tripwire.h
-    bool paranoid = false;  // copy every chunk twice, the first time eagerly, and compare checksums
+    std::string backend = "pwrite";  // os/write_backend.h
+    bool tripwire = true;            // take samples: engine/tripwire.h
+    bool paranoid = false;           // copy every chunk twice, the first time eagerly, and compare checksums
   };
 
   // Starts the threads. Throws Failure for options that make no sense, or if there are no threads to be had.
@@ -107,6 +108,7 @@ class Engine {
   void EnterDevice(const SaveJob& job);
 
   const Options options_;
+  WriteBackend* const backend_;
   Faults faults_;
   RateLimit copy_rate_, write_rate_;
   std::unique_ptr<SlotPool> pool_;

@@ -191,8 +191,8 @@ void SaveJob::Done() {
   changed_.notify_all();
 }
 
-void SaveJob::Open(uint64_t reserve_bytes, Faults* faults) {
-  auto file = std::make_unique<DataFile>(path_, direct_, faults);
+void SaveJob::Open(uint64_t reserve_bytes, WriteBackend* backend, Faults* faults) {
+  auto file = std::make_unique<DataFile>(path_, direct_, backend, faults);
   DataFile* const opened = file.get();
   {
     std::lock_guard<std::mutex> lock(mutex_);

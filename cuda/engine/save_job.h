@@ -79,7 +79,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   bool Verify(const Batch& batch, size_t chunk, const uint8_t* staged);
   void Plan(const Batch& batch);  // counts what is coming
   void CloseInput();
-  void Open(uint64_t reserve_bytes, Faults* faults);
+  void Open(uint64_t reserve_bytes, WriteBackend* backend, Faults* faults);
   void Staged(const Batch& batch, const Batch::Chunk& chunk, std::shared_ptr<Event>* event);
   void Copied(const Batch& batch, const Batch::Chunk& chunk);
   void Written(const Batch::Chunk& chunk, const uint8_t* data);

@@ -31,8 +31,8 @@ bool DirectIoFits(int fd) {
 
 }  // namespace
 
-DataFile::DataFile(const std::string& path, bool direct, Faults* faults)
-    : path_(path), faults_(faults), direct_(direct) {
+DataFile::DataFile(const std::string& path, bool direct, WriteBackend* backend, Faults* faults)
+    : path_(path), backend_(backend), faults_(faults), direct_(direct) {
   MakeDirectories();
   if (int code = Injected("open")) Throw("open", code);
   const int flags = O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC;
@@ -94,7 +94,7 @@ void DataFile::WriteAt(const uint8_t* data, uint64_t bytes, uint64_t offset) {
     if (effect.short_count) wanted = direct ? AlignUp(wanted / 2, kAlignment) : wanted / 2 | 1;
     errno = effect.error;
     const ssize_t wrote =
-        effect.error ? -1 : pwrite(fd_, data + done, wanted, static_cast<off_t>(offset + done));
+        effect.error ? -1 : backend_->Write(fd_, data + done, wanted, static_cast<off_t>(offset + done));
     if (wrote < 0 && errno == EINTR) continue;
     if (wrote < 0 && errno == EINVAL && direct) {
       StopDirect();

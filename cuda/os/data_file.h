@@ -16,14 +16,15 @@
 #include "common.h"
 #include "os/faults.h"
 #include "os/fork.h"
+#include "os/write_backend.h"
 
 namespace datastates {
 
 class DataFile {
  public:
   // Throws Failure. `direct`: try O_DIRECT and fall back to buffered writes where it is refused, at
-  // open or at the first write. `faults` must outlive the file.
-  DataFile(const std::string& path, bool direct, Faults* faults);
+  // open or at the first write. `backend` and `faults` must outlive the file.
+  DataFile(const std::string& path, bool direct, WriteBackend* backend, Faults* faults);
   ~DataFile();  // closes; an error was already told by Sync, or the file is being given up
   DataFile(const DataFile&) = delete;
   DataFile& operator=(const DataFile&) = delete;
@@ -46,6 +47,7 @@ class DataFile {
 
   const HomeProcess home_;
   const std::string path_;
+  WriteBackend* const backend_;
   Faults* const faults_;
   std::vector<std::string> directories_;  // to be synced; constant after construction
   int fd_ = -1;                           // constant after construction

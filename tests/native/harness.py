@@ -91,6 +91,7 @@ def make_engine(**options: Any) -> native.Engine:
         "write_limit": 0,
         "driver": "no driver in this test",
         "faults": "",
+        "backend": native.write_backends()[0],
         "tripwire": True,
         "paranoid": False,
     }

@@ -1,7 +1,11 @@
-"""Data files: direct I/O where it can be had, short writes, and every error told with its place."""
+"""Data files: direct I/O where it can be had, short writes, and every error told with its place.
+
+All of it for each write back end (cuda/os/write_backend.h).
+"""
 
 import ctypes
 import errno
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +29,11 @@ from tests.native.harness import (
 
 Engines = Callable[..., native.Engine]
 COPIES = [Copy(random_bytes(300 * KIB), 0)]
+
+
+@pytest.fixture(params=native.write_backends())
+def engines(request: pytest.FixtureRequest, engines: Engines) -> Engines:
+    return functools.partial(engines, backend=request.param)
 
 
 def open_flags(path: Path) -> list[int]:
@@ -237,3 +246,8 @@ def test_counters_tell_what_was_moved(engines: Engines, tmp_path: Path) -> None:
     times = [status[f"{name}_at"] for name in ("reserved", "staged", "copied", "written", "durable")]
     assert times == sorted(times) and times[0] > 0
     save.expect(Milestone.RELEASED)
+
+
+def test_a_back_end_that_does_not_exist_is_refused_by_name(engines: Engines) -> None:
+    with pytest.raises(OSError, match=r"carrier pigeon.*no such back end; there is pwrite"):
+        engines(backend="carrier pigeon")
