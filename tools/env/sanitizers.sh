@@ -32,7 +32,8 @@ build() { # SANITIZER, in its folder: a fresh copy of the sources, and what they
   rm -rf cuda megatron_datastates tests
   (cd "$root" && tar -c --exclude='*.so' --exclude=__pycache__ \
     LICENSE README.md setup.cfg setup.py cuda megatron_datastates tests) | tar -x
-  local arguments="-DMDS_SANITIZE=$1 -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_CXX_FLAGS=$tls_model"
+  # A build type of our own: that of a release has its symbols stripped.
+  local arguments="-DMDS_SANITIZE=$1 -DCMAKE_BUILD_TYPE=Sanitized '-DCMAKE_CXX_FLAGS=-O1 -DNDEBUG $tls_model'"
   CMAKE_BUILD_PARALLEL_LEVEL=1 CMAKE_ARGS=$arguments "$python" setup.py -q build_ext --inplace
   nm megatron_datastates/engine/_native*.so | grep "${symbols[$1]}" >/dev/null ||
     fail "the module was built without the $1 sanitizer"
@@ -50,11 +51,11 @@ under() { # SANITIZER COMMAND...: runs it with the sanitizer loaded first, as Py
       preload+="$library "
     done
   fi
-  # die_after_fork: children of tests start threads. PYTHONMALLOC: otherwise leaks are looked for without the
-  # pointers that Python's objects hold.
+  # PYTHONMALLOC: in its own arenas, Python's objects would hide what they point to, and that look leaked.
+  # abort_on_error: pytest then says in which test. die_after_fork: a forked child may start threads.
   env "LD_PRELOAD=$preload" "CXX=$(compile "$1")" PYTHONMALLOC=malloc PYTHONDONTWRITEBYTECODE=1 \
     "PYTHONPATH=$ours" "MDS_SANITIZER=$1" "MDS_SANITIZER_REPORTS=$PWD/reports" \
-    "ASAN_OPTIONS=$options:leak_check_at_exit=0:stack_trace_format='    #%n %p %F %L %M'" \
+    "ASAN_OPTIONS=$options:abort_on_error=1:leak_check_at_exit=0:stack_trace_format='    #%n %p %F %L %M'" \
     "TSAN_OPTIONS=$options:die_after_fork=0" "UBSAN_OPTIONS=$options:print_stacktrace=1" "${@:2}"
 }
 
