@@ -1,15 +1,16 @@
 # The daily commands. Everything runs in .venv, which `make env` makes and keeps current.
 # Variables: PYTHON (the interpreter to make .venv from), ARGS (passed on to pytest or the demo),
-# VERSIONS (of megatron-core, for test-versions).
+# VERSIONS (of megatron-core, for test-versions), SANITIZERS (for test-native-sanitizers: address, thread,
+# undefined).
 SHELL := bash
 BIN := .venv/bin
-NATIVE_SOURCES = $(shell find cuda tests -name '*.cc' -o -name '*.h')
+NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
 
-.PHONY: help env demo test test-versions lint format clean distclean
+.PHONY: help env demo test test-versions test-native-sanitizers lint format clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 24
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 32
 
 env: ## make or refresh .venv: a few minutes the first time, seconds after
 	@tools/env/bootstrap.sh
@@ -25,6 +26,9 @@ test: lint ## run the linters, then all tests (GPU tests where there is a GPU)
 # Not part of `test`: it takes some minutes a release. CI runs both.
 test-versions: env ## run the tests that meet Megatron against its other releases
 	@tools/env/versions.sh $(VERSIONS)
+
+test-native-sanitizers: env ## run tests/native under the sanitizers of g++
+	@tools/env/sanitizers.sh $(SANITIZERS)
 
 lint: env ## ruff, mypy, import-linter, clang-format
 	$(BIN)/ruff check

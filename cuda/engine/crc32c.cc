@@ -16,6 +16,11 @@ namespace {
 
 constexpr uint32_t kPolynomial = 0x82f63b78;  // reflected
 constexpr size_t kStream = 1024;              // bytes of each of the three interleaved streams
+constexpr size_t kLine = 64;
+// What was staged by another core comes from afar, and the hardware does not foresee three streams: asking
+// for lines so far ahead took 7.5 GB/s to 13 (Sapphire Rapids). It may reach beyond the end; that harms
+// nothing.
+constexpr size_t kAhead = 6 * kStream;
 
 using Matrix = std::array<uint32_t, 32>;  // a linear map on CRC registers, one column a bit
 
@@ -124,6 +129,9 @@ DATASTATES_CRC_TARGET uint32_t HardwareStep(uint32_t crc, const uint8_t* at, siz
   for (; bytes >= 3 * kStream; bytes -= 3 * kStream, at += 3 * kStream) {
     uint32_t b = 0, c = 0;
     for (size_t i = 0; i < kStream; i += 8) {
+      if (i % kLine == 0) {
+        for (size_t line = 0; line < 3; ++line) __builtin_prefetch(at + kAhead + 3 * i + line * kLine);
+      }
       crc = Word(crc, LoadWord(at + i));
       b = Word(b, LoadWord(at + kStream + i));
       c = Word(c, LoadWord(at + 2 * kStream + i));

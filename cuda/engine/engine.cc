@@ -324,9 +324,10 @@ Slot Engine::SlotFor(SaveJob& job, const Batch::Chunk& chunk) {
   return slot;
 }
 
-// After an error in mid-chunk: copies already enqueued may still write to the slot.
+// After an error: copies already enqueued may still read their sources, and write to the slot or the samples.
 void Engine::AwaitDevice(const SaveJob& job) {
   try {
+    job.copier()->driver()->CurrentContext();  // throws on a thread that could not enter it
     job.copier()->Wait(*job.copier()->Record());
   } catch (const Failure&) {
     // The context is gone, and with it every copy. The first error has been kept.
@@ -363,24 +364,30 @@ void Engine::WriteLoop() {
 
 void Engine::AwaitSamples(const FilledChunk& samples) {
   SaveJob& job = *samples.job;
+  bool done = false;
   try {
     EnterDevice(job);
-    if (samples.event) job.copier()->Wait(*samples.event);
+    if (samples.event) {
+      job.copier()->Wait(*samples.event);
+      done = true;
+    }
   } catch (const Failure& failure) {
     job.Fail(failure);
   }
-  if (!samples.event) AwaitDevice(job);  // some may have been enqueued before the error
+  if (!done) AwaitDevice(job);  // some may have been enqueued before the error
   job.Done();
 }
 
 void Engine::Write(FilledChunk filled) {
   SaveJob& job = *filled.job;
   const Batch::Chunk& chunk = filled.batch->chunks()[filled.chunk];
+  // Whatever fails: the device must be done with the slot before anybody else gets it.
+  bool on_device = filled.event != nullptr;
   try {
     EnterDevice(job);
-    if (filled.event) {
-      // Also when the job failed: the device must be done with the slot before anybody else gets it.
+    if (on_device) {
       job.copier()->Wait(*filled.event);
+      on_device = false;
       job.Copied(*filled.batch, chunk);
     }
     write_rate_.Spend(chunk.bytes, [&job] { return job.failed(); });
@@ -392,6 +399,7 @@ void Engine::Write(FilledChunk filled) {
   } catch (const std::exception& error) {
     job.Fail(Failure("write", "", 0, error.what()));
   }
+  if (on_device) AwaitDevice(job);
   filled.slot.Return();
   filled.event.reset();
   job.Done();

@@ -46,6 +46,30 @@ def test_a_worker_that_cannot_enter_the_context_fails_the_save(
     save = Save(device_engines(), tmp_path / "data", shard(), stream=cuda.new_stream())
     assert call in save.failure()
     cuda.let_go()
+    # A context that nobody can enter takes its copies along; the fake one's still read their sources.
+    eventually(lambda: len(cuda.calls("ran")) == len(cuda.calls("cuMemcpyDtoHAsync")), "samples are copied")
+
+
+@pytest.mark.parametrize(
+    ("call", "nth", "eager"),
+    [
+        pytest.param("cuThreadExchangeStreamCaptureMode", 0, False, id="cannot enter the context"),
+        pytest.param("cuEventSynchronize", 1, True, id="cannot wait for a slot"),
+    ],
+)
+def test_a_failed_save_is_not_released_while_the_device_copies(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, call: str, nth: int, eager: bool
+) -> None:
+    engine, stream = device_engines(), cuda.new_stream()
+    cuda.hold_stream(stream)
+    cuda.fail(call, nth)
+    copies = [Copy(random_bytes(SLOT), 0, device=True, eager=eager)]  # eager ones have no samples
+    save = Save(engine, tmp_path / "data", copies, stream=stream)
+    save.job.close_input()
+    eventually(lambda: call in save.error, "the save fails")
+    assert not save.reaches(Milestone.RELEASED, 0.2)
+    cuda.release_stream(stream)
+    assert save.reaches(Milestone.RELEASED)
 
 
 def test_a_device_that_is_lost_fails_every_save_but_hangs_none(
@@ -53,11 +77,12 @@ def test_a_device_that_is_lost_fails_every_save_but_hangs_none(
 ) -> None:
     engine, stream = device_engines(most_slots=2), cuda.new_stream()
     save_whole(engine, tmp_path / "first", shard(), stream=stream)
-    cuda.delay_copies(seconds=0.02)  # or the save is over before the device is lost
+    cuda.hold_stream(stream)  # lest the save be done before the device is lost
     save = Save(engine, tmp_path / "failed", shard(), stream=stream)
     calls = ("cuMemcpyDtoHAsync", "cuEventRecord", "cuEventSynchronize", "cuStreamWaitEvent", "cuEventCreate")
     for call in calls:
         cuda.fail(call, nth=0, code=LAUNCH_FAILURE)
+    cuda.release_stream(stream)
     assert "unspecified launch failure" in save.failure()
     with pytest.raises(OSError, match="unspecified launch failure"):
         Save(engine, tmp_path / "later", shard(), stream=stream)

@@ -1,0 +1,99 @@
+#!/usr/bin/env bash
+# Runs tests/native with the native module and the fake CUDA driver under sanitizers of g++: address (with
+# leaks), thread, undefined. Arguments: which (default: all three, side by side, as most of the time is spent
+# waiting). ARGS is passed on to pytest. Fails if a test does, or if any process reported anything.
+#
+# Each has a copy of the sources and a build of its own in build/sanitizers/NAME: the module in the source
+# tree stays what it is, and nothing of the package knows of sanitizers.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+root=$PWD
+python=$root/.venv/bin/python
+ours=$root/tools/env/sanitizers
+# Of thread-local memory. With the default model glibc allocates and frees it behind the thread sanitizer's
+# back, which then takes its reuse for a race.
+tls_model=-ftls-model=initial-exec
+chosen=("$@")
+((${#chosen[@]})) || chosen=(address thread undefined)
+
+declare -A symbols=([address]=__asan_report [thread]=__tsan_read [undefined]=__ubsan_handle)
+declare -A planted=([address]="overflow leak" [thread]=race [undefined]="sum misaligned")
+
+say() { printf '[sanitizers] %s\n' "$*"; }
+fail() { say "$*" >&2; exit 1; }
+
+compile() { # SANITIZER: prints the compiler and its flags, of what is built outside of CMake
+  # Tests compile too, and the compiler is not to run under the sanitizer.
+  echo "env -u LD_PRELOAD ${CXX:-c++} -fsanitize=$1 -fno-omit-frame-pointer $tls_model"
+}
+
+build() { # SANITIZER, in its folder: a fresh copy of the sources, and what they and planted.cc compile to
+  rm -rf cuda megatron_datastates tests
+  (cd "$root" && tar -c --exclude='*.so' --exclude=__pycache__ \
+    LICENSE README.md setup.cfg setup.py cuda megatron_datastates tests) | tar -x
+  # A build type of our own: that of a release has its symbols stripped.
+  local arguments="-DMDS_SANITIZE=$1 -DCMAKE_BUILD_TYPE=Sanitized '-DCMAKE_CXX_FLAGS=-O1 -DNDEBUG $tls_model'"
+  CMAKE_BUILD_PARALLEL_LEVEL=1 CMAKE_ARGS=$arguments "$python" setup.py -q build_ext --inplace
+  nm megatron_datastates/engine/_native*.so | grep "${symbols[$1]}" >/dev/null ||
+    fail "the module was built without the $1 sanitizer"
+  # -O0: an optimizer may remove a fault.
+  $(compile "$1") -g -O0 -shared -fPIC -pthread -o planted.so "$ours/planted.cc"
+}
+
+under() { # SANITIZER COMMAND...: runs it with the sanitizer loaded first, as Python was built without
+  local library options preload=
+  options="log_path=$PWD/reports/report:strip_path_prefix=$PWD/"
+  if [[ $1 != undefined ]]; then
+    for library in "lib${1:0:1}san.so" libstdc++.so.6; do
+      library=$(${CXX:-c++} -print-file-name="$library")
+      [[ $library == /* ]] || fail "${CXX:-c++} has no $library: g++ is needed"
+      preload+="$library "
+    done
+  fi
+  # PYTHONMALLOC: in its own arenas, Python's objects would hide what they point to, and that look leaked.
+  # abort_on_error: pytest then says in which test. die_after_fork: a forked child may start threads.
+  env "LD_PRELOAD=$preload" "CXX=$(compile "$1")" PYTHONMALLOC=malloc PYTHONDONTWRITEBYTECODE=1 \
+    "PYTHONPATH=$ours" "MDS_SANITIZER=$1" "MDS_SANITIZER_REPORTS=$PWD/reports" \
+    "ASAN_OPTIONS=$options:abort_on_error=1:leak_check_at_exit=0:stack_trace_format='    #%n %p %F %L %M'" \
+    "TSAN_OPTIONS=$options:die_after_fork=0" "UBSAN_OPTIONS=$options:print_stacktrace=1" "${@:2}"
+}
+
+notices() { # SANITIZER FAULT: whether it reports the planted fault
+  rm -rf reports
+  mkdir reports
+  under "$1" "$python" - "$2" <<<"import ctypes, sys, plugin
+ctypes.CDLL('./planted.so')[sys.argv[1]]()
+plugin.pytest_sessionfinish()" >planted.log 2>&1 || true
+  grep -qrE 'AddressSanitizer: heap-buffer|leak of [0-9]+|ThreadSanitizer: data race|runtime error' reports
+}
+
+run() { # SANITIZER
+  local fault status=0
+  cd "$root/build/sanitizers/$1"
+  build "$1"
+  for fault in ${planted[$1]}; do
+    notices "$1" "$fault" || fail "$1 did not notice the fault '$fault' of planted.cc: $(cat planted.log)"
+  done
+  rm -rf reports
+  mkdir reports
+  # shellcheck disable=SC2086  # ARGS holds several words
+  under "$1" "$python" -m pytest -q -p no:cacheprovider -p plugin tests/native ${ARGS:-} || status=$?
+  [[ -z $(ls reports) ]] || { cat reports/*; status=1; }
+  return $status
+}
+
+declare -A jobs
+for sanitizer in "${chosen[@]}"; do
+  [[ -n ${symbols[$sanitizer]:-} ]] || fail "'$sanitizer' is none of: address thread undefined"
+  mkdir -p "build/sanitizers/$sanitizer"
+  (run "$sanitizer") >"build/sanitizers/$sanitizer/log" 2>&1 &
+  jobs[$sanitizer]=$!
+done
+failed=()
+for sanitizer in "${chosen[@]}"; do
+  wait "${jobs[$sanitizer]}" || failed+=("$sanitizer")
+  say "$sanitizer after $SECONDS s:"
+  cat "build/sanitizers/$sanitizer/log"
+done
+((${#failed[@]} == 0)) || fail "failed: ${failed[*]}"

@@ -1,0 +1,40 @@
+// One fault for each kind of report, so that a sanitizer that sees nothing is noticed (sanitizers.sh). Python
+// calls them by ctypes.
+#include <climits>
+#include <cstring>
+#include <thread>
+
+extern "C" {
+
+void overflow() {
+  char* volatile bytes = new char[8];
+  std::memset(bytes, 0, 9);
+  delete[] bytes;
+}
+
+void leak() {
+  for (int i = 0; i < 10; ++i) {  // more than a stale register or stack slot could still point to
+    char* volatile bytes = new char[1000];
+    bytes[0] = 0;
+  }
+}
+
+void race() {
+  static int counter = 0;
+  std::thread other([] { ++counter; });
+  ++counter;
+  other.join();
+}
+
+int sum() {
+  volatile int most = INT_MAX;
+  return most + 1;
+}
+
+int misaligned() {
+  alignas(int) char bytes[2 * sizeof(int)] = {};
+  char* volatile odd = bytes + 1;
+  return *reinterpret_cast<int*>(odd);
+}
+
+}  // extern "C"

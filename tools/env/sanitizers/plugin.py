@@ -1,0 +1,90 @@
+"""Pytest's part of tools/env/sanitizers.sh: the test in which the sanitizer reports something fails.
+
+What belongs here: which tests cannot run under a sanitizer, and which leaks count. What does not: how the
+module is built and the sanitizer is set up (sanitizers.sh).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SANITIZER = os.environ["MDS_SANITIZER"]
+REPORTS = Path(os.environ["MDS_SANITIZER_REPORTS"])  # every process writes a file of its own there
+RACES_ON_PURPOSE = "shows that a source changed too early is noticed"
+LEFT_OUT = {
+    "thread": {
+        "test_device_order.py::test_without_the_fence_copies_are_torn": RACES_ON_PURPOSE,
+        "test_device_saves.py::test_a_step_without_the_fence_fails_the_save": RACES_ON_PURPOSE,
+        "test_device_saves.py::test_a_step_without_the_fence_shows_in_the_checkpoint": RACES_ON_PURPOSE,
+        "test_fork.py::test_a_child_can_save_with_an_engine_of_its_own": (
+            "in a forked child the sanitizer dies of a thread whose id one of the parent's had"
+        ),
+    }
+}
+OURS = ("_native.", "libfakecuda.so", "planted.so")
+# A stack may end in one of these, where a function keeps no frame pointer: then nobody knows its caller.
+ANYBODYS = ("libasan.so", "libstdc++.so", "libgcc_s.so", "libc.so", "ld-linux")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    names = LEFT_OUT.get(SANITIZER, {})
+    left_out = [item for item in items if item.nodeid.split("/")[-1].split("[")[0] in names]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(autouse=True)
+def no_report() -> Iterator[None]:
+    """The first fixture of a test and so the last to end: what the others do is seen, too."""
+    before = reports()
+    yield
+    if reports() != before:
+        pytest.fail(f"the {SANITIZER} sanitizer reported something, see the end", pytrace=False)
+
+
+def pytest_sessionfinish() -> None:
+    if SANITIZER == "address":
+        report_leaks()
+
+
+def reports() -> dict[Path, int]:
+    """The sanitizer's reports so far, and their sizes in bytes."""
+    return {path: path.stat().st_size for path in REPORTS.iterdir()}
+
+
+def report_leaks() -> None:
+    """Reports memory that nothing points to, and keeps of that report what may be ours.
+
+    Here and not at every process's end: a forked child leaks its parent's engine on purpose.
+    """
+    gc.collect()
+    before = reports()
+    ctypes.CDLL(None).__lsan_do_recoverable_leak_check()
+    for path in reports():
+        old = before.get(path, 0)
+        text = path.read_bytes()[old:].decode(errors="replace")
+        kept = "".join(f"{leak}\n\n" for leak in text.split("\n\n") if may_be_ours(leak))
+        os.truncate(path, old)
+        with path.open("a") as file:
+            file.write(kept)
+        if not path.stat().st_size:
+            path.unlink()
+
+
+def may_be_ours(leak: str) -> bool:
+    """False for headings and sums, and where a stack shows others' code and none of ours."""
+    modules = re.findall(r"\(([^()/]+)\+0x[0-9a-f]+\)$", leak, re.MULTILINE)
+    if "LeakSanitizer has encountered a fatal error" in leak:
+        return True
+    if not re.match(r"\s*(Direct|Indirect) leak", leak):
+        return False
+    return any(module.startswith(OURS) for module in modules) or all(
+        module.startswith(ANYBODYS) for module in modules
+    )
