@@ -20,6 +20,7 @@ from gpu_device import BareCopies, Device, make_shard, runs_of
 from megatron_datastates.config import GIB, MIB
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.memory import free_bytes
+from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saver import Run, Saver
 from megatron_datastates.providers.base import Mutability
@@ -64,7 +65,10 @@ class Saving:
         }
 
     def published(self, shard: Shard) -> dict[str, float]:
-        """One save until it is published, polled every 10 ms as by a trainer with short steps."""
+        """One save until it is published, polled every 10 ms as by a trainer with short steps.
+
+        The first and the last tensor are read back and compared.
+        """
         torch.cuda.synchronize()
         begin = time.perf_counter()
         publication = self.start(shard)
@@ -81,6 +85,11 @@ class Saving:
         seconds = time.perf_counter() - begin
         publication.join()
         times = publication.save.times()
+        checkpoint = Checkpoint.open(publication.save.context.directory)
+        for key in (next(iter(shard)), next(reversed(shard))):
+            assert torch.equal(checkpoint.read_tensor(key), shard[key].cpu()), (
+                f"{key} was not stored as it is"
+            )
         shutil.rmtree(publication.save.context.directory)
         return {
             "held": fenced,
