@@ -128,9 +128,12 @@ class Benchmark:
 
     def _test(self, seconds: float, log: Path) -> None:
         settings = self._logs / "pytest.ini"  # those of setup.cfg ask for newer pytest than may be there
-        settings.write_text("[pytest]\naddopts = -ra --import-mode=importlib -p no:cacheprovider\n")
+        settings.write_text(
+            "[pytest]\naddopts = -ra --import-mode=importlib -p no:cacheprovider\n"
+            "timeout = 60\ntmp_path_retention_policy = none\n"  # their files are large
+        )
         # Without the conftest.py of tests/, which wants Megatron.
-        limits = ["-c", str(settings), "--rootdir=.", "--confcutdir=tests/gpu", "-q"]
+        limits = ["-c", str(settings), "--rootdir=.", "--confcutdir=tests/gpu", "-q", "--durations=5"]
         status = run_process([sys.executable, "-m", "pytest", *limits, "tests/gpu"], seconds, log)
         lines = log.read_text(errors="replace").strip().splitlines()
         failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]

@@ -25,6 +25,7 @@ from gpu_saves import SLOT, Tell, medians, rounds
 from megatron_datastates.config import GIB, MIB
 
 _PATIENCE = 120.0  # seconds
+_FIRST = 45.0  # seconds; a first save starts a process that imports Megatron
 _STEP = 0.02  # seconds from poll to poll, as of a trainer with short steps
 
 
@@ -37,6 +38,7 @@ class Way:
     queue: Any = None  # None: a synchronous save
     async_strategy: str = "mcore"
     fence: Callable[[], None] = lambda: None
+    has_worker: bool = False  # a process that lives from save to save
     saves: int = 0
 
     def save(self, state: Callable[[], dict[str, Any]], directory: Path) -> dict[str, float]:
@@ -104,22 +106,22 @@ def measure_megatron(device: Device, folder: Path, small: bool, until: float, te
     tell(bytes=total, tensors=count, tensors_left_to_the_fence=_lazy(state), left_out=left_out)
     ready: list[Way] = []
     memory: dict[str, dict[str, float]] = {}
-    directory = folder / "checkpoint"
     for way in ways:
-        try:
-            with MemoryWatch(device) as watch:
-                first = way.save(sharded, directory)
+        directory = folder / way.name  # its own: a save that is left behind may go on
+        with MemoryWatch(device) as watch:
+            first = _first_save(way, sharded, directory)
+        if isinstance(first, dict):
             memory[way.name] = watch.growth() | {"first_save_held_ms": 1e3 * first["held"]}
             ready.append(way)
-        except Exception as error:  # one way that does not work here must not lose the others
-            left_out[way.name] = f"{type(error).__name__}: {error}"
+        else:
+            left_out[way.name] = first
         shutil.rmtree(directory, ignore_errors=True)
         tell(left_out=left_out)
     samples: dict[str, list[dict[str, float]]] = {way.name: [] for way in ready}
     for number in rounds(until, 1 if small else 7):
         for way in ready:
-            samples[way.name].append(way.save(sharded, directory))
-            shutil.rmtree(directory)
+            samples[way.name].append(way.save(sharded, folder / way.name))
+            shutil.rmtree(folder / way.name)
         tell(
             repeats=number + 1,
             ways={name: _summary(samples[name], total) | memory[name] for name in samples},
@@ -130,6 +132,29 @@ def measure_megatron(device: Device, folder: Path, small: bool, until: float, te
         if way.queue is not None:
             way.queue.close()
     torch.distributed.destroy_process_group()
+
+
+def _first_save(way: Way, state: Callable[[], Any], directory: Path) -> dict[str, float] | str:
+    """The save, or why this way is left out: one that does not work here must not lose the others.
+
+    Megatron waits for ever for a worker process that died (where CUDA's IPC does not work, say). Where there
+    is one, the save runs in a thread that can be left behind.
+    """
+    told: list[dict[str, float] | str] = []
+
+    def save() -> None:
+        try:
+            told.append(way.save(state, directory))
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+
+    if not way.has_worker:
+        save()
+        return told[0]
+    thread = threading.Thread(target=save, daemon=True)
+    thread.start()
+    thread.join(_FIRST)
+    return told[0] if told else f"its first save did not end within {_FIRST:g} s"
 
 
 def _parameter(memory: torch.Tensor) -> torch.nn.Parameter:
@@ -206,13 +231,14 @@ def _ways(device: Device, total: int) -> tuple[list[Way], dict[str, str]]:
         Way("torch_dist_sync", theirs()),
         Way("torch_dist_sync_2_threads", theirs(2)),
         Way("torch_dist_async_fork", theirs(), AsyncCallsQueue()),
-        Way("torch_dist_async_persistent", theirs(), AsyncCallsQueue(persistent=True)),
+        Way("torch_dist_async_persistent", theirs(), AsyncCallsQueue(persistent=True), has_worker=True),
     ]
     try:
         from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue as NvrxQueue
     except ImportError as error:
         return ways, {"torch_dist_async_nvrx": f"nvidia-resiliency-ext is not there ({error})"}
-    ways.append(Way("torch_dist_async_nvrx", theirs(), NvrxQueue(persistent=True), async_strategy="nvrx"))
+    queue = NvrxQueue(persistent=True)
+    ways.append(Way("torch_dist_async_nvrx", theirs(), queue, async_strategy="nvrx", has_worker=True))
     return ways, {}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import gpu_device  # first: it decides whether "cuda" is a GPU
 import machine
+import torch
 from gpu_megatron import measure_megatron
 from gpu_saves import Tell, measure_copies, measure_held, measure_pipeline
 from gpu_steps import measure_steps
@@ -29,7 +30,10 @@ _MEASURES = {
 
 
 def describe_machine(folder: Path, small: bool, tell: Tell) -> None:
-    tell(**machine.describe(folder))
+    facts = machine.describe(folder)
+    if facts["gpu"] is None and not small:
+        facts["gpu"] = {"name": torch.cuda.get_device_name(0)}
+    tell(**facts)
     tell(disk=machine.write_rate(folder, (16 << 20) if small else (2 << 30)))
 
 
