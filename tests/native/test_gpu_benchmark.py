@@ -46,7 +46,7 @@ def test_the_whole_benchmark_runs_on_the_fake_driver(tmp_path: Path) -> None:
         gpu.PART_SECONDS.keys() - {"tests"}, "done"
     )
     assert parts["copies"]["engine_to_bare"] > 0 < parts["copies"]["many_tensors"]["engine_to_bare"]
-    assert parts["held"]["left_out"] == [] and len(parts["held"]["cases"]) == 3
+    assert parts["held"]["left_out"] == [] and len(parts["held"]["cases"]) == 4
     assert parts["steps"]["repeats"] == 2
     assert parts["pipeline"]["small_pool"]["durable_gb_per_s"] > 0
     megatron = parts["megatron"]

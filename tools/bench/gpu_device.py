@@ -79,11 +79,19 @@ def _fake_driver(folder: Path) -> str:
     return driver.path
 
 
+def make_memory(size: int) -> torch.Tensor:
+    """Random bytes: zeros could be faster than real data."""
+    return torch.empty(size, dtype=torch.uint8, device="cuda").random_()
+
+
+def cut(memory: torch.Tensor, count: int) -> dict[str, torch.Tensor]:
+    """That many tensors in it, as a rank of a model has them: not adjacent."""
+    pitch = memory.nbytes // count // 512 * 512
+    return {f"tensor{i}": memory[i * pitch : (i + 1) * pitch - 512] for i in range(count)}
+
+
 def make_shard(size: int, count: int) -> dict[str, torch.Tensor]:
-    """`count` tensors of `size` bytes in all, as a rank of a model has them: not adjacent in memory."""
-    each = size // count // 512 * 512
-    memory = torch.empty(count * (each + 512), dtype=torch.uint8, device="cuda").random_()
-    return {f"tensor{i}": memory[i * (each + 512) :][:each] for i in range(count)}
+    return cut(make_memory(size), count)
 
 
 def runs_of(shard: dict[str, torch.Tensor], most_bytes: int) -> list[Run]:

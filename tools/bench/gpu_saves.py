@@ -15,22 +15,34 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_device import BareCopies, Device, make_shard, runs_of
+from gpu_device import BareCopies, Device, cut, make_memory, make_shard, runs_of
 
-from megatron_datastates.config import GIB, MIB
+from megatron_datastates.config import GIB, KIB, MIB
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.memory import free_bytes
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saver import Run, Saver
 from megatron_datastates.providers.base import Mutability
-from megatron_datastates.providers.tensors import TensorProvider
+from megatron_datastates.providers.tensors import TensorMemory, TensorProvider
 
 SLOT = 4 * MIB
 Tell = Callable[..., None]  # records results under names
 Shard = dict[str, torch.Tensor]
 _PATIENCE = 120.0  # seconds
 _ORDINALS = itertools.count(1)
+
+
+class TimedProvider(TensorProvider):
+    """Tells how long its tensors took to collect."""
+
+    seconds = 0.0
+
+    def tensors(self) -> Iterable[TensorMemory]:
+        begin = time.perf_counter()
+        found = list(super().tensors())
+        self.seconds = time.perf_counter() - begin
+        return found
 
 
 class Saving:
@@ -43,7 +55,8 @@ class Saving:
 
     def start(self, shard: Shard) -> Publication:
         directory = self._folder / f"save{next(_ORDINALS)}"
-        return self._saver.start(directory, TensorProvider(shard, Mutability.AT_FENCE))
+        self._provider = TimedProvider(shard, Mutability.AT_FENCE)
+        return self._saver.start(directory, self._provider)
 
     def copied(self, shard: Shard, watch: Callable[[], None] = lambda: None) -> dict[str, float]:
         """One save, given up once its copies are done; seconds by part."""
@@ -58,6 +71,7 @@ class Saving:
         self.drop(publication)
         return {
             "start": started - begin,
+            "collect": self._provider.seconds,
             "fence": fenced - started,
             "held": fenced - begin,
             "staging": staging,
@@ -140,7 +154,12 @@ def medians(samples: list[dict[str, float]]) -> dict[str, float]:
 def fitting(wanted: Iterable[int], device: Device, folder: Path) -> list[int]:
     """Those of these shard sizes for which device, host memory (pool and system) and disk have room."""
     most = min(device.free_bytes() * 0.8, free_bytes() * 0.4, shutil.disk_usage(folder).free * 0.8)
-    return [size for size in wanted if size <= most]
+    fits = [size for size in wanted if size <= most]
+    if not fits:
+        raise RuntimeError(
+            f"there is room for {most / GIB:.1f} GiB only, on the device, in memory or in {folder}"
+        )
+    return fits
 
 
 # -- parts ------------------------------------------------------------------------------------------------
@@ -227,14 +246,11 @@ def measure_held(device: Device, folder: Path, small: bool, until: float, tell: 
     wanted = [4 * MIB, 16 * MIB] if small else [1 * GIB, 4 * GIB, 16 * GIB]
     sizes = fitting(wanted, device, folder)
     tell(left_out=[f"{size / GIB:g} GiB: no room" for size in wanted if size not in sizes])
-    shard = make_shard(sizes[-1], 100 if small else 1000)
-    keys = list(shard)
-    cases = {}
-    for size in sizes:  # parts of the same tensors, so that each size has as many of them
-        each = size // len(keys) // 512 * 512
-        cases[f"{size / GIB:g} GiB"] = {key: tensor[:each] for key, tensor in shard.items()}
-    many, few = (200, 64 * 1024) if small else (20_000, 32 * 1024)
-    cases[f"{many} tensors"] = make_shard(many * few, many)
+    memory = make_memory(sizes[-1])
+    usual, few, most = (100, 20, 200) if small else (1000, 200, 20_000)
+    cases = {f"{size / GIB:g} GiB": cut(memory[:size], usual) for size in sizes}
+    cases[f"{sizes[-1] / GIB:g} GiB, few tensors"] = cut(memory, few)
+    cases["many tensors"] = make_shard(most * 32 * KIB, most)
     saving = Saving(device, folder, sizes[-1] + 8 * SLOT)
     free = device.free_bytes()
     first = {case: saving.copied(tensors) for case, tensors in reversed(list(cases.items()))}
@@ -253,7 +269,6 @@ def measure_held(device: Device, folder: Path, small: bool, until: float, tell: 
             samples[case].append(saving.copied(tensors, watch if number == 0 else lambda: None))
         tell(
             repeats=number + 1,
-            tensors=len(keys),
             cases={case: _held(samples[case], first[case], cases[case]) for case in cases},
             device_bytes_by_driver=steady - min(least, device.free_bytes()),
             device_bytes_by_torch=device.peak_bytes(),
@@ -268,6 +283,7 @@ def _held(samples: list[dict[str, float]], first: dict[str, float], shard: Shard
         "held_ms": 1e3 * middle["held"],
         "held_ms_most": 1e3 * max(sample["held"] for sample in samples),
         "start_ms": 1e3 * middle["start"],
+        "collect_ms": 1e3 * middle["collect"],  # of the start: tensors to fragments
         "fence_ms": 1e3 * middle["fence"],
         "first_save_held_ms": 1e3 * first["held"],
         "staging_gb_per_s": _bytes(shard) / middle["staging"] / 1e9,
