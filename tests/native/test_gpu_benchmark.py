@@ -79,11 +79,14 @@ def test_a_part_that_ends_in_its_middle_keeps_what_it_told_and_loses_no_other(
 ) -> None:
     (tmp_path / "gpu_part.py").write_text(ENDS_EARLY)
     monkeypatch.setattr(gpu, "HERE", tmp_path)
+    monkeypatch.setenv("OUT", "set")
     benchmark = gpu.Benchmark(gpu.parse(["--out", str(tmp_path / "out"), "--folder", str(tmp_path)]))
     benchmark.run(["copies"])
     benchmark.run(["held"])
-    results = json.loads(benchmark.write().read_text())
+    path = benchmark.write()
     benchmark.close()
+    assert {file.name for file in path.parent.iterdir()} == {path.name, "gpu-copies.log", "gpu-held.log"}
+    results = json.loads(path.read_text())
     assert results["parts"]["copies"]["status"].startswith("failed with 5")
     assert results["parts"]["copies"]["repeats"] == 2
     assert results["parts"]["held"]["status"].startswith("failed")  # it never said that it had measured

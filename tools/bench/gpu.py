@@ -117,7 +117,7 @@ class Benchmark:
             return
         self._say(f"{', '.join(parts)} ...")
         begin = time.monotonic()
-        log = self._logs / f"{parts[0]}.log"
+        log = self._logs / f"gpu-{parts[0]}.log"
         if parts == ["tests"]:
             self._test(seconds, log)
         else:
@@ -125,6 +125,9 @@ class Benchmark:
         for part in parts:
             self.parts[part]["seconds"] = round(time.monotonic() - begin, 1)
             self._say(f"{part}: {self.parts[part]['status']}")
+        if "OUT" in os.environ and not all(self.parts[part]["status"] == "done" for part in parts):
+            self._arguments.out.mkdir(parents=True, exist_ok=True)
+            shutil.copy(log, self._arguments.out / log.name)  # for whoever is not on that machine
 
     def _test(self, seconds: float, log: Path) -> None:
         settings = self._logs / "pytest.ini"  # those of setup.cfg ask for newer pytest than may be there

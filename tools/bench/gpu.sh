@@ -7,9 +7,9 @@
 # --fake tries all of it but the tests where there is no GPU: on the fake CUDA driver of tests/native, at
 # a tiny size. Its numbers mean nothing, and go to build/bench.
 #
-# Results go to $OUT if that is set, else to tools/bench/results. PYTHON names the Python (python3).
-# Needs no network and no installation of this package: only a Python with torch, numpy, psutil, pytest,
-# pytest-timeout, setuptools, cmake and ninja, and a C++ compiler.
+# Results go to $OUT if that is set (with the output of parts that failed), else to tools/bench/results.
+# PYTHON names the Python (python3). Needs no network and no installation of this package: only a Python
+# with torch, numpy, psutil, pytest, pytest-timeout, setuptools, cmake and ninja, and a C++ compiler.
 #
 # What such a machine may lack (Megatron, msgspec, a new nanobind: see gpu-wheels.txt) is taken from
 # wheels in .whl/, or in the folder $WHEELS, which git ignores and which has to travel along. It is made,
