@@ -1,5 +1,8 @@
 """What tests/native shows on a fake driver, on a real one: bytes, order, fences, no device memory."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -61,6 +64,8 @@ def test_every_bit_arrives(engine: StagingEngine, tmp_path: Path) -> None:
         "permuted": matrix.reshape(30, 50, 1024).permute(1, 0, 2),
         "expanded": matrix[:, :1].expand(1500, 3),
         "windows": matrix[0].unfold(0, 100, 30),  # pieces overlap
+        "every third row": matrix[5::3],
+        "cube": matrix.view(15, 100, 1024)[2:9, 10:60, 512:].bfloat16()[:, ::2],
         "scalar": matrix[0, 0],
         "nothing": matrix[:0],
         **{f"tiny{i}": matrix[i, i : 2 * i + 1] for i in range(300)},
@@ -156,6 +161,69 @@ def test_samples_of_many_tensors_do_not_wait_for_the_device(warm: StagingEngine,
     save.finish()
 
 
+def test_several_saves_are_in_flight(engine: StagingEngine, tmp_path: Path) -> None:
+    """Each holds what the tensors were when it began; the pool has room for all of them."""
+    tensors, saves = layers(count=4), []
+    for value in range(6):
+        for tensor in tensors.values():
+            tensor.fill_(value)
+        saves.append(DeviceSave(engine, tmp_path / str(value), tensors))
+        saves[-1].fence()
+    overwrite(tensors)
+    for value, save in enumerate(saves):
+        save.finish()
+        assert_all(save.stored(), value)
+
+
+def test_tensors_that_nobody_else_holds_are_kept_until_they_are_copied(
+    slow_engine: StagingEngine, tmp_path: Path
+) -> None:
+    save = DeviceSave(slow_engine, tmp_path, layers(count=2))
+    others = [torch.full((32 * MIB,), AFTER, dtype=torch.uint8, device="cuda") for _ in range(8)]
+    save.fence()
+    save.finish()
+    assert_all(save.stored(), BEFORE)
+    assert all(int(other.min()) == AFTER for other in others)
+
+
+def test_a_fork_in_the_middle_of_a_save_harms_nothing(slow_engine: StagingEngine, tmp_path: Path) -> None:
+    """As for a worker that loads data. Page-locked memory does not go along."""
+    save = DeviceSave(slow_engine, tmp_path, tensors := layers(count=2))
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert save.save.times()["staging"] == 0  # copies go on
+    save.fence()
+    overwrite(tensors)
+    save.finish()
+    assert_all(save.stored(), BEFORE)
+
+
+def test_a_device_that_is_full_can_be_saved(warm: StagingEngine, tmp_path: Path) -> None:
+    tensors = layers()
+    torch.cuda.empty_cache()
+    hog = torch.empty(torch.cuda.mem_get_info()[0] - 128 * MIB, dtype=torch.uint8, device="cuda")
+    assert torch.cuda.mem_get_info()[0] <= 128 * MIB  # less than what is saved
+    save = DeviceSave(warm, tmp_path, tensors)
+    save.fence()
+    overwrite(tensors)
+    save.finish()
+    del hog
+    torch.cuda.empty_cache()
+    assert_all(save.stored(), BEFORE)
+
+
+def test_a_device_that_breaks_fails_the_save_and_no_more(tmp_path: Path) -> None:
+    """In a process of its own, since its device is lost for good."""
+    script = Path(__file__).with_name("broken_device.py")
+    command = [sys.executable, str(script), str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=script.parents[2])
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "CUDA error" in ran.stdout  # what the save failed with
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 def test_no_device_memory_is_allocated(warm: StagingEngine, tmp_path: Path) -> None:
     tensors = layers()
     tensors["transposed"] = tensors["layer0"].view(torch.float32).reshape(-1, 4096).t()
@@ -185,6 +253,21 @@ def test_a_graph_can_be_captured_while_copies_run(slow_engine: StagingEngine, tm
     graph.replay()
     assert float(y[0]) == 201
     assert_all(save.stored(), BEFORE)
+
+
+def test_a_graph_that_overwrites_is_replayed_after_the_fence(warm: StagingEngine, tmp_path: Path) -> None:
+    tensors, graph = layers(count=2), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        overwrite(tensors)
+    assert_all(tensors, BEFORE)  # a capture runs nothing
+    busy(0.2)
+    save = DeviceSave(warm, tmp_path, tensors)
+    save.fence()
+    graph.replay()
+    save.finish()
+    assert_all(save.stored(), BEFORE)
+    torch.cuda.synchronize()
+    assert_all(tensors, AFTER)
 
 
 def test_saves_may_be_dropped_by_any_thread(warm: StagingEngine, tmp_path: Path) -> None:

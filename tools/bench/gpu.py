@@ -1,175 +1,276 @@
-"""What a save costs a GPU that trains: copy rate, time the trainer is held, device memory.
+"""What a save costs a GPU that trains; run by gpu.sh, which see.
 
-Compares the engine's copies with the least that such a copy can cost: a bare loop of asynchronous copies
-into page-locked memory, through torch, of the same bytes. Needs a GPU, torch and numpy; prints JSON.
-Run by gpu.sh, or alone: PYTHONPATH=. python tools/bench/gpu.py --gib 4 --folder /tmp
+Runs each part (tests, copies, held time, steps, pipeline, Megatron) in a process of its own and within its
+own time, so that a part that fails, hangs or is late loses no other. Writes one JSON file, anew after each
+part, and prints a table. This process imports no torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import datetime
 import json
 import os
-import platform
+import re
 import shutil
-import statistics
+import signal
+import subprocess
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+FAKE = "DATASTATES_BENCH_FAKE"
+MEANINGLESS = "fake CUDA driver over host memory: a try of the code, its numbers mean nothing"
 
-from megatron_datastates.config import GIB, MIB, Options
-from megatron_datastates.engine.staging import StagingEngine
-from tests.gpu.device_save import DeviceSave, Tensors
-
-SLOT = 4 * MIB
-
-
-def describe_machine(folder: Path) -> dict[str, Any]:
-    """Hardware and versions; nothing that names the machine."""
-    properties = torch.cuda.get_device_properties(0)
-    cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
-    return {
-        "gpu": properties.name,
-        "gpu_memory_gib": round(properties.total_memory / GIB, 1),
-        "cpu": cpu[0].split(":")[1].strip() if cpu else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB),
-        "kernel": platform.release(),
-        "file_system": file_system(folder),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-    }
+# Seconds at most, the start of a process included; in this order. The last gets what the others left.
+PART_SECONDS = {
+    "machine": 30.0,
+    "tests": 80.0,
+    "copies": 60.0,
+    "held": 60.0,
+    "steps": 50.0,
+    "pipeline": 45.0,
+    "megatron": 220.0,
+}
+_FINE = ("done", "left out: megatron")
+_LEAST_SECONDS = 10.0  # a part is not begun with less
+_MEASURING = 0.75  # of a part's seconds; the rest is for its start and its end
 
 
-def file_system(folder: Path) -> str:
-    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
-    inside = [(len(point), kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
-    return max(inside)[1] if inside else "unknown"
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """One thing that must hold, of a value in one part's results."""
+
+    name: str
+    part: str
+    path: tuple[str, ...]
+    holds: Callable[[float], bool]
 
 
-def make_shard(gib: float) -> Tensors:
-    """Mostly large tensors, and a thousand small ones, as a rank of a real model has."""
-    count = max(int(gib * GIB) // (64 * MIB), 1)
-    large = {f"large{i}": torch.zeros(64 * MIB, dtype=torch.uint8, device="cuda") for i in range(count)}
-    small = {f"small{i}": torch.zeros(8192, dtype=torch.uint8, device="cuda") for i in range(1000)}
-    return large | small
+BARS = (
+    Bar("copy rate >= 95% of a bare loop", "copies", ("engine_to_bare",), lambda x: x >= 0.95),
+    Bar("trainer held <= 5 ms for 16 GiB", "held", ("cases", "16 GiB", "held_ms"), lambda x: x <= 5),
+    Bar("no device memory, by the driver", "held", ("device_bytes_by_driver",), lambda x: x == 0),
+    Bar("no device memory, by torch", "held", ("device_bytes_by_torch",), lambda x: x == 0),
+    Bar("longer step slowed by < 3%", "steps", ("slowdown_percent",), lambda x: x < 3),
+)
 
 
-def bare_copy_seconds(shard: Tensors) -> float:
-    """A loop of asynchronous copies of a slot each into page-locked memory, on a stream of its own."""
-    ring = torch.empty(16 * SLOT, dtype=torch.uint8, pin_memory=True)
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    begin, at = time.perf_counter(), 0
-    with torch.cuda.stream(stream):
-        for tensor in shard.values():
-            for piece in tensor.split(SLOT):
-                ring[at : at + len(piece)].copy_(piece, non_blocking=True)
-                at = (at + SLOT) % len(ring)
-    stream.synchronize()
-    return time.perf_counter() - begin
+def check_bars(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Each bar with its measured value and whether it is met; None where it was not measured."""
+    checked = []
+    for bar in BARS:
+        value: Any = parts.get(bar.part, {})
+        for key in bar.path:
+            value = value.get(key) if isinstance(value, dict) else None
+        met = None if value is None else bool(bar.holds(value))
+        checked.append({"bar": bar.name, "measured": value, "met": met})
+    steps = parts.get("steps", {})
+    if steps.get("step_longer_than_copy") is False:
+        checked[-1]["met"] = None  # the step was no longer than the copy after all
+    return checked
 
 
-def save_once(engine: StagingEngine, folder: Path, shard: Tensors) -> dict[str, float]:
-    """Seconds of one save, by part; its file is removed."""
-    torch.cuda.synchronize()
-    save = DeviceSave(engine, folder, shard)
-    save.fence()
-    save.finish()
-    times = save.save.times()
-    save.path.unlink()
-    return {
-        "start": save.start_seconds,
-        "fence": save.fence_seconds,
-        "staging": times["staging"],
-        "durable": times["durable"],
-    }
+def run_process(command: Sequence[str], seconds: float, log: Path) -> str:
+    """Runs a command, with all that it starts, for at most so long; says how it ended."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return f"ended after its {seconds:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # workers that it left behind, too
+            process.wait()
+    if code:
+        last = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        return f"failed with {code}: {' | '.join(last[-3:])}"
+    return "done"
 
 
-def step_ms(matrix: torch.Tensor, is_over: Callable[[], bool]) -> float:
-    """Mean time of a training-like step, of at least one."""
-    begin, steps = time.perf_counter(), 0
-    while steps == 0 or not is_over():
-        for _ in range(20):
-            torch.mm(matrix, matrix)
-        torch.cuda.current_stream().synchronize()
-        steps += 1
-    return 1e3 * (time.perf_counter() - begin) / steps
+class Benchmark:
+    """The results so far, and the file that they are in."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        self._end = time.monotonic() + arguments.budget
+        self._logs = Path(tempfile.mkdtemp(prefix="datastates-bench-logs-"))
+        self.parts: dict[str, Any] = {}
+
+    def run(self, parts: Sequence[str]) -> None:
+        """One part, or several that share a process."""
+        wanted = sum(PART_SECONDS[part] for part in parts)
+        seconds = min(wanted, self._end - time.monotonic())
+        if seconds < _LEAST_SECONDS:
+            self.parts |= {part: {"status": "left out: no time was left"} for part in parts}
+            return
+        self._say(f"{', '.join(parts)} ...")
+        begin = time.monotonic()
+        log = self._logs / f"gpu-{parts[0]}.log"
+        if parts == ["tests"]:
+            self._test(seconds, log)
+        else:
+            self._measure(parts, seconds, log)
+        for part in parts:
+            self.parts[part]["seconds"] = round(time.monotonic() - begin, 1)
+            self._say(f"{part}: {self.parts[part]['status']}")
+        if "OUT" in os.environ and not all(self.parts[part]["status"] == "done" for part in parts):
+            self._arguments.out.mkdir(parents=True, exist_ok=True)
+            shutil.copy(log, self._arguments.out / log.name)  # for whoever is not on that machine
+
+    def _test(self, seconds: float, log: Path) -> None:
+        settings = self._logs / "pytest.ini"  # those of setup.cfg ask for newer pytest than may be there
+        settings.write_text(
+            "[pytest]\naddopts = -ra --import-mode=importlib -p no:cacheprovider\n"
+            "timeout = 60\ntmp_path_retention_policy = none\n"  # their files are large
+        )
+        # Without the conftest.py of tests/, which wants Megatron.
+        limits = ["-c", str(settings), "--rootdir=.", "--confcutdir=tests/gpu", "-q", "--durations=5"]
+        status = run_process([sys.executable, "-m", "pytest", *limits, "tests/gpu"], seconds, log)
+        lines = log.read_text(errors="replace").strip().splitlines()
+        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+        self.parts["tests"] = {"status": status, "summary": lines[-1] if lines else "", "failed": failed}
+        if status != "done":
+            print(*lines[-60:], sep="\n", flush=True)
+
+    def _measure(self, parts: Sequence[str], seconds: float, log: Path) -> None:
+        folder = Path(tempfile.mkdtemp(prefix="datastates-bench-", dir=self._arguments.folder))
+        told = self._logs / f"{parts[0]}.jsonl"
+        command = [sys.executable, str(HERE / "gpu_part.py"), *parts, "--into", str(told)]
+        command += ["--folder", str(folder), "--seconds", f"{_MEASURING * seconds:.1f}"]
+        try:
+            status = run_process(command, seconds, log)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        results = read_told(told)
+        for part in parts:
+            found = results.get(part, {})
+            if found.pop("complete", False):  # whatever happened when its process ended
+                self.parts[part] = {"status": "done"} | found
+            else:
+                self.parts[part] = found | {
+                    "status": "failed: it ended without a word" if status == "done" else status
+                }
+        if status != "done":
+            print(*log.read_text(errors="replace").splitlines()[-25:], sep="\n", flush=True)
+
+    def write(self) -> Path:
+        """Writes the file, so that a kill loses no more than the part under way."""
+        arguments = self._arguments
+        results = {
+            "of": MEANINGLESS if arguments.fake else "GPU",
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": _commit(),
+            "native_module": arguments.native,
+            "bars": check_bars(self.parts),
+            "parts": self.parts,
+        }
+        gpu = (self.parts.get("machine", {}).get("gpu") or {}).get("name", "unknown")
+        name = "fake" if arguments.fake else re.sub(r"[^a-z0-9]+", "-", gpu.lower().replace("nvidia ", ""))
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        path = arguments.out / f"gpu-{name}-{datetime.date.today()}.json"
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(results, indent=1) + "\n")
+        partial.replace(path)
+        return path
+
+    def _say(self, text: str) -> None:
+        print(f"gpu.py: {text}", flush=True)
+
+    def close(self) -> None:
+        shutil.rmtree(self._logs, ignore_errors=True)
 
 
-def interference(engine: StagingEngine, folder: Path, shard: Tensors) -> dict[str, float]:
-    """How much slower steps are while copies run."""
-    matrix = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    step_ms(matrix, lambda: True)
-    end = time.perf_counter() + 0.5
-    alone = step_ms(matrix, lambda: time.perf_counter() > end)
-    save = DeviceSave(engine, folder, shard)
-    beside = step_ms(matrix, lambda: save.save.times()["staging"] > 0)
-    save.fence()
-    save.finish()
-    save.path.unlink()
-    return {"step_alone_ms": alone, "step_beside_copies_ms": beside}
+def read_told(path: Path) -> dict[str, dict[str, Any]]:
+    """Results by part; a line that was cut off is none."""
+    results: dict[str, dict[str, Any]] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            values = json.loads(line)
+        except ValueError:
+            continue
+        results.setdefault(values.pop("part"), {}).update(values)
+    return results
 
 
-def measure(gib: float, repeats: int, folder: Path) -> dict[str, Any]:
-    shard = make_shard(gib)
-    total = sum(tensor.nbytes for tensor in shard.values())
-    bare = statistics.median(bare_copy_seconds(shard) for _ in range(repeats + 1))
-    engine = StagingEngine(Options(staging_memory=total + 64 * SLOT, slot_size=SLOT))
-    save_once(engine, folder, shard)  # memory is page-locked, the layout's code is warm
-    free = torch.cuda.mem_get_info()[0]
-    torch.cuda.reset_peak_memory_stats()
-    held = torch.cuda.memory_allocated()
-    saves = [save_once(engine, folder, shard) for _ in range(repeats)]
-    taken = max(free - torch.cuda.mem_get_info()[0], torch.cuda.max_memory_allocated() - held)
-    median = {part: statistics.median(save[part] for save in saves) for part in saves[0]}
-    steps = interference(engine, folder, shard)
-    engine.close()
-    small = StagingEngine(Options(staging_memory=64 * SLOT, slot_size=SLOT))
-    save_once(small, folder, shard)
-    streamed = save_once(small, folder, shard)
-    small.close()
-    return {
-        "bytes": total,
-        "repeats": repeats,
-        "bare_copy_gb_per_s": total / bare / 1e9,
-        "staging_gb_per_s": total / median["staging"] / 1e9,
-        "staging_to_bare": bare / median["staging"],
-        "held_ms": {"start": 1e3 * median["start"], "fence": 1e3 * median["fence"]},
-        "device_bytes_allocated": taken,
-        "durable_gb_per_s": total / median["durable"] / 1e9,
-        "small_pool": {
-            "slots": 64,
-            "staging_gb_per_s": total / streamed["staging"] / 1e9,
-            "fence_ms": 1e3 * streamed["fence"],
-        },
-        **steps,
-    }
+def _commit() -> str | None:
+    """None outside a checkout."""
+    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip() or None if found.returncode == 0 else None
 
 
-def main() -> int:
+def print_table(parts: Mapping[str, Any], fake: bool) -> None:
+    for part, results in parts.items():
+        print(f"{part}: {results['status']}")
+        for name, values in _tables(results):
+            shown = [f"{key} {_short(value)}" for key, value in values.items() if _short(value)]
+            print(*textwrap.wrap(f"{name}: {', '.join(shown)}", 110, subsequent_indent="    "), sep="\n")
+    print()
+    for row in check_bars(parts):
+        met = {True: "met", False: "NOT MET", None: "not measured"}[row["met"]]
+        print(f"{row['bar']:<42} {_short(row['measured']) or '-':>12}   {'means nothing' if fake else met}")
+
+
+def _tables(nested: Mapping[str, Any], name: str = "") -> list[tuple[str, Mapping[str, Any]]]:
+    """Every dictionary in the results that holds numbers itself."""
+    found = [("  " + (name or "all"), nested)] if any(map(_short, nested.values())) else []
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            found += _tables(value, f"{name} {key}".strip())
+    return found
+
+
+def _short(value: Any) -> str:
+    return f"{value:.5g}" if isinstance(value, int | float) else ""
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gib", type=float, default=4.0, help="bytes of the shard (default 4)")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("gpu.py: there is no GPU here", file=sys.stderr)
-        return 3
-    torch.cuda.init()
-    folder = Path(tempfile.mkdtemp(prefix="datastates-bench-", dir=arguments.folder))
+    parser.add_argument("--fake", action="store_true", help="a tiny try on the fake driver, without a GPU")
+    parser.add_argument("--out", type=Path, help="folder of the results' file")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="disk to measure")
+    parser.add_argument("--budget", type=float, default=440.0, help="seconds for everything")
+    parser.add_argument("--parts", nargs="+", choices=PART_SECONDS, default=list(PART_SECONDS))
+    parser.add_argument("--native", default="as found", help="where the native module came from; noted")
+    parsed = parser.parse_args(arguments)
+    if parsed.out is None:
+        kept = HERE / "results" if not parsed.fake else ROOT / "build" / "bench"
+        parsed.out = kept if parsed.fake or "OUT" not in os.environ else Path(os.environ["OUT"])
+    return parsed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """0: every part was done, or left out for want of Megatron. Bars are told, not judged."""
+    parsed = parse(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what is under way is ended, its folder removed
+    parts = [part for part in PART_SECONDS if part in parsed.parts]
+    groups = [[part] for part in parts]
+    if parsed.fake:
+        os.environ[FAKE] = "1"
+        groups = [[part for part in parts if part != "tests"]]  # in one process: they are tiny
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    benchmark = Benchmark(parsed)
     try:
-        results = measure(arguments.gib, arguments.repeats, folder)
+        for group in filter(None, groups):
+            benchmark.run(group)
+            benchmark.write()
+        path = benchmark.write()
     finally:
-        shutil.rmtree(folder)
-    print(json.dumps({"machine": describe_machine(arguments.folder), **results}, indent=1))
-    return 0
+        benchmark.close()
+    print_table(benchmark.parts, parsed.fake)
+    print(f"gpu.py: {'of the ' + MEANINGLESS + '; ' if parsed.fake else ''}results are in {path}")
+    return int(not all(part["status"].startswith(_FINE) for part in benchmark.parts.values()))
 
 
 if __name__ == "__main__":
