@@ -85,6 +85,22 @@ class StagingEngine:
             raise
         return save
 
+    def page_lock(self) -> bool:
+        """Page-locks staging memory in the background if the program uses CUDA by now; gives whether it does.
+
+        Initializes no CUDA; without this, the first save from a device does it. On the trainer's thread.
+        """
+        return torch.cuda.is_initialized() and bool(self.native.page_lock_pool())
+
+    def pool_facts(self) -> dict[str, object]:
+        """What there is of staging memory, and why it is not what it should be (`staging_trouble`)."""
+        pool = self.native.pool()
+        return {
+            "staging_bytes": int(pool["slots"]) * self.options.slot_size,
+            "page_locked_bytes": pool["page_locked_bytes"],
+            "staging_trouble": pool["trouble"],
+        }
+
     def close(self) -> None:
         """Cancels what is unfinished and joins the threads."""
         self.native.close()

@@ -62,14 +62,14 @@ class RankSave:
         self.held = HeldTime()
         self.fence_seconds = 0.0
         self.layout: Layout | None = None
+        self.saves_before = 0  # that were not finished when this one started
         self.eager_bytes = self.lazy_bytes = 0  # of tensors: copied before the save returned, and behind it
         self.file: DurableFile | None = None  # once durable; None for a rank that stores nothing
         self._save: FileSave | None = None
         self._durable = threading.Event()
         self._confirmed = threading.Event()  # nothing changed before the copies were done
         self._given_up = threading.Event()
-        self._failure_lock = threading.Lock()
-        self._failure: str | None = None  # guarded by _failure_lock
+        self._failure: dict[str, str] = {}  # the first one; any thread's, one atomic operation at a time
         self._finisher: threading.Thread | None = None
         self.on_released: Callable[[], None] = lambda: None
         charge_open_spans(self)
@@ -100,13 +100,14 @@ class RankSave:
                 FENCE.add(self)
             else:
                 self._confirmed.set()  # nothing that it still reads can change
-            self._finisher = threading.Thread(
+            finisher = threading.Thread(
                 target=self._finish,
                 args=(self._save, list(objects), ready),
                 name="datastates-finish",
                 daemon=True,  # joined by Saver.close; the interpreter must not wait for it before that
             )
-            self._finisher.start()
+            finisher.start()
+            self._finisher = finisher
         except Exception as error:
             self.fail(error)
             if self._save is not None:
@@ -187,16 +188,13 @@ class RankSave:
     @property
     def failure(self) -> str | None:
         """The first error of this rank, if any."""
-        with self._failure_lock:
-            return self._failure
+        return self._failure.get("first")
 
     def fail(self, error: BaseException) -> None:
         """Keeps the first error. The others are told at the next agreement."""
         text = f"{type(error).__name__}: {error}" if not isinstance(error, DataStatesError) else str(error)
-        with self._failure_lock:
-            if self._failure is not None:
-                return
-            self._failure = text
+        if self._failure.setdefault("first", text) is not text:
+            return
         logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, text)
 
     def times(self) -> dict[str, float]:
