@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,6 +40,7 @@ class StagingEngine:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.given_up = False  # some thread will not return
         self.native = native.Engine(
             slot_bytes=options.slot_size,
             most_slots=most_slots(options.staging_memory, options.slot_size, local_ranks()),
@@ -101,9 +103,13 @@ class StagingEngine:
             "staging_trouble": pool["trouble"],
         }
 
-    def close(self) -> None:
-        """Cancels what is unfinished and joins the threads."""
-        self.native.close()
+    def close(self, seconds: float = math.inf) -> bool:
+        """Cancels what is unfinished and joins the threads; gives whether that was done in time.
+
+        What a disk or a device that hangs keeps for longer is left alone, with the memory that it uses.
+        """
+        self.given_up = not self.native.close(seconds)
+        return not self.given_up
 
 
 @dataclasses.dataclass
@@ -279,7 +285,8 @@ class FileSave:
     def remove(self) -> None:
         """Waits until nothing of a failed save is in flight, then removes its file."""
         while not self._job.wait(native.Milestone.RELEASED, _SLICE_SECONDS):
-            pass
+            if self._engine.given_up:
+                return
         self._job.remove()
 
     # -- any thread -------------------------------------------------------------------------------------

@@ -293,6 +293,10 @@ class Publication:
     def join(self) -> None:
         """Waits for the threads of a save that is over."""
         self.save.join()
+        self.join_publisher()
+
+    def join_publisher(self) -> None:
+        """Waits until a manifest that is being written is in place, or has failed."""
         if self._publisher is not None:
             self._publisher.join()
 

@@ -174,10 +174,10 @@ class RankSave:
         if self.is_durable or self._finisher is None:
             self._save.remove()
 
-    def join(self) -> None:
+    def join(self, seconds: float | None = None) -> None:
         """Waits for the finishing thread of a save that is over."""
         if self._finisher is not None:
-            self._finisher.join()
+            self._finisher.join(seconds)
 
     def released(self) -> None:
         """See held.Holder."""

@@ -10,6 +10,7 @@ import atexit
 import logging
 import os
 import secrets
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from megatron_datastates.providers.base import Mutability, ObjectSource, StatePr
 
 logger = logging.getLogger(__name__)
 _WARM_BYTES = 64 << 20  # staging memory made before the size of the shard is known
+_CLOSING_SECONDS = 60.0  # after which what still hangs is left behind
 _KEPT_LAYOUTS = 8  # persistent and non-persistent saves alternate; more than a few means they change
 
 
@@ -149,18 +151,27 @@ class Saver:
             FENCE.add(self._page_locking)
 
     def close(self) -> None:
-        """Gives up what is not published, and joins every thread."""
+        """Gives up what is not published, and joins every thread.
+
+        A program is to end, though: of a device or a disk that hangs it takes leave after a while.
+        """
         for publication in self._unfinished:
             if publication.outcome is Outcome.PENDING:
                 logger.warning("a save to %s was not published", publication.save.context.directory)
                 publication.abandon("the program ended before the save was published")
-            publication.join()
-        self._unfinished = []
+            publication.join_publisher()
         if self._page_locking is not None:
             FENCE.discard(self._page_locking)
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        for publication in self._unfinished:
+            publication.save.join(max(deadline - time.monotonic(), 0.0))
         if self._engine is not None:
-            self._engine.close()
+            if not self._engine.close(max(deadline - time.monotonic(), 1.0)):
+                logger.error("a copy or a write hangs: it is left behind after %g s", _CLOSING_SECONDS)
             self._engine = None
+        for publication in self._unfinished:
+            publication.save.join()  # what waits for a thread that hangs has been told not to
+        self._unfinished = []
 
     def _get_engine(self) -> StagingEngine:
         if self._engine is None:
