@@ -36,7 +36,7 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.agreement import Collectives, PendingSum
 from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.records import RankRecord, decode_failure, encode_failure
-from megatron_datastates.pipeline.save import RankSave
+from megatron_datastates.pipeline.save import RankSave, State
 from megatron_datastates.plan.coverage import coverage_faults
 
 logger = logging.getLogger(__name__)
@@ -127,6 +127,13 @@ class Publication:
     def is_under_way(self) -> bool:
         """Whether this was begun and is not over. Alike on every rank, between polls: outcomes are agreed."""
         return self.outcome is Outcome.PENDING and not (self.refused or self._abandoned)
+
+    @property
+    def state(self) -> State:
+        """How far it has come: agreed once it is published or failed, before that on this rank."""
+        if self.outcome is Outcome.PENDING:
+            return self.save.state
+        return State.PUBLISHED if self.outcome is Outcome.PUBLISHED else State.FAILED
 
     # -- polls ------------------------------------------------------------------------------------------
 

@@ -1,14 +1,15 @@
 """One rank's side of one save: from state to a durable data file.
 
-States: open -> staged -> sealed -> durable -> published, or failed. Two threads work on it. The trainer's
-thread starts it, fences it, confirms that nothing changed before its copies were done, and polls. The
-finishing thread serializes what is left, and seals the file once that confirmation is there: a torn save
-leaves no valid footer. Errors are values until all ranks have agreed (publication.py).
+States: open -> staged -> sealed -> durable, or failed (and published, by publication.py). Two threads work
+on it. The trainer's thread starts it, fences it, confirms that nothing changed before its copies were done,
+and polls. The finishing thread serializes what is left, and seals the file once that confirmation is there: a
+torn save leaves no valid footer. Errors are values until all ranks have agreed (publication.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import logging
 import threading
 import time
@@ -27,6 +28,17 @@ from megatron_datastates.providers.base import Mutability, ObjectSource, TensorS
 
 logger = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.1
+
+
+class State(enum.Enum):
+    """Of a save, as one rank knows it."""
+
+    OPEN = "open"  # it reads what may change at the next fence
+    STAGED = "staged"  # that is copied, and did not change before
+    SEALED = "sealed"  # all data is in the file, and its footer was given to be written
+    DURABLE = "durable"  # the file will outlive a crash
+    PUBLISHED = "published"  # a manifest names it: all ranks' files are a checkpoint
+    FAILED = "failed"  # on this rank, or by agreement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +80,7 @@ class RankSave:
         self._save: FileSave | None = None
         self._durable = threading.Event()
         self._confirmed = threading.Event()  # nothing changed before the copies were done
+        self._sealed = threading.Event()
         self._given_up = threading.Event()
         self._failure: dict[str, str] = {}  # the first one; any thread's, one atomic operation at a time
         self._finisher: threading.Thread | None = None
@@ -190,6 +203,14 @@ class RankSave:
         """The first error of this rank, if any."""
         return self._failure.get("first")
 
+    @property
+    def state(self) -> State:
+        """How far this rank has come."""
+        if self.failure is not None:
+            return State.FAILED
+        reached = {State.DURABLE: self._durable, State.SEALED: self._sealed, State.STAGED: self._confirmed}
+        return next((state for state, event in reached.items() if event.is_set()), State.OPEN)
+
     def fail(self, error: BaseException) -> None:
         """Keeps the first error. The others are told at the next agreement."""
         text = f"{type(error).__name__}: {error}" if not isinstance(error, DataStatesError) else str(error)
@@ -216,6 +237,7 @@ class RankSave:
                     raise DataStatesError(save.error)
             footer = self._footer(save, extents)
             save.finish(footer)
+            self._sealed.set()
             while not save.wait_durable():
                 pass
             _, _, crc = decode_trailer(footer[-TRAILER_BYTES:], save.path.name)

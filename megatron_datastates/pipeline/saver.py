@@ -157,7 +157,8 @@ class Saver:
         """
         for publication in self._unfinished:
             if publication.outcome is Outcome.PENDING:
-                logger.warning("a save to %s was not published", publication.save.context.directory)
+                directory, state = publication.save.context.directory, publication.state.value
+                logger.warning("a save to %s was not published, only %s", directory, state)
                 publication.abandon("the program ended before the save was published")
             publication.join_publisher()
         if self._page_locking is not None:

@@ -27,6 +27,34 @@ LIMIT_SECONDS = 60
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 
 
+# -- states -----------------------------------------------------------------------------------------------
+
+
+def test_a_save_goes_through_its_states(tmp_path):
+    saver = new_saver(faults="write:1:stall=400,sync:1:stall=400")
+    publication = saver.start(tmp_path / "c", State(BIG, {"x": 1}, Mutability.AT_FENCE))
+    seen = [publication.state.value]
+    FENCE.wait("the step")
+    while publication.state.value != "durable":
+        seen.append(publication.state.value)
+    seen.append(publication.state.value)
+    publication.wait()
+    seen.append(publication.state.value)
+    assert list(dict.fromkeys(seen)) == ["open", "staged", "sealed", "durable", "published"]
+    saver.close()
+
+
+def test_a_failed_save_is_failed_before_and_after_it_is_agreed(tmp_path):
+    saver = new_saver(faults="write:1:EIO")
+    publication = saver.start(tmp_path / "c", State(BIG))
+    while not publication.save.failure:
+        pass
+    assert publication.state.value == "failed"
+    publication.wait()
+    assert publication.state.value == "failed"
+    saver.close()
+
+
 # -- threads that cannot be had ---------------------------------------------------------------------------
 
 
