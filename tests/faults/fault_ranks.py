@@ -26,6 +26,10 @@ from saving_rank import (
 from megatron_datastates.config import Options
 from megatron_datastates.mcore import DataStatesSaveStrategy
 from megatron_datastates.mcore.request import SaveFailed
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.tensors import TensorProvider
 
 
 class Unpicklable:
@@ -232,3 +236,30 @@ def save_while_saving(root: str, on_failure: str, folder: str) -> None:
 def wait_for_durable(publication: Any) -> None:
     while not publication.save.is_durable:  # the job's own time limit ends it
         time.sleep(0.01)
+
+
+def save_in_children(root: str, folder: str) -> None:
+    """Each rank forks a child in mid-save, which saves, too."""
+    rank, _ = join()
+    first, own = Path(root, "first"), Path(root, f"child{rank}")
+    slow = DataStatesSaveStrategy(options=Options.from_environment({"write_limit": 2_000_000}))
+    make_directory(first)
+    request = dist_checkpointing.save(state(1), str(first), slow, async_sharded_save=True, **MCORE_QUEUE)
+    child = os.fork()
+    if child == 0:
+        os._exit(save_alone(own))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    request.execute_sync()
+    for function in request.finalize_fns:
+        function()
+    assert_loads(first, 1)
+    tell(folder, child=code, files=len(list(own.glob("data-*"))))
+
+
+def save_alone(directory: Path) -> int:
+    """Exit code: 0 if it was published."""
+    saver = Saver(Options(), Run())
+    publication = saver.start(directory, TensorProvider({"w": torch.ones(1000)}, Mutability.AT_FENCE))
+    published = publication.wait() is Outcome.PUBLISHED
+    saver.close()
+    return 0 if published and saver.run.collectives.size == 1 else 1
