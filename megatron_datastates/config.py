@@ -77,6 +77,12 @@ def _on_failure(text: str) -> str:
     return text
 
 
+def _while_saving(text: str) -> str:
+    if text not in ("wait", "refuse"):
+        raise ValueError("expected wait or refuse")
+    return text
+
+
 @dataclasses.dataclass(frozen=True)
 class OptionSpec:
     """How one option is spelled, read and explained."""
@@ -144,6 +150,13 @@ class Options:
         _on_failure,
         "raise|warn",
         "what a failed save does, on all ranks alike: end training, or warn and train on (default raise)",
+    )
+    while_saving: Literal["wait", "refuse"] = _option(
+        "wait",
+        _while_saving,
+        "wait|refuse",
+        "what a save does that is started before the previous one is finished: share its staging memory, and "
+        "wait for that only, or fail on all ranks alike, leaving the previous one alone (default wait)",
     )
     report_file: str = _option(
         "", str, "PATH", "rank 0 appends one JSON line per save to this file (default: none)"

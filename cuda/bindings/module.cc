@@ -5,7 +5,9 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <cstring>
+#include <limits>
 
 #include "engine/crc32c.h"
 #include "engine/engine.h"
@@ -61,7 +63,7 @@ class EngineHandle {
   explicit EngineHandle(const Engine::Options& options) : engine_(std::make_shared<Engine>(options)) {}
   ~EngineHandle() {
     if (!home_.IsHere()) {
-      static_cast<void>(new std::shared_ptr<Engine>(std::move(engine_)));
+      Leak(std::move(engine_));
     } else if (engine_) {
       nb::gil_scoped_release release;
       engine_->Close();
@@ -75,18 +77,30 @@ class EngineHandle {
     if (!engine_) throw nb::value_error("this engine is closed");
     return engine_;
   }
-  // Looks after signals while it waits; what a handler raises leaves the rest to be closed later.
-  void Close() {
-    if (!home_.IsHere() || !engine_) return;
+  // Gives whether every thread has ended within that time. Those that a hung disk or device keeps are then
+  // leaked with all that they use. Looks after signals while it waits; what a handler raises leaves the rest
+  // to be closed later.
+  bool Close(double seconds) {
+    if (!home_.IsHere() || !engine_) return true;
     auto closing = std::move(engine_);
+    const auto begin = std::chrono::steady_clock::now();
     while (!CloseWithinSlice(&closing)) {
-      if (PyErr_CheckSignals() == 0) continue;
-      engine_ = std::move(closing);
-      throw nb::python_error();
+      if (PyErr_CheckSignals() != 0) {
+        engine_ = std::move(closing);
+        throw nb::python_error();
+      }
+      if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() >= seconds) {
+        Leak(std::move(closing));
+        return false;
+      }
     }
+    return true;
   }
 
  private:
+  static void Leak(std::shared_ptr<Engine> engine) {
+    static_cast<void>(new std::shared_ptr<Engine>(std::move(engine)));
+  }
   static bool CloseWithinSlice(std::shared_ptr<Engine>* engine) {
     nb::gil_scoped_release release;
     if (!(*engine)->CloseWithin(kSliceSeconds)) return false;
@@ -180,7 +194,7 @@ void BindEngine(nb::module_& module) {
           "grow", [](EngineHandle& self, size_t slots) { self.engine()->pool().Grow(slots); }, "slots"_a)
       .def("page_lock_pool", [](EngineHandle& self) { return self.engine()->PageLockPool(); })
       .def("pool", &PoolDict)
-      .def("close", &EngineHandle::Close);
+      .def("close", &EngineHandle::Close, "seconds"_a = std::numeric_limits<double>::infinity());
 }
 
 void BindJob(nb::module_& module) {

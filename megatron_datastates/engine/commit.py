@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_datastates.engine import native
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.values import SaveId, is_own_file_name
 
@@ -29,14 +30,11 @@ def write_whole(path: Path, data: bytes, faults: Faults) -> None:
     """
     temporary = path.parent / f".datastates-{path.name}.tmp"
     faults.point(f"write {_kind(path)}")
-    descriptor = os.open(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-    try:
+    with _opened(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY) as descriptor:
         view = memoryview(data)
         while view:
             view = view[os.write(descriptor, view) :]
         os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
     faults.point(f"rename {_kind(path)}")
     os.replace(temporary, path)
     faults.point(f"sync directory of {_kind(path)}")
@@ -50,10 +48,26 @@ def _kind(path: Path) -> str:
 
 def sync_directory(directory: Path) -> None:
     """Makes names created, renamed or removed in `directory` durable."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with _opened(directory, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         os.fsync(descriptor)
+
+
+def sync_file(path: Path) -> bytes:
+    """Makes a file of somebody else's durable; gives its bytes."""
+    with _opened(path, os.O_RDONLY) as descriptor:
+        os.fsync(descriptor)
+        return path.read_bytes()
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    """A descriptor that no forked child keeps: a sync may take long, and data loaders live on."""
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    native.close_in_forked_child(descriptor)
+    try:
+        yield descriptor
     finally:
+        native.forget_descriptor(descriptor)
         os.close(descriptor)
 
 

@@ -12,7 +12,9 @@ except ImportError as error:
         "`pip install .` for one Python and one platform: install again with the Python that runs this."
     ) from error
 
+close_in_forked_child = _native.close_in_forked_child
 Engine = _native.Engine
+forget_descriptor = _native.forget_descriptor
 Milestone = _native.Milestone
 SaveJob = _native.SaveJob
 crc32c = _native.crc32c

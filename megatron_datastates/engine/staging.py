@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ class StagingEngine:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.given_up = False  # some thread will not return
         self.native = native.Engine(
             slot_bytes=options.slot_size,
             most_slots=most_slots(options.staging_memory, options.slot_size, local_ranks()),
@@ -90,9 +92,29 @@ class StagingEngine:
             raise
         return save
 
-    def close(self) -> None:
-        """Cancels what is unfinished and joins the threads."""
-        self.native.close()
+    def page_lock(self) -> bool:
+        """Page-locks staging memory in the background if the program uses CUDA by now; gives whether it does.
+
+        Initializes no CUDA; without this, the first save from a device does it. On the trainer's thread.
+        """
+        return torch.cuda.is_initialized() and bool(self.native.page_lock_pool())
+
+    def pool_facts(self) -> dict[str, object]:
+        """What there is of staging memory, and why it is not what it should be (`staging_trouble`)."""
+        pool = self.native.pool()
+        return {
+            "staging_bytes": int(pool["slots"]) * self.options.slot_size,
+            "page_locked_bytes": pool["page_locked_bytes"],
+            "staging_trouble": pool["trouble"],
+        }
+
+    def close(self, seconds: float = math.inf) -> bool:
+        """Cancels what is unfinished and joins the threads; gives whether that was done in time.
+
+        What a disk or a device that hangs keeps for longer is left alone, with the memory that it uses.
+        """
+        self.given_up = not self.native.close(seconds)
+        return not self.given_up
 
 
 def _tensors_at(layout: Layout, begin: int, end: int) -> list[str]:
@@ -239,7 +261,8 @@ class FileSave:
     def remove(self) -> None:
         """Waits until nothing of a failed save is in flight, then removes its file."""
         while not self._job.wait(native.Milestone.RELEASED, _SLICE_SECONDS):
-            pass
+            if self._engine.given_up:
+                return
         self._job.remove()
 
     # -- any thread -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ poll and read at the next, so that a poll waits only for ranks that are a whole 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -100,8 +101,16 @@ class Collectives:
         return [part.cpu().numpy().tobytes()[:size] for part, size in zip(parts, sizes, strict=True)]
 
 
+_worlds_of_parents: list[object] = []
+
+
 def _world() -> object:
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    """The world of this process. A forked child of a rank has none: its parent's is not its own."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return None if any(world is other for other in _worlds_of_parents) else world
+
+
+os.register_at_fork(after_in_child=lambda: _worlds_of_parents.append(_world()))
 
 
 class _Known:

@@ -20,14 +20,13 @@ import datetime
 import enum
 import hashlib
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
-from megatron_datastates.engine.commit import remove_left_overs, write_whole
+from megatron_datastates.engine.commit import remove_left_overs, sync_file, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
@@ -37,7 +36,7 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.agreement import Collectives, PendingSum
 from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.records import RankRecord, decode_failure, encode_failure
-from megatron_datastates.pipeline.save import RankSave
+from megatron_datastates.pipeline.save import RankSave, State
 from megatron_datastates.plan.coverage import coverage_faults
 
 logger = logging.getLogger(__name__)
@@ -117,10 +116,24 @@ class Publication:
         self._faults = faults
         self._labels = labels or Labels()
         self._asked: PendingSum | None = None
+        self.refused = False  # it was never begun, on any rank, and waits to be told so
+        self._abandoned = False
         self._publishing = False  # records went out: from here on a manifest may name this rank's file
         self._manifest_in_place = False  # rank 0: it may be
         self._published = threading.Event()
         self._publisher: threading.Thread | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this was begun and is not over. Alike on every rank, between polls: outcomes are agreed."""
+        return self.outcome is Outcome.PENDING and not (self.refused or self._abandoned)
+
+    @property
+    def state(self) -> State:
+        """How far it has come: agreed once it is published or failed, before that on this rank."""
+        if self.outcome is Outcome.PENDING:
+            return self.save.state
+        return State.PUBLISHED if self.outcome is Outcome.PUBLISHED else State.FAILED
 
     # -- polls ------------------------------------------------------------------------------------------
 
@@ -182,6 +195,7 @@ class Publication:
 
     def abandon(self, reason: str) -> None:
         """This rank will poll no more. Not collective."""
+        self._abandoned = True
         if self.outcome is Outcome.PENDING and not self._publishing:
             self.save.give_up(reason)
 
@@ -202,8 +216,12 @@ class Publication:
                 if index:
                     self._layouts.add(record.rank, record.layout_digest, index)
         if self.collectives.rank == 0:
-            self._publisher = threading.Thread(target=self._publish, name="datastates-publish", daemon=True)
-            self._publisher.start()
+            publisher = threading.Thread(target=self._publish, name="datastates-publish", daemon=True)
+            try:
+                publisher.start()
+                self._publisher = publisher
+            except RuntimeError as error:  # no thread to be had, on this rank alone
+                self.save.fail(error)
 
     def _record(self, layout_bytes: int) -> RankRecord:
         save, file, times = self.save, self.save.file, self.save.times()
@@ -282,15 +300,17 @@ class Publication:
     def join(self) -> None:
         """Waits for the threads of a save that is over."""
         self.save.join()
+        self.join_publisher()
+
+    def join_publisher(self) -> None:
+        """Waits until a manifest that is being written is in place, or has failed."""
         if self._publisher is not None:
             self._publisher.join()
 
 
 def _described(path: Path) -> OtherFile:
     """A file of somebody else's, made durable: the manifest is going to vouch for it."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        data = file.read()
+    data = sync_file(path)
     return OtherFile(path.name, len(data), hashlib.sha256(data).hexdigest())
 
 

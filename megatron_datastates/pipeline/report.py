@@ -15,10 +15,16 @@ logger = logging.getLogger(__name__)
 
 
 class Reporter:
-    """Reports a save once it is over and holds the trainer no longer."""
+    """Reports a save once it is over and holds the trainer no longer.
 
-    def __init__(self, path: str) -> None:
+    Args:
+        path: of the file that takes a JSON line per save; none if empty.
+        more: further facts for each report, of whoever owns this.
+    """
+
+    def __init__(self, path: str, more: Callable[[], dict[str, Any]] = dict) -> None:
         self._path = path
+        self._more = more
         self._waiting: dict[int, str] = {}
         self.listeners: list[Callable[[dict[str, Any]], None]] = []  # called on every rank
 
@@ -34,7 +40,7 @@ class Reporter:
         is_first = publication.save.context.rank == 0
         if mode is None or not (is_first or self.listeners):
             return
-        report = save_report(publication, mode)
+        report = save_report(publication, mode) | self._more()
         if is_first:
             self._emit(report)
         for listener in self.listeners:
@@ -45,13 +51,16 @@ class Reporter:
 
     def _emit(self, report: dict[str, Any]) -> None:
         logger.info(
-            "datastates: %s %s of %.1f MB to %s; trainer held %.1f ms, %.1f ms of it at the fence; %.0f MB/s",
+            "datastates: %s %s of %.1f MB to %s; trainer held %.1f ms, %.1f ms of it at the fence; "
+            "waited %.1f ms for slots behind %d unfinished saves; %.0f MB/s",
             report["state"],
             report["mode"] + " save",
             report["bytes"] / 1e6,
             report["directory"],
             report["held_ms"],
             report["fence_ms"],
+            report["slot_wait_ms"],
+            report["saves_before"],
             report["write_mb_per_s"],
         )
         if not self._path:
@@ -67,7 +76,9 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
     """One save as plain data.
 
     `bytes` are all ranks' data files; eager and lazy bytes are this rank's tensors. Times are milliseconds,
-    on this rank (rank 0 in the log and the file) unless under `ranks_ms`.
+    on this rank (rank 0 in the log and the file) unless under `ranks_ms`. `slot_wait_ms` adds up what the
+    copying threads waited for a free slot: behind the `saves_before` that were not finished when this one
+    started, and behind its own writes where the pool is smaller than the shard.
     """
     save = publication.save
     times = save.times()
@@ -92,6 +103,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "serializing_ms": _ms(times["serializing"]),
         "writing_ms": _ms(times["writing"]),
         "durable_ms": _ms(times["durable"]),
+        "saves_before": save.saves_before,
         "slot_wait_ms": _ms(times["slot_wait"]),
         "write_mb_per_s": round(data / slowest / 1e6, 1) if slowest > 0 else 0.0,
         "ranks_ms": _rank_statistics(publication.records),

@@ -1,14 +1,15 @@
 """One rank's side of one save: from state to a durable data file.
 
-States: open -> staged -> sealed -> durable -> published, or failed. Two threads work on it. The trainer's
-thread starts it, fences it, confirms that nothing changed before its copies were done, and polls. The
-finishing thread serializes what is left, and seals the file once that confirmation is there: a torn save
-leaves no valid footer. Errors are values until all ranks have agreed (publication.py).
+States: open -> staged -> sealed -> durable, or failed (and published, by publication.py). Two threads work
+on it. The trainer's thread starts it, fences it, confirms that nothing changed before its copies were done,
+and polls. The finishing thread serializes what is left, and seals the file once that confirmation is there: a
+torn save leaves no valid footer. Errors are values until all ranks have agreed (publication.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import logging
 import threading
 import time
@@ -29,6 +30,17 @@ from megatron_datastates.providers.tensors import Memory
 logger = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.1
 _YIELD_SECONDS = 0.001
+
+
+class State(enum.Enum):
+    """Of a save, as one rank knows it."""
+
+    OPEN = "open"  # it reads what may change at the next fence
+    STAGED = "staged"  # that is copied, and did not change before
+    SEALED = "sealed"  # all data is in the file, and its footer was given to be written
+    DURABLE = "durable"  # the file will outlive a crash
+    PUBLISHED = "published"  # a manifest names it: all ranks' files are a checkpoint
+    FAILED = "failed"  # on this rank, or by agreement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,13 +76,14 @@ class RankSave:
         self.held = HeldTime()
         self.fence_seconds = 0.0
         self.plan: StatePlan | None = None
+        self.saves_before = 0  # that were not finished when this one started
         self.file: DurableFile | None = None  # once durable; None for a rank that stores nothing
         self._save: FileSave | None = None
         self._durable = threading.Event()
         self._confirmed = threading.Event()  # nothing changed before the copies were done
+        self._sealed = threading.Event()
         self._given_up = threading.Event()
-        self._failure_lock = threading.Lock()
-        self._failure: str | None = None  # guarded by _failure_lock
+        self._failure: dict[str, str] = {}  # the first one; any thread's, one atomic operation at a time
         self._finisher: threading.Thread | None = None
         self._begun = time.perf_counter()
         self._serialized_seconds = 0.0
@@ -99,13 +112,14 @@ class RankSave:
                 FENCE.add(self)
             else:
                 self._confirmed.set()  # nothing that it still reads can change
-            self._finisher = threading.Thread(
+            finisher = threading.Thread(
                 target=self._finish,
                 args=(self._save, plan, secured),
                 name="datastates-finish",
                 daemon=True,  # joined by Saver.close; the interpreter must not wait for it before that
             )
-            self._finisher.start()
+            finisher.start()
+            self._finisher = finisher
         except Exception as error:
             self.fail(error)
             if self._save is not None:
@@ -175,10 +189,10 @@ class RankSave:
         if self.is_durable or self._finisher is None:
             self._save.remove()
 
-    def join(self) -> None:
+    def join(self, seconds: float | None = None) -> None:
         """Waits for the finishing thread of a save that is over."""
         if self._finisher is not None:
-            self._finisher.join()
+            self._finisher.join(seconds)
 
     def released(self) -> None:
         """See held.Holder."""
@@ -189,16 +203,21 @@ class RankSave:
     @property
     def failure(self) -> str | None:
         """The first error of this rank, if any."""
-        with self._failure_lock:
-            return self._failure
+        return self._failure.get("first")
+
+    @property
+    def state(self) -> State:
+        """How far this rank has come."""
+        if self.failure is not None:
+            return State.FAILED
+        reached = {State.DURABLE: self._durable, State.SEALED: self._sealed, State.STAGED: self._confirmed}
+        return next((state for state, event in reached.items() if event.is_set()), State.OPEN)
 
     def fail(self, error: BaseException) -> None:
         """Keeps the first error. The others are told at the next agreement."""
         text = f"{type(error).__name__}: {error}" if not isinstance(error, DataStatesError) else str(error)
-        with self._failure_lock:
-            if self._failure is not None:
-                return
-            self._failure = text
+        if self._failure.setdefault("first", text) is not text:
+            return
         logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, text)
 
     def times(self) -> dict[str, float]:
@@ -226,6 +245,7 @@ class RankSave:
                     raise DataStatesError(save.error)
             footer = self._footer(save, extents)
             save.finish(footer)
+            self._sealed.set()
             while not save.wait_durable():
                 pass
             _, _, crc = decode_trailer(footer[-TRAILER_BYTES:], save.path.name)

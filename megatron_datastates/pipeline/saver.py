@@ -10,11 +10,14 @@ import atexit
 import logging
 import os
 import secrets
+import time
 from pathlib import Path
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.faults import Faults
+from megatron_datastates.engine.fence import FENCE, Fenced
 from megatron_datastates.engine.staging import StagingEngine
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.plans import Plans
@@ -26,6 +29,7 @@ from megatron_datastates.providers.tensors import look_up
 
 logger = logging.getLogger(__name__)
 _WARM_BYTES = 64 << 20  # staging memory made before the size of the shard is known
+_CLOSING_SECONDS = 60.0  # after which what still hangs is left behind
 _EAGER = {Mutability.AT_FENCE: Mutability.NOW}
 _KEPT_PLANS = 8  # persistent and non-persistent saves alternate; more than a few means they change
 
@@ -66,7 +70,9 @@ class Saver:
         self.run = run
         self._engine: StagingEngine | None = None
         self._faults = Faults(options.faults)
-        self.reporter = Reporter(options.report_file)
+        self.reporter = Reporter(options.report_file, self._pool_facts)
+        self._page_locking: Fenced | None = None
+        self._told_of_pool = False
         self._unfinished: list[Publication] = []
 
     def start(
@@ -90,9 +96,17 @@ class Saver:
         context = SaveContext(run.next_id(), path, run.collectives.rank, run.collectives.size, iteration)
         save = RankSave(context, self.options.fence_deadline)
         publication = Publication(save, run.collectives, run.store, self._faults, labels)
-        publication.on_end = lambda ended: self.reporter.ended(ended, mode)
+        publication.on_end = lambda ended: self._ended(ended, mode)
         save.on_released = lambda: self.reporter.released(publication)
+        before = [earlier for earlier in self._unfinished if earlier.is_under_way]
+        save.saves_before = len(before)
         try:
+            if before and self.options.while_saving == "refuse":
+                publication.refused = True
+                raise DataStatesError(
+                    f"the save to {before[0].save.context.directory} is not finished "
+                    "(--datastates-while-saving refuse)"
+                )
             tensors, objects = provider.tensors(), list(provider.objects())
             if not self.options.lazy:
                 tensors.mutability = [_EAGER.get(mutability, mutability) for mutability in tensors.mutability]
@@ -109,26 +123,73 @@ class Saver:
                 publication.abandon("torch.distributed was initialized anew before the save was published")
 
     def warm_up(self) -> None:
-        """Starts the engine, and lets it make staging memory in the background before the first save."""
+        """Starts the engine, and lets it make staging memory in the background before the first save.
+
+        Memory is page-locked as soon as the program is seen to use CUDA: now, or at its first optimizer step.
+        Raises nothing, on this rank alone: what cannot be had, the first save tells to all.
+        """
         wanted = self.options.staging_memory or _WARM_BYTES
-        self._get_engine().native.grow(wanted // self.options.slot_size)
+        try:
+            engine = self._get_engine()
+            engine.native.grow(wanted // self.options.slot_size)
+        except Exception as error:
+            logger.warning("staging memory is not made before the first save: %s", error)
+            return
+        if not engine.page_lock() and self._page_locking is None:
+            self._page_locking = _AtFirstFence(engine)
+            FENCE.add(self._page_locking)
 
     def close(self) -> None:
-        """Gives up what is not published, and joins every thread."""
+        """Gives up what is not published, and joins every thread.
+
+        A program is to end, though: of a device or a disk that hangs it takes leave after a while.
+        """
         for publication in self._unfinished:
             if publication.outcome is Outcome.PENDING:
-                logger.warning("a save to %s was not published", publication.save.context.directory)
+                directory, state = publication.save.context.directory, publication.state.value
+                logger.warning("a save to %s was not published, only %s", directory, state)
                 publication.abandon("the program ended before the save was published")
-            publication.join()
-        self._unfinished = []
+            publication.join_publisher()
+        if self._page_locking is not None:
+            FENCE.discard(self._page_locking)
+        deadline = time.monotonic() + _CLOSING_SECONDS
+        for publication in self._unfinished:
+            publication.save.join(max(deadline - time.monotonic(), 0.0))
         if self._engine is not None:
-            self._engine.close()
+            if not self._engine.close(max(deadline - time.monotonic(), 1.0)):
+                logger.error("a copy or a write hangs: it is left behind after %g s", _CLOSING_SECONDS)
             self._engine = None
+        for publication in self._unfinished:
+            publication.save.join()  # what waits for a thread that hangs has been told not to
+        self._unfinished = []
 
     def _get_engine(self) -> StagingEngine:
         if self._engine is None:
             self._engine = StagingEngine(self.options)
         return self._engine
+
+    def _ended(self, publication: Publication, mode: str) -> None:
+        trouble = self._pool_facts().get("staging_trouble")
+        if trouble and not self._told_of_pool:
+            self._told_of_pool = True
+            logger.warning("rank %d: %s", publication.save.context.rank, trouble)
+        self.reporter.ended(publication, mode)
+
+    def _pool_facts(self) -> dict[str, object]:
+        return self._engine.pool_facts() if self._engine is not None else {}
+
+
+class _AtFirstFence:
+    """Stands at the fence as a save does: at its first step, a program that uses CUDA has initialized it."""
+
+    def __init__(self, engine: StagingEngine) -> None:
+        self._engine = engine
+
+    def fence(self, reason: str) -> None:
+        self._engine.page_lock()
+
+    def torn(self, reason: str) -> None:
+        self._engine.page_lock()
 
 
 _savers: dict[Options, Saver] = {}

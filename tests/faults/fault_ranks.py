@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ from saving_rank import (
 
 from megatron_datastates.config import Options
 from megatron_datastates.mcore import DataStatesSaveStrategy
+from megatron_datastates.mcore.request import SaveFailed
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.tensors import TensorProvider
 
 
 class Unpicklable:
@@ -195,3 +201,65 @@ def save_malicious(directory: str, marker: str, folder: str) -> None:
     save(Path(directory), sharded, DataStatesSaveStrategy(), "sync")
     error = failure_of(lambda: dist_checkpointing.load(state(-1), directory))
     tell(folder, error=error, ran=Path(marker).is_dir())
+
+
+def save_while_saving(root: str, on_failure: str, folder: str) -> None:
+    """A save that one rank writes slowly, another that is started at once, and one after both."""
+    rank, _ = join()
+    options = {"while_saving": "refuse", "on_failure": on_failure}
+    slow = {"write_limit": 2_000_000} if rank == 1 else {}
+    strategy = DataStatesSaveStrategy(options=Options.from_environment(options | slow))
+    first, second, third = (Path(root, name) for name in ("first", "second", "third"))
+    queue, error = AsyncCallsQueue(), None
+    for value, directory in enumerate([first, second]):
+        make_directory(directory)
+        request = dist_checkpointing.save(
+            state(value), str(directory), strategy, async_sharded_save=True, **MCORE_QUEUE
+        )
+        queue.schedule_async_request(request)
+        if rank == 0 and value == 0:
+            wait_for_durable(request.async_fn.publication)
+    while queue.get_num_unfinalized_calls():
+        try:
+            queue.maybe_finalize_async_calls(blocking=False)
+        except SaveFailed as failed:
+            error = str(failed)
+            break
+    torch.distributed.barrier()
+    left = sorted(os.listdir(second))
+    assert_loads(first, 0)
+    save(third, state(2), strategy, "async")
+    assert_loads(third, 2)
+    tell(folder, error=error, left=left, first=sorted(os.listdir(first)))
+
+
+def wait_for_durable(publication: Any) -> None:
+    while not publication.save.is_durable:  # the job's own time limit ends it
+        time.sleep(0.01)
+
+
+def save_in_children(root: str, folder: str) -> None:
+    """Each rank forks a child in mid-save, which saves, too."""
+    rank, _ = join()
+    first, own = Path(root, "first"), Path(root, f"child{rank}")
+    slow = DataStatesSaveStrategy(options=Options.from_environment({"write_limit": 2_000_000}))
+    make_directory(first)
+    request = dist_checkpointing.save(state(1), str(first), slow, async_sharded_save=True, **MCORE_QUEUE)
+    child = os.fork()
+    if child == 0:
+        os._exit(save_alone(own))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    request.execute_sync()
+    for function in request.finalize_fns:
+        function()
+    assert_loads(first, 1)
+    tell(folder, child=code, files=len(list(own.glob("data-*"))))
+
+
+def save_alone(directory: Path) -> int:
+    """Exit code: 0 if it was published."""
+    saver = Saver(Options(), Run())
+    publication = saver.start(directory, TensorProvider({"w": torch.ones(1000)}, Mutability.AT_FENCE))
+    published = publication.wait() is Outcome.PUBLISHED
+    saver.close()
+    return 0 if published and saver.run.collectives.size == 1 else 1

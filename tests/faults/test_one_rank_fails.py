@@ -120,3 +120,20 @@ def test_state_with_a_hole_is_not_published(world: World, tmp_path: Path) -> Non
 def test_short_writes_are_resumed_where_they_ended(world: World, tmp_path: Path) -> None:
     told = world.run("fault_ranks:fail_then_recover", tmp_path, "async", "write:1:short,write:2:short", 1)
     assert [each["error"] for each in told] == [None, None]
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "warn"])
+def test_save_that_is_refused_is_refused_on_all_ranks_alike(
+    world: World, tmp_path: Path, on_failure: str
+) -> None:
+    """Although the save before it is done on one rank, and slow on the other."""
+    told = world.run("fault_ranks:save_while_saving", tmp_path, on_failure)
+    for each in told:
+        if on_failure == "raise":
+            assert "rank 0: the save to" in each["error"] and "rank 1: the save to" in each["error"]
+            assert "--datastates-while-saving refuse" in each["error"]
+        else:
+            assert each["error"] is None
+        assert each["left"] == []
+        assert "datastates.manifest" in each["first"] and "metadata.json" in each["first"]
+    assert told[0]["error"] == told[1]["error"]

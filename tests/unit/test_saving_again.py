@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 
 import numpy as np
@@ -186,3 +187,79 @@ def test_two_saves_under_way_are_both_published(saver, tmp_path):
     assert [publication.wait() for publication in publications] == [Outcome.PUBLISHED] * 2
     for number, tensors in enumerate(states):
         assert stored(tmp_path / str(number)) == wanted(tensors)
+
+
+# -- a save before the previous one is finished -----------------------------------------------------------
+
+
+@pytest.fixture
+def refusing(tmp_path):
+    saver = new_saver(while_saving="refuse", report_file=str(tmp_path / "reports.jsonl"))
+    yield saver
+    saver.close()
+
+
+def lazy(tensors):
+    return State(tensors, mutability=Mutability.AT_FENCE)
+
+
+def test_a_second_save_can_be_refused_and_the_first_is_untouched(refusing, tmp_path):
+    first = refusing.start(tmp_path / "first", lazy(fresh(0)))
+    second = refusing.start(tmp_path / "second", lazy(fresh(1)))
+    third = refusing.start(tmp_path / "third", lazy(fresh(2)))
+    FENCE.wait("the step")
+    for refused in (third, second):
+        assert refused.wait() is Outcome.FAILED
+        assert f"the save to {tmp_path / 'first'} is not finished (--datastates-while-saving refuse)" in (
+            refused.error
+        )
+        assert not refused.save.context.directory.exists()
+    assert first.wait() is Outcome.PUBLISHED
+    assert stored(tmp_path / "first") == wanted(fresh(0))
+    reports = [json.loads(line) for line in (tmp_path / "reports.jsonl").read_text().splitlines()]
+    assert [(r["state"], r["saves_before"]) for r in reports] == [
+        ("failed", 1),
+        ("failed", 1),
+        ("published", 0),
+    ]
+
+
+def test_a_refused_save_stands_in_nobodys_way(refusing, tmp_path):
+    """It awaits to be told so; the save before it is over."""
+    first = refusing.start(tmp_path / "first", lazy(fresh(0)))
+    refused = refusing.start(tmp_path / "refused", lazy(fresh(1)))
+    first.wait()
+    assert save(refusing, tmp_path / "next", fresh(2)).outcome is Outcome.PUBLISHED
+    assert refused.wait() is Outcome.FAILED
+
+
+@pytest.mark.parametrize("end", ["failed", "abandoned"])
+def test_a_save_that_is_over_stands_in_nobodys_way(tmp_path, end):
+    saver = new_saver(while_saving="refuse", faults="write:1:EIO")
+    first = saver.start(tmp_path / "first", lazy(fresh(0)))
+    first.abandon("the queue was aborted") if end == "abandoned" else first.wait()
+    assert save(saver, tmp_path / "next", fresh(2)).outcome is Outcome.PUBLISHED
+    saver.close()
+
+
+def test_a_save_that_failed_on_this_rank_alone_is_still_under_way(refusing, tmp_path):
+    """Other ranks know nothing of it before the agreement, and have to decide alike."""
+    first = refusing.start(tmp_path / "first", lazy(fresh(0)))
+    first.save.fail(OSError("here only"))
+    assert save(refusing, tmp_path / "second", fresh(1)).outcome is Outcome.FAILED
+    assert "here only" in first.error if first.wait() is Outcome.FAILED else False
+
+
+def test_a_save_that_waits_for_slots_says_how_long_and_behind_whom(tmp_path, caplog):
+    path = tmp_path / "reports.jsonl"
+    saver = new_saver(report_file=str(path), faults="write:0:stall=30", write_threads=1)
+    big = {"w": random_tensor(torch.uint8, (12 << 20,), 1)}  # more than the pool
+    with caplog.at_level("INFO"):
+        publications = [saver.start(tmp_path / str(n), lazy(big)) for n in range(2)]
+        FENCE.wait("the step")
+        assert [publication.wait() for publication in publications] == [Outcome.PUBLISHED] * 2
+    saver.close()
+    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    assert (first["saves_before"], second["saves_before"]) == (0, 1)
+    assert second["slot_wait_ms"] > 0
+    assert f"waited {second['slot_wait_ms']:.1f} ms for slots behind 1 unfinished saves" in caplog.text

@@ -1,0 +1,143 @@
+"""Staging memory before the first save: made in the background, page-locked once the program uses CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_datastates.config import MIB, Options
+from megatron_datastates.engine import staging
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.saver import Run, Saver
+from tests.native.fake_cuda.driver import FakeCuda
+from tests.native.fake_cuda.provider import DeviceTensors
+from tests.native.harness import eventually
+
+POOL = 8 * MIB
+
+
+class Program:
+    """Torch, as far as the engine asks it, over the fake driver."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> None:
+        self.uses_cuda, self.stream = False, cuda.new_stream()
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.uses_cuda)
+        monkeypatch.setattr(staging, "_current_stream", lambda: self.stream)
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> Program:
+    return Program(monkeypatch, cuda)
+
+
+@pytest.fixture
+def saver(cuda: FakeCuda, program: Program) -> Iterator[Saver]:
+    made = Saver(Options(staging_memory=POOL, slot_size=MIB, driver=cuda.path, tripwire=False), Run())
+    yield made
+    cuda.let_go()
+    made.close()
+    assert FENCE._standing == []
+
+
+def wait_for_slots(saver: Saver) -> None:
+    eventually(lambda: saver._get_engine().pool_facts()["staging_bytes"] == POOL, "all slots")
+
+
+def device_state() -> DeviceTensors:
+    return DeviceTensors({"w": torch.arange(3 * MIB, dtype=torch.uint8)})
+
+
+def test_memory_is_page_locked_at_once_where_cuda_is_used(
+    cuda: FakeCuda, program: Program, saver: Saver
+) -> None:
+    program.uses_cuda = True
+    saver.warm_up()
+    eventually(lambda: cuda.registered_bytes == POOL, "page-locked")
+    assert cuda.live_streams == 0, "a stream of its own is for saves"
+
+
+def test_cuda_is_not_initialized_for_it(cuda: FakeCuda, program: Program, saver: Saver) -> None:
+    saver.warm_up()
+    wait_for_slots(saver)
+    FENCE.wait("a step")
+    assert cuda.log() == []
+
+
+def test_memory_is_page_locked_at_the_first_step_of_a_program_that_uses_cuda_later(
+    cuda: FakeCuda, program: Program, saver: Saver
+) -> None:
+    saver.warm_up()
+    saver.warm_up()  # arguments may be parsed twice
+    wait_for_slots(saver)
+    program.uses_cuda = True
+    FENCE.wait("the first step")
+    eventually(lambda: cuda.registered_bytes == POOL, "page-locked")
+    FENCE.wait("the second step")
+    assert len(cuda.calls("cuMemHostRegister")) == 1
+
+
+def test_a_first_step_that_no_hook_saw_serves_as_well(cuda: FakeCuda, program: Program, saver: Saver) -> None:
+    saver.warm_up()
+    program.uses_cuda = True
+    FENCE.witness_mutation("stepped without a fence")
+    eventually(lambda: cuda.registered_bytes == POOL, "page-locked")
+
+
+def test_nobody_waits_for_page_locking(cuda: FakeCuda, program: Program, saver: Saver) -> None:
+    program.uses_cuda = True
+    cuda.hold_call("cuMemHostRegister")
+    saver.warm_up()
+    eventually(lambda: cuda.calls("cuMemHostRegister"), "it has begun")
+    FENCE.wait("a step")
+    assert cuda.registered_bytes == 0
+
+
+def test_page_locking_that_fails_is_told_once_and_reported(
+    cuda: FakeCuda, program: Program, saver: Saver, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports: list[dict] = []
+    saver.reporter.listeners.append(reports.append)
+    program.uses_cuda = True
+    cuda.fail("cuMemHostRegister", nth=0)
+    saver.warm_up()
+    for number in range(2):
+        publication = saver.start(tmp_path / str(number), device_state())
+        FENCE.wait("the step")
+        assert publication.wait() is Outcome.PUBLISHED
+    assert caplog.text.count("staging memory is not page-locked") == 1
+    assert [report["page_locked_bytes"] for report in reports] == [0, 0]
+    assert all("cuMemHostRegister" in report["staging_trouble"] for report in reports)
+
+
+def test_a_report_tells_what_is_page_locked(
+    cuda: FakeCuda, program: Program, saver: Saver, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports: list[dict] = []
+    saver.reporter.listeners.append(reports.append)
+    program.uses_cuda = True
+    saver.warm_up()
+    eventually(lambda: cuda.registered_bytes == POOL, "page-locked")
+    publication = saver.start(tmp_path / "c", device_state())
+    FENCE.wait("the step")
+    assert publication.wait() is Outcome.PUBLISHED
+    facts = {"staging_bytes": POOL, "page_locked_bytes": POOL, "staging_trouble": ""}
+    assert facts.items() <= reports[0].items()
+    assert "page-locked" not in caplog.text
+
+
+def test_a_missing_driver_is_no_trouble_before_a_save_needs_it(
+    program: Program, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    program.uses_cuda = True
+    saver = Saver(Options(staging_memory=POOL, slot_size=MIB, driver="no such library"), Run())
+    saver.warm_up()
+    FENCE.wait("a step")
+    publication = saver.start(tmp_path / "c", device_state())
+    assert publication.wait() is Outcome.FAILED
+    assert "a tensor on a GPU cannot be saved without it" in str(publication.error)
+    assert "page-locked" not in caplog.text
+    saver.close()

@@ -1,0 +1,374 @@
+"""However a save ends, and whatever goes on beside it: threads that cannot be had, exits, forks, children."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_datastates.config import MIB
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline.load import Checkpoint, is_published
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.providers.base import Mutability
+from tests.unit.states import OPTIONS, State, bits, data_files, new_saver, random_tensor, save
+
+ROOT = Path(__file__).parents[2]
+BIG = {"w": random_tensor(torch.uint8, (6 << 20,), 1)}
+LIMIT_SECONDS = 60
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+
+
+# -- states -----------------------------------------------------------------------------------------------
+
+
+def test_a_save_goes_through_its_states(tmp_path):
+    saver = new_saver(faults="write:1:stall=400,sync:1:stall=400")
+    publication = saver.start(tmp_path / "c", State(BIG, {"x": 1}, Mutability.AT_FENCE))
+    seen = [publication.state.value]
+    FENCE.wait("the step")
+    while publication.state.value != "durable":
+        seen.append(publication.state.value)
+    seen.append(publication.state.value)
+    publication.wait()
+    seen.append(publication.state.value)
+    assert list(dict.fromkeys(seen)) == ["open", "staged", "sealed", "durable", "published"]
+    saver.close()
+
+
+def test_a_failed_save_is_failed_before_and_after_it_is_agreed(tmp_path):
+    saver = new_saver(faults="write:1:EIO")
+    publication = saver.start(tmp_path / "c", State(BIG))
+    while not publication.save.failure:
+        pass
+    assert publication.state.value == "failed"
+    publication.wait()
+    assert publication.state.value == "failed"
+    saver.close()
+
+
+# -- threads that cannot be had ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_thread(monkeypatch):
+    """Lets no thread of this name start, once."""
+
+    def deny(name: str) -> None:
+        start = threading.Thread.start
+
+        def limited(thread: threading.Thread) -> None:
+            if thread.name == name:
+                monkeypatch.setattr(threading.Thread, "start", start)
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", limited)
+
+    return deny
+
+
+@pytest.mark.parametrize("name", ["datastates-finish", "datastates-publish"])
+@pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
+def test_a_thread_that_cannot_be_had_fails_the_save(saver, tmp_path, no_thread, name, mutability):
+    no_thread(name)
+    publication = saver.start(tmp_path / "c", State(BIG, {"x": 1}, mutability))
+    FENCE.wait("the step")
+    assert publication.wait() is Outcome.FAILED
+    assert "can't start new thread" in publication.error
+    publication.join()
+    assert not (tmp_path / "c" / MANIFEST_NAME).exists() and data_files(tmp_path / "c") == []
+    assert save(saver, tmp_path / "next", BIG).outcome is Outcome.PUBLISHED
+
+
+def test_threads_that_the_engine_cannot_have_are_told_by_the_first_save(tmp_path, monkeypatch, caplog):
+    saver = new_saver()
+    monkeypatch.setattr(saver, "_get_engine", lambda: (_ for _ in ()).throw(OSError(11, "no thread")))
+    saver.warm_up()
+    assert "staging memory is not made before the first save: [Errno 11] no thread" in caplog.text
+    assert save(saver, tmp_path / "c", BIG).outcome is Outcome.FAILED
+    monkeypatch.undo()
+    assert save(saver, tmp_path / "c", BIG).outcome is Outcome.PUBLISHED
+    saver.close()
+
+
+# -- the end of the interpreter ---------------------------------------------------------------------------
+
+PROGRAM = """
+import atexit, dataclasses, os, sys, threading, time
+from pathlib import Path
+import torch
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.pipeline import saver as savers
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.providers.base import Mutability
+from tests.unit.states import OPTIONS, State, random_tensor
+
+folder = Path(sys.argv[1])
+tensors = {"w": random_tensor(torch.uint8, (6 << 20,), 1)}
+
+def start(name, mutability=Mutability.AT_FENCE, **options):
+    saver = savers.saver_for(dataclasses.replace(OPTIONS, **options))
+    return saver.start(folder / name, State(tensors, {"x": 1}, mutability))
+
+def poll_until(publication, condition):
+    while not condition():
+        publication.poll()
+        time.sleep(0.01)
+
+assert start("before", Mutability.NOW).wait() is Outcome.PUBLISHED
+"""
+# What the program does then -> (its exit code, words of its stderr, whether the save is published)
+EXITS: dict[str, tuple[str, int, str, bool]] = {
+    "just started": ('start("c", Mutability.NOW)', 0, "", False),
+    "at the fence": ('start("c")', 0, "", False),
+    "nothing begun": ("savers.saver_for(OPTIONS).warm_up()", 0, "", False),
+    "writing slowly": ('start("c", write_limit=1 << 20); time.sleep(0.1); FENCE.wait("step")', 0, "", False),
+    "stalled open": ('start("c", faults="open:1:stall=700"); time.sleep(0.1)', 0, "", False),
+    "stalled write": ('start("c", faults="write:0:stall=700"); time.sleep(0.1)', 0, "", False),
+    "stalled sync": (
+        'c = start("c", faults="sync:1:stall=700"); FENCE.wait("step"); time.sleep(0.3)', 0, "", False,
+    ),
+    "durable": (
+        'c = start("c"); FENCE.wait("step")\nwhile not c.save.is_durable: time.sleep(0.01)', 0, "", False,
+    ),
+    "failed, not told": ('c = start("c", faults="write:1:EIO"); time.sleep(0.2)', 0, "", False),
+    "writing the manifest": (
+        'c = start("c", faults="rename manifest:1:stall=500"); FENCE.wait("step")\n'
+        "poll_until(c, lambda: c._publisher is not None)", 0, "", True,
+    ),
+    "published, not told": (
+        'c = start("c"); FENCE.wait("step")\npoll_until(c, lambda: c._published.is_set())', 0, "", True,
+    ),
+    "three at once": (
+        'start("c"); start("d"); start("e", while_saving="refuse"); start("f", write_limit=1)', 0, "", False,
+    ),
+    "exception": ('start("c"); raise RuntimeError("it broke")', 1, "RuntimeError: it broke", False),
+    "sys.exit": ('start("c"); sys.exit(7)', 7, "", False),
+    "interrupt": ('start("c"); raise KeyboardInterrupt', -2, "KeyboardInterrupt", False),
+    "sys.exit in a thread": (
+        'start("c"); threading.Thread(target=sys.exit, args=(3,)).start()', 0, "", False,
+    ),
+    "a thread that goes on": (
+        'start("c"); threading.Thread(target=time.sleep, args=(0.5,)).start()', 0, "", False,
+    ),
+    "exit handlers": ('atexit.register(FENCE.wait, "an exit handler"); start("c")', 0, "", False),
+}  # fmt: skip
+
+
+def run(program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PROGRAM + program, str(folder)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+
+
+@pytest.mark.parametrize("way", EXITS)
+def test_the_interpreter_ends_in_any_state_of_a_save(tmp_path, way):
+    program, code, words, published = EXITS[way]
+    ended = run(program, tmp_path)
+    assert ended.returncode == code, ended.stderr
+    assert words in ended.stderr and "Fatal" not in ended.stderr, ended.stderr
+    if code == 0:
+        assert "Traceback" not in ended.stderr, ended.stderr
+    assert verify(tmp_path / "before", options=OPTIONS).good
+    for name in "cdef":
+        assert is_published(tmp_path / name) == (published and name == "c"), ended.stderr
+        if not published:
+            assert not (tmp_path / name).exists() or os.listdir(tmp_path / name) == []
+    if published:
+        assert verify(tmp_path / "c", options=OPTIONS).good
+
+
+def test_a_save_begun_while_the_interpreter_ends_fails_and_hangs_nothing(tmp_path):
+    """Python gives out no threads any more."""
+    program = """
+def late():
+    publication = start("c", Mutability.NOW)
+    print(publication.wait().name, publication.error)
+    savers.close_all()
+savers.close_all()
+atexit.unregister(savers.close_all)
+atexit.register(late)
+"""
+    ended = run(program, tmp_path)
+    assert ended.returncode == 0 and "FAILED" in ended.stdout, ended.stderr
+    assert "can't create new thread at interpreter shutdown" in ended.stdout
+    assert not is_published(tmp_path / "c") and data_files(tmp_path / "c") == []
+
+
+HUNG_DEVICE = """
+from tests.native.fake_cuda.driver import FakeCuda
+from tests.native.fake_cuda.provider import DeviceTensors
+from megatron_datastates.engine import staging
+cuda = FakeCuda(Path(sys.argv[2]))
+stream = cuda.new_stream()
+staging._current_stream = lambda: stream
+savers._CLOSING_SECONDS = 0.5
+cuda.hold_stream(stream)  # a kernel waits for a rank that is dead
+saver = savers.saver_for(dataclasses.replace(OPTIONS, driver=cuda.path, tripwire=False))
+publication = saver.start(folder / "c", DeviceTensors(tensors))
+FENCE.wait("the step")
+"""
+
+
+def test_a_device_that_hangs_keeps_no_program_from_its_end(tmp_path):
+    from tests.native.fake_cuda.driver import build
+
+    program = PROGRAM + HUNG_DEVICE
+    command = [sys.executable, "-c", program, str(tmp_path), str(build(tmp_path))]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
+    assert "a copy or a write hangs: it is left behind after 0.5 s" in ended.stderr
+    assert not is_published(tmp_path / "c")
+    assert verify(tmp_path / "before", options=OPTIONS).good
+
+
+# -- children ---------------------------------------------------------------------------------------------
+
+
+def open_files_of_ours(folder: Path) -> list[str]:
+    found = []
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            found.append(str(link.readlink()))
+        except OSError:  # that of the listing itself
+            continue
+    return [name for name in found if name.startswith(str(folder))]
+
+
+class Watching(torch.utils.data.Dataset):
+    """Items tell what the worker that made them has open."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, number: int) -> tuple[int, str]:
+        FENCE.wait("a step in a worker")  # of nobody's save
+        return os.getpid(), ",".join(open_files_of_ours(self.folder))
+
+
+@pytest.fixture
+def slow(tmp_path):
+    """A save in mid-write, until its saver is closed or it is waited for."""
+    saver = new_saver(faults="write:0:stall=100", write_threads=1)
+    publication = saver.start(tmp_path / "c", State(BIG, {"x": 1}, Mutability.AT_FENCE))
+    while not data_files(tmp_path / "c"):
+        pass
+    yield publication
+    assert not publication.save.failure
+    FENCE.wait("the step")
+    assert publication.wait() is Outcome.PUBLISHED
+    saver.close()
+    assert verify(tmp_path / "c", options=OPTIONS).good
+    assert bits(Checkpoint.open(tmp_path / "c", OPTIONS).read_tensor("w")) == bits(BIG["w"])
+
+
+def test_data_loaders_forked_in_mid_save_keep_no_file_open(slow, tmp_path):
+    loader = torch.utils.data.DataLoader(
+        Watching(tmp_path), num_workers=2, batch_size=None, timeout=LIMIT_SECONDS
+    )
+    told = list(loader)
+    assert len({pid for pid, _ in told}) == 2 and os.getpid() not in {pid for pid, _ in told}
+    assert {files for _, files in told} == {""}
+    assert open_files_of_ours(tmp_path) != [], "the save was over too early to prove anything"
+
+
+def test_a_program_started_in_mid_save_keeps_no_file_open(slow, tmp_path):
+    command = ["ls", "-l", "/proc/self/fd"]
+    for close_fds in (True, False):
+        told = subprocess.run(
+            command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True, close_fds=close_fds
+        )
+        assert str(tmp_path) not in told.stdout
+    assert open_files_of_ours(tmp_path) != [], "the save was over too early to prove anything"
+
+
+def in_process(method: str, work, *arguments) -> object:
+    """What `work` gives in a child of multiprocessing; fails if the child hangs or dies."""
+    context = multiprocessing.get_context(method)
+    told = context.Queue()
+    child = context.Process(target=lambda: told.put(work(*arguments)))
+    child.start()
+    answer = told.get(timeout=LIMIT_SECONDS)
+    child.join(LIMIT_SECONDS)
+    assert child.exitcode == 0
+    return answer
+
+
+def save_as_a_child(folder: Path, parents_files: Path) -> tuple[str, list[str]]:
+    saver = new_saver()
+    publication = save(saver, folder, BIG, {"x": 1}, Mutability.AT_FENCE)
+    saver.close()
+    return publication.outcome.name, open_files_of_ours(parents_files)
+
+
+def test_a_child_forked_in_mid_save_can_save(slow, tmp_path):
+    outcome, files = in_process("fork", save_as_a_child, tmp_path / "child", tmp_path)
+    assert (outcome, files) == ("PUBLISHED", [])
+    assert verify(tmp_path / "child", options=OPTIONS).good
+
+
+def end_the_parents_save(publication) -> list[object]:
+    """Everything of a save that a child may call: by mistake, or by an exit handler that it inherited."""
+    rank_save = publication.save
+    rank_save.fence("a step in a child")
+    rank_save.torn("a step in a child")
+    rank_save.advance()
+    told = [rank_save.times()["writing"], rank_save.failure]
+    publication.abandon("the child ends")
+    rank_save.give_up("the child ends")
+    publication.join()
+    return told
+
+
+def test_a_child_that_ends_its_parents_save_harms_nothing(slow, tmp_path):
+    _, failure = in_process("fork", end_the_parents_save, slow)
+    assert failure == "this save belongs to the parent of this process"
+    assert data_files(tmp_path / "c") != []
+
+
+def test_a_child_that_takes_back_its_parents_durable_save_harms_nothing(saver, tmp_path):
+    publication = saver.start(tmp_path / "c", State(BIG, mutability=Mutability.AT_FENCE))
+    FENCE.wait("the step")
+    while not publication.save.is_durable:
+        pass
+    in_process("fork", end_the_parents_save, publication)
+    assert publication.wait() is Outcome.PUBLISHED
+    assert verify(tmp_path / "c", options=OPTIONS).good
+
+
+def test_a_savers_copy_may_be_closed_in_a_child(slow, tmp_path):
+    saver = new_saver()
+    other = saver.start(tmp_path / "other", State(BIG, mutability=Mutability.AT_FENCE))
+    in_process("fork", saver.close)
+    FENCE.wait("the step")
+    assert other.wait() is Outcome.PUBLISHED
+    saver.close()
+    assert verify(tmp_path / "other", options=OPTIONS).good
+
+
+def test_small_files_are_not_kept_by_a_child(tmp_path, monkeypatch):
+    """Forked while a manifest is being synced, as is its directory after it."""
+    from megatron_datastates.engine import commit
+    from megatron_datastates.engine.faults import Faults
+
+    told = []
+
+    def sync(descriptor: int) -> None:
+        assert open_files_of_ours(tmp_path) != []
+        told.append(in_process("fork", open_files_of_ours, tmp_path))
+
+    monkeypatch.setattr(commit.os, "fsync", sync)
+    commit.write_whole(tmp_path / MANIFEST_NAME, b"x" * MIB, Faults(""))
+    commit.sync_file(tmp_path / MANIFEST_NAME)
+    assert told == [[], [], []]
