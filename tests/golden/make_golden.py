@@ -24,7 +24,13 @@ from megatron_datastates.format.index import Index, build_index
 from megatron_datastates.format.values import DTYPES, Extent, Fragment, SaveId
 from megatron_datastates.pipeline.publication import Labels, Outcome
 from megatron_datastates.pipeline.saver import Run, Saver
-from megatron_datastates.providers.base import CompositeProvider, Mutability, ObjectSource, StateProvider
+from megatron_datastates.providers.base import (
+    CompositeProvider,
+    Mutability,
+    ObjectSource,
+    StateProvider,
+    Tensors,
+)
 from megatron_datastates.providers.objects import PickledObject
 from megatron_datastates.providers.tensors import TensorProvider
 from tests.unit.by_hand import Part, write_checkpoint
@@ -60,8 +66,8 @@ class Objects:
     def __init__(self, objects: list[ObjectSource]) -> None:
         self._objects = objects
 
-    def tensors(self) -> list[Any]:
-        return []
+    def tensors(self) -> Tensors:
+        return Tensors()
 
     def objects(self) -> list[ObjectSource]:
         return self._objects

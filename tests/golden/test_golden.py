@@ -139,7 +139,9 @@ class StoredObject:
 
     key: str
     data: bytes
-    mutability = made.Mutability.NOW
+
+    def secured(self) -> StoredObject:
+        return self
 
     def serialize(self) -> bytes:
         return self.data

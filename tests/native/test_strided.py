@@ -21,8 +21,9 @@ from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.pipeline.plans import plan_state
 from megatron_datastates.providers.base import Mutability, Tensors
-from megatron_datastates.providers.tensors import Structure, look_up
+from megatron_datastates.providers.tensors import look_up
 from tests.native.fake_cuda.driver import FakeCuda
+from tests.native.fake_cuda.provider import label_as_device
 from tests.native.harness import ALIGNMENT, Copy, Save, random_bytes, save_whole
 from tests.native.test_tripwire import change, engine_stream_is_done, held, torn_at
 from tests.unit.states import bits
@@ -281,8 +282,8 @@ def test_any_strided_tensor_is_stored_as_its_elements_in_row_major_order(
     stream = cuda.new_stream()
     with pytest.MonkeyPatch.context() as patch, contextlib.closing(StagingEngine(options)) as engine:
         patch.setattr(staging, "_current_stream", lambda: stream)
-        patch.setattr(staging, "_current_device", lambda: 0)
-        patch.setattr(Structure, "devices", lambda self: [0 if device else None] * len(self.keys))
+        if device:
+            label_as_device(patch)
         plan, memory = plan_state(state, []), look_up(state)
         layout = plan.layout
         header = b"h" * HEADER_BYTES

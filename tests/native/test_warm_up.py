@@ -14,7 +14,7 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Run, Saver
 from tests.native.fake_cuda.driver import FakeCuda
-from tests.native.fake_cuda.provider import DeviceTensors
+from tests.native.fake_cuda.provider import DeviceTensors, label_as_device
 from tests.native.harness import eventually
 
 POOL = 8 * MIB
@@ -27,6 +27,7 @@ class Program:
         self.uses_cuda, self.stream = False, cuda.new_stream()
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.uses_cuda)
         monkeypatch.setattr(staging, "_current_stream", lambda: self.stream)
+        label_as_device(monkeypatch)
 
 
 @pytest.fixture

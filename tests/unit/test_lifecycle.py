@@ -207,6 +207,9 @@ HUNG_DEVICE = """
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import DeviceTensors
 from megatron_datastates.engine import staging
+from tests.native.fake_cuda.provider import label_as_device
+import pytest
+label_as_device(pytest.MonkeyPatch())
 cuda = FakeCuda(Path(sys.argv[2]))
 stream = cuda.new_stream()
 staging._current_stream = lambda: stream
