@@ -108,7 +108,7 @@ class Options:
         "(default auto: the shard's size, up to 25%% of the free memory divided by local ranks)",
     )
     slot_size: int = _option(
-        4 * MIB, _slot_size, "SIZE", "one slot of that memory, and one write (default 4MiB)"
+        2 * MIB, _slot_size, "SIZE", "one slot of that memory, and one write (default 2MiB)"
     )
     direct_io: bool = _option(
         True, _on_off, "on|off", "bypass the page cache where the file system allows it (default on)"
@@ -131,7 +131,7 @@ class Options:
         "checksum of the second differs, as something changed a tensor too early (default off)",
     )
     copy_threads: int = _option(2, _threads, "N", "threads that copy into staging memory (default 2)")
-    write_threads: int = _option(2, _threads, "N", "threads that checksum and write (default 2)")
+    write_threads: int = _option(8, _threads, "N", "threads that checksum and write (default 8)")
     read_threads: int = _option(4, _threads, "N", "threads that read and check (default 4)")
     copy_limit: int = _option(
         0, parse_bytes, "SIZE", "copy at most so many bytes a second, per rank (default 0: no limit)"

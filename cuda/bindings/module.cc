@@ -9,6 +9,7 @@
 #include <cstring>
 #include <limits>
 
+#include "bindings/exchange.h"
 #include "engine/crc32c.h"
 #include "engine/engine.h"
 #include "engine/reader.h"
@@ -266,6 +267,7 @@ NB_MODULE(_native, module) {
   BindJob(module);
   BindEngine(module);
   BindReader(module);
+  module.def("describe_tensors", &DescribeTensors, "api"_a, "tensors"_a);
   module.def("write_backends", &WriteBackend::Names);
   module.def(
       "crc32c", [](nb::bytes data, uint32_t crc) { return Crc32c(crc, data.c_str(), data.size()); }, "data"_a,

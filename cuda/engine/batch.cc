@@ -85,28 +85,7 @@ std::vector<Sample> SamplePlaces(const std::vector<Run>& runs, uint64_t begin, u
   return samples;
 }
 
-// The compiler makes a load and a store of each: the usual pieces are single elements.
-template <size_t kBytes>
-void CopyElements(uint8_t* target, const uint8_t* source, size_t step_bytes, size_t pieces) {
-  for (size_t i = 0; i < pieces; ++i) std::memcpy(target + i * kBytes, source + i * step_bytes, kBytes);
-}
-
 }  // namespace
-
-void CopyPieces(uint8_t* target, const uint8_t* source, size_t bytes, size_t step_bytes, size_t pieces) {
-  switch (bytes) {
-    case 1:
-      return CopyElements<1>(target, source, step_bytes, pieces);
-    case 2:
-      return CopyElements<2>(target, source, step_bytes, pieces);
-    case 4:
-      return CopyElements<4>(target, source, step_bytes, pieces);
-    case 8:
-      return CopyElements<8>(target, source, step_bytes, pieces);
-    default:
-      for (size_t i = 0; i < pieces; ++i) std::memcpy(target + i * bytes, source + i * step_bytes, bytes);
-  }
-}
 
 Batch::Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, std::vector<Run> runs)
     : fenced_(fenced) {

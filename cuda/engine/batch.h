@@ -35,9 +35,6 @@ struct Sample {
   bool device;
 };
 
-// `pieces` pieces of `bytes`, `step_bytes` apart, one behind the other. Host memory's part of Batch::Fill.
-void CopyPieces(uint8_t* target, const uint8_t* source, size_t bytes, size_t step_bytes, size_t pieces);
-
 class Batch {
  public:
   // `runs` are ordered by offset, do not overlap and lie in [begin, end); `begin` and `end` are

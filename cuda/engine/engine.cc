@@ -5,6 +5,7 @@
 #include <system_error>
 
 #include "engine/crc32c.h"
+#include "engine/host_copy.h"
 #include "os/aligned.h"
 #include "os/fork.h"
 

@@ -1,6 +1,7 @@
 """The native module. Waits and reads release the GIL; errors are OSError(errno or 0, text)."""
 
 import enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -93,6 +94,9 @@ def read_pieces(
 
 def close_in_forked_child(descriptor: int) -> None: ...
 def forget_descriptor(descriptor: int) -> None: ...
+def describe_tensors(api: object, tensors: list[Any]) -> tuple[bytes, bytes, bool] | None:
+    """Addresses, a description of dtypes, devices, shapes and strides, whether one is complex; or None."""
+
 def write_backends() -> list[str]: ...
 def crc32c(data: bytes, crc: int = 0) -> int: ...
 def crc32c_by_tables(data: bytes, crc: int = 0) -> int: ...

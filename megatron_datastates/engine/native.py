@@ -18,6 +18,7 @@ forget_descriptor = _native.forget_descriptor
 Milestone = _native.Milestone
 SaveJob = _native.SaveJob
 crc32c = _native.crc32c
+describe_tensors = _native.describe_tensors
 read_pieces = _native.read_pieces
 EAGER_FLAG = _native.EAGER_FLAG
 DEVICE_FLAG = _native.DEVICE_FLAG

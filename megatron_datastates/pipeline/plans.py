@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
+from megatron_datastates.engine.exchange import describe
 from megatron_datastates.plan.copies import CopyPlan, plan_copies
 from megatron_datastates.plan.layout import Layout, plan_layout
 from megatron_datastates.providers.base import Tensors
-from megatron_datastates.providers.tensors import Structure, structure_of, with_plain_values
+from megatron_datastates.providers.tensors import (
+    Memory,
+    Structure,
+    are_plain,
+    look_up,
+    structure_of,
+    with_plain_values,
+)
 
 
 @dataclasses.dataclass
@@ -23,18 +30,15 @@ class StatePlan:
     lazy_bytes: int
     object_bytes: int = 0  # as serialized in the last save: a guess for the next
 
-    def is_of(self, tensors: Tensors, object_keys: Sequence[str]) -> bool:
-        return self.object_keys == object_keys and self.structure.is_of(tensors)
 
-
-def plan_state(tensors: Tensors, object_keys: list[str]) -> StatePlan:
-    """Plans saves of `tensors` and of objects with these keys.
+def plan_state(tensors: Tensors, object_keys: list[str], description: bytes | None = None) -> StatePlan:
+    """Plans saves of `tensors` (whose `description` may be known) and of objects with these keys.
 
     Raises:
         MismatchError: a tensor cannot be stored as its place says.
         FormatError: fragments of one key contradict each other, or two objects have one key.
     """
-    structure = structure_of(tensors)
+    structure = structure_of(tensors, description)
     fragments, eager = structure.fragments(), structure.eager()
     layout = plan_layout(fragments, eager, object_keys)
     copies = plan_copies(layout, structure.runs(), eager, structure.devices())
@@ -53,17 +57,24 @@ class Plans:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def find(self, tensors: Tensors, object_keys: list[str]) -> tuple[StatePlan, Tensors]:
-        """The plan for `tensors`, made if there is none yet, and the tensors to copy by it.
+    def find(self, tensors: Tensors, object_keys: list[str]) -> tuple[StatePlan, Memory]:
+        """The plan for `tensors`, made if there is none yet, and where they are.
 
-        Raises as plan_state.
+        Raises:
+            MismatchError: as plan_state and look_up.
+            FormatError: as plan_state.
         """
-        plan = self._known(tensors, object_keys)
-        if plan is None:
+        seen = describe(tensors.tensors)
+        if not are_plain(tensors, seen is None or seen.has_complex):
             tensors = with_plain_values(tensors)
-            plan = self._known(tensors, object_keys) or plan_state(tensors, object_keys)
+            seen = describe(tensors.tensors)
+        addresses, description = (seen.addresses, seen.description) if seen is not None else (None, None)
+        plan = next((p for p in reversed(self._plans) if _fits(p, tensors, object_keys, description)), None)
+        if plan is None:
+            plan = plan_state(tensors, object_keys, description)
         self._plans = [*(p for p in self._plans if p is not plan), plan][-self._most :]
-        return plan, tensors
+        return plan, look_up(tensors, addresses)
 
-    def _known(self, tensors: Tensors, object_keys: list[str]) -> StatePlan | None:
-        return next((plan for plan in reversed(self._plans) if plan.is_of(tensors, object_keys)), None)
+
+def _fits(plan: StatePlan, tensors: Tensors, object_keys: list[str], description: bytes | None) -> bool:
+    return plan.object_keys == object_keys and plan.structure.is_of(tensors, description)

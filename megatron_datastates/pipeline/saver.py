@@ -25,7 +25,6 @@ from megatron_datastates.pipeline.publication import Labels, LayoutStore, Outcom
 from megatron_datastates.pipeline.report import Reporter
 from megatron_datastates.pipeline.save import RankSave, SaveContext
 from megatron_datastates.providers.base import Mutability, StateProvider
-from megatron_datastates.providers.tensors import look_up
 
 logger = logging.getLogger(__name__)
 _WARM_BYTES = 64 << 20  # staging memory made before the size of the shard is known
@@ -110,8 +109,8 @@ class Saver:
             tensors, objects = provider.tensors(), list(provider.objects())
             if not self.options.lazy:
                 tensors.mutability = [_EAGER.get(mutability, mutability) for mutability in tensors.mutability]
-            plan, tensors = run.plans.find(tensors, [item.key for item in objects])
-            save.start(self._get_engine(), plan, look_up(tensors), objects)
+            plan, memory = run.plans.find(tensors, [item.key for item in objects])
+            save.start(self._get_engine(), plan, memory, objects)
         except Exception as error:
             save.fail(error)
         self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]

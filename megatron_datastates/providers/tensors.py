@@ -31,23 +31,20 @@ class Structure:
     places: list[Place | None]
     facts: list[Any]  # dtype, shape and device
     strides: list[tuple[int, ...]]  # elements
-    complex: list[int]  # which of them are complex
+    description: bytes | None  # of dtypes, devices, shapes and strides, if there is one
 
-    def is_of(self, tensors: Tensors) -> bool:
-        """Whether `tensors` have this structure, and their bytes in memory are their values.
+    def is_of(self, tensors: Tensors, description: bytes | None) -> bool:
+        """Whether `tensors` have this structure. `description` as in engine/exchange.py, or None.
 
-        The trainer waits for this at every save, so the loops are the interpreter's own: less than a
-        microsecond a tensor.
+        The trainer waits for this at every save, so what loops there are, are the interpreter's own: about a
+        microsecond a tensor, or a tenth of it where both have a description.
         """
-        memory = tensors.tensors
-        return (
-            self.keys == tensors.keys
-            and self.mutability == tensors.mutability
-            and self.places == tensors.places
-            and all(map(eq, map(_facts, memory), self.facts))
-            and all(map(eq, map(torch.Tensor.stride, memory), self.strides))
-            and not any(map(torch.Tensor.is_neg, memory))
-            and not any(memory[i].is_conj() for i in self.complex)
+        if (self.keys, self.mutability, self.places) != (tensors.keys, tensors.mutability, tensors.places):
+            return False
+        if self.description is not None and description is not None:
+            return self.description == description
+        return all(map(eq, map(_facts, tensors.tensors), self.facts)) and all(
+            map(eq, map(torch.Tensor.stride, tensors.tensors), self.strides)
         )
 
     def fragments(self) -> list[Fragment]:
@@ -75,7 +72,7 @@ class Structure:
         return [device.index if device.type == "cuda" else None for _, _, device in self.facts]
 
 
-def structure_of(tensors: Tensors) -> Structure:
+def structure_of(tensors: Tensors, description: bytes | None = None) -> Structure:
     """The structure of `tensors`.
 
     Raises:
@@ -87,8 +84,7 @@ def structure_of(tensors: Tensors) -> Structure:
             raise MismatchError(f"tensor {key!r} is {tensor.layout}: only strided tensors can be saved")
         strides.append(tensor.stride())
     facts = list(map(_facts, tensors.tensors))
-    complex_ones = [i for i, (dtype, _, _) in enumerate(facts) if dtype.is_complex]
-    return Structure(tensors.keys, tensors.mutability, tensors.places, facts, strides, complex_ones)
+    return Structure(tensors.keys, tensors.mutability, tensors.places, facts, strides, description)
 
 
 def _fragment(key: str, facts: tuple[torch.dtype, torch.Size, torch.device], place: Place | None) -> Fragment:
@@ -108,8 +104,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def are_plain(tensors: Tensors, has_complex: bool = True) -> bool:
+    """Whether the bytes in memory are the values: no view is negated or, if some are complex, conjugated."""
+    views = tensors.tensors
+    return not any(map(torch.Tensor.is_neg, views)) and not (
+        has_complex and any(map(torch.Tensor.is_conj, views))
+    )
+
+
 def with_plain_values(tensors: Tensors) -> Tensors:
-    """The same, where the bytes in memory are the values: a conjugated or negated view becomes a tensor."""
+    """The same, with a tensor of its own in place of a negated or conjugated view."""
     plain = Tensors()
     columns = (tensors.keys, tensors.tensors, tensors.mutability, tensors.places)
     for key, tensor, mutability, place in zip(*columns, strict=True):
@@ -127,8 +131,8 @@ class Memory:
     owners: list[Any]  # keep the memory: a tensor may be given other memory while this is being copied
 
 
-def look_up(tensors: Tensors) -> Memory:
-    """Where `tensors` are. About a third of a microsecond each, which the trainer waits for.
+def look_up(tensors: Tensors, addresses: Words | None = None) -> Memory:
+    """Where `tensors` are: at `addresses`, if these are known. The trainer waits for this, too.
 
     Raises:
         MismatchError: a tensor has no memory at present.
@@ -140,7 +144,9 @@ def look_up(tensors: Tensors) -> Memory:
                 raise MismatchError(
                     f"tensor {key!r} has no memory: it was offloaded; bring it back before a save"
                 )
-    return Memory(np.fromiter(map(torch.Tensor.data_ptr, tensors.tensors), np.uint64, len(tensors)), storages)
+    if addresses is None:
+        addresses = np.fromiter(map(torch.Tensor.data_ptr, tensors.tensors), np.uint64, len(tensors))
+    return Memory(addresses, storages)
 
 
 class TensorProvider:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,13 +12,15 @@ import pytest
 import torch
 
 from megatron_datastates.config import MIB
+from megatron_datastates.engine import exchange
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.plans import Plans, StatePlan
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.providers.base import Mutability, ObjectSource, Place, Tensors
-from megatron_datastates.providers.tensors import TensorProvider
-from tests.unit.states import OPTIONS, new_saver, save
+from megatron_datastates.providers.tensors import Memory, TensorProvider
+from tests.unit.states import KNOWN_DTYPES, OPTIONS, new_saver, save
 
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:.*[qQ]uant")
 LAZY = Mutability.AT_FENCE
 
 
@@ -38,8 +41,51 @@ def state(
     return tensors_of(fixed, (key, torch.ones(4, 6) if tensor is None else tensor, mutability, place))
 
 
+def stored(memory: Memory, number: int, dtype: torch.dtype, count: int) -> torch.Tensor:
+    """The bytes that a save would read."""
+    data = ctypes.string_at(int(memory.addresses[number]), count * dtype.itemsize)
+    return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
 def planned(plans: Plans, tensors: Tensors, objects: tuple[str, ...] = ()) -> StatePlan:
     return plans.find(tensors, list(objects))[0]
+
+
+@pytest.fixture(params=["described by DLPack", "described by attributes"], autouse=True)
+def description(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways of comparing structures: torch before 2.10 has but one."""
+    if request.param == "described by attributes":
+        monkeypatch.setattr(exchange, "_EXCHANGE", None)
+    elif exchange._EXCHANGE is None:
+        pytest.skip("this torch has no exchange API")
+
+
+def test_addresses_are_those_of_the_first_elements() -> None:
+    views = [torch.ones(4, 6), torch.ones(9, 6)[2:6], torch.ones(4, 12)[:, 3::2], torch.ones(4, 6).t()]
+    for view in views:
+        _, memory = Plans(1).find(state(tensor=view), [])
+        assert memory.addresses.tolist()[1] == view.data_ptr()
+
+
+def test_a_dtype_that_dlpack_has_no_word_for_is_compared_by_attributes() -> None:
+    plans = Plans(4)
+    quantized = torch.quantize_per_tensor(torch.ones(4, 6), 0.1, 0, torch.quint8)
+    assert exchange.describe([quantized]) is None
+    both = tensors_of(("a", torch.ones(2), LAZY, None), ("b", torch.ones(2, dtype=torch.uint16), LAZY, None))
+    assert planned(plans, both) is planned(plans, both)
+
+
+@pytest.mark.parametrize("name", KNOWN_DTYPES)
+def test_dtypes_of_one_size_are_told_apart(name: str) -> None:
+    """For all dtypes of the format: none has the description of another."""
+    dtype = getattr(torch, name)
+    mine = state(tensor=torch.empty(4, 6, dtype=dtype))
+    plans = Plans(len(KNOWN_DTYPES))
+    own = planned(plans, mine)
+    for other in KNOWN_DTYPES:
+        if other != name:
+            assert planned(plans, state(tensor=torch.empty(4, 6, dtype=getattr(torch, other)))) is not own
+    assert planned(plans, mine) is own
 
 
 def test_equal_structures_share_a_plan_wherever_their_memory_is() -> None:
@@ -93,13 +139,14 @@ def test_a_view_that_became_conjugated_or_negated_is_not_taken_for_plain_memory(
     pair = torch.tensor([1 + 2j, 3 - 4j])
     plain = state(tensor=pair)
     first = planned(plans, plain)
-    plan, found = plans.find(state(tensor=pair.conj()), [])
-    assert torch.equal(torch.view_as_real(found.tensors[1]), torch.view_as_real(pair.conj().resolve_conj()))
-    assert plan is not first and found.mutability[1] is Mutability.NEVER  # a fresh copy
-    imaginary = state(tensor=torch.view_as_real(pair)[:, 1])
-    second = planned(plans, imaginary)
-    plan, found = plans.find(state(tensor=pair.conj().imag), [])
-    assert plan is not second and found.tensors[1].tolist() == [-2.0, 4.0] and not found.tensors[1].is_neg()
+    conjugated = pair.conj()
+    plan, memory = plans.find(state(tensor=conjugated), [])
+    assert plan is not first and plan.structure.mutability[1] is Mutability.NEVER  # a fresh copy
+    assert stored(memory, 1, torch.complex64, 2).tolist() == [1 - 2j, 3 + 4j]
+    second = planned(plans, state(tensor=torch.view_as_real(pair)[:, 1]))
+    plan, memory = plans.find(state(tensor=conjugated.imag), [])
+    assert plan is not second
+    assert stored(memory, 1, torch.float32, 2).tolist() == [-2.0, 4.0]
 
 
 def test_the_plans_used_last_are_kept() -> None:

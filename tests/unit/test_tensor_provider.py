@@ -11,7 +11,7 @@ import torch
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.pipeline.plans import Plans
 from megatron_datastates.providers.base import CompositeProvider, Mutability, Place, Tensors
-from megatron_datastates.providers.tensors import TensorProvider, look_up
+from megatron_datastates.providers.tensors import TensorProvider
 from tests.unit.states import KNOWN_DTYPES, State, bits, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:Sparse", "ignore:.*[qQ]uant")
@@ -26,12 +26,11 @@ class Source:
     ) -> None:
         given = Tensors()
         given.add(key, tensor, mutability, place)
-        plan, tensors = Plans(1).find(given, [])
+        plan, memory = Plans(1).find(given, [])
         (self.fragment,) = plan.structure.fragments()
         (self.runs,) = plan.structure.runs()
-        (self.mutability,) = tensors.mutability
+        (self.mutability,) = plan.structure.mutability
         (self.device,) = plan.structure.devices()
-        memory = look_up(tensors)
         (self.address,), (self.owner,) = memory.addresses.tolist(), memory.owners
 
 

@@ -1,0 +1,59 @@
+#include "bindings/exchange.h"
+
+#include <nanobind/ndarray.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace nb = nanobind;
+
+namespace datastates {
+namespace {
+
+constexpr uint32_t kMajorVersion = 1;  // of the table below
+
+// As in dlpack.h 1.3: the header is stable, the rest within a major version.
+struct ExchangeApi {
+  struct Header {
+    uint32_t major, minor;
+    Header* previous;
+  } header;
+  void* unused[3];  // functions that hand out or take ownership
+  int (*describe)(void* tensor, nb::dlpack::dltensor* out);
+  void* current_work_stream;
+};
+
+void Append(std::string* text, const void* data, size_t bytes) {
+  text->append(static_cast<const char*>(data), bytes);
+}
+
+}  // namespace
+
+nb::object DescribeTensors(const nb::capsule& api, const nb::list& tensors) {
+  const auto* table = static_cast<const ExchangeApi*>(api.data("dlpack_exchange_api"));
+  if (table->header.major != kMajorVersion || table->describe == nullptr) return nb::none();
+  std::vector<uint64_t> addresses;
+  addresses.reserve(tensors.size());
+  std::string description;
+  bool has_complex = false;
+  for (nb::handle tensor : tensors) {
+    nb::dlpack::dltensor facts;
+    if (table->describe(tensor.ptr(), &facts) != 0) {
+      PyErr_Clear();
+      return nb::none();
+    }
+    if (facts.ndim > 0 && facts.strides == nullptr) return nb::none();
+    addresses.push_back(reinterpret_cast<uint64_t>(facts.data) + facts.byte_offset);
+    has_complex |= facts.dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Complex);
+    Append(&description, &facts.device, sizeof facts.device);
+    Append(&description, &facts.dtype, sizeof facts.dtype);
+    Append(&description, &facts.ndim, sizeof facts.ndim);
+    Append(&description, facts.shape, sizeof(int64_t) * facts.ndim);
+    Append(&description, facts.strides, sizeof(int64_t) * facts.ndim);
+  }
+  return nb::make_tuple(nb::bytes(addresses.data(), addresses.size() * sizeof(uint64_t)),
+                        nb::bytes(description.data(), description.size()), has_complex);
+}
+
+}  // namespace datastates

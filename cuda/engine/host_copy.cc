@@ -1,0 +1,63 @@
+#include "engine/host_copy.h"
+
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
+
+namespace datastates {
+namespace {
+
+constexpr size_t kLongBytes = size_t{64} << 10;
+constexpr size_t kLine = 64;
+
+// The compiler makes a load and a store of each: the usual pieces are single elements.
+template <size_t kBytes>
+void CopyElements(uint8_t* target, const uint8_t* source, size_t step_bytes, size_t pieces) {
+  for (size_t i = 0; i < pieces; ++i) std::memcpy(target + i * kBytes, source + i * step_bytes, kBytes);
+}
+
+#if defined(__x86_64__)
+void CopyPastCaches(uint8_t* target, const uint8_t* source, size_t bytes) {
+  const size_t head = (kLine - reinterpret_cast<uintptr_t>(target) % kLine) % kLine;
+  std::memcpy(target, source, head);
+  size_t at = head;
+  for (; at + kLine <= bytes; at += kLine) {
+    for (size_t word = at; word < at + kLine; word += sizeof(__m128i)) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(target + word),
+                       _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + word)));
+    }
+  }
+  std::memcpy(target + at, source + at, bytes - at);
+  _mm_sfence();  // these stores are not ordered by the lock behind which another thread gets the slot
+}
+#else
+void CopyPastCaches(uint8_t* target, const uint8_t* source, size_t bytes) {
+  std::memcpy(target, source, bytes);
+}
+#endif
+
+}  // namespace
+
+void CopyPieces(uint8_t* target, const uint8_t* source, size_t bytes, size_t step_bytes, size_t pieces) {
+  switch (bytes) {
+    case 1:
+      return CopyElements<1>(target, source, step_bytes, pieces);
+    case 2:
+      return CopyElements<2>(target, source, step_bytes, pieces);
+    case 4:
+      return CopyElements<4>(target, source, step_bytes, pieces);
+    case 8:
+      return CopyElements<8>(target, source, step_bytes, pieces);
+    default:
+      for (size_t i = 0; i < pieces; ++i) {
+        uint8_t* const to = target + i * bytes;
+        const uint8_t* const from = source + i * step_bytes;
+        bytes < kLongBytes ? static_cast<void>(std::memcpy(to, from, bytes))
+                           : CopyPastCaches(to, from, bytes);
+      }
+  }
+}
+
+}  // namespace datastates
