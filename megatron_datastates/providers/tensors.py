@@ -138,15 +138,25 @@ def look_up(tensors: Tensors, addresses: Words | None = None) -> Memory:
         MismatchError: a tensor has no memory at present.
     """
     storages = list(map(torch.Tensor.untyped_storage, tensors.tensors))
-    if 0 in map(torch.UntypedStorage.nbytes, storages):
-        for key, tensor, storage in zip(tensors.keys, tensors.tensors, storages, strict=True):
-            if tensor.numel() and not storage.nbytes():
-                raise MismatchError(
-                    f"tensor {key!r} has no memory: it was offloaded; bring it back before a save"
-                )
     if addresses is None:
         addresses = np.fromiter(map(torch.Tensor.data_ptr, tensors.tensors), np.uint64, len(tensors))
+    if 0 in map(torch.UntypedStorage.nbytes, storages) or not addresses.all():
+        _check_memory(tensors, storages, addresses)
     return Memory(addresses, storages)
+
+
+def _check_memory(tensors: Tensors, storages: list[Any], addresses: Words) -> None:
+    columns = (tensors.keys, tensors.tensors, storages, addresses.tolist())
+    for key, tensor, storage, address in zip(*columns, strict=True):
+        if tensor.numel() and not storage.nbytes():
+            raise MismatchError(
+                f"tensor {key!r} has no memory: it was offloaded; bring it back before a save"
+            )
+        if tensor.numel() and not address:
+            raise MismatchError(
+                f"tensor {key!r} has no memory of its own: it is a {type(tensor).__qualname__}, which wraps others; "
+                "save those"
+            )
 
 
 class TensorProvider:

@@ -7,6 +7,7 @@ import ctypes
 import numpy as np
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.pipeline.plans import Plans
@@ -159,6 +160,12 @@ def test_an_offloaded_tensor_is_refused_and_named():
     tensor.untyped_storage().resize_(0)  # as Megatron offloads buffers
     with pytest.raises(MismatchError, match=r"'w' has no memory"):
         Source("w", tensor, LAZY)
+
+
+def test_a_tensor_that_only_wraps_others_is_refused_and_named():
+    wrapper = TwoTensor(torch.ones(4), torch.ones(4))
+    with pytest.raises(MismatchError, match=r"'w' has no memory of its own: it is a TwoTensor"):
+        Source("w", wrapper, LAZY)
 
 
 def test_a_dtype_that_the_format_cannot_hold_is_refused():
