@@ -154,8 +154,8 @@ def _check_memory(tensors: Tensors, storages: list[Any], addresses: Words) -> No
             )
         if tensor.numel() and not address:
             raise MismatchError(
-                f"tensor {key!r} has no memory of its own: it is a {type(tensor).__qualname__}, which wraps others; "
-                "save those"
+                f"tensor {key!r} has no memory of its own: it is a {type(tensor).__qualname__} that wraps "
+                "others; save those"
             )
 
 
