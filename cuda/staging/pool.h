@@ -5,9 +5,8 @@
 // of a writing thread, which returns it. A lent slot comes back when these have happened, and nothing else:
 //   - the staging thread copied host memory, or enqueued copies (in a rehearsal: also waited for them);
 //   - the writing threads took what was queued before it, and it;
-//   - the device came to the chunk's copy; that is behind what the trainer's stream had been given when it
-//   was
-//     enqueued, and behind nothing that comes later;
+//   - the device came to the chunk's copy; that is behind what the trainer's stream had been given when the
+//     copy was enqueued, and behind nothing that comes later;
 //   - the write returned, in time or with an error; it is left out if the save has failed.
 // Whoever holds a slot never asks for another, and a thread that waits for one holds nothing that any of the
 // above needs: no lock, no place in the writers' queue. It gives up within 100 ms of its save's failure or
