@@ -18,10 +18,15 @@ env: ## make or refresh .venv: a few minutes the first time, seconds after
 demo: env ## run recipes/demo.py
 	@$(BIN)/python recipes/demo.py $(ARGS)
 
-# One test at a time: most of the time goes to tests that launch several ranks each, and two of
-# those at once on two cores make each other's deadlines fail. For the rest: ARGS="-n 2 tests/unit".
-test: lint ## run the linters, then all tests (GPU tests where there is a GPU)
+# Tests that launch several ranks come one at a time: two of those at once on two cores make each other's
+# deadlines fail.
+test: lint ## run the linters, then all tests (GPU tests where there is a GPU), or those of ARGS
+ifeq ($(ARGS),)
+	@$(BIN)/python -m pytest -n 2 tests/golden tests/native tests/unit
+	@$(BIN)/python -m pytest --ignore tests/golden --ignore tests/native --ignore tests/unit
+else
 	@$(BIN)/python -m pytest $(ARGS)
+endif
 
 # Not part of `test`: it takes some minutes a release. CI runs both.
 test-versions: env ## run the tests that meet Megatron against its other releases

@@ -21,7 +21,7 @@ SETTINGS = {
     "lazy": ("off", False),
     "paranoid": ("on", True),
     "copy_threads": ("7", 7),
-    "write_threads": ("8", 8),
+    "write_threads": ("3", 3),
     "read_threads": ("9", 9),
     "copy_limit": ("1GB", 10**9),
     "write_limit": ("500MB", 500 * 10**6),

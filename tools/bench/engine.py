@@ -393,7 +393,7 @@ def run(
         "memory": lambda inside: measure_memory(inside, gib),
         "interference": lambda inside: measure_interference(inside, gib, repeats),
         "objects": lambda inside: measure_objects(5 * repeats),
-        "sweep": lambda inside: measure_sweep(inside, min(gib, 2.0), repeats),
+        "sweep": lambda inside: measure_sweep(inside, min(gib, 2.0), min(repeats, 3)),
     }
     results: Result = {
         "machine": machine.describe(folder),
