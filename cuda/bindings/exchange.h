@@ -7,9 +7,8 @@
 namespace datastates {
 
 // Of a list of tensors whose type gave `api`: (addresses as 64-bit words, description, whether one of them is
-// complex). Two lists with equal
-// descriptions have equal dtypes, devices, shapes and strides, one by one. None where the API is of another
-// version, or cannot describe one of the tensors; nothing was changed then.
+// complex). Two lists with equal descriptions have equal dtypes, devices, shapes and strides, one by one.
+// None where the API is of another version, or cannot describe one of the tensors.
 nanobind::object DescribeTensors(const nanobind::capsule& api, const nanobind::list& tensors);
 
 }  // namespace datastates
