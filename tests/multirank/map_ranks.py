@@ -20,28 +20,48 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
-from model_ranks import Layout, Training, build, random_values, step, strategies
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from model_ranks import FORMATS, Layout, Training, build, random_values, save_both, step, strategies
 from saving_rank import join, make_directory, tell
 
+from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.optimizer import StateTensor, optimizer_state
 
 
 def compare(root: str, layouts: list[Layout], with_stock: bool, folder: str) -> None:
-    """Each layout is saved twice: its second state, one step later, must not be described by the first."""
+    """Each layout is saved twice, with other shards of the model: the first must not describe the second."""
     join()
     told = []
     for number, layout in enumerate(layouts):
         training = build(layout, "dp_reshardable", random_values())
-        for save in range(2):
+        for singletons in (True, False):
             step(training)
-            place = str(Path(root, f"{number}-{save}"))
+            training.metadata["singleton_local_shards"] = singletons
+            place = str(Path(root, f"{number}-{singletons}"))
             found = saved_state(training, place)
             compare_with_memory(training, found)
         if with_stock:
             compare_with_stock(training, found, place + "-stock")
         told.append(sorted(found))
     tell(folder, keys=told)
+
+
+def hide(root: str, layout: Layout, folder: str) -> None:
+    """One state in both formats; what Megatron is shown of each."""
+    join()
+    save_both(root, layout, "dp_reshardable")
+    ours, stock = (str(Path(root, name)) for name in FORMATS)
+    objects = Checkpoint.open(ours).index.objects
+    shown = load_sharded_metadata(ours)
+    assert not any(is_optimizer_map(key) for key in shown), shown.keys()
+    assert shown.keys() == load_sharded_metadata(stock).keys()
+    training = build(layout, "dp_reshardable", random_values())
+    asked = training.sharded(is_loading=True)
+    _, missing, unexpected = dist_checkpointing.load(asked, ours, strict=StrictHandling.RETURN_ALL)
+    assert not missing and not unexpected, (missing, unexpected)
+    tell(folder, maps=[key for key in objects if is_optimizer_map(key)])
 
 
 def saved_state(training: Training, directory: str) -> dict[str, StateTensor]:

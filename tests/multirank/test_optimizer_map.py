@@ -36,3 +36,9 @@ def test_state_of_experts_in_buckets_equals_what_megatron_saves_as_fully_reshard
 def test_state_in_padded_buckets_equals_what_the_optimizer_held(world: World, tmp_path: Path) -> None:
     layouts = [PP2 | TIED | {"hidden_size": 64}, TP2 | VPP2, EXPERTS | EP2]
     world.run("map_ranks:compare", tmp_path, layouts, False, ranks=4, timeout_seconds=200)
+
+
+def test_megatron_is_shown_no_map_and_other_formats_are_given_none(world: World, tmp_path: Path) -> None:
+    told = world.run("map_ranks:hide", tmp_path, EXPERTS | EP2, ranks=4, timeout_seconds=120)
+    # One of the dense parameters, and one for each expert-parallel rank.
+    assert len(told[0]["maps"]) == 3, told[0]["maps"]
