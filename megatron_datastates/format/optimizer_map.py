@@ -100,8 +100,12 @@ def _check_bucket(bucket: Bucket, key: str) -> None:
         if parameter.begin < end:
             raise FormatError(f"{place} begins at {parameter.begin}, and the one before it ends at {end}")
         end = parameter.end
+        elements = parameter.end - parameter.begin
+        # Few stored elements must not pass for many: memory is asked for by what a map says.
+        if sum(math.prod(shard.shape) for shard in parameter.shards) > elements:
+            raise FormatError(f"{place}: its shards have more than its {elements} elements")
         for shard in parameter.shards:
-            if not _fits(shard, parameter.end - parameter.begin):
+            if not _fits(shard, elements):
                 raise FormatError(
                     f"{place}: its shard of {shard.key!r} leaves the parameter or its global shape "
                     f"{shard.global_shape}"
@@ -116,9 +120,7 @@ def _fits(shard: ParameterShard, elements: int) -> bool:
         return False
     if 0 in shard.shape:
         return True
-    # The count besides the span: strides of 0 must not make much of little.
-    span = span_elements(shard.shape, shard.strides)
-    return math.prod(shard.shape) <= elements and shard.start + span <= elements
+    return shard.start + span_elements(shard.shape, shard.strides) <= elements
 
 
 def _most(sizes: Iterable[int]) -> int:

@@ -86,14 +86,17 @@ class StateTensor:
     def read(self, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:
         """A slice (all of it by default), in host memory, in its stored dtype.
 
+        What lies between the slice's elements in a bucket is read, too, and held until all is read.
+
         Raises:
             MismatchError: the slice leaves the tensor.
             StorageError, CorruptDataError, FormatError: as Checkpoint.read_tensor.
         """
         offset, shape = self._slice(offset, shape)
         target = torch.empty(shape, dtype=torch_dtype(self.dtype))
-        for box in self.sources(offset, shape):
-            values = self.checkpoint.read_tensor(box.key, (box.begin,), (box.elements,))
+        boxes = self.sources(offset, shape)
+        ranges = [(box.key, (box.begin,), (box.elements,)) for box in boxes]
+        for box, values in zip(boxes, self.checkpoint.read_tensors(ranges), strict=True):
             place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
             target[place] = values.as_strided(box.shape, box.strides)
         return target
@@ -124,10 +127,15 @@ def optimizer_state(checkpoint: Checkpoint) -> dict[str, StateTensor]:
         StorageError, CorruptDataError: as all reading.
     """
     pieces: dict[str, list[_Piece]] = defaultdict(list)
+    described = set()
     for prefix, decoded in _maps(checkpoint):
         for bucket in decoded.buckets:
             for state in bucket.states:
-                _collect(checkpoint, f"{prefix}{bucket.name}.{state}", bucket, state, pieces)
+                tensor = f"{prefix}{bucket.name}.{state}"
+                if tensor in described:
+                    raise FormatError(f"optimizer maps describe the tensor {tensor!r} twice")
+                described.add(tensor)
+                _collect(checkpoint, tensor, bucket, state, pieces)
     return {key: _state_tensor(checkpoint, key, found) for key, found in sorted(pieces.items())}
 
 
