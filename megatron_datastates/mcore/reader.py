@@ -29,6 +29,7 @@ from torch.futures import Future
 
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.index import TensorEntry
+from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.mcore import versions
 from megatron_datastates.mcore.dispatch import COMMON_STATE_KEY
 from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead, torch_dtype
@@ -48,7 +49,7 @@ class DataStatesReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         index = self.checkpoint.index
         known: dict[str, Any] = {key: _tensor_metadata(entry) for key, entry in index.tensors.items()}
-        known |= {key: BytesStorageMetadata() for key in index.objects}
+        known |= {key: BytesStorageMetadata() for key in index.objects if not is_optimizer_map(key)}
         if versions.installed().writes_common_file:  # and knows no such key: it would call it unexpected
             known.pop(COMMON_STATE_KEY, None)
         return Metadata(known, storage_data={}, storage_meta=StorageMeta(load_id=self.load_id))

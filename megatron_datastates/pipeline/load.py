@@ -163,6 +163,23 @@ class Checkpoint:
             MismatchError: the slice leaves the tensor.
             FormatError: the checkpoint holds only a part of it.
         """
+        return self.read_tensors([(key, offset, shape)])[0]
+
+    def read_tensors(
+        self, slices: Iterable[tuple[str, Sequence[int] | None, Sequence[int] | None]]
+    ) -> list[torch.Tensor]:
+        """Several of them, each (key, offset, shape), in one pass: a block that they share is read once."""
+        targets, scheduled = [], []
+        for key, offset, shape in slices:
+            target, reads = self._plan_tensor(key, offset, shape)
+            targets.append(target)
+            scheduled += reads
+        self.read(scheduled)
+        return targets
+
+    def _plan_tensor(
+        self, key: str, offset: Sequence[int] | None, shape: Sequence[int] | None
+    ) -> tuple[torch.Tensor, list[ScheduledRead]]:
         entry = self.index.tensor(key)
         offset = tuple(offset) if offset is not None else (0,) * len(entry.global_shape)
         shape = tuple(shape) if shape is not None else entry.global_shape
@@ -180,8 +197,7 @@ class Checkpoint:
         if overlap is not None:  # then the count above proves nothing
             raise FormatError(f"tensor {key!r}: two fragments both hold the element at {overlap}")
         target = torch.empty(shape, dtype=torch_dtype(entry.dtype))
-        self.read(ScheduledRead(part, target.data_ptr()) for part in reads)
-        return target
+        return target, [ScheduledRead(part, target.data_ptr()) for part in reads]
 
     def read_objects(self, keys: Iterable[str]) -> dict[str, Any]:
         """Objects, unpickled with weights_only=True.

@@ -52,7 +52,9 @@ def plan_slice(
     item = element_bytes(entry.dtype)
     strides = contiguous_strides(shape)
     reads, covered = [], 0
-    for i in range(len(entry.files)):
+    begins, ends = np.array(offset, np.int64), np.array(offset, np.int64) + np.array(shape, np.int64)
+    touched = ((entry.offsets < ends) & (entry.offsets + entry.shapes > begins)).all(axis=1)
+    for i in np.flatnonzero(touched).tolist():
         stored = entry.offsets[i].tolist()
         common = intersect(stored, entry.shapes[i].tolist(), offset, shape)
         if common is None:
