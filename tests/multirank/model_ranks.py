@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import precision_aware_adam
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
@@ -62,6 +63,7 @@ TINY = {
 VOCABULARY, DIVISIBLE_BY = 100, 8  # padded to 104 rows with one tensor-parallel rank, to 112 with two
 FORMATS = ("ours", "stock")
 NOT_DISTRIBUTED = "not distributed"
+PRECISION_AWARE = "precision-aware "
 
 
 @dataclass
@@ -108,7 +110,7 @@ class Training:
 def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], None]) -> Training:
     """A model in this layout, every tensor of it filled, with an optimizer.
 
-    `optimizer` is the sharding type of a distributed one, or NOT_DISTRIBUTED.
+    `optimizer` is the sharding type of a distributed one, PRECISION_AWARE + that, or NOT_DISTRIBUTED.
     """
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -134,8 +136,11 @@ def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], 
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     if optimizer is None:
         return Training(chunks, None, metadata | groups)
-    kind = {"use_distributed_optimizer": optimizer != NOT_DISTRIBUTED}
+    kind: dict[str, Any] = {"use_distributed_optimizer": optimizer != NOT_DISTRIBUTED}
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **kind)
+    if optimizer.startswith(PRECISION_AWARE):
+        optimizer = optimizer.removeprefix(PRECISION_AWARE)
+        kind |= precision_aware_adam.installed()
     adam = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, **kind)
     wrapped = [DistributedDataParallel(config, ddp, chunk) for chunk in wrapped]
     if optimizer != NOT_DISTRIBUTED:

@@ -47,7 +47,12 @@ def test_bucket_state_fits_data_parallel_sizes_that_do_not_divide_each_other(
 
 
 @pytest.mark.parametrize(
-    ("kind", "others"), [("dp_zero_gather_scatter", [TP2]), ("not distributed", [DENSE, PP2])]
+    ("kind", "others"),
+    [
+        ("dp_zero_gather_scatter", [TP2]),
+        ("not distributed", [DENSE, PP2]),
+        ("precision-aware dp_reshardable", [TP2]),
+    ],
 )
 def test_other_kinds_of_optimizer_state_fit_the_layouts_that_torch_dists_fit(
     world: World, tmp_path: Path, kind: str, others: list[Layout]

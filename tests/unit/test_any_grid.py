@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.strategies.checkpointable import (
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
+from megatron_datastates.errors import StorageError
 from megatron_datastates.mcore import strategy as _attaches_our_reader  # noqa: F401
 from megatron_datastates.mcore.mapping import ShardedStateProvider, nothing_promised
 from megatron_datastates.mcore.reader import DataStatesReader
@@ -32,7 +33,7 @@ from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from tests.unit.grids import DTYPES, SHAPES, Box, grids, part, regular, slices, targets
 from tests.unit.ranks_in_turn import RanksInTurn
-from tests.unit.states import OPTIONS, bits, random_tensor
+from tests.unit.states import OPTIONS, bits, data_files, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process", "ignore:ComplexHalf")
 RANKS = 3
@@ -136,6 +137,17 @@ def test_any_grid_is_loaded_into_any_other(saved: Callable[..., Checkpoint], dat
     dcp.load(requested, storage_reader=DataStatesReader(checkpoint), planner=planner, no_dist=True)
     for memory, wanted in memories:
         assert bits(memory) == bits(wanted)
+
+
+def test_one_tensor_is_loaded_without_the_files_of_the_others(saved: Callable[..., Checkpoint]) -> None:
+    tensors = [random_tensor(torch.float32, (4, 5), rank) for rank in range(RANKS)]
+    state = [Stored(str(n), whole, [(n, ((0, 0), (4, 5)))]) for n, whole in enumerate(tensors)]
+    checkpoint = saved(*state)
+    for path in data_files(checkpoint.directory)[::2]:
+        path.unlink()
+    assert bits(checkpoint.read_tensor("1")) == bits(tensors[1])
+    with pytest.raises(StorageError, match="cannot be opened"):
+        checkpoint.read_tensor("2")
 
 
 @pytest.fixture(scope="module")
