@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies.checkpointable import (
@@ -31,12 +31,14 @@ from megatron_datastates.mcore.mapping import ShardedStateProvider, nothing_prom
 from megatron_datastates.mcore.reader import DataStatesReader
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
-from tests.unit.grids import DTYPES, SHAPES, Box, grids, part, regular, slices, targets
+from tests.unit.grids import DTYPES, SHAPES, Box, Shape, grids, part, regular, slices, targets
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import OPTIONS, bits, data_files, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process", "ignore:ComplexHalf")
 RANKS = 3
+# Up to 17 MB: many blocks of a file, more than the staging memory, and runs from a byte to whole boxes.
+LARGE_SHAPES = st.tuples(st.integers(50, 300), st.integers(50, 300), st.integers(1, 12))
 
 
 @dataclasses.dataclass
@@ -64,8 +66,8 @@ class Stored:
 
 
 @st.composite
-def stored_tensors(draw: st.DrawFn, key: str) -> Stored:
-    shape = draw(SHAPES)
+def stored_tensors(draw: st.DrawFn, key: str, shapes: st.SearchStrategy[Shape] = SHAPES) -> Stored:
+    shape = draw(shapes)
     pieces = [(draw(st.integers(0, RANKS - 1)), box) for box in draw(grids(shape))]
     return Stored(key, random_tensor(draw(DTYPES), shape, draw(st.integers(0, 9))), pieces)
 
@@ -118,8 +120,17 @@ def test_a_slice_of_any_grid_is_the_slice_of_the_whole(saved: Callable[..., Chec
 
 @given(data=st.data())
 def test_any_grid_is_loaded_into_any_other(saved: Callable[..., Checkpoint], data: Any) -> None:
+    load_into_other_grids(saved, [data.draw(stored_tensors(str(n))) for n in range(3)], data)
+
+
+@given(data=st.data())
+@settings(max_examples=settings.default.max_examples // 10)
+def test_any_large_grid_is_loaded_into_any_other(saved: Callable[..., Checkpoint], data: Any) -> None:
+    load_into_other_grids(saved, [data.draw(stored_tensors("w", LARGE_SHAPES))], data)
+
+
+def load_into_other_grids(saved: Callable[..., Checkpoint], state: list[Stored], data: Any) -> None:
     """Under torch's planner: in place, whatever the strides of the memory, and nothing beside it."""
-    state = [data.draw(stored_tensors(str(n))) for n in range(3)]
     checkpoint = saved(*state)
     requested: dict[str, Any] = {}
     memories: list[tuple[torch.Tensor, torch.Tensor]] = []  # as it is, and as it has to be
