@@ -13,23 +13,9 @@ from megatron_datastates.format.index import build_index
 from megatron_datastates.format.values import Extent, Fragment
 from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.plan.reads import gather_runs, plan_box, plan_extent, plan_slice
+from tests.unit.grids import partitions, slices
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 FILES = 3
-
-
-@st.composite
-def partitions(draw, shape: tuple[int, ...]) -> list[Box]:
-    """Disjoint boxes that fill the shape: cut in two again and again, along any axis, anywhere."""
-    boxes: list[Box] = [((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 5)) if shape else 0):
-        offset, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        axis = draw(st.integers(0, len(shape) - 1))
-        cut = draw(st.integers(0, size[axis]))
-        second = tuple(at + cut * (d == axis) for d, at in enumerate(offset))
-        boxes.append((offset, tuple(cut if d == axis else n for d, n in enumerate(size))))
-        boxes.append((second, tuple(n - cut if d == axis else n for d, n in enumerate(size))))
-    return draw(st.permutations(boxes))
 
 
 @st.composite
@@ -52,12 +38,6 @@ def stored(shape: tuple[int, ...], boxes):
         places.append((item, Extent(number, len(files[number]), len(data))))
         files[number] += data
     return whole, places, [bytes(file) for file in files]
-
-
-@st.composite
-def slices(draw, shape):
-    ranges = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
-    return tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges)
 
 
 def execute(reads, files, size: int) -> np.ndarray:
