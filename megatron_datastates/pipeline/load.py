@@ -98,10 +98,18 @@ class Checkpoint:
         """Of a data file; also checks that it belongs to this save."""
         if file not in self._footers:
             entry = self.manifest.files[file]
-            footer = read_footer(self.file_path(file), entry.bytes)
+            try:
+                footer = read_footer(self.file_path(file), entry.bytes)
+            except (StorageError, FormatError) as error:
+                raise type(error)(f"{error}. {self._what_rank_wrote(file)}") from error
             _check_identity(self.manifest, entry, footer, self.file_path(file))
             self._footers[file] = footer
         return self._footers[file]
+
+    def _what_rank_wrote(self, file: int) -> str:
+        tensors = (key for key, entry in self.index.tensors.items() if file in entry.files)
+        objects = (key for key, holder in self.index.objects.items() if holder == file)
+        return f"Rank {self.manifest.files[file].rank} wrote {_listed([*tensors, *objects])} to it"
 
     # -- reading ----------------------------------------------------------------------------------------
 
@@ -129,13 +137,11 @@ class Checkpoint:
 
     def _describe(self, file: int, outcome: ReadOutcome) -> str:
         places = ", ".join(f"{block * BLOCK_BYTES}" for block in outcome.bad_blocks[:4])
-        keys = self.keys_in_blocks(file, outcome.bad_blocks)
-        more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
-        named = ", ".join(map(repr, keys[:4])) or "no tensor"
+        keys = _listed(self.keys_in_blocks(file, outcome.bad_blocks))
         return (
             f"{self.file_path(file)} is corrupt: the checksum of the block of 1 MiB differs at byte offset "
-            f"{places}. It holds data of {named}{more}. Nothing of it was used: "
-            "load an older checkpoint, or restore this file."
+            f"{places}. It holds data of {keys}, written by rank {self.manifest.files[file].rank}. "
+            "Nothing of it was used: load an older checkpoint, or restore this file."
         )
 
     def keys_in_blocks(self, file: int, blocks: Sequence[int]) -> list[str]:
@@ -230,6 +236,11 @@ class Checkpoint:
         if extent is None:
             raise FormatError(f"{self.file_path(file)} does not hold object {key!r}, as the index says")
         return file, extent
+
+
+def _listed(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
+    return (", ".join(map(repr, keys[:4])) or "no tensor") + more
 
 
 def torch_dtype(name: str) -> torch.dtype:
