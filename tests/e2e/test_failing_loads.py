@@ -88,6 +88,27 @@ def test_error_names_the_option_that_looks_for_an_older_checkpoint(
     assert "checked in" not in outcome.log
 
 
+@pytest.mark.parametrize("last", [3, 4], ids=["a non-persistent one is damaged", "one is in between"])
+def test_flags_that_are_named_get_past_non_persistent_checkpoints(
+    last: int, pretraining: Pretraining, reference: Reference, tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "ck")
+    temporary = ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "1"]
+    how = ["--ckpt-format", "datastates", "--save-interval", "2", "--exit-interval", str(last)]
+    pretraining.run(*COMMON, *how, *temporary, "--save", checkpoints.root)
+    non_persistent = Checkpoints(checkpoints.root / "non_persistent")
+    assert checkpoints.published() == ([2] if last == 3 else [2, 4])
+    assert non_persistent.tracked() == 3
+    flip_bit(non_persistent if last == 3 else checkpoints, last)
+
+    told = error_of(pretraining.fail(*load(checkpoints, LOOK, "1", *temporary)))
+
+    named = re.search(r"iter_0000002 verifies: resume with (--ckpt-step 2), without (\S+), which", told)
+    assert named and named[2] in temporary, told
+    resumed = pretraining.run(*load(checkpoints, *named[1].split()))
+    assert resumed.resumed_from(reference("tp2")) == 2
+
+
 DISK_ERRORS = {"plain": ["--no-load-rng"], "parallel": ["--ckpt-fully-parallel-load"]}
 
 
