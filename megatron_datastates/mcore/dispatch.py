@@ -205,6 +205,17 @@ def load_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
+def planned_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For DCP's `load_state_dict`: without it all ranks would take part in the load of any of them."""
+
+    def load_state_dict(state_dict: Any, storage_reader: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(storage_reader, "plans_alone", False):
+            kwargs["no_dist"] = True
+        return original(state_dict, storage_reader, *args, **kwargs)
+
+    return load_state_dict
+
+
 def removal_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `TorchDistLoadShardedStrategy.remove_sharded_tensors`."""
 

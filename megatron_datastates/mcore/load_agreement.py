@@ -9,7 +9,7 @@ Where ranks meet, each of them the same number of times whatever fails:
   2. load: in Megatron's own gather of metadata, to which a rank that failed before it sends its failure; one
      sum where Megatron gathers nothing.
   3. load: one sum, once each rank has read its part; in a fully parallel load before the parts are exchanged.
-Between 2 and 3 of a fully parallel load a failure is a value, since Megatron's groups communicate there.
+What Megatron checks between 2 and a fully parallel load fails as a value: that load gathers metadata first.
 
 A rank that sees no file of the checkpoint at all cannot tell that it is ours, and raises alone, as before.
 """
@@ -98,13 +98,13 @@ class Agreement:
         self._began_alike = began_alike
 
     @contextlib.contextmanager
-    def reached(self) -> Iterator[Agreement]:
+    def reached(self) -> Iterator[None]:
         """Around what may fail on this rank alone."""
         from torch.distributed.checkpoint.api import CheckpointException
 
         token = _current.set(self)
         try:
-            yield self
+            yield
         except (Exception, CheckpointException) as error:
             if self.is_over:
                 raise
@@ -253,49 +253,15 @@ def begun_alike(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def agreed_in_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `FullyParallelLoadStrategyWrapper.load`."""
+    """For `FullyParallelLoadStrategyWrapper.load`, where `dist_checkpointing.load` has not called it."""
 
     def load(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        if not may_be_ours(checkpoint_dir) or not _is_parallel(self):
+        if _current.get() is not None or not may_be_ours(checkpoint_dir) or not _is_parallel(self):
             return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        with _open_or_own(checkpoint_dir) as agreement:
-            base, self.base_strategy = self.base_strategy, _Reading(self.base_strategy, agreement)
-            try:
-                return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-            finally:
-                self.base_strategy = base
+        with Agreement(checkpoint_dir, None, is_parallel=True, began_alike=True).reached():
+            return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
     return load
-
-
-@contextlib.contextmanager
-def _open_or_own(directory: Any) -> Iterator[Agreement]:
-    current = _current.get()
-    if current is not None:
-        yield current
-        return
-    with Agreement(directory, None, is_parallel=True, began_alike=True).reached() as agreement:
-        yield agreement
-
-
-class _Reading:
-    """A strategy whose loads do not raise: the exchange that follows is all ranks'."""
-
-    def __init__(self, strategy: Any, agreement: Agreement) -> None:
-        self._strategy, self._agreement = strategy, agreement
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._strategy, name)
-
-    def load(self, *args: Any, **kwargs: Any) -> Any:
-        from torch.distributed.checkpoint.api import CheckpointException
-
-        if self._agreement.failure is None:
-            try:
-                return self._strategy.load(*args, **kwargs)
-            except (Exception, CheckpointException) as error:
-                self._agreement.fail(error)
-        return {}
 
 
 def settled_before(original: Callable[..., Any]) -> Callable[..., Any]:

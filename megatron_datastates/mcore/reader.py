@@ -41,6 +41,8 @@ _BATCH_BYTES = 256 << 20  # host memory for tensors that cannot be read in place
 class DataStatesReader(FileSystemReader):
     """Reads one published checkpoint. A FileSystemReader, because Megatron's code is typed for that."""
 
+    plans_alone = True  # no rank needs another one's plan
+
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint.directory)
         self.checkpoint = checkpoint

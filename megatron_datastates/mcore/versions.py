@@ -62,6 +62,10 @@ _LOADING = (
     Hook(_CHECKPOINTING, "load_checkpoint", "training_load.guarded"),
     Hook(_CHECKPOINTING, "_load_base_checkpoint", "training_load.begun_alike"),
 )
+# Where ranks would plan a load of DCP's together: from 0.18 on each does so alone.
+_PLAN_016 = Hook(
+    _DIST + "strategies.torch", "checkpoint.load_state_dict", "dispatch.planned_alone", rebind=False
+)
 # The common state: a method of a strategy, then a function, then an object inside the checkpoint.
 _COMMON_016 = Hook(
     _DIST + "strategies.common", "TorchCommonLoadStrategy.load_common", "dispatch.common_state_method"
@@ -147,14 +151,14 @@ class Release:
 RELEASES = (
     Release(
         (0, 16),
-        (*_LOADING, _COMMON_016, _REGISTRY),
+        (*_LOADING, _PLAN_016, _COMMON_016, _REGISTRY),
         (*_SAVING, _GATHER_016, _STAGING_016),
         (*_TRAINING, _STRATEGY_016),
         writes_common_file=True,
     ),
     Release(
         (0, 17),
-        (*_LOADING, _COMMON_017),
+        (*_LOADING, _PLAN_016, _COMMON_017),
         (*_SAVING, _GATHER_016, _STAGING_016, _GRAPH),
         _TRAINING_017,
         writes_common_file=True,
