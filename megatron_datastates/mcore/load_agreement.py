@@ -124,7 +124,7 @@ class Agreement:
             self.failure = Failure.of(error)
 
     def begin(self, metadata: Iterable[Any] | None) -> None:
-        """What all ranks sent in place of, or as, their metadata; None: this rank has yet to send.
+        """The first meeting: in what Megatron gathered, or, on a rank that failed before it, now (None).
 
         Raises:
             CheckpointingException: a rank failed before; the same on all ranks.

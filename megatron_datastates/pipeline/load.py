@@ -139,8 +139,8 @@ class Checkpoint:
         places = ", ".join(f"{block * BLOCK_BYTES}" for block in outcome.bad_blocks[:4])
         keys = _listed(self.keys_in_blocks(file, outcome.bad_blocks))
         return (
-            f"{self.file_path(file)} is corrupt: the checksum of the block of 1 MiB differs at byte offset "
-            f"{places}. It holds data of {keys}, written by rank {self.manifest.files[file].rank}. "
+            f"{self.file_path(file)}, which rank {self.manifest.files[file].rank} wrote, is corrupt: "
+            f"the checksum of the block of 1 MiB differs at byte offset {places}. It holds data of {keys}. "
             "Nothing of it was used: load an older checkpoint, or restore this file."
         )
 

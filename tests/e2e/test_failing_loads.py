@@ -58,7 +58,7 @@ def test_newest_checkpoint_that_is_whole_is_named_with_the_flag_that_resumes_fro
 
     told = error_of(pretraining.fail(*load(checkpoints, LOOK, "2")))
 
-    assert f"rank 1: {newest} is corrupt" in told
+    assert f"rank 1: {newest}, which rank 1 wrote, is corrupt" in told
     named = re.search(r"iter_0000002 verifies: resume with (--ckpt-step \d+)\.$", told)
     assert named, told
     resumed = pretraining.run(*load(checkpoints, *named[1].split()))

@@ -87,7 +87,7 @@ def test_file_that_one_rank_reads_fails_all(
             and str(next(directory.glob("data-00001-*"), "data-00001-")) in failure["error"]
         )
         assert "'weight'" in failure["error"]
-        assert re.search(r"written by rank 1|Rank 1 wrote", failure["error"])
+        assert re.search("[Rr]ank 1 wrote", failure["error"])
 
 
 def test_bad_block_is_told_with_its_offset(
@@ -99,8 +99,8 @@ def test_bad_block_is_told_with_its_offset(
     data[(1 << 20) + 5] ^= 1
     path.write_bytes(data)
     for failure in failures(world, directory, saved(2), 2).values():
-        assert f"{path} is corrupt" in failure["error"]
-        assert f"at byte offset {1 << 20}. It holds data of 'weight', written by rank 1." in failure["error"]
+        assert f"{path}, which rank 1 wrote, is corrupt" in failure["error"]
+        assert f"at byte offset {1 << 20}. It holds data of 'weight'." in failure["error"]
         assert failure["cause"] == "CorruptDataError"
 
 
