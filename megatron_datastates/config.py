@@ -61,6 +61,12 @@ def _threads(text: str) -> int:
     return int(text)
 
 
+def _count(text: str) -> int:
+    if re.fullmatch(r"\d{1,4}", text, re.ASCII) is None:
+        raise ValueError("expected a whole number from 0 to 9999")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -157,6 +163,13 @@ class Options:
         "wait|refuse",
         "what a save does that is started before the previous one is finished: share its staging memory, and "
         "wait for that only, or fail on all ranks alike, leaving the previous one alone (default wait)",
+    )
+    fallback: int = _option(
+        0,
+        _count,
+        "N",
+        "when a load in the training loop meets a damaged checkpoint, verify up to N older ones and name the "
+        "newest that is whole in the error; none is loaded by itself (default 0: do not look)",
     )
     report_file: str = _option(
         "", str, "PATH", "rank 0 appends one JSON line per save to this file (default: none)"

@@ -22,6 +22,10 @@ class FormatError(DataStatesError):
     """Bytes of a checkpoint do not have the form that FORMAT.md gives them: damaged or hostile."""
 
 
+class UnsafeObjectError(FormatError):
+    """An object that was read as it was written is not plain data, or no pickle of ours."""
+
+
 class UnsupportedFormatError(DataStatesError):
     """The checkpoint was written by a later release, with features that this one does not know."""
 

@@ -10,12 +10,14 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 
 # The native module is not loaded before a directory of ours is: this module is, in every Megatron process.
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ _TORCH_DIST_INDEX = ".metadata"
 # What a checkpoint of torch_dist consists of: not part of one that is published over it.
 FILES_OF_TORCH_DIST = ("*.distcp", _TORCH_DIST_INDEX, COMMON_STATE_FILE)
 _opened: dict[object, Checkpoint] = {}  # the last one: a load opens it several times
+# Where the options of a load come from; Megatron's training loop has arguments, too.
+OPTIONS: ContextVar[Callable[[], Options]] = ContextVar("load options", default=Options.from_environment)
+LOOKED_AT: ContextVar[str | None] = ContextVar("what maybe_load_config was last asked for", default=None)
 
 
 def is_ours(directory: str | os.PathLike[str]) -> bool:
@@ -42,6 +47,17 @@ def is_ours(directory: str | os.PathLike[str]) -> bool:
     if backend not in (None, "torch_dist"):
         return bool(backend == BACKEND)
     return has_manifest(directory) and not (Path(directory) / _TORCH_DIST_INDEX).exists()
+
+
+def may_be_ours(directory: str | os.PathLike[str]) -> bool:
+    """The same, also if the files that say so are damaged or missing, on this rank perhaps alone."""
+    if is_ours(directory):
+        return True
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return False
+    return _TORCH_DIST_INDEX not in names and any(map(is_own_file_name, names))
 
 
 def has_manifest(directory: str | os.PathLike[str]) -> bool:
@@ -66,14 +82,15 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
 
     from megatron_datastates.pipeline.load import Checkpoint
 
+    options = OPTIONS.get()()
     try:
         manifest = (Path(directory).absolute() / MANIFEST_NAME).stat()
-        key = (os.fspath(directory), manifest.st_ino, manifest.st_mtime_ns, manifest.st_size)
+        key = (os.fspath(directory), manifest.st_ino, manifest.st_mtime_ns, manifest.st_size, options)
     except OSError:
         key = None  # Checkpoint.open says what is wrong
     try:
         if key is None or key not in _opened:
-            checkpoint = Checkpoint.open(directory)
+            checkpoint = Checkpoint.open(directory, options)
             _opened.clear()
             _opened[key] = checkpoint
         return _opened[key]
@@ -85,6 +102,7 @@ def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `maybe_load_config`."""
 
     def maybe_load_config(checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
+        LOOKED_AT.set(checkpoint_dir)
         try:
             config = original(checkpoint_dir, *args, **kwargs)
         except ValueError:  # cut short by a crash, after a save of ours was published
@@ -185,6 +203,17 @@ def load_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
             raise
 
     return load
+
+
+def planned_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For DCP's `load_state_dict`: without it all ranks would take part in the load of any of them."""
+
+    def load_state_dict(state_dict: Any, storage_reader: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(storage_reader, "plans_alone", False):
+            kwargs["no_dist"] = True
+        return original(state_dict, storage_reader, *args, **kwargs)
+
+    return load_state_dict
 
 
 def removal_by_format(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -67,7 +67,6 @@ def _fenced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 before_offload = _fenced("offloading")  # resizes storages to nothing, or refills them
 before_graph_replay = _fenced("the optimizer's CUDA graph")  # a replayed graph runs no hooks
 before_gather = _fenced("the gathering of parameters")  # into ranks whose own optimizer may be empty
-before_load = _fenced("a load")
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

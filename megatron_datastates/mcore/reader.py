@@ -43,6 +43,8 @@ _TEMPORARY_BYTES = 32 << 20
 class DataStatesReader(FileSystemReader):
     """Reads one published checkpoint. A FileSystemReader, because Megatron's code is typed for that."""
 
+    plans_alone = True  # no rank needs another one's plan
+
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(checkpoint.directory)
         self.checkpoint = checkpoint

@@ -15,6 +15,7 @@ import re
 
 _DIST = "megatron.core.dist_checkpointing."
 _OPTIMIZER = "megatron.core.optimizer."
+_CHECKPOINTING = "megatron.training.checkpointing"
 _NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
 
 
@@ -42,9 +43,28 @@ _LOADING = (
         "TorchDistLoadShardedStrategy.remove_sharded_tensors",
         "dispatch.removal_by_format",
     ),
+    Hook(_DIST + "serialization", "load", "load_agreement.agreed"),
+    Hook(_DIST + "validation", "validate_integrity_and_strict_load", "load_agreement.begun_alike"),
+    Hook(
+        _DIST + "strategies.fully_parallel",
+        "FullyParallelLoadStrategyWrapper.load",
+        "load_agreement.agreed_in_parallel",
+    ),
+    Hook(
+        _DIST + "strategies.fully_parallel",
+        "exchange_by_distribution",
+        "load_agreement.settled_before",
+        rebind=False,
+    ),
     Hook("megatron.training.arguments", "_add_checkpointing_args", "arguments.with_our_options"),
     Hook("megatron.training.arguments", "validate_args", "arguments.validated"),
-    Hook("megatron.training.checkpointing", "read_metadata", "tracker.with_fallback"),
+    Hook(_CHECKPOINTING, "read_metadata", "tracker.with_fallback"),
+    Hook(_CHECKPOINTING, "load_checkpoint", "training_load.guarded"),
+    Hook(_CHECKPOINTING, "_load_base_checkpoint", "training_load.begun_alike"),
+)
+# Where ranks would plan a load of DCP's together: from 0.18 on each does so alone.
+_PLAN_016 = Hook(
+    _DIST + "strategies.torch", "checkpoint.load_state_dict", "dispatch.planned_alone", rebind=False
 )
 # The common state: a method of a strategy, then a function, then an object inside the checkpoint.
 _COMMON_016 = Hook(
@@ -105,10 +125,8 @@ _GRAPH = Hook(
 )
 
 # Attached to Megatron's own training loop, when `--ckpt-format datastates` was given.
-_CHECKPOINTING = "megatron.training.checkpointing"
 _TRAINING = (
     Hook(_CHECKPOINTING, "save_checkpoint", "training.held"),
-    Hook(_CHECKPOINTING, "load_checkpoint", "fences.before_load"),  # other formats load in other ways
     Hook(_CHECKPOINTING, "cleanup_old_non_persistent_checkpoint", "retention.careful_cleanup"),
 )
 _STRATEGY_016 = Hook(
@@ -133,14 +151,14 @@ class Release:
 RELEASES = (
     Release(
         (0, 16),
-        (*_LOADING, _COMMON_016, _REGISTRY),
+        (*_LOADING, _PLAN_016, _COMMON_016, _REGISTRY),
         (*_SAVING, _GATHER_016, _STAGING_016),
         (*_TRAINING, _STRATEGY_016),
         writes_common_file=True,
     ),
     Release(
         (0, 17),
-        (*_LOADING, _COMMON_017),
+        (*_LOADING, _PLAN_016, _COMMON_017),
         (*_SAVING, _GATHER_016, _STAGING_016, _GRAPH),
         _TRAINING_017,
         writes_common_file=True,

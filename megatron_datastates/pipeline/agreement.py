@@ -1,4 +1,4 @@
-"""The collective calls of a save, all on the trainer's thread and on the world's own backend.
+"""The collective calls of saves and loads, all on the trainer's thread and on the world's own backend.
 
 No process group is made: one over the whole world costs sockets on every rank. Sums are asked for at one
 poll and read at the next, so that a poll waits only for ranks that are a whole poll behind.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -44,8 +44,8 @@ class Collectives:
         self.calls[kind] = self.calls.get(kind, 0) + 1
 
     @staticmethod
-    def _device() -> torch.device:
-        if "gloo" in str(dist.get_backend()):
+    def _device(group: dist.ProcessGroup | None = None) -> torch.device:
+        if "gloo" in str(dist.get_backend(group)):
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
@@ -99,6 +99,25 @@ class Collectives:
         if parts is None:
             return []
         return [part.cpu().numpy().tobytes()[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
+def ranks_of(group: dist.ProcessGroup | None = None) -> list[int]:
+    """The global ranks of a group, by default of the world; rank 0 alone where there is none."""
+    return dist.get_process_group_ranks(group) if _world() is not None else [0]
+
+
+def sum_now(value: int, group: dist.ProcessGroup | None = None) -> int:
+    """The sum of a small whole number over the ranks of a group; waits for all of them."""
+    tensor = torch.tensor([value], dtype=torch.int32, device=Collectives._device(group))
+    dist.all_reduce(tensor, group=group)
+    return int(tensor.item())
+
+
+def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, in the order of the group's ranks. They are pickled: for what has failed only."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
 
 
 _worlds_of_parents: list[object] = []

@@ -115,10 +115,18 @@ class Checkpoint:
         """Of a data file; also checks that it belongs to this save."""
         if file not in self._footers:
             entry = self.manifest.files[file]
-            footer = read_footer(self.file_path(file), entry.bytes)
+            try:
+                footer = read_footer(self.file_path(file), entry.bytes)
+            except (StorageError, FormatError) as error:
+                raise type(error)(f"{error}. {self._what_rank_wrote(file)}") from error
             _check_identity(self.manifest, entry, footer, self.file_path(file))
             self._footers[file] = footer
         return self._footers[file]
+
+    def _what_rank_wrote(self, file: int) -> str:
+        tensors = (key for key, entry in self.index.tensors.items() if file in entry.files)
+        objects = (key for key, holder in self.index.objects.items() if holder == file)
+        return f"Rank {self.manifest.files[file].rank} wrote {_listed([*tensors, *objects])} to it"
 
     # -- reading ----------------------------------------------------------------------------------------
 
@@ -178,13 +186,10 @@ class Checkpoint:
         places = ", ".join(str(block * BLOCK_BYTES) for block in blocks[:_MOST_NAMED])
         if len(blocks) > _MOST_NAMED:
             places += f" and {len(blocks) - _MOST_NAMED} more"
-        keys = self.keys_in_blocks(file, blocks)
-        named = ", ".join(map(repr, keys[:_MOST_NAMED])) or "no tensor"
-        if len(keys) > _MOST_NAMED:
-            named += f" and {len(keys) - _MOST_NAMED} more"
+        keys = _listed(self.keys_in_blocks(file, blocks))
         return (
             f"{self.file_path(file)}, which rank {self.manifest.files[file].rank} wrote, is corrupt: "
-            f"the checksum of the block of 1 MiB differs at byte offset {places}. It holds data of {named}."
+            f"the checksum of the block of 1 MiB differs at byte offset {places}. It holds data of {keys}."
         )
 
     def keys_in_blocks(self, file: int, blocks: Sequence[int]) -> list[str]:
@@ -301,6 +306,11 @@ class Checkpoint:
         if extent is None:
             raise FormatError(f"{self.file_path(file)} does not hold object {key!r}, as the index says")
         return extent
+
+
+def _listed(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
+    return (", ".join(map(repr, keys[:_MOST_NAMED])) or "no tensor") + more
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_datastates.errors import FormatError
+from megatron_datastates.errors import UnsafeObjectError
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.private import NotPlainError, private_copy
 
@@ -57,14 +57,14 @@ def deserialize(data: bytes, key: str) -> Any:
     Nothing but plain data and the classes that torch allows is built: a checkpoint cannot run code.
 
     Raises:
-        FormatError: the bytes name a class that is not allowed, or are no pickle of ours.
+        UnsafeObjectError: the bytes name a class that is not allowed, or are no pickle of ours.
     """
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:
         # torch wraps the unpickler's own words in advice to load the file without weights_only.
         reason = error.__context__ if isinstance(error, pickle.UnpicklingError) else error
-        raise FormatError(
+        raise UnsafeObjectError(
             f"object {key!r} was not loaded: {reason or error}\n(only plain data and classes on torch's list "
             "of safe globals are loaded; torch.serialization.add_safe_globals adds one that you trust)"
         ) from error

@@ -1,4 +1,4 @@
-"""What a save costs in collective calls, in Megatron's own training loop."""
+"""What a save and a load cost in collective calls, in Megatron's own training loop."""
 
 import json
 from pathlib import Path
@@ -43,3 +43,26 @@ def test_only_the_first_save_of_a_run_makes_collective_calls_before_it_returns(
         assert save["held_parts_ms"].keys() >= PARTS, "all that holds the trainer is told"
         outermost = [save["held_parts_ms"][part] for part in ("save_checkpoint", "polls", "finalize")]
         assert save["held_ms"] >= max(outermost)
+
+
+def counts_of_load(forge: RankForge, folder: Path, *how: str) -> dict[str, int]:
+    """Rank 0's, in load_checkpoint of a run that resumes what another one saved."""
+    arguments = [*(RECIPES / "tiny.args").read_text().split(), *LAYOUTS["dp2"], *how]
+    arguments += ["--save", str(folder / "ck"), "--load", str(folder / "ck"), "--save-interval", "2"]
+    for name, exit_at in (("save", "2"), ("load", "3")):
+        logs = folder / name
+        everything = [*arguments, "--exit-interval", exit_at]
+        forge.run("counting_rank:main", ranks=2, logs=logs, arguments=[everything, str(logs)]).succeeded()
+    counts: dict[str, int] = json.loads((logs / "rank0.json").read_text())["load"]
+    return counts
+
+
+@pytest.mark.parametrize("options", [[], ["--ckpt-fully-parallel-load"]], ids=["plain", "parallel"])
+def test_load_costs_two_sums_more_than_torch_dist_s(
+    options: list[str], forge: RankForge, tmp_path: Path
+) -> None:
+    """One when arguments and common state were read, one when everything was."""
+    stock = counts_of_load(forge, tmp_path / "stock", "--ckpt-format", "torch_dist", *options)
+    ours = counts_of_load(forge, tmp_path / "ours", "--ckpt-format", "datastates", *options)
+    sums = stock.get("all_reduce", 0) + 2
+    assert ours == stock | {"all_reduce": sums}

@@ -1,7 +1,7 @@
 """One rank of a tiny pretraining that counts the collective calls of each save: runs in forked ranks.
 
 Counted are the functions of torch.distributed that Megatron and we call, by what the trainer was doing:
-`save N` (in the Nth save_checkpoint), `poll` (in maybe_finalize_async_save), or nothing of ours.
+`save N` (in the Nth save_checkpoint), `load`, `poll` (in maybe_finalize_async_save), or nothing of ours.
 """
 
 import json
@@ -70,9 +70,12 @@ def main(arguments: list[str], folder: str) -> None:
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
         # Late: saving is attached to the loop when the arguments have been read.
         loop.save_checkpoint = during(next_save, loop.save_checkpoint)
+        loop.load_checkpoint = during(lambda: "load", loop.load_checkpoint)
         loop.maybe_finalize_async_save = during(lambda: "poll", loop.maybe_finalize_async_save)
         return started(*args, **kwargs)
 
     loop.setup_model_and_optimizer = setup_model_and_optimizer
-    pretrain_tiny.main()
-    Path(folder, f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(counts))
+    try:
+        pretrain_tiny.main()
+    finally:  # --exit-interval ends the process
+        Path(folder, f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(counts))

@@ -28,6 +28,7 @@ SETTINGS = {
     "fence_deadline": ("2.5", 2.5),
     "on_failure": ("warn", "warn"),
     "while_saving": ("refuse", "refuse"),
+    "fallback": ("3", 3),
     "report_file": ("/tmp/report.jsonl", "/tmp/report.jsonl"),
 }
 

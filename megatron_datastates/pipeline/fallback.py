@@ -1,0 +1,98 @@
+"""Which older checkpoint is whole, once a load has met a damaged one: looked for by all ranks together.
+
+Each rank checks its share of a checkpoint on a thread of its own, while the trainer's thread sums how many
+are done, at polls: no collective call waits for a disk, so no watchdog ends ranks that wait for a slow one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from megatron_datastates.config import Options
+from megatron_datastates.pipeline.agreement import Collectives
+from megatron_datastates.pipeline.load import find_published
+from megatron_datastates.pipeline.verify import Verdict, verify
+
+logger = logging.getLogger(__name__)
+_POLL_SECONDS = 0.2
+_NONE = -1
+
+
+@dataclasses.dataclass
+class Found:
+    """What was looked at."""
+
+    iteration: int | None = None  # the newest one that is whole
+    has_checksums: bool = True  # all files of that one; without them, data cannot be verified
+    damaged: list[int] = dataclasses.field(default_factory=list)  # newer than that, and not whole
+
+
+def look_for_older(damaged: Path, root: Path, most: int, collectives: Collectives, options: Options) -> Found:
+    """Verifies up to `most` published checkpoints under `root` that are older than `damaged`, newest first.
+
+    Collective: all ranks call it, and all find the same, among what rank 0 sees.
+    """
+    older = _older(damaged, root)[:most] if collectives.rank == 0 else []
+    found = Found()
+    for turn in range(most):
+        iteration = collectives.share_from_first(older[turn] if turn < len(older) else _NONE)
+        if iteration == _NONE:
+            break
+        faults, unchecked = _verified(root / f"iter_{iteration:07d}", collectives, options)
+        if not faults:
+            found.iteration, found.has_checksums = iteration, not unchecked
+            break
+        found.damaged.append(iteration)
+    return found
+
+
+def _older(damaged: Path, root: Path) -> list[int]:
+    """Newest first. Iteration 0 is left out: --ckpt-step does not know it."""
+    name = re.fullmatch(r"iter_(\d+)", damaged.name)
+    try:
+        published = find_published(root)
+    except OSError as error:
+        logger.warning("older checkpoints were not looked for: %s", error)
+        return []
+    return [one for one in reversed(published) if name is not None and 0 < one < int(name[1])]
+
+
+def _verified(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int]:
+    """Faults, and files without checksums, that the ranks found together."""
+    began = time.monotonic()
+    with ThreadPoolExecutor(1, "datastates-verify") as thread:
+        share = thread.submit(_check, directory, collectives.rank, collectives.size, options)
+        done, faults, unchecked, mebibytes = _sums(share, collectives)
+        while done < collectives.size:
+            time.sleep(_POLL_SECONDS)
+            done, faults, unchecked, mebibytes = _sums(share, collectives)
+    if collectives.rank == 0:
+        seconds, verdict = time.monotonic() - began, f"{faults} faults" if faults else "whole"
+        logger.warning("%s: %s (%d MiB checked in %.1f s)", directory, verdict, mebibytes, seconds)
+    return faults, unchecked
+
+
+def _sums(share: Future[Verdict], collectives: Collectives) -> list[int]:
+    """Over ranks: those that are done, their faults, their files without checksums, MiB that they checked."""
+    numbers = [0, 0, 0, 0]
+    if share.done():
+        verdict = share.result()
+        faults = min(len(verdict.faults), 1000)
+        numbers = [1, faults, verdict.unchecked_files, verdict.bytes_checked >> 20]
+    return collectives.start_sum(numbers).result()
+
+
+def _check(directory: Path, rank: int, ranks: int, options: Options) -> Verdict:
+    """Never raises: whatever keeps a rank from checking its share is a fault."""
+    try:
+        verdict = verify(directory, share=(rank, ranks), options=options)
+    except Exception as error:
+        verdict = Verdict(faults=[str(error)])
+    for fault in verdict.faults[:3]:
+        logger.warning("%s", fault)
+    return verdict

@@ -1,0 +1,148 @@
+"""A damaged checkpoint in the training loop: told alike on all ranks, with the exact way to go on."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import STEPS, Reference
+from tests.support.ranks import Outcome, RankForge
+from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
+
+pytestmark = pytest.mark.conformance
+
+COMMON = [*LAYOUTS["tp2"], "--train-iters", str(STEPS)]
+LOOK = "--datastates-fallback"
+
+
+@pytest.fixture(scope="module")
+def saved(forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of iterations 1 to 4."""
+    folder = tmp_path_factory.mktemp("saved")
+    how = ["--ckpt-format", "datastates", "--async-save", "--save-interval", "1", "--exit-interval", "4"]
+    Pretraining(forge, folder / "runs").run(*COMMON, *how, "--save", folder / "ck")
+    return folder / "ck"
+
+
+@pytest.fixture
+def checkpoints(saved: Path, tmp_path: Path) -> Checkpoints:
+    return Checkpoints(Path(shutil.copytree(saved, tmp_path / "ck")))
+
+
+def flip_bit(checkpoints: Checkpoints, iteration: int, rank: int = 1) -> Path:
+    path = next(checkpoints.at(iteration).glob(f"data-{rank:05d}-*"))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+def error_of(outcome: Outcome) -> str:
+    """What ended every rank."""
+    assert outcome.exits == [1, 1], outcome.log[-3000:]
+    ending = r"^(?:\[rank\d\]: )?(?:\w+\.)*CheckpointingException: (.*)$"
+    found = [re.findall(ending, log, re.MULTILINE)[-1] for log in outcome.log.split("--- rank")[1:]]
+    assert len(found) == 2 and found[0] == found[1], found
+    return found[0]
+
+
+def load(checkpoints: Checkpoints, *options: str) -> list[str]:
+    return [*COMMON, "--load", str(checkpoints.root), *options]
+
+
+def test_newest_checkpoint_that_is_whole_is_named_with_the_flag_that_resumes_from_it(
+    checkpoints: Checkpoints, pretraining: Pretraining, reference: Reference
+) -> None:
+    newest, older = flip_bit(checkpoints, 4), flip_bit(checkpoints, 3, rank=0)
+
+    told = error_of(pretraining.fail(*load(checkpoints, LOOK, "2")))
+
+    assert f"rank 1: {newest}, which rank 1 wrote, is corrupt" in told
+    named = re.search(r"iter_0000002 verifies: resume with (--ckpt-step \d+)\.$", told)
+    assert named, told
+    resumed = pretraining.run(*load(checkpoints, *named[1].split()))
+    assert resumed.resumed_from(reference("tp2")) == 2
+    assert resumed.differences(reference("tp2")) == []
+    assert older.exists()
+
+
+def test_no_more_checkpoints_are_verified_than_allowed(
+    checkpoints: Checkpoints, pretraining: Pretraining
+) -> None:
+    flip_bit(checkpoints, 4)
+    flip_bit(checkpoints, 3, rank=0)
+    outcome = pretraining.fail(*load(checkpoints, LOOK, "1"))
+    told = error_of(outcome)
+    assert told.endswith(f"No older checkpoint in {checkpoints.root} verifies (iter_0000003).")
+    looked = re.findall(r"iter_(\d+): .* checked in", outcome.log)
+    assert looked == ["0000003"], "one line, of one rank"
+
+
+def test_error_names_the_option_that_looks_for_an_older_checkpoint(
+    checkpoints: Checkpoints, pretraining: Pretraining
+) -> None:
+    flip_bit(checkpoints, 4)
+    outcome = pretraining.fail(*load(checkpoints))
+    assert f"{LOOK} N" in error_of(outcome)
+    assert "checked in" not in outcome.log
+
+
+@pytest.mark.parametrize("last", [3, 4], ids=["a non-persistent one is damaged", "one is in between"])
+def test_flags_that_are_named_get_past_non_persistent_checkpoints(
+    last: int, pretraining: Pretraining, reference: Reference, tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "ck")
+    temporary = ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "1"]
+    how = ["--ckpt-format", "datastates", "--save-interval", "2", "--exit-interval", str(last)]
+    pretraining.run(*COMMON, *how, *temporary, "--save", checkpoints.root)
+    non_persistent = Checkpoints(checkpoints.root / "non_persistent")
+    assert checkpoints.published() == ([2] if last == 3 else [2, 4])
+    assert non_persistent.tracked() == 3
+    flip_bit(non_persistent if last == 3 else checkpoints, last)
+
+    told = error_of(pretraining.fail(*load(checkpoints, LOOK, "1", *temporary)))
+
+    named = re.search(r"iter_0000002 verifies: resume with (--ckpt-step 2), without (\S+), which", told)
+    assert named and named[2] in temporary, told
+    resumed = pretraining.run(*load(checkpoints, *named[1].split()))
+    assert resumed.resumed_from(reference("tp2")) == 2
+
+
+DISK_ERRORS = {"plain": ["--no-load-rng"], "parallel": ["--ckpt-fully-parallel-load"]}
+
+
+@pytest.mark.parametrize("how", DISK_ERRORS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_disk_error_on_one_rank_ends_all_alike(
+    rank: int, how: str, checkpoints: Checkpoints, pretraining: Pretraining
+) -> None:
+    environment = {f"MEGATRON_DATASTATES_FAULTS_OF_RANK_{rank}": "read:1:EIO"}
+    told = error_of(pretraining.fail(*load(checkpoints, *DISK_ERRORS[how]), environment=environment))
+    assert f"failed on 1 of 2 ranks: rank {rank}: " in told and "Input/output error" in told
+
+
+@pytest.mark.parametrize("how", DISK_ERRORS)
+def test_unseen_manifest_on_all_ranks_ends_all_alike(
+    how: str, checkpoints: Checkpoints, pretraining: Pretraining
+) -> None:
+    (checkpoints.at(4) / "datastates.manifest").unlink()
+    told = error_of(pretraining.fail(*load(checkpoints, *DISK_ERRORS[how], LOOK, "3")))
+    assert "ranks 0, 1: " in told and "unfinished datastates checkpoint" in told
+    assert told.endswith("iter_0000003 verifies: resume with --ckpt-step 3.")
+
+
+def test_what_does_not_fit_is_no_damage(checkpoints: Checkpoints, pretraining: Pretraining) -> None:
+    """An older checkpoint would not fit either."""
+    outcome = pretraining.fail(*load(checkpoints, "--ffn-hidden-size", "192", LOOK, "3"))
+    assert outcome.exits == [1, 1]
+    assert "has global shape" in outcome.log and "verifies" not in outcome.log
+
+
+def test_checksums_that_are_switched_off_are_not_checked(
+    checkpoints: Checkpoints, pretraining: Pretraining
+) -> None:
+    """By flag, in a run that does not ask for our format."""
+    flip_bit(checkpoints, 4)
+    ending = pretraining.run(*load(checkpoints, "--datastates-checksums", "off"))
+    assert ending.ranks[0].begun_at == 4

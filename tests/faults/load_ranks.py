@@ -1,0 +1,141 @@
+"""Ranks that load what is damaged, or what one of them cannot read."""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fault_ranks import Malicious, plain
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from saving_rank import assert_loads, clear_faults, failure_of, join, save, set_faults, state, tell, wait_for
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_datastates.mcore import DataStatesSaveStrategy
+
+KINDS = ("all_gather_object", "all_reduce", "barrier", "broadcast")
+counts: Counter[str] = Counter()
+
+
+def count_collectives() -> None:
+    """From here on, in `counts`."""
+
+    def counted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[kind] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for kind in KINDS:
+        setattr(dist, kind, counted(kind, getattr(dist, kind)))
+
+
+class LateFaults(TorchDistLoadShardedStrategy):
+    """What is read before this is called is read well."""
+
+    def load(self, *args: Any, **kwargs: Any) -> Any:
+        if "LATE_FAULTS" in os.environ:
+            os.environ["MEGATRON_DATASTATES_FAULTS"] = os.environ.pop("LATE_FAULTS")
+        return super().load(*args, **kwargs)
+
+
+def strategy(how: str) -> Any:
+    base = LateFaults()
+    return FullyParallelLoadStrategyWrapper(base) if how == "parallel" else base
+
+
+def load(directory: str, how: str, odd_one: bool = False) -> dict[str, Any]:
+    """How a load of the whole state fails on this rank; the odd one asks for what is not there."""
+    wanted = state(-1)
+    if odd_one:
+        wanted["more"] = plain("other.weight", torch.zeros(3))
+    strict = {"strict": "raise_unexpected"} if how.startswith("strict ") else {}
+    try:
+        dist_checkpointing.load(wanted, directory, strategy(how.removeprefix("strict ")), **strict)
+    except CheckpointingException as error:
+        return {
+            "error": str(error),
+            "is torch's": isinstance(error, CheckpointException),
+            "cause": type(error.__cause__).__name__,
+        }
+    return {"error": None}
+
+
+def fail_alike(
+    directory: str, good: str, hows: list[str], plan: str, odd_rank: int, views: str, folder: str
+) -> None:
+    """Loads that fail, one after the other, and a good one after them: the ranks are in step again.
+
+    With `views`, each rank looks at the (relative) directory from a folder of its own.
+    """
+    rank, _ = join()
+    if views:
+        os.chdir(Path(views, str(rank)))
+    failures = {}
+    for how in hows:
+        if plan.startswith("late ") and rank == odd_rank:
+            os.environ["LATE_FAULTS"] = plan.removeprefix("late ")
+        elif plan:
+            set_faults(plan, odd_rank)
+        failures[how] = load(directory, how, odd_one=not plan and rank == odd_rank)
+        clear_faults()
+        dist.barrier()
+    assert_loads(Path(good), 1)
+    tell(folder, failures=failures)
+
+
+def count_of_good_load(directory: str, how: str, validated: bool, folder: str) -> None:
+    join()
+    wanted = state(-1)
+    chosen = strategy(how)
+    count_collectives()
+    dist_checkpointing.load(wanted, directory, chosen, validate_access_integrity=validated)
+    tell(folder, counts=counts)
+
+
+def load_directly_in_parallel(directory: str, plan: str, odd_rank: int, folder: str) -> None:
+    """Not through `dist_checkpointing.load`."""
+    join()
+    set_faults(plan, odd_rank)
+    wanted = {key: value for key, value in state(-1).items() if key != "iteration"}
+    error = failure_of(lambda: strategy("parallel").load(wanted, Path(directory)))
+    tell(folder, error=error)
+
+
+def read_alone(good: str, damaged: str, folder: str) -> None:
+    """One rank reads; the other takes part in nothing until that is done."""
+    rank, ranks = join()
+    done = Path(folder, "done")
+    if rank != 0:
+        wait_for(done)
+        tell(folder)
+        return
+    count_collectives()
+    everything = dist_checkpointing.load_plain_tensors(good)
+    assert everything["weight"].shape[0] == ranks * 6
+    assert dist_checkpointing.load_common_state_dict(good)["iteration"] == 1
+    loaded = dist_checkpointing.load(state(-1), good, validate_access_integrity=False)
+    assert loaded["iteration"] == 1
+    TorchDistLoadShardedStrategy().load({"same": state(-1)["same"]}, Path(good))
+    errors = [
+        failure_of(lambda: dist_checkpointing.load_plain_tensors(damaged)),
+        failure_of(lambda: dist_checkpointing.load(state(-1), damaged, validate_access_integrity=False)),
+    ]
+    seen = dict(counts)
+    done.touch()
+    tell(folder, errors=errors, counts=seen)
+
+
+def save_and_load_malicious(directory: str, marker: str, hows: list[str], folder: str) -> None:
+    join()
+    sharded = state(1)
+    sharded["object"].data = Malicious(marker)
+    save(Path(directory), sharded, DataStatesSaveStrategy(), "sync")
+    failures = {how: load(directory, how) for how in hows}
+    tell(folder, failures=failures, ran=Path(marker).is_dir())

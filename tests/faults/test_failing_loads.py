@@ -1,0 +1,202 @@
+"""A load that fails on one rank: no rank hangs, and all are told the same."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.test_damaged import (
+    bit_in_data,
+    bit_in_footer,
+    bit_in_index,
+    bit_in_manifest,
+    data_file,
+    missing,
+    no_manifest,
+    truncated,
+)
+from tests.support.ranks import RankForge
+from tests.support.world import World
+
+pytestmark = pytest.mark.conformance
+
+HOWS = ["plain", "parallel"]
+BOTH = pytest.mark.parametrize("ranks", [2, 4])
+
+
+@pytest.fixture(scope="module")
+def saved(world_forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """By ranks, a checkpoint of theirs. Each is made once; copy it to damage it."""
+    folder = tmp_path_factory.mktemp("saved")
+    world = World(world_forge, folder / "runs")
+
+    def by(ranks: int) -> Path:
+        directory = folder / str(ranks)
+        if not directory.exists():
+            world.run_to_end("fault_ranks:save_only", directory, 1, ranks=ranks)
+        return directory
+
+    return by
+
+
+def failures(
+    world: World,
+    directory: Path | str,
+    good: Path,
+    ranks: int,
+    *,
+    hows: list[str] = HOWS,
+    plan: str = "",
+    odd_rank: int = -1,
+    views: Path | str = "",
+) -> dict[str, dict]:
+    """By how it was loaded, what all ranks were told alike."""
+    told = world.run(
+        "load_ranks:fail_alike",
+        directory,
+        good,
+        hows,
+        plan,
+        odd_rank,
+        views,
+        ranks=ranks,
+        timeout_seconds=120,
+    )
+    for how in hows:
+        assert all(each["failures"][how] == told[0]["failures"][how] for each in told), told
+        assert told[0]["failures"][how]["error"] is not None, how
+    found: dict[str, dict] = told[0]["failures"]
+    return found
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "damage", [missing, truncated, bit_in_data, bit_in_footer], ids=lambda damage: damage.__name__
+)
+def test_file_that_one_rank_reads_fails_all(
+    world: World, saved: Callable[[int], Path], tmp_path: Path, ranks: int, damage: Callable[[Path], str]
+) -> None:
+    directory = Path(shutil.copytree(saved(ranks), tmp_path / "ck"))
+    words = damage(directory)
+    for failure in failures(world, directory, saved(ranks), ranks).values():
+        assert f"failed on 1 of {ranks} ranks: rank 1: " in failure["error"]
+        assert (
+            words in failure["error"]
+            and str(next(directory.glob("data-00001-*"), "data-00001-")) in failure["error"]
+        )
+        assert "'weight'" in failure["error"]
+        assert re.search("[Rr]ank 1 wrote", failure["error"])
+
+
+def test_bad_block_is_told_with_its_offset(
+    world: World, saved: Callable[[int], Path], tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(saved(2), tmp_path / "ck"))
+    path = data_file(directory, 1)
+    data = bytearray(path.read_bytes())
+    data[(1 << 20) + 5] ^= 1
+    path.write_bytes(data)
+    for failure in failures(world, directory, saved(2), 2).values():
+        assert f"{path}, which rank 1 wrote, is corrupt" in failure["error"]
+        assert f"at byte offset {1 << 20}. It holds data of 'weight'." in failure["error"]
+        assert failure["cause"] == "CorruptDataError"
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "damage", [bit_in_index, bit_in_manifest, no_manifest], ids=lambda damage: damage.__name__
+)
+def test_what_all_ranks_meet_is_told_once(
+    world: World, saved: Callable[[int], Path], tmp_path: Path, ranks: int, damage: Callable[[Path], str]
+) -> None:
+    directory = Path(shutil.copytree(saved(ranks), tmp_path / "ck"))
+    words = damage(directory)
+    for failure in failures(world, directory, saved(ranks), ranks).values():
+        assert f"failed on {ranks} of {ranks} ranks: ranks 0, 1" in failure["error"]
+        assert failure["error"].count(words) == 1
+        assert ("ranks 0, 1, 2 and 1 more: " in failure["error"]) == (ranks == 4)
+
+
+@BOTH
+@pytest.mark.parametrize("plan", ["read:1:EIO", "late read:1:EIO"], ids=["common state", "shards"])
+def test_disk_error_on_one_rank_fails_all(
+    world: World, saved: Callable[[int], Path], ranks: int, plan: str
+) -> None:
+    """Before Megatron gathers metadata, and after."""
+    for failure in failures(world, saved(ranks), saved(ranks), ranks, plan=plan, odd_rank=1).values():
+        assert f"failed on 1 of {ranks} ranks: rank 1: " in failure["error"]
+        assert "Input/output error" in failure["error"] and str(saved(ranks)) in failure["error"]
+        assert failure["cause"] == "StorageError"
+
+
+@BOTH
+def test_mismatch_on_one_rank_fails_all(world: World, saved: Callable[[int], Path], ranks: int) -> None:
+    for failure in failures(world, saved(ranks), saved(ranks), ranks, odd_rank=ranks - 1).values():
+        assert f"rank {ranks - 1}: " in failure["error"] and "no tensor 'other.weight'" in failure["error"]
+        assert failure["is torch's"], "programs that catch torch's exception catch this one"
+
+
+def test_strictness_that_raises_on_one_rank_fails_all(world: World, saved: Callable[[int], Path]) -> None:
+    """Megatron's own check, after it has gathered metadata and before the ranks communicate again."""
+    hows = ["strict plain", "strict parallel"]
+    for failure in failures(world, saved(2), saved(2), 2, hows=hows, odd_rank=1).values():
+        assert "failed on 1 of 2 ranks: rank 1: " in failure["error"]
+        assert "Unexpected keys" in failure["error"] and "other.weight" in failure["error"]
+
+
+@pytest.mark.parametrize("unseen", ["datastates.manifest", "index-*", "data-00001-*", "both"])
+def test_file_that_one_rank_does_not_see_fails_all(
+    world: World, saved: Callable[[int], Path], tmp_path: Path, unseen: str
+) -> None:
+    """As over NFS, whose caches differ from machine to machine. Each rank has a folder of its own here."""
+    hidden = ["datastates.manifest", "metadata.json"] if unseen == "both" else [unseen]
+    for rank in range(2):
+        view = tmp_path / str(rank) / "ck"
+        view.mkdir(parents=True)
+        for path in saved(2).iterdir():
+            if rank == 0 or not any(path.match(pattern) for pattern in hidden):
+                (view / path.name).symlink_to(path)
+    for failure in failures(world, "ck", saved(2), 2, views=tmp_path).values():
+        assert failure["error"].startswith("loading ck failed on 1 of 2 ranks: rank 1: ")
+
+
+def test_object_that_would_run_code_fails_all_and_does_not_run(world: World, tmp_path: Path) -> None:
+    told = world.run("load_ranks:save_and_load_malicious", tmp_path / "ck", tmp_path / "ran", HOWS)
+    for each in told:
+        assert not each["ran"]
+        assert each["failures"] == told[0]["failures"]
+        for failure in each["failures"].values():
+            assert "'object/shard_0_1'" in failure["error"] and "safe globals" in failure["error"]
+
+
+def test_fully_parallel_load_by_itself_fails_on_all_ranks(world: World, saved: Callable[[int], Path]) -> None:
+    told = world.run("load_ranks:load_directly_in_parallel", saved(2), "read:1:EIO", 1)
+    assert told[0]["error"] == told[1]["error"]
+    assert "rank 1: " in told[0]["error"] and "Input/output error" in told[0]["error"]
+
+
+# Beside Megatron's own gather of metadata, and what an exchange takes.
+@pytest.mark.parametrize(
+    ("how", "validated", "sums"),
+    [("plain", True, 1), ("plain", False, 0), ("parallel", True, 1), ("parallel", False, 2)],
+)
+def test_good_load_costs_one_sum_and_one_more_where_megatron_gathers_nothing(
+    world: World, saved: Callable[[int], Path], how: str, validated: bool, sums: int
+) -> None:
+    for each in world.run("load_ranks:count_of_good_load", saved(2), how, validated):
+        assert each["counts"].get("all_reduce", 0) == sums
+        gathers = int(validated) + 2 * (how == "parallel")
+        assert each["counts"].get("all_gather_object", 0) == gathers
+
+
+def test_one_rank_reads_alone_while_others_do_something_else(
+    world: World, saved: Callable[[int], Path], tmp_path: Path
+) -> None:
+    damaged = Path(shutil.copytree(saved(2), tmp_path / "ck"))
+    bit_in_data(damaged)
+    told = world.run("load_ranks:read_alone", saved(2), damaged)[0]
+    assert told["counts"] == {}
+    assert "is corrupt" in told["errors"][0] and "ranks" not in told["errors"][0]
+    assert told["errors"][1] is None, "rank 0's part of it is whole"

@@ -1,0 +1,90 @@
+"""Which older checkpoint is named after a damaged one; and that shares of a verification add up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_datastates.pipeline.agreement import Collectives
+from megatron_datastates.pipeline.fallback import Found, look_for_older
+from megatron_datastates.pipeline.verify import verify
+from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
+from tests.unit.states import OPTIONS, data_files, new_saver, save
+
+
+def make(root: Path, *iterations: int, **options: bool) -> None:
+    saver = new_saver(**options)
+    for iteration in iterations:
+        save(saver, root / f"iter_{iteration:07d}", {"w": torch.full((5000,), float(iteration))})
+    saver.close()
+
+
+def damage(root: Path, iteration: int) -> None:
+    (path,) = data_files(root / f"iter_{iteration:07d}")
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+
+
+def look(root: Path, iteration: int, most: int) -> Found:
+    return look_for_older(root / f"iter_{iteration:07d}", root, most, Collectives(), OPTIONS)
+
+
+def test_the_newest_that_is_older_and_whole_is_found(tmp_path):
+    make(tmp_path, 1, 2, 3, 4, 5)
+    damage(tmp_path, 3)
+    damage(tmp_path, 4)
+    assert look(tmp_path, 4, 9) == Found(2, True, [3])
+
+
+def test_no_more_are_looked_at_than_asked_for(tmp_path):
+    make(tmp_path, 1, 2, 3, 4)
+    damage(tmp_path, 2)
+    damage(tmp_path, 3)
+    assert look(tmp_path, 4, 2) == Found(None, True, [3, 2])
+
+
+def test_iteration_zero_cannot_be_asked_for_and_is_not_named(tmp_path):
+    make(tmp_path, 0, 4)
+    assert look(tmp_path, 4, 9) == Found()
+
+
+def test_what_was_not_published_is_not_looked_at(tmp_path):
+    make(tmp_path, 1, 2, 4)
+    (tmp_path / "iter_0000002" / "datastates.manifest").unlink()
+    assert look(tmp_path, 4, 1) == Found(1, True, [])
+
+
+def test_nothing_is_older_than_what_is_no_iteration(tmp_path):
+    make(tmp_path, 1)
+    assert look_for_older(tmp_path / "release", tmp_path, 3, Collectives(), OPTIONS) == Found()
+    assert (
+        look_for_older(tmp_path / "gone" / "iter_0000003", tmp_path / "gone", 3, Collectives(), OPTIONS)
+        == Found()
+    )
+
+
+def test_missing_checksums_are_told(tmp_path):
+    make(tmp_path, 1, checksums=False)
+    assert look(tmp_path, 4, 1) == Found(1, False, [])
+
+
+@pytest.mark.parametrize("shares", [1, 2, 3, 5])
+def test_shares_of_a_verification_find_every_fault_once(tmp_path, shares):
+    """A hole in one tensor, an object that is not there, a bad block, and a file that is gone."""
+    parts = [Part(pieces=[(4096, bytes(8))]) for _ in range(3)]
+    tensors = [(fragment(name, [9], [0], [8 + n]), n, 4096) for n, name in enumerate(["hole", "whole"])]
+    write_checkpoint(tmp_path, parts, index_of(tensors, {"x": 2}))
+    everything = verify(tmp_path, options=OPTIONS)
+    assert len(everything.faults) == 2, everything.faults
+    (one, two, _) = data_files(tmp_path)
+    one.unlink()
+    data = bytearray(two.read_bytes())
+    data[4096] ^= 1
+    two.write_bytes(data)
+    faults = sorted(verify(tmp_path, options=OPTIONS).faults)
+    found = [verify(tmp_path, share=(nth, shares), options=OPTIONS) for nth in range(shares)]
+    assert sorted(fault for verdict in found for fault in verdict.faults) == faults
+    assert len(faults) == 4, faults
