@@ -216,20 +216,68 @@ def test_a_valid_footer_that_is_not_the_published_one_is_refused(spoiled):
     both(spoiled, f"{path} has a footer of checksum .*its manifest says {footer.crc:08x}", StorageError)
 
 
+def faults_of(directory: Path) -> list[str]:
+    """What verify tells, or raises if it cannot begin."""
+    try:
+        return verify(directory, options=OPTIONS).faults
+    except DataStatesError as error:
+        return [str(error)]
+
+
 def test_a_flipped_bit_anywhere_in_the_index_is_found(spoiled):
     (path,) = spoiled.glob("index-*")
     data = path.read_bytes()
     for at in range(len(data)):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
-        with pytest.raises(FormatError, match=f"{path} is damaged: its size or SHA-256 differs"):
-            Checkpoint.open(spoiled, OPTIONS)
+        pattern = rf"{path}\b.* is damaged: its SHA-256 differs"
+        found = error_of_load(spoiled)
+        assert isinstance(found, FormatError) and re.search(pattern, str(found)), (at, found)
+        assert any(re.search(pattern, fault) for fault in faults_of(spoiled))
 
 
-def test_a_truncated_index_is_found(spoiled):
+def test_a_damaged_part_of_the_index_spoils_its_own_tensor_only(spoiled):
     (path,) = spoiled.glob("index-*")
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(FormatError, match=f"{path} is damaged"):
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    assert bits(checkpoint.read_tensor("first")) == bits(TENSORS["first"])
+    with pytest.raises(FormatError, match=f"{path}: the section of 'third' is damaged"):
+        checkpoint.read_tensor("third")
+    assert verify(spoiled, quick=True, options=OPTIONS).tensors == 3
+
+
+def test_what_an_open_checkpoint_knows_of_an_index_does_not_hide_damage_from_verify(spoiled):
+    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    checkpoint.index.preload(checkpoint.index.tensors)
+    (path,) = spoiled.glob("index-*")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert len(faults_of(spoiled)) == 1
+
+
+@pytest.mark.parametrize("size", [0, 1, 60, -1])
+def test_a_truncated_index_is_found(spoiled, size):
+    (path,) = spoiled.glob("index-*")
+    data = path.read_bytes()
+    path.write_bytes(data[:size])
+    with pytest.raises(FormatError, match=f"{path} is damaged: it has {len(data[:size])} bytes"):
         Checkpoint.open(spoiled, OPTIONS)
+
+
+def test_an_index_that_shrinks_after_it_was_opened_is_found(spoiled):
+    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    (path,) = spoiled.glob("index-*")
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(FormatError, match=f"{path} is damaged"):
+        checkpoint.read_tensor("first")
+
+
+def test_an_index_that_goes_away_after_it_was_opened_is_named(spoiled):
+    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    (path,) = spoiled.glob("index-*")
+    path.unlink()
+    with pytest.raises(StorageError, match=f"cannot read {path}: No such file"):
+        checkpoint.read_tensor("first")
 
 
 def test_a_missing_index_is_named(spoiled):
