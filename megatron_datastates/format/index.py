@@ -29,6 +29,7 @@ from megatron_datastates.format.tables import (
     decode_section,
     encode_section,
     encode_tables,
+    starts,
 )
 from megatron_datastates.format.values import DTYPE_NAMES, DTYPES, Extent, Fragment
 
@@ -290,12 +291,11 @@ def merge_indexes(parts: Iterable[tuple[Index, int]]) -> Index:
     for dims in np.unique(rows.ndim).tolist():
         mine = order[rows.ndim[order] == dims]
         columns, firsts = rows.columns(mine, dims), np.flatnonzero(np.diff(rows.ids[mine], prepend=-1))
-        ends = np.append(np.cumsum(rows.counts[mine]), 0)[[*(firsts[1:] - 1), len(mine) - 1]].tolist()
-        for row, begin, end in zip(mine[firsts].tolist(), [0, *ends], ends, strict=False):
+        bounds = [*starts(rows.counts[mine])[firsts].tolist(), columns.shape[1]]
+        for row, begin, end in zip(mine[firsts].tolist(), bounds, bounds[1:], strict=False):
             key, dtype, shape = rows.describe(row)
-            tensors[key] = _checked_entry(
-                dtype, shape, columns[:, begin:end], files, key, "the layout of all ranks"
-            )
+            part = columns[:, begin:end]
+            tensors[key] = _checked_entry(dtype, shape, part, files, key, "the layout of all ranks")
     return Index(tensors, objects)
 
 

@@ -38,15 +38,10 @@ def tiles(whole: Sequence[int], offsets: npt.NDArray[np.int64], shapes: npt.NDAr
 
     Args:
         whole: the tensor's shape.
-        offsets, shapes: of the boxes, (n, dimensions). Boxes without elements are nothing.
+        offsets, shapes: of the boxes, (n, dimensions). Corners of a box without elements cancel.
     """
-    full = shapes.all(axis=1)
-    if not full.all():
-        offsets, shapes = offsets[full], shapes[full]
     if 0 in whole:
         return True
-    if len(shapes) == 0:
-        return False
     # On other axes all boxes are alike, and as long as the tensor.
     cut = np.flatnonzero((shapes != np.array(whole, np.int64)).any(axis=0)).tolist()
     size = [whole[axis] for axis in cut]

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from megatron_datastates.errors import CorruptDataError, DataStatesError, FormatError, StorageError
+from megatron_datastates.format.index import index_name
+from megatron_datastates.format.manifest import IndexEntry
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME
+from megatron_datastates.pipeline import load
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.states import OPTIONS, bits, data_files, new_saver, random_tensor, save
@@ -38,8 +44,9 @@ def good(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def spoiled(good, tmp_path) -> Path:
-    """A copy to be damaged."""
+def spoiled(good, tmp_path, monkeypatch) -> Path:
+    """A copy to be damaged. What other tests have read of the same index is forgotten."""
+    monkeypatch.setattr(load, "_decoded", weakref.WeakValueDictionary())
     return Path(shutil.copytree(good, tmp_path / "c"))
 
 
@@ -253,6 +260,17 @@ def test_what_an_open_checkpoint_knows_of_an_index_does_not_hide_damage_from_ver
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert len(faults_of(spoiled)) == 1
+
+
+def test_a_directory_of_another_size_than_the_manifest_says_is_refused(spoiled):
+    manifest = Checkpoint.open(spoiled, OPTIONS).manifest
+    data = (spoiled / manifest.index.name).read_bytes()
+    sha256 = hashlib.sha256(data).hexdigest()
+    entry = IndexEntry(index_name(sha256), len(data), len(data), sha256)
+    (spoiled / entry.name).write_bytes(data)
+    (spoiled / MANIFEST_NAME).write_bytes(msgspec.structs.replace(manifest, index=entry).encode())
+    with pytest.raises(FormatError, match=f"{entry.name} is damaged: its directory"):
+        Checkpoint.open(spoiled, OPTIONS)
 
 
 @pytest.mark.parametrize("size", [0, 1, 60, -1])
