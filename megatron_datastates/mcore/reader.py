@@ -10,19 +10,12 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.checkpoint._nested_dict import set_element  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -32,6 +25,7 @@ from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.mcore import versions
 from megatron_datastates.mcore.dispatch import COMMON_STATE_KEY
+from megatron_datastates.mcore.metadata import Boxes, StoredMetadata
 from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead, torch_dtype
 from megatron_datastates.plan.boxes import cut_box, overlaps_itself
 from megatron_datastates.plan.reads import plan_box
@@ -45,16 +39,18 @@ class DataStatesReader(FileSystemReader):
 
     plans_alone = True  # no rank needs another one's plan
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, boxes: Boxes | None = None) -> None:
+        """Of tensors with `boxes`, metadata tells only the fragments that meet them."""
         super().__init__(checkpoint.directory)
         self.checkpoint = checkpoint
+        self._boxes = boxes or {}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         index = self.checkpoint.index
-        known: dict[str, Any] = {key: _tensor_metadata(entry) for key, entry in index.tensors.items()}
-        known |= {key: BytesStorageMetadata() for key in index.objects if not is_optimizer_map(key)}
+        objects = {key for key in index.objects if not is_optimizer_map(key)}
         if versions.installed().writes_common_file:  # and knows no such key: it would call it unexpected
-            known.pop(COMMON_STATE_KEY, None)
+            objects.discard(COMMON_STATE_KEY)
+        known: Any = StoredMetadata(index, objects, self._boxes)
         return Metadata(known, storage_data={}, storage_meta=StorageMeta(load_id=self.load_id))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -99,15 +95,6 @@ def _hand_over(planner: LoadPlanner, key: str, value: Any) -> None:
         set_element(planner.original_state_dict, planner.mappings[key], value)
     else:
         planner.state_dict[key] = value
-
-
-def _tensor_metadata(entry: TensorEntry) -> TensorStorageMetadata:
-    chunks = [
-        ChunkStorageMetadata(torch.Size(offset), torch.Size(shape))
-        for offset, shape in zip(entry.offsets.tolist(), entry.shapes.tolist(), strict=True)
-    ]
-    properties = TensorProperties(dtype=torch_dtype(entry.dtype))
-    return TensorStorageMetadata(properties, torch.Size(entry.global_shape), chunks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,12 +224,16 @@ def _fits_in_place(target: torch.Tensor, stored: torch.dtype) -> bool:
 
 
 def find_fragment(entry: TensorEntry, index: MetadataIndex) -> int:
-    """The stored fragment that DCP's plan means."""
-    offset = list(index.offset) if index.offset is not None else [0] * len(entry.global_shape)
-    number = index.index
-    if number is not None and number < len(entry.files) and entry.offsets[number].tolist() == offset:
-        return number
-    for number in range(len(entry.files)):
-        if entry.offsets[number].tolist() == offset:
-            return number
-    raise FormatError(f"tensor {index.fqn!r} has no stored fragment at {tuple(offset)}")
+    """The stored fragment that DCP's plan means: the one with elements at that offset.
+
+    The plan's number is the one in the metadata, which may tell only some fragments: no more than a hint.
+    """
+    offset = tuple(index.offset) if index.offset is not None else (0,) * len(entry.global_shape)
+    hint = index.index
+    held = hint is not None and hint < len(entry.files) and entry.file_bytes[hint] > 0
+    if hint is not None and held and tuple(entry.offsets[hint].tolist()) == offset:
+        return hint
+    found = np.flatnonzero((entry.offsets == np.array(offset, np.int64)).all(axis=1))
+    if len(found) == 0:
+        raise FormatError(f"tensor {index.fqn!r} has no stored fragment at {offset}")
+    return int(found[entry.file_bytes[found].argmax()])

@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 import re
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron_datastates.config import Options
-from megatron_datastates.engine.reader import Reader, read_footer, read_small
+from megatron_datastates.engine.reader import Reader, read_footer, read_ranges, read_small
 from megatron_datastates.errors import (
     CorruptDataError,
     FormatError,
@@ -27,8 +28,9 @@ from megatron_datastates.errors import (
     StorageError,
 )
 from megatron_datastates.format.footer import Footer
-from megatron_datastates.format.index import Index
+from megatron_datastates.format.index import Decoded, Index
 from megatron_datastates.format.manifest import FileEntry, Manifest
+from megatron_datastates.format.tables import Directory
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, Extent, is_own_file_name
 from megatron_datastates.plan.boxes import first_overlap
 from megatron_datastates.plan.reads import BoxReads, gather_runs, plan_extent, plan_slice
@@ -36,6 +38,8 @@ from megatron_datastates.providers.objects import deserialize
 
 _FOOTER_THREADS = 8  # a footer is small, and a network file system answers late
 _MOST_NAMED = 4  # of what is corrupt, in one message
+# Of the indexes of open checkpoints, by SHA-256: most checkpoints of a run have the same.
+_decoded: weakref.WeakValueDictionary[str, Decoded] = weakref.WeakValueDictionary()
 
 
 def is_published(directory: str | os.PathLike[str]) -> bool:
@@ -91,8 +95,13 @@ class Checkpoint:
         self._footers: dict[int, Footer] = {}
 
     @classmethod
-    def open(cls, directory: str | os.PathLike[str], options: Options | None = None) -> Checkpoint:
-        """Reads manifest and index, nothing else.
+    def open(
+        cls, directory: str | os.PathLike[str], options: Options | None = None, *, share: bool = True
+    ) -> Checkpoint:
+        """Reads the manifest and the index's directory, nothing else.
+
+        Args:
+            share: what another open checkpoint has read of an index with the same bytes is not read again.
 
         Raises:
             NotACheckpointError: there is no manifest.
@@ -102,10 +111,7 @@ class Checkpoint:
         if not is_published(path):
             raise NotACheckpointError(_why_not(path))
         manifest = Manifest.decode(read_small(path / MANIFEST_NAME), str(path / MANIFEST_NAME))
-        data = read_small(path / manifest.index.name)
-        if len(data) != manifest.index.bytes or hashlib.sha256(data).hexdigest() != manifest.index.sha256:
-            raise FormatError(f"{path / manifest.index.name} is damaged: its size or SHA-256 differs")
-        index = Index.decode(data, str(path / manifest.index.name), len(manifest.files))
+        index = _open_index(path / manifest.index.name, manifest, share)
         return cls(path, manifest, index, options or Options.from_environment())
 
     def file_path(self, file: int) -> Path:
@@ -339,6 +345,20 @@ def _check_identity(manifest: Manifest, entry: FileEntry, footer: Footer, path: 
             f"{path} has a footer of checksum {footer.crc:08x}, its manifest says {entry.footer_crc:08x}: "
             "it was replaced"
         )
+
+
+def _open_index(path: Path, manifest: Manifest, share: bool) -> Index:
+    entry = manifest.index
+    (data,) = read_ranges(path, entry.bytes, [(0, entry.directory_bytes)])
+    if hashlib.sha256(data).hexdigest() != entry.sha256:
+        raise FormatError(f"{path} is damaged: its SHA-256 differs")
+    directory = Directory(data, str(path), entry.bytes)
+    if directory.bytes != entry.directory_bytes:
+        raise FormatError(f"{path} is damaged: its directory has not the size that the manifest says")
+    known = _decoded.setdefault(entry.sha256, Decoded()) if share else Decoded()
+    return Index.from_directory(
+        directory, len(manifest.files), lambda ranges: read_ranges(path, entry.bytes, ranges), known
+    )
 
 
 def _why_not(path: Path) -> str:

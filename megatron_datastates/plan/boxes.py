@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 Offsets = npt.NDArray[np.uint64]
+_PAIRS_AT_A_TIME = 1 << 20  # of boxes that are looked at for a common element
+_MOST_PAIRS = 1 << 24
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -149,9 +151,48 @@ def first_overlap(offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64])
     order = np.argsort(starts[:, axis], kind="stable")
     starts, ends = starts[order], ends[order]
     stops = np.searchsorted(starts[:, axis], ends[:, axis])
-    for i, stop in enumerate(stops.tolist()):
-        low = np.maximum(starts[i], starts[i + 1 : stop])
-        common = (low < np.minimum(ends[i], ends[i + 1 : stop])).all(axis=1)
-        if common.any():
-            return tuple(low[int(common.argmax())].tolist())
+    counts = np.maximum(stops - np.arange(1, len(starts) + 1), 0)
+    pairs = np.cumsum(counts)
+    begin = 0
+    while begin < len(starts):
+        end = int(np.searchsorted(pairs, pairs[begin] + _PAIRS_AT_A_TIME))
+        found = _first_common(starts, ends, begin, counts[begin:end])
+        if found is not None:
+            return found
+        begin = end
     return None
+
+
+def _first_common(
+    starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], begin: int, counts: npt.NDArray[np.int64]
+) -> tuple[int, ...] | None:
+    """An element of box begin + i and one of the counts[i] boxes behind it, for the first such i."""
+    one = np.repeat(np.arange(begin, begin + len(counts)), counts)
+    other = one + 1 + np.arange(len(one)) - np.repeat(np.cumsum(counts) - counts, counts)
+    low = np.maximum(starts[one], starts[other])
+    common = (low < np.minimum(ends[one], ends[other])).all(axis=1)
+    return tuple(low[int(common.argmax())].tolist()) if common.any() else None
+
+
+def boxes_that_meet(
+    offsets: npt.NDArray[np.int64],
+    shapes: npt.NDArray[np.int64],
+    wanted_offsets: npt.NDArray[np.int64],
+    wanted_shapes: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """Which of n boxes have elements in one of m wanted boxes, in order. Of very many, some may have none.
+
+    Args:
+        offsets, shapes: of the boxes, (n, dimensions).
+        wanted_offsets, wanted_shapes: (m, dimensions), m > 0.
+    """
+    ends, wanted_ends = offsets + shapes, wanted_offsets + wanted_shapes
+    inside = (offsets < wanted_ends.max(axis=0)) & (ends > wanted_offsets.min(axis=0)) & (shapes > 0)
+    near = np.flatnonzero(inside.all(axis=1))
+    if len(wanted_offsets) == 1 or len(near) * len(wanted_offsets) > _MOST_PAIRS:
+        return near
+    meets = np.ones((len(wanted_offsets), len(near)), bool)
+    for axis in range(offsets.shape[1]):
+        meets &= offsets[near, axis] < wanted_ends[:, axis, None]
+        meets &= ends[near, axis] > wanted_offsets[:, axis, None]
+    return near[meets.any(axis=0)]
