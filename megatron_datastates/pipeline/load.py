@@ -270,6 +270,12 @@ class Checkpoint:
         self.read(objects.scheduled)
         return objects.values()
 
+    def read_object_bytes(self, key: str) -> bytes:
+        """One of them as it is stored: what torch.save gave."""
+        objects = self.plan_objects([key])
+        self.read(objects.scheduled)
+        return objects.buffers[key].tobytes()
+
     def plan_objects(self, keys: Iterable[str]) -> ObjectReads:
         """The reads of `read_objects`, and what it raises but for what is not plain data."""
         files = {key: self._object_file(key) for key in keys}
