@@ -96,12 +96,12 @@ class Checkpoint:
 
     @classmethod
     def open(
-        cls, directory: str | os.PathLike[str], options: Options | None = None, *, share: bool = True
+        cls, directory: str | os.PathLike[str], options: Options | None = None, *, reuse: bool = True
     ) -> Checkpoint:
         """Reads the manifest and the index's directory, nothing else.
 
         Args:
-            share: what another open checkpoint has read of an index with the same bytes is not read again.
+            reuse: what another open checkpoint has read of an index with the same bytes is not read again.
 
         Raises:
             NotACheckpointError: there is no manifest.
@@ -111,7 +111,7 @@ class Checkpoint:
         if not is_published(path):
             raise NotACheckpointError(_why_not(path))
         manifest = Manifest.decode(read_small(path / MANIFEST_NAME), str(path / MANIFEST_NAME))
-        index = _open_index(path / manifest.index.name, manifest, share)
+        index = _open_index(path / manifest.index.name, manifest, reuse)
         return cls(path, manifest, index, options or Options.from_environment())
 
     def file_path(self, file: int) -> Path:
@@ -353,7 +353,7 @@ def _check_identity(manifest: Manifest, entry: FileEntry, footer: Footer, path: 
         )
 
 
-def _open_index(path: Path, manifest: Manifest, share: bool) -> Index:
+def _open_index(path: Path, manifest: Manifest, reuse: bool) -> Index:
     entry = manifest.index
     (data,) = read_ranges(path, entry.bytes, [(0, entry.directory_bytes)])
     if hashlib.sha256(data).hexdigest() != entry.sha256:
@@ -361,7 +361,7 @@ def _open_index(path: Path, manifest: Manifest, share: bool) -> Index:
     directory = Directory(data, str(path), entry.bytes)
     if directory.bytes != entry.directory_bytes:
         raise FormatError(f"{path} is damaged: its directory has not the size that the manifest says")
-    known = _decoded.setdefault(entry.sha256, Decoded()) if share else Decoded()
+    known = _decoded.setdefault(entry.sha256, Decoded()) if reuse else Decoded()
     return Index.from_directory(
         directory, len(manifest.files), lambda ranges: read_ranges(path, entry.bytes, ranges), known
     )

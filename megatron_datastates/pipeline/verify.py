@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 
@@ -55,16 +55,18 @@ def verify(
         DataStatesError: the manifest or the index cannot be used at all.
     """
     options = dataclasses.replace(options or Options.from_environment(), checksums=True)
-    checkpoint = Checkpoint.open(directory, options, share=False)
+    checkpoint = Checkpoint.open(directory, options, reuse=False)
     verdict = Verdict(
         len(checkpoint.manifest.files), len(checkpoint.index.tensors), len(checkpoint.index.objects)
     )
     nth, shares = share
     usable = [file for file in range(nth, verdict.files, shares) if _check_file(checkpoint, file, verdict)]
-    entries = _read_entries(checkpoint.index, verdict)
+    keys = list(checkpoint.index.tensors)[nth::shares]
+    entries = _read_entries(checkpoint.index, keys, verdict)
     _check_extents(checkpoint, entries, usable, verdict)
-    for key in list(entries)[nth::shares]:
-        verdict.faults += coverage_faults(key, entries[key])
+    for key in keys:
+        if key in entries:
+            verdict.faults += coverage_faults(key, entries[key])
     for other in checkpoint.manifest.others[nth::shares]:
         _check_other(checkpoint, other.name, verdict)
     reader = Reader(options)
@@ -89,16 +91,17 @@ def _check_file(checkpoint: Checkpoint, file: int, verdict: Verdict) -> bool:
     return True
 
 
-def _read_entries(index: Index, verdict: Verdict) -> dict[str, TensorEntry]:
-    """All that can be read."""
+def _read_entries(index: Index, told: Collection[str], verdict: Verdict) -> dict[str, TensorEntry]:
+    """All that can be read. What is wrong with the others is told of these keys."""
     with contextlib.suppress(DataStatesError):  # told below, with what else there is
         index.preload(index.tensors)
-    entries = {}
+    entries, mine = {}, set(told)
     for key in index.tensors:
         try:
             entries[key] = index.tensors[key]
         except DataStatesError as error:
-            verdict.faults.append(str(error))
+            if key in mine:
+                verdict.faults.append(str(error))
     return entries
 
 

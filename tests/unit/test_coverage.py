@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_datastates.format.values import Fragment
+from megatron_datastates.plan import boxes as boxes_module
 from megatron_datastates.plan import coverage
 from megatron_datastates.plan.boxes import boxes_that_meet
 from megatron_datastates.plan.coverage import coverage_faults, tiles
@@ -141,3 +142,13 @@ def test_boxes_that_meet_are_those_with_common_elements(drawn, data):
     found = boxes_that_meet(*columns(whole, boxes), *columns(whole, wanted)).tolist()
     both = counted(whole, wanted) > 0
     assert found == [n for n, box in enumerate(boxes) if (both & (counted(whole, [box]) > 0)).any()]
+
+
+def test_boxes_between_the_wanted_ones_are_left_out_unless_there_are_very_many(monkeypatch):
+    whole, boxes = grid([0, 1, 2, 3], [0, 4, 8, 12])
+    wanted = [((0, 0), (1, 5)), ((2, 9), (1, 1))]
+    found = boxes_that_meet(*columns(whole, boxes), *columns(whole, wanted))
+    assert found.tolist() == [0, 1, 8]
+    monkeypatch.setattr(boxes_module, "_MOST_PAIRS", 1)
+    near = boxes_that_meet(*columns(whole, boxes), *columns(whole, wanted))
+    assert near.tolist() == list(range(9))

@@ -253,6 +253,14 @@ def test_a_damaged_part_of_the_index_spoils_its_own_tensor_only(spoiled):
     assert verify(spoiled, quick=True, options=OPTIONS).tensors == 3
 
 
+def test_of_shares_of_a_verify_only_one_tells_of_a_damaged_part_of_the_index(spoiled):
+    (path,) = spoiled.glob("index-*")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    told = [verify(spoiled, quick=True, share=(n, 3), options=OPTIONS).faults for n in range(3)]
+    assert sorted(map(len, told)) == [0, 0, 1]
+
+
 def test_what_an_open_checkpoint_knows_of_an_index_does_not_hide_damage_from_verify(spoiled):
     checkpoint = Checkpoint.open(spoiled, OPTIONS)
     checkpoint.index.preload(checkpoint.index.tensors)

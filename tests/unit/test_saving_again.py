@@ -95,7 +95,7 @@ def test_of_an_index_that_is_open_nothing_is_read_and_decoded_again(saver, tmp_p
     monkeypatch.setattr(second.index.tensors, "read", None)
     assert all(second.index.tensor(key) is entry for key, entry in entries.items())
     assert stored(tmp_path / "1") == wanted(fresh(1))
-    alone = Checkpoint.open(tmp_path / "1", OPTIONS, share=False)
+    alone = Checkpoint.open(tmp_path / "1", OPTIONS, reuse=False)
     assert all(alone.index.tensor(key) is not entry for key, entry in entries.items())
 
 
