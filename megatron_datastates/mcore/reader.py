@@ -229,7 +229,7 @@ def _fits_in_place(target: torch.Tensor, stored: torch.dtype) -> bool:
         and target.layout is torch.strided
         and not (target.is_conj() or target.is_neg())
         and (is_on_current_device(target) if _is_on_device(target) else target.device.type == "cpu")
-        and not overlaps_itself(target.shape, target.stride())
+        and (target.is_contiguous() or not overlaps_itself(target.shape, target.stride()))
     )
 
 
