@@ -371,7 +371,7 @@ HUGE = (1 << 64) - 8
         (Request(HUGE, 16, 0), "leaves the"),
         (Request(16, HUGE, 0), "leaves the"),
         (Request(0, 10, 0, pieces=3, file_step=len(DATA) // 2), "leaves the"),
-        (Request(0, 10, 0, pieces=1 << 33, file_step=1 << 33), "leaves the"),
+        (Request(0, 10, 0, pieces=(1 << 32) + 1, file_step=1 << 32), "leaves the"),
         (Request(0, 10, 0, pieces=HUGE, file_step=10), "leaves the"),
         (Request(0, 10, 0, pieces=2, file_step=9), "overlaps itself"),
         (Request(0, 1, 0, file=1), "file 1, which is none of the 1"),
