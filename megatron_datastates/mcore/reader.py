@@ -63,17 +63,15 @@ class DataStatesReader(FileSystemReader):
         boxes = [_Box.of(item, self.checkpoint) for item in plan.items if item.type is LoadItemType.TENSOR]
         self.checkpoint.require({box.file for box in boxes})
         stored = self.checkpoint.plan_objects({item.storage_index.fqn for item in objects})
-        in_place = [box.resolved(planner) for box in boxes if not box.is_detour(planner)]
-        in_place = [transfer for transfer in in_place if transfer.memory is not None]
+        in_place, others = _resolve_in_place(boxes, planner)
         self.checkpoint.read([*stored.scheduled, *(transfer.scheduled() for transfer in in_place)], reader)
         values = stored.values()
         for item in objects:
             _hand_over(planner, item.dest_index.fqn, values[item.storage_index.fqn])
         for transfer in in_place:
             transfer.complete(planner)
-        done_boxes = {id(transfer.box) for transfer in in_place}
-        rest = sorted((box for box in boxes if id(box) not in done_boxes), key=lambda box: box.place)
-        for group in _groups(transfer for box in rest for transfer in box.resolved(planner).parts()):
+        others.sort(key=lambda box: box.place)
+        for group in _groups(transfer for box in others for transfer in box.resolved(planner).parts()):
             self._read_group(group, planner, reader)
         done: Future[None] = Future()
         done.set_result(None)
@@ -189,6 +187,18 @@ class _Transfer:
             planner.commit_tensor(self.box.item, self.whole)
 
 
+def _resolve_in_place(boxes: Iterable[_Box], planner: LoadPlanner) -> tuple[list[_Transfer], list[_Box]]:
+    """Those whose targets native code can write to, and the others, unresolved."""
+    in_place, others = [], []
+    for box in boxes:
+        transfer = None if box.is_detour(planner) else box.resolved(planner)
+        if transfer is not None and transfer.memory is not None:
+            in_place.append(transfer)
+        else:
+            others.append(box)
+    return in_place, others
+
+
 def _groups(transfers: Iterable[_Transfer]) -> Iterator[list[_Transfer]]:
     """As many at a time as have temporaries of _TEMPORARY_BYTES, or one."""
     group: list[_Transfer] = []
@@ -219,7 +229,7 @@ def _fits_in_place(target: torch.Tensor, stored: torch.dtype) -> bool:
         and target.layout is torch.strided
         and not (target.is_conj() or target.is_neg())
         and (is_on_current_device(target) if _is_on_device(target) else target.device.type == "cpu")
-        and not overlaps_itself(target.shape, target.stride())
+        and (target.is_contiguous() or not overlaps_itself(target.shape, target.stride()))
     )
 
 
