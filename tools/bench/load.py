@@ -26,9 +26,10 @@ from load_ranks import LAYER_BYTES, Job, Sharding, Told, World
 from rich.console import Console
 from rounds import Bar, in_turns, median, print_bars, spread
 
-POOL_BYTES = 32 << 20
+from megatron_datastates.config import GIB, MIB, Options
+from megatron_datastates.engine.reader import SLOT_BYTES
 
-GIB, MIB = 1 << 30, 1 << 20
+POOL_BYTES = Options().read_threads * SLOT_BYTES
 FORMATS = ("datastates", "torch_dist")
 Result = dict[str, Any]
 notes = Console(stderr=True)

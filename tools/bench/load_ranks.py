@@ -153,8 +153,6 @@ def _save(job: Job) -> Told:
 def _load(job: Job) -> Told:
     from megatron.core import dist_checkpointing
 
-    from megatron_datastates.mcore import dispatch
-
     state = make_state(job.sharding, job.layers)
     targets = list(_tensors(state))
     for tensor in targets:
@@ -169,9 +167,18 @@ def _load(job: Job) -> Told:
     if job.check:
         for tensor in targets:
             _check(tensor)
-    read = sum(opened.bytes_read for opened in dispatch._opened.values() if dispatch.is_ours(job.directory))
-    dispatch._opened.clear()  # `bytes_read` of the next load begins at zero
-    return Told(seconds, _bytes(state), peak, read)
+    return Told(seconds, _bytes(state), peak, _take_bytes_read(job.directory))
+
+
+def _take_bytes_read(directory: str) -> int:
+    """What loads of it have read from disk; it counts from zero again."""
+    from megatron_datastates.mcore import dispatch
+
+    if not dispatch.is_ours(directory):
+        return 0
+    checkpoint = dispatch.open_checkpoint(directory)  # the one that was loaded from is still open
+    read, checkpoint.bytes_read = checkpoint.bytes_read, 0
+    return read
 
 
 # -- states ---------------------------------------------------------------------------------------------
