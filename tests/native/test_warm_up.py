@@ -139,6 +139,6 @@ def test_a_missing_driver_is_no_trouble_before_a_save_needs_it(
     FENCE.wait("a step")
     publication = saver.start(tmp_path / "c", device_state())
     assert publication.wait() is Outcome.FAILED
-    assert "a tensor on a GPU cannot be saved without it" in str(publication.error)
+    assert "a tensor on a GPU cannot be saved or loaded without it" in str(publication.error)
     assert "page-locked" not in caplog.text
     saver.close()
