@@ -410,7 +410,7 @@ def run(
             notes.print_json(json.dumps({part: results[part]}))
     results["bars"] = [bar.plain() for bar in bars]
     if bars:
-        _print(bars)
+        print_bars(bars)
     if out is not None:
         out.write_text(json.dumps(results, indent=1) + "\n")
 
@@ -422,7 +422,7 @@ def _defaults() -> dict[str, Any]:
     }
 
 
-def _print(bars: Sequence[Bar]) -> None:
+def print_bars(bars: Sequence[Bar]) -> None:
     table = Table("figure", "measured", "bar", "")
     for bar in bars:
         sign = ">=" if bar.at_least else "<="
