@@ -29,7 +29,8 @@ from rich.table import Table
 from scale_states import Model, Parallel
 
 # Measures in their order, and what one needs of those before it, in the folder of its layout.
-NEEDS = {"plan": ".", "commit": "ranks.json", "load": "checkpoint", "reshard": "checkpoint"}
+NEEDS = {"plan": ".", "commit": "ranks.json"}
+NEEDS |= dict.fromkeys(("load", "load_traced", "reshard", "reshard_traced"), "checkpoint")
 LARGEST = 16_384  # ranks, which the bars are about
 Result = dict[str, Any]
 notes = Console(stderr=True)

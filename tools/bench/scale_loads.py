@@ -1,7 +1,7 @@
 """One rank's load, up to its plan: what Megatron asks for, and what DCP's planner makes of our metadata.
 
-What belongs here: building a rank's request as Megatron's load does, and planning it with Megatron's planner
-and our reader. No data is read, and the tensors to load into are never touched, so they take no memory.
+What belongs here: building a rank's request, and Megatron's load of it through our hooks until data would be
+read. The tensors to load into are never touched, so they take no memory.
 """
 
 from __future__ import annotations
@@ -14,25 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
+from megatron.core.dist_checkpointing.strategies import torch as strategies
 from scale_states import Group, Model, Parallel
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_datastates.mcore.reader import DataStatesReader
 from megatron_datastates.pipeline.load import Checkpoint
-
-
-class Request:
-    """What one rank asks for: the state dict that DCP is given, and Megatron's tensors for shape checks."""
-
-    def __init__(self, items: list[ShardedTensor | ShardedObject]) -> None:
-        self.tensors = [item for item in items if isinstance(item, ShardedTensor)]
-        grouped, _, _ = _replace_state_dict_keys_with_sharded_keys({str(i): x for i, x in enumerate(items)})
-        self.state = mcore_to_pyt_state_dict(grouped, is_loading=True)
 
 
 def enter_world(rank: int, ranks: int) -> None:
@@ -40,14 +29,14 @@ def enter_world(rank: int, ranks: int) -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
 
 
-def request_of(model: Model, parallel: Parallel, *, with_optimizer: bool) -> Request:
+def request_of(model: Model, parallel: Parallel, *, with_optimizer: bool) -> dict[str, Any]:
     """All that rank 0 of this layout loads; without the optimizer, the model's tensors only."""
     group = Group(model, parallel, tp=0, pp=0)
     items: list[ShardedTensor | ShardedObject] = list(_weights(group))
     if with_optimizer:
         items += _optimizer(group)
         items += [ShardedObject.empty_from_unique_key(key) for key in group.objects(0)]
-    return Request(items)
+    return {str(number): item for number, item in enumerate(items)}
 
 
 def _weights(group: Group) -> Iterator[ShardedTensor]:
@@ -75,28 +64,52 @@ def _optimizer(group: Group) -> Iterator[ShardedTensor]:
             )
 
 
-def plan_load(directory: Path, request: Request) -> dict[str, Any]:
-    """As torch.distributed.checkpoint.load does in a load of Megatron's, up to the plan of the reads."""
+class _PlannedError(Exception):
+    """Ends a load where data would be read."""
+
+
+class Stages:
+    """Seconds that calls of some functions took, which it replaces."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def watch(self, owner: Any, name: str, stage: str) -> None:
+        original = getattr(owner, name)
+
+        def timed(*args: Any, **options: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return original(*args, **options)
+            finally:
+                took = time.perf_counter() - begin
+                self.seconds[stage] = self.seconds.get(stage, 0.0) + took
+
+        setattr(owner, name, timed)
+
+
+def plan_load(directory: Path, request: dict[str, Any]) -> dict[str, Any]:
+    """Loads with Megatron's strategy and our hooks, up to the call that would read data. Once in a process.
+
+    Megatron's own work on the request, before it asks for metadata, is told apart and not counted.
+    """
+    stages, facts = Stages(), {}
+    stages.watch(strategies, "mcore_to_pyt_state_dict", "request")
+    stages.watch(Checkpoint, "open", "open")
+    stages.watch(DataStatesReader, "read_metadata", "metadata")
+    stages.watch(strategies.MCoreLoadPlanner, "create_local_plan", "plan")
+
+    def read_data(reader: DataStatesReader, plan: LoadPlan, planner: LoadPlanner) -> None:
+        facts["seconds"] = time.perf_counter() - begin - stages.seconds["request"]
+        facts["reads"] = len(plan.items)
+        raise _PlannedError
+
+    DataStatesReader.read_data = read_data  # type: ignore[assignment,method-assign]
     begin = time.perf_counter()
-    checkpoint = Checkpoint.open(directory)
-    opened = time.perf_counter()
-    reader = DataStatesReader(checkpoint)
-    metadata = reader.read_metadata()
-    known = time.perf_counter()
-    planner = MCoreLoadPlanner(
-        shapes_validation_sharded_tensors=request.tensors,
-        flatten_state_dict=False,
-        flatten_sharded_tensors=False,
-    )
-    planner.set_up_planner(request.state, metadata, is_coordinator=False)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    end = time.perf_counter()
-    return {
-        "open_seconds": round(opened - begin, 4),
-        "metadata_seconds": round(known - opened, 4),
-        "plan_seconds": round(end - known, 4),
-        "seconds": round(end - begin, 4),
-        "requested": len(request.tensors),
-        "reads": len(plan.items),
-    }
+    try:
+        strategies.TorchDistLoadShardedStrategy().load(request, directory)
+    except CheckpointException:
+        if "seconds" not in facts:
+            raise
+    facts |= {f"{stage}_seconds": seconds for stage, seconds in stages.seconds.items()}
+    return {name: round(value, 4) for name, value in facts.items()} | {"requested": len(request)}

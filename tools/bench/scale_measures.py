@@ -143,7 +143,6 @@ def measure_commit(model: Model, parallel: Parallel, folder: Path, tell: Tell) -
         facts["merge_seconds"] = round(timed(lambda: store.merged(records)), 4)
     gc.collect()
     facts["kept_mib"] = round((_status_bytes("VmRSS") - before) / MIB, 1)
-    facts["merged_index_bytes"] = len(store.merged(records))
     tell(facts)
     encoded = [record.encode() for record in records]
     took = []
@@ -156,6 +155,8 @@ def measure_commit(model: Model, parallel: Parallel, folder: Path, tell: Tell) -
     facts["cached_seconds"] = round(statistics.median(took), 4)
     facts["cached_spread_seconds"] = [round(min(took), 4), round(max(took), 4)]
     facts["manifest_bytes"] = (folder / "checkpoint" / MANIFEST_NAME).stat().st_size
+    (index,) = (folder / "checkpoint").glob("index-*")
+    facts["merged_index_bytes"] = index.stat().st_size
     tell(facts)
     store = LayoutStore()
 
@@ -207,34 +208,33 @@ def _publish(store: LayoutStore, encoded: Sequence[bytes], directory: Path, ordi
 # -- load -------------------------------------------------------------------------------------------------
 
 
-def measure_load(model: Model, parallel: Parallel, folder: Path, tell: Tell) -> None:
-    """What rank 0 does before it reads the first byte of data, for all that it saved."""
-    _measure_load(model, parallel, folder, tell, with_optimizer=True)
-
-
-def measure_reshard(model: Model, parallel: Parallel, folder: Path, tell: Tell) -> None:
-    """The same for the model alone, with twice the tensor-parallel size."""
-    other = dataclasses.replace(parallel, tp=2 * parallel.tp, dp=max(parallel.dp // 2, 1))
-    _measure_load(model, other, folder, tell, with_optimizer=False)
-
-
-def _measure_load(
-    model: Model, parallel: Parallel, folder: Path, tell: Tell, *, with_optimizer: bool
+def measure_load(
+    model: Model, parallel: Parallel, folder: Path, tell: Tell, *, reshard: bool = False, trace: bool = False
 ) -> None:
+    """What rank 0 does before it reads the first byte of data, for all that it saved.
+
+    Or, to `reshard`: for the model alone, with twice the tensor-parallel size.
+    """
+    if reshard:
+        parallel = dataclasses.replace(parallel, tp=2 * parallel.tp, dp=max(parallel.dp // 2, 1))
     enter_world(0, parallel.ranks)
-    request = request_of(model, parallel, with_optimizer=with_optimizer)
+    request = request_of(model, parallel, with_optimizer=not reshard)
     facts: Facts = {}
-    with resident_growth(facts, "peak_mib"):
-        facts |= plan_load(folder / "checkpoint", request)
+    if trace:  # apart: it takes time, and what a process has opened it remembers
+        facts["mib"] = traced_mib(lambda: plan_load(folder / "checkpoint", request))
+    else:
+        with resident_growth(facts, "peak_mib"):
+            facts |= plan_load(folder / "checkpoint", request)
     tell(facts)
-    tell({"traced_mib": traced_mib(lambda: plan_load(folder / "checkpoint", request))})
 
 
 MEASURES = {
     "plan": measure_plan,
     "commit": measure_commit,
     "load": measure_load,
-    "reshard": measure_reshard,
+    "load_traced": functools.partial(measure_load, trace=True),
+    "reshard": functools.partial(measure_load, reshard=True),
+    "reshard_traced": functools.partial(measure_load, reshard=True, trace=True),
 }
 
 
