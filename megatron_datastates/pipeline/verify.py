@@ -10,14 +10,15 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from megatron_datastates.config import Options
-from megatron_datastates.engine.reader import read_header, read_pieces
+from megatron_datastates.engine.reader import Reader, read_header
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.tables import Words
-from megatron_datastates.format.values import BLOCK_BYTES
+from megatron_datastates.format.values import BLOCK_BYTES, Extent
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.plan.coverage import coverage_faults
+from megatron_datastates.plan.reads import gather_runs, plan_extent
 
 _STEP_BYTES = 64 * BLOCK_BYTES  # read at a time
 
@@ -62,8 +63,9 @@ def verify(
         verdict.faults += coverage_faults(key, entry)
     for other in checkpoint.manifest.others:
         _check_other(checkpoint, other.name, verdict)
+    reader = Reader(options)
     for file in usable if not quick else []:
-        _check_data(checkpoint, file, verdict, progress, options)
+        _check_data(checkpoint, file, verdict, progress, reader)
     return verdict
 
 
@@ -149,7 +151,7 @@ def _check_other(checkpoint: Checkpoint, name: str, verdict: Verdict) -> None:
 
 
 def _check_data(
-    checkpoint: Checkpoint, file: int, verdict: Verdict, progress: Callable[[int], None], options: Options
+    checkpoint: Checkpoint, file: int, verdict: Verdict, progress: Callable[[int], None], reader: Reader
 ) -> None:
     footer = checkpoint.footer(file)
     if not footer.block_checksums:
@@ -157,31 +159,25 @@ def _check_data(
         return
     sink = np.empty(min(_STEP_BYTES, footer.data_bytes), np.uint8)
     for start in range(0, footer.data_bytes, _STEP_BYTES):
-        size = min(_STEP_BYTES, footer.data_bytes - start)
-        if not _check_stretch(checkpoint, file, start, size, sink, verdict, options):
+        stretch = Extent(file, start, min(_STEP_BYTES, footer.data_bytes - start))
+        if not _check_stretch(checkpoint, stretch, sink, verdict, reader):
             return
-        verdict.bytes_checked += size
-        progress(size)
+        verdict.bytes_checked += stretch.bytes
+        progress(stretch.bytes)
 
 
 def _check_stretch(
-    checkpoint: Checkpoint,
-    file: int,
-    start: int,
-    size: int,
-    sink: np.ndarray,
-    verdict: Verdict,
-    options: Options,
+    checkpoint: Checkpoint, stretch: Extent, sink: np.ndarray, verdict: Verdict, reader: Reader
 ) -> bool:
-    one = [np.array([value], np.uint64) for value in (start, size, sink.ctypes.data)]
-    path = checkpoint.file_path(file)
+    path = checkpoint.file_path(stretch.file)
+    runs = gather_runs([plan_extent(dataclasses.replace(stretch, file=0))], [sink.ctypes.data], [False])
     try:
-        outcome = read_pieces(path, checkpoint.footer(file), one[0], one[1], one[2], options)
+        outcome = reader.read([(path, checkpoint.footer(stretch.file))], runs)
     except DataStatesError as error:
         verdict.faults.append(str(error))
         return False
-    for block in outcome.bad_blocks:
-        keys = ", ".join(checkpoint.keys_in_blocks(file, [block])[:4]) or "no tensor"
+    for _, block in outcome.bad_blocks:
+        keys = ", ".join(checkpoint.keys_in_blocks(stretch.file, [block])[:4]) or "no tensor"
         verdict.faults.append(
             f"{path}: the block at byte offset {block * BLOCK_BYTES} is corrupt; it holds data of {keys}"
         )

@@ -13,7 +13,7 @@ import pytest
 
 import megatron_datastates.format as package
 from megatron_datastates.engine.native import crc32c
-from megatron_datastates.format import footer, header, index, manifest, tables, values
+from megatron_datastates.format import footer, header, index, manifest, optimizer_map, tables, values
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS, KNOWN_INCOMPATIBLE
 
 TEXT = (Path(package.__file__).parent / "FORMAT.md").read_text()
@@ -108,6 +108,21 @@ def test_the_manifests_defaults_are_the_codes():
         if default:
             value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
             assert msgspec.json.encode(value).decode() == default
+
+
+def test_the_optimizer_maps_fields_are_the_codes():
+    documented = [tuple(cell.strip("`") for cell in row[:2]) for row in rows_under("Optimizer map")]
+    kinds = (
+        optimizer_map.OptimizerMap,
+        optimizer_map.Bucket,
+        optimizer_map.Parameter,
+        optimizer_map.ParameterShard,
+    )
+    assert documented == [(kind.__name__, field) for kind in kinds for field in kind.__struct_fields__]
+    assert f"of the map: {optimizer_map.MAP_FORMAT_VERSION} |" in TEXT
+    assert f"`.{values.OPTIMIZER_MAP_NAME}/shard_0_1`" in TEXT
+    assert values.is_optimizer_map(f"x.{values.OPTIMIZER_MAP_NAME}/shard_0_1")
+    assert not values.is_optimizer_map("x.optimizer/shard_0_1")
 
 
 def test_feature_bits_are_the_codes():
