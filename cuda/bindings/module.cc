@@ -1,39 +1,26 @@
 // The Python face of the engine: parse, release the GIL, call. Nothing is decided here.
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
-#include <cstring>
 #include <limits>
 
+#include "bindings/arrays.h"
 #include "bindings/exchange.h"
+#include "bindings/reader.h"
 #include "engine/crc32c.h"
 #include "engine/engine.h"
-#include "engine/reader.h"
 #include "os/aligned.h"
 #include "os/fork.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
+using namespace nanobind::literals;
 
 namespace datastates {
 namespace {
 
-using Words = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Flags = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-constexpr uint8_t kEagerFlag = 1;
-constexpr uint8_t kDeviceFlag = 2;
 constexpr double kSliceSeconds = 0.1;  // of a wait that is not the caller's to cut
-
-void CheckLengths(std::initializer_list<size_t> lengths) {
-  for (size_t length : lengths) {
-    if (length != *lengths.begin()) throw nb::value_error("the arrays that describe runs differ in length");
-  }
-}
 
 // One element a run, as in Run.
 struct RunArrays {
@@ -225,29 +212,6 @@ void BindJob(nb::module_& module) {
         const std::vector<uint32_t> blocks = self.BlockChecksums();
         return nb::bytes(reinterpret_cast<const char*>(blocks.data()), blocks.size() * sizeof(uint32_t));
       });
-}
-
-void BindReader(nb::module_& module) {
-  module.def(
-      "read_pieces",
-      [](const std::string& path, uint64_t data_bytes, const Words& offsets, const Words& bytes,
-         const Words& targets, nb::bytes checksums, bool direct, int threads, size_t buffer_bytes,
-         const std::string& faults) {
-        CheckLengths({offsets.size(), bytes.size(), targets.size()});
-        std::vector<Piece> pieces(offsets.size());
-        for (size_t i = 0; i < pieces.size(); ++i) pieces[i] = {offsets(i), bytes(i), targets(i)};
-        std::vector<uint32_t> blocks(checksums.size() / sizeof(uint32_t));
-        if (!blocks.empty()) std::memcpy(blocks.data(), checksums.c_str(), blocks.size() * sizeof(uint32_t));
-        ReadResult result;
-        {
-          nb::gil_scoped_release release;
-          result = ReadPieces(path, data_bytes, std::move(pieces), blocks,
-                              {direct, threads, buffer_bytes, faults});
-        }
-        return nb::make_tuple(result.bytes_read, result.bad_blocks, result.error);
-      },
-      nb::kw_only(), "path"_a, "data_bytes"_a, "offsets"_a, "bytes"_a, "targets"_a, "checksums"_a, "direct"_a,
-      "threads"_a, "buffer_bytes"_a, "faults"_a);
 }
 
 }  // namespace

@@ -32,6 +32,17 @@ void DeviceCopier::CopyPieces(uint8_t* target, CuPointer source, size_t bytes, s
   for (size_t i = 0; i < pieces; ++i) Copy(target + i * bytes, source + i * step_bytes, bytes);
 }
 
+void DeviceCopier::CopyToDevice(CuPointer target, size_t target_step, const uint8_t* source,
+                                size_t source_step, size_t bytes, size_t pieces) {
+  const auto fits = [bytes](size_t pitch) { return pitch >= bytes && pitch <= Driver::kMostPitch; };
+  if (pieces > 1 && fits(target_step) && fits(source_step)) {
+    return driver_->CopyRowsToDevice(target, target_step, source, source_step, bytes, pieces, stream_);
+  }
+  for (size_t i = 0; i < pieces; ++i) {
+    driver_->CopyToDevice(target + i * target_step, source + i * source_step, bytes, stream_);
+  }
+}
+
 std::shared_ptr<Event> DeviceCopier::Record() {
   auto event = std::make_shared<Event>(driver_, context_);
   driver_->Record(event->get(), stream_);

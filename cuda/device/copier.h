@@ -1,4 +1,4 @@
-// Copies from one device to host memory on a stream of our own, ordered behind the trainer's.
+// Copies between one device and host memory on a stream of our own, ordered behind the trainer's.
 #pragma once
 
 #include <memory>
@@ -49,6 +49,9 @@ class DeviceCopier {
   }
   // `pieces` of `bytes`, `step_bytes` apart on the device, one behind the other: in one call if it can be.
   void CopyPieces(uint8_t* target, CuPointer source, size_t bytes, size_t step_bytes, size_t pieces);
+  // `pieces` of `bytes`, `source_step` apart in host memory, to pieces `target_step` apart on the device.
+  void CopyToDevice(CuPointer target, size_t target_step, const uint8_t* source, size_t source_step,
+                    size_t bytes, size_t pieces);
   std::shared_ptr<Event> Record();
   void Wait(const Event& event) const { driver_->Synchronize(event.get()); }
 

@@ -53,6 +53,7 @@ struct Driver::Table {
   int (*event_query)(CuEvent);
   int (*event_synchronize)(CuEvent);
   int (*copy_to_host)(void*, CuPointer, size_t, CuStream);
+  int (*copy_to_device)(CuPointer, const void*, size_t, CuStream);
   int (*copy_rows)(const CopyOfRows*, CuStream);
   int (*host_register)(void*, size_t, unsigned);
   int (*host_unregister)(void*);
@@ -71,7 +72,7 @@ std::shared_ptr<Driver> Driver::Open(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     throw Failure("open the CUDA driver", path, 0,
-                  std::string(dlerror()) + "; a tensor on a GPU cannot be saved without it");
+                  std::string(dlerror()) + "; a tensor on a GPU cannot be saved or loaded without it");
   }
   auto table = std::make_unique<Table>();
   table->lookup = reinterpret_cast<GetProcAddress>(dlsym(library, "cuGetProcAddress_v2"));
@@ -95,6 +96,7 @@ std::shared_ptr<Driver> Driver::Open(const std::string& path) {
   table->Load("cuEventQuery", &table->event_query);
   table->Load("cuEventSynchronize", &table->event_synchronize);
   table->Load("cuMemcpyDtoHAsync", &table->copy_to_host);
+  table->Load("cuMemcpyHtoDAsync", &table->copy_to_device);
   table->Load("cuMemcpy2DAsync", &table->copy_rows);
   table->Load("cuMemHostRegister", &table->host_register);
   table->Load("cuMemHostUnregister", &table->host_unregister);
@@ -118,7 +120,7 @@ CuContext Driver::CurrentContext() const {
   Check(table_->context_get(&context), "cuCtxGetCurrent");
   if (context == nullptr) {
     throw Failure("cuCtxGetCurrent", "", 0,
-                  "this thread has no CUDA context: save from the thread that trains");
+                  "this thread has no CUDA context: save and load from the thread that trains");
   }
   return context;
 }
@@ -200,6 +202,24 @@ void Driver::CopyRowsToHost(void* target, CuPointer source, size_t row_bytes, si
   copy.target.memory = kMemoryHost;
   copy.target.host = target;
   copy.target.pitch = row_bytes;
+  copy.row_bytes = row_bytes;
+  copy.rows = rows;
+  Check(table_->copy_rows(&copy, stream), "cuMemcpy2DAsync");
+}
+
+void Driver::CopyToDevice(CuPointer target, const void* source, size_t bytes, CuStream stream) const {
+  Check(table_->copy_to_device(target, source, bytes, stream), "cuMemcpyHtoDAsync");
+}
+
+void Driver::CopyRowsToDevice(CuPointer target, size_t target_pitch, const void* source, size_t source_pitch,
+                              size_t row_bytes, size_t rows, CuStream stream) const {
+  CopyOfRows copy{};
+  copy.source.memory = kMemoryHost;
+  copy.source.host = source;
+  copy.source.pitch = source_pitch;
+  copy.target.memory = kMemoryDevice;
+  copy.target.device = target;
+  copy.target.pitch = target_pitch;
   copy.row_bytes = row_bytes;
   copy.rows = rows;
   Check(table_->copy_rows(&copy, stream), "cuMemcpy2DAsync");

@@ -1,8 +1,8 @@
 // The CUDA driver, opened at run time: one build of this library runs with and without a GPU.
 //
 // Every function is asked for with the signature of one named CUDA version (cuGetProcAddress), because
-// the newest signatures differ between 12.8 and 13.0. Only what saving needs is here. Constants are
-// those of cuda.h.
+// the newest signatures differ between 12.8 and 13.0. Only what saving and loading need is here. Constants
+// are those of cuda.h.
 #pragma once
 
 #include <cstddef>
@@ -47,6 +47,10 @@ class Driver {
   // `rows` of `row_bytes`, `pitch` apart on the device, become contiguous. row_bytes <= pitch <= kMostPitch.
   void CopyRowsToHost(void* target, CuPointer source, size_t row_bytes, size_t pitch, size_t rows,
                       CuStream stream) const;
+  void CopyToDevice(CuPointer target, const void* source, size_t bytes, CuStream stream) const;
+  // `rows` of `row_bytes`, apart by either pitch. row_bytes <= pitch <= kMostPitch.
+  void CopyRowsToDevice(CuPointer target, size_t target_pitch, const void* source, size_t source_pitch,
+                        size_t row_bytes, size_t rows, CuStream stream) const;
   void RegisterHost(void* memory, size_t bytes) const;
   void UnregisterHost(void* memory) const noexcept;
 

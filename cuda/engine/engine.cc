@@ -262,7 +262,7 @@ void Engine::FillSlot(const Stretch& stretch, const Batch::Chunk& chunk, uint8_t
       *device = true;  // before a copy that may be the first of several to be enqueued, and the next fail
       stretch.job->copier()->CopyPieces(to, source, bytes, run.step_bytes, pieces);
     } else {
-      CopyPieces(to, reinterpret_cast<const uint8_t*>(source), bytes, run.step_bytes, pieces);
+      CopyPieces(to, bytes, reinterpret_cast<const uint8_t*>(source), run.step_bytes, bytes, pieces);
     }
   };
   stretch.batch->Fill(chunk, target, copy);

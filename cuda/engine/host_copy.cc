@@ -14,8 +14,11 @@ constexpr size_t kLine = 64;
 
 // The compiler makes a load and a store of each: the usual pieces are single elements.
 template <size_t kBytes>
-void CopyElements(uint8_t* target, const uint8_t* source, size_t step_bytes, size_t pieces) {
-  for (size_t i = 0; i < pieces; ++i) std::memcpy(target + i * kBytes, source + i * step_bytes, kBytes);
+void CopyElements(uint8_t* target, size_t target_step, const uint8_t* source, size_t source_step,
+                  size_t pieces) {
+  for (size_t i = 0; i < pieces; ++i) {
+    std::memcpy(target + i * target_step, source + i * source_step, kBytes);
+  }
 }
 
 #if defined(__x86_64__)
@@ -40,20 +43,21 @@ void CopyPastCaches(uint8_t* target, const uint8_t* source, size_t bytes) {
 
 }  // namespace
 
-void CopyPieces(uint8_t* target, const uint8_t* source, size_t bytes, size_t step_bytes, size_t pieces) {
+void CopyPieces(uint8_t* target, size_t target_step, const uint8_t* source, size_t source_step, size_t bytes,
+                size_t pieces) {
   switch (bytes) {
     case 1:
-      return CopyElements<1>(target, source, step_bytes, pieces);
+      return CopyElements<1>(target, target_step, source, source_step, pieces);
     case 2:
-      return CopyElements<2>(target, source, step_bytes, pieces);
+      return CopyElements<2>(target, target_step, source, source_step, pieces);
     case 4:
-      return CopyElements<4>(target, source, step_bytes, pieces);
+      return CopyElements<4>(target, target_step, source, source_step, pieces);
     case 8:
-      return CopyElements<8>(target, source, step_bytes, pieces);
+      return CopyElements<8>(target, target_step, source, source_step, pieces);
     default:
       for (size_t i = 0; i < pieces; ++i) {
-        uint8_t* const to = target + i * bytes;
-        const uint8_t* const from = source + i * step_bytes;
+        uint8_t* const to = target + i * target_step;
+        const uint8_t* const from = source + i * source_step;
         bytes < kLongBytes ? static_cast<void>(std::memcpy(to, from, bytes))
                            : CopyPastCaches(to, from, bytes);
       }

@@ -1,232 +1,178 @@
 #include "engine/reader.h"
 
-#include <fcntl.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
-#include <mutex>
+#include <chrono>
 #include <system_error>
-#include <thread>
+#include <tuple>
 
 #include "engine/crc32c.h"
+#include "engine/host_copy.h"
 #include "engine/save_job.h"  // kBlockBytes
-#include "os/aligned.h"
-#include "os/faults.h"
-#include "os/fork.h"
 
 namespace datastates {
-namespace {
 
-// One contiguous read and the pieces that begin in it or reach into it.
-struct Task {
-  uint64_t begin, end;
-  size_t first_piece, end_piece;
-};
-
-class Descriptor {
- public:
-  Descriptor(const std::string& path, bool direct) : direct_(direct) {
-    if (direct) fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
-    if (fd_ < 0) {
-      direct_ = false;
-      fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC);
-    }
-    if (fd_ < 0) throw Failure("open", path, errno);
-    CloseInForkedChild(fd_);
-  }
-  ~Descriptor() {
-    ForgetDescriptor(fd_);
-    close(fd_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-
-  int fd() const { return fd_; }
-  void StopDirect() {
-    fcntl(fd_, F_SETFL, fcntl(fd_, F_GETFL) & ~O_DIRECT);
-    direct_ = false;
-  }
-  bool direct() const { return direct_; }
-
- private:
-  int fd_ = -1;
-  std::atomic<bool> direct_;
-};
-
-void CheckRange(const std::vector<Piece>& pieces, uint64_t data_bytes) {
-  for (const Piece& piece : pieces) {
-    if (piece.bytes > data_bytes || piece.offset > data_bytes - piece.bytes) {
-      throw Failure("plan reads", "", 0,
-                    "piece of " + std::to_string(piece.bytes) + " bytes at offset " +
-                        std::to_string(piece.offset) + " leaves the " + std::to_string(data_bytes) +
-                        " bytes of data");
-    }
+Reader::Reader(const Options& options)
+    : options_(options),
+      faults_(options.faults),
+      pool_(options.slot_bytes, 2 * static_cast<size_t>(options.threads)) {
+  if (options.slot_bytes == 0 || options.slot_bytes % kBlockBytes != 0 || options.threads < 1) {
+    throw Failure("start reader", "", 0, "slot size must be a multiple of 1 MiB, and threads at least 1");
   }
 }
 
-// The union of the pieces (ordered by offset), rounded to multiples of `unit`, in reads of at most `most`.
-std::vector<Task> MergeRanges(const std::vector<Piece>& pieces, uint64_t unit, uint64_t most,
-                              uint64_t data_bytes) {
-  std::vector<Task> tasks;
-  uint64_t covered = 0;
-  for (const Piece& piece : pieces) {
-    const uint64_t end = std::min(AlignUp(piece.offset + piece.bytes, unit), data_bytes);
-    for (uint64_t at = std::max(piece.offset / unit * unit, covered); at < end; at = covered) {
-      const bool extends = !tasks.empty() && tasks.back().end == at && at - tasks.back().begin < most;
-      if (!extends) tasks.push_back({at, at, 0, 0});
-      covered = tasks.back().end = std::min(end, tasks.back().begin + most);
-    }
+ReadJob::ReadJob(std::shared_ptr<Reader> reader, ReadPlan plan, CuStream trainer)
+    : reader_(std::move(reader)), plan_(std::move(plan)), sources_(new Source[plan_.files().size()]) {
+  const size_t threads = std::min(static_cast<size_t>(reader_->options().threads), plan_.windows().size());
+  SlotPool& pool = reader_->pool();
+  if (plan_.has_device_targets()) {
+    copier_ = std::make_shared<DeviceCopier>(Driver::Open(reader_->options().driver));
+    pool.Register(copier_->driver(), copier_->context());
+    copier_->StartAfter(trainer);
   }
-  return tasks;
-}
-
-// Gives every read the window of pieces that can overlap it.
-void AssignPieces(const std::vector<Piece>& pieces, std::vector<Task>* tasks) {
-  std::vector<uint64_t> reach;  // the furthest end of the pieces up to here: ascending
-  for (const Piece& piece : pieces) {
-    reach.push_back(std::max(reach.empty() ? 0 : reach.back(), piece.offset + piece.bytes));
-  }
-  for (Task& task : *tasks) {
-    task.first_piece =
-        static_cast<size_t>(std::upper_bound(reach.begin(), reach.end(), task.begin) - reach.begin());
-    const auto behind = std::lower_bound(pieces.begin(), pieces.end(), task.end,
-                                         [](const Piece& piece, uint64_t end) { return piece.offset < end; });
-    task.end_piece = static_cast<size_t>(behind - pieces.begin());
-  }
-}
-
-class Reading {
- public:
-  Reading(const std::string& path, uint64_t data_bytes, const std::vector<Piece>& pieces,
-          const std::vector<uint32_t>& checksums, const std::vector<Task>& tasks, const ReadOptions& options)
-      : path_(path),
-        data_bytes_(data_bytes),
-        pieces_(pieces),
-        checksums_(checksums),
-        tasks_(tasks),
-        buffer_bytes_(options.buffer_bytes),
-        file_(path, options.direct),
-        faults_(options.faults) {}
-
-  ReadResult Run(int threads) {
-    std::vector<std::thread> helpers;
-    const size_t wanted = std::min<size_t>(static_cast<size_t>(std::max(threads, 1)), tasks_.size());
-    try {
-      for (size_t i = 1; i < wanted; ++i) helpers.emplace_back(&Reading::Work, this);
-    } catch (const std::system_error&) {
-      // No more threads to be had: those that there are do the work.
-    }
-    if (wanted > 0) Work();
-    for (std::thread& helper : helpers) helper.join();
-    std::sort(result_.bad_blocks.begin(), result_.bad_blocks.end());
-    return std::move(result_);
-  }
-
- private:
-  void Work() {
-    try {
-      PrivateMapping buffer(buffer_bytes_);
-      for (size_t i = next_++; i < tasks_.size() && !failed_; i = next_++) Serve(tasks_[i], buffer.data());
-    } catch (const std::exception& error) {
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (result_.error.empty()) result_.error = error.what();
-      failed_ = true;
-    }
-  }
-
-  void Serve(const Task& task, uint8_t* buffer) {
-    Fetch(task.begin, task.end, buffer);
-    const std::vector<uint64_t> bad = BadBlocks(task, buffer);
-    for (size_t i = task.first_piece; i < task.end_piece; ++i) {
-      const Piece& piece = pieces_[i];
-      const uint64_t from = std::max(piece.offset, task.begin);
-      const uint64_t to = std::min(piece.offset + piece.bytes, task.end);
-      if (from >= to || !bad.empty()) continue;
-      std::memcpy(reinterpret_cast<void*>(piece.target + (from - piece.offset)), buffer + (from - task.begin),
-                  to - from);
-    }
-    std::lock_guard<std::mutex> lock(mutex_);
-    result_.bytes_read += task.end - task.begin;
-    result_.bad_blocks.insert(result_.bad_blocks.end(), bad.begin(), bad.end());
-  }
-
-  void Fetch(uint64_t begin, uint64_t end, uint8_t* buffer) {
-    for (uint64_t at = begin; at < end;) {
-      const bool direct = file_.direct();  // of this call: another thread may meet the same refusal first
-      const Faults::Effect effect = faults_.Count("read");
-      // A direct read ends at a multiple of kAlignment. Behind a short read that did not, only a buffered
-      // one goes on, and not a byte too far: the buffer ends with the task.
-      uint64_t wanted = direct ? AlignUp(end - at, kAlignment) : end - at;
-      if (effect.short_count) wanted = direct ? AlignUp(wanted / 2, kAlignment) : wanted / 2 | 1;
-      errno = effect.error;
-      const ssize_t got =
-          effect.error ? -1 : pread(file_.fd(), buffer + (at - begin), wanted, static_cast<off_t>(at));
-      if (got < 0 && errno == EINTR) continue;
-      if (got < 0 && errno == EINVAL && direct) {
-        file_.StopDirect();
-        continue;
-      }
-      const std::string where = "at offset " + std::to_string(at);
-      if (got < 0) throw Failure("read", path_, errno, where);
-      if (got == 0)
-        throw Failure("read", path_, 0,
-                      "the file ends " + where + ", before its data does: it was truncated");
-      if (static_cast<uint64_t>(got) % kAlignment != 0) file_.StopDirect();
-      at += static_cast<uint64_t>(got);
-    }
-  }
-
-  std::vector<uint64_t> BadBlocks(const Task& task, const uint8_t* buffer) const {
-    std::vector<uint64_t> bad;
-    if (checksums_.empty()) return bad;
-    for (uint64_t at = task.begin; at < task.end; at += kBlockBytes) {
-      const uint64_t bytes = std::min(kBlockBytes, data_bytes_ - at);
-      const uint64_t block = at / kBlockBytes;
-      if (Crc32c(0, buffer + (at - task.begin), bytes) != checksums_[block]) bad.push_back(block);
-    }
-    return bad;
-  }
-
-  const std::string& path_;
-  const uint64_t data_bytes_;
-  const std::vector<Piece>& pieces_;
-  const std::vector<uint32_t>& checksums_;
-  const std::vector<Task>& tasks_;
-  const size_t buffer_bytes_;
-  Descriptor file_;
-  Faults faults_;
-  std::atomic<size_t> next_{0};
-  std::atomic<bool> failed_{false};
-  std::mutex mutex_;
-  ReadResult result_ GUARDED_BY(mutex_);
-};
-
-}  // namespace
-
-ReadResult ReadPieces(const std::string& path, uint64_t data_bytes, std::vector<Piece> pieces,
-                      const std::vector<uint32_t>& checksums, const ReadOptions& options) {
-  CheckRange(pieces, data_bytes);
-  if (!checksums.empty() && checksums.size() != AlignUp(data_bytes, kBlockBytes) / kBlockBytes) {
-    throw Failure("plan reads", path, 0, "the number of checksums does not fit the file");
-  }
-  if (options.buffer_bytes == 0 || options.buffer_bytes % kBlockBytes != 0) {
-    throw Failure("plan reads", path, 0, "the buffer must be a multiple of 1 MiB");
-  }
-  pieces.erase(
-      std::remove_if(pieces.begin(), pieces.end(), [](const Piece& piece) { return piece.bytes == 0; }),
-      pieces.end());
-  std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.offset < b.offset; });
-  const uint64_t unit = checksums.empty() ? kAlignment : kBlockBytes;
-  std::vector<Task> tasks = MergeRanges(pieces, unit, options.buffer_bytes, data_bytes);
-  AssignPieces(pieces, &tasks);
+  working_ = threads;
   try {
-    return Reading(path, data_bytes, pieces, checksums, tasks, options).Run(options.threads);
-  } catch (const Failure& failure) {  // the file does not open
-    ReadResult result;
-    result.error = failure.what();
-    return result;
+    if (threads > 0) {
+      pool.Grow(std::min(plan_.windows().size(), threads * (copier_ ? 2 : 1)));
+      pool.Acquire([] { return false; }).Return();  // where memory is short, threads are not to take it first
+    }
+    while (threads_.size() < threads) threads_.emplace_back(&ReadJob::Work, this);
+  } catch (const std::system_error& error) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    working_ -= threads - threads_.size();
+    // Those that there are do the work.
+    if (threads_.empty()) throw Failure("start reader", "thread", error.code().value());
   }
+}
+
+bool ReadJob::Wait(double seconds) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return ended_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return working_ == 0; });
+}
+
+void ReadJob::Close() {
+  stopped_ = true;
+  for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+}
+
+ReadJob::Result ReadJob::result() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  Result result = result_;
+  std::sort(result.bad_blocks.begin(), result.bad_blocks.end(), [](const BadBlock& a, const BadBlock& b) {
+    return std::tie(a.file, a.block) < std::tie(b.file, b.block);
+  });
+  return result;
+}
+
+void ReadJob::Work() {
+  try {
+    if (copier_) copier_->EnterThread();
+    ReadWindows();
+  } catch (const std::exception& error) {
+    Fail(error.what());
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  --working_;
+  ended_.notify_all();
+}
+
+void ReadJob::ReadWindows() {
+  std::deque<Lent> lent;  // the next one to be read into is the first
+  Opened opened{};
+  try {
+    while (!stopped_) {
+      const size_t taken = next_++;
+      if (taken >= plan_.windows().size() || !TakeSlot(&lent)) break;
+      const ReadPlan::Window& window = plan_.windows()[taken];
+      Open(window.file, &opened);
+      uint8_t* const data = lent.front().slot.data();
+      opened.file->ReadAt(data, window.begin, window.end);
+      if (!Deliver(window, data)) continue;
+      lent.front().copied = copier_->Record();
+      std::rotate(lent.begin(), lent.begin() + 1, lent.end());
+    }
+    AwaitDevice();
+  } catch (const std::exception& error) {
+    Fail(error.what());
+    // Copies enqueued before the error still read from the slots.
+    try {
+      AwaitDevice();
+    } catch (const Failure&) {
+      // The context is gone, and with it every copy.
+    }
+  }
+}
+
+void ReadJob::Open(size_t file, Opened* opened) {
+  if (opened->file && opened->number == file) return;
+  opened->file.reset();
+  Source& source = sources_[file];
+  std::lock_guard<std::mutex> lock(source.mutex);
+  opened->file = source.open.lock();
+  if (!opened->file) {
+    opened->file =
+        std::make_shared<InputFile>(plan_.files()[file].path, reader_->options().direct, reader_->faults());
+    source.open = opened->file;
+  }
+  opened->number = file;
+}
+
+// Puts a slot that nobody reads from first. Gives false if the job is over.
+bool ReadJob::TakeSlot(std::deque<Lent>* lent) {
+  SlotPool& pool = reader_->pool();
+  if (lent->empty()) {
+    if (Slot slot = pool.Acquire([this] { return stopped_.load(); }))
+      lent->push_back({std::move(slot), nullptr});
+    return !lent->empty();
+  }
+  if (lent->front().copied && lent->size() == 1) {
+    if (Slot slot = pool.Acquire([] { return true; })) lent->push_front({std::move(slot), nullptr});
+  }
+  if (lent->front().copied) copier_->Wait(*lent->front().copied);
+  lent->front().copied.reset();
+  return true;
+}
+
+// Whether the block, or file without checksums, is as it was written.
+bool ReadJob::Check(const ReadPlan::Window& window, uint64_t begin, uint64_t end, const uint8_t* data) {
+  const std::vector<uint32_t>& checksums = plan_.files()[window.file].checksums;
+  if (checksums.empty() || Crc32c(0, data, end - begin) == checksums[begin / kBlockBytes]) return true;
+  std::lock_guard<std::mutex> lock(mutex_);
+  result_.bad_blocks.push_back({window.file, begin / kBlockBytes});
+  return false;
+}
+
+// Block by block, while it is in the caches. Gives whether a device was asked to copy something.
+bool ReadJob::Deliver(const ReadPlan::Window& window, const uint8_t* data) {
+  bool device = false;
+  const auto copy = [&](const ReadRun& run, uint64_t target, const uint8_t* source, uint64_t bytes,
+                        uint64_t pieces) {
+    if (run.device) {
+      device = true;
+      copier_->CopyToDevice(target, run.target_step, source, run.file_step, bytes, pieces);
+    } else {
+      CopyPieces(reinterpret_cast<uint8_t*>(target), run.target_step, source, run.file_step, bytes, pieces);
+    }
+  };
+  for (uint64_t at = window.begin; at < window.end; at += kBlockBytes) {
+    const uint64_t end = std::min(at + kBlockBytes, window.end);
+    const uint8_t* const block = data + (at - window.begin);
+    if (Check(window, at, end, block)) plan_.Deliver(window, at, end, block, copy);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  result_.bytes_read += window.end - window.begin;
+  return device;
+}
+
+// Of everything enqueued so far, also by other threads: no slot goes back, and the job is not over, before.
+void ReadJob::AwaitDevice() {
+  if (copier_) copier_->Wait(*copier_->Record());
+}
+
+void ReadJob::Fail(const std::string& error) {
+  stopped_ = true;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (result_.error.empty()) result_.error = error;
 }
 
 }  // namespace datastates

@@ -1,38 +1,116 @@
-// Reads pieces of one data file in parallel, checks the blocks they lie in, and puts them in place.
+// The threads that read. Each takes the next window of the plan, reads it into a slot, checks its blocks, and
+// copies what was asked for to where it goes; a slot whose bytes a device still copies stays with its thread.
+//
+// No deadlock: a thread that holds a slot never waits for another one. Files are opened when a thread comes
+// to their first window and closed when the last thread leaves them, so there are never more open than
+// threads.
 #pragma once
 
+#include <atomic>
+#include <condition_variable>
 #include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
-#include "common.h"
+#include "device/copier.h"
+#include "engine/read_plan.h"
+#include "os/input_file.h"
+#include "staging/pool.h"
 
 namespace datastates {
 
-// The file's bytes [offset, offset + bytes) go to host memory at `target`.
-struct Piece {
-  uint64_t offset;
-  uint64_t bytes;
-  uint64_t target;
+// The memory that reads go through, for any number of jobs: a slot a thread, two where a target is on a
+// device, of which one is copied from while the other is read into. Page-locked as soon as there is such a
+// target.
+class Reader {
+ public:
+  struct Options {
+    bool direct = true;
+    int threads = 4;
+    size_t slot_bytes = size_t{4} << 20;  // the longest read; a multiple of kBlockBytes
+    std::string driver = "libcuda.so.1";
+    std::string faults;
+  };
+
+  // Throws Failure for options that make no sense. Takes no memory yet.
+  explicit Reader(const Options& options);
+
+  const Options& options() const { return options_; }
+  SlotPool& pool() { return pool_; }
+  Faults* faults() { return &faults_; }
+
+ private:
+  const Options options_;
+  Faults faults_;
+  SlotPool pool_;
 };
 
-struct ReadOptions {
-  bool direct = true;
-  int threads = 4;
-  size_t buffer_bytes = size_t{8} << 20;  // per thread; a multiple of kBlockBytes
-  std::string faults;
-};
+class ReadJob {
+ public:
+  struct BadBlock {
+    size_t file;
+    uint64_t block;
+  };
+  struct Result {
+    uint64_t bytes_read = 0;           // from files, padding of blocks included
+    std::vector<BadBlock> bad_blocks;  // all there are, by file and block; nothing of them was delivered
+    std::string error;                 // of the first call that failed, with path and errno; ends the job
+  };
 
-struct ReadResult {
-  uint64_t bytes_read = 0;           // from the file, block padding included
-  std::vector<uint64_t> bad_blocks;  // indexes of blocks whose checksum differs, ascending
-  std::string error;                 // of the open or the first read that failed, with path and errno
-};
+  // Starts the threads and returns. Device targets need `trainer`, the stream that last used them, and the
+  // calling thread's CUDA context. Throws Failure for a plan that makes no sense, before anything is opened,
+  // and for threads or a driver that cannot be had.
+  ReadJob(std::shared_ptr<Reader> reader, ReadPlan plan, CuStream trainer);
+  ~ReadJob() { Close(); }
+  ReadJob(const ReadJob&) = delete;
+  ReadJob& operator=(const ReadJob&) = delete;
 
-// `pieces` may be in any order and must lie in [0, data_bytes). `checksums` has one CRC-32C a block of
-// kBlockBytes of [0, data_bytes), or is empty: then nothing is checked. Whole blocks are read only where
-// they are checked. Pieces in a bad block are not delivered. Throws Failure for pieces out of range.
-ReadResult ReadPieces(const std::string& path, uint64_t data_bytes, std::vector<Piece> pieces,
-                      const std::vector<uint32_t>& checksums, const ReadOptions& options);
+  // Whether it is over within that time: all is delivered, also on devices, or it has failed.
+  bool Wait(double seconds);
+  // Gives up what is not delivered and joins every thread. No target is written to afterwards.
+  void Close();
+  Result result() const;  // after Wait or Close
+
+ private:
+  // A file that some thread reads is open.
+  struct Source {
+    std::mutex mutex;
+    std::weak_ptr<InputFile> open GUARDED_BY(mutex);
+  };
+  // The last file that a thread has read from.
+  struct Opened {
+    size_t number;
+    std::shared_ptr<InputFile> file;
+  };
+  struct Lent {
+    Slot slot;
+    std::shared_ptr<Event> copied;  // null: nobody reads from the slot
+  };
+
+  void Work();
+  void ReadWindows();
+  void Open(size_t file, Opened* opened);
+  bool TakeSlot(std::deque<Lent>* lent);
+  bool Check(const ReadPlan::Window& window, uint64_t begin, uint64_t end, const uint8_t* data);
+  bool Deliver(const ReadPlan::Window& window, const uint8_t* data);
+  void AwaitDevice();
+  void Fail(const std::string& error);
+
+  const std::shared_ptr<Reader> reader_;
+  const ReadPlan plan_;
+  std::shared_ptr<DeviceCopier> copier_;  // constant after construction
+  std::unique_ptr<Source[]> sources_;     // one a file
+  std::atomic<size_t> next_{0};           // window
+  std::atomic<bool> stopped_{false};
+  mutable std::mutex mutex_;
+  std::condition_variable ended_;
+  Result result_ GUARDED_BY(mutex_);
+  size_t working_ GUARDED_BY(mutex_) = 0;  // threads
+  std::vector<std::thread> threads_;       // constant until Close
+};
 
 }  // namespace datastates

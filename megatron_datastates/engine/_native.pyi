@@ -77,20 +77,29 @@ class Engine:
     def pool(self) -> dict[str, int | str]: ...
     def close(self, seconds: float = ...) -> bool: ...
 
-def read_pieces(
-    *,
-    path: str,
-    data_bytes: int,
-    offsets: NDArray[np.uint64],
-    bytes: NDArray[np.uint64],
-    targets: NDArray[np.uint64],
-    checksums: bytes,
-    direct: bool,
-    threads: int,
-    buffer_bytes: int,
-    faults: str,
-) -> tuple[int, list[int], str]:
-    """(bytes read, bad blocks, error or "")."""
+class ReadJob:
+    def wait(self, seconds: float) -> bool: ...
+    def close(self) -> None: ...
+    def result(self) -> tuple[int, list[tuple[int, int]], str]:
+        """(bytes read, (source, block) of each bad block, error or ""); of a job that is over."""
+
+class Reader:
+    def __init__(self, *, direct: bool, threads: int, slot_bytes: int, driver: str, faults: str) -> None: ...
+    def start(
+        self,
+        *,
+        sources: list[tuple[str, int, bytes]],
+        files: NDArray[np.uint64],
+        offsets: NDArray[np.uint64],
+        piece_bytes: NDArray[np.uint64],
+        pieces: NDArray[np.uint64],
+        file_steps: NDArray[np.uint64],
+        targets: NDArray[np.uint64],
+        target_steps: NDArray[np.uint64],
+        flags: NDArray[np.uint8],
+        stream: int,
+    ) -> ReadJob:
+        """`sources` are (path, bytes of data, checksums); `files` count in them. See cuda/engine/reader.h."""
 
 def close_in_forked_child(descriptor: int) -> None: ...
 def forget_descriptor(descriptor: int) -> None: ...

@@ -19,6 +19,6 @@ Milestone = _native.Milestone
 SaveJob = _native.SaveJob
 crc32c = _native.crc32c
 describe_tensors = _native.describe_tensors
-read_pieces = _native.read_pieces
+Reader = _native.Reader
 EAGER_FLAG = _native.EAGER_FLAG
 DEVICE_FLAG = _native.DEVICE_FLAG

@@ -1,58 +1,94 @@
-"""Reads pieces of data files, checked, in parallel."""
+"""Reads runs of data files, checked, in parallel."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.engine import native
-from megatron_datastates.errors import StorageError
+from megatron_datastates.errors import FormatError, StorageError
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import HEADER_BYTES, Header
+from megatron_datastates.plan.reads import ReadRuns
 
-_BUFFER_BYTES = 8 * MIB  # per reading thread
-Words = npt.NDArray[np.uint64]
+SLOT_BYTES = 4 * MIB  # the longest read
+_SLICE_SECONDS = 0.1  # native waits return this often, so that signals get through
+_READ_AHEAD_BYTES = 64 << 10  # for small ranges that lie close together
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadOutcome:
     """What a read found."""
 
-    bytes_read: int  # from the file, padding of blocks included
-    bad_blocks: list[int]  # whose checksum differs; nothing of them was delivered
+    bytes_read: int  # from the files, padding of blocks included
+    bad_blocks: list[tuple[int, int]]  # (source, block) whose checksum differs; nothing of them was delivered
 
 
-def read_pieces(
-    path: Path, footer: Footer, offsets: Words, sizes: Words, targets: Words, options: Options
-) -> ReadOutcome:
-    """Copies file bytes [offsets[i], offsets[i] + sizes[i]) to host address targets[i].
+class Reader:
+    """Reads with several threads, through memory of its own that lives as long as this does.
 
-    Raises:
-        StorageError: the file cannot be read, or ends early.
+    That memory is one slot of SLOT_BYTES a thread (`read_threads`), two where something is read to a device,
+    whatever the size of what is read.
     """
-    read, bad, error = native.read_pieces(
-        path=str(path),
-        data_bytes=footer.data_bytes,
-        offsets=offsets,
-        bytes=sizes,
-        targets=targets,
-        checksums=footer.block_checksums if options.checksums else b"",
-        direct=options.direct_io,
-        threads=options.read_threads,
-        buffer_bytes=_BUFFER_BYTES,
-        faults=options.faults,
-    )
-    if error:
-        raise StorageError(error)
-    return ReadOutcome(read, bad)
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._native = native.Reader(
+            direct=options.direct_io,
+            threads=options.read_threads,
+            slot_bytes=SLOT_BYTES,
+            driver=options.driver,
+            faults=options.faults,
+        )
+
+    def read(self, sources: Sequence[tuple[Path, Footer]], runs: ReadRuns) -> ReadOutcome:
+        """Executes `runs`, whose `files` count in `sources`, in one pass over the files.
+
+        Device targets are on the current device. All is delivered when this returns; if it raises, also for
+        an interrupt, no target is written to afterwards.
+
+        Raises:
+            StorageError: a file cannot be read, or ends early, or the device failed.
+        """
+        checked = self._options.checksums
+        job = self._native.start(
+            sources=[(str(path), f.data_bytes, f.block_checksums if checked else b"") for path, f in sources],
+            files=runs.files,
+            offsets=runs.offsets,
+            piece_bytes=runs.piece_bytes,
+            pieces=runs.pieces,
+            file_steps=runs.file_steps,
+            targets=runs.targets,
+            target_steps=runs.target_steps,
+            flags=runs.on_device * np.uint8(native.DEVICE_FLAG),
+            stream=_current_stream() if runs.on_device.any() else 0,
+        )
+        try:
+            while not job.wait(_SLICE_SECONDS):
+                pass
+        finally:
+            job.close()
+        bytes_read, bad_blocks, error = job.result()
+        if error:
+            raise StorageError(error)
+        return ReadOutcome(bytes_read, bad_blocks)
+
+
+def is_on_current_device(tensor: torch.Tensor) -> bool:
+    """Whether it is in memory of the CUDA device that this thread uses."""
+    return tensor.is_cuda and tensor.get_device() == torch.cuda.current_device()
+
+
+def _current_stream() -> int:
+    return int(torch.cuda.current_stream().cuda_stream)
 
 
 def read_small(path: Path) -> bytes:
@@ -61,6 +97,30 @@ def read_small(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def read_ranges(path: Path, expected_bytes: int, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+    """Ranges (offset, bytes) of a file, one by one; quickest in the order of the file.
+
+    Raises:
+        StorageError: it cannot be read.
+        FormatError: it has another size than `expected_bytes`.
+    """
+    try:
+        file = path.open("rb", _READ_AHEAD_BYTES)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        if size != expected_bytes:
+            raise FormatError(f"{path} is damaged: it has {size} bytes, its manifest says {expected_bytes}")
+        for offset, count in ranges:
+            try:
+                file.seek(offset)
+                data = file.read(count)
+            except OSError as error:
+                raise StorageError(f"cannot read {path}: {error.strerror}") from error
+            yield data
 
 
 def read_footer(path: Path, expected_bytes: int) -> Footer:

@@ -1,43 +1,41 @@
 """The index of tensors: where every fragment of every tensor lies.
 
-A rank's own index (one file, ordinal 0) is what ranks exchange when a layout is new; rank 0 merges them
-into the index of a checkpoint, which is named after its bytes and therefore never changes in place.
-Decoding looks at the header and the key directory; fragments are decoded key by key, on demand.
+A rank's own index (one data file, number 0; nothing packed) is what ranks exchange when a layout is new, and
+what the layout digest in each footer is the hash of. Rank 0 merges own indexes into the index of a
+checkpoint, from which each of them can be had again. That file is named after its bytes and therefore never
+changes in place. A reader looks at its directory; fragments are read and decoded key by key, on demand.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
-import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.errors import FormatError, MissingKeyError, UnsupportedFormatError
-from megatron_datastates.format.features import check_readable
 from megatron_datastates.format.header import HEADER_BYTES
-from megatron_datastates.format.values import (
-    DTYPE_NAMES,
-    DTYPES,
-    FORMAT_VERSION,
-    Extent,
-    Fragment,
-    decode_name,
+from megatron_datastates.format.manifest import IndexEntry
+from megatron_datastates.format.rows import Rows
+from megatron_datastates.format.tables import (
+    Directory,
+    Row,
+    Words,
+    column_count,
+    decode_section,
+    encode_section,
+    encode_tables,
+    starts,
 )
+from megatron_datastates.format.values import DTYPE_NAMES, DTYPES, Extent, Fragment
 
-_MAGIC = b"DSINDEX\x01"
-_HEADER = struct.Struct("<8sIIIIQQQQQ")
-_KEY = np.dtype(
-    [("name_at", "<u8"), ("name_bytes", "<u4"), ("dtype", "<u2"), ("ndim", "<u2"), ("first", "<u8"),
-     ("fragments", "<u8"), ("coordinates_at", "<u8")]
-)  # fmt: skip
-_FRAGMENT = np.dtype([("file", "<u4"), ("zero", "<u4"), ("offset", "<u8"), ("bytes", "<u8")])
-_OBJECT = np.dtype([("name_at", "<u8"), ("name_bytes", "<u4"), ("file", "<u4")])
-_MAX_DIMENSIONS = 64
 _MOST_BYTES = 1 << 62  # of a tensor, and of a file: sums and products of offsets stay within 64 bits
+# Gives the bytes of ranges (offset, size) of the index file, which are in the order of the file.
+ReadRanges = Callable[[Sequence[tuple[int, int]]], Iterable[bytes]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +57,14 @@ class TensorEntry:
             extent = Extent(int(self.files[i]), int(self.file_offsets[i]), int(self.file_bytes[i]))
             yield Fragment(key, self.dtype, self.global_shape, offset, shape), extent
 
+    def columns(self) -> Words:
+        """As a section has them."""
+        dims = len(self.global_shape)
+        columns = np.empty((column_count(dims), len(self.files)), np.uint64)
+        columns[:dims], columns[dims : 2 * dims] = self.offsets.T, self.shapes.T
+        columns[-2], columns[-1] = self.files, self.file_offsets
+        return columns
+
 
 class Index:
     """Read-only: key -> TensorEntry, and object key -> file ordinal."""
@@ -73,149 +79,166 @@ class Index:
             raise MissingKeyError(f"there is no tensor {key!r} in this checkpoint")
         return self.tensors[key]
 
-    def encode(self) -> bytes:
-        """Keys are sorted, so that equal indexes have equal bytes."""
-        keys, names, coordinates, fragments = [], bytearray(), [], []
-        fragment_count = coordinate_count = 0
+    def describe(self, key: str) -> tuple[str, tuple[int, ...]]:
+        """The dtype and global shape of a tensor, without its fragments. Raises KeyError."""
+        if isinstance(self.tensors, StoredTensors):
+            return self.tensors.describe(key)
+        return self.tensors[key].dtype, self.tensors[key].global_shape
+
+    def preload(self, keys: Iterable[str]) -> None:
+        """Reads what is not there yet of these tensors, in the order of the file. Ignores unknown keys."""
+        if isinstance(self.tensors, StoredTensors):
+            self.tensors.preload(keys)
+
+    def encode(self, *, packed: bool = False) -> bytes:
+        """Keys are sorted, so that equal indexes have equal bytes. Only what is stored is packed."""
+        files = max(self.objects.values(), default=-1) + 1
+        keys = []
         for key in sorted(self.tensors):
             entry, count = self.tensors[key], len(self.tensors[key].files)
-            name, dims = key.encode(), len(entry.global_shape)
-            keys.append(
-                (len(names), len(name), DTYPES[entry.dtype][0], dims, fragment_count, count, coordinate_count)
-            )
-            names += name
-            boxes = np.concatenate([entry.offsets, entry.shapes], axis=1).reshape(-1)
-            coordinates += [np.array(entry.global_shape, "<i8"), boxes.astype("<i8")]
-            table = np.zeros(count, _FRAGMENT)
-            table["file"], table["offset"], table["bytes"] = entry.files, entry.file_offsets, entry.file_bytes
-            fragments.append(table)
-            fragment_count += count
-            coordinate_count += dims * (1 + 2 * count)
-        objects = []
-        for key in sorted(self.objects):
-            name = key.encode()
-            objects.append((len(names), len(name), self.objects[key]))
-            names += name
-        counts = (len(keys), fragment_count, coordinate_count, len(objects), len(names))
-        header = _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, 0, 0, *counts)
-        parts = [header, np.array(keys, _KEY).tobytes()]
-        parts += [table.tobytes() for table in fragments] + [part.tobytes() for part in coordinates]
-        return b"".join([*parts, np.array(objects, _OBJECT).tobytes(), bytes(names)])
+            files = max(files, int(entry.files.max(initial=0)) + 1 if count else 0)
+            section = encode_section(entry.columns(), packed)
+            keys.append((key.encode(), DTYPES[entry.dtype][0], entry.global_shape, count, section))
+        return encode_tables(keys, [(key.encode(), self.objects[key]) for key in sorted(self.objects)], files)
+
+    def own_index(self, file: int) -> bytes:
+        """The own index of the rank that wrote this data file: its hash is in the file's footer."""
+        tensors = {}
+        for key, entry in self.tensors.items():
+            mine = np.flatnonzero(entry.files == file)
+            if len(mine):
+                tensors[key] = TensorEntry(
+                    entry.dtype,
+                    entry.global_shape,
+                    entry.offsets[mine],
+                    entry.shapes[mine],
+                    np.zeros(len(mine), np.uint32),
+                    entry.file_offsets[mine],
+                    entry.file_bytes[mine],
+                )
+        return Index(tensors, {key: 0 for key, place in self.objects.items() if place == file}).encode()
 
     @classmethod
     def decode(cls, data: bytes, name: str, files: int) -> Index:
-        """Reads the file `name` of a checkpoint with so many data files.
+        """Reads the whole file `name` of a checkpoint with so many data files.
 
         Raises:
             FormatError: damaged, or it points outside itself or outside the file table.
             UnsupportedFormatError: written by a later release.
         """
-        tables = _Tables(data, name)
-        if len(tables.fragments) and int(tables.fragments["file"].max()) >= files:
-            raise FormatError(f"{name} names a data file that the manifest does not")
-        if len(tables.objects) and int(tables.objects["file"].max()) >= files:
-            raise FormatError(f"{name} names a data file that the manifest does not")
-        objects = {tables.text(row): int(row["file"]) for row in tables.objects}
-        if len(objects) != len(tables.objects):
-            raise FormatError(f"{name} is damaged: it names an object twice")
-        return cls(_LazyTensors(tables), objects)
-
-
-class _Tables:
-    """The sections of an encoded index, bounds checked once."""
-
-    def __init__(self, data: bytes, name: str) -> None:
-        self.data, self.name = data, name
-        if len(data) < _HEADER.size or data[:8] != _MAGIC:
-            raise FormatError(f"{name} does not begin as a datastates index does")
-        _, version, incompatible, _, _, *counts = _HEADER.unpack_from(data)
-        check_readable(name, version, incompatible)
-        sizes = [_KEY.itemsize, _FRAGMENT.itemsize, 8, _OBJECT.itemsize, 1]
-        if _HEADER.size + sum(c * s for c, s in zip(counts, sizes, strict=True)) != len(data):
-            raise FormatError(f"{name} is damaged: its sections do not add up to its size")
-        at = _HEADER.size
-        self.keys = np.frombuffer(data, _KEY, counts[0], at)
-        at += self.keys.nbytes
-        self.fragments = np.frombuffer(data, _FRAGMENT, counts[1], at)
-        at += self.fragments.nbytes
-        self.coordinates = np.frombuffer(data, "<i8", counts[2], at)
-        at += self.coordinates.nbytes
-        self.objects = np.frombuffer(data, _OBJECT, counts[3], at)
-        self.names_at = at + self.objects.nbytes
-
-    def text(self, row: np.void) -> str:
-        start = self.names_at + int(row["name_at"])
-        end = start + int(row["name_bytes"])
-        if not self.names_at <= start <= end <= len(self.data):
-            raise FormatError(f"{self.name} is damaged: a name lies outside it")
-        return decode_name(self.data[start:end], self.name)
-
-    def entry(self, number: int) -> TensorEntry:
-        row = self.keys[number]
-        dims, count = int(row["ndim"]), int(row["fragments"])
-        first, at = int(row["first"]), int(row["coordinates_at"])
-        if (
-            first + count > len(self.fragments)
-            or dims > _MAX_DIMENSIONS
-            or at + dims * (1 + 2 * count) > len(self.coordinates)
-        ):
-            raise FormatError(f"{self.name} is damaged: the entry of {self.text(row)!r} points outside it")
-        if int(row["dtype"]) not in DTYPE_NAMES:
-            raise UnsupportedFormatError(
-                f"{self.name}: tensor {self.text(row)!r} has a dtype of code {row['dtype']}, which this "
-                "release does not know. A later release of megatron_datastates may: update it here."
-            )
-        shape = tuple(self.coordinates[at : at + dims].tolist())
-        boxes = self.coordinates[at + dims : at + dims * (1 + 2 * count)].reshape(count, 2 * dims)
-        table = self.fragments[first : first + count]
-        dtype = DTYPE_NAMES[int(row["dtype"])]
-        entry = TensorEntry(
-            dtype, shape, boxes[:, :dims], boxes[:, dims:], table["file"], table["offset"], table["bytes"]
+        return cls.from_directory(
+            Directory(data, name, len(data)), files, lambda ranges: (data[at : at + n] for at, n in ranges)
         )
-        _check_boxes(entry, self.text(row), self.name)
-        return entry
+
+    @classmethod
+    def from_directory(
+        cls, directory: Directory, files: int, read: ReadRanges, known: Decoded | None = None
+    ) -> Index:
+        """Reads sections when they are asked for. Raises as `decode`; so does asking.
+
+        Args:
+            known: entries of an index with the same bytes; may be shared.
+        """
+        name = directory.name
+        if directory.files > files:
+            raise FormatError(f"{name} names {directory.files} data files, and the manifest {files}")
+        names = [directory.text(key) for key in directory.object_names()]
+        objects = dict(zip(names, directory.objects["file"].tolist(), strict=True))
+        if len(objects) != len(names):
+            raise FormatError(f"{name} is damaged: it names an object twice")
+        return cls(StoredTensors(directory, read, Decoded() if known is None else known), objects)
 
 
-def _check_boxes(entry: TensorEntry, key: str, name: str) -> None:
-    shape = np.array(entry.global_shape, np.int64)
-    item = DTYPES[entry.dtype][1]
-    inside = (
-        (shape >= 0).all()
-        # A size of 0 must not hide absurd ones beside it: strides are products of the others.
-        and math.prod(max(size, 1) for size in entry.global_shape) * item < _MOST_BYTES
-        and (entry.offsets >= 0).all()
-        and (entry.shapes >= 0).all()
-        and (entry.offsets <= shape).all()
-        and (entry.shapes <= shape - entry.offsets).all()
-        # From here on products fit: every fragment is smaller than its tensor.
-        and (np.prod(entry.shapes, axis=1, dtype=np.uint64) * np.uint64(item) == entry.file_bytes).all()
-        and (entry.file_offsets >= HEADER_BYTES).all()
-        and (entry.file_offsets < _MOST_BYTES).all()
-    )
-    if not inside:
-        raise FormatError(f"{name} is damaged: a fragment of {key!r} does not fit its tensor")
+class Decoded(dict[str, TensorEntry]):
+    """Entries that have been decoded, by key. A type of its own, since no dict can be referred to weakly."""
 
 
-class _LazyTensors(Mapping[str, TensorEntry]):
-    """Decodes an entry when it is asked for."""
+class StoredTensors(Mapping[str, TensorEntry]):
+    """Reads and decodes an entry when it is asked for, and keeps it."""
 
-    def __init__(self, tables: _Tables) -> None:
-        self._tables = tables
-        self._numbers = {tables.text(row): number for number, row in enumerate(tables.keys)}
-        if len(self._numbers) != len(tables.keys):
-            raise FormatError(f"{tables.name} is damaged: it names a key twice")
-        self._decoded: dict[str, TensorEntry] = {}
+    def __init__(self, directory: Directory, read: ReadRanges, decoded: Decoded) -> None:
+        self.directory, self.read, self._decoded = directory, read, decoded
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        """Key -> row. Merging many indexes needs none."""
+        names = [self.directory.text(name) for name in self.directory.key_names()]
+        numbers = {key: number for number, key in enumerate(names)}
+        if len(numbers) != len(names):
+            raise FormatError(f"{self.directory.name} is damaged: it names a key twice")
+        return numbers
 
     def __getitem__(self, key: str) -> TensorEntry:
         if key not in self._decoded:
-            self._decoded[key] = self._tables.entry(self._numbers[key])
+            self._load({key: self._numbers[key]})
         return self._decoded[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._numbers
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._numbers)
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    def describe(self, key: str) -> tuple[str, tuple[int, ...]]:
+        """As Index.describe."""
+        row = self.directory.row(self._numbers[key])
+        return self._dtype(row, key), row.global_shape
+
+    def preload(self, keys: Iterable[str]) -> None:
+        """As Index.preload."""
+        self._load({k: self._numbers[k] for k in keys if k in self._numbers and k not in self._decoded})
+
+    def _load(self, numbers: Mapping[str, int]) -> None:
+        rows = [(key, self.directory.row(numbers[key])) for key in sorted(numbers, key=numbers.__getitem__)]
+        sections = self.read([(row.at, row.stored_bytes) for _, row in rows])
+        for (key, row), section in zip(rows, sections, strict=True):
+            dtype, name = self._dtype(row, key), self.directory.name
+            columns = decode_section(section, row, f"{name}: the section of {key!r}")
+            files = self.directory.files
+            self._decoded[key] = _checked_entry(dtype, row.global_shape, columns, files, key, name)
+
+    def _dtype(self, row: Row, key: str) -> str:
+        """Of a tensor whose shape has been checked."""
+        name = self.directory.name
+        if row.dtype_code not in DTYPE_NAMES:
+            raise UnsupportedFormatError(
+                f"{name}: tensor {key!r} has a dtype of code {row.dtype_code}, which this "
+                "release does not know. A later release of megatron_datastates may: update it here."
+            )
+        dtype = DTYPE_NAMES[row.dtype_code]
+        # A size of 0 must not hide absurd ones beside it: strides are products of the others.
+        elements = math.prod(max(size, 1) for size in row.global_shape)
+        if min(row.global_shape, default=0) < 0 or elements * DTYPES[dtype][1] >= _MOST_BYTES:
+            raise FormatError(f"{name} is damaged: {key!r} cannot have the shape {row.global_shape}")
+        return dtype
+
+
+def _checked_entry(
+    dtype: str, shape: tuple[int, ...], columns: Words, files: int, key: str, name: str
+) -> TensorEntry:
+    """An entry of columns as a section has them, in an index that counts so many data files."""
+    dims, whole = len(shape), np.array(shape, np.int64)
+    offsets, shapes = columns[:dims].view(np.int64).T, columns[dims : 2 * dims].view(np.int64).T
+    inside = (
+        (offsets >= 0).all()
+        and (shapes >= 0).all()
+        and (offsets <= whole).all()
+        # So every fragment is smaller than its tensor, and its bytes fit 64 bits.
+        and (shapes <= whole - offsets).all()
+        and (columns[-1] >= HEADER_BYTES).all()
+        and (columns[-1] < _MOST_BYTES).all()
+    )
+    if not inside:
+        raise FormatError(f"{name} is damaged: a fragment of {key!r} does not fit its tensor")
+    if (columns[-2] >= files).any():
+        raise FormatError(
+            f"{name} is damaged: a fragment of {key!r} lies in a data file that it does not count"
+        )
+    sizes = np.prod(shapes, axis=1, dtype=np.uint64) * np.uint64(DTYPES[dtype][1])
+    return TensorEntry(dtype, shape, offsets, shapes, columns[-2].astype(np.uint32), columns[-1], sizes)
 
 
 def build_index(entries: Iterable[tuple[Fragment, Extent]], objects: Mapping[str, int]) -> Index:
@@ -233,7 +256,11 @@ def build_index(entries: Iterable[tuple[Fragment, Extent]], objects: Mapping[str
 def _entry(key: str, group: Sequence[tuple[Fragment, Extent]]) -> TensorEntry:
     first = group[0][0]
     for fragment, _ in group:
-        _check_alike(key, (first.dtype, first.global_shape), (fragment.dtype, fragment.global_shape))
+        one, other = (first.dtype, first.global_shape), (fragment.dtype, fragment.global_shape)
+        if one != other:
+            raise FormatError(
+                f"shards of {key!r} disagree: {one[0]} of global shape {one[1]}, and {other[0]} of {other[1]}"
+            )
     dims = len(first.global_shape)
     return TensorEntry(
         first.dtype,
@@ -249,43 +276,56 @@ def _entry(key: str, group: Sequence[tuple[Fragment, Extent]]) -> TensorEntry:
 def merge_indexes(parts: Iterable[tuple[Index, int]]) -> Index:
     """The index of a checkpoint from ranks' own indexes, each with the ordinal of its file.
 
+    All ranks' tables are sorted by key at once: a loop over ranks and keys takes minutes for many ranks.
+
     Raises:
         FormatError: ranks disagree on a tensor's dtype or global shape, or store one object twice.
     """
-    groups: dict[str, list[tuple[TensorEntry, int]]] = {}
+    plain = [(_plain(index), file) for index, file in parts]
+    objects = _merge_objects(plain)
+    rows = Rows.of(plain)
+    order = np.argsort(rows.ids, kind="stable")  # by key; of one key, as the parts come
+    rows.refuse_contradictions(order)
+    files = max((file for _, file in plain), default=-1) + 1
+    tensors: dict[str, TensorEntry] = {}
+    for dims in np.unique(rows.ndim).tolist():
+        mine = order[rows.ndim[order] == dims]
+        columns, firsts = rows.columns(mine, dims), np.flatnonzero(np.diff(rows.ids[mine], prepend=-1))
+        bounds = [*starts(rows.counts[mine])[firsts].tolist(), columns.shape[1]]
+        for row, begin, end in zip(mine[firsts].tolist(), bounds, bounds[1:], strict=False):
+            key, dtype, shape = rows.describe(row)
+            part = columns[:, begin:end]
+            tensors[key] = _checked_entry(dtype, shape, part, files, key, "the layout of all ranks")
+    return Index(tensors, objects)
+
+
+def _plain(index: Index) -> Directory:
+    """An index as bytes without anything packed."""
+    tensors = index.tensors
+    if isinstance(tensors, StoredTensors) and tensors.directory.is_plain() and tensors.directory.sections:
+        return tensors.directory
+    data = index.encode()
+    return Directory(data, "an index", len(data))
+
+
+def _merge_objects(parts: Iterable[tuple[Directory, int]]) -> dict[str, int]:
     objects: dict[str, int] = {}
-    for index, file in parts:
-        for key, entry in index.tensors.items():
-            groups.setdefault(key, []).append((entry, file))
-        for key in index.objects:
+    for directory, file in parts:
+        for name in directory.object_names():
+            key = directory.text(name)
             if key in objects:
                 raise FormatError(f"object {key!r} is stored by the ranks of files {objects[key]} and {file}")
             objects[key] = file
-    return Index({key: _merge_entries(key, group) for key, group in groups.items()}, objects)
+    return objects
 
 
-def _merge_entries(key: str, group: Sequence[tuple[TensorEntry, int]]) -> TensorEntry:
-    first = group[0][0]
-    for entry, _ in group:
-        _check_alike(key, (first.dtype, first.global_shape), (entry.dtype, entry.global_shape))
-    return TensorEntry(
-        first.dtype,
-        first.global_shape,
-        np.concatenate([entry.offsets for entry, _ in group]),
-        np.concatenate([entry.shapes for entry, _ in group]),
-        np.concatenate([np.full(len(entry.files), file, np.uint32) for entry, file in group]),
-        np.concatenate([entry.file_offsets for entry, _ in group]),
-        np.concatenate([entry.file_bytes for entry, _ in group]),
-    )
+def index_name(sha256: str) -> str:
+    """The file name of an index: half of the SHA-256 of its directory, which has hashes of all sections."""
+    return f"index-{sha256[:32]}"
 
 
-def _check_alike(key: str, one: tuple[str, tuple[int, ...]], other: tuple[str, tuple[int, ...]]) -> None:
-    if one != other:
-        raise FormatError(
-            f"shards of {key!r} disagree: {one[0]} of global shape {one[1]}, and {other[0]} of {other[1]}"
-        )
-
-
-def index_name(encoded: bytes) -> str:
-    """The file name of an index: half of the SHA-256 of its bytes."""
-    return f"index-{hashlib.sha256(encoded).hexdigest()[:32]}"
+def index_entry(encoded: bytes) -> IndexEntry:
+    """What the manifest says of an index."""
+    directory = Directory(encoded, "the index", len(encoded)).bytes
+    sha256 = hashlib.sha256(encoded[:directory]).hexdigest()
+    return IndexEntry(index_name(sha256), len(encoded), directory, sha256)

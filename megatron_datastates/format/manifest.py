@@ -34,7 +34,8 @@ class IndexEntry(msgspec.Struct, frozen=True):
 
     name: str
     bytes: int
-    sha256: str
+    directory_bytes: int
+    sha256: str  # of its directory, which has hashes of all the rest
 
 
 class OtherFile(msgspec.Struct, frozen=True):
@@ -109,8 +110,11 @@ def _check(manifest: Manifest, name: str) -> None:
 
     if re.fullmatch(r"[0-9a-f]{16}", manifest.run_id) is None or not 1 <= manifest.ordinal < 1 << 64:
         refuse("its save id is malformed")
-    if re.fullmatch(r"index-[0-9a-f]{32}", manifest.index.name) is None:
-        refuse(f"index name {manifest.index.name!r}")
+    index = manifest.index
+    if re.fullmatch(r"index-[0-9a-f]{32}", index.name) is None or index.name[6:] != index.sha256[:32]:
+        refuse(f"index name {index.name!r}")
+    if not 0 < index.directory_bytes <= index.bytes:
+        refuse(f"entry of {index.name}")
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
         refuse("a data file is named twice")

@@ -14,6 +14,7 @@ BLOCK_BYTES = 1 << 20  # covered by one checksum
 SMALL_ALIGNMENT = 64  # of fragments below LARGE_BYTES
 LARGE_BYTES = 1 << 20  # fragments from this size on start at ALIGNMENT
 MANIFEST_NAME = "datastates.manifest"
+OPTIMIZER_MAP_NAME = "datastates_map"  # last part of an object's key, before its shard's number
 
 # Name (torch's, without the prefix) -> (code in the index, bytes per element). Codes are never reused.
 DTYPES: dict[str, tuple[int, int]] = {
@@ -44,6 +45,11 @@ DTYPE_NAMES = {code: name for name, (code, _) in DTYPES.items()}
 
 _DATA_NAME = re.compile(r"data-(\d{5,9})-([0-9a-f]{16})-(\d{1,20})\.bin", re.ASCII)
 _OWN_NAME = re.compile(rf"{_DATA_NAME.pattern}|index-[0-9a-f]{{32}}|\.datastates-[\w.-]+\.tmp", re.ASCII)
+
+
+def is_optimizer_map(key: str) -> bool:
+    """Whether an object is an optimizer map, which is for us alone: Megatron would call it unexpected."""
+    return key.endswith(f".{OPTIMIZER_MAP_NAME}/shard_0_1")
 
 
 def element_bytes(dtype: str) -> int:

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from megatron_datastates.format.values import MANIFEST_NAME
 
 # The native module is not loaded before a directory of ours is: this module is, in every Megatron process.
 if TYPE_CHECKING:
+    from megatron_datastates.mcore.metadata import Boxes
     from megatron_datastates.pipeline.load import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ _TORCH_DIST_INDEX = ".metadata"
 # What a checkpoint of torch_dist consists of: not part of one that is published over it.
 FILES_OF_TORCH_DIST = ("*.distcp", _TORCH_DIST_INDEX, COMMON_STATE_FILE)
 _opened: dict[object, Checkpoint] = {}  # the last one: a load opens it several times
+_requested: ContextVar[Boxes | None] = ContextVar("boxes that a load wants", default=None)
 
 
 def is_ours(directory: str | os.PathLike[str]) -> bool:
@@ -108,7 +111,7 @@ def reader_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(checkpoint_dir, *args, **kwargs)
         from megatron_datastates.mcore.reader import DataStatesReader
 
-        return DataStatesReader(open_checkpoint(checkpoint_dir))
+        return DataStatesReader(open_checkpoint(checkpoint_dir), _requested.get())
 
     return _get_filesystem_reader
 
@@ -171,18 +174,27 @@ def load_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from torch.distributed.checkpoint.api import CheckpointException
 
+        from megatron_datastates.mcore.metadata import requested_boxes
         from megatron_datastates.mcore.mismatch import LoadMismatch
 
-        problem = first_mismatch(open_checkpoint(checkpoint_dir), nested_values(sharded_state_dict))
+        checkpoint, items = open_checkpoint(checkpoint_dir), list(nested_values(sharded_state_dict))
+        problem = first_mismatch(checkpoint, items)
         if problem is not None:
             raise LoadMismatch(f"{checkpoint_dir}: {problem}")
+        boxes = requested_boxes(items)
+        token = _requested.set(boxes)
         try:
+            checkpoint.index.preload(boxes)
             return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
         except CheckpointException as error:
             for cause, _ in error.failures.values():
                 if isinstance(cause, DataStatesError):
                     raise CheckpointingException(str(cause)) from cause
             raise
+        except DataStatesError as error:
+            raise CheckpointingException(str(error)) from error
+        finally:
+            _requested.reset(token)
 
     return load
 
@@ -223,17 +235,17 @@ def first_mismatch(checkpoint: Checkpoint, requested: Iterable[Any]) -> str | No
 
 
 def _tensor_mismatch(checkpoint: Checkpoint, item: Any) -> str | None:
-    stored = checkpoint.index.tensors.get(item.key)
-    if stored is None:
+    if item.key not in checkpoint.index.tensors:
         return f"there is no tensor {item.key!r} in this checkpoint{_similar(item.key, checkpoint)}"
-    if not item.allow_shape_mismatch and stored.global_shape != tuple(item.global_shape):
+    dtype, shape = checkpoint.index.describe(item.key)
+    if not item.allow_shape_mismatch and shape != tuple(item.global_shape):
         return (
-            f"tensor {item.key!r} has global shape {stored.global_shape} in this checkpoint, "
+            f"tensor {item.key!r} has global shape {shape} in this checkpoint, "
             f"and {tuple(item.global_shape)} in the model"
         )
-    if not _converts(stored.dtype, item.dtype):
+    if not _converts(dtype, item.dtype):
         wanted = str(item.dtype).removeprefix("torch.")
-        return f"tensor {item.key!r} is {stored.dtype} in this checkpoint, and {wanted} in the model"
+        return f"tensor {item.key!r} is {dtype} in this checkpoint, and {wanted} in the model"
     return None
 
 

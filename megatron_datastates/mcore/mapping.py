@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 
+from megatron_datastates.mcore.buckets import carried_map
 from megatron_datastates.mcore.fences import stepped_storages
 from megatron_datastates.providers.base import Mutability, Place, Tensors
 from megatron_datastates.providers.objects import PickledObject
@@ -44,33 +45,6 @@ def proof_in_training_loop() -> Classify:
         return Mutability.NOW
 
     return classify
-
-
-def with_zeroed_padding(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `DistributedOptimizer.sharded_param_state_dp_reshardable`.
-
-    Megatron pads buckets with uninitialized memory, which would put anything into the checkpoint (and make
-    two checkpoints of one state differ). A padding is a dictionary of tensors with a mark among them.
-    """
-
-    def sharded_param_state_dp_reshardable(*args: Any, **kwargs: Any) -> Any:
-        state = original(*args, **kwargs)
-        for entry in _dictionaries(state):
-            if getattr(entry.get("padding"), "obj", False) is True:
-                for item in entry.values():
-                    if isinstance(item, ShardedTensor) and item.data is not None:
-                        item.data.zero_()
-        return state
-
-    return sharded_param_state_dp_reshardable
-
-
-def _dictionaries(nested: Any) -> Iterator[dict[Any, Any]]:
-    if isinstance(nested, dict):
-        yield nested
-    if isinstance(nested, dict | list):
-        for item in nested.values() if isinstance(nested, dict) else nested:
-            yield from _dictionaries(item)
 
 
 class ShardedStateProvider:
@@ -109,5 +83,8 @@ class ShardedStateProvider:
         values: dict[str, list[Any]] = defaultdict(list)
         for item in self._main_replicas(ShardedObject):
             values[item.unique_key].append(item.data)
+            carried = carried_map(item)
+            if carried is not None:
+                values[carried[0]].append(carried[1])
         # A list, as torch_dist stores them: readers take its first element.
         return (PickledObject(key, value, Mutability.NOW) for key, value in values.items())

@@ -78,7 +78,7 @@ _SAVING = (
     Hook(
         _OPTIMIZER + "distrib_optimizer",
         "DistributedOptimizer.sharded_param_state_dp_reshardable",
-        "mapping.with_zeroed_padding",
+        "buckets.described",
     ),
     Hook(
         "megatron.core.distributed.param_and_grad_buffer",

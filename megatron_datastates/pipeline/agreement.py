@@ -13,6 +13,9 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+_ROUND_BYTES = 64 << 20
+_LEAST_ROUND_BYTES = 4096
+
 
 class PendingSum(Protocol):
     """A sum over ranks that has been asked for."""
@@ -88,17 +91,29 @@ class Collectives:
         return self._room[name, size]
 
     def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> list[bytes]:
-        """Every rank's bytes on rank 0, of the lengths that all ranks know; nothing elsewhere."""
+        """Every rank's bytes on rank 0, of the lengths that all ranks know; nothing elsewhere.
+
+        In rounds, since all ranks' pieces of one are as long: they take _ROUND_BYTES there, or of more ranks
+        than make that up, _LEAST_ROUND_BYTES each.
+        """
         if not self.distributed:
             return [data]
-        self._count("gather layouts")
-        longest = max(sizes)
-        mine = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(self._device())
-        parts = [torch.empty_like(mine) for _ in sizes] if self.rank == 0 else None
-        dist.gather(mine, parts, dst=0)
-        if parts is None:
-            return []
-        return [part.cpu().numpy().tobytes()[:size] for part, size in zip(parts, sizes, strict=True)]
+        longest, device = max(sizes), self._device()
+        each = min(longest, max(_ROUND_BYTES // self.size, _LEAST_ROUND_BYTES))
+        mine = torch.empty(each, dtype=torch.uint8, device=device)
+        rows = self.size if self.rank == 0 else 0
+        everyone = torch.empty((rows, each), dtype=torch.uint8, device=device)
+        found = [bytearray() for _ in range(rows)]
+        for at in range(0, longest, each):
+            self._count("gather layouts")
+            piece = data[at : at + each]
+            if piece:
+                mine[: len(piece)].copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
+            dist.gather(mine, list(everyone.unbind(0)) if rows else None, dst=0)
+            for held, size, row in zip(found, sizes, everyone.cpu().numpy(), strict=False):
+                held += row[: max(size - at, 0)].data
+        found.reverse()  # each goes as its copy comes: all together may be a GiB
+        return [bytes(found.pop()) for _ in range(rows)]
 
 
 _worlds_of_parents: list[object] = []

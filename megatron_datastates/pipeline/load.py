@@ -7,8 +7,10 @@ import hashlib
 import math
 import os
 import re
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron_datastates.config import Options
-from megatron_datastates.engine.reader import ReadOutcome, read_footer, read_pieces, read_small
+from megatron_datastates.engine.reader import Reader, read_footer, read_ranges, read_small
 from megatron_datastates.errors import (
     CorruptDataError,
     FormatError,
@@ -26,12 +28,18 @@ from megatron_datastates.errors import (
     StorageError,
 )
 from megatron_datastates.format.footer import Footer
-from megatron_datastates.format.index import Index
+from megatron_datastates.format.index import Decoded, Index
 from megatron_datastates.format.manifest import FileEntry, Manifest
+from megatron_datastates.format.tables import Directory
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, Extent, is_own_file_name
 from megatron_datastates.plan.boxes import first_overlap
-from megatron_datastates.plan.reads import FileReads, plan_slice
+from megatron_datastates.plan.reads import BoxReads, gather_runs, plan_extent, plan_slice
 from megatron_datastates.providers.objects import deserialize
+
+_FOOTER_THREADS = 8  # a footer is small, and a network file system answers late
+_MOST_NAMED = 4  # of what is corrupt, in one message
+# Of the indexes of open checkpoints, by SHA-256: most checkpoints of a run have the same.
+_decoded: weakref.WeakValueDictionary[str, Decoded] = weakref.WeakValueDictionary()
 
 
 def is_published(directory: str | os.PathLike[str]) -> bool:
@@ -52,10 +60,23 @@ def find_published(root: str | os.PathLike[str]) -> dict[int, Path]:
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledRead:
-    """Runs of one file and the host address that their targets count from."""
+    """Runs of one file and the address that their targets count from."""
 
-    reads: FileReads
+    reads: BoxReads
     address: int
+    on_device: bool = False  # the current one
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectReads:
+    """Objects as they are stored, and the reads that bring them."""
+
+    buffers: dict[str, np.ndarray]
+    scheduled: list[ScheduledRead]
+
+    def values(self) -> dict[str, Any]:
+        """Unpickled with weights_only=True, once they are read. FormatError: one is not plain data."""
+        return {key: deserialize(buffer.tobytes(), key) for key, buffer in self.buffers.items()}
 
 
 class Checkpoint:
@@ -74,8 +95,13 @@ class Checkpoint:
         self._footers: dict[int, Footer] = {}
 
     @classmethod
-    def open(cls, directory: str | os.PathLike[str], options: Options | None = None) -> Checkpoint:
-        """Reads manifest and index, nothing else.
+    def open(
+        cls, directory: str | os.PathLike[str], options: Options | None = None, *, share: bool = True
+    ) -> Checkpoint:
+        """Reads the manifest and the index's directory, nothing else.
+
+        Args:
+            share: what another open checkpoint has read of an index with the same bytes is not read again.
 
         Raises:
             NotACheckpointError: there is no manifest.
@@ -85,10 +111,7 @@ class Checkpoint:
         if not is_published(path):
             raise NotACheckpointError(_why_not(path))
         manifest = Manifest.decode(read_small(path / MANIFEST_NAME), str(path / MANIFEST_NAME))
-        data = read_small(path / manifest.index.name)
-        if len(data) != manifest.index.bytes or hashlib.sha256(data).hexdigest() != manifest.index.sha256:
-            raise FormatError(f"{path / manifest.index.name} is damaged: its size or SHA-256 differs")
-        index = Index.decode(data, str(path / manifest.index.name), len(manifest.files))
+        index = _open_index(path / manifest.index.name, manifest, share)
         return cls(path, manifest, index, options or Options.from_environment())
 
     def file_path(self, file: int) -> Path:
@@ -105,37 +128,69 @@ class Checkpoint:
 
     # -- reading ----------------------------------------------------------------------------------------
 
-    def read(self, scheduled: Iterable[ScheduledRead]) -> None:
-        """Executes reads, file by file; a file that is missing is told before any data moves."""
-        by_file: dict[int, list[ScheduledRead]] = defaultdict(list)
-        for item in scheduled:
-            by_file[item.reads.file].append(item)
-        for file in by_file:
-            self.footer(file)
-        for file, items in by_file.items():
-            self._read_file(file, items)
+    def require(self, files: Iterable[int]) -> None:
+        """Reads the footers of these data files: what is missing or truncated is told here."""
+        unknown = sorted(set(files) - self._footers.keys())
+        if len(unknown) < 2:
+            for file in unknown:
+                self.footer(file)
+            return
+        with ThreadPoolExecutor(min(_FOOTER_THREADS, len(unknown))) as pool:
+            for _ in pool.map(self.footer, unknown):
+                pass
 
-    def _read_file(self, file: int, items: Sequence[ScheduledRead]) -> None:
-        offsets = np.concatenate([item.reads.offsets for item in items])
-        sizes = np.concatenate([np.full(len(i.reads.offsets), i.reads.run_bytes, np.uint64) for i in items])
-        targets = np.concatenate([i.reads.targets + np.uint64(i.address) for i in items])
-        footer, path = self.footer(file), self.file_path(file)
-        if (offsets + sizes > footer.data_bytes).any():
+    def read(self, scheduled: Iterable[ScheduledRead], reader: Reader | None = None) -> None:
+        """Executes reads in one pass over the files; what is missing is told before any data moves.
+
+        Args:
+            reader: with memory from an earlier read of the same load.
+        """
+        items = list(scheduled)
+        if not items:
+            return
+        runs = gather_runs([i.reads for i in items], [i.address for i in items], [i.on_device for i in items])
+        files, places = np.unique(runs.files, return_inverse=True)
+        self.require(files.tolist())
+        sources = [(self.file_path(file), self.footer(file)) for file in files.tolist()]
+        beyond = runs.ends() > np.array([footer.data_bytes for _, footer in sources], np.uint64)[places]
+        if beyond.any():
+            path = sources[places[beyond.argmax()]][0]
             raise FormatError(f"{self.manifest.index.name} places data behind the end of the data of {path}")
-        outcome = read_pieces(path, footer, offsets, sizes, targets, self._options)
+        runs = dataclasses.replace(runs, files=places.astype(np.uint64))
+        outcome = (reader or self.new_reader()).read(sources, runs)
         self.bytes_read += outcome.bytes_read
         if outcome.bad_blocks:
-            raise CorruptDataError(self._describe(file, outcome))
+            raise CorruptDataError(
+                self._describe([(int(files[n]), block) for n, block in outcome.bad_blocks])
+            )
 
-    def _describe(self, file: int, outcome: ReadOutcome) -> str:
-        places = ", ".join(f"{block * BLOCK_BYTES}" for block in outcome.bad_blocks[:4])
-        keys = self.keys_in_blocks(file, outcome.bad_blocks)
-        more = f" and {len(keys) - 4} more" if len(keys) > 4 else ""
-        named = ", ".join(map(repr, keys[:4])) or "no tensor"
+    def new_reader(self) -> Reader:
+        """For several reads of one load."""
+        return Reader(self._options)
+
+    def _describe(self, bad_blocks: Sequence[tuple[int, int]]) -> str:
+        """Of (file, block), by file."""
+        by_file: dict[int, list[int]] = defaultdict(list)
+        for file, block in bad_blocks:
+            by_file[file].append(block)
+        told = [self._describe_file(file, blocks) for file, blocks in list(by_file.items())[:_MOST_NAMED]]
+        more = f" So are {len(by_file) - _MOST_NAMED} more files." if len(by_file) > _MOST_NAMED else ""
         return (
-            f"{self.file_path(file)} is corrupt: the checksum of the block of 1 MiB differs at byte offset "
-            f"{places}. It holds data of {named}{more}. Nothing of it was used: "
-            "load an older checkpoint, or restore this file."
+            f"{' '.join(told)}{more} Nothing of these blocks was used: "
+            "load an older checkpoint, or restore what is corrupt."
+        )
+
+    def _describe_file(self, file: int, blocks: Sequence[int]) -> str:
+        places = ", ".join(str(block * BLOCK_BYTES) for block in blocks[:_MOST_NAMED])
+        if len(blocks) > _MOST_NAMED:
+            places += f" and {len(blocks) - _MOST_NAMED} more"
+        keys = self.keys_in_blocks(file, blocks)
+        named = ", ".join(map(repr, keys[:_MOST_NAMED])) or "no tensor"
+        if len(keys) > _MOST_NAMED:
+            named += f" and {len(keys) - _MOST_NAMED} more"
+        return (
+            f"{self.file_path(file)}, which rank {self.manifest.files[file].rank} wrote, is corrupt: "
+            f"the checksum of the block of 1 MiB differs at byte offset {places}. It holds data of {named}."
         )
 
     def keys_in_blocks(self, file: int, blocks: Sequence[int]) -> list[str]:
@@ -163,6 +218,23 @@ class Checkpoint:
             MismatchError: the slice leaves the tensor.
             FormatError: the checkpoint holds only a part of it.
         """
+        return self.read_tensors([(key, offset, shape)])[0]
+
+    def read_tensors(
+        self, slices: Iterable[tuple[str, Sequence[int] | None, Sequence[int] | None]]
+    ) -> list[torch.Tensor]:
+        """Several of them, each (key, offset, shape), in one pass: a block that they share is read once."""
+        targets, scheduled = [], []
+        for key, offset, shape in slices:
+            target, reads = self._plan_tensor(key, offset, shape)
+            targets.append(target)
+            scheduled += reads
+        self.read(scheduled)
+        return targets
+
+    def _plan_tensor(
+        self, key: str, offset: Sequence[int] | None, shape: Sequence[int] | None
+    ) -> tuple[torch.Tensor, list[ScheduledRead]]:
         entry = self.index.tensor(key)
         offset = tuple(offset) if offset is not None else (0,) * len(entry.global_shape)
         shape = tuple(shape) if shape is not None else entry.global_shape
@@ -180,8 +252,7 @@ class Checkpoint:
         if overlap is not None:  # then the count above proves nothing
             raise FormatError(f"tensor {key!r}: two fragments both hold the element at {overlap}")
         target = torch.empty(shape, dtype=torch_dtype(entry.dtype))
-        self.read(ScheduledRead(part, target.data_ptr()) for part in reads)
-        return target
+        return target, [ScheduledRead(part, target.data_ptr()) for part in reads]
 
     def read_objects(self, keys: Iterable[str]) -> dict[str, Any]:
         """Objects, unpickled with weights_only=True.
@@ -190,16 +261,20 @@ class Checkpoint:
             MissingKeyError: no such object.
             FormatError: an object is not plain data, or is not where the index says.
         """
-        buffers: dict[str, np.ndarray] = {}
-        scheduled = []
-        for key in keys:
-            file, extent = self._object_extent(key)
+        objects = self.plan_objects(keys)
+        self.read(objects.scheduled)
+        return objects.values()
+
+    def plan_objects(self, keys: Iterable[str]) -> ObjectReads:
+        """The reads of `read_objects`, and what it raises but for what is not plain data."""
+        files = {key: self._object_file(key) for key in keys}
+        self.require(files.values())
+        buffers, scheduled = {}, []
+        for key, file in files.items():
+            extent = dataclasses.replace(self._object_extent(key, file), file=file)
             buffers[key] = np.empty(extent.bytes, np.uint8)
-            one = np.array([extent.offset], np.uint64)
-            reads = FileReads(file, one, np.zeros(1, np.uint64), extent.bytes)
-            scheduled.append(ScheduledRead(reads, buffers[key].ctypes.data))
-        self.read(scheduled)
-        return {key: deserialize(buffer.tobytes(), key) for key, buffer in buffers.items()}
+            scheduled.append(ScheduledRead(plan_extent(extent), buffers[key].ctypes.data))
+        return ObjectReads(buffers, scheduled)
 
     def read_other(self, name: str) -> bytes:
         """A whole file of somebody else's that belongs to the checkpoint.
@@ -222,14 +297,16 @@ class Checkpoint:
         """One of them."""
         return self.read_objects([key])[key]
 
-    def _object_extent(self, key: str) -> tuple[int, Extent]:
+    def _object_file(self, key: str) -> int:
         if key not in self.index.objects:
             raise MissingKeyError(f"there is no object {key!r} in {self.directory}")
-        file = self.index.objects[key]
+        return self.index.objects[key]
+
+    def _object_extent(self, key: str, file: int) -> Extent:
         extent = self.footer(file).objects.get(key)
         if extent is None:
             raise FormatError(f"{self.file_path(file)} does not hold object {key!r}, as the index says")
-        return file, extent
+        return extent
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -258,6 +335,20 @@ def _check_identity(manifest: Manifest, entry: FileEntry, footer: Footer, path: 
             f"{path} has a footer of checksum {footer.crc:08x}, its manifest says {entry.footer_crc:08x}: "
             "it was replaced"
         )
+
+
+def _open_index(path: Path, manifest: Manifest, share: bool) -> Index:
+    entry = manifest.index
+    (data,) = read_ranges(path, entry.bytes, [(0, entry.directory_bytes)])
+    if hashlib.sha256(data).hexdigest() != entry.sha256:
+        raise FormatError(f"{path} is damaged: its SHA-256 differs")
+    directory = Directory(data, str(path), entry.bytes)
+    if directory.bytes != entry.directory_bytes:
+        raise FormatError(f"{path} is damaged: its directory has not the size that the manifest says")
+    known = _decoded.setdefault(entry.sha256, Decoded()) if share else Decoded()
+    return Index.from_directory(
+        directory, len(manifest.files), lambda ranges: read_ranges(path, entry.bytes, ranges), known
+    )
 
 
 def _why_not(path: Path) -> str:

@@ -19,6 +19,7 @@ import dataclasses
 import datetime
 import enum
 import hashlib
+import itertools
 import logging
 import threading
 import time
@@ -30,7 +31,7 @@ from megatron_datastates.engine.commit import remove_left_overs, sync_file, writ
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
-from megatron_datastates.format.index import Index, index_name, merge_indexes
+from megatron_datastates.format.index import Index, index_entry, merge_indexes
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.agreement import Collectives, PendingSum
@@ -41,6 +42,7 @@ from megatron_datastates.plan.coverage import coverage_faults
 
 logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002
+_KEPT_INDEXES = 2  # persistent and non-persistent saves alternate
 _NOTHING = "Nothing was published; earlier checkpoints are as they were."
 _KEPT = "Its manifest may be in place, so its files were kept."
 
@@ -53,36 +55,50 @@ class Outcome(enum.Enum):
     FAILED = "failed"
 
 
-class LayoutStore:
-    """Which layouts rank 0 knows, so that a save with an old one gathers nothing.
+@dataclasses.dataclass(frozen=True)
+class MergedIndex:
+    """The index of a checkpoint, as it is stored."""
 
-    Every rank keeps the digests of its own; rank 0 keeps all ranks' indexes and the merged ones.
+    entry: IndexEntry
+    encoded: bytes
+
+
+class LayoutStore:
+    """Which layouts rank 0 knows, so that a save with an old one gathers, merges and hashes nothing.
+
+    Every rank keeps the digests of its own; rank 0 keeps all ranks' indexes and the merged ones used last.
     """
 
     def __init__(self) -> None:
         self.known: set[bytes] = set()
         self._parts: dict[tuple[int, bytes], bytes] = {}
-        self._merged: dict[tuple[tuple[int, bytes], ...], bytes] = {}
+        self._merged: dict[tuple[tuple[int, bytes], ...], MergedIndex] = {}
 
     def add(self, rank: int, digest: bytes, index: bytes) -> None:
         """Rank 0 has received a rank's own index."""
         self._parts[rank, digest] = index
 
-    def merged(self, records: list[RankRecord]) -> bytes:
-        """The encoded index of a checkpoint with these files.
+    def merged(self, records: list[RankRecord]) -> MergedIndex:
+        """The index of a checkpoint with these files.
 
         Raises:
             FormatError: ranks disagree on a tensor, or together do not hold all of it, or some of it twice.
         """
         wanted = tuple((record.rank, record.layout_digest) for record in records)
-        if wanted not in self._merged:
-            parts = (Index.decode(self._parts[key], f"the layout of rank {key[0]}", 1) for key in wanted)
-            whole = merge_indexes((part, file) for file, part in enumerate(parts))
-            faults = [fault for key, entry in whole.tensors.items() for fault in coverage_faults(key, entry)]
-            if faults:
-                raise FormatError(f"the state of all ranks together is not whole: {'; '.join(faults[:3])}")
-            self._merged = {wanted: whole.encode()}
-        return self._merged[wanted]
+        found = self._merged.pop(wanted, None) or self._merge(wanted)
+        kept = list(self._merged.items())[1 - _KEPT_INDEXES :]
+        self._merged = dict([*kept, (wanted, found)])
+        return found
+
+    def _merge(self, wanted: tuple[tuple[int, bytes], ...]) -> MergedIndex:
+        parts = (Index.decode(self._parts[key], f"the layout of rank {key[0]}", 1) for key in wanted)
+        whole = merge_indexes((part, file) for file, part in enumerate(parts))
+        told = (fault for key, entry in whole.tensors.items() for fault in coverage_faults(key, entry))
+        faults = list(itertools.islice(told, 3))
+        if faults:
+            raise FormatError(f"the state of all ranks together is not whole: {'; '.join(faults)}")
+        encoded = whole.encode(packed=True)
+        return MergedIndex(index_entry(encoded), encoded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,8 +264,8 @@ class Publication:
         try:
             directory.mkdir(parents=True, exist_ok=True)  # no rank may have had anything to write
             manifest, index = self._manifest()
-            if not _has_whole(directory / manifest.index.name, index):
-                write_whole(directory / manifest.index.name, index, self._faults)
+            if not _has_whole(directory / index.entry.name, index.encoded):
+                write_whole(directory / index.entry.name, index.encoded, self._faults)
             encoded = manifest.encode()
             write_whole(directory / MANIFEST_NAME, encoded, self._faults)
         except Exception as error:
@@ -264,7 +280,7 @@ class Publication:
             logger.warning("left-overs of earlier saves were not removed from %s: %s", directory, error)
         self._published.set()  # last, so that no later save publishes while this one still removes
 
-    def _manifest(self) -> tuple[Manifest, bytes]:
+    def _manifest(self) -> tuple[Manifest, MergedIndex]:
         context = self.save.context
         records = [record for record in self.records if record.has_file]
         index = self._layouts.merged(records)
@@ -283,7 +299,7 @@ class Publication:
             ordinal=context.save_id.ordinal,
             world_size=context.world_size,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            index=IndexEntry(index_name(index), len(index), hashlib.sha256(index).hexdigest()),
+            index=index.entry,
             files=files,
             iteration=context.iteration,
             parallel=self._labels.parallel,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 
@@ -11,8 +10,7 @@ import msgspec
 from megatron_datastates.engine.commit import remove_left_overs, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
-from megatron_datastates.format.index import Index, index_name
-from megatron_datastates.format.manifest import IndexEntry
+from megatron_datastates.format.index import Index, index_entry
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.load import Checkpoint
 
@@ -32,11 +30,12 @@ def remove_keys(directory: str | os.PathLike[str], prefix: str) -> list[str]:
     if not removed:
         return []
     gone = set(removed)
+    index.preload(key for key in index.tensors if key not in gone)
     encoded = Index(
-        {key: entry for key, entry in index.tensors.items() if key not in gone},
+        {key: index.tensors[key] for key in index.tensors if key not in gone},
         {key: file for key, file in index.objects.items() if key not in gone},
-    ).encode()
-    entry = IndexEntry(index_name(encoded), len(encoded), hashlib.sha256(encoded).hexdigest())
+    ).encode(packed=True)
+    entry = index_entry(encoded)
     changed = msgspec.structs.replace(manifest, index=entry)
     try:
         write_whole(path / entry.name, encoded, Faults(""))

@@ -1,14 +1,17 @@
-"""Strided boxes as runs of contiguous bytes, and intersections of boxes."""
+"""Strided boxes as runs of bytes, pieces and intersections of boxes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Offsets = npt.NDArray[np.uint64]
+_PAIRS_AT_A_TIME = 1 << 20  # of boxes that are looked at for a common element
+_MOST_PAIRS = 1 << 24
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -20,33 +23,53 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def box_runs(
+class PairedRuns(NamedTuple):
+    """A box that lies in two strided memories: runs of one form, copied from either to the other.
+
+    A run is `pieces` pieces of `piece_bytes`, each `a_step` behind the one before in a, and `b_step` in b.
+    """
+
+    a_starts: Offsets  # where each run begins, bytes behind the first element
+    b_starts: Offsets
+    pieces: int
+    piece_bytes: int
+    a_step: int  # bytes
+    b_step: int
+
+
+def paired_runs(
     lengths: Sequence[int], a_strides: Sequence[int], b_strides: Sequence[int], item_bytes: int
-) -> tuple[Offsets, Offsets, int]:
-    """A box that lies in two strided memories, as the fewest runs contiguous in both.
+) -> PairedRuns:
+    """The fewest such runs, in row-major order of the box. An empty box has none.
 
     Args:
         lengths: elements per dimension.
-        a_strides, b_strides: elements per step, for either memory.
+        a_strides, b_strides: elements per step, for either memory; none is negative.
         item_bytes: bytes per element.
-
-    Returns:
-        Byte offsets of the runs in a, the same in b (row-major order of the box), and the bytes of each.
-        An empty box has no runs.
     """
     if 0 in lengths:
-        empty = np.zeros(0, np.uint64)
-        return empty, empty, 0
-    dims = [d for d in range(len(lengths)) if lengths[d] != 1]
-    run = 1
-    while dims and a_strides[dims[-1]] == run and b_strides[dims[-1]] == run:
-        run *= lengths[dims.pop()]
-    a = b = np.zeros(1, np.int64)
-    for d in dims:
-        steps = np.arange(lengths[d], dtype=np.int64)
-        a = (a[:, None] + steps * a_strides[d]).reshape(-1)
-        b = (b[:, None] + steps * b_strides[d]).reshape(-1)
-    return (a * item_bytes).astype(np.uint64), (b * item_bytes).astype(np.uint64), run * item_bytes
+        return PairedRuns(np.zeros(0, np.uint64), np.zeros(0, np.uint64), 1, 0, 0, 0)
+    dims: list[tuple[int, int, int]] = []  # length and strides, where neighbours that make one are one
+    for length, a, b in zip(lengths, a_strides, b_strides, strict=True):
+        if dims and dims[-1][1:] == (length * a, length * b):
+            dims[-1] = dims[-1][0] * length, a, b
+        elif length != 1:
+            dims.append((length, a, b))
+    piece = dims.pop()[0] if dims and dims[-1][1:] == (1, 1) else 1
+    pieces, a_step, b_step = dims.pop() if dims else (1, piece, piece)
+    a_starts = b_starts = np.zeros(1, np.uint64)
+    for length, a, b in dims:
+        steps = np.arange(length, dtype=np.uint64) * np.uint64(item_bytes)
+        a_starts = (a_starts[:, None] + steps * np.uint64(a)).reshape(-1)
+        b_starts = (b_starts[:, None] + steps * np.uint64(b)).reshape(-1)
+    return PairedRuns(
+        a_starts,
+        b_starts,
+        pieces,
+        piece * item_bytes,
+        a_step * item_bytes,
+        b_step * item_bytes,
+    )
 
 
 class Runs(NamedTuple):
@@ -69,20 +92,38 @@ def strided_runs(shape: Sequence[int], strides: Sequence[int], item_bytes: int) 
         strides: elements per step; none is negative.
         item_bytes: bytes per element.
     """
-    if 0 in shape:
-        return Runs(np.zeros(0, np.uint64), 1, 0, 0)
-    dims: list[tuple[int, int]] = []  # length and stride, where neighbours that make one dimension are one
-    for length, stride in zip(shape, strides, strict=True):
-        if dims and dims[-1][1] == length * stride:
-            dims[-1] = dims[-1][0] * length, stride
-        elif length != 1:
-            dims.append((length, stride))
-    piece = dims.pop()[0] if dims and dims[-1][1] == 1 else 1
-    pieces, step = dims.pop() if dims else (1, piece)
-    starts = np.zeros(1, np.int64)
-    for length, stride in dims:
-        starts = (starts[:, None] + np.arange(length, dtype=np.int64) * stride).reshape(-1)
-    return Runs((starts * item_bytes).astype(np.uint64), pieces, piece * item_bytes, step * item_bytes)
+    runs = paired_runs(shape, strides, contiguous_strides(shape), item_bytes)
+    return Runs(runs.a_starts, runs.pieces, runs.piece_bytes, runs.a_step)
+
+
+def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements of a strided memory may be at one place; True where that is hard to tell.
+
+    Args:
+        shape: elements per dimension.
+        strides: elements per step; none is negative.
+    """
+    last = 0  # the furthest element that the dimensions up to here reach
+    for stride, length in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if stride <= last:
+            return True
+        last += stride * (length - 1)
+    return False
+
+
+def cut_box(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, shape) of boxes of at most `most` elements that are all of it, cut along leading ones."""
+    if math.prod(shape) <= max(most, 1):
+        yield (0,) * len(shape), tuple(shape)
+        return
+    row = math.prod(shape[1:])
+    step = max(most // row, 1)
+    for start in range(0, shape[0], step):
+        rows = min(step, shape[0] - start)
+        for offset, inner in (
+            cut_box(shape[1:], most) if row > most else [((0,) * (len(shape) - 1), shape[1:])]
+        ):
+            yield (start, *offset), (rows, *inner)
 
 
 def intersect(
@@ -110,9 +151,48 @@ def first_overlap(offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64])
     order = np.argsort(starts[:, axis], kind="stable")
     starts, ends = starts[order], ends[order]
     stops = np.searchsorted(starts[:, axis], ends[:, axis])
-    for i, stop in enumerate(stops.tolist()):
-        low = np.maximum(starts[i], starts[i + 1 : stop])
-        common = (low < np.minimum(ends[i], ends[i + 1 : stop])).all(axis=1)
-        if common.any():
-            return tuple(low[int(common.argmax())].tolist())
+    counts = np.maximum(stops - np.arange(1, len(starts) + 1), 0)
+    pairs = np.cumsum(counts)
+    begin = 0
+    while begin < len(starts):
+        end = int(np.searchsorted(pairs, pairs[begin] + _PAIRS_AT_A_TIME))
+        found = _first_common(starts, ends, begin, counts[begin:end])
+        if found is not None:
+            return found
+        begin = end
     return None
+
+
+def _first_common(
+    starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], begin: int, counts: npt.NDArray[np.int64]
+) -> tuple[int, ...] | None:
+    """An element of box begin + i and one of the counts[i] boxes behind it, for the first such i."""
+    one = np.repeat(np.arange(begin, begin + len(counts)), counts)
+    other = one + 1 + np.arange(len(one)) - np.repeat(np.cumsum(counts) - counts, counts)
+    low = np.maximum(starts[one], starts[other])
+    common = (low < np.minimum(ends[one], ends[other])).all(axis=1)
+    return tuple(low[int(common.argmax())].tolist()) if common.any() else None
+
+
+def boxes_that_meet(
+    offsets: npt.NDArray[np.int64],
+    shapes: npt.NDArray[np.int64],
+    wanted_offsets: npt.NDArray[np.int64],
+    wanted_shapes: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int64]:
+    """Which of n boxes have elements in one of m wanted boxes, in order. Of very many, some may have none.
+
+    Args:
+        offsets, shapes: of the boxes, (n, dimensions).
+        wanted_offsets, wanted_shapes: (m, dimensions), m > 0.
+    """
+    ends, wanted_ends = offsets + shapes, wanted_offsets + wanted_shapes
+    inside = (offsets < wanted_ends.max(axis=0)) & (ends > wanted_offsets.min(axis=0)) & (shapes > 0)
+    near = np.flatnonzero(inside.all(axis=1))
+    if len(wanted_offsets) == 1 or len(near) * len(wanted_offsets) > _MOST_PAIRS:
+        return near
+    meets = np.ones((len(wanted_offsets), len(near)), bool)
+    for axis in range(offsets.shape[1]):
+        meets &= offsets[near, axis] < wanted_ends[:, axis, None]
+        meets &= ends[near, axis] > wanted_offsets[:, axis, None]
+    return near[meets.any(axis=0)]

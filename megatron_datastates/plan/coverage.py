@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
+import numpy.typing as npt
 
 from megatron_datastates.format.index import TensorEntry
-from megatron_datastates.plan.boxes import first_overlap
+from megatron_datastates.plan.boxes import contiguous_strides, first_overlap
+
+_MOST_CORNERS = 1 << 27
+_MOST_PLACES = 1 << 63
 
 
 def coverage_faults(key: str, entry: TensorEntry) -> list[str]:
     """What is wrong with the fragments of one tensor; nothing if they tile it."""
+    if tiles(entry.global_shape, entry.offsets, entry.shapes):
+        return []
     faults = []
     stored = int(np.prod(entry.shapes, axis=1).sum())
     if stored < int(np.prod(entry.global_shape, dtype=np.int64)):
@@ -18,3 +27,41 @@ def coverage_faults(key: str, entry: TensorEntry) -> list[str]:
     if overlap is not None:
         faults.append(f"tensor {key!r}: two fragments both hold the element at {overlap}")
     return faults
+
+
+def tiles(whole: Sequence[int], offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> bool:
+    """Whether n boxes within a tensor hold each of its elements once. False may also mean: not tried.
+
+    A box as a function of the element (1 within, 0 outside) is known by its corners: its difference along all
+    axes is +1 or -1 there, by the number of axes on which the corner is an end, and 0 elsewhere. Differences
+    add up as the boxes do. So boxes tile a tensor if and only if their corners and its own cancel.
+
+    Args:
+        whole: the tensor's shape.
+        offsets, shapes: of the boxes, (n, dimensions). Corners of a box without elements cancel.
+    """
+    if 0 in whole:
+        return True
+    # On other axes all boxes are alike, and as long as the tensor.
+    cut = np.flatnonzero((shapes != np.array(whole, np.int64)).any(axis=0)).tolist()
+    size = [whole[axis] for axis in cut]
+    if math.prod(n + 1 for n in size) >= _MOST_PLACES or len(shapes) << len(cut) > _MOST_CORNERS:
+        return False
+    plus, minus = _corners(size, offsets[:, cut], shapes[:, cut])
+    own_plus, own_minus = _corners(size, np.zeros((1, len(cut)), np.int64), np.array([size], np.int64))
+    plus, minus = np.concatenate([plus, own_minus]), np.concatenate([minus, own_plus])
+    plus.sort()
+    minus.sort()
+    return np.array_equal(plus, minus)
+
+
+def _corners(
+    whole: Sequence[int], offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """The corners of boxes, numbered by their places; those with an even number of ends, and the others."""
+    even, odd = np.zeros((1, len(shapes)), np.int64), np.zeros((0, len(shapes)), np.int64)
+    for axis, stride in enumerate(contiguous_strides([size + 1 for size in whole])):
+        start = offsets[:, axis] * stride
+        end = start + shapes[:, axis] * stride
+        even, odd = np.concatenate([even + start, odd + end]), np.concatenate([even + end, odd + start])
+    return even.reshape(-1), odd.reshape(-1)

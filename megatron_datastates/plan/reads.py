@@ -6,20 +6,70 @@ import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_datastates.format.index import TensorEntry
-from megatron_datastates.format.values import element_bytes
-from megatron_datastates.plan.boxes import Offsets, box_runs, contiguous_strides, intersect
+from megatron_datastates.format.values import Extent, element_bytes
+from megatron_datastates.plan.boxes import contiguous_strides, intersect, paired_runs
+
+Words = npt.NDArray[np.uint64]
 
 
 @dataclasses.dataclass(frozen=True)
-class FileReads:
-    """Runs of one data file: bytes at `offsets` go to byte `targets` of the destination."""
+class BoxReads:
+    """Runs of one form from one data file: pieces at equal distances go to memory at equal distances."""
 
     file: int
-    offsets: Offsets
-    targets: Offsets
-    run_bytes: int
+    offsets: Words  # of each run's first piece, in the file
+    targets: Words  # the same, bytes behind the first element of the destination
+    pieces: int
+    piece_bytes: int
+    file_step: int  # bytes from piece to piece
+    target_step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadRuns:
+    """Runs of any number of boxes, one element of each array a run."""
+
+    files: Words
+    offsets: Words
+    pieces: Words
+    piece_bytes: Words
+    file_steps: Words
+    targets: Words  # addresses
+    target_steps: Words
+    on_device: npt.NDArray[np.bool_]
+
+    def ends(self) -> Words:
+        """Where each run ends in its file."""
+        return self.offsets + (self.pieces - np.uint64(1)) * self.file_steps + self.piece_bytes
+
+
+def gather_runs(boxes: Sequence[BoxReads], addresses: Sequence[int], on_device: Sequence[bool]) -> ReadRuns:
+    """All runs of `boxes`, whose destinations are at `addresses`."""
+    counts = [len(box.offsets) for box in boxes]
+    forms = [(box.file, box.pieces, box.piece_bytes, box.file_step, box.target_step) for box in boxes]
+    each = np.repeat(np.array(forms, np.uint64).reshape(len(boxes), 5), counts, axis=0).T
+    files, pieces, piece_bytes, file_steps, target_steps = map(np.ascontiguousarray, each)
+    none = np.zeros(0, np.uint64)
+    return ReadRuns(
+        files=files,
+        offsets=np.concatenate([none, *(box.offsets for box in boxes)]),
+        pieces=pieces,
+        piece_bytes=piece_bytes,
+        file_steps=file_steps,
+        targets=np.concatenate([none, *(box.targets for box in boxes)])
+        + np.repeat(np.array(addresses, np.uint64), counts),
+        target_steps=target_steps,
+        on_device=np.repeat(np.array(on_device, np.bool_), counts),
+    )
+
+
+def plan_extent(extent: Extent) -> BoxReads:
+    """Reads all of it, into a destination of as many bytes."""
+    one = np.array([extent.offset], np.uint64)
+    return BoxReads(extent.file, one, np.zeros(1, np.uint64), 1, extent.bytes, extent.bytes, extent.bytes)
 
 
 def plan_box(
@@ -28,7 +78,7 @@ def plan_box(
     start: Sequence[int],
     lengths: Sequence[int],
     target_strides: Sequence[int],
-) -> FileReads:
+) -> BoxReads:
     """Reads the box [start, start + lengths) of one stored fragment (coordinates within the fragment).
 
     Args:
@@ -37,13 +87,19 @@ def plan_box(
     item = element_bytes(entry.dtype)
     strides = contiguous_strides(entry.shapes[fragment].tolist())
     first = int(entry.file_offsets[fragment]) + item * sum(s * n for s, n in zip(start, strides, strict=True))
-    stored, targets, size = box_runs(lengths, strides, target_strides, item)
-    return FileReads(int(entry.files[fragment]), stored + np.uint64(first), targets, size)
+    runs = paired_runs(lengths, strides, target_strides, item)
+    return BoxReads(
+        int(entry.files[fragment]),
+        runs.a_starts + np.uint64(first),
+        runs.b_starts,
+        runs.pieces,
+        runs.piece_bytes,
+        runs.a_step,
+        runs.b_step,
+    )
 
 
-def plan_slice(
-    entry: TensorEntry, offset: Sequence[int], shape: Sequence[int]
-) -> tuple[list[FileReads], int]:
+def plan_slice(entry: TensorEntry, offset: Sequence[int], shape: Sequence[int]) -> tuple[list[BoxReads], int]:
     """Reads [offset, offset + shape) of the global tensor into a contiguous destination.
 
     Returns:
@@ -52,7 +108,9 @@ def plan_slice(
     item = element_bytes(entry.dtype)
     strides = contiguous_strides(shape)
     reads, covered = [], 0
-    for i in range(len(entry.files)):
+    begins, ends = np.array(offset, np.int64), np.array(offset, np.int64) + np.array(shape, np.int64)
+    touched = ((entry.offsets < ends) & (entry.offsets + entry.shapes > begins)).all(axis=1)
+    for i in np.flatnonzero(touched).tolist():
         stored = entry.offsets[i].tolist()
         common = intersect(stored, entry.shapes[i].tolist(), offset, shape)
         if common is None:

@@ -56,6 +56,7 @@ def begun(ending: Ending) -> list[tuple[int, dict[str, str]]]:
 
 OPTIONS = {
     "no optimizer, no rng": (4, ["--no-load-optim", "--no-load-rng"]),
+    "weights alone, in another layout": (4, ["--no-load-optim", "--no-load-rng", *LAYOUTS["tp2"]]),
     "finetune": (0, ["--finetune"]),
     "step": (2, ["--ckpt-step", "2"]),
     "parallel load": (4, ["--ckpt-fully-parallel-load"]),

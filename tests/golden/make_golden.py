@@ -1,8 +1,16 @@
 """Makes the golden checkpoints of a format: once per format, before its first release.
 
     .venv/bin/python -m tests.golden.make_golden NEW_DIRECTORY
+    .venv/bin/python -m tests.golden.make_golden CHECKPOINT INDEX.json
 
 What is committed under tests/golden/format-N is never made again: it stands for files that users have.
+
+Before its first release the index of format 1 was given another form. The checkpoints of Megatron's releases
+(tests/golden/megatron-*) were not saved again: the second command gave them the new index, the layout digests
+of their footers, and the manifest that names all that. INDEX.json tells what their index said:
+
+    {"fragments": [[key, dtype, global shape, offset, shape, file, offset in the file], ...],
+     "objects": {key: file}}
 
 one-rank   written by the saver: every dtype, a scalar, an empty tensor, objects, block checksums
 two-ranks  put together by hand: tensors cut into pieces over two files, one of them without checksums,
@@ -11,17 +19,23 @@ two-ranks  put together by hand: tensors cut into pieces over two files, one of 
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 
 from megatron_datastates.config import MIB, Options
-from megatron_datastates.format.index import Index, build_index
-from megatron_datastates.format.values import DTYPES, Extent, Fragment, SaveId
+from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
+from megatron_datastates.format.index import Index, build_index, index_entry
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.values import DTYPES, MANIFEST_NAME, Extent, Fragment, SaveId
 from megatron_datastates.pipeline.publication import Labels, Outcome
 from megatron_datastates.pipeline.saver import Run, Saver
 from megatron_datastates.providers.base import (
@@ -131,8 +145,38 @@ def make_two_ranks(directory: Path) -> None:
     write_checkpoint(directory, parts, index, SaveId(2**64 - 1, 7), iteration=None, **unknown)
 
 
+def replace_index(directory: Path, index: Index) -> None:
+    """Gives a checkpoint an index of the same contents in today's form."""
+    fields = json.loads((directory / MANIFEST_NAME).read_bytes().split(b"\n", 1)[1])
+    encoded = index.encode(packed=True)
+    (directory / fields["index"]["name"]).unlink()
+    fields["index"] = msgspec.to_builtins(index_entry(encoded))
+    for number, file in enumerate(fields["files"]):
+        path, at = directory / file["name"], file["footer_offset"]
+        footer = Footer.decode(path.read_bytes()[at:], file["name"])
+        digest = hashlib.sha256(index.own_index(number)).digest()[:16]
+        changed = dataclasses.replace(footer, layout_hash=digest).encode()
+        path.write_bytes(path.read_bytes()[:at] + changed)
+        file["footer_crc"] = decode_trailer(changed[-TRAILER_BYTES:], file["name"])[2]
+    manifest = msgspec.convert(fields, Manifest)
+    (directory / manifest.index.name).write_bytes(encoded)
+    (directory / MANIFEST_NAME).write_bytes(manifest.encode())
+
+
+def read_index(told: Path) -> Index:
+    """What was told of an index, as above."""
+    fields = json.loads(told.read_text())
+    entries = []
+    for key, dtype, whole, offset, shape, file, at in fields["fragments"]:
+        fragment = Fragment(key, dtype, tuple(whole), tuple(offset), tuple(shape))
+        entries.append((fragment, Extent(file, at, fragment.bytes)))
+    return build_index(entries, fields["objects"])
+
+
 def main() -> None:
     target = Path(sys.argv[1])
+    if len(sys.argv) > 2:
+        return replace_index(target, read_index(Path(sys.argv[2])))
     target.mkdir()
     save_one_rank(target / "one-rank", [PickledObject(k, v, Mutability.NOW) for k, v in OBJECTS.items()])
     make_two_ranks(target / "two-ranks")

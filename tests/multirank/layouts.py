@@ -7,6 +7,7 @@ Layout = dict[str, Any]
 DENSE: Layout = {}
 TP2: Layout = {"tensor_model_parallel_size": 2}
 PP2: Layout = {"pipeline_model_parallel_size": 2}
+CP2: Layout = {"context_parallel_size": 2}
 VPP2: Layout = PP2 | {"virtual_pipeline_model_parallel_size": 2}
 EXPERTS: Layout = {
     "num_moe_experts": 4,

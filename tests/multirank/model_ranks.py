@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import precision_aware_adam
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
@@ -42,6 +43,7 @@ SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
@@ -60,6 +62,8 @@ TINY = {
 }
 VOCABULARY, DIVISIBLE_BY = 100, 8  # padded to 104 rows with one tensor-parallel rank, to 112 with two
 FORMATS = ("ours", "stock")
+NOT_DISTRIBUTED = "not distributed"
+PRECISION_AWARE = "precision-aware "
 
 
 @dataclass
@@ -104,14 +108,19 @@ class Training:
 
 
 def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], None]) -> Training:
-    """A model in this layout, every tensor of it filled, with an optimizer of this sharding type."""
+    """A model in this layout, every tensor of it filled, with an optimizer.
+
+    `optimizer` is the sharding type of a distributed one, PRECISION_AWARE + that, or NOT_DISTRIBUTED.
+    """
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         **{name: layout[name] for name in SIZES if name in layout},
         create_gloo_process_groups=optimizer is not None,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    options = {name: value for name, value in layout.items() if name != "tied"}
+    # States follow the groups; the attention here, which never runs, would refuse context parallelism.
+    own = ("tied", "context_parallel_size")
+    options = {name: value for name, value in layout.items() if name not in own}
     config = TransformerConfig(**(TINY | options))
     stages = layout.get("virtual_pipeline_model_parallel_size")
     chunks: list[Any] = [
@@ -127,18 +136,16 @@ def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], 
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     if optimizer is None:
         return Training(chunks, None, metadata | groups)
-    wrapped = [DistributedDataParallel(config, DDP, chunk) for chunk in wrapped]
-    return Training(
-        chunks,
-        get_megatron_optimizer(ADAM, wrapped),
-        metadata | groups | {"distrib_optim_sharding_type": optimizer},
-    )
-
-
-DDP = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-ADAM = OptimizerConfig(
-    optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True
-)
+    kind: dict[str, Any] = {"use_distributed_optimizer": optimizer != NOT_DISTRIBUTED}
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **kind)
+    if optimizer.startswith(PRECISION_AWARE):
+        optimizer = optimizer.removeprefix(PRECISION_AWARE)
+        kind |= precision_aware_adam.installed()
+    adam = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, **kind)
+    wrapped = [DistributedDataParallel(config, ddp, chunk) for chunk in wrapped]
+    if optimizer != NOT_DISTRIBUTED:
+        metadata["distrib_optim_sharding_type"] = optimizer
+    return Training(chunks, get_megatron_optimizer(adam, wrapped), metadata | groups)
 
 
 def build_chunk(config: TransformerConfig, vp_stage: int | None, tied: bool) -> GPTModel:

@@ -192,3 +192,60 @@ def eventually(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"never happened: {what}"
         time.sleep(0.002)
+
+
+@dataclasses.dataclass
+class Request:
+    """Pieces of file number `file` at equal distances, to where the address says, at equal distances."""
+
+    offset: int
+    piece_bytes: int
+    target: int
+    pieces: int = 1
+    file_step: int = 0
+    target_step: int = 0
+    file: int = 0
+    device: bool = False
+
+
+Source = tuple[str, int, bytes]  # path, bytes of data, checksums
+
+
+def make_reader(**options: Any) -> native.Reader:
+    defaults: dict[str, Any] = {
+        "direct": False,
+        "threads": 3,
+        "slot_bytes": MIB,
+        "driver": "no driver in this test",
+        "faults": "",
+    }
+    return native.Reader(**(defaults | options))
+
+
+def start_read(
+    reader: native.Reader, sources: Sequence[Source], requests: Sequence[Request], stream: int = 0
+) -> native.ReadJob:
+    def words(field: str) -> np.ndarray:
+        return np.array([getattr(request, field) for request in requests], np.uint64)
+
+    return reader.start(
+        sources=list(sources),
+        files=words("file"),
+        offsets=words("offset"),
+        piece_bytes=words("piece_bytes"),
+        pieces=words("pieces"),
+        file_steps=words("file_step"),
+        targets=words("target"),
+        target_steps=words("target_step"),
+        flags=np.array([request.device * native.DEVICE_FLAG for request in requests], np.uint8),
+        stream=stream,
+    )
+
+
+def finish_read(job: native.ReadJob) -> tuple[int, list[tuple[int, int]], str]:
+    """Waits for the end of it; gives its result."""
+    try:
+        assert job.wait(PATIENCE), "the read does not end"
+    finally:
+        job.close()
+    return job.result()

@@ -217,7 +217,7 @@ def test_a_driver_that_fails_at_first_can_be_tried_again(
 def test_a_thread_without_a_context_is_told(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
     engine = device_engines()
     cuda.use_context(None)
-    with pytest.raises(OSError, match="no CUDA context: save from the thread that trains"):
+    with pytest.raises(OSError, match="no CUDA context: save and load from the thread that trains"):
         Save(engine, tmp_path / "data", shard())
 
 

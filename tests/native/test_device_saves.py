@@ -255,7 +255,7 @@ def test_a_missing_driver_is_told_with_its_name_and_what_needs_it(trainer: Train
     saver = trainer.saver(driver="/nowhere/libcuda.so.1")
     error = failure(saver.start(tmp_path, DeviceTensors(trainer.model)))
     assert "open the CUDA driver /nowhere/libcuda.so.1" in error
-    assert "a tensor on a GPU cannot be saved without it" in error
+    assert "a tensor on a GPU cannot be saved or loaded without it" in error
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,16 @@ from tests.native.harness import (
     ALIGNMENT,
     KIB,
     Copy,
+    Request,
     Save,
     descriptors_of,
+    eventually,
+    finish_read,
     make_engine,
+    make_reader,
     random_bytes,
     save_whole,
+    start_read,
 )
 
 Engines = Callable[..., native.Engine]
@@ -84,19 +89,32 @@ def test_a_child_of_a_reader_has_no_data_file_open(tmp_path: Path) -> None:
     os.mkfifo(path)
     keep = os.open(path, os.O_RDWR)
     target = np.zeros(10, np.uint8)
-    words = [np.array([value], np.uint64) for value in (0, 10, target.ctypes.data)]
-    thread = threading.Thread(
-        target=lambda: native.read_pieces(
-            path=str(path), data_bytes=ALIGNMENT, offsets=words[0], bytes=words[1], targets=words[2],
-            checksums=b"", direct=False, threads=1, buffer_bytes=1 << 20, faults="read:1:stall=200",
-        )
-    )  # fmt: skip
-    thread.start()
-    time.sleep(0.05)
-    assert len(descriptors_of(path)) == 2
+    reader = make_reader(faults="read:1:stall=200")
+    job = start_read(reader, [(str(path), ALIGNMENT, b"")], [Request(0, 10, target.ctypes.data)])
+    eventually(lambda: len(descriptors_of(path)) == 2, "the reader has opened it")
     assert in_child(lambda: len(descriptors_of(path))) == "1"
-    thread.join()
+    assert "read" in finish_read(job)[2]
     os.close(keep)
+
+
+def test_a_child_of_a_reader_may_drop_it_and_is_told_that_it_is_not_its_own(tmp_path: Path) -> None:
+    """No thread is there to be joined, and no lock that one of them held may be taken."""
+    path, target = tmp_path / "data", np.zeros(ALIGNMENT, np.uint8)
+    path.write_bytes(bytes(ALIGNMENT))
+    kept = {"reader": make_reader(faults="read:1:stall=500")}
+    request = Request(0, ALIGNMENT, target.ctypes.data)
+    kept["job"] = start_read(kept["reader"], [(str(path), ALIGNMENT, b"")], [request])
+
+    def use_and_drop() -> str:
+        try:
+            kept["job"].wait(0.0)
+        except ValueError as error:
+            kept.clear()
+            return str(error)
+        return "used"
+
+    assert "belongs to the parent" in in_child(use_and_drop)
+    assert finish_read(kept["job"]) == (ALIGNMENT, [], "")
 
 
 def test_a_child_may_drop_its_copies(engines: Engines, tmp_path: Path) -> None:

@@ -315,7 +315,7 @@ def test_threads_that_cannot_be_had_are_told_or_done_without(tmp_path: Path) -> 
 import resource, threading
 from pathlib import Path
 import numpy as np
-from tests.native.harness import make_engine, native
+from tests.native.harness import Request, finish_read, make_engine, make_reader, native, start_read
 threading.stack_size(64 << 10)
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 target, path = np.zeros(64, np.uint8), Path({str(tmp_path / "data")!r})
@@ -325,10 +325,9 @@ try:
     make_engine(write_threads=64)
 except OSError as error:
     print(error.strerror)
-numbers = np.arange(64, dtype=np.uint64)
-print(native.read_pieces(path=str(path), data_bytes=64 * 8192, offsets=numbers * 8192,
-    bytes=np.ones(64, np.uint64), targets=numbers + np.uint64(target.ctypes.data), checksums=b"",
-    direct=False, threads=64, buffer_bytes=1 << 20, faults=""), target.sum())
+resource.setrlimit(resource.RLIMIT_AS, (used + (100 << 20), -1))  # 64 of them are slots
+requests = [Request(0, 1, target.ctypes.data + number, file=number) for number in range(64)]
+print(finish_read(start_read(make_reader(threads=64), [(str(path), 8192, b"")] * 64, requests)), target.sum())
 """
     command = [sys.executable, "-c", script]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

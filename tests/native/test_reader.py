@@ -11,7 +11,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_datastates.engine import _native as native
-from tests.native.harness import ALIGNMENT, MIB, random_bytes
+from tests.native.harness import (
+    ALIGNMENT,
+    MIB,
+    Request,
+    descriptors_of,
+    eventually,
+    finish_read,
+    make_reader,
+    random_bytes,
+    start_read,
+)
 
 DATA = random_bytes(5 * MIB + 3 * ALIGNMENT, 11)
 UNTOUCHED = 0x5A
@@ -35,24 +45,20 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Read:
-    """One call of read_pieces, and what it left in memory of ours."""
+    """One read of single pieces of a file, and what it left in memory of ours."""
 
-    def __init__(self, path: Path, places: Places, **options: object) -> None:
+    def __init__(self, path: Path, places: Places, checksums: bytes = CHECKSUMS, **options: object) -> None:
         starts = np.cumsum([0, *(size for _, size in places)])
         self.places = places
         self.memory = np.full(int(starts[-1]) + 1, UNTOUCHED, np.uint8)
         self.bounds = [(int(a), int(b)) for a, b in itertools.pairwise(starts)]
-        defaults: dict[str, object] = {
-            "data_bytes": len(DATA), "checksums": CHECKSUMS, "direct": False, "threads": 3,
-            "buffer_bytes": MIB, "faults": "",
-        }  # fmt: skip
-        self.bytes_read, self.bad_blocks, self.error = native.read_pieces(
-            path=str(path),
-            offsets=np.array([offset for offset, _ in places], np.uint64),
-            bytes=np.array([size for _, size in places], np.uint64),
-            targets=np.uint64(self.memory.ctypes.data) + starts[:-1].astype(np.uint64),
-            **(defaults | options),
-        )
+        base = self.memory.ctypes.data
+        requests = [
+            Request(offset, size, base + int(at)) for (offset, size), at in zip(places, starts, strict=False)
+        ]
+        source = (str(path), len(DATA), checksums)
+        self.bytes_read, bad, self.error = finish_read(start_read(make_reader(**options), [source], requests))
+        self.bad_blocks = [block for _, block in bad]
 
     def piece(self, i: int) -> np.ndarray:
         begin, end = self.bounds[i]
@@ -81,12 +87,12 @@ places = st.lists(st.builds(place, st.integers(0, len(DATA)), sizes), max_size=1
     checked=st.booleans(),
     direct=st.booleans(),
     threads=st.integers(1, 4),
-    buffers=st.integers(1, 3),
+    slots=st.integers(1, 3),
     short=st.booleans(),
 )
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_pieces_are_those_bytes_of_the_file(
-    stored: Path, places: Places, checked: bool, direct: bool, threads: int, buffers: int, short: bool
+    stored: Path, places: Places, checked: bool, direct: bool, threads: int, slots: int, short: bool
 ) -> None:
     Read(
         stored,
@@ -94,7 +100,7 @@ def test_any_pieces_are_those_bytes_of_the_file(
         checksums=CHECKSUMS if checked else b"",
         direct=direct,
         threads=threads,
-        buffer_bytes=buffers * MIB,
+        slot_bytes=slots * MIB,
         faults="read:0:short" if short else "",
     ).assert_delivered()
 
@@ -213,30 +219,175 @@ def test_a_read_that_was_interrupted_or_refused_direct_io_is_repeated(stored: Pa
     Read(stored, [(0, len(DATA))], direct=True, threads=2, faults=faults).assert_delivered()
 
 
+# -- strided runs, of several files -----------------------------------------------------------------------
+
+
+@st.composite
+def grids(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
+    """Pieces that fit into DATA: offset, bytes of each, how many, step in the file, more bytes in memory."""
+    piece = draw(st.one_of(st.integers(1, 9), st.integers(1, 3 * MIB)))
+    step = piece + draw(st.one_of(st.integers(0, 100), st.integers(0, 2 * MIB)))
+    pieces = draw(st.integers(1, min(5000, 1 + (len(DATA) - piece) // step)))
+    room = len(DATA) - (pieces - 1) * step - piece
+    return draw(st.integers(0, room)), piece, pieces, step, draw(st.integers(0, 40))
+
+
+def rows_of(memory: np.ndarray, offset: int, piece: int, pieces: int, step: int) -> np.ndarray:
+    return np.lib.stride_tricks.as_strided(memory[offset:], (pieces, piece), (step, 1))
+
+
+@given(
+    grids=st.lists(st.tuples(st.integers(0, 1), grids()), max_size=5),
+    checked=st.booleans(),
+    direct=st.booleans(),
+    threads=st.integers(1, 4),
+    slots=st.integers(1, 3),
+)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_strided_runs_of_several_files_arrive(
+    stored: Path, grids: Sequence, checked: bool, direct: bool, threads: int, slots: int
+) -> None:
+    memories, requests = [], []
+    for file, (offset, piece, pieces, step, more) in grids:
+        memories.append(np.full(pieces * (piece + more), UNTOUCHED, np.uint8))
+        address = memories[-1].ctypes.data
+        requests.append(Request(offset, piece, address, pieces, step, piece + more, file))
+    sources = [(str(stored), len(DATA), CHECKSUMS if checked and n == 0 else b"") for n in range(2)]
+    reader = make_reader(direct=direct, threads=threads, slot_bytes=slots * MIB)
+    _, bad, error = finish_read(start_read(reader, sources, requests))
+    assert (bad, error) == ([], "")
+    for memory, (_, (offset, piece, pieces, step, more)) in zip(memories, grids, strict=True):
+        found = memory.reshape(pieces, piece + more)
+        assert np.array_equal(found[:, :piece], rows_of(DATA, offset, piece, pieces, step))
+        assert (found[:, piece:] == UNTOUCHED).all()
+
+
+def read_rows(path: Path, piece: int, pieces: int, step: int, checksums: bytes) -> int:
+    """Reads rows from 0 on; gives how many bytes that took."""
+    target = np.zeros((pieces, piece), np.uint8)
+    request = Request(0, piece, target.ctypes.data, pieces, step, piece)
+    read, _, error = finish_read(start_read(make_reader(), [(str(path), len(DATA), checksums)], [request]))
+    assert error == "" and np.array_equal(target, rows_of(DATA, 0, piece, pieces, step))
+    return read
+
+
+GAP = 1 * MIB  # kReadGapBytes
+
+
+def test_small_holes_are_read_and_large_ones_left_out(stored: Path) -> None:
+    assert read_rows(stored, ALIGNMENT, 2, ALIGNMENT + GAP, b"") == 2 * ALIGNMENT + GAP
+    assert read_rows(stored, ALIGNMENT, 2, 2 * ALIGNMENT + GAP, b"") == 2 * ALIGNMENT
+    # Blocks that are checked are read whole.
+    assert read_rows(stored, 10, 2, 2 * MIB, CHECKSUMS) == 3 * MIB
+    assert read_rows(stored, 10, 2, 3 * MIB, CHECKSUMS) == 2 * MIB
+
+
+def test_holes_between_runs_count_like_those_within(stored: Path) -> None:
+    far, near = GAP + 2 * ALIGNMENT, GAP + ALIGNMENT
+    assert Read(stored, [(0, 10), (far, 10)], checksums=b"").bytes_read == 2 * ALIGNMENT
+    assert Read(stored, [(near, 10), (0, 10)], checksums=b"").bytes_read == near + ALIGNMENT
+
+
+def test_good_blocks_beside_a_bad_one_are_delivered(stored: Path) -> None:
+    wrong = CHECKSUMS[:4] + bytes(4) + CHECKSUMS[8:]
+    read = Read(stored, [(0, 3 * MIB)], checksums=wrong, slot_bytes=4 * MIB)
+    assert read.bad_blocks == [1]
+    assert np.array_equal(read.piece(0)[:MIB], DATA[:MIB])
+    assert (read.piece(0)[MIB : 2 * MIB] == UNTOUCHED).all()
+    assert np.array_equal(read.piece(0)[2 * MIB :], DATA[2 * MIB : 3 * MIB])
+
+
+def many_files(stored: Path, count: int, target: np.ndarray) -> tuple[list, list[Request]]:
+    """The same data under many names, of which everything is read."""
+    paths = [stored.parent / f"link{number}" for number in range(count)]
+    for path in paths:
+        if not path.exists():
+            os.link(stored, path)
+    sources = [(str(path), len(DATA), CHECKSUMS) for path in paths]
+    return sources, [Request(0, len(DATA), target[n].ctypes.data, file=n) for n in range(count)]
+
+
+def test_bad_blocks_of_all_files_are_reported(stored: Path) -> None:
+    target = np.zeros((4, len(DATA)), np.uint8)
+    sources, requests = many_files(stored, 4, target)
+    for number, block in ((1, 5), (3, 0), (3, 2)):
+        path, size, checksums = sources[number]
+        sources[number] = (path, size, checksums[: 4 * block] + bytes(4) + checksums[4 * block + 4 :])
+    assert finish_read(start_read(make_reader(), sources, requests))[1] == [(1, 5), (3, 0), (3, 2)]
+
+
+def test_no_more_files_are_open_than_threads_read(stored: Path) -> None:
+    target = np.zeros((12, len(DATA)), np.uint8)
+    sources, requests = many_files(stored, 12, target)
+    job = start_read(make_reader(threads=2, faults="read:0:stall=2"), sources, requests)
+    most = 0
+    while not job.wait(0.001):
+        most = max(most, sum(len(descriptors_of(Path(path))) for path, _, _ in sources))
+    job.close()
+    assert job.result()[1:] == ([], "") and (target == DATA).all()
+    assert 0 < most <= 2
+    assert not any(descriptors_of(Path(path)) for path, _, _ in sources)
+
+
+def test_a_missing_file_among_others_ends_the_read(stored: Path) -> None:
+    target = np.zeros((6, len(DATA)), np.uint8)
+    sources, requests = many_files(stored, 6, target)
+    missing = str(stored.parent / "missing")
+    sources[2] = (missing, len(DATA), b"")
+    _, _, error = finish_read(start_read(make_reader(threads=1), sources, requests))
+    assert error.startswith(f"open {missing}: No such file")
+    assert not target[3:].any()
+
+
+def test_a_job_that_is_closed_early_lets_go_of_everything(stored: Path) -> None:
+    target = np.zeros((6, len(DATA)), np.uint8)
+    sources, requests = many_files(stored, 6, target)
+    job = start_read(make_reader(faults="read:0:stall=20"), sources, requests)
+    eventually(lambda: descriptors_of(Path(sources[0][0])), "it has begun")
+    job.close()
+    assert job.wait(0.0)
+    assert not any(descriptors_of(Path(path)) for path, _, _ in sources)
+    assert not target[5].any()
+    job.close()  # again
+
+
+def test_a_reader_serves_one_job_after_the_other_and_two_at_once(stored: Path) -> None:
+    reader, target = make_reader(threads=2), np.zeros((4, len(DATA)), np.uint8)
+    sources, requests = many_files(stored, 4, target)
+    finish_read(start_read(reader, sources, requests[:1]))
+    jobs = [start_read(reader, sources, requests[n : n + 1]) for n in (1, 2, 3)]
+    del reader
+    assert all(finish_read(job)[1:] == ([], "") for job in jobs)
+    assert (target == DATA).all()
+
+
+HUGE = (1 << 64) - 8
+
+
 @pytest.mark.parametrize(
-    ("places", "options", "what"),
+    ("request_", "what"),
     [
-        ([(len(DATA) - 5, 6)], {}, "leaves the"),
-        ([((1 << 64) - 8, 16)], {}, "leaves the"),
-        ([(16, (1 << 64) - 8)], {}, "leaves the"),
-        ([(0, 1)], {"checksums": CHECKSUMS[:-4]}, "number of checksums"),
-        ([(0, 1)], {"buffer_bytes": MIB + 1}, "multiple of 1 MiB"),
-        ([(0, 1)], {"buffer_bytes": 0}, "multiple of 1 MiB"),
+        (Request(len(DATA) - 5, 6, 0), "leaves the"),
+        (Request(HUGE, 16, 0), "leaves the"),
+        (Request(16, HUGE, 0), "leaves the"),
+        (Request(0, 10, 0, pieces=3, file_step=len(DATA) // 2), "leaves the"),
+        (Request(0, 10, 0, pieces=1 << 33, file_step=1 << 33), "leaves the"),
+        (Request(0, 10, 0, pieces=HUGE, file_step=10), "leaves the"),
+        (Request(0, 10, 0, pieces=2, file_step=9), "overlaps itself"),
+        (Request(0, 1, 0, file=1), "file 1, which is none of the 1"),
     ],
 )
-def test_a_plan_that_leaves_the_file_is_refused(
-    stored: Path, places: Places, options: dict[str, object], what: str
-) -> None:
-    nowhere = np.zeros(len(places), np.uint64)
-    defaults: dict[str, object] = {
-        "data_bytes": len(DATA), "checksums": CHECKSUMS, "direct": False, "threads": 1,
-        "buffer_bytes": MIB, "faults": "",
-    }  # fmt: skip
+def test_a_run_that_leaves_its_file_is_refused(stored: Path, request_: Request, what: str) -> None:
     with pytest.raises(OSError, match=what):
-        native.read_pieces(
-            path=str(stored),
-            offsets=np.array([offset for offset, _ in places], np.uint64),
-            bytes=np.array([size for _, size in places], np.uint64),
-            targets=nowhere,
-            **(defaults | options),
-        )
+        start_read(make_reader(), [(str(stored), len(DATA), CHECKSUMS)], [request_])
+
+
+def test_checksums_that_are_not_one_a_block_are_refused(stored: Path) -> None:
+    with pytest.raises(OSError, match=f"{stored}.*the number of checksums does not fit"):
+        start_read(make_reader(), [(str(stored), len(DATA), CHECKSUMS[:-4])], [])
+
+
+@pytest.mark.parametrize("options", [{"slot_bytes": MIB + 1}, {"slot_bytes": 0}, {"threads": 0}])
+def test_options_that_make_no_sense_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(OSError, match="multiple of 1 MiB, and threads at least 1"):
+        make_reader(**options)

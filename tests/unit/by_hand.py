@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.engine.native import crc32c
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
-from megatron_datastates.format.index import Index, build_index, index_name
+from megatron_datastates.format.index import Index, build_index, index_entry, index_name
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, Extent, Fragment, SaveId
 
@@ -58,14 +59,22 @@ def file_entry(data: bytes, rank: int, save_id: SaveId = SAVE) -> FileEntry:
     return FileEntry(save_id.data_file_name(rank), rank, len(data), offset, crc)
 
 
+def entry_of(index: bytes) -> IndexEntry:
+    """What a manifest says of an index, or of bytes that are none: then all of them are its directory."""
+    try:
+        return index_entry(index)
+    except DataStatesError:
+        sha256 = hashlib.sha256(index).hexdigest()
+        return IndexEntry(index_name(sha256), len(index), len(index), sha256)
+
+
 def manifest_of(files: Sequence[FileEntry], index: bytes, save_id: SaveId = SAVE, **fields: Any) -> Manifest:
-    entry = IndexEntry(index_name(index), len(index), hashlib.sha256(index).hexdigest())
     return Manifest(
         run_id=f"{save_id.run_id:016x}",
         ordinal=save_id.ordinal,
         world_size=max(len(files), 1),
         created="2026-01-01T00:00:00+00:00",
-        index=entry,
+        index=entry_of(index),
         files=list(files),
         **fields,
     )
@@ -81,7 +90,7 @@ def write_checkpoint(
         data = data_file(part, rank, len(parts), save_id, **part.footer)
         files.append(file_entry(data, rank, save_id))
         (directory / files[-1].name).write_bytes(data)
-    encoded = index if isinstance(index, bytes) else index.encode()
+    encoded = index if isinstance(index, bytes) else index.encode(packed=True)
     manifest = manifest_of(files, encoded, save_id, **fields)
     (directory / manifest.index.name).write_bytes(encoded)
     (directory / MANIFEST_NAME).write_bytes(manifest.encode())

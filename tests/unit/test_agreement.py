@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_datastates.pipeline import agreement
 from megatron_datastates.pipeline.agreement import Collectives
 
 RANKS = 3
@@ -115,3 +116,32 @@ def test_later_gathers_allocate_nothing_on_the_device(device: LateDevice, collec
             record = bytes([i]) * size
             assert collectives.gather_all(record) == [record] * RANKS
     assert device.made == [16, 3 * 16, 24, 3 * 24]
+
+
+# -- rounds -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("round_bytes", [1, 7, 100, 1000])
+def test_bytes_of_all_ranks_are_gathered_in_rounds_of_bounded_size(
+    monkeypatch: pytest.MonkeyPatch, round_bytes: int
+) -> None:
+    data = [bytes(range(20)), b"", bytes(range(100, 107))]
+    rounds: list[int] = []
+
+    def gather(mine: torch.Tensor, parts: list[torch.Tensor], dst: int) -> None:
+        begin = sum(rounds)
+        for part, whole in zip(parts, data, strict=True):
+            piece = whole[begin : begin + len(part)]
+            part.copy_(torch.tensor([*piece, *[255] * (len(part) - len(piece))], dtype=torch.uint8))
+        assert mine[: len(data[0]) - begin].tolist() == list(data[0][begin : begin + len(mine)])
+        rounds.append(len(mine))
+
+    monkeypatch.setattr(agreement, "_ROUND_BYTES", round_bytes * RANKS)
+    monkeypatch.setattr(agreement, "_LEAST_ROUND_BYTES", 1)
+    monkeypatch.setattr(dist, "gather", gather)
+    monkeypatch.setattr(Collectives, "_device", staticmethod(lambda: torch.device("cpu")))
+    collectives = Collectives()
+    collectives.distributed, collectives.size = True, RANKS
+    assert collectives.gather_to_first(data[0], [len(part) for part in data]) == data
+    assert set(rounds) == {min(round_bytes, 20)}
+    assert sum(rounds) < 20 + round_bytes

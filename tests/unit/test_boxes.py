@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_datastates.plan.boxes import (
-    box_runs,
     contiguous_strides,
+    cut_box,
     first_overlap,
     intersect,
+    overlaps_itself,
+    paired_runs,
     strided_runs,
 )
 
@@ -46,49 +48,101 @@ def pairs_of_views(draw):
     return draw(views(lengths)), draw(views(lengths))
 
 
+def copy_runs(runs, memory, goal) -> None:
+    """From a to b, piece by piece."""
+    for here, there in zip(runs.a_starts.tolist(), runs.b_starts.tolist(), strict=True):
+        for piece in range(runs.pieces):
+            a, b = here + piece * runs.a_step, there + piece * runs.b_step
+            goal[b : b + runs.piece_bytes] = memory[a : a + runs.piece_bytes]
+
+
 @given(pairs_of_views())
 def test_copying_run_by_run_is_copying_the_box(pair):
     source, target = pair
     source[...] = np.arange(1, source.size + 1, dtype=np.uint32).reshape(source.shape)
-    runs = box_runs(source.shape, element_strides(source), element_strides(target), 4)
+    runs = paired_runs(source.shape, element_strides(source), element_strides(target), 4)
     if source.size:
-        memory, goal = flat_bytes(source), flat_bytes(target)
-        for here, there in zip(runs[0].tolist(), runs[1].tolist(), strict=True):
-            goal[there : there + runs[2]] = memory[here : here + runs[2]]
-    assert len(runs[0]) * runs[2] == source.size * 4
+        copy_runs(runs, flat_bytes(source), flat_bytes(target))
+    assert len(runs.a_starts) * runs.pieces * runs.piece_bytes == source.size * 4
     assert (target == source).all()
 
 
 @given(LENGTHS)
-def test_a_contiguous_box_is_one_run(lengths):
+def test_a_contiguous_box_is_one_piece(lengths):
     strides = contiguous_strides(lengths)
-    starts, targets, size = box_runs(lengths, strides, strides, 2)
+    runs = paired_runs(lengths, strides, strides, 2)
     count = 0 if 0 in lengths else 1
-    assert (starts.tolist(), targets.tolist()) == ([0] * count, [0] * count)
-    assert size == 2 * int(np.prod(lengths))
+    assert (runs.a_starts.tolist(), runs.b_starts.tolist(), runs.pieces) == ([0] * count, [0] * count, 1)
+    assert runs.piece_bytes == 2 * int(np.prod(lengths))
 
 
-def test_a_slice_of_columns_is_one_run_a_row():
-    starts, targets, size = box_runs([3, 2], [10, 1], [2, 1], 4)
-    assert (starts.tolist(), targets.tolist(), size) == ([0, 40, 80], [0, 8, 16], 8)
+def form(*arguments) -> tuple:
+    runs = paired_runs(*arguments)
+    return len(runs.a_starts), *runs[2:]
 
 
-def test_a_slice_of_rows_is_one_run():
-    assert [len(part) for part in box_runs([3, 10], [10, 1], [10, 1], 4)[:2]] == [1, 1]
+def test_a_slice_of_columns_is_one_run_of_rows():
+    assert form([3, 2], [10, 1], [2, 1], 4) == (1, 3, 8, 40, 8)
 
 
-def test_dimensions_of_one_element_do_not_split_runs():
-    assert len(box_runs([1, 3, 1, 10], [77, 10, 5, 1], [30, 10, 10, 1], 4)[0]) == 1
+def test_a_slice_of_rows_is_one_piece():
+    assert form([3, 10], [10, 1], [10, 1], 4) == (1, 1, 120, 120, 120)
+
+
+def test_neighbouring_dimensions_that_are_one_in_both_memories_are_one():
+    # Columns of all experts' matrices; slices of the middle dimension; a transposed target.
+    assert form([5, 3, 2], [30, 10, 1], [6, 2, 1], 4) == (1, 15, 8, 40, 8)
+    assert form([5, 2, 10], [30, 10, 1], [20, 10, 1], 4) == (1, 5, 80, 120, 80)
+    assert form([5, 3, 2], [30, 10, 1], [60, 2, 1], 4) == (5, 3, 8, 40, 8)
+    assert form([3, 10], [10, 1], [1, 3], 4) == (3, 10, 4, 4, 12)
+
+
+def test_dimensions_of_one_element_do_not_split_pieces():
+    assert form([1, 3, 1, 10], [77, 10, 5, 1], [30, 10, 10, 1], 4) == (1, 1, 120, 120, 120)
 
 
 def test_an_expanded_dimension_reads_the_same_bytes_again():
-    starts, targets, size = box_runs([3, 4], [0, 1], [4, 1], 8)
-    assert (starts.tolist(), targets.tolist(), size) == ([0, 0, 0], [0, 32, 64], 32)
+    assert form([3, 4], [0, 1], [4, 1], 8) == (1, 3, 32, 0, 32)
 
 
 def test_a_box_without_dimensions_is_one_element():
-    starts, targets, size = box_runs([], [], [], 8)
-    assert (starts.tolist(), targets.tolist(), size) == ([0], [0], 8)
+    assert form([], [], [], 8) == (1, 1, 8, 8, 8)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30)), max_size=4))
+def test_a_memory_that_is_said_not_to_overlap_itself_does_not(dimensions):
+    lengths, strides = [n for n, _ in dimensions], [step for _, step in dimensions]
+    places = np.zeros(1, np.int64)
+    for length, stride in zip(lengths, strides, strict=True):
+        places = (places[:, None] + np.arange(length) * stride).reshape(-1)
+    if not overlaps_itself(lengths, strides):
+        assert len(set(places.tolist())) == len(places)
+
+
+def test_what_torch_makes_of_dense_memory_does_not_overlap():
+    for shape, strides in (((), ()), ((4, 5), (5, 1)), ((5, 4), (1, 5)), ((4, 5), (20, 2)), ((1, 5), (0, 1))):
+        assert not overlaps_itself(shape, strides)
+    assert overlaps_itself((3, 4), (0, 1))
+    assert overlaps_itself((3, 4), (3, 1))
+
+
+@given(LENGTHS, st.integers(0, 30))
+def test_a_cut_box_is_all_of_it_in_small_parts(lengths, most):
+    seen = np.zeros(lengths, np.int64)
+    for offset, shape in cut_box(lengths, most):
+        part = seen[(*(slice(o, o + n) for o, n in zip(offset, shape, strict=True)), ...)]
+        assert part.shape == tuple(shape) and part.size <= max(most, 1)
+        part += 1
+    assert (seen == 1).all()
+
+
+def test_a_box_is_cut_along_leading_dimensions_as_little_as_can_be():
+    assert list(cut_box((5, 10), 20)) == [((0, 0), (2, 10)), ((2, 0), (2, 10)), ((4, 0), (1, 10))]
+    assert list(cut_box((2, 10), 6)) == [
+        ((0, 0), (1, 6)), ((0, 6), (1, 4)), ((1, 0), (1, 6)), ((1, 6), (1, 4)),
+    ]  # fmt: skip
+    assert list(cut_box((5, 10), 50)) == [((0, 0), (5, 10))]
+    assert list(cut_box((), 1)) == [((), ())]
 
 
 @st.composite

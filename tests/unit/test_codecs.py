@@ -58,7 +58,7 @@ def manifest(version: int = 1, incompatible: int = 0, compatible: int = 0) -> Ma
         ordinal=3,
         world_size=2,
         created="2026-01-01T00:00:00+00:00",
-        index=IndexEntry("index-" + "0" * 32, 100, "0" * 64),
+        index=IndexEntry("index-" + "0" * 32, 100, 50, "0" * 64),
         files=[FileEntry(SAVE.data_file_name(1), 1, 8192, 4096, 7)],
         iteration=100,
         parallel={"tensor": 2},

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import re
 import shutil
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from megatron_datastates.errors import CorruptDataError, DataStatesError, FormatError, StorageError
+from megatron_datastates.format.index import index_name
+from megatron_datastates.format.manifest import IndexEntry
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME
+from megatron_datastates.pipeline import load
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.states import OPTIONS, bits, data_files, new_saver, random_tensor, save
@@ -38,8 +44,9 @@ def good(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def spoiled(good, tmp_path) -> Path:
-    """A copy to be damaged."""
+def spoiled(good, tmp_path, monkeypatch) -> Path:
+    """A copy to be damaged. What other tests have read of the same index is forgotten."""
+    monkeypatch.setattr(load, "_decoded", weakref.WeakValueDictionary())
     return Path(shutil.copytree(good, tmp_path / "c"))
 
 
@@ -216,20 +223,79 @@ def test_a_valid_footer_that_is_not_the_published_one_is_refused(spoiled):
     both(spoiled, f"{path} has a footer of checksum .*its manifest says {footer.crc:08x}", StorageError)
 
 
+def faults_of(directory: Path) -> list[str]:
+    """What verify tells, or raises if it cannot begin."""
+    try:
+        return verify(directory, options=OPTIONS).faults
+    except DataStatesError as error:
+        return [str(error)]
+
+
 def test_a_flipped_bit_anywhere_in_the_index_is_found(spoiled):
     (path,) = spoiled.glob("index-*")
     data = path.read_bytes()
     for at in range(len(data)):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1 << at % 8]) + data[at + 1 :])
-        with pytest.raises(FormatError, match=f"{path} is damaged: its size or SHA-256 differs"):
-            Checkpoint.open(spoiled, OPTIONS)
+        pattern = rf"{path}\b.* is damaged: its SHA-256 differs"
+        found = error_of_load(spoiled)
+        assert isinstance(found, FormatError) and re.search(pattern, str(found)), (at, found)
+        assert any(re.search(pattern, fault) for fault in faults_of(spoiled))
 
 
-def test_a_truncated_index_is_found(spoiled):
+def test_a_damaged_part_of_the_index_spoils_its_own_tensor_only(spoiled):
     (path,) = spoiled.glob("index-*")
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(FormatError, match=f"{path} is damaged"):
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    assert bits(checkpoint.read_tensor("first")) == bits(TENSORS["first"])
+    with pytest.raises(FormatError, match=f"{path}: the section of 'third' is damaged"):
+        checkpoint.read_tensor("third")
+    assert verify(spoiled, quick=True, options=OPTIONS).tensors == 3
+
+
+def test_what_an_open_checkpoint_knows_of_an_index_does_not_hide_damage_from_verify(spoiled):
+    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    checkpoint.index.preload(checkpoint.index.tensors)
+    (path,) = spoiled.glob("index-*")
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert len(faults_of(spoiled)) == 1
+
+
+def test_a_directory_of_another_size_than_the_manifest_says_is_refused(spoiled):
+    manifest = Checkpoint.open(spoiled, OPTIONS).manifest
+    data = (spoiled / manifest.index.name).read_bytes()
+    sha256 = hashlib.sha256(data).hexdigest()
+    entry = IndexEntry(index_name(sha256), len(data), len(data), sha256)
+    (spoiled / entry.name).write_bytes(data)
+    (spoiled / MANIFEST_NAME).write_bytes(msgspec.structs.replace(manifest, index=entry).encode())
+    with pytest.raises(FormatError, match=f"{entry.name} is damaged: its directory"):
         Checkpoint.open(spoiled, OPTIONS)
+
+
+@pytest.mark.parametrize("size", [0, 1, 60, -1])
+def test_a_truncated_index_is_found(spoiled, size):
+    (path,) = spoiled.glob("index-*")
+    data = path.read_bytes()
+    path.write_bytes(data[:size])
+    with pytest.raises(FormatError, match=f"{path} is damaged: it has {len(data[:size])} bytes"):
+        Checkpoint.open(spoiled, OPTIONS)
+
+
+def test_an_index_that_shrinks_after_it_was_opened_is_found(spoiled):
+    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    (path,) = spoiled.glob("index-*")
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(FormatError, match=f"{path} is damaged"):
+        checkpoint.read_tensor("first")
+
+
+def test_an_index_that_goes_away_after_it_was_opened_is_named(spoiled):
+    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    (path,) = spoiled.glob("index-*")
+    path.unlink()
+    with pytest.raises(StorageError, match=f"cannot read {path}: No such file"):
+        checkpoint.read_tensor("first")
 
 
 def test_a_missing_index_is_named(spoiled):

@@ -13,7 +13,7 @@ import pytest
 
 import megatron_datastates.format as package
 from megatron_datastates.engine.native import crc32c
-from megatron_datastates.format import footer, header, index, manifest, values
+from megatron_datastates.format import footer, header, index, manifest, optimizer_map, tables, values
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS, KNOWN_INCOMPATIBLE
 
 TEXT = (Path(package.__file__).parent / "FORMAT.md").read_text()
@@ -41,16 +41,15 @@ def fields_of(packing: struct.Struct | np.dtype) -> list[tuple[int, int, str]]:
     return found
 
 
-KINDS = {"s": "bytes", "H": "u16", "I": "u32", "Q": "u64", "L": "u64"}  # numpy calls u64 L
+KINDS = {"s": "bytes", "V": "bytes", "H": "u16", "I": "u32", "Q": "u64", "L": "u64"}  # numpy calls u64 L
 PACKINGS = {
     "Header": header._FIELDS,
     "Footer": footer._FIELDS,
     "Object in a footer": footer._OBJECT,
     "Trailer": footer._TRAILER,
-    "Index header": index._HEADER,
-    "Key table": index._KEY,
-    "Fragment table": index._FRAGMENT,
-    "Object table": index._OBJECT,
+    "Index header": tables._HEADER,
+    "Key table": tables.KEY,
+    "Object table": tables._OBJECT,
 }
 
 
@@ -66,7 +65,7 @@ def test_tables_of_fields_are_what_the_code_packs(heading):
         ("Header", header._MAGIC),
         ("Footer", footer._MAGIC),
         ("Trailer", footer._TRAILER_MAGIC),
-        ("Index header", index._MAGIC),
+        ("Index header", tables._MAGIC),
     ],
 )
 def test_magics_are_what_the_code_writes(heading, magic):
@@ -111,6 +110,21 @@ def test_the_manifests_defaults_are_the_codes():
             assert msgspec.json.encode(value).decode() == default
 
 
+def test_the_optimizer_maps_fields_are_the_codes():
+    documented = [tuple(cell.strip("`") for cell in row[:2]) for row in rows_under("Optimizer map")]
+    kinds = (
+        optimizer_map.OptimizerMap,
+        optimizer_map.Bucket,
+        optimizer_map.Parameter,
+        optimizer_map.ParameterShard,
+    )
+    assert documented == [(kind.__name__, field) for kind in kinds for field in kind.__struct_fields__]
+    assert f"of the map: {optimizer_map.MAP_FORMAT_VERSION} |" in TEXT
+    assert f"`.{values.OPTIMIZER_MAP_NAME}/shard_0_1`" in TEXT
+    assert values.is_optimizer_map(f"x.{values.OPTIMIZER_MAP_NAME}/shard_0_1")
+    assert not values.is_optimizer_map("x.optimizer/shard_0_1")
+
+
 def test_feature_bits_are_the_codes():
     rows = rows_under("Versions and features")
     known = {kind: sum(1 << int(bit) for k, bit, _ in rows if k == kind and bit != "none")
@@ -122,12 +136,14 @@ def test_names_in_the_directory_have_the_forms_given():
     names = [row[0].strip("`") for row in rows_under("Directory")]
     save = values.SaveId(0x123, 45)
     assert names[0] == values.MANIFEST_NAME
-    assert index.index_name(b"").startswith("index-e3b0c44298fc1c149afbf4c8996fb924")
+    assert re.fullmatch("index-[0-9a-f]{32}", index.index_entry(index.build_index([], {}).encode()).name)
     examples = {"data-K-R-N.bin": "data-00007-0000000000000123-45.bin"}
     assert save.data_file_name(7) == examples[names[2]]
 
 
 def test_limits_are_the_codes():
-    assert f"at most {index._MAX_DIMENSIONS}" in TEXT
+    assert f"at most {tables._MAX_DIMENSIONS}" in TEXT
+    assert f"more than {tables._MOST_EXPANSION} bytes for one" in TEXT
+    assert f"multiple of {tables._ALIGNMENT}" in TEXT
     assert index._MOST_BYTES == 2**62
     assert "2^62" in TEXT

@@ -61,7 +61,23 @@ def test_a_data_file_of_any_other_name_is_refused(name):
     ["../index-" + "0" * 32, "/index-" + "0" * 32, "index-" + "0" * 32 + "\0", "index-1", "", DATA_NAME],
 )
 def test_an_index_of_any_other_name_is_refused(name):
-    refuse(msgspec.structs.replace(manifest(), index=IndexEntry(name, 1, "0" * 64)), "index name")
+    refuse(msgspec.structs.replace(manifest(), index=IndexEntry(name, 1, 1, "0" * 64)), "index name")
+
+
+@pytest.mark.parametrize("sha256", ["", "1" * 64, "0" * 31])
+def test_an_index_named_after_another_hash_is_refused(sha256):
+    refuse(
+        msgspec.structs.replace(manifest(), index=IndexEntry("index-" + "0" * 32, 1, 1, sha256)), "index name"
+    )
+
+
+@pytest.mark.parametrize(("size", "directory"), [(8, 9), (8, 0), (8, -1), (-1, -1), (0, 0)])
+def test_an_impossible_index_is_refused(size, directory):
+    name, sha256 = manifest().index.name, manifest().index.sha256
+    refuse(
+        msgspec.structs.replace(manifest(), index=IndexEntry(name, size, directory, sha256)),
+        f"entry of {name}",
+    )
 
 
 @pytest.mark.parametrize("name", ["../metadata.json", "/metadata.json", "a/b", "", ".", "..", "a\0"])

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import signal
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,14 +15,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+from megatron_datastates.config import MIB
+from megatron_datastates.engine.reader import SLOT_BYTES
 from megatron_datastates.errors import CorruptDataError, FormatError
 from megatron_datastates.mcore import reader as reader_module
 from megatron_datastates.mcore.reader import DataStatesReader, find_fragment
 from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.objects import PickledObject
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
-from tests.unit.states import KNOWN_DTYPES, OPTIONS, bits, data_files, new_saver, random_tensor, save
+from tests.unit.states import KNOWN_DTYPES, OPTIONS, bits, data_files, random_tensor, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process", "ignore:ComplexHalf")
+OBJECT = PickledObject("o", 7, Mutability.NEVER).serialize()
 CONVERTIBLE = random_tensor(torch.int16, (40, 50)).float() / 3
 
 
@@ -110,14 +120,147 @@ def test_a_tensor_in_pieces_over_files_is_put_together(tmp_path):
     assert torch.equal(state["w"], torch.cat(blocks, dim=1))
 
 
-def test_small_batches_load_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(reader_module, "_BATCH_BYTES", 1000)
-    stored = {str(n): random_tensor(torch.int32, (n * 40,), n) for n in range(20)}
-    saver = new_saver()
+def test_what_is_converted_in_small_parts_is_loaded_the_same(saver, tmp_path, monkeypatch):
+    """Tensors that are cut, tensors that share a part, and a part of a tensor in every part of the file."""
+    monkeypatch.setattr(reader_module, "_TEMPORARY_BYTES", 1000)
+    stored = {str(n): random_tensor(torch.int32, (n, 3, 40), n) for n in range(20)}
     save(saver, tmp_path / "c", stored)
-    saver.close()
-    state = load(tmp_path / "c", {key: torch.zeros_like(tensor) for key, tensor in stored.items()})
-    assert all(torch.equal(state[key], tensor) for key, tensor in stored.items())
+    state = load(tmp_path / "c", {key: torch.zeros_like(tensor).double() for key, tensor in stored.items()})
+    assert all(torch.equal(state[key], tensor.double()) for key, tensor in stored.items())
+
+
+class CountingPlanner(dcp.DefaultLoadPlanner):
+    """Makes a tensor of its own for what is no plain tensor, as Megatron's does for quantized ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.most_alive = self.commits = 0
+
+    def resolve_tensor(self, read_item):
+        target = super().resolve_tensor(read_item)
+        if type(target) is torch.Tensor:
+            return target
+        self.alive += 1
+        self.most_alive = max(self.most_alive, self.alive)
+        return torch.empty(target.shape)
+
+    def commit_tensor(self, read_item, tensor):
+        self.commits += 1
+        target = super().resolve_tensor(read_item)
+        if type(target) is not torch.Tensor:
+            self.alive -= 1
+            target.copy_(tensor)
+
+
+class Unplain(torch.Tensor):
+    pass
+
+
+def test_tensors_that_the_planner_makes_do_not_live_all_at_once(saver, tmp_path, monkeypatch):
+    monkeypatch.setattr(reader_module, "_TEMPORARY_BYTES", 4 * 300)
+    stored = {str(n): random_tensor(torch.int16, (100,), n).float() for n in range(10)}
+    save(saver, tmp_path / "c", stored)
+    state = {key: torch.zeros(100).as_subclass(Unplain if int(key) % 2 else torch.Tensor) for key in stored}
+    planner = CountingPlanner()
+    reader = DataStatesReader(Checkpoint.open(tmp_path / "c", OPTIONS))
+    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    assert all(torch.equal(state[key].as_subclass(torch.Tensor), tensor) for key, tensor in stored.items())
+    assert (planner.alive, planner.most_alive, planner.commits) == (0, 2, 10)
+
+
+def test_one_pass_reads_every_block_once(saver, tmp_path):
+    stored = {str(n): random_tensor(torch.int32, (100_000 + n,), n) for n in range(20)}
+    save(saver, tmp_path / "c", stored, {"step": 7})
+    reader = DataStatesReader(checkpoint := Checkpoint.open(tmp_path / "c", OPTIONS))
+    state = {key: torch.zeros_like(tensor) for key, tensor in stored.items()} | {"step": None}
+    dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+    assert checkpoint.bytes_read == checkpoint.footer(0).data_bytes
+
+
+def test_elements_that_share_memory_are_torchs_to_refuse(saver, tmp_path):
+    save(saver, tmp_path / "c", {"w": torch.arange(12.0).reshape(3, 4)})
+    with pytest.raises(dcp.api.CheckpointException, match="single memory location"):
+        load(tmp_path / "c", {"w": torch.zeros(4).expand(3, 4)})
+
+
+def test_a_missing_file_is_told_before_anything_is_loaded(tmp_path):
+    parts = [Part(pieces=[(4096, bytes([n] * 8))], objects={f"o{n}": (5000, OBJECT)}) for n in range(3)]
+    places = [(fragment(f"w{n}", [8], [0], [8]), n, 4096) for n in range(3)]
+    write_checkpoint(tmp_path, parts, index_of(places, {f"o{n}": n for n in range(3)}))
+    data_files(tmp_path)[2].unlink()
+    state = {f"w{n}": torch.full((8,), 9, dtype=torch.uint8) for n in range(3)}
+    state |= {"w1": torch.full((8,), 9.0), "o0": None}  # one is converted
+    with pytest.raises(dcp.api.CheckpointException, match=r"data-00002.*No such file"):
+        load(tmp_path, state)
+    assert all((state[f"w{n}"] == 9).all() for n in range(3)) and state["o0"] is None
+
+
+def test_all_corrupt_files_are_named_with_places_keys_and_ranks(tmp_path):
+    parts = [Part(pieces=[(4096, bytes(range(8)))]) for _ in range(3)]
+    places = [(fragment(f"w{n}", [8], [0], [8]), n, 4096) for n in range(3)]
+    write_checkpoint(tmp_path, parts, index_of(places))
+    for number in (0, 2):
+        path = data_files(tmp_path)[number]
+        data = bytearray(path.read_bytes())
+        data[4100] ^= 1
+        path.write_bytes(data)
+    with pytest.raises(dcp.api.CheckpointException) as caught:
+        load(tmp_path, {f"w{n}": torch.zeros(8, dtype=torch.uint8) for n in range(3)})
+    message = str(caught.value.failures[0][0])
+    for number in (0, 2):
+        assert f"{data_files(tmp_path)[number]}, which rank {number} wrote, is corrupt" in message
+        assert f"byte offset 0. It holds data of 'w{number}'" in message
+    assert "'w1'" not in message
+
+
+class Stop(Exception):
+    pass
+
+
+def test_an_interrupted_load_writes_nothing_afterwards(saver, tmp_path):
+    save(saver, tmp_path / "c", {"w": torch.ones(40 << 18)})
+    target = torch.zeros(40 << 18)
+    options = dataclasses.replace(OPTIONS, faults="read:0:stall=100", read_threads=1)
+    checkpoint = Checkpoint.open(tmp_path / "c", options)
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    try:
+        threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1)).start()
+        with pytest.raises(dcp.api.CheckpointException) as caught:
+            dcp.load({"w": target}, storage_reader=DataStatesReader(checkpoint), no_dist=True)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert isinstance(caught.value.failures[0][0], Stop)
+    assert not target[-1]  # ten reads take a second
+    there = target.clone()
+    time.sleep(0.3)
+    assert torch.equal(target, there)
+
+
+def peak_bytes_of(work: Callable[[], object]) -> int:
+    """How much more memory this process had at the most than before."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+    def status(field: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field))
+
+    before = status("VmRSS")
+    work()
+    return status("VmHWM") - before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_beyond_the_targets_is_bounded(saver, tmp_path, dtype):
+    whole = torch.ones(100 << 10, 512)
+    save(saver, tmp_path / "c", {"w": whole})
+    target = torch.zeros(100 << 10, 512, dtype=dtype).fill_(2)
+    peak = peak_bytes_of(lambda: load(tmp_path / "c", {"w": target}))
+    assert (target == 1).all()
+    assert peak <= OPTIONS.read_threads * SLOT_BYTES + 64 * MIB
 
 
 def test_fragments_are_found_by_hint_or_by_place():

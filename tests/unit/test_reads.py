@@ -12,24 +12,10 @@ from hypothesis import strategies as st
 from megatron_datastates.format.index import build_index
 from megatron_datastates.format.values import Extent, Fragment
 from megatron_datastates.plan.boxes import contiguous_strides
-from megatron_datastates.plan.reads import plan_box, plan_slice
+from megatron_datastates.plan.reads import gather_runs, plan_box, plan_extent, plan_slice
+from tests.unit.grids import partitions, slices
 
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset, shape
 FILES = 3
-
-
-@st.composite
-def partitions(draw, shape: tuple[int, ...]) -> list[Box]:
-    """Disjoint boxes that fill the shape: cut in two again and again, along any axis, anywhere."""
-    boxes: list[Box] = [((0,) * len(shape), shape)]
-    for _ in range(draw(st.integers(0, 5)) if shape else 0):
-        offset, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
-        axis = draw(st.integers(0, len(shape) - 1))
-        cut = draw(st.integers(0, size[axis]))
-        second = tuple(at + cut * (d == axis) for d, at in enumerate(offset))
-        boxes.append((offset, tuple(cut if d == axis else n for d, n in enumerate(size))))
-        boxes.append((second, tuple(n - cut if d == axis else n for d, n in enumerate(size))))
-    return draw(st.permutations(boxes))
 
 
 @st.composite
@@ -54,18 +40,14 @@ def stored(shape: tuple[int, ...], boxes):
     return whole, places, [bytes(file) for file in files]
 
 
-@st.composite
-def slices(draw, shape):
-    ranges = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
-    return tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges)
-
-
 def execute(reads, files, size: int) -> np.ndarray:
     target = np.zeros(size, np.uint8)
     for read in reads:
         for here, there in zip(read.offsets.tolist(), read.targets.tolist(), strict=True):
-            piece = files[read.file][here : here + read.run_bytes]
-            target[there : there + read.run_bytes] = np.frombuffer(piece, np.uint8)
+            for number in range(read.pieces):
+                a, b = here + number * read.file_step, there + number * read.target_step
+                piece = files[read.file][a : a + read.piece_bytes]
+                target[b : b + read.piece_bytes] = np.frombuffer(piece, np.uint8)
     return target.view(np.uint16)
 
 
@@ -125,10 +107,29 @@ def test_offsets_near_the_limit_do_not_overflow():
     item = Fragment("w", "uint8", (2**40,), (2**39,), (2**39,))
     entry = build_index([(item, Extent(0, 2**61, 2**39))], {}).tensor("w")
     reads, covered = plan_slice(entry, (2**40 - 4,), (4,))
-    assert (int(reads[0].offsets[0]), reads[0].run_bytes, covered) == (2**61 + 2**39 - 4, 4, 4)
+    assert (int(reads[0].offsets[0]), reads[0].piece_bytes, covered) == (2**61 + 2**39 - 4, 4, 4)
 
 
 def test_fragments_outside_the_slice_are_not_read():
     places = [(Fragment("w", "uint8", (8,), (at,), (2,)), Extent(at // 2, 4096, 2)) for at in (0, 2, 4, 6)]
     reads, _ = plan_slice(build_index(places, {}).tensor("w"), (3,), (3,))
     assert [read.file for read in reads] == [1, 2]
+
+
+def test_runs_of_all_boxes_are_gathered_in_their_order():
+    item = Fragment("w", "int16", (4, 5, 6), (0, 0, 0), (4, 5, 6))
+    entry = build_index([(item, Extent(7, 4096, 240))], {}).tensor("w")
+    box = plan_box(entry, 0, (1, 2, 3), (2, 3, 2), (100, 10, 1))  # a run for each of 2, of 3 pieces
+    runs = gather_runs([plan_extent(Extent(3, 8192, 50)), box], [1000, 2000], [False, True])
+    first = 4096 + 2 * (30 + 12 + 3)
+    assert runs.files.tolist() == [3, 7, 7]
+    assert runs.offsets.tolist() == [8192, first, first + 60]
+    assert runs.targets.tolist() == [1000, 2000, 2200]
+    forms = zip(runs.pieces, runs.piece_bytes, runs.file_steps, runs.target_steps, strict=True)
+    assert [tuple(map(int, form)) for form in forms] == [(1, 50, 50, 50), *[(3, 4, 12, 20)] * 2]
+    assert runs.on_device.tolist() == [False, True, True]
+    assert runs.ends().tolist() == [8242, first + 28, first + 88]
+
+
+def test_no_boxes_have_no_runs():
+    assert len(gather_runs([], [], []).files) == 0

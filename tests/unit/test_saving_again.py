@@ -87,6 +87,27 @@ def test_equal_structures_share_an_index(saver, tmp_path):
     assert len(names) == 1
 
 
+def test_of_an_index_that_is_open_nothing_is_read_and_decoded_again(saver, tmp_path, monkeypatch):
+    for number in range(2):
+        save(saver, tmp_path / str(number), fresh(number))
+    first, second = (Checkpoint.open(tmp_path / str(number), OPTIONS) for number in range(2))
+    entries = {key: first.index.tensor(key) for key in first.index.tensors}
+    monkeypatch.setattr(second.index.tensors, "read", None)
+    assert all(second.index.tensor(key) is entry for key, entry in entries.items())
+    assert stored(tmp_path / "1") == wanted(fresh(1))
+    alone = Checkpoint.open(tmp_path / "1", OPTIONS, share=False)
+    assert all(alone.index.tensor(key) is not entry for key, entry in entries.items())
+
+
+def test_what_is_known_of_an_index_goes_with_the_last_checkpoint_that_has_it(saver, tmp_path):
+    save(saver, tmp_path / "c", fresh(0))
+    checkpoint = Checkpoint.open(tmp_path / "c", OPTIONS)
+    entry = weakref.ref(checkpoint.index.tensor("w0").offsets)
+    assert entry() is not None
+    del checkpoint
+    assert entry() is None
+
+
 def test_a_changed_structure_is_planned_anew(saver, tmp_path):
     states = [fresh(0), fresh(0, rows=301), fresh(0) | {"more": torch.ones(3)}, {"w0": torch.ones(3).bool()}]
     states += [{"w0": torch.ones(3).to(torch.int8)}, fresh(1)]

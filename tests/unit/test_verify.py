@@ -70,7 +70,7 @@ def test_a_sound_slice_of_a_tensor_with_holes_is_read(tmp_path):
 
 
 def test_a_tensor_without_fragments_is_a_hole(tmp_path):
-    index = crafted(keys=[(0, 1, 5, 2, 0, 0, 0)], fragments=[], coordinates=[4, 2])
+    index = crafted(columns=[[]] * 6, files=1)
     write_checkpoint(tmp_path, [Part()], index)
     assert faults(tmp_path) == ["tensor 'w' has holes: 0 elements of shape (4, 2) are stored"]
 

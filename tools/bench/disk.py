@@ -1,7 +1,7 @@
 """What the disk itself can do: fio with direct I/O, or plain threads where fio is missing.
 
-These are the yardsticks of the other benchmarks. Each configuration writes one file set of the given size
-anew, syncs it, and removes it.
+These are the yardsticks of the other benchmarks. To measure writing, each configuration writes one file set
+of the given size anew, syncs it, and removes it. To measure reading, all read the same files, laid out once.
 """
 
 from __future__ import annotations
@@ -36,12 +36,19 @@ class Yardstick:
         return f"{self.engine} {self.block // MIB} MiB x {self.jobs}{depth}"
 
 
-FIO = (
+FIO_WRITES = (
     Yardstick("psync", 4 * MIB, 2),
     Yardstick("psync", 4 * MIB, 4),
     Yardstick("io_uring", 1 * MIB, 1, 8),
     Yardstick("io_uring", 4 * MIB, 1, 8),
     Yardstick("io_uring", 1 * MIB, 2, 8),
+)
+FIO_READS = (
+    Yardstick("psync", 1 * MIB, 8),
+    Yardstick("psync", 4 * MIB, 4),
+    Yardstick("psync", 8 * MIB, 4),
+    Yardstick("io_uring", 1 * MIB, 1, 8),
+    Yardstick("io_uring", 4 * MIB, 2, 8),
 )
 THREADS = (
     Yardstick("threads", 4 * MIB, 2),
@@ -50,9 +57,9 @@ THREADS = (
 )
 
 
-def yardsticks() -> tuple[Yardstick, ...]:
+def yardsticks(reads: bool = False) -> tuple[Yardstick, ...]:
     """Fio's configurations, or those of the plain threads where fio is not installed."""
-    return FIO if shutil.which("fio") else THREADS
+    return (FIO_READS if reads else FIO_WRITES) if shutil.which("fio") else THREADS
 
 
 def write_rate(yardstick: Yardstick, folder: Path, size: int) -> float:
@@ -60,7 +67,27 @@ def write_rate(yardstick: Yardstick, folder: Path, size: int) -> float:
     with tempfile.TemporaryDirectory(dir=folder) as inside:
         if yardstick.engine == "threads":
             return _write_with_threads(yardstick, Path(inside) / "file", size)
-        return _fio(yardstick, inside, size)
+        return _fio(yardstick, inside, size, "write")
+
+
+def read_rate(yardstick: Yardstick, folder: Path, size: int) -> float:
+    """Bytes per second of reading `size` bytes; 0.0 if this machine cannot run it.
+
+    The files are laid out in `folder` by the first call, and left there for the next.
+    """
+    if yardstick.engine == "threads":
+        return _read_with_threads(yardstick, folder / "file", size)
+    return _fio(yardstick, str(folder), size, "read")
+
+
+def drop_caches() -> bool:
+    """Has the system forget what it holds of files; False where that is not permitted."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError:
+        return False
+    return True
 
 
 def best_write_rate(folder: Path, size: int) -> dict[str, Any]:
@@ -70,22 +97,26 @@ def best_write_rate(folder: Path, size: int) -> dict[str, Any]:
     return {"gb_per_s": rates[best], "by": best, "bytes": size}
 
 
-def _fio(yardstick: Yardstick, folder: str, size: int) -> float:
-    command = ["fio", "--name=w", f"--directory={folder}", "--rw=write", "--direct=1", "--end_fsync=1"]
+def _fio(yardstick: Yardstick, folder: str, size: int, kind: str) -> float:
+    command = ["fio", "--name=w", f"--directory={folder}", f"--rw={kind}", "--direct=1", "--end_fsync=1"]
     command += [f"--size={size // yardstick.jobs}", f"--bs={yardstick.block}", f"--numjobs={yardstick.jobs}"]
     command += [f"--ioengine={yardstick.engine}", f"--iodepth={yardstick.depth}", "--group_reporting"]
-    done = subprocess.run([*command, "--output-format=json"], capture_output=True, text=True)
+    command += ["--filename_format=$jobnum", "--output-format=json"]
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return 0.0
-    return float(json.loads(done.stdout)["jobs"][0]["write"]["bw_bytes"])
+    return float(json.loads(done.stdout)["jobs"][0][kind]["bw_bytes"])
+
+
+def _open_direct(path: Path, flags: int) -> int:
+    try:
+        return os.open(path, flags | os.O_DIRECT)
+    except OSError:  # this file system takes no direct access
+        return os.open(path, flags)
 
 
 def _write_with_threads(yardstick: Yardstick, path: Path, size: int) -> float:
-    flags = os.O_CREAT | os.O_WRONLY
-    try:
-        descriptor = os.open(path, flags | os.O_DIRECT)
-    except OSError:  # this file system takes no direct writes
-        descriptor = os.open(path, flags)
+    descriptor = _open_direct(path, os.O_CREAT | os.O_WRONLY)
     places = range(0, size - yardstick.block + 1, yardstick.block)
     block = mmap.mmap(-1, yardstick.block)  # page-aligned, as direct writes need it
     block.write(os.urandom(yardstick.block))
@@ -97,5 +128,25 @@ def _write_with_threads(yardstick: Yardstick, path: Path, size: int) -> float:
             written = sum(pool.map(lambda place: os.pwrite(descriptor, block, place), places))
         os.fsync(descriptor)
         return written / (time.perf_counter() - begin)
+    finally:
+        os.close(descriptor)
+
+
+def _read_with_threads(yardstick: Yardstick, path: Path, size: int) -> float:
+    if not path.exists():
+        _write_with_threads(yardstick, path, size)
+    descriptor = _open_direct(path, os.O_RDONLY)
+    # Blocks divided among the threads, each with page-aligned memory of its own.
+    places = range(0, path.stat().st_size, yardstick.block)
+
+    def read(first: int) -> int:
+        block = mmap.mmap(-1, yardstick.block)
+        return sum(os.preadv(descriptor, [block], place) for place in places[first :: yardstick.jobs])
+
+    try:
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(yardstick.jobs) as pool:
+            done = sum(pool.map(read, range(yardstick.jobs)))
+        return done / (time.perf_counter() - begin)
     finally:
         os.close(descriptor)

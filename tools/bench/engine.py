@@ -17,10 +17,9 @@ import json
 import multiprocessing
 import os
 import shutil
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +30,7 @@ import numpy as np
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
+from rounds import Bar, in_turns, median, print_bars, spread
 
 from megatron_datastates.config import GIB, KIB, MIB, Options
 from megatron_datastates.engine.fence import FENCE
@@ -45,24 +44,6 @@ POOL = 256 * MIB
 Tensors = dict[str, torch.Tensor]
 Result = dict[str, Any]
 notes = Console(stderr=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class Bar:
-    """One figure beside what it should be."""
-
-    name: str
-    value: float
-    limit: float
-    unit: str
-    at_least: bool  # or at most
-
-    @property
-    def met(self) -> bool:
-        return self.value >= self.limit if self.at_least else self.value <= self.limit
-
-    def plain(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"met": self.met}
 
 
 # -- saves ----------------------------------------------------------------------------------------------
@@ -131,25 +112,6 @@ def tensors_of(count: int, size: int) -> Tensors:
 
 def lazily(tensors: Tensors) -> TensorProvider:
     return TensorProvider(tensors, Mutability.AT_FENCE)
-
-
-def median(values: Sequence[float]) -> float:
-    return float(statistics.median(values))
-
-
-def spread(values: Sequence[float]) -> list[float]:
-    return [round(min(values), 4), round(max(values), 4)]
-
-
-def in_turns(repeats: int, contenders: dict[str, Callable[[], float]]) -> dict[str, list[float]]:
-    """Each contender once a round; the first round warms up and does not count."""
-    found: dict[str, list[float]] = {name: [] for name in contenders}
-    for round_ in range(repeats + 1):
-        for name, contender in contenders.items():
-            value = contender()
-            if round_:
-                found[name].append(value)
-    return found
 
 
 # -- the measurements -----------------------------------------------------------------------------------
@@ -254,16 +216,11 @@ def _grow(folder: str, gib: float, pipe: Any) -> None:
     state = lazily(tensors_of(int(gib * GIB) // (64 * MIB), 64 * MIB))
     with saving(Path(folder)) as small:  # imports and first uses are not part of a save
         small.once(lazily(tensors_of(4, MIB)))
-    before = _status_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here
+    before = machine.status_bytes("VmRSS")
+    machine.reset_peak()
     with saving(Path(folder)) as ours:
         ours.once(state)
-    pipe.send(_status_bytes("VmHWM") - before)
-
-
-def _status_bytes(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * KIB for line in lines if line.startswith(field + ":"))
+    pipe.send(machine.status_bytes("VmHWM") - before)
 
 
 def measure_interference(folder: Path, gib: float, repeats: int) -> tuple[Result, list[Bar]]:
@@ -420,15 +377,6 @@ def _defaults() -> dict[str, Any]:
     return {
         name: getattr(options, name) for name in ("slot_size", "copy_threads", "write_threads", "direct_io")
     }
-
-
-def print_bars(bars: Sequence[Bar]) -> None:
-    table = Table("figure", "measured", "bar", "")
-    for bar in bars:
-        sign = ">=" if bar.at_least else "<="
-        verdict = "[green]met[/]" if bar.met else "[red]not met[/]"
-        table.add_row(bar.name, f"{bar.value:.3g} {bar.unit}", f"{sign} {bar.limit:g} {bar.unit}", verdict)
-    Console().print(table)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,17 @@ def version(package: str) -> str | None:
         return None
 
 
+def status_bytes(field: str) -> int:
+    """A field of this process's status, such as VmRSS (resident now) or VmHWM (its peak)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
+
+
+def reset_peak() -> None:
+    """The peak of this process's resident memory is measured from here."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def _cuda_of_torch() -> str | None:
     try:
         import torch  # takes seconds, and not every benchmark needs it

@@ -1,4 +1,4 @@
-"""Draws the results of engine.py. Example: plot.py RESULTS.json PICTURE.svg."""
+"""Draws the results of engine.py and load.py. Example: plot.py RESULTS.json PICTURE.svg."""
 
 from __future__ import annotations
 
@@ -58,6 +58,31 @@ def draw_sweep(axes: Axes, part: dict[str, Any]) -> None:
     axes.set_title("GB/s by threads and slots")
 
 
+def draw_loads(axes: Axes, part: dict[str, Any]) -> None:
+    """Rates of both formats by sharding, with the whole spread of the rounds, and the disk's own."""
+    rates, ends = part["gb_per_s"], part["spread_gb_per_s"]
+    cases = list(dict.fromkeys(name.rpartition(", ")[0] for name in rates if ", " in name))[::-1]
+    for place, (backend, colour) in enumerate((("torch_dist", OTHERS), ("datastates", OURS))):
+        names = [f"{case}, {backend}" for case in cases]
+        values = [rates[name] for name in names]
+        errors = [
+            [rates[name] - ends[name][0] for name in names],
+            [ends[name][1] - rates[name] for name in names],
+        ]
+        heights = np.arange(len(cases)) + 0.4 * place
+        style = {"lw": 0.8, "alpha": 0.6}
+        axes.barh(heights, values, 0.38, color=colour, xerr=errors, error_kw=style, label=backend)
+    best = part["best_of_the_disk"]
+    axes.axvline(rates[best], ls="--", color=LIMIT, label=f"fio, {best}")
+    axes.set_yticks(np.arange(len(cases)) + 0.2, cases)
+    axes.set_xlabel("GB/s, all ranks together")
+    axes.set_title(f"Loading {part['bytes'][f'{cases[-1]}, datastates'] / 2**30:.1f} GiB, caches dropped")
+    axes.legend(frameon=False, fontsize=7, loc="lower right")
+
+
+DRAWERS = {"write": draw_write, "start": draw_start, "sweep": draw_sweep, "loads": draw_loads}
+
+
 def save(figure: Figure, machine: dict[str, Any], picture: Path) -> None:
     """Writes the picture, with the machine named; the same results make the same file."""
     mpl.rcParams["svg.hashsalt"] = "datastates"
@@ -65,11 +90,8 @@ def save(figure: Figure, machine: dict[str, Any], picture: Path) -> None:
     figure.savefig(picture, metadata={"Date": None})
 
 
-DRAWERS = {"write": draw_write, "start": draw_start, "sweep": draw_sweep}
-
-
 def main(
-    results: Annotated[Path, typer.Argument(help="What engine.py --out wrote.")],
+    results: Annotated[Path, typer.Argument(help="What engine.py or load.py --out wrote.")],
     picture: Annotated[Path, typer.Argument(help="Where to draw; the ending says in which format.")],
 ) -> None:
     """Draws the parts that RESULTS has, side by side."""

@@ -23,9 +23,9 @@ from typing import Annotated, Any
 import machine
 import scale_measures
 import typer
-from engine import Bar, print_bars
 from rich.console import Console
 from rich.table import Table
+from rounds import Bar, print_bars
 from scale_states import Model, Parallel
 
 # Measures in their order, and what one needs of those before it, in the folder of its layout.

@@ -2,7 +2,7 @@
 // the hardware. "Device" pointers are host pointers.
 //
 // It can be wrong in the ways a real device can: a copy reads its source when it runs, not when it is
-// enqueued, so a source overwritten too early shows in the target. Copies into memory that is not
+// enqueued, so a source overwritten too early shows in the target. Copies from or to memory that is not
 // page-locked make the caller wait, and every call needs a current context, as cuda.h says. What tests
 // order (failures, delays, held streams) comes in through the fake_* functions; driver.py wraps them.
 #include <chrono>
@@ -163,19 +163,24 @@ int EventSynchronize(void* event) {
   return kSuccess;
 }
 
-struct Target {
-  void* memory;
+// The end of a copy that is not the device's.
+struct HostEnd {
+  const void* memory;
   size_t bytes;
   bool page_locked;
+
+  HostEnd(const void* memory, size_t bytes)
+      : memory(memory), bytes(bytes), page_locked(IsPageLocked(memory, bytes)) {}
+  int Needs() const { return kContext | (page_locked ? kNothing : kNoCapture); }
 };
 
-// Memory may be gone when a copy to it runs only if the device was lost, and all waiting for it in vain.
-int EnqueueCopy(void* stream, const std::string& size, const Target& target, std::function<void()> copy) {
+// Memory may be gone when a copy runs only if the device was lost, and all waiting for it in vain.
+int EnqueueCopy(void* stream, const std::string& size, const HostEnd& host, std::function<void()> copy) {
   const std::string name = NameOf(stream);
   auto mark = Enqueue(stream, [=] {
-    SleepForCopy(target.bytes);
+    SleepForCopy(host.bytes);
     Lock lock(TheWorld().mutex);
-    if (!target.page_locked || IsRegistered(TheWorld(), target.memory, target.bytes)) {
+    if (!host.page_locked || IsRegistered(TheWorld(), host.memory, host.bytes)) {
       copy();
       TheWorld().log.push_back("ran copy " + name + " " + size);
     } else if (!TheWorld().lost) {
@@ -183,17 +188,24 @@ int EnqueueCopy(void* stream, const std::string& size, const Target& target, std
     }
   });
   if (mark == nullptr) return kInvalidHandle;
-  if (!target.page_locked) Await(mark);
+  if (!host.page_locked) Await(mark);
   return kSuccess;
 }
 
 int CopyToHost(void* target, unsigned long long source, size_t bytes, void* stream) {
   const std::string name = NameOf(stream), size = std::to_string(bytes);
-  const bool page_locked = IsPageLocked(target, bytes);
-  const int needs = kContext | (page_locked ? kNothing : kNoCapture);
-  if (int code = Enter("cuMemcpyDtoHAsync", name + " " + size, needs)) return code;
+  const HostEnd host(target, bytes);
+  if (int code = Enter("cuMemcpyDtoHAsync", name + " " + size, host.Needs())) return code;
   const auto run = [=] { std::memcpy(target, reinterpret_cast<const void*>(source), bytes); };
-  return EnqueueCopy(stream, size, {target, bytes, page_locked}, run);
+  return EnqueueCopy(stream, size, host, run);
+}
+
+int CopyToDevice(unsigned long long target, const void* source, size_t bytes, void* stream) {
+  const std::string name = NameOf(stream), size = std::to_string(bytes);
+  const HostEnd host(source, bytes);
+  if (int code = Enter("cuMemcpyHtoDAsync", name + " " + size, host.Needs())) return code;
+  const auto run = [=] { std::memcpy(reinterpret_cast<void*>(target), source, bytes); };
+  return EnqueueCopy(stream, size, host, run);
 }
 
 // CUDA_MEMCPY2D.
@@ -205,19 +217,21 @@ struct Rows {
     unsigned long long device;
     void* array;
     size_t pitch;
+
+    char* begin() const { return memory == 1 ? static_cast<char*>(host) : reinterpret_cast<char*>(device); }
   } source, target;
   size_t row_bytes, rows;
 
+  const End& HostSide() const { return source.memory == 1 ? source : target; }
   bool IsValid() const {
-    const bool ends = source.memory == 2 && target.memory == 1 && target.host != nullptr;
+    const bool ends = source.memory + target.memory == 3 && HostSide().host != nullptr;
     const bool origin = source.x_bytes == 0 && source.y == 0 && target.x_bytes == 0 && target.y == 0;
     const auto fits = [this](size_t pitch) { return pitch >= row_bytes && pitch <= kMostPitch; };
     return ends && origin && fits(source.pitch) && fits(target.pitch);
   }
   void Run() const {
     for (size_t row = 0; row < rows; ++row) {
-      const auto from = reinterpret_cast<const char*>(source.device) + row * source.pitch;
-      std::memcpy(static_cast<char*>(target.host) + row * target.pitch, from, row_bytes);
+      std::memcpy(target.begin() + row * target.pitch, source.begin() + row * source.pitch, row_bytes);
     }
   }
 };
@@ -225,12 +239,10 @@ struct Rows {
 int CopyRows(const Rows* copy, void* stream) {
   const std::string name = NameOf(stream);
   const std::string size = std::to_string(copy->rows) + "x" + std::to_string(copy->row_bytes);
-  const bool page_locked = IsPageLocked(copy->target.host, copy->rows * copy->target.pitch);
-  const int needs = kContext | (page_locked ? kNothing : kNoCapture);
-  if (int code = Enter("cuMemcpy2DAsync", name + " " + size, needs)) return code;
+  const HostEnd host(copy->HostSide().host, (copy->rows - 1) * copy->HostSide().pitch + copy->row_bytes);
+  if (int code = Enter("cuMemcpy2DAsync", name + " " + size, host.Needs())) return code;
   if (!copy->IsValid()) return kInvalidValue;
-  const Target target{copy->target.host, copy->rows * copy->target.pitch, page_locked};
-  return EnqueueCopy(stream, size, target, [rows = *copy] { rows.Run(); });
+  return EnqueueCopy(stream, size, host, [rows = *copy] { rows.Run(); });
 }
 
 int HostRegister(void* memory, size_t bytes, unsigned) {
@@ -273,6 +285,7 @@ int cuGetProcAddress_v2(const char* name, void** function, int, unsigned long lo
       {"cuEventQuery", Address(EventQuery)},
       {"cuEventSynchronize", Address(EventSynchronize)},
       {"cuMemcpyDtoHAsync", Address(CopyToHost)},
+      {"cuMemcpyHtoDAsync", Address(CopyToDevice)},
       {"cuMemcpy2DAsync", Address(CopyRows)},
       {"cuMemHostRegister", Address(HostRegister)},
       {"cuMemHostUnregister", Address(HostUnregister)}};

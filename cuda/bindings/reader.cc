@@ -1,0 +1,123 @@
+#include "bindings/reader.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+#include <memory>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/arrays.h"
+#include "engine/reader.h"
+#include "os/fork.h"
+
+using namespace nanobind::literals;
+
+namespace datastates {
+namespace {
+
+using FileTuple = std::tuple<std::string, uint64_t, nb::bytes>;  // path, bytes of data, checksums
+
+std::vector<ReadFile> MakeFiles(const std::vector<FileTuple>& tuples) {
+  std::vector<ReadFile> files;
+  files.reserve(tuples.size());
+  for (const auto& [path, data_bytes, checksums] : tuples) {
+    std::vector<uint32_t> blocks(checksums.size() / sizeof(uint32_t));
+    if (!blocks.empty()) std::memcpy(blocks.data(), checksums.c_str(), blocks.size() * sizeof(uint32_t));
+    files.push_back({path, data_bytes, std::move(blocks)});
+  }
+  return files;
+}
+
+// In a forked child what another thread of the parent worked with is leaked, never joined.
+template <typename Object>
+class AtHome {
+ public:
+  explicit AtHome(std::shared_ptr<Object> object) : object_(std::move(object)) {}
+  ~AtHome() {
+    if (!home_.IsHere()) {
+      static_cast<void>(new std::shared_ptr<Object>(std::move(object_)));
+    } else {
+      nb::gil_scoped_release release;
+      object_.reset();
+    }
+  }
+  AtHome(const AtHome&) = delete;
+  AtHome& operator=(const AtHome&) = delete;
+
+  const std::shared_ptr<Object>& get() const {
+    if (!home_.IsHere()) throw nb::value_error("this reader belongs to the parent of this process");
+    return object_;
+  }
+
+ private:
+  const HomeProcess home_;
+  std::shared_ptr<Object> object_;
+};
+
+using ReaderHandle = AtHome<Reader>;
+using JobHandle = AtHome<ReadJob>;
+
+nb::tuple ResultTuple(const JobHandle& self) {
+  const ReadJob::Result result = self.get()->result();
+  nb::list bad;
+  for (const auto& [file, block] : result.bad_blocks) bad.append(nb::make_tuple(file, block));
+  return nb::make_tuple(result.bytes_read, bad, result.error);
+}
+
+}  // namespace
+
+void BindReader(nb::module_& module) {
+  nb::class_<JobHandle>(module, "ReadJob")
+      .def(
+          "wait",
+          [](const JobHandle& self, double seconds) {
+            const auto job = self.get();
+            nb::gil_scoped_release release;
+            return job->Wait(seconds);
+          },
+          "seconds"_a)
+      .def("close",
+           [](const JobHandle& self) {
+             const auto job = self.get();
+             nb::gil_scoped_release release;
+             job->Close();
+           })
+      .def("result", &ResultTuple);
+  nb::class_<ReaderHandle>(module, "Reader")
+      .def(
+          "__init__",
+          [](ReaderHandle* self, bool direct, int threads, size_t slot_bytes, const std::string& driver,
+             const std::string& faults) {
+            new (self) ReaderHandle(
+                std::make_shared<Reader>(Reader::Options{direct, threads, slot_bytes, driver, faults}));
+          },
+          nb::kw_only(), "direct"_a, "threads"_a, "slot_bytes"_a, "driver"_a, "faults"_a)
+      .def(
+          "start",
+          [](const ReaderHandle& self, const std::vector<FileTuple>& tuples, const Words& files,
+             const Words& offsets, const Words& piece_bytes, const Words& pieces, const Words& file_steps,
+             const Words& targets, const Words& target_steps, const Flags& flags, uintptr_t stream) {
+            CheckLengths({files.size(), offsets.size(), piece_bytes.size(), pieces.size(), file_steps.size(),
+                          targets.size(), target_steps.size(), flags.size()});
+            const auto reader = self.get();
+            std::vector<ReadRun> runs(files.size());
+            for (size_t i = 0; i < runs.size(); ++i) {
+              runs[i] = {files(i),      offsets(i), piece_bytes(i),  pieces(i),
+                         file_steps(i), targets(i), target_steps(i), (flags(i) & kDeviceFlag) != 0};
+            }
+            std::vector<ReadFile> sources = MakeFiles(tuples);
+            nb::gil_scoped_release release;
+            ReadPlan plan(std::move(sources), std::move(runs), reader->options().slot_bytes);
+            auto job = std::make_shared<ReadJob>(reader, std::move(plan), reinterpret_cast<CuStream>(stream));
+            return std::make_unique<JobHandle>(std::move(job));
+          },
+          nb::kw_only(), "sources"_a, "files"_a, "offsets"_a, "piece_bytes"_a, "pieces"_a, "file_steps"_a,
+          "targets"_a, "target_steps"_a, "flags"_a, "stream"_a);
+}
+
+}  // namespace datastates

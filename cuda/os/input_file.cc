@@ -1,0 +1,57 @@
+#include "os/input_file.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include "os/aligned.h"
+#include "os/fork.h"
+
+namespace datastates {
+
+InputFile::InputFile(const std::string& path, bool direct, Faults* faults)
+    : path_(path), faults_(faults), direct_(direct) {
+  if (direct) fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+  if (fd_ < 0) {
+    direct_ = false;
+    fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  }
+  if (fd_ < 0) throw Failure("open", path, errno);
+  CloseInForkedChild(fd_);
+}
+
+InputFile::~InputFile() {
+  ForgetDescriptor(fd_);
+  close(fd_);
+}
+
+void InputFile::StopDirect() {
+  fcntl(fd_, F_SETFL, fcntl(fd_, F_GETFL) & ~O_DIRECT);
+  direct_ = false;
+}
+
+void InputFile::ReadAt(uint8_t* buffer, uint64_t begin, uint64_t end) {
+  for (uint64_t at = begin; at < end;) {
+    const bool direct = direct_;  // of this call: another thread may meet the same refusal first
+    const Faults::Effect effect = faults_->Count("read");
+    // A direct read ends at a multiple of kAlignment. Behind a short read that did not, only a buffered
+    // one goes on, and not a byte too far: the buffer ends with the window.
+    uint64_t wanted = direct ? AlignUp(end - at, kAlignment) : end - at;
+    if (effect.short_count) wanted = direct ? AlignUp(wanted / 2, kAlignment) : wanted / 2 | 1;
+    errno = effect.error;
+    const ssize_t got = effect.error ? -1 : pread(fd_, buffer + (at - begin), wanted, static_cast<off_t>(at));
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0 && errno == EINVAL && direct) {
+      StopDirect();
+      continue;
+    }
+    const std::string where = "at offset " + std::to_string(at);
+    if (got < 0) throw Failure("read", path_, errno, where);
+    if (got == 0) {
+      throw Failure("read", path_, 0, "the file ends " + where + ", before its data does: it was truncated");
+    }
+    if (static_cast<uint64_t>(got) % kAlignment != 0) StopDirect();
+    at += static_cast<uint64_t>(got);
+  }
+}
+
+}  // namespace datastates

@@ -1,0 +1,34 @@
+// A data file while it is being read.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+#include "os/faults.h"
+
+namespace datastates {
+
+class InputFile {
+ public:
+  // Throws Failure. `direct`: try O_DIRECT and fall back to buffered reads where it is refused, at open or at
+  // the first read. `faults` must outlive the file.
+  InputFile(const std::string& path, bool direct, Faults* faults);
+  ~InputFile();
+  InputFile(const InputFile&) = delete;
+  InputFile& operator=(const InputFile&) = delete;
+
+  // The file's bytes [begin, end) come to `buffer`, which is a multiple of kAlignment, as `begin` is, and has
+  // room for AlignUp(end - begin, kAlignment). Thread-safe. Short reads are resumed. Throws Failure.
+  void ReadAt(uint8_t* buffer, uint64_t begin, uint64_t end);
+
+ private:
+  void StopDirect();
+
+  const std::string path_;
+  Faults* const faults_;
+  int fd_ = -1;  // constant after construction
+  std::atomic<bool> direct_;
+};
+
+}  // namespace datastates

@@ -1,0 +1,133 @@
+"""The optimizer map: which parameter lies where in the buckets of Megatron's distributed optimizer.
+
+A checkpoint object for each data-parallel group, a text in JSON. Bucket names are without what comes before
+them in their keys, which the map's own key begins with. What belongs here: the values, their codec, and what
+can be checked without the checkpoint around them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Annotated
+
+import msgspec
+
+from megatron_datastates.errors import FormatError, UnsupportedFormatError
+
+MAP_FORMAT_VERSION = 1
+_MOST_ELEMENTS = 1 << 62  # sums and products of offsets stay within 64 bits
+_MOST_DIMENSIONS = 64
+Elements = Annotated[int, msgspec.Meta(ge=0, lt=_MOST_ELEMENTS)]
+Sizes = Annotated[tuple[Elements, ...], msgspec.Meta(max_length=_MOST_DIMENSIONS)]
+
+
+class ParameterShard(msgspec.Struct, frozen=True):
+    """A shard of a global tensor of the model, and where it lies in a parameter (counted in elements)."""
+
+    key: str  # of the global tensor
+    global_shape: Sizes
+    offset: Sizes  # of the shard in it
+    shape: Sizes  # of the shard, prepended axes included
+    start: Elements  # of its first element, from the parameter's first
+    strides: Sizes
+    main: bool  # False: another parameter holds the main replica
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """Elements [begin, end) of a bucket. Without shards if nothing is known of what they are in the model."""
+
+    name: str  # in the sharded state dict of the rank that stored it
+    begin: Elements
+    end: Elements
+    shards: tuple[ParameterShard, ...]
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """One bucket. The states of its parameters are the tensors NAME.STATE, each of `elements` elements."""
+
+    name: str
+    elements: Elements  # without the padding at its end
+    states: tuple[str, ...]  # exp_avg, for instance
+    parameters: tuple[Parameter, ...]
+
+
+class OptimizerMap(msgspec.Struct, frozen=True):
+    """All buckets of one data-parallel group."""
+
+    format_version: int
+    buckets: tuple[Bucket, ...]
+
+    def encode(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def decode(cls, text: str, key: str) -> OptimizerMap:
+        """What the object `key` of a checkpoint says.
+
+        Raises:
+            FormatError: damaged: parameters leave their bucket or overlap, shards leave their parameter
+                or their global tensor.
+            UnsupportedFormatError: written by a later release.
+        """
+        try:
+            found = msgspec.json.decode(text, type=_Head).format_version
+            if found != MAP_FORMAT_VERSION:
+                raise UnsupportedFormatError(
+                    f"the optimizer map {key!r} has format {found}; this release reads format "
+                    f"{MAP_FORMAT_VERSION}. Update megatron_datastates here."
+                )
+            decoded = msgspec.json.decode(text, type=cls)
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"the optimizer map {key!r} is damaged: {error}") from error
+        for bucket in decoded.buckets:
+            _check_bucket(bucket, key)
+        return decoded
+
+
+class _Head(msgspec.Struct):
+    format_version: int
+
+
+def _check_bucket(bucket: Bucket, key: str) -> None:
+    end = 0
+    for parameter in sorted(bucket.parameters, key=lambda p: (p.begin, p.end)):
+        place = f"parameter {parameter.name!r} in bucket {bucket.name!r} of {key!r}"
+        if not parameter.begin <= parameter.end <= bucket.elements:
+            raise FormatError(
+                f"{place} has elements [{parameter.begin}, {parameter.end}) of a bucket of {bucket.elements}"
+            )
+        if parameter.begin < end:
+            raise FormatError(f"{place} begins at {parameter.begin}, and the one before it ends at {end}")
+        end = parameter.end
+        elements = parameter.end - parameter.begin
+        # Few stored elements must not pass for many: memory is asked for by what a map says.
+        if sum(math.prod(shard.shape) for shard in parameter.shards) > elements:
+            raise FormatError(f"{place}: its shards have more than its {elements} elements")
+        for shard in parameter.shards:
+            if not _fits(shard, elements):
+                raise FormatError(
+                    f"{place}: its shard of {shard.key!r} leaves the parameter or its global shape "
+                    f"{shard.global_shape}"
+                )
+
+
+def _fits(shard: ParameterShard, elements: int) -> bool:
+    boxes = (shard.global_shape, shard.offset, shard.shape, shard.strides)
+    if len({len(sizes) for sizes in boxes}) != 1 or _most(shard.global_shape) >= _MOST_ELEMENTS:
+        return False
+    if any(o + n > s for s, o, n in zip(*boxes[:3], strict=True)):
+        return False
+    if 0 in shard.shape:
+        return True
+    return shard.start + span_elements(shard.shape, shard.strides) <= elements
+
+
+def _most(sizes: Iterable[int]) -> int:
+    """The product; a size of 0 must not hide absurd ones beside it."""
+    return math.prod(max(size, 1) for size in sizes)
+
+
+def span_elements(shape: Iterable[int], strides: Iterable[int]) -> int:
+    """From the first element of a strided box, which is not empty, to behind its last."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))

@@ -1,0 +1,104 @@
+"""The tables of many indexes as one, for numpy: what a loop over ranks and keys takes minutes for.
+
+What belongs here: rows of several directories side by side, and the columns behind them. What does not: what
+becomes of them (index.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_datastates.errors import FormatError
+from megatron_datastates.format.tables import KEY, Directory, Words, column_count, starts
+from megatron_datastates.format.values import DTYPE_NAMES
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The rows of several directories one behind the other, and the sections that they tell of."""
+
+    names: list[bytes]  # of all keys, in the order of their numbers
+    ids: npt.NDArray[np.int64]  # per row, like what follows: the key's number
+    ndim: npt.NDArray[np.uint16]
+    dtypes: npt.NDArray[np.uint16]  # codes
+    counts: npt.NDArray[np.int64]  # fragments
+    files: npt.NDArray[np.int64]
+    shape_starts: npt.NDArray[np.int64]
+    section_starts: npt.NDArray[np.int64]  # in words
+    shapes: npt.NDArray[np.int64]
+    words: Words
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Directory, int]]) -> Rows:
+        directories = [directory for directory, _ in parts]
+        names, ids = _number_keys(directories)
+        keys = np.concatenate([np.zeros(0, KEY), *(directory.keys for directory in directories)])
+        files = np.repeat([file for _, file in parts], [len(directory.keys) for directory in directories])
+        words = [np.frombuffer(directory.sections, "<u8") for directory in directories]
+        return cls(
+            names,
+            ids,
+            keys["ndim"],
+            keys["dtype"],
+            keys["fragments"].astype(np.int64),
+            files,
+            starts(keys["ndim"]),
+            starts(keys["stored_bytes"]) // 8,
+            np.concatenate([np.zeros(0, np.int64), *(directory.shapes for directory in directories)]),
+            np.concatenate([np.zeros(0, np.uint64), *words]),
+        )
+
+    def describe(self, row: int) -> tuple[str, str, tuple[int, ...]]:
+        """Key, dtype, global shape."""
+        at = int(self.shape_starts[row])
+        shape = tuple(self.shapes[at : at + int(self.ndim[row])].tolist())
+        return self.names[self.ids[row]].decode(), DTYPE_NAMES[int(self.dtypes[row])], shape
+
+    def refuse_contradictions(self, order: npt.NDArray[np.int64]) -> None:
+        """Rows of one key, which are neighbours in `order`, say the same."""
+        same = self.ids[order[1:]] == self.ids[order[:-1]]
+        one, other = order[:-1][same], order[1:][same]
+        wrong = (self.dtypes[one] != self.dtypes[other]) | (self.ndim[one] != self.ndim[other])
+        for axis in range(int(self.ndim.max(initial=0))):
+            has = np.flatnonzero(~wrong & (self.ndim[one] > axis))
+            sizes = [self.shapes[self.shape_starts[rows[has]] + axis] for rows in (one, other)]
+            wrong[has] = sizes[0] != sizes[1]
+        if wrong.any():
+            pair = [int(rows[wrong.argmax()]) for rows in (one, other)]
+            (key, *first), (_, *second) = (self.describe(row) for row in pair)
+            files = self.files[pair].tolist()
+            raise FormatError(
+                f"shards of {key!r} disagree: {first[0]} of global shape {first[1]} from the rank of file "
+                f"{files[0]}, and {second[0]} of {second[1]} from the rank of file {files[1]}"
+            )
+
+    def columns(self, rows: npt.NDArray[np.int64], dims: int) -> Words:
+        """The sections of these rows, all of so many dimensions, one behind the other."""
+        counts = self.counts[rows]
+        steps = np.repeat(counts, counts)
+        at = np.repeat(self.section_starts[rows] - starts(counts), counts) + np.arange(len(steps))
+        columns = np.empty((column_count(dims), len(steps)), np.uint64)
+        for column in columns:
+            np.take(self.words, at, out=column, mode="clip")  # any other mode copies first
+            at += steps
+        columns[-2] = np.repeat(self.files[rows], counts)
+        return columns
+
+
+def _number_keys(directories: Sequence[Directory]) -> tuple[list[bytes], npt.NDArray[np.int64]]:
+    """All keys, and for each row of all directories its key's number."""
+    numbers: dict[bytes, int] = defaultdict(itertools.count().__next__)
+    known: dict[tuple[memoryview, bytes], npt.NDArray[np.int64]] = {}  # many ranks have the same keys
+    found = []
+    for directory in directories:
+        kind = directory.names, directory.keys["name_bytes"].tobytes()
+        if kind not in known:
+            known[kind] = np.array([numbers[name] for name in directory.key_names()], np.int64)
+        found.append(known[kind])
+    return list(numbers), np.concatenate([np.zeros(0, np.int64), *found])

@@ -1,0 +1,201 @@
+"""Buckets of Megatron's distributed optimizer, where it hands them over: padding is zeroed, the map is made.
+
+The map (format/optimizer_map.py) can only be made here, where the optimizer and the model's sharded state are
+both at hand. Reading it is pipeline/optimizer.py's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+
+from megatron_datastates.format.optimizer_map import (
+    MAP_FORMAT_VERSION,
+    Bucket,
+    OptimizerMap,
+    Parameter,
+    ParameterShard,
+)
+from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
+from megatron_datastates.plan.boxes import contiguous_strides
+
+logger = logging.getLogger(__name__)
+_CARRIER = "per_bucket_numel"  # an object that every data-parallel group stores once, as it does its map
+_ATTRIBUTE = "_datastates_map"
+_SHARDED = (ShardedTensor, ShardedTensorFactory)
+Named = dict[int, tuple[str, Any]]  # id of a parameter -> its name and its ShardedTensor or factory
+# Structures stay as they are in a run: by optimizer, what the map was made of, and the map.
+_made: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
+
+
+def described(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `DistributedOptimizer.sharded_param_state_dp_reshardable`; also zeroes padding.
+
+    The map hangs on an object that Megatron stores anyway, where only a save of ours looks for it: what
+    other formats are given is what they would be given without us.
+    """
+
+    def sharded_param_state_dp_reshardable(
+        self: Any,
+        model_sharded_state_dict: Any,
+        is_loading: bool = False,
+        metadata: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        state = original(self, model_sharded_state_dict, is_loading, metadata, **kwargs)
+        _zero_padding(state)
+        carrier = state.get(_CARRIER)
+        if not is_loading and isinstance(carrier, ShardedObject) and is_main_replica(carrier.replica_id):
+            try:
+                setattr(carrier, _ATTRIBUTE, _map_of(self, state, model_sharded_state_dict, metadata))
+            except Exception as error:  # the state itself is whole: no reason to end the training
+                logger.warning("the checkpoint will have no optimizer map: %r", error)
+        return state
+
+    return sharded_param_state_dp_reshardable
+
+
+def _zero_padding(state: Any) -> None:
+    """Megatron pads with uninitialized memory, and two checkpoints of one state would differ.
+
+    A padding is a dictionary of tensors with a mark among them.
+    """
+    for entry in _dictionaries(state):
+        if getattr(entry.get("padding"), "obj", False) is True:
+            for item in entry.values():
+                if isinstance(item, ShardedTensor) and item.data is not None:
+                    item.data.zero_()
+
+
+def _dictionaries(nested: Any) -> Iterator[dict[Any, Any]]:
+    if isinstance(nested, dict):
+        yield nested
+    if isinstance(nested, dict | list):
+        for item in nested.values() if isinstance(nested, dict) else nested:
+            yield from _dictionaries(item)
+
+
+def carried_map(item: ShardedObject) -> tuple[str, str] | None:
+    """(key, text) of the optimizer map that hangs on an object of a sharded state."""
+    text = getattr(item, _ATTRIBUTE, None)
+    if text is None:
+        return None
+    prefix = item.key.removesuffix(_CARRIER)
+    return dataclasses.replace(item, key=prefix + OPTIMIZER_MAP_NAME).unique_key, text
+
+
+def _map_of(optimizer: Any, state: dict[Any, Any], model_state: Any, metadata: Any) -> str:
+    source = _fingerprint(optimizer, state, model_state, metadata)
+    made = _made.get(optimizer)
+    if made is None or made[0] != source:
+        named = {id(item.data): (name, item) for name, item in _named(model_state, "")}
+        made = _made[optimizer] = source, _describe(optimizer, state, named).encode()
+    return made[1]
+
+
+def _fingerprint(optimizer: Any, state: dict[Any, Any], model_state: Any, metadata: Any) -> Any:
+    """What a map depends on: equal ones have equal maps. The trainer waits for it at every save."""
+    own = {id(param) for buffer in optimizer.buffers for param in buffer.param_index_map}
+    model = [
+        (id(item.data), item.key, getattr(item, "global_offset", None), getattr(item, "global_shape", None))
+        for item in nested_values(model_state)
+        if isinstance(item, _SHARDED) and id(item.data) in own  # others may be made anew for every save
+    ]
+    places = [id(buffer.param_index_map) for buffer in optimizer.buffers]  # made with the buffer
+    states = [list(entries[0]) for _, _, entries in _buckets(optimizer, state)]
+    # Some of it says which shards factories build.
+    plain = {key: value for key, value in (metadata or {}).items() if isinstance(value, str | int)}
+    return model, places, states, plain
+
+
+def _named(nested: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Sharded tensors, and factories of such, each with its name."""
+    if isinstance(nested, _SHARDED):
+        yield path, nested
+    elif isinstance(nested, dict | list):
+        items = nested.items() if isinstance(nested, dict) else enumerate(nested)
+        for key, item in items:
+            yield from _named(item, f"{path}.{key}" if path else str(key))
+
+
+def _buckets(optimizer: Any, state: dict[Any, Any]) -> Iterator[tuple[Any, int, list[dict[str, Any]]]]:
+    """(buffer, number of the bucket in it, what this rank stores of the bucket)."""
+    for gbuf_idx, buffer in enumerate(optimizer.buffers):
+        for by_bucket in state[gbuf_idx].values():
+            for number, entries in enumerate(by_bucket):
+                yield buffer, number, entries
+
+
+def _describe(optimizer: Any, state: dict[Any, Any], named: Named) -> OptimizerMap:
+    prefix = state[_CARRIER].key.removesuffix(_CARRIER)
+    buckets = [
+        _bucket(buffer, number, entries, prefix, named)
+        for buffer, number, entries in _buckets(optimizer, state)
+    ]
+    return OptimizerMap(MAP_FORMAT_VERSION, tuple(buckets))
+
+
+def _bucket(buffer: Any, number: int, entries: list[dict[str, Any]], prefix: str, named: Named) -> Bucket:
+    tensors = {name: item for name, item in entries[0].items() if isinstance(item, ShardedTensor)}
+    name, stored = next(iter(tensors.items()))
+    first = buffer.buckets[number].offset
+    parameters = [
+        _parameter(param, begin - first, end - first, named)
+        for param, (begin, end, bucket) in buffer.param_index_map.items()
+        if bucket == number
+    ]
+    return Bucket(
+        stored.key.removeprefix(prefix).removesuffix("." + name),
+        int(stored.global_shape[0]),
+        tuple(tensors),
+        tuple(parameters),
+    )
+
+
+def _parameter(param: Any, begin: int, end: int, named: Named) -> Parameter:
+    name, item = named.get(id(param), ("", None))
+    shards = () if item is None else _shards(name, item)
+    if not shards:
+        logger.warning("the optimizer map does not say what the parameter %r is in the model", name)
+    return Parameter(name, begin, end, shards)
+
+
+def _shards(name: str, item: Any) -> tuple[ParameterShard, ...]:
+    """What the model stores of a parameter; nothing, if one of its shards is no view of the parameter."""
+    if isinstance(item, ShardedTensor):
+        return (_shard(item, 0, contiguous_strides(item.local_shape)),)
+    # What a factory builds of memory that is not there shows where it would take every element from.
+    probe = torch.empty(item.data.shape, dtype=item.data.dtype, device="meta")
+    built = [
+        shard
+        for shard in nested_values(dataclasses.replace(item, data=probe).build())
+        if isinstance(shard, ShardedTensor)
+    ]
+    if any(shard.data.untyped_storage()._cdata != probe.untyped_storage()._cdata for shard in built):
+        return ()
+    return tuple(_shard(shard, shard.data.storage_offset(), shard.data.stride()) for shard in built)
+
+
+def _shard(item: ShardedTensor, start: int, strides: tuple[int, ...]) -> ParameterShard:
+    prepended = item.prepend_axis_num
+    return ParameterShard(
+        item.key,
+        tuple(map(int, item.global_shape)),
+        tuple(map(int, item.global_offset)),
+        (1,) * prepended + tuple(item.local_shape),
+        start,
+        (0,) * prepended + tuple(strides),
+        is_main_replica(item.replica_id),
+    )

@@ -1,0 +1,99 @@
+"""What DCP sees of an index: metadata of a tensor is made when it is asked for, and only of what is wanted.
+
+A large checkpoint has millions of fragments, of which one rank wants some hundred.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_datastates.format.index import Index
+from megatron_datastates.pipeline.load import torch_dtype
+from megatron_datastates.plan.boxes import boxes_that_meet
+
+# Key -> offsets and shapes of the wanted boxes, (n, dimensions) each, in elements of the global tensor.
+Boxes = Mapping[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]
+
+
+def requested_boxes(items: Iterable[Any]) -> Boxes:
+    """The boxes that ShardedTensors ask for. Their own shapes lack the axes that were prepended."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    found: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for item in items:
+        if isinstance(item, ShardedTensor) and getattr(item, "flattened_range", None) is None:
+            shape = (1,) * item.prepend_axis_num + tuple(item.local_shape)
+            found.setdefault(item.key, []).append((tuple(item.global_offset), shape))
+    return {
+        key: (np.array([o for o, _ in boxes], np.int64), np.array([s for _, s in boxes], np.int64))
+        for key, boxes in found.items()
+    }
+
+
+class StoredTensor(TensorStorageMetadata):
+    """Its size may be assigned: Megatron does. Its chunks are the fragments that meet the wanted boxes."""
+
+    def __init__(self, index: Index, key: str, boxes: Boxes) -> None:
+        dtype, shape = index.describe(key)
+        self.properties = TensorProperties(dtype=torch_dtype(dtype))
+        self.size = torch.Size(shape)
+        self._index, self._key, self._boxes = index, key, boxes
+
+    @functools.cached_property
+    def chunks(self) -> list[ChunkStorageMetadata]:  # type: ignore[override]
+        entry = self._index.tensor(self._key)
+        offsets, shapes = entry.offsets, entry.shapes
+        wanted = self._boxes.get(self._key)
+        if wanted is not None and wanted[0].shape[1:] == offsets.shape[1:]:
+            meeting = boxes_that_meet(offsets, shapes, *wanted)
+            offsets, shapes = offsets[meeting], shapes[meeting]
+        pairs = zip(offsets.tolist(), shapes.tolist(), strict=True)
+        return [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in pairs]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TensorStorageMetadata, (self.properties, self.size, self.chunks)
+
+
+class StoredMetadata(Mapping[str, STORAGE_TYPES]):
+    """Read-only `state_dict_metadata`: the same object for a key each time. Copies are plain dictionaries."""
+
+    def __init__(self, index: Index, objects: Collection[str], boxes: Boxes) -> None:
+        self._index, self._boxes = index, boxes
+        self._made: dict[str, STORAGE_TYPES] = {}
+        self._keys = dict.fromkeys([*index.tensors, *objects])
+        self._objects = frozenset(objects)
+
+    def __getitem__(self, key: str) -> STORAGE_TYPES:
+        if key not in self._made:
+            if key not in self._keys:
+                raise KeyError(key)
+            is_object = key in self._objects
+            self._made[key] = (
+                BytesStorageMetadata() if is_object else StoredTensor(self._index, key, self._boxes)
+            )
+        return self._made[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)

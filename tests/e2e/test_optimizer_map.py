@@ -1,0 +1,40 @@
+"""State saved in buckets by Megatron's training loop: listed by parameter, and no surprise to Megatron."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.optimizer import optimizer_state
+from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
+
+STATES = ("param", "exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_run_resumes_from_a_checkpoint_whose_optimizer_state_is_listed_by_parameter(
+    layout: str, pretraining: Pretraining, tmp_path: Path
+) -> None:
+    checkpoints = Checkpoints(tmp_path / "ck")
+    how = [*LAYOUTS[layout], "--train-iters", "6", "--swiglu"]
+    saving = ["--save", checkpoints.root, "--exit-interval", "4", "--async-save"]
+    saved = pretraining.run(*how, *saving, "--ckpt-format", "datastates")
+
+    resumed = pretraining.run(*how, "--load", checkpoints.root, "--dist-ckpt-strictness", "log_all")
+
+    assert resumed.resumed_from(saved) == 4
+    assert "datastates_map" not in resumed.log, "log_all names what Megatron did not expect"
+    for iteration in (2, 4):  # the map of the second was made for the first
+        assert_listed(Checkpoint.open(checkpoints.at(iteration)))
+
+
+def assert_listed(checkpoint: Checkpoint) -> None:
+    """Every parameter's states are there, and its main copy rounds to what the model has."""
+    model = {key for key in checkpoint.index.tensors if ".dp_group_idx_" not in key}
+    listed = optimizer_state(checkpoint)
+    assert listed.keys() == {f"optimizer.state.{state}.{key}" for state in STATES for key in model}
+    for key in model:
+        weight, main = checkpoint.read_tensor(key), listed[f"optimizer.state.param.{key}"]
+        assert main.dtype == "float32"
+        assert main.read().to(weight.dtype).equal(weight), key

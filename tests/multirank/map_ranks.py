@@ -1,0 +1,140 @@
+"""Ranks of test_optimizer_map.py: what our checkpoint of buckets says of each parameter's states is compared.
+
+With two witnesses: the optimizer's own memory, put together here; and what Megatron itself saves of the same
+state as fully reshardable.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from model_ranks import FORMATS, Layout, Training, build, random_values, save_both, step, strategies
+from saving_rank import join, make_directory, tell
+
+from megatron_datastates.format.values import is_optimizer_map
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.optimizer import StateTensor, optimizer_state
+
+
+def compare(root: str, layouts: list[Layout], with_stock: bool, folder: str) -> None:
+    """Each layout is saved twice, with other shards of the model: the first must not describe the second."""
+    join()
+    told = []
+    for number, layout in enumerate(layouts):
+        training = build(layout, "dp_reshardable", random_values())
+        for singletons in (True, False):
+            step(training)
+            training.metadata["singleton_local_shards"] = singletons
+            place = str(Path(root, f"{number}-{singletons}"))
+            found = saved_state(training, place)
+            compare_with_memory(training, found)
+        if with_stock:
+            compare_with_stock(training, found, place + "-stock")
+        told.append(sorted(found))
+    tell(folder, keys=told)
+
+
+def hide(root: str, layout: Layout, folder: str) -> None:
+    """One state in both formats; what Megatron is shown of each."""
+    join()
+    save_both(root, layout, "dp_reshardable")
+    ours, stock = (str(Path(root, name)) for name in FORMATS)
+    objects = Checkpoint.open(ours).index.objects
+    shown = load_sharded_metadata(ours)
+    assert not any(is_optimizer_map(key) for key in shown), shown.keys()
+    assert shown.keys() == load_sharded_metadata(stock).keys()
+    training = build(layout, "dp_reshardable", random_values())
+    asked = training.sharded(is_loading=True)
+    _, missing, unexpected = dist_checkpointing.load(asked, ours, strict=StrictHandling.RETURN_ALL)
+    assert not missing and not unexpected, (missing, unexpected)
+    tell(folder, maps=[key for key in objects if is_optimizer_map(key)])
+
+
+def saved_state(training: Training, directory: str) -> dict[str, StateTensor]:
+    """The optimizer's state as the checkpoint has it that is saved there, in our format."""
+    make_directory(Path(directory))
+    dist.barrier()
+    dist_checkpointing.save(training.sharded(), directory, strategies("ours", parallel=True)[0])
+    return optimizer_state(Checkpoint.open(directory))
+
+
+def compare_with_stock(training: Training, found: dict[str, StateTensor], directory: str) -> None:
+    training.metadata["distrib_optim_sharding_type"] = "fully_reshardable"
+    make_directory(Path(directory))
+    dist.barrier()
+    dist_checkpointing.save(training.sharded(), directory, strategies("stock", parallel=False)[0])
+    assert list(Path(directory).glob("*.distcp"))
+    stock = {
+        key: value
+        for key, value in dist_checkpointing.load_plain_tensors(directory).items()
+        if key.startswith("optimizer.state.")
+    }
+    assert found.keys() == stock.keys(), found.keys() ^ stock.keys()
+    for key, tensor in found.items():
+        assert (tensor.global_shape, tensor.dtype) == (stock[key].shape, str(stock[key].dtype)[6:]), key
+        assert torch.equal(tensor.read(), stock[key]), key
+
+
+def compare_with_memory(training: Training, found: dict[str, StateTensor]) -> None:
+    """Every shard that this rank's model has of every state; together with the others' all of it."""
+    compared = dict.fromkeys(found, 0)
+    for shard in shards_in_memory(training):
+        offset = tuple(shard.global_offset)
+        shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+        assert torch.equal(found[shard.key].read(offset, shape), shard.data.reshape(shape)), shard
+        compared[shard.key] += shard.data.numel()
+    counts: list[dict[str, int]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(counts, compared)
+    for key, tensor in found.items():
+        assert sum(count[key] for count in counts) == torch.Size(tensor.global_shape).numel(), key
+
+
+def shards_in_memory(training: Training) -> Iterator[ShardedTensor]:
+    """Main replicas of all states, sharded as the model is, of the parameters whole on this rank."""
+    model = training.sharded()
+    model.pop("optimizer")
+    kinds = (ShardedTensor, ShardedTensorFactory)
+    sharded = {id(item.data): item for item in nested_values(model) if isinstance(item, kinds)}
+    for optimizer in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
+        for param, states in gathered(optimizer):
+            item = sharded[id(param)]
+            for state, value in states.items():
+                fields: dict[str, Any] = {
+                    "key": f"optimizer.state.{state}.{item.key}",
+                    "data": value.reshape(param.shape),
+                }
+                if isinstance(item, ShardedTensor):
+                    fields["dtype"] = value.dtype
+                moved = dataclasses.replace(item, **fields)
+                built = nested_values(moved.build()) if hasattr(moved, "build") else [moved]
+                yield from (shard for shard in built if is_main_replica(shard.replica_id))
+
+
+def gathered(optimizer: Any) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
+    """Each parameter and its states, put together from the ranks that own a part of it."""
+    own = {}
+    for number, param in enumerate(p for buffer in optimizer.buffers for p in buffer.param_index_map):
+        if param in optimizer.model_param_gbuf_map:
+            span = optimizer._get_model_param_range_map(param)["param"]
+            states = optimizer._get_main_param_and_optimizer_states(param)
+            states.pop("step", None)
+            own[number] = span.start, {name: value.detach().clone() for name, value in states.items()}
+    parts: list[dict[int, Any]] = [{} for _ in range(optimizer.data_parallel_group.size())]
+    dist.all_gather_object(parts, own, optimizer.data_parallel_group)
+    for number, param in enumerate(p for buffer in optimizer.buffers for p in buffer.param_index_map):
+        pieces = sorted((part[number] for part in parts if number in part), key=lambda piece: piece[0])
+        yield param, {name: torch.cat([piece[1][name] for piece in pieces]) for name in pieces[0][1]}

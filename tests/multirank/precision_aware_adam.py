@@ -1,0 +1,82 @@
+"""In place of Transformer Engine's FusedAdam: states of lower precision, as Megatron asks for them.
+
+What belongs here: what Megatron calls of it. What does not: Adam's arithmetic; any new values will do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+from typing import Any
+
+import torch
+from megatron.core import optimizer
+from megatron.core.optimizer import distrib_optimizer
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Main parameters and moments are its states; the parameters given are the model's own."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        master_weights: bool,
+        use_decoupled_grad: bool,
+        master_weight_dtype: torch.dtype,
+        exp_avg_dtype: torch.dtype,
+        exp_avg_sq_dtype: torch.dtype,
+        **unused: Any,
+    ) -> None:
+        assert master_weights and use_decoupled_grad
+        self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype}
+        self.dtypes["master_param"] = master_weight_dtype
+        super().__init__(params, {"lr": lr, "step": 0})
+
+    def initialize_state(self, param: torch.Tensor, *unused: Any) -> None:
+        self.state[param] = {
+            name: torch.zeros_like(param, dtype=dtype) for name, dtype in self.dtypes.items()
+        }
+        self.state[param]["master_param"].copy_(param)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] += 1
+            for param in group["params"]:
+                if not self.state[param]:
+                    self.initialize_state(param)
+                for number, state in enumerate(self.state[param].values()):
+                    state.add_(param.decoupled_grad.to(state.dtype), alpha=number + 1)
+                param.data.copy_(self.state[param]["master_param"])
+
+    def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
+        """Fresh where it is scaled, as what has 16 bits and a small exponent is."""
+        state: torch.Tensor = self.state[param][name]
+        return state.float() if state.dtype is torch.float16 else state
+
+    def set_scaled_state(self, param: torch.Tensor, name: str, value: torch.Tensor) -> None:
+        self.state[param][name].copy_(value)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Torch's would give states the parameters' dtype."""
+        super().load_state_dict(state_dict)
+        for group, stored in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for param, number in zip(group["params"], stored["params"], strict=True):
+                if found := state_dict["state"].get(number):
+                    self.state[param] = {name: value.to(self.dtypes[name]) for name, value in found.items()}
+
+
+def installed() -> dict[str, Any]:
+    """Has Megatron use it; gives the fields of OptimizerConfig that ask for it."""
+    module = ModuleType("transformer_engine.pytorch.optimizers")
+    module.FusedAdam = FusedAdam  # type: ignore[attr-defined]
+    sys.modules[module.__name__] = module
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    return {
+        "use_precision_aware_optimizer": True,
+        "main_params_dtype": torch.float16,
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.float16,
+    }

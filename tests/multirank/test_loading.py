@@ -1,0 +1,35 @@
+"""Loads that ask for something else than what was saved give what torch_dist gives, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks import RankForge
+from tests.support.world import World
+
+
+@pytest.fixture(scope="module")
+def saved(world_forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Tensors of every dtype and objects, saved by two ranks in both formats."""
+    root = tmp_path_factory.mktemp("saved")
+    World(world_forge, root / "runs").run("loading_ranks:save_everything", root)
+    return root
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+def test_some_keys_are_loaded_without_the_others(world: World, saved: Path, readers: int) -> None:
+    world.run("loading_ranks:load_some_keys", saved, ranks=readers)
+
+
+def test_plain_tensors_are_loaded_whole_by_every_rank(world: World, saved: Path) -> None:
+    world.run("loading_ranks:load_plain", saved)
+
+
+def test_larger_and_smaller_shapes_are_loaded_where_that_is_allowed(world: World, saved: Path) -> None:
+    world.run("loading_ranks:load_other_shapes", saved)
+
+
+def test_other_dtypes_are_loaded_unless_numbers_would_change_their_kind(world: World, saved: Path) -> None:
+    told = world.run("loading_ranks:load_other_dtypes", saved)[0]
+    assert {"torch.float32 to torch.bfloat16", "torch.bfloat16 to torch.float32"} <= set(told["converted"])
+    assert {"torch.float32 to torch.int32", "torch.complex64 to torch.float32"} <= set(told["refused"])

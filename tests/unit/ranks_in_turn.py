@@ -1,0 +1,96 @@
+"""Checkpoints of several ranks, saved in one process: each rank has a saver and a data file of its own.
+
+All but the messages between ranks is real. Ranks take turns, the last one first: when rank 0 acts on what all
+have said, all have said it. No other rank acts on what it is told by its peers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.providers.base import StateProvider
+from tests.unit.states import OPTIONS
+
+RUN_ID = 0x0123456789ABCDEF
+Told = defaultdict[tuple[str, int], dict[int, Any]]  # by kind and number of the call, each rank's part
+
+
+class CollectivesInTurn:
+    """In place of agreement.Collectives."""
+
+    distributed = True
+
+    def __init__(self, rank: int, size: int, told: Told) -> None:
+        self.rank, self.size = rank, size
+        self.calls: dict[str, int] = {}
+        self._told = told
+
+    def is_current(self) -> bool:
+        return True
+
+    def share_from_first(self, value: int) -> int:
+        return RUN_ID
+
+    def start_sum(self, values: Sequence[int]) -> SumInTurn:
+        return SumInTurn(self._tell("sum", list(values)))
+
+    def gather_all(self, record: bytes) -> list[bytes]:
+        return list(self._tell("gather", record).values())[::-1]
+
+    def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> list[bytes]:
+        """Follows a gather_all. Ranks that had nothing to send may not have called this."""
+        told = self._told["gather layouts", self.calls["gather"]]
+        told[self.rank] = data
+        return [told.get(rank, b"") for rank in range(self.size)] if self.rank == 0 else []
+
+    def _tell(self, kind: str, value: Any) -> dict[int, Any]:
+        self.calls[kind] = self.calls.get(kind, 0) + 1
+        told = self._told[kind, self.calls[kind]]
+        told[self.rank] = value
+        return told
+
+
+class SumInTurn:
+    """Read when all ranks have had their next turn."""
+
+    def __init__(self, told: dict[int, list[int]]) -> None:
+        self._told = told
+
+    def result(self) -> list[int]:
+        return [sum(values) for values in zip(*self._told.values(), strict=True)]
+
+
+class RanksInTurn:
+    """The ranks of one run."""
+
+    def __init__(self, size: int) -> None:
+        told: Told = defaultdict(dict)
+        self._savers = [Saver(OPTIONS, self._run(rank, size, told)) for rank in range(size)]
+
+    @staticmethod
+    def _run(rank: int, size: int, told: Told) -> Run:
+        run = Run()
+        run.collectives = CollectivesInTurn(rank, size, told)  # type: ignore[assignment]
+        return run
+
+    def save(self, directory: Path, states: Sequence[StateProvider]) -> Publication:
+        """Saves each rank's state and waits for the outcome; gives rank 0's view of it."""
+        pairs = zip(self._savers, states, strict=True)
+        publications = [saver.start(directory, state) for saver, state in pairs]
+        while publications[0].outcome is Outcome.PENDING:
+            for publication in reversed(publications):
+                publication.poll()
+            time.sleep(0.001)
+        for publication in publications:
+            publication.join()
+        return publications[0]
+
+    def close(self) -> None:
+        for saver in self._savers:
+            saver.close()

@@ -1,0 +1,138 @@
+"""What DCP sees of an index: made when asked for, and only fragments that are wanted."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megatron_datastates.mcore.metadata import StoredMetadata, requested_boxes
+from megatron_datastates.mcore.reader import DataStatesReader, find_fragment
+from megatron_datastates.pipeline.load import Checkpoint
+from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
+from tests.unit.states import OPTIONS
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*single process")
+LAYERS, ROWS = 6, 4  # of "w": one fragment for each layer and half of the rows
+DATA = torch.arange(LAYERS * ROWS * 3, dtype=torch.uint8).reshape(LAYERS, ROWS, 3)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Checkpoint:
+    places, pieces = [], []
+    for number in range(2 * LAYERS):
+        layer, half = divmod(number, 2)
+        at = 4096 + 64 * number
+        places.append((fragment("w", [LAYERS, ROWS, 3], [layer, 2 * half, 0], [1, 2, 3]), 0, at))
+        pieces.append((at, DATA[layer, 2 * half : 2 * half + 2].numpy().tobytes()))
+    places += [(fragment("v", [8], [at], [size]), 0, 4096) for at, size in ((0, 0), (0, 4), (4, 4))]
+    write_checkpoint(
+        tmp_path, [Part(pieces=pieces, objects={"x": (8000, b"object")})], index_of(places, {"x": 0})
+    )
+    return Checkpoint.open(tmp_path, OPTIONS)
+
+
+def known(checkpoint: Checkpoint, boxes=()) -> StoredMetadata:
+    found = {key: tuple(np.array([box], np.int64) for box in pair) for key, pair in dict(boxes).items()}
+    return DataStatesReader(checkpoint, found).read_metadata().state_dict_metadata
+
+
+def test_no_fragment_is_read_for_keys_sizes_and_dtypes(checkpoint, monkeypatch):
+    monkeypatch.setattr(checkpoint.index.tensors, "read", None)
+    metadata = known(checkpoint)
+    assert sorted(metadata) == ["v", "w", "x"]
+    assert "w" in metadata and "y" not in metadata
+    assert [type(value) for _, value in sorted(metadata.items())][2] is BytesStorageMetadata
+    assert metadata["w"].size == torch.Size([LAYERS, ROWS, 3])
+    assert metadata["w"].properties.dtype is torch.uint8
+    assert isinstance(metadata["w"], TensorStorageMetadata)
+    assert metadata.get("y") is None
+    with pytest.raises(KeyError):
+        metadata["y"]
+
+
+def test_a_size_that_was_assigned_is_kept(checkpoint):
+    metadata = known(checkpoint)
+    metadata["w"].size = torch.Size([7])
+    assert metadata["w"].size == torch.Size([7])
+    assert known(checkpoint)["w"].size == torch.Size([LAYERS, ROWS, 3])
+
+
+def test_chunks_are_the_fragments_that_meet_a_wanted_box(checkpoint):
+    metadata = known(checkpoint, {"w": ([2, 1, 0], [2, 1, 3])})
+    assert [tuple(chunk.offsets) for chunk in metadata["w"].chunks] == [(2, 0, 0), (3, 0, 0)]
+    assert metadata["w"].chunks is metadata["w"].chunks
+    assert len(metadata["v"].chunks) == 3
+
+
+def test_a_box_of_other_dimensions_filters_nothing(checkpoint):
+    assert len(known(checkpoint, {"w": ([0], [1])})["w"].chunks) == 2 * LAYERS
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, copy.copy, lambda value: pickle.loads(pickle.dumps(value))]
+)
+def test_copies_are_torchs_own_types(checkpoint, copied):
+    metadata = copied(known(checkpoint))
+    assert type(metadata) is dict
+    assert type(metadata["x"]) is BytesStorageMetadata
+    tensor = copied(metadata["w"])
+    assert type(tensor) is TensorStorageMetadata
+    assert len(tensor.chunks) == 2 * LAYERS
+
+
+def test_what_a_plan_over_some_fragments_means_is_found_again(checkpoint):
+    wanted = ChunkStorageMetadata(torch.Size([1, 1, 0]), torch.Size([3, 2, 3]))
+    boxes = (list(wanted.offsets), list(wanted.sizes))
+    plans = [
+        create_read_items_for_chunk_list("w", known(checkpoint, boxes)["w"], [wanted])
+        for boxes in ({"w": boxes}, {})
+    ]
+    entry = checkpoint.index.tensor("w")
+    found = [[find_fragment(entry, item.storage_index) for item in plan] for plan in plans]
+    assert sorted(found[0]) == sorted(found[1]) == [2, 3, 4, 5, 6, 7]
+    lengths = [{tuple(item.storage_index.offset): tuple(item.lengths) for item in plan} for plan in plans]
+    assert lengths[0] == lengths[1]
+
+
+def test_an_empty_fragment_never_stands_for_the_one_behind_it(checkpoint):
+    entry = checkpoint.index.tensor("v")
+    for hint in (None, 0, 1, 2, 99):
+        assert find_fragment(entry, MetadataIndex("v", torch.Size([0]), hint)) == 1
+
+
+def test_a_tensor_is_loaded_from_the_fragments_it_wants(checkpoint):
+    state = {"w": torch.zeros_like(DATA)}
+    boxes = {"w": (np.zeros((1, 3), np.int64), np.array([DATA.shape], np.int64))}
+    reader = DataStatesReader(checkpoint, boxes)
+    dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+    assert torch.equal(state["w"], DATA)
+
+
+def test_boxes_have_the_axes_that_were_prepended():
+    items = [
+        ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, layer, 6), (1, 1, 2), prepend_axis_num=1)
+        for layer in (2, 5)
+    ]
+    items += [
+        ShardedTensor.from_rank_offsets("v", torch.zeros(4), (0, 1, 2)),
+        ShardedObject("x", None, (1,), (0,)),
+    ]
+    boxes = requested_boxes(items)
+    assert {key: [part.tolist() for part in pair] for key, pair in boxes.items()} == {
+        "w": [[[2, 2, 0], [5, 2, 0]], [[1, 2, 3], [1, 2, 3]]],
+        "v": [[[4]], [[4]]],
+    }
