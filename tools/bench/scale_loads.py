@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
 from megatron_datastates.mcore.reader import DataStatesReader
 from megatron_datastates.pipeline.load import Checkpoint
 
@@ -35,7 +36,8 @@ def request_of(model: Model, parallel: Parallel, *, with_optimizer: bool) -> dic
     items: list[ShardedTensor | ShardedObject] = list(_weights(group))
     if with_optimizer:
         items += _optimizer(group)
-        items += [ShardedObject.empty_from_unique_key(key) for key in group.objects(0)]
+        keys = [key for key in group.objects(0) if OPTIMIZER_MAP_NAME not in key]  # Megatron knows no maps
+        items += [ShardedObject.empty_from_unique_key(key) for key in keys]
     return {str(number): item for number, item in enumerate(items)}
 
 

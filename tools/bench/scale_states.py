@@ -21,7 +21,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_datastates.format.values import Fragment
+from megatron_datastates.format.values import OPTIMIZER_MAP_NAME, Fragment
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 _DTYPE = "bfloat16"
@@ -257,7 +257,7 @@ class Optimizer:
         return sum(piece.size for bucket in self.buckets for piece in bucket.pieces(rank, self.shards))
 
     def objects(self) -> list[str]:
-        names = ("optimizer", "per_bucket_numel", "per_bucket_numel_unpadded")
+        names = ("optimizer", "per_bucket_numel", "per_bucket_numel_unpadded", OPTIMIZER_MAP_NAME)
         return [f"{self.prefix}.{name}/{_WHOLE}" for name in names]
 
 
