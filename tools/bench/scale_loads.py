@@ -42,18 +42,21 @@ def request_of(model: Model, parallel: Parallel, *, with_optimizer: bool) -> dic
 
 
 def _weights(group: Group) -> Iterator[ShardedTensor]:
+    """With the axes of layers and experts in the tensors, where Megatron prepends them.
+
+    The reads are the same. For prepended axes Megatron makes one of torch's ShardedTensors a key, which looks
+    at every shard of all ranks: with some hundred experts that takes many minutes, of Megatron's own.
+    """
     for weight in group.weights(0):
-        local = weight.shape[weight.prepended :]
         for offset in weight.offsets:
             yield ShardedTensor(
                 weight.key,
-                torch.empty(local, dtype=torch.bfloat16),
+                torch.empty(weight.shape, dtype=torch.bfloat16),
                 torch.bfloat16,
-                local,
+                weight.shape,
                 weight.global_shape,
                 offset,
                 tuple(whole // part for whole, part in zip(weight.global_shape, weight.shape, strict=True)),
-                prepend_axis_num=weight.prepended,
             )
 
 

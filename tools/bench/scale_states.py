@@ -76,9 +76,8 @@ class Weight:
 
     key: str
     global_shape: tuple[int, ...]
-    shape: tuple[int, ...]  # of each shard, with the prepended axes
+    shape: tuple[int, ...]  # of each shard, with the axes of layers and experts
     offsets: tuple[tuple[int, ...], ...]  # of each shard
-    prepended: int = 0  # axes of layers and experts, which the tensor in memory does not have
     is_expert: bool = False
     is_split: bool = True  # over tensor-parallel ranks
 
@@ -101,7 +100,7 @@ class Axis(NamedTuple):
 def _vector(key: str, size: int, layer: tuple[Axis, ...] = ()) -> Weight:
     counts, at = tuple(a.count for a in layer), tuple(a.position for a in layer)
     shape = (*(1 for _ in layer), size)
-    return Weight(key, (*counts, size), shape, ((*at, 0),), len(layer), is_split=False)
+    return Weight(key, (*counts, size), shape, ((*at, 0),), is_split=False)
 
 
 def _matrix(
@@ -115,7 +114,7 @@ def _matrix(
         at[half][split] = (half * part.count + part.position) * shape[split]
     counts, place = tuple(a.count for a in layer), tuple(a.position for a in layer)
     offsets = tuple((*place, *one) for one in at)
-    return Weight(key, counts + sizes, (*(1 for _ in layer), *shape), offsets, len(layer))
+    return Weight(key, counts + sizes, (*(1 for _ in layer), *shape), offsets)
 
 
 def _padded_vocabulary(model: Model, tp: int) -> int:
@@ -160,7 +159,6 @@ def _layer_weights(model: Model, part: Axis, layer: Axis, ep: Axis) -> list[Weig
         (layer.count, model.experts, model.hidden),
         (1, model.experts, model.hidden),
         ((layer.position, 0, 0),),
-        prepended=1,
         is_split=False,
     )
     each = model.experts // ep.count
