@@ -12,6 +12,7 @@ import numpy as np
 import typer
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 OURS, OTHERS, LIMIT = "#1f6f8b", "#b8b8b8", "#c0392b"
 
@@ -82,6 +83,13 @@ def draw_loads(axes: Axes, part: dict[str, Any]) -> None:
 DRAWERS = {"write": draw_write, "start": draw_start, "sweep": draw_sweep, "loads": draw_loads}
 
 
+def save(figure: Figure, machine: dict[str, Any], picture: Path) -> None:
+    """Writes the picture, with the machine named; the same results make the same file."""
+    mpl.rcParams["svg.hashsalt"] = "datastates"
+    figure.suptitle(f"{machine['cpu']}, {machine['cores']} cores", fontsize=9)
+    figure.savefig(picture, metadata={"Date": None})
+
+
 def main(
     results: Annotated[Path, typer.Argument(help="What engine.py or load.py --out wrote.")],
     picture: Annotated[Path, typer.Argument(help="Where to draw; the ending says in which format.")],
@@ -89,14 +97,12 @@ def main(
     """Draws the parts that RESULTS has, side by side."""
     found = json.loads(results.read_text())
     parts = [part for part in DRAWERS if part in found]
-    mpl.rcParams["svg.hashsalt"] = "datastates"  # the same results make the same file
     figure, axes = plt.subplots(
         1, len(parts), figsize=(5.2 * len(parts), 3.4), layout="constrained", squeeze=False
     )
     for part, place in zip(parts, axes[0], strict=True):
         DRAWERS[part](place, found[part])
-    figure.suptitle(found["machine"]["cpu"] + f", {found['machine']['cores']} cores", fontsize=9)
-    figure.savefig(picture, metadata={"Date": None})
+    save(figure, found["machine"], picture)
 
 
 if __name__ == "__main__":
