@@ -20,6 +20,7 @@ MEASURED: dict[str, Any] = {
         "device_bytes_by_driver": 0,
         "device_bytes_by_torch": 0,
     },
+    "loads": {"device_bytes_by_torch": 0, "device_to_disk": 0.8},
     "steps": {"slowdown_percent": 1.0, "step_longer_than_copy": True},
 }
 
@@ -49,6 +50,7 @@ def test_the_whole_benchmark_runs_on_the_fake_driver(tmp_path: Path) -> None:
     assert parts["held"]["left_out"] == [] and len(parts["held"]["cases"]) == 4
     assert parts["steps"]["repeats"] == 2
     assert parts["pipeline"]["small_pool"]["durable_gb_per_s"] > 0
+    assert parts["loads"]["to_device_gb_per_s"] > 0 < parts["loads"]["to_host_gb_per_s"]
     megatron = parts["megatron"]
     assert megatron["tensors_left_to_the_fence"] == megatron["tensors"]
     stock = {f"torch_dist_{way}" for way in ("sync", "async_fork", "async_persistent")}
@@ -101,8 +103,8 @@ def test_parts_for_which_no_time_is_left_are_named(tmp_path: Path) -> None:
 
 
 def test_bars_are_met_missed_or_not_measured() -> None:
-    assert [row["met"] for row in gpu.check_bars(MEASURED)] == [True, False, True, True, True]
-    assert [row["met"] for row in gpu.check_bars({})] == [None] * 5
+    assert [row["met"] for row in gpu.check_bars(MEASURED)] == [True, False, True, True, True, False, True]
+    assert [row["met"] for row in gpu.check_bars({})] == [None] * 7
     short = MEASURED | {"steps": {"slowdown_percent": 1.0, "step_longer_than_copy": False}}
     assert gpu.check_bars(short)[-1]["met"] is None
 

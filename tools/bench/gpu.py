@@ -38,7 +38,8 @@ PART_SECONDS = {
     "held": 60.0,
     "steps": 50.0,
     "pipeline": 45.0,
-    "megatron": 220.0,
+    "loads": 40.0,
+    "megatron": 200.0,
 }
 _FINE = ("done", "left out: megatron")
 _LEAST_SECONDS = 10.0  # a part is not begun with less
@@ -60,6 +61,8 @@ BARS = (
     Bar("trainer held <= 5 ms for 16 GiB", "held", ("cases", "16 GiB", "held_ms"), lambda x: x <= 5),
     Bar("no device memory, by the driver", "held", ("device_bytes_by_driver",), lambda x: x == 0),
     Bar("no device memory, by torch", "held", ("device_bytes_by_torch",), lambda x: x == 0),
+    Bar("no device memory for loads, by torch", "loads", ("device_bytes_by_torch",), lambda x: x == 0),
+    Bar("loads to the device >= 85% of the disk", "loads", ("device_to_disk",), lambda x: x >= 0.85),
     Bar("longer step slowed by < 3%", "steps", ("slowdown_percent",), lambda x: x < 3),
 )
 

@@ -17,6 +17,7 @@ import disk
 import gpu_device  # first: it decides whether "cuda" is a GPU
 import machine
 import torch
+from gpu_loads import measure_loads
 from gpu_megatron import measure_megatron
 from gpu_saves import Tell, measure_copies, measure_held, measure_pipeline
 from gpu_steps import measure_steps
@@ -26,6 +27,7 @@ _MEASURES = {
     "held": measure_held,
     "steps": measure_steps,
     "pipeline": measure_pipeline,
+    "loads": measure_loads,
     "megatron": measure_megatron,
 }
 

@@ -99,6 +99,14 @@ class Saving:
             "published": seconds,
         }
 
+    def kept(self, shard: Shard) -> Path:
+        """One save, published and left where it is."""
+        publication = self.start(shard)
+        FENCE.wait("the benchmark")
+        assert publication.wait() is Outcome.PUBLISHED, publication.error
+        publication.join()
+        return publication.save.context.directory
+
     def drop(self, publication: Publication) -> None:
         """Gives a save up and removes what it wrote."""
         publication.abandon("it was measured")
