@@ -159,7 +159,7 @@ def _print(layouts: dict[str, Result]) -> None:
             value = found[part].get(fact)
             cells.append("not run" if value is None else format(value / scale, form))
         table.add_row(name, *cells)
-    Console(width=130).print(table)
+    Console(width=150).print(table)
 
 
 def run(
