@@ -197,7 +197,7 @@ def test_progress_tells_every_byte(tmp_path):
     told: list[int] = []
     write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]))
     verify(tmp_path, options=OPTIONS, progress=told.append)
-    assert told == [8192, 8192]
+    assert sum(told) == 2 * 8192
 
 
 def test_an_index_that_cannot_be_decoded_raises(tmp_path):
