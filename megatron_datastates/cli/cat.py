@@ -12,11 +12,12 @@ import torch
 import typer
 
 from megatron_datastates.cli.shared import AsJson, app, binary_size, cannot, notes, progress_bar, say
-from megatron_datastates.convert.contents import Content, find_content
+from megatron_datastates.convert.contents import Content, converted, find_content
 from megatron_datastates.convert.npy import write_npy
 from megatron_datastates.convert.slices import Slice, parse_slice
 from megatron_datastates.convert.source import Source, open_source
 from megatron_datastates.errors import DataStatesError, MismatchError, OptionError
+from megatron_datastates.format.values import element_bytes
 from megatron_datastates.providers.objects import deserialize
 
 _MOST_PRINTED = 1 << 20  # elements
@@ -74,15 +75,13 @@ def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
 
 
 def _write(target: Path, content: Content, wanted: Slice, dtype: torch.dtype | None) -> None:
-    size = math.prod(wanted.shape) * getattr(torch, content.dtype).itemsize
+    size = math.prod(wanted.shape) * element_bytes(content.dtype)
     with progress_bar("reading") as progress:
         task = progress.add_task("", total=size)
         written = write_npy(target, content, wanted, dtype, lambda done: progress.advance(task, done))
     name = str(written).removeprefix("torch.")
     raw = f" (the raw bits of {content.dtype})" if dtype is None and name != content.dtype else ""
-    notes.print(
-        f"{target}: {list(wanted.kept_shape)}, {name}{raw}", markup=False, highlight=False, soft_wrap=True
-    )
+    notes.print(f"{target}: {list(wanted.kept_shape)}, {name}{raw}", soft_wrap=True)
 
 
 def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as_json: bool) -> None:
@@ -94,7 +93,7 @@ def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as
         )
     values = content.read(wanted.offset, wanted.shape).reshape(wanted.kept_shape)
     if dtype is not None:
-        values = values.to(dtype)
+        values = converted(values, dtype)
     if as_json:
         name = str(values.dtype).removeprefix("torch.")
         row = {

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_datastates.cli.shared import AsJson, app, binary_size, cannot, notes, say
+from megatron_datastates.cli.shared import AsJson, app, binary_size, cannot, progress_bar, say
 from megatron_datastates.errors import DataStatesError, OptionError
 from megatron_datastates.pipeline.prune import PrunePlan, Rules, plan_prune
 from megatron_datastates.pipeline.prune import prune as prune_run
@@ -44,7 +44,7 @@ def prune(
         sizes = {one.path: stored_bytes(one.path) for one in plan.removed}
         if not as_json:
             _print_plan(plan, sizes, yes)
-        gone = _prune_with_progress(root, rules, len(plan.removed)) if yes and plan.removed else []
+        gone = _prune_with_progress(root, rules, sizes) if yes and plan.removed else []
     except (DataStatesError, OSError) as error:
         cannot(error)
     if as_json:
@@ -55,16 +55,10 @@ def prune(
         say("Nothing was removed: add --yes.")
 
 
-def _prune_with_progress(root: Path, rules: Rules, total: int) -> list[Iteration]:
-    """Directories go at very different speeds: they are counted, not their bytes."""
-    with notes.status(f"removed 0 of {total}") as status:
-        gone: list[Iteration] = []
-
-        def count(one: Iteration) -> None:
-            gone.append(one)
-            status.update(f"removed {len(gone)} of {total}")
-
-        return prune_run(root, rules, progress=count)
+def _prune_with_progress(root: Path, rules: Rules, sizes: dict[Path, int]) -> list[Iteration]:
+    with progress_bar("removing") as progress:
+        task = progress.add_task("", total=sum(sizes.values()))
+        return prune_run(root, rules, progress=lambda one: progress.advance(task, sizes.get(one.path, 0)))
 
 
 def _print_plan(plan: PrunePlan, sizes: dict[Path, int], yes: bool) -> None:

@@ -37,7 +37,7 @@ def say(text: str) -> None:
 
 def print_table(table: Table) -> None:
     """As wide as it is: a key that is cut is of no use."""
-    out.print(table, width=_ANY_WIDTH, crop=False)
+    Console(width=_ANY_WIDTH, markup=False, emoji=False, highlight=False).print(table)
 
 
 def binary_size(count: int) -> str:

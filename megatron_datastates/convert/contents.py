@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_datastates.convert.source import DataStatesSource, Source
-from megatron_datastates.errors import MissingKeyError
+from megatron_datastates.errors import MismatchError, MissingKeyError
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.optimizer import StateTensor, optimizer_state
@@ -146,6 +146,17 @@ def statistics(content: Content, progress: Callable[[int], None] = lambda bytes_
             found.add(content.read(at, lengths))
             progress(math.prod(lengths) * element_bytes(content.dtype))
     return found
+
+
+def converted(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Raises MismatchError where that would lose a half, or torch cannot."""
+    try:
+        if not values.is_complex():
+            return values.to(dtype)
+    except NotImplementedError:
+        pass
+    name, wanted = (str(one).removeprefix("torch.") for one in (values.dtype, dtype))
+    raise MismatchError(f"{name} cannot be converted to {wanted}: leave it as it is")
 
 
 def parts(

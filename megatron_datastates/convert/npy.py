@@ -10,16 +10,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_datastates.convert.contents import PART_BYTES, Content, parts
+from megatron_datastates.convert.contents import PART_BYTES, Content, converted, parts
 from megatron_datastates.convert.slices import Slice
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.values import element_bytes
+from megatron_datastates.pipeline.load import torch_dtype
 
-_RAW = {1: torch.uint8, 2: torch.uint16}
+_RAW = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
 def stands_for(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of equal size that numpy knows: for bfloat16 and 8-bit floats, one of raw bits."""
+    """The dtype of equal size that numpy knows: for bfloat16, 8-bit floats and the like, one of raw bits."""
     try:
         torch.empty(0, dtype=dtype).numpy()
     except TypeError:
@@ -44,7 +45,7 @@ def write_npy(
         StorageError: `path` exists or cannot be written. Nothing is left behind then.
         DataStatesError: as reading the tensor.
     """
-    target = dtype or stands_for(getattr(torch, content.dtype))
+    target = dtype or stands_for(torch_dtype(content.dtype))
     item = element_bytes(content.dtype)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -58,7 +59,7 @@ def write_npy(
             os.posix_fallocate(file.fileno(), 0, size)  # so that a full disk is told before anything is read
             for offset, lengths in parts(wanted.offset, wanted.shape, PART_BYTES // item):
                 values = content.read(offset, lengths)
-                values = values.view(target) if dtype is None else values.to(target)
+                values = values.view(target) if dtype is None else converted(values, dtype)
                 file.write(values.contiguous().numpy().data)
                 progress(math.prod(lengths) * item)
         os.link(temporary, path)

@@ -24,7 +24,7 @@ from pathlib import Path
 from megatron_datastates.engine.commit import sync_directory
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, OptionError, StorageError
-from megatron_datastates.format.values import MANIFEST_NAME, is_data_file_name
+from megatron_datastates.format.values import MANIFEST_NAME, is_data_file_name, is_own_file_name
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.runs import (
     BACKEND,
@@ -86,7 +86,7 @@ def _complaint(one: Iteration) -> str | None:
         return "a link"
     if one.path.name != f"iter_{one.number:07d}":
         return "not named as Megatron names iterations"
-    if one.format != BACKEND:
+    if one.format != BACKEND and any(one.path.iterdir()):  # an empty one may be what a kill has left
         return "not a datastates checkpoint"
     return _damage(one.path) if one.complete else None
 
@@ -154,7 +154,8 @@ def _remove(path: Path, faults: Faults) -> None:
     (path / MANIFEST_NAME).unlink(missing_ok=True)
     faults.point("sync removal of manifest")
     sync_directory(path)
-    for entry in sorted(os.scandir(path), key=lambda entry: entry.name):
+    # Ours go last: while anything is left, they tell the next call whose it is.
+    for entry in sorted(os.scandir(path), key=lambda entry: (is_own_file_name(entry.name), entry.name)):
         faults.point("remove file")
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)

@@ -50,6 +50,7 @@ from megatron_datastates.providers.objects import deserialize
 _COMMON_FILE = "common.pt"  # of Megatron before 0.19
 _COMMON_KEY = "common_state/shard_0_1"  # since then
 _MOST_TOLD = 3
+_ANY_FILES = 1 << 32  # how many there are is looked at behind decoding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,8 +208,8 @@ def _proven_index(path: Path, footers: Sequence[Footer]) -> tuple[Index, IndexEn
 
 def _decoded(path: Path, files: int) -> tuple[Index, IndexEntry]:
     data = read_small(path)
+    index = Index.decode(data, str(path), _ANY_FILES)
     entry = index_entry(data)
-    index = Index.decode(data, str(path), files)
     if entry.name != path.name:
         raise FormatError(f"{path} is damaged: its SHA-256 differs")
     index.preload(index.tensors)
