@@ -26,6 +26,7 @@ from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.remove import remove_keys
 from megatron_datastates.pipeline.repair import repair
 from megatron_datastates.pipeline.verify import verify
+from tests.unit.by_hand import SAVE, Part, data_file
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import OPTIONS, State, data_files, new_saver, save
 
@@ -196,6 +197,20 @@ def test_an_unsealed_file_is_refused(directory, rank):
     path = data_files(directory)[rank]
     os.truncate(path, path.stat().st_size - 4096)
     assert "was never sealed" in refusal(directory)
+
+
+def test_ranks_that_disagree_about_their_number_are_refused(tmp_path):
+    for rank, world_size in enumerate((2, 3)):
+        name = SAVE.data_file_name(rank)
+        (tmp_path / name).write_bytes(data_file(Part(), rank, world_size))
+    assert "is of a save by 3 ranks, others are by 2" in refusal(tmp_path)
+
+
+def test_an_index_under_another_name_is_refused(directory):
+    lose(directory)
+    path = index_file(directory)
+    path.rename(path.with_name("index-" + "0" * 32))
+    assert "is damaged: its SHA-256 differs" in refusal(directory)
 
 
 def test_a_corrupt_block_is_refused(directory):

@@ -250,6 +250,14 @@ def test_ranks_that_disagree_about_their_number_are_found(tmp_path):
     ] * 2
 
 
+def test_two_files_of_one_rank_are_found(tmp_path):
+    manifest = whole(tmp_path)
+    entry = msgspec.structs.replace(manifest.files[1], rank=0)
+    changed = msgspec.structs.replace(manifest, files=[manifest.files[0], entry])
+    (tmp_path / MANIFEST_NAME).write_bytes(changed.encode())
+    assert f"{tmp_path / MANIFEST_NAME} names more than one file of rank 0" in faults(tmp_path)
+
+
 def test_a_data_file_under_another_name_is_found(tmp_path):
     manifest = whole(tmp_path)
     name = SaveId(SAVE.run_id, 9).data_file_name(0)
@@ -307,6 +315,15 @@ def test_a_file_that_cannot_be_read_does_not_keep_others_from_being_checked(tmp_
     assert SAVE.data_file_name(0) in first and "Input/output error" in first
     assert SAVE.data_file_name(1) in second and f"byte offset {3 << 20} is corrupt" in second
     assert sum(told) == verdict.bytes_checked == 4 << 20
+
+
+def test_a_read_that_fails_once_is_no_fault_and_counts_once(tmp_path):
+    whole(tmp_path)
+    options = dataclasses.replace(OPTIONS, faults="read:2:EIO", read_threads=1)
+    told: list[int] = []
+    verdict = verify(tmp_path, options=options, progress=told.append)
+    assert verdict.good
+    assert sum(told) == verdict.bytes_checked == 2 * 8192
 
 
 @pytest.mark.parametrize("quick", [False, True])
