@@ -50,6 +50,10 @@ class SaveFailedError(DataStatesError):
     """A save failed; nothing was published. Every rank raises the same text."""
 
 
+class RepairRefusedError(DataStatesError):
+    """It is not proven that all of a checkpoint is there, or there is nothing to repair."""
+
+
 class NativeModuleError(DataStatesError, ImportError):
     """The compiled module is missing or does not load."""
 

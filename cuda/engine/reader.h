@@ -73,7 +73,7 @@ class ReadJob {
   bool Wait(double seconds);
   // Gives up what is not delivered and joins every thread. No target is written to afterwards.
   void Close();
-  Result result() const;  // after Wait or Close
+  Result result() const;  // so far
 
  private:
   // A file that some thread reads is open.

@@ -2,46 +2,89 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from megatron_datastates.cli.shared import AsJson, app, cannot
-from megatron_datastates.errors import DataStatesError
-from megatron_datastates.pipeline.load import Checkpoint, find_published
+from megatron_datastates.cli.shared import AsJson, app, binary_size, cannot, print_table, say
+from megatron_datastates.errors import DataStatesError, NotACheckpointError
+from megatron_datastates.pipeline.load import Checkpoint, is_published
+from megatron_datastates.pipeline.runs import BACKEND, Iteration, find_iterations, stored_bytes
 
 
 @app.command("ls")
 def list_checkpoints(
     root: Annotated[Path, typer.Argument(help="The directory given to --save.")], as_json: AsJson = False
 ) -> None:
-    """List the published checkpoints of a run.
+    """List all iterations of a run: format, size, when, ranks, parallelism, complete or not.
+
+    Exit codes: 0 listed, 2 there is nothing to list.
 
     Example: datastates ls runs/gpt
     """
     try:
-        rows = [_row(iteration, path) for iteration, path in find_published(root).items()]
+        rows = [_row(one) for one in find_iterations(root)]
     except (DataStatesError, OSError) as error:
         cannot(error)
     if as_json:
         print(json.dumps(rows))
-        return
-    for row in rows:
-        sizes = " ".join(f"{name} {size}" for name, size in row["parallel"].items() if size > 1)
-        print(f"{row['iteration']:>10}  {row['created']}  {row['bytes'] / 1e6:>12.1f} MB  "
-              f"{row['ranks']} ranks  {sizes}")  # fmt: skip
+    if not rows and is_published(root):
+        cannot(
+            NotACheckpointError(f"{root} is a checkpoint, not the directory of a run: try `datastates show`")
+        )
     if not rows:
-        cannot(DataStatesError(f"{root} holds no published datastates checkpoint"))
+        cannot(NotACheckpointError(f"{root} holds no checkpoint (no directory iter_*)"))
+    if not as_json:
+        _print_rows(rows)
 
 
-def _row(iteration: int, path: Path) -> dict[str, Any]:
-    manifest = Checkpoint.open(path).manifest
-    return {
-        "iteration": iteration,
-        "created": manifest.created,
-        "bytes": manifest.data_bytes,
-        "ranks": manifest.world_size,
-        "parallel": manifest.parallel,
+def _row(one: Iteration) -> dict[str, Any]:
+    row = {
+        "iteration": one.number,
+        "path": str(one.path),
+        "format": one.format,
+        "complete": one.complete,
+        "created": _changed(one.path),
+        "bytes": stored_bytes(one.path),
+        "ranks": None,
+        "parallel": {},
+        "problem": None,
     }
+    if one.format == BACKEND and one.complete:
+        try:
+            manifest = Checkpoint.open(one.path).manifest
+            row |= {
+                "created": manifest.created,
+                "ranks": manifest.world_size,
+                "parallel": manifest.parallel,
+            }
+        except DataStatesError as error:
+            row |= {"complete": False, "problem": str(error)}
+    return row
+
+
+def _changed(path: Path) -> str:
+    when = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
+    return when.isoformat(timespec="seconds")
+
+
+def _print_rows(rows: list[dict[str, Any]]) -> None:
+    table = Table("iteration", "format", "complete", "size", "when (UTC)", "ranks", "parallelism", box=None)
+    for row in rows:
+        table.add_row(
+            str(row["iteration"]),
+            row["format"],
+            "yes" if row["complete"] else "DAMAGED" if row["problem"] else "no",
+            binary_size(row["bytes"]),
+            row["created"].replace("T", " ").removesuffix("+00:00"),
+            str(row["ranks"] or "-"),
+            " ".join(f"{name} {size}" for name, size in row["parallel"].items() if size > 1) or "-",
+        )
+    print_table(table)
+    for row in rows:
+        if row["problem"]:
+            say(f"{row['path']}: {row['problem']}")

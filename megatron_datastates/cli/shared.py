@@ -12,10 +12,13 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
-out = Console()
-notes = Console(stderr=True)
+# Keys and paths are printed as they are, whatever rich would make of their brackets and colons.
+out = Console(markup=False, emoji=False, highlight=False)
+notes = Console(stderr=True, markup=False, emoji=False, highlight=False)
+_ANY_WIDTH = 1 << 16
 
 Directory = Annotated[Path, typer.Argument(help="A checkpoint, such as CKPT/iter_0000100.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -23,11 +26,30 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 
 def progress_bar(verb: str, disable: bool = False) -> Progress:
     """Of a long job: bytes, rate and the time that is left, on standard error."""
-    bars = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    return Progress(verb, *bars, console=notes, transient=True, disable=disable)
+    bars = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    return Progress(verb, *bars, console=notes, transient=True, disable=disable or not notes.is_terminal)
+
+
+def say(text: str) -> None:
+    """One line to standard output, as it is."""
+    out.print(text, soft_wrap=True)
+
+
+def print_table(table: Table) -> None:
+    """As wide as it is: a key that is cut is of no use."""
+    Console(width=_ANY_WIDTH, markup=False, emoji=False, highlight=False).print(table)
+
+
+def binary_size(count: int) -> str:
+    """For people: `1.5 GiB`."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{count} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
 def cannot(error: Exception) -> NoReturn:
     """Ends the command: it cannot be done, for this reason."""
-    notes.print(f"datastates: {error}", markup=False, highlight=False, soft_wrap=True)
+    text = " ".join(str(error).split("\n"))
+    notes.print(f"datastates: {text}", soft_wrap=True)
     raise typer.Exit(2)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_datastates.cli.shared import AsJson, Directory, app, cannot, out, progress_bar
+from megatron_datastates.cli.shared import AsJson, Directory, app, binary_size, cannot, progress_bar, say
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import Verdict
@@ -19,10 +19,12 @@ from megatron_datastates.pipeline.verify import verify as verify_checkpoint
 @app.command()
 def verify(
     directory: Directory,
-    quick: Annotated[bool, typer.Option(help="Check the structure only, not the data.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Check the structure only, not the data.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check that a checkpoint is whole: every checksum, every extent, every element.
+    """Check that a checkpoint is whole: every checksum, every extent, every element. Tells all faults.
+
+    Exit codes: 0 good, 1 faulty, 2 it cannot be checked at all.
 
     Example: datastates verify runs/gpt/iter_0001000
     """
@@ -38,7 +40,7 @@ def verify(
 
 
 def _verify_with_progress(directory: Path, quick: bool) -> Verdict:
-    total = Checkpoint.open(directory).manifest.data_bytes
+    total = sum(file.footer_offset for file in Checkpoint.open(directory).manifest.files)
     with progress_bar("verifying", disable=quick) as progress:
         task = progress.add_task("", total=total)
         return verify_checkpoint(directory, quick=quick, progress=lambda done: progress.advance(task, done))
@@ -46,13 +48,12 @@ def _verify_with_progress(directory: Path, quick: bool) -> Verdict:
 
 def _print_verdict(directory: Path, verdict: Verdict) -> None:
     for fault in verdict.faults:
-        out.print(f"fault: {fault}", markup=False, highlight=False, soft_wrap=True)
+        say(f"fault: {fault}")
+    for note in verdict.notes:
+        say(f"note: {note}")
     unchecked = f", {verdict.unchecked_files} files without checksums" if verdict.unchecked_files else ""
-    out.print(
+    say(
         f"{directory}: {'good' if verdict.good else 'FAULTY'}: {verdict.tensors} tensors and "
         f"{verdict.objects} objects in {verdict.files} files, "
-        f"{verdict.bytes_checked / 1e6:.1f} MB checked{unchecked}",
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
+        f"{binary_size(verdict.bytes_checked)} checked{unchecked}"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -49,8 +49,15 @@ class Reader:
             faults=options.faults,
         )
 
-    def read(self, sources: Sequence[tuple[Path, Footer]], runs: ReadRuns) -> ReadOutcome:
+    def read(
+        self,
+        sources: Sequence[tuple[Path, Footer]],
+        runs: ReadRuns,
+        progress: Callable[[int], None] = lambda bytes_read: None,
+    ) -> ReadOutcome:
         """Executes `runs`, whose `files` count in `sources`, in one pass over the files.
+
+        `progress` is told every 0.1 seconds how many bytes have been read since it was told last.
 
         Device targets are on the current device. All is delivered when this returns; if it raises, also for
         an interrupt, no target is written to afterwards.
@@ -71,9 +78,13 @@ class Reader:
             flags=runs.on_device * np.uint8(native.DEVICE_FLAG),
             stream=_current_stream() if runs.on_device.any() else 0,
         )
+        told, is_over = 0, False
         try:
-            while not job.wait(_SLICE_SECONDS):
-                pass
+            while not is_over:
+                is_over = job.wait(_SLICE_SECONDS)
+                bytes_read = job.result()[0]
+                progress(bytes_read - told)
+                told = bytes_read
         finally:
             job.close()
         bytes_read, bad_blocks, error = job.result()

@@ -18,6 +18,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
+from megatron_datastates.pipeline.runs import BACKEND, METADATA_NAME, stored_backend
 
 # The native module is not loaded before a directory of ours is: this module is, in every Megatron process.
 if TYPE_CHECKING:
@@ -25,10 +26,8 @@ if TYPE_CHECKING:
     from megatron_datastates.pipeline.load import Checkpoint
 
 logger = logging.getLogger(__name__)
-BACKEND = "datastates"
 COMMON_STATE_KEY = "common_state/shard_0_1"
 COMMON_STATE_FILE = "common.pt"  # of Megatron before 0.19; beside a common_state object it is a left-over
-_METADATA_NAME = "metadata.json"
 _TORCH_DIST_INDEX = ".metadata"
 # What a checkpoint of torch_dist consists of: not part of one that is published over it.
 FILES_OF_TORCH_DIST = ("*.distcp", _TORCH_DIST_INDEX, COMMON_STATE_FILE)
@@ -42,7 +41,7 @@ _requested: ContextVar[Boxes | None] = ContextVar("boxes that a load wants", def
 def is_ours(directory: str | os.PathLike[str]) -> bool:
     """Whether the directory was saved in our format."""
     try:
-        config = json.loads((Path(directory) / _METADATA_NAME).read_text())
+        config = json.loads((Path(directory) / METADATA_NAME).read_text())
     except (OSError, ValueError):
         config = None
     backend = config.get("sharded_backend") if isinstance(config, dict) else None
@@ -69,13 +68,7 @@ def has_manifest(directory: str | os.PathLike[str]) -> bool:
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
     """Whether a checkpoint is all there: published by us, or with the file that other formats write last."""
-    if has_manifest(directory):
-        return True
-    try:
-        backend = json.loads((Path(directory) / _METADATA_NAME).read_text())["sharded_backend"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-    return bool(backend != BACKEND)
+    return has_manifest(directory) or stored_backend(directory) not in (None, BACKEND)
 
 
 def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:

@@ -25,8 +25,9 @@ from typing import Any
 from megatron_datastates.mcore.attach import replace
 from megatron_datastates.mcore.dispatch import is_complete
 from megatron_datastates.mcore.strategy import TrainingSaveStrategy
-from megatron_datastates.mcore.tracker import TRACKER_NAME, mend, tracked_iteration
+from megatron_datastates.mcore.tracker import mend
 from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.runs import TRACKER_NAME, tracked_iteration
 
 logger = logging.getLogger(__name__)
 _under_way: list[Publication] = []  # the trainer's thread's alone, as is _about_to_save

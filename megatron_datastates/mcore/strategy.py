@@ -13,10 +13,11 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron_datastates.config import Options
 from megatron_datastates.mcore import fences, mapping, versions
 from megatron_datastates.mcore.attach import attach_saving
-from megatron_datastates.mcore.dispatch import BACKEND, COMMON_STATE_FILE, FILES_OF_TORCH_DIST
+from megatron_datastates.mcore.dispatch import COMMON_STATE_FILE, FILES_OF_TORCH_DIST
 from megatron_datastates.mcore.request import make_request, raise_if_failed
 from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.publication import Labels, Publication
+from megatron_datastates.pipeline.runs import BACKEND
 from megatron_datastates.pipeline.saver import saver_for
 
 

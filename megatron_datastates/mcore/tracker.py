@@ -13,8 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_datastates.pipeline.runs import tracked_iteration
+
 logger = logging.getLogger(__name__)
-TRACKER_NAME = "latest_checkpointed_iteration.txt"
 
 
 def with_fallback(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,15 +32,6 @@ def with_fallback(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(str(stand_in), *args, **kwargs)
 
     return read_metadata
-
-
-def tracked_iteration(tracker: Path) -> int | None:
-    """The iteration that a tracker file names; None if there is no such file, or no number in it."""
-    try:
-        text = tracker.read_text(errors="replace").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() and text.isascii() else None
 
 
 def mend(tracker: Path) -> None:

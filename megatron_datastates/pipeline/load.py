@@ -129,6 +129,10 @@ class Checkpoint:
             self._footers[file] = footer
         return self._footers[file]
 
+    def has_footer(self, file: int) -> bool:
+        """Whether the footer of a data file has been read."""
+        return file in self._footers
+
     def _what_rank_wrote(self, file: int) -> str:
         tensors = (key for key, entry in self.index.tensors.items() if file in entry.files)
         objects = (key for key, holder in self.index.objects.items() if holder == file)
@@ -281,8 +285,8 @@ class Checkpoint:
         files = {key: self._object_file(key) for key in keys}
         self.require(files.values())
         buffers, scheduled = {}, []
-        for key, file in files.items():
-            extent = dataclasses.replace(self._object_extent(key, file), file=file)
+        for key in files:
+            extent = self.object_extent(key)
             buffers[key] = np.empty(extent.bytes, np.uint8)
             scheduled.append(ScheduledRead(plan_extent(extent), buffers[key].ctypes.data))
         return ObjectReads(buffers, scheduled)
@@ -313,11 +317,13 @@ class Checkpoint:
             raise MissingKeyError(f"there is no object {key!r} in {self.directory}")
         return self.index.objects[key]
 
-    def _object_extent(self, key: str, file: int) -> Extent:
+    def object_extent(self, key: str) -> Extent:
+        """Where an object lies, as its file's footer says. Raises as `read_objects`."""
+        file = self._object_file(key)
         extent = self.footer(file).objects.get(key)
         if extent is None:
             raise FormatError(f"{self.file_path(file)} does not hold object {key!r}, as the index says")
-        return extent
+        return dataclasses.replace(extent, file=file)
 
 
 def _listed(keys: Sequence[str]) -> str:

@@ -1,26 +1,37 @@
-"""Whether a checkpoint is whole: every checksum, every extent, every element."""
+"""Whether a checkpoint is whole: every checksum, every extent, every element.
+
+What is a fault: whatever keeps a part of the checkpoint from being loaded as it was saved, and files that
+contradict each other. What is a note: what a sound checkpoint may also have around it.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
-from collections.abc import Callable, Collection, Iterable
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from megatron_datastates.config import Options
-from megatron_datastates.engine.reader import Reader, read_header
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.engine.reader import Reader, read_header, read_small
+from megatron_datastates.errors import CorruptDataError, DataStatesError, StorageError
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.tables import Words
-from megatron_datastates.format.values import BLOCK_BYTES, Extent
+from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME
 from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.optimizer import optimizer_state
+from megatron_datastates.pipeline.runs import BACKEND, METADATA_NAME
 from megatron_datastates.plan.coverage import coverage_faults
-from megatron_datastates.plan.reads import gather_runs, plan_extent
+from megatron_datastates.plan.reads import gather_runs, plan_blocks
 
-_STEP_BYTES = 64 * BLOCK_BYTES  # read at a time
+_FILE_THREADS = 8  # headers and footers are small, and a network file system answers late
+Progress = Callable[[int], None]  # told how many more bytes are done
 
 
 @dataclasses.dataclass
@@ -33,6 +44,7 @@ class Verdict:
     bytes_checked: int = 0
     unchecked_files: int = 0  # saved without checksums
     faults: list[str] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)  # what is unusual, and no fault
 
     @property
     def good(self) -> bool:
@@ -44,7 +56,7 @@ def verify(
     *,
     quick: bool = False,
     share: tuple[int, int] = (0, 1),
-    progress: Callable[[int], None] = lambda bytes_done: None,
+    progress: Progress = lambda bytes_done: None,
     options: Options | None = None,
 ) -> Verdict:
     """Looks for all faults, not only the first. `quick` leaves out the data itself.
@@ -56,11 +68,23 @@ def verify(
     """
     options = dataclasses.replace(options or Options.from_environment(), checksums=True)
     checkpoint = Checkpoint.open(directory, options, reuse=False)
+    return verify_checkpoint(checkpoint, options, quick=quick, share=share, progress=progress)
+
+
+def verify_checkpoint(
+    checkpoint: Checkpoint,
+    options: Options,
+    *,
+    quick: bool = False,
+    share: tuple[int, int] = (0, 1),
+    progress: Progress = lambda bytes_done: None,
+) -> Verdict:
+    """The same of a checkpoint that is open, with checksums, and whose manifest need not be stored yet."""
     verdict = Verdict(
         len(checkpoint.manifest.files), len(checkpoint.index.tensors), len(checkpoint.index.objects)
     )
     nth, shares = share
-    usable = [file for file in range(nth, verdict.files, shares) if _check_file(checkpoint, file, verdict)]
+    usable = _check_files(checkpoint, range(nth, verdict.files, shares), verdict)
     keys = list(checkpoint.index.tensors)[nth::shares]
     entries = _read_entries(checkpoint.index, keys, verdict)
     _check_extents(checkpoint, entries, usable, verdict)
@@ -69,26 +93,93 @@ def verify(
             verdict.faults += coverage_faults(key, entries[key])
     for other in checkpoint.manifest.others[nth::shares]:
         _check_other(checkpoint, other.name, verdict)
-    reader = Reader(options)
-    for file in usable if not quick else []:
-        _check_data(checkpoint, file, verdict, progress, reader)
+    if nth == 0:
+        _check_surroundings(checkpoint, verdict)
+        _check_optimizer_maps(checkpoint, verdict)
+    if not quick:
+        _check_data(checkpoint, usable, verdict, progress, Reader(options))
     return verdict
 
 
-def _check_file(checkpoint: Checkpoint, file: int, verdict: Verdict) -> bool:
-    """Whether the file's data can be looked at: that takes its footer."""
+# -- structure ------------------------------------------------------------------------------------------
+
+
+def _check_files(checkpoint: Checkpoint, files: Sequence[int], verdict: Verdict) -> list[int]:
+    """Those whose data can be looked at: that takes a footer."""
+    usable = []
+    with ThreadPoolExecutor(_FILE_THREADS) as pool:
+        for file, faults in zip(files, pool.map(lambda n: _file_faults(checkpoint, n), files), strict=True):
+            verdict.faults += faults
+            if checkpoint.has_footer(file):
+                usable.append(file)
+    return usable
+
+
+def _file_faults(checkpoint: Checkpoint, file: int) -> list[str]:
+    manifest, path = checkpoint.manifest, checkpoint.file_path(file)
+    entry = manifest.files[file]
     try:
         footer = checkpoint.footer(file)
     except DataStatesError as error:
-        verdict.faults.append(str(error))
-        return False
+        return [str(error)]
+    faults = []
+    if path.name != manifest.save_id.data_file_name(entry.rank):
+        faults.append(f"{path}: the file of rank {entry.rank} of save {manifest.save_id} has another name")
+    if footer.world_size != manifest.world_size:
+        faults.append(
+            f"{path} was saved by one of {footer.world_size} ranks, its manifest says {manifest.world_size}"
+        )
     try:
-        header = read_header(checkpoint.file_path(file), checkpoint.manifest.files[file].bytes)
+        header = read_header(path, entry.bytes)
         if (header.save_id, header.rank) != (footer.save_id, footer.rank):
-            verdict.faults.append(f"{checkpoint.file_path(file)}: header and footer are of different saves")
+            faults.append(f"{path}: header and footer are of different saves")
     except DataStatesError as error:
+        faults.append(str(error))
+    return faults
+
+
+def _check_surroundings(checkpoint: Checkpoint, verdict: Verdict) -> None:
+    """Of the manifest as a whole, and of what else is in the directory."""
+    manifest, directory = checkpoint.manifest, checkpoint.directory
+    ranks = Counter(entry.rank for entry in manifest.files)
+    twice = sorted(rank for rank, count in ranks.items() if count > 1)
+    if twice:
+        verdict.faults.append(f"{directory / MANIFEST_NAME} names more than one file of rank {twice[0]}")
+    _check_metadata(checkpoint, verdict)
+    known = {MANIFEST_NAME, METADATA_NAME, manifest.index.name}
+    known |= {file.name for file in manifest.files} | {other.name for other in manifest.others}
+    for name in sorted(set(os.listdir(directory)) - known):
+        verdict.notes.append(f"{directory / name} does not belong to the checkpoint")
+    named = re.fullmatch(r"iter_(\d+)", directory.absolute().name, re.ASCII)
+    if named and manifest.iteration not in (None, int(named[1])):
+        verdict.notes.append(f"{directory} holds iteration {manifest.iteration}, as its manifest says")
+
+
+def _check_metadata(checkpoint: Checkpoint, verdict: Verdict) -> None:
+    path = checkpoint.directory / METADATA_NAME
+    if not path.exists():
+        verdict.notes.append(f"{path} is missing: the save died behind its commit. The checkpoint loads")
+        return
+    try:
+        backend = json.loads(read_small(path))["sharded_backend"]
+    except StorageError as error:
         verdict.faults.append(str(error))
-    return True
+    except (ValueError, LookupError, TypeError):
+        verdict.faults.append(f"{path} is damaged: it names no sharded_backend")
+    else:
+        if backend != BACKEND:
+            verdict.faults.append(f"{path} names the format {backend!r}, and the manifest is of {BACKEND!r}")
+
+
+def _check_optimizer_maps(checkpoint: Checkpoint, verdict: Verdict) -> None:
+    """Whether the state in buckets can be read by parameter."""
+    try:
+        optimizer_state(checkpoint)
+    except (StorageError, CorruptDataError):
+        return  # the checks of files and of their blocks tell
+    except DataStatesError as error:
+        if str(error) not in verdict.faults:
+            verdict.faults.append(str(error))
 
 
 def _read_entries(index: Index, told: Collection[str], verdict: Verdict) -> dict[str, TensorEntry]:
@@ -157,35 +248,45 @@ def _check_other(checkpoint: Checkpoint, name: str, verdict: Verdict) -> None:
         verdict.faults.append(str(error))
 
 
+# -- data -----------------------------------------------------------------------------------------------
+
+
 def _check_data(
-    checkpoint: Checkpoint, file: int, verdict: Verdict, progress: Callable[[int], None], reader: Reader
+    checkpoint: Checkpoint, files: Sequence[int], verdict: Verdict, progress: Progress, reader: Reader
 ) -> None:
-    footer = checkpoint.footer(file)
-    if not footer.block_checksums:
-        verdict.unchecked_files += 1
-        return
-    sink = np.empty(min(_STEP_BYTES, footer.data_bytes), np.uint8)
-    for start in range(0, footer.data_bytes, _STEP_BYTES):
-        stretch = Extent(file, start, min(_STEP_BYTES, footer.data_bytes - start))
-        if not _check_stretch(checkpoint, stretch, sink, verdict, reader):
-            return
-        verdict.bytes_checked += stretch.bytes
-        progress(stretch.bytes)
+    """One pass over all files; where one cannot be read, each on its own, so that the others are checked."""
+    checked = [file for file in files if checkpoint.footer(file).block_checksums]
+    verdict.unchecked_files += len(files) - len(checked)
+    done = 0
 
+    def count(more: int) -> None:
+        nonlocal done
+        done += more
+        progress(more)
 
-def _check_stretch(
-    checkpoint: Checkpoint, stretch: Extent, sink: np.ndarray, verdict: Verdict, reader: Reader
-) -> bool:
-    path = checkpoint.file_path(stretch.file)
-    runs = gather_runs([plan_extent(dataclasses.replace(stretch, file=0))], [sink.ctypes.data], [False])
     try:
-        outcome = reader.read([(path, checkpoint.footer(stretch.file))], runs)
-    except DataStatesError as error:
-        verdict.faults.append(str(error))
-        return False
-    for _, block in outcome.bad_blocks:
-        keys = ", ".join(checkpoint.keys_in_blocks(stretch.file, [block])[:4]) or "no tensor"
+        _check_blocks(checkpoint, checked, verdict, count, reader)
+    except StorageError:
+        progress(-done)
+        for file in checked:
+            try:
+                _check_blocks(checkpoint, [file], verdict, progress, reader)
+            except StorageError as error:
+                verdict.faults.append(str(error))
+
+
+def _check_blocks(
+    checkpoint: Checkpoint, files: Sequence[int], verdict: Verdict, progress: Progress, reader: Reader
+) -> None:
+    sources = [(checkpoint.file_path(file), checkpoint.footer(file)) for file in files]
+    reads = [plan_blocks(place, footer.data_bytes) for place, (_, footer) in enumerate(sources)]
+    sinks = [np.empty(read.pieces, np.uint8) for read in reads]
+    runs = gather_runs(reads, [sink.ctypes.data for sink in sinks], [False] * len(reads))
+    outcome = reader.read(sources, runs, progress)
+    verdict.bytes_checked += outcome.bytes_read
+    for place, block in outcome.bad_blocks:
+        keys = ", ".join(checkpoint.keys_in_blocks(files[place], [block])[:4]) or "no tensor"
         verdict.faults.append(
-            f"{path}: the block at byte offset {block * BLOCK_BYTES} is corrupt; it holds data of {keys}"
+            f"{sources[place][0]}: the block at byte offset {block * BLOCK_BYTES} is corrupt; "
+            f"it holds data of {keys}"
         )
-    return True

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.format.index import TensorEntry
-from megatron_datastates.format.values import Extent, element_bytes
+from megatron_datastates.format.values import BLOCK_BYTES, Extent, element_bytes
 from megatron_datastates.plan.boxes import contiguous_strides, intersect, paired_runs
 
 Words = npt.NDArray[np.uint64]
@@ -70,6 +70,12 @@ def plan_extent(extent: Extent) -> BoxReads:
     """Reads all of it, into a destination of as many bytes."""
     one = np.array([extent.offset], np.uint64)
     return BoxReads(extent.file, one, np.zeros(1, np.uint64), 1, extent.bytes, extent.bytes, extent.bytes)
+
+
+def plan_blocks(file: int, data_bytes: int) -> BoxReads:
+    """Reads every block of a file's data, so that all are checked, and delivers one byte of each."""
+    one, blocks = np.zeros(1, np.uint64), -(-data_bytes // BLOCK_BYTES)
+    return BoxReads(file, one, one, blocks, 1, BLOCK_BYTES, 1)
 
 
 def plan_box(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_datastates.mcore import arguments, retention, tracker
+from megatron_datastates.pipeline.runs import TRACKER_NAME
 
 OURS, OTHERS, UNFINISHED = "datastates.manifest", "metadata.json", "data-00000-0011223344556677-1.bin"
 
@@ -25,8 +26,8 @@ def root(tmp_path):
 
 def read(root: Path, text: str) -> str:
     """What Megatron reads where the tracker says `text`."""
-    (root / tracker.TRACKER_NAME).write_text(text)
-    return tracker.with_fallback(lambda name: Path(name).read_text())(str(root / tracker.TRACKER_NAME))
+    (root / TRACKER_NAME).write_text(text)
+    return tracker.with_fallback(lambda name: Path(name).read_text())(str(root / TRACKER_NAME))
 
 
 def deleted(root: Path, iteration: int) -> bool:
@@ -60,13 +61,13 @@ def test_damaged_tracker_of_a_run_that_never_chose_us_is_left_alone(root):
     ("tracked", "others_go"), [("200", True), ("300", False), ("400", False), ("", False)]
 )
 def test_retention_deletes_only_beside_a_complete_latest_checkpoint(root, tracked, others_go):
-    (root / tracker.TRACKER_NAME).write_text(tracked)
+    (root / TRACKER_NAME).write_text(tracked)
     assert deleted(root, 100) is others_go
     assert not deleted(root, 200) or tracked != "200"
 
 
 def test_retention_never_deletes_the_latest_checkpoint(root):
-    (root / tracker.TRACKER_NAME).write_text("100")
+    (root / TRACKER_NAME).write_text("100")
     assert not deleted(root, 100)
     assert deleted(root, 200)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ from rounds import Bar, in_turns, median, print_bars, spread
 
 from megatron_datastates.config import GIB, MIB, Options
 from megatron_datastates.engine.reader import SLOT_BYTES
+from megatron_datastates.pipeline.verify import verify
 
 POOL_BYTES = Options().read_threads * SLOT_BYTES
 FORMATS = ("datastates", "torch_dist")
@@ -43,6 +45,7 @@ CASES = {
     "optimizer buckets, DP 2": (Sharding(data=2), Sharding(data=2)),
     "optimizer buckets, DP 2 to 3": (Sharding(data=2), Sharding(data=3)),
 }
+OTHER_CASES = ("again", "verify")
 
 
 class Bench:
@@ -164,19 +167,46 @@ def measure_again(bench: Bench, repeats: int) -> tuple[Result, list[Bar]]:
     return result, [Bar("second load, of the first's time", share, 1, "", at_least=False)]
 
 
+def measure_verify(bench: Bench, folder: Path, repeats: int) -> tuple[Result, list[Bar]]:
+    """The rate of checking every block of a checkpoint in this process, beside the disk's."""
+    directory, size = bench.saved(CASES["plain"][0], "datastates"), bench.layers * LAYER_BYTES
+
+    def check() -> float:
+        disk.drop_caches()
+        begin = time.perf_counter()
+        verdict = verify(directory)
+        assert verdict.good, verdict.faults
+        return verdict.bytes_checked / (time.perf_counter() - begin)
+
+    contenders: dict[str, Callable[[], float]] = {"verify": check}
+    for yardstick in disk.yardsticks(reads=True):
+        contenders[str(yardstick)] = lambda y=yardstick: disk.read_rate(y, folder, size)
+    found = in_turns(repeats, contenders)
+    rates = {name: median(values) / 1e9 for name, values in found.items() if median(values)}
+    best = max((name for name in rates if name != "verify"), key=rates.__getitem__)
+    result = {
+        "gb_per_s": {name: round(value, 3) for name, value in rates.items()},
+        "spread_gb_per_s": {name: spread([v / 1e9 for v in found[name]]) for name in rates},
+        "best_of_the_disk": best,
+    }
+    return result, [Bar("verify, of the disk's best", rates["verify"] / rates[best], 0.85, "", at_least=True)]
+
+
 def run(
     gib: Annotated[float, typer.Option(help="Bytes of each checkpoint, in GiB.")] = 2.0,
     repeats: Annotated[int, typer.Option(help="Rounds of every comparison; medians are reported.")] = 5,
-    only: Annotated[list[str] | None, typer.Option(help=f"Cases, of {', '.join(CASES)}, again.")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"Cases, of {', '.join([*CASES, *OTHER_CASES])}.")
+    ] = None,
     folder: Annotated[Path, typer.Option(help="Where checkpoints are; on the disk in question.")] = Path(),
     out: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
     """Measures loads on this machine and prints a table."""
-    chosen = only or [*CASES, "again"]
-    unknown = set(chosen) - {*CASES, "again"}
+    chosen = only or [*CASES, *OTHER_CASES]
+    unknown = set(chosen) - {*CASES, *OTHER_CASES}
     if unknown:
         raise typer.BadParameter(
-            f"there is no case {', '.join(unknown)}; there are {', '.join(CASES)}, again"
+            f"there is no case {', '.join(unknown)}; there are {', '.join([*CASES, *OTHER_CASES])}"
         )
     cases = [case for case in CASES if case in chosen]
     results: Result = {"machine": machine.describe(folder), "gib": gib, "repeats": repeats}
@@ -196,6 +226,11 @@ def run(
                 results["again"], found = measure_again(bench, repeats)
             bars += found
             notes.print_json(json.dumps(results["again"]))
+        if "verify" in chosen:
+            with notes.status("verifying"):
+                results["verify"], found = measure_verify(bench, Path(inside), repeats)
+            bars += found
+            notes.print_json(json.dumps(results["verify"]))
     results["bars"] = [bar.plain() for bar in bars]
     print_bars(bars)
     if out is not None:

@@ -1,0 +1,78 @@
+"""datastates prune."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron_datastates.cli.shared import AsJson, app, binary_size, cannot, progress_bar, say
+from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.pipeline.prune import PrunePlan, Rules, plan_prune
+from megatron_datastates.pipeline.prune import prune as prune_run
+from megatron_datastates.pipeline.runs import Iteration, stored_bytes
+
+
+@app.command()
+def prune(
+    root: Annotated[Path, typer.Argument(help="The directory given to --save.")],
+    keep_last: Annotated[int | None, typer.Option(help="Keep so many of the newest complete ones.")] = None,
+    keep_every: Annotated[
+        int | None, typer.Option(help="Keep iterations that are a multiple of this.")
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Remove them. Without it: only say what would go.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove old checkpoints of a run. Without --yes, only say which.
+
+    Never goes: the newest complete one, the one that the tracker names, other formats, damaged ones, and
+    what a save may be writing to. A kill at any time leaves whole checkpoints, and rests for the next call.
+
+    Exit codes: 0 done (or told what would go), 2 it cannot be done.
+
+    Example: datastates prune runs/gpt --keep-last 3 --keep-every 1000 --yes
+    """
+    if keep_last is None and keep_every is None:
+        cannot(OptionError("say what to keep: --keep-last N, --keep-every N, or both"))
+    try:
+        rules = Rules(keep_last, keep_every)
+        plan = plan_prune(root, rules)
+        sizes = {one.path: stored_bytes(one.path) for one in plan.removed}
+        if not as_json:
+            _print_plan(plan, sizes, yes)
+        gone = _prune_with_progress(root, rules, sizes) if yes and plan.removed else []
+    except (DataStatesError, OSError) as error:
+        cannot(error)
+    if as_json:
+        print(json.dumps(_plain(plan, sizes) | {"done": [one.number for one in gone]}))
+    elif yes:
+        say(f"removed {len(gone)} of {len(plan.removed)}")
+    elif plan.removed:
+        say("Nothing was removed: add --yes.")
+
+
+def _prune_with_progress(root: Path, rules: Rules, sizes: dict[Path, int]) -> list[Iteration]:
+    with progress_bar("removing") as progress:
+        task = progress.add_task("", total=sum(sizes.values()))
+        return prune_run(root, rules, progress=lambda one: progress.advance(task, sizes.get(one.path, 0)))
+
+
+def _print_plan(plan: PrunePlan, sizes: dict[Path, int], yes: bool) -> None:
+    for one, why in plan.kept:
+        say(f"stays    {one.path}  ({why})")
+    for one in plan.removed:
+        say(f"{'goes' if yes else 'would go'}  {one.path}  {binary_size(sizes[one.path])}")
+    say(f"{len(plan.removed)} of {len(plan.removed) + len(plan.kept)}, {binary_size(sum(sizes.values()))}")
+
+
+def _plain(plan: PrunePlan, sizes: dict[Path, int]) -> dict[str, Any]:
+    return {
+        "removed": [
+            {"iteration": one.number, "path": str(one.path), "bytes": sizes[one.path]} for one in plan.removed
+        ],
+        "kept": [{"iteration": one.number, "path": str(one.path), "why": why} for one, why in plan.kept],
+    }

@@ -1,0 +1,48 @@
+"""datastates repair."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_datastates.cli.shared import AsJson, Directory, app, binary_size, cannot, progress_bar, say
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.pipeline.repair import Repair
+from megatron_datastates.pipeline.repair import repair as repair_checkpoint
+from megatron_datastates.pipeline.runs import stored_bytes
+
+
+@app.command()
+def repair(directory: Directory, as_json: AsJson = False) -> None:
+    """Rebuild a lost or damaged manifest from the data files and the index. Invents nothing.
+
+    It takes the index, the sealed file of every rank that stored something, all of one save, and every
+    block's checksum. Without these proofs nothing is written.
+
+    Exit codes: 0 repaired, 2 refused or impossible: nothing was written.
+
+    Example: datastates repair runs/gpt/iter_0001000
+    """
+    try:
+        done = _repair_with_progress(directory)
+    except (DataStatesError, OSError) as error:
+        cannot(error)
+    if as_json:
+        manifest = done.manifest
+        print(json.dumps({
+            "save_id": str(manifest.save_id), "iteration": manifest.iteration, "files": len(manifest.files),
+            "bytes_checked": done.bytes_checked, "notes": done.notes,
+        }))  # fmt: skip
+        return
+    for note in done.notes:
+        say(f"note: {note}")
+    say(
+        f"{directory}: repaired: save {done.manifest.save_id}, {len(done.manifest.files)} data files, "
+        f"{binary_size(done.bytes_checked)} checked"
+    )
+
+
+def _repair_with_progress(directory: Path) -> Repair:
+    with progress_bar("checking") as progress:
+        task = progress.add_task("", total=stored_bytes(directory))
+        return repair_checkpoint(directory, progress=lambda done: progress.advance(task, done))

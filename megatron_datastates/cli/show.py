@@ -1,0 +1,125 @@
+"""datastates show."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import Progress
+from rich.table import Table
+
+from megatron_datastates.cli.shared import AsJson, app, binary_size, cannot, print_table, progress_bar, say
+from megatron_datastates.convert.contents import Content, Statistics, contents, statistics
+from megatron_datastates.convert.source import DataStatesSource, Source, open_source
+from megatron_datastates.errors import DataStatesError, MissingKeyError
+
+_STATISTICS = ("min", "max", "mean", "norm", "NaN", "Inf")
+
+
+@app.command()
+def show(
+    directory: Annotated[Path, typer.Argument(help="A checkpoint of any format.")],
+    pattern: Annotated[str, typer.Argument(help="Of keys, as shells have them: 'decoder.*.weight'.")] = "*",
+    stats: Annotated[bool, typer.Option("--stats", help="Also read the tensors: minimum, NaNs...")] = False,
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="Optimizer state by parameter, out of its buckets.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List what a checkpoint holds: keys, shapes, dtypes, shards, files, bytes.
+
+    Statistics are of the finite elements; norm is the square root of the sum of squares.
+
+    Exit codes: 0 listed, 2 there is no such checkpoint or key.
+
+    Example: datastates show runs/gpt/iter_0001000 '*.layernorm*' --stats
+    """
+    try:
+        source = open_source(directory)
+        tensors = contents(source, pattern, optimizer=optimizer)
+        objects = [] if optimizer else _objects(source, pattern)
+        if not tensors and not objects:
+            raise MissingKeyError(
+                f"no key in {directory} matches {pattern!r}: without a pattern, all are listed"
+            )
+        found = _statistics(tensors, quiet=as_json) if stats else _no_statistics(tensors)
+    except (DataStatesError, OSError) as error:
+        cannot(error)
+    if as_json:
+        rows = [_plain(content, numbers) for content, numbers in zip(tensors, found, strict=True)]
+        print(json.dumps({"format": source.format, "tensors": rows, "objects": objects}))
+    else:
+        _print_tensors(tensors, found)
+        _print_objects(objects)
+
+
+def _objects(source: Source, pattern: str) -> list[dict[str, Any]]:
+    keys = sorted(key for key in source.objects if fnmatch.fnmatchcase(key, pattern))
+    if isinstance(source, DataStatesSource):
+        extents = {key: source.checkpoint.object_extent(key) for key in keys}
+        return [{"key": key, "bytes": extents[key].bytes, "file": extents[key].file} for key in keys]
+    return [{"key": key, "bytes": None, "file": None} for key in keys]
+
+
+def _statistics(tensors: list[Content], quiet: bool) -> list[Statistics | None]:
+    with progress_bar("reading", disable=quiet) as progress:
+        task = progress.add_task("", total=sum(content.bytes for content in tensors))
+        return [_statistics_of(content, progress, task) for content in tensors]
+
+
+def _no_statistics(tensors: list[Content]) -> list[Statistics | None]:
+    return [None for _ in tensors]
+
+
+def _statistics_of(content: Content, progress: Progress, task: Any) -> Statistics | None:
+    """None for what torch cannot convert."""
+    try:
+        return statistics(content, lambda done: progress.advance(task, done))
+    except NotImplementedError:
+        return None
+
+
+def _numbers(found: Statistics | None) -> dict[str, float | int | None]:
+    if found is None:
+        return dict.fromkeys(_STATISTICS)
+    values = (found.minimum, found.maximum, found.mean, found.norm, found.nans, found.infinities)
+    return dict(zip(_STATISTICS, values, strict=True))
+
+
+def _plain(content: Content, found: Statistics | None) -> dict[str, Any]:
+    row = {
+        "key": content.key,
+        "dtype": content.dtype,
+        "shape": content.global_shape,
+        "shards": len(content.offsets),
+        "files": content.files,
+        "bytes": content.bytes,
+    }
+    return row | ({name.lower(): value for name, value in _numbers(found).items()} if found else {})
+
+
+def _print_tensors(tensors: list[Content], found: list[Statistics | None]) -> None:
+    table = Table("tensor", "dtype", "shape", "shards", "files", "size", box=None)
+    with_statistics = any(numbers is not None for numbers in found)
+    for name in _STATISTICS if with_statistics else ():
+        table.add_column(name, justify="right")
+    for content, numbers in zip(tensors, found, strict=True):
+        cells = [content.key, content.dtype, str(list(content.global_shape)), str(len(content.offsets)),
+                 str(content.files or "-"), binary_size(content.bytes)]  # fmt: skip
+        if with_statistics:
+            cells += ["-" if value is None else f"{value:.6g}" for value in _numbers(numbers).values()]
+        table.add_row(*cells)
+    if tensors:
+        print_table(table)
+        say(f"{len(tensors)} tensors, {binary_size(sum(content.bytes for content in tensors))}")
+
+
+def _print_objects(objects: list[dict[str, Any]]) -> None:
+    table = Table("object", "size", box=None)
+    for row in objects:
+        table.add_row(row["key"], "-" if row["bytes"] is None else binary_size(row["bytes"]))
+    if objects:
+        print_table(table)

@@ -1,0 +1,177 @@
+"""What can be looked at in a checkpoint of any format: stored tensors, and optimizer state by parameter.
+
+Statistics stream: no more than a part of a tensor is held at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_datastates.convert.source import DataStatesSource, Source
+from megatron_datastates.errors import MismatchError, MissingKeyError
+from megatron_datastates.format.index import TensorEntry
+from megatron_datastates.format.values import element_bytes
+from megatron_datastates.pipeline.optimizer import StateTensor, optimizer_state
+
+PART_BYTES = 16 << 20  # of a tensor, read at a time
+Read = Callable[[Sequence[int], Sequence[int]], torch.Tensor]  # of offset and shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """One tensor as it can be looked at: n boxes of d dimensions tile it."""
+
+    key: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offsets: npt.NDArray[np.int64]  # (n, d), elements
+    shapes: npt.NDArray[np.int64]  # (n, d), elements
+    files: int | None  # that hold it, where the format says
+    read: Read
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.global_shape) * element_bytes(self.dtype)
+
+
+@dataclasses.dataclass
+class Statistics:
+    """Of all elements: `finite` of them are neither NaN nor infinite, and only they count below.
+
+    Computed in float64, so integers beyond 2^53 are rounded. Of complex numbers it is their absolute value.
+    """
+
+    finite: int = 0
+    nans: int = 0
+    infinities: int = 0
+    minimum: float | None = None
+    maximum: float | None = None
+    total: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.finite if self.finite else None
+
+    @property
+    def norm(self) -> float:
+        """The square root of the sum of squares."""
+        return math.sqrt(self.squares)
+
+    def add(self, values: torch.Tensor) -> None:
+        plain = values.abs() if values.is_complex() else values
+        numbers = plain.reshape(-1).to(torch.float64)
+        finite = numbers[torch.isfinite(numbers)]
+        nans = int(torch.isnan(numbers).sum())
+        self.nans += nans
+        self.infinities += numbers.numel() - finite.numel() - nans
+        if finite.numel() == 0:
+            return
+        low, high = finite.min().item(), finite.max().item()
+        self.minimum = low if self.minimum is None else min(self.minimum, low)
+        self.maximum = high if self.maximum is None else max(self.maximum, high)
+        self.finite += finite.numel()
+        self.total += finite.sum().item()
+        self.squares += finite.square().sum().item()
+
+
+def contents(source: Source, pattern: str = "*", *, optimizer: bool = False) -> list[Content]:
+    """Tensors whose keys match a shell pattern, by key: stored ones, or optimizer state by parameter.
+
+    Raises:
+        MissingKeyError: optimizer state is asked for, and is not stored in buckets of ours.
+        DataStatesError: as all reading.
+    """
+    if optimizer:
+        return [
+            _state_content(one) for key, one in _states(source).items() if fnmatch.fnmatchcase(key, pattern)
+        ]
+    keys = sorted(key for key in source.tensors if fnmatch.fnmatchcase(key, pattern))
+    if isinstance(source, DataStatesSource):
+        source.checkpoint.index.preload(keys)
+    return [_stored_content(source, key) for key in keys]
+
+
+def find_content(source: Source, key: str) -> Content:
+    """A stored tensor or, failing that, an optimizer state of a parameter. Raises MissingKeyError."""
+    if key in source.tensors:
+        return _stored_content(source, key)
+    states = optimizer_state(source.checkpoint) if isinstance(source, DataStatesSource) else {}
+    if key not in states:
+        raise MissingKeyError(
+            f"there is no tensor or object {key!r} in {source.directory}: `datastates show` lists the keys"
+        )
+    return _state_content(states[key])
+
+
+def _states(source: Source) -> dict[str, StateTensor]:
+    states = optimizer_state(source.checkpoint) if isinstance(source, DataStatesSource) else {}
+    if not states:
+        raise MissingKeyError(
+            f"{source.directory} holds no optimizer map: its optimizer state, if there is any, is among the "
+            "stored tensors"
+        )
+    return states
+
+
+def _stored_content(source: Source, key: str) -> Content:
+    entry = source.tensors[key]
+    files = len(np.unique(entry.files)) if isinstance(entry, TensorEntry) else None
+
+    def read(offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        return source.read_tensor(key, offset, shape)
+
+    return Content(key, entry.dtype, tuple(entry.global_shape), entry.offsets, entry.shapes, files, read)
+
+
+def _state_content(state: StateTensor) -> Content:
+    offsets = np.array([p.shard.offset for p in state.pieces], np.int64)
+    shapes = np.array([p.shard.shape for p in state.pieces], np.int64)
+    files = {f for p in state.pieces for f in state.checkpoint.index.tensor(p.key).files.tolist()}
+    return Content(state.key, state.dtype, state.global_shape, offsets, shapes, len(files), state.read)
+
+
+def statistics(content: Content, progress: Callable[[int], None] = lambda bytes_done: None) -> Statistics:
+    """Of a tensor, box by box as it is stored."""
+    found = Statistics()
+    for offset, shape in zip(content.offsets.tolist(), content.shapes.tolist(), strict=True):
+        for at, lengths in parts(offset, shape, PART_BYTES // element_bytes(content.dtype)):
+            found.add(content.read(at, lengths))
+            progress(math.prod(lengths) * element_bytes(content.dtype))
+    return found
+
+
+def converted(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Raises MismatchError where that would lose a half, or torch cannot."""
+    try:
+        if not values.is_complex():
+            return values.to(dtype)
+    except NotImplementedError:
+        pass
+    name, wanted = (str(one).removeprefix("torch.") for one in (values.dtype, dtype))
+    raise MismatchError(f"{name} cannot be converted to {wanted}: leave it as it is")
+
+
+def parts(
+    offset: Sequence[int], shape: Sequence[int], most_elements: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cuts a box into boxes of at most so many elements, in row-major order; each is contiguous in it."""
+    if math.prod(shape) <= most_elements:
+        if 0 not in shape:
+            yield tuple(offset), tuple(shape)
+        return
+    axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= most_elements)
+    step = most_elements // math.prod(shape[axis + 1 :])
+    outer = np.ndindex(*shape[:axis])
+    for place in outer:
+        for start in range(0, shape[axis], step):
+            within = (*place, start, *(0,) * (len(shape) - axis - 1))
+            lengths = (*(1,) * axis, min(step, shape[axis] - start), *shape[axis + 1 :])
+            yield tuple(o + w for o, w in zip(offset, within, strict=True)), lengths

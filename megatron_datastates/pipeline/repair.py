@@ -1,0 +1,274 @@
+"""A manifest that was lost or damaged, made anew from what the data files and the index say of themselves.
+
+Nothing is invented. What proves that a directory holds one whole save whose every rank was durable:
+  1. all data files in it are of one save, each has its sealed footer, and none is of another world size:
+     a footer is written only once no source can have changed before its copy was done;
+  2. an index is there whose parts have the very digests that the footers name, file for file, without one
+     too many or too few. It is written only after all ranks are durable, and it says which files there are:
+     a rank without a file stored nothing;
+  3. the checks of `verify` with this manifest: every block's checksum, every extent, no hole, no overlap.
+Without that nothing is written. What the files cannot say is left out of the new manifest, and told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from megatron_datastates.config import Options
+from megatron_datastates.engine.commit import write_whole
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.engine.reader import read_footer, read_small
+from megatron_datastates.errors import (
+    DataStatesError,
+    FormatError,
+    NotACheckpointError,
+    RepairRefusedError,
+    StorageError,
+    UnsafeObjectError,
+)
+from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
+from megatron_datastates.format.footer import Footer
+from megatron_datastates.format.index import Index, index_entry
+from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
+from megatron_datastates.format.values import MANIFEST_NAME, is_data_file_name
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.runs import BACKEND, METADATA_NAME, stored_backend
+from megatron_datastates.pipeline.verify import Progress, verify_checkpoint
+from megatron_datastates.providers.objects import deserialize
+
+_COMMON_FILE = "common.pt"  # of Megatron before 0.19
+_COMMON_KEY = "common_state/shard_0_1"  # since then
+_MOST_TOLD = 3
+_ANY_FILES = 1 << 32  # how many there are is looked at behind decoding
+
+
+@dataclasses.dataclass(frozen=True)
+class Repair:
+    """What was found out. `notes` say what the new manifest lacks or takes on trust."""
+
+    manifest: Manifest
+    bytes_checked: int
+    notes: list[str]
+
+
+def repair(
+    directory: str | os.PathLike[str],
+    *,
+    progress: Progress = lambda bytes_done: None,
+    options: Options | None = None,
+) -> Repair:
+    """Writes a manifest for the one whole save in `directory`, which has none or a damaged one.
+
+    Raises:
+        NotACheckpointError: no data file of ours is there.
+        UnsupportedFormatError: something is of a later release.
+        RepairRefusedError: the manifest is sound, or it is not proven that all of a save is there.
+        StorageError: a file cannot be read, or the manifest not be written.
+    """
+    options = dataclasses.replace(options or Options.from_environment(), checksums=True)
+    path = Path(directory)
+    footers = _sealed_files(path)
+    _refuse_sound_manifest(path)
+    index, entry = _proven_index(path, list(footers.values()))
+    notes: list[str] = []
+    first = next(iter(footers.values()))
+    manifest = Manifest(
+        run_id=f"{first.save_id.run_id:016x}",
+        ordinal=first.save_id.ordinal,
+        world_size=first.world_size,
+        created=_last_change(path, footers, notes),
+        index=entry,
+        files=[_file_entry(path / name, footer) for name, footer in footers.items()],
+        others=_others(path, index, notes),
+        writer={"megatron-datastates": metadata.version("megatron-datastates"), "manifest": "repaired"},
+        compatible=COMPATIBLE_CHECKSUMS,
+    )
+    notes.append("the sizes of the parallel groups are left out: data files do not tell them")
+    checkpoint = Checkpoint(path, manifest, index, options)
+    verdict = verify_checkpoint(checkpoint, options, progress=progress)
+    if not verdict.good:
+        _refuse(path, f"it is not whole: {_some(verdict.faults)}")
+    manifest = _with_iteration(checkpoint, notes)
+    try:
+        write_whole(path / MANIFEST_NAME, manifest.encode(), Faults(options.faults))
+    except OSError as error:
+        raise StorageError(f"the manifest of {path} was not written: {error}") from error
+    return Repair(manifest, verdict.bytes_checked, [*verdict.notes, *notes])
+
+
+def _refuse(path: Path, why: str) -> NoReturn:
+    raise RepairRefusedError(f"{path} is not repaired, and nothing was written: {why}")
+
+
+def _some(texts: Sequence[str]) -> str:
+    more = f" (and {len(texts) - _MOST_TOLD} more)" if len(texts) > _MOST_TOLD else ""
+    return "; ".join(texts[:_MOST_TOLD]) + more
+
+
+def _refuse_sound_manifest(path: Path) -> None:
+    """UnsupportedFormatError and StorageError pass: what cannot be read need not be damaged."""
+    if os.path.lexists(path / MANIFEST_NAME):
+        try:
+            Manifest.decode(read_small(path / MANIFEST_NAME), str(path / MANIFEST_NAME))
+        except FormatError:
+            pass
+        else:
+            _refuse(path, "its manifest is sound. `datastates verify` tells whether the rest is")
+    backend = stored_backend(path)
+    if backend not in (None, BACKEND):
+        _refuse(path, f"its {METADATA_NAME} says that it is a checkpoint in the format {backend}")
+
+
+# -- data files -----------------------------------------------------------------------------------------
+
+
+def _sealed_files(path: Path) -> dict[str, Footer]:
+    """By name, in the order of ranks: all data files of the directory, which are of one save."""
+    try:
+        names = sorted(filter(is_data_file_name, os.listdir(path)))
+    except OSError as error:
+        raise NotACheckpointError(f"{path} cannot be listed: {error.strerror}") from error
+    if not names:
+        raise NotACheckpointError(f"{path} holds no data file of datastates: there is nothing to repair")
+    saves = sorted({name.split("-", 2)[2].removesuffix(".bin") for name in names})
+    if len(saves) > 1:
+        _refuse(
+            path,
+            f"it holds data files of {len(saves)} saves ({_some(saves)}), and which one was published is not "
+            "known. Move those of the others away",
+        )
+    footers = {name: _footer(path, name) for name in names}
+    found = sorted(footers.items(), key=lambda item: item[1].rank)
+    first = found[0][1]
+    for name, footer in found:
+        if name != first.save_id.data_file_name(footer.rank) or footer.rank >= first.world_size:
+            _refuse(path, f"{name} was written as rank {footer.rank} of save {footer.save_id}")
+        if footer.world_size != first.world_size:
+            _refuse(
+                path, f"{name} is of a save by {footer.world_size} ranks, others are by {first.world_size}"
+            )
+        if not footer.block_checksums:
+            _refuse(path, f"{name} was saved without checksums, so nothing proves that its data are sound")
+    return dict(found)
+
+
+def _footer(path: Path, name: str) -> Footer:
+    try:
+        return read_footer(path / name, (path / name).stat().st_size)
+    except FormatError as error:
+        _refuse(path, f"{error}. Nothing proves that its rank had saved everything")
+    except OSError as error:
+        raise StorageError(f"data file {path / name} cannot be opened: {error.strerror}") from error
+
+
+def _file_entry(path: Path, footer: Footer) -> FileEntry:
+    return FileEntry(path.name, footer.rank, path.stat().st_size, footer.data_bytes, footer.crc)
+
+
+def _last_change(path: Path, names: Mapping[str, Footer], notes: list[str]) -> str:
+    newest = max((path / name).stat().st_mtime for name in names)
+    notes.append("the time of the save is that of the last change of a data file")
+    return datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat(timespec="seconds")
+
+
+# -- the index ------------------------------------------------------------------------------------------
+
+
+def _proven_index(path: Path, footers: Sequence[Footer]) -> tuple[Index, IndexEntry]:
+    """The index that these footers were written with."""
+    reasons = []
+    for name in sorted(name for name in os.listdir(path) if re.fullmatch(r"index-[0-9a-f]{32}", name)):
+        try:
+            index, entry = _decoded(path / name, len(footers))
+        except DataStatesError as error:
+            reasons.append(str(error))
+            continue
+        strange = [file for file, footer in enumerate(footers) if not _belongs(index, file, footer)]
+        if not strange:
+            return index, entry
+        reasons.append(f"{path / name} is not the layout that rank {footers[strange[0]].rank} saved by")
+    why = _some(reasons) or "there is none"
+    _refuse(
+        path,
+        f"where its tensors lie, only the index of this very save can say, and {why}. Data files lack it "
+        "(after keys were removed from a checkpoint, its index is another one, too)",
+    )
+
+
+def _decoded(path: Path, files: int) -> tuple[Index, IndexEntry]:
+    data = read_small(path)
+    index = Index.decode(data, str(path), _ANY_FILES)
+    entry = index_entry(data)
+    if entry.name != path.name:
+        raise FormatError(f"{path} is damaged: its SHA-256 differs")
+    index.preload(index.tensors)
+    holders = {*index.objects.values(), *(int(file) for e in index.tensors.values() for file in e.files)}
+    if holders != set(range(files)):
+        raise FormatError(f"{path} places data in {len(holders)} data files, and {files} are there")
+    return index, entry
+
+
+def _belongs(index: Index, file: int, footer: Footer) -> bool:
+    return hashlib.sha256(index.own_index(file)).digest()[:16] == footer.layout_hash
+
+
+# -- what the manifest tells beside ---------------------------------------------------------------------
+
+
+def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
+    """Megatron's own file of the common state, where there is one. Its digest was in the lost manifest."""
+    if _COMMON_KEY in index.objects:
+        return []
+    common = path / _COMMON_FILE
+    if common.is_file():
+        notes.append(f"{common} is taken as it is: nothing proves that it is the file that was saved")
+        data = read_small(common)
+        return [OtherFile(common.name, len(data), hashlib.sha256(data).hexdigest())]
+    if "common_backend" in _metadata(path):  # Megatron wrote one
+        _refuse(path, f"{common} is missing: without it, Megatron cannot load the checkpoint")
+    notes.append(f"it has no common state: neither {_COMMON_FILE} nor an object {_COMMON_KEY!r}")
+    return []
+
+
+def _metadata(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads((path / METADATA_NAME).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _with_iteration(checkpoint: Checkpoint, notes: list[str]) -> Manifest:
+    """By the common state, which names it, or else by the directory's name."""
+    iteration = _iteration_of_state(checkpoint)
+    if iteration is None:
+        named = re.fullmatch(r"iter_(\d+)", checkpoint.directory.absolute().name, re.ASCII)
+        iteration = int(named[1]) if named else None
+        source = "is the one that the directory is named after" if named else "is left out: nothing tells it"
+        notes.append(f"the iteration {source}")
+    return msgspec.structs.replace(checkpoint.manifest, iteration=iteration)
+
+
+def _iteration_of_state(checkpoint: Checkpoint) -> int | None:
+    """None also where the state holds more than plain data: classes that only Megatron may load."""
+    try:
+        if _COMMON_KEY in checkpoint.index.objects:
+            state = checkpoint.read_object(_COMMON_KEY)[0]
+        elif checkpoint.manifest.others:
+            state = deserialize(checkpoint.read_other(_COMMON_FILE), _COMMON_FILE)
+        else:
+            return None
+        return int(state["iteration"])
+    except (UnsafeObjectError, LookupError, TypeError, ValueError):
+        return None

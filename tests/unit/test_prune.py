@@ -1,0 +1,185 @@
+"""Which checkpoints may go, which never, and what a kill leaves."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_datastates.errors import OptionError, StorageError
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline.prune import Rules, plan_prune, prune
+from megatron_datastates.pipeline.runs import TRACKER_NAME, find_iterations
+from megatron_datastates.pipeline.verify import verify
+from tests.unit.states import OPTIONS, data_files, new_saver, save
+
+NUMBERS = [100, 200, 300, 400, 500]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("saved") / "run"
+    saver = new_saver()
+    for number in NUMBERS:
+        save(saver, place(root, number), {"a": torch.arange(number)}, {"o": number})
+        (place(root, number) / "metadata.json").write_text('{"sharded_backend": "datastates"}')
+    saver.close()
+    (root / TRACKER_NAME).write_text("500")
+    return root
+
+
+@pytest.fixture
+def root(saved, tmp_path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def place(root: Path, number: int) -> Path:
+    return root / f"iter_{number:07d}"
+
+
+def removed(root: Path, **rules: int) -> list[int]:
+    return [one.number for one in plan_prune(root, Rules(**rules)).removed]
+
+
+def reasons(root: Path, **rules: int) -> dict[int, str]:
+    return {one.number: why for one, why in plan_prune(root, Rules(**rules)).kept}
+
+
+def complete(root: Path) -> list[int]:
+    """What is said to be complete; all of it is."""
+    found = [one for one in find_iterations(root) if one.complete]
+    assert all(verify(one.path, options=OPTIONS).good for one in found)
+    return [one.number for one in found]
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ({"keep_last": 1}, [100, 200, 300, 400]),
+        ({"keep_last": 2}, [100, 200, 300]),
+        ({"keep_last": 9}, []),
+        ({"keep_every": 200}, [100, 300]),
+        ({"keep_every": 1000}, [100, 200, 300, 400]),
+        ({"keep_last": 2, "keep_every": 200}, [100, 300]),
+    ],
+)
+def test_rules_say_what_stays(root, rules, expected):
+    assert removed(root, **rules) == expected
+    assert sorted([*expected, *reasons(root, **rules)]) == NUMBERS
+    assert complete(root) == NUMBERS  # a plan removes nothing
+    assert [one.number for one in prune(root, Rules(**rules))] == expected
+    assert complete(root) == [number for number in NUMBERS if number not in expected]
+    assert not any(place(root, number).exists() for number in expected)
+
+
+@pytest.mark.parametrize(
+    "rules", [{}, {"keep_last": 0}, {"keep_every": 0}, {"keep_last": -1, "keep_every": 5}]
+)
+def test_rules_that_say_nothing_are_refused(rules):
+    with pytest.raises(OptionError):
+        Rules(**rules)
+
+
+def test_what_the_tracker_names_stays(root):
+    (root / TRACKER_NAME).write_text("200")
+    assert removed(root, keep_last=1) == [100, 300, 400]
+    assert reasons(root, keep_last=1)[200] == "the tracker names it"
+
+
+def test_a_damaged_checkpoint_stays_and_does_not_count(root):
+    (place(root, 500) / MANIFEST_NAME).write_text("nonsense")
+    data_files(place(root, 400))[0].unlink()
+    assert removed(root, keep_last=1) == [100, 200]
+    found = reasons(root, keep_last=1)
+    assert "damaged" in found[400]
+    assert found[300] == "the newest complete one"
+
+
+def test_the_newest_complete_one_stays_whatever_is_newer(root):
+    for number in (400, 500):
+        (place(root, number) / MANIFEST_NAME).unlink()
+    assert removed(root, keep_every=1000) == [100, 200]
+    assert reasons(root, keep_every=1000) == {
+        300: "the newest complete one",
+        400: "incomplete: its save may be under way",
+        500: "the tracker names it",
+    }
+
+
+def test_rests_go_once_a_newer_checkpoint_is_complete_and_tracked(root):
+    (place(root, 200) / MANIFEST_NAME).unlink()
+    assert removed(root, keep_last=4) == [200]
+    assert complete(root) == [100, 300, 400, 500]
+
+
+@pytest.mark.parametrize("tracked", [None, "100", "release", ""])
+def test_where_the_tracker_is_not_newer_a_rest_may_be_a_save_under_way(root, tracked):
+    (place(root, 200) / MANIFEST_NAME).unlink()
+    (root / TRACKER_NAME).unlink()
+    if tracked is not None:
+        (root / TRACKER_NAME).write_text(tracked)
+    assert 200 in reasons(root, keep_last=1)
+
+
+def test_a_checkpoint_that_is_being_saved_again_stays(root):
+    (place(root, 100) / SaveId(7, 1).data_file_name(0)).write_bytes(b"")
+    assert removed(root, keep_last=1) == [200, 300, 400]
+    assert reasons(root, keep_last=1)[100] == "a save into it may be under way"
+
+
+def test_what_is_not_ours_stays(root, tmp_path):
+    for number, metadata in ((10, '{"sharded_backend": "torch_dist"}'), (20, None)):
+        place(root, number).mkdir()
+        name = "a file" if metadata is None else "metadata.json"
+        (place(root, number) / name).write_text(metadata or "")
+    (place(root, 100) / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    shutil.move(place(root, 200), tmp_path / "elsewhere")
+    place(root, 200).symlink_to(tmp_path / "elsewhere")
+    shutil.copytree(place(root, 300), root / "iter_30")
+    (root / "iter_300_copy").mkdir()
+    assert removed(root, keep_last=1) == [300, 400]
+    prune(root, Rules(keep_last=1))
+    assert (tmp_path / "elsewhere" / MANIFEST_NAME).exists()
+    assert [one.number for one in find_iterations(root)] == [10, 20, 30, 100, 200, 500]
+    assert (root / "iter_300_copy").exists()
+
+
+def test_a_root_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(StorageError, match="cannot be listed"):
+        plan_prune(tmp_path / "nothing", Rules(keep_last=1))
+
+
+POINTS = ["remove manifest", "sync removal of manifest", "remove file", "remove directory"]
+
+
+@pytest.mark.parametrize(
+    ("point", "nth"), [*itertools.product(POINTS, [1, 2, 3]), *(("remove file", nth) for nth in range(4, 10))]
+)
+def test_a_kill_leaves_whole_checkpoints_and_rests_that_the_next_call_removes(root, point, nth):
+    (place(root, 100) / "a file of the user's").touch()
+    (place(root, 200) / "z").touch()
+    code = (
+        "import sys; from megatron_datastates.pipeline.prune import Rules, prune\n"
+        f"prune(sys.argv[1], Rules(keep_last=2), faults='{point}:{nth}:kill')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, root], check=False)
+    assert done.returncode == -signal.SIGKILL
+    whole = complete(root)
+    assert {400, 500} <= set(whole)
+    prune(root, Rules(keep_last=2))
+    assert complete(root) == [400, 500]
+    assert [one.number for one in find_iterations(root)] == [400, 500]
+
+
+def test_an_error_says_what_is_left(root):
+    with pytest.raises(StorageError, match=r"0000100 was not removed.*It is still complete"):
+        prune(root, Rules(keep_last=1), faults="remove manifest:1:EROFS")
+    with pytest.raises(StorageError, match=r"0000100 was not removed.*It is no checkpoint any more"):
+        prune(root, Rules(keep_last=1), faults="remove file:1:EIO")
+    assert complete(root) == NUMBERS[1:]
