@@ -12,13 +12,13 @@ import mmap
 import os
 import struct
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_datastates.convert.pickles import load_tensor_record
+from megatron_datastates.convert.pickles import dump_tensor_record, load_tensor_record
 from megatron_datastates.errors import FormatError, StorageError
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.plan.boxes import contiguous_strides
@@ -155,3 +155,34 @@ class _View(io.RawIOBase):
         got = os.preadv(self._file.fileno(), [view], self._offset + self._at) if view else 0
         self._at += got
         return got
+
+
+def write_archive(file: BinaryIO, dtype: str, shape: Sequence[int], data: Iterable[Bytes]) -> None:
+    """Appends what torch.save would write of a contiguous tensor, whose bytes come one after the other."""
+    with zipfile.ZipFile(_Appended(file), "w") as archive:  # type: ignore[call-overload]
+        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), dump_tensor_record(dtype, shape))
+        archive.writestr(zipfile.ZipInfo("archive/byteorder"), b"little")
+        entry = zipfile.ZipInfo("archive/data/0")
+        entry.file_size = math.prod(shape) * element_bytes(dtype)
+        with archive.open(entry, "w") as stream:
+            for stretch in data:
+                stream.write(stretch.data)
+        archive.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
+
+
+class _Appended:
+    """The end of a file as a file that begins here: offsets within an archive count from its beginning."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._begin = file, file.tell()
+        self.write, self.flush = file.write, file.flush
+
+    def tell(self) -> int:
+        return self._file.tell() - self._begin
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        assert whence == os.SEEK_SET, "zipfile knows where its archive ends"
+        return self._file.seek(self._begin + offset) - self._begin
+
+    def seekable(self) -> bool:
+        return True

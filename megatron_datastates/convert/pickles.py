@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import io
+import math
 import pathlib
 import pickle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +22,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from megatron_datastates.errors import FormatError, UnsafeObjectError
 from megatron_datastates.format.values import DTYPES
+from megatron_datastates.plan.boxes import contiguous_strides
 
 _METADATA = {
     "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
@@ -178,6 +182,46 @@ def load_tensor_record(file: BinaryIO, where: str) -> TensorRecord:
     ):
         raise FormatError(f"{where}: its tensor has shape {found.shape} and strides {found.strides}")
     return found
+
+
+class _Storage:
+    """A storage beside the pickle that refers to it."""
+
+    def __init__(self, kind: type[Any], count: int) -> None:
+        self.reference = ("storage", kind, "0", "cpu", count)
+
+
+class _Rebuilt:
+    """Pickled as a call of one of torch's functions."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+class _TensorPickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return value.reference if isinstance(value, _Storage) else None
+
+
+def dump_tensor_record(dtype: str, shape: Sequence[int]) -> bytes:
+    """`data.pkl` of a contiguous tensor on the host, whose storage is named 0: as torch.save writes it."""
+    found = getattr(torch, dtype)
+    count, strides = math.prod(shape), contiguous_strides(shape)
+    hooks: collections.OrderedDict[str, Any] = collections.OrderedDict()
+    arguments = (0, tuple(shape), strides, False, hooks)
+    name = next((name for name, known in _STORAGES.items() if known == found), None)
+    if name is not None:
+        storage = _Storage(getattr(torch, name), count)
+        rebuilt = _Rebuilt(torch._utils._rebuild_tensor_v2, (storage, *arguments))
+    else:
+        storage = _Storage(torch.UntypedStorage, count * found.itemsize)
+        rebuilt = _Rebuilt(torch._utils._rebuild_tensor_v3, (storage, *arguments, found))
+    buffer = io.BytesIO()
+    _TensorPickler(buffer, protocol=2).dump(rebuilt)
+    return buffer.getvalue()
 
 
 def _load(unpickler: pickle.Unpickler, where: str) -> Any:

@@ -109,7 +109,11 @@ class Source(ABC):
 
     @abstractmethod
     def stored_by_rank(self) -> list[Stored]:
-        """All fragments that have elements, and all objects, of each rank that stored any."""
+        """All fragments and objects, of each rank that stored any."""
+
+    @abstractmethod
+    def require_files(self) -> None:
+        """Raises StorageError, FormatError: a file is missing or ends early; told before any data moves."""
 
     def fragment(self, key: str, number: int) -> Fragment:
         """One of a tensor's fragments."""
@@ -162,11 +166,16 @@ class DataStatesSource(Source):
     def object_bytes(self, key: str) -> int:
         return len(self.checkpoint.plan_objects([key]).buffers[key])
 
+    def require_files(self) -> None:
+        self.checkpoint.require(range(len(self.checkpoint.manifest.files)))
+
     def stored_by_rank(self) -> list[Stored]:
         places: dict[int, list[tuple[int, str, int]]] = {}
         for key, entry in self.checkpoint.index.tensors.items():
-            for n in np.flatnonzero(entry.file_bytes).tolist():
-                places.setdefault(int(entry.files[n]), []).append((int(entry.file_offsets[n]), key, n))
+            for n, (file, at) in enumerate(
+                zip(entry.files.tolist(), entry.file_offsets.tolist(), strict=True)
+            ):
+                places.setdefault(file, []).append((at, key, n))
         objects: dict[int, list[str]] = {}
         for key, file in self.checkpoint.index.objects.items():
             objects.setdefault(file, []).append(key)

@@ -165,13 +165,28 @@ class TorchDistSource(Source):
     def object_bytes(self, key: str) -> int:
         return self._object(key).bytes
 
+    def require_files(self) -> None:
+        ends: dict[str, int] = {}
+        places = [
+            self._place(key, n) for key, entry in self._tensors.items() for n in range(len(entry.records))
+        ]
+        for record in [*places, *self._objects.values()]:
+            ends[record.file] = max(ends.get(record.file, 0), record.offset + record.bytes)
+        for name, end in ends.items():
+            with self._open(name) as file:
+                size = os.fstat(file.fileno()).st_size
+            if size < end:
+                raise StorageError(
+                    f"{self.directory / name} has {size} bytes, and {end} were written: it is cut off"
+                )
+
     def stored_by_rank(self) -> list[Stored]:
         fragments: dict[tuple[int, str], list[tuple[str, int, str, int]]] = defaultdict(list)
         objects: dict[tuple[int, str], list[str]] = defaultdict(list)
         for key, entry in self._tensors.items():
-            for n, record in enumerate(entry.records):
-                if record is not None and entry.shapes[n].all():
-                    fragments[_rank_of(record.file)].append((record.file, record.offset, key, n))
+            for n in range(len(entry.records)):
+                record = self._place(key, n)
+                fragments[_rank_of(record.file)].append((record.file, record.offset, key, n))
         for key, record in self._objects.items():
             objects[_rank_of(record.file)].append(key)
         return [
@@ -189,6 +204,12 @@ class TorchDistSource(Source):
         if key not in self._tensors:
             raise MissingKeyError(f"there is no tensor {key!r} in {self.directory}")
         return self._tensors[key]
+
+    def _place(self, key: str, number: int) -> Record:
+        record = self._tensor(key).records[number]
+        if record is None:
+            raise FormatError(f"{self.directory / TORCH_DIST_INDEX} does not say where {key!r} lies")
+        return record
 
     def _object(self, key: str) -> Record:
         if key not in self._objects:
