@@ -35,11 +35,14 @@ def convert(
         bool, typer.Option("--all", help="All iterations of a run that are not there yet.")
     ] = False,
     ranks: Annotated[
-        int, typer.Option(metavar="N", help="Make N files. By default, as many as ranks have stored.")
+        int, typer.Option(metavar="N", show_default=False, help="Make N files; by default one a rank.")
     ] = 0,
     memory: Annotated[str, typer.Option(metavar="SIZE", help="For data, in each process.")] = "2GiB",
     workers: Annotated[
-        int, typer.Option(metavar="N", help="Files at a time, in each process. By default, a core each.")
+        int,
+        typer.Option(
+            metavar="N", show_default=False, help="Files at a time, in each process; by default a core each."
+        ),
     ] = 0,
     verify: Annotated[bool, typer.Option(help="Re-read and compare everything before it appears.")] = False,
     as_json: AsJson = False,
@@ -51,6 +54,7 @@ def convert(
     Exit codes: 0 converted, 1 what was written is not what was read, 2 it cannot be done, 130 interrupted.
 
     Example: datastates convert runs/gpt/iter_0001000 converted/iter_0001000 --verify
+
     Example: torchrun --nproc-per-node 8 tools/convert.py runs/gpt converted --all --memory 4GiB
     """
     try:

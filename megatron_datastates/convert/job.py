@@ -2,7 +2,7 @@
 
 Protocol:
   1. what cannot be done is refused before anything is written;
-  2. all is written into a directory beside the target, `.NAME.converting`; one of an earlier try is removed;
+  2. all is written into a directory beside the target, `.NAME.converting`, that is locked and emptied first;
   3. files are made by any process and thread; rank 0 commits them once all are durable, then all are re-read
      if that is wanted;
   4. the directory is renamed to the target's name, and the one around it is synced.
@@ -12,12 +12,14 @@ So a target is a whole checkpoint, or is not there. Ranks of torchrun agree afte
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -173,12 +175,14 @@ def convert(
     team = team or Team()
     mine = plan.files_of(team)
     workers = _Workers(means.worker_count(len(mine)), moved)
-    try:
-        team.first(lambda: _make_workplace(plan.workplace))
+    with ExitStack() as held:
+        team.first(lambda: held.enter_context(_taken(plan.workplace)))
         save_id = SaveId(team.first(lambda: secrets.randbits(63)), 1)
         sink = team.every(lambda: _sink(plan, means, save_id, workers.moved))
         try:
-            parts = team.every_told(lambda: workers.run(mine, lambda n: sink.write(n, plan.files[n])))
+            parts = team.every_told(
+                lambda: workers.run(mine, lambda n: sink.write(n, plan.files[n]), sink.close)
+            )
             written = dict(pair for part in parts for pair in part)
             team.first(lambda: _commit(plan, sink, [written[n] for n in range(len(plan.files))]))
         finally:
@@ -186,16 +190,41 @@ def convert(
         if verify:
             team.every(lambda: _verify(plan, means, mine, workers))
         team.first(lambda: _appear(plan.workplace, plan.target))
-    except BaseException:  # Ctrl-C, too
-        if team.rank == 0:
-            shutil.rmtree(plan.workplace, ignore_errors=True)
-        raise
 
 
-def _make_workplace(workplace: Path) -> None:
-    if workplace.exists():
-        shutil.rmtree(workplace)
-    workplace.mkdir(parents=True)
+@contextmanager
+def _taken(workplace: Path) -> Iterator[None]:
+    """An empty directory of this job alone. What is there in the end is removed.
+
+    Raises:
+        StorageError: another conversion is at it.
+    """
+    workplace.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(workplace, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StorageError(
+                f"another conversion writes into {workplace}: wait for it, or end it"
+            ) from None
+        except OSError:  # a file system without locks: nobody can tell
+            pass
+        _empty(workplace)
+        try:
+            yield
+        finally:
+            shutil.rmtree(workplace, ignore_errors=True)  # by now it has the target's name, or failed
+    finally:
+        os.close(descriptor)
+
+
+def _empty(directory: Path) -> None:
+    for path in list(directory.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _sink(plan: Plan, means: Means, save_id: SaveId, moved: Moved) -> Sink:
@@ -227,8 +256,10 @@ class _Workers:
             raise CancelledError
         self._moved(bytes_done)
 
-    def run(self, numbers: Sequence[int], work: Callable[[int], Any]) -> list[tuple[int, Any]]:
-        """What `work` gives for each number. Raises the first error."""
+    def run(
+        self, numbers: Sequence[int], work: Callable[[int], Any], on_error: Callable[[], None] = lambda: None
+    ) -> list[tuple[int, Any]]:
+        """What `work` gives for each number. Raises the first error, when all threads have stopped."""
         with ThreadPoolExecutor(self._count) as pool:
             futures = [pool.submit(work, number) for number in numbers]
             try:
@@ -239,6 +270,7 @@ class _Workers:
             except BaseException:
                 self._stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
+                on_error()
                 raise
 
 

@@ -49,7 +49,7 @@ class Sink(ABC):
         """Makes the directory a checkpoint of these files, durably. All of them are there."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Joins what threads there are."""
+        """Joins what threads there are; from then on `write` fails, also where it is under way."""
 
     def write_metadata(self) -> None:
         """Megatron's metadata.json, as the source has it but for the format."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
+import json
 import os
 import pickle
+import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -382,6 +387,21 @@ def test_what_an_earlier_try_left_is_replaced(by_dcp: Path, tmp_path: Path) -> N
     assert len(data_files(tmp_path / "target")) == len(made.stored_by_rank())
 
 
+def test_another_conversion_to_the_same_target_is_left_alone(by_dcp: Path, tmp_path: Path) -> None:
+    under_way = tmp_path / ".target.converting"
+    under_way.mkdir()
+    (under_way / "file").write_bytes(b"half")
+    descriptor = os.open(under_way, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(StorageError, match="another conversion writes into"):
+        convert_to(by_dcp, tmp_path / "target")
+    assert os.listdir(tmp_path) == [".target.converting"]
+    assert (under_way / "file").read_bytes() == b"half"
+    os.close(descriptor)
+    convert_to(by_dcp, tmp_path / "target")
+    assert os.listdir(tmp_path) == ["target"]
+
+
 @pytest.mark.parametrize("format", ["datastates", "torch_dist"])
 def test_verify_finds_what_was_not_written_as_it_was_read(
     by_dcp: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
@@ -470,3 +490,52 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(
     assert done.returncode == 2, done.stderr
     assert reason in done.stderr and done.stderr.count("\n") == 1
     assert not os.listdir(tmp_path)
+
+
+def test_the_command_can_be_interrupted(by_dcp: Path, tmp_path: Path) -> None:
+    """While it writes: at 1 MB a second it would take 20 seconds."""
+    environment = {**os.environ, "MEGATRON_DATASTATES_WRITE_LIMIT": "1MB"}
+    everything = [sys.executable, "-c", WITHOUT_MEGATRON, "convert", str(by_dcp), str(tmp_path / "made")]
+    running = subprocess.Popen(everything, env=environment, stderr=subprocess.PIPE, text=True)
+    while not list(tmp_path.glob(".made.converting/data-*")):
+        assert running.poll() is None
+        time.sleep(0.01)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate()
+    assert running.returncode == 130
+    assert said.strip() == "datastates: interrupted: what was not whole was removed"
+    assert not os.listdir(tmp_path)
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+SCRIPT = Path(__file__).parents[2] / "tools" / "convert.py"
+
+
+def torchrun(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
+    everything = [*TORCHRUN, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(everything, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_ranks_of_torchrun_share_the_files(by_dcp: Path, tmp_path: Path) -> None:
+    done = torchrun(by_dcp.parent, tmp_path / "made", "--all", "--verify", "--ranks", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    (told,) = json.loads(done.stdout)
+    assert told["files"] == 3 and told["skipped"] == ""
+    made = open_source(tmp_path / "made" / by_dcp.name)
+    assert contents(made) == contents(open_source(by_dcp))
+    assert verify(made.directory).good
+
+
+def test_what_fails_on_one_rank_of_torchrun_fails_on_all(by_dcp: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(by_dcp, damaged)
+    files = sorted(damaged.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    small = files[1]  # of a tensor, which one rank reads; the first is the object
+    small.write_bytes(bytes(small.stat().st_size))
+    before = os.listdir(tmp_path)
+    done = torchrun(damaged, tmp_path / "made", "--ranks", "2")
+    assert done.returncode != 0
+    assert "exitcode  : 2" in done.stderr
+    assert f"datastates: {small}" in done.stderr
+    assert os.listdir(tmp_path) == before
