@@ -48,8 +48,8 @@ def binary_size(count: int) -> str:
     return f"{count} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
-def cannot(error: Exception) -> NoReturn:
+def cannot(error: Exception, code: int = 2) -> NoReturn:
     """Ends the command: it cannot be done, for this reason."""
     text = " ".join(str(error).split("\n"))
     notes.print(f"datastates: {text}", soft_wrap=True)
-    raise typer.Exit(2)
+    raise typer.Exit(code)
