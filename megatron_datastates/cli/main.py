@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_datastates.cli import listing, verify  # they add themselves
+from megatron_datastates.cli import diff, export, listing, verify  # they add themselves
 from megatron_datastates.cli.shared import app
 from megatron_datastates.config import ENVIRONMENT_PREFIX, Options
 
-__all__ = ["listing", "main", "verify"]
+__all__ = ["diff", "export", "listing", "main", "verify"]
 
 
 @app.callback()
