@@ -47,10 +47,11 @@ def test_a_change_in_one_layer_is_told_with_its_size_and_place(pair, memory):
     other = state()
     other[FC1][2, 3, 1] = 1.5
     other[FC1][3, 0, 0] = 0.875
+    other[FC1][3, 0, 1] = math.nan
     other[MOMENT][1, 0, 0] = -1.0
     told = found(*pair(state(), other), "--memory", memory, code=1)
     assert told["tensors"][FC1] == {
-        "changed": 2, "largest_absolute": 0.5, "largest_relative": pytest.approx(1 / 3), "not_finite": 0,
+        "changed": 3, "largest_absolute": 0.5, "largest_relative": pytest.approx(1 / 3), "not_finite": 1,
     }  # fmt: skip
     assert told["tensors"][NORM]["changed"] == 0
     assert told["groups"]["model"] == told["tensors"][FC1]
@@ -69,8 +70,8 @@ def test_equal_checkpoints_are_equal(pair):
 def test_layers_whose_keys_have_numbers_are_layers_too(pair):
     keys = [f"decoder.layers.{n}.mixer.weight" for n in (9, 10, 11)]
     one = {key: torch.zeros(2) for key in keys}
-    told = found(*pair(one, {**one, keys[1]: torch.ones(2), keys[2]: torch.ones(2)}), code=1)
-    assert told["first_layer"] == "decoder.layers.10"
+    told = found(*pair(one, {**one, keys[0]: torch.ones(2), keys[1]: torch.ones(2)}), code=1)
+    assert told["first_layer"] == "decoder.layers.9"
 
 
 def test_keys_shapes_and_dtypes_that_differ_are_told_and_the_rest_compared(pair):
@@ -110,6 +111,7 @@ NAN, INF = math.nan, math.inf
     [
         ([NAN, 1.0], [NAN, 1.0], Drift()),
         ([NAN, 1.0], [1.0, 1.0], Drift(1, 0.0, 0.0, 1)),
+        ([1.0, 1.0], [1.0, INF], Drift(1, 0.0, 0.0, 1)),
         ([INF, 1.0], [INF, 3.0], Drift(1, 2.0, 2 / 3, 0)),
         ([INF, 1.0], [-INF, 1.0], Drift(1, 0.0, 0.0, 1)),
         ([0.0, 1.0], [-0.0, 1.0], Drift()),
@@ -193,9 +195,9 @@ def test_a_plot_is_drawn_and_never_over_another_file(pair, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_plot_without_matplotlib_says_what_to_install(pair, tmp_path, monkeypatch):
+def test_a_plot_without_matplotlib_says_at_once_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, _, told = run("diff", *pair(state(), state()), "--plot", tmp_path / "drift.png")
+    code, _, told = run("diff", tmp_path / "not read", tmp_path, "--plot", tmp_path / "drift.png")
     assert code == 2 and "pip install 'megatron-datastates[plot]'" in told
 
 

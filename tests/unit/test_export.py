@@ -14,7 +14,7 @@ from megatron_datastates.convert import safetensors as exporter
 from megatron_datastates.convert import target as targets
 from megatron_datastates.convert.safetensors import INDEX_NAME, choose_weights, export
 from megatron_datastates.convert.source import DataStatesSource, open_source
-from megatron_datastates.errors import FormatError, UnsupportedFormatError
+from megatron_datastates.errors import FormatError, StorageError, UnsupportedFormatError
 from tests.unit.command import run
 from tests.unit.states import bits, data_files, random_tensor, save
 
@@ -24,12 +24,13 @@ MOMENT = f"optimizer.state.exp_avg.{FC1}"
 STATE = {
     FC1: random_tensor(torch.bfloat16, (3, 16, 8), 1),
     NORM: random_tensor(torch.float32, (8,), 2),
+    "bytes": random_tensor(torch.uint8, (3,), 5),
     "scalar": random_tensor(torch.int64, (), 3),
     "empty": torch.empty(0, 4),
     MOMENT: random_tensor(torch.float32, (3, 16, 8), 4),
 }
 LAYERS = {f"decoder.layers.{n}.mlp.linear_fc1.weight": STATE[FC1][n] for n in range(3)}
-WEIGHTS = LAYERS | {key: STATE[key] for key in (NORM, "scalar", "empty")}
+WEIGHTS = LAYERS | {key: STATE[key] for key in (NORM, "bytes", "scalar", "empty")}
 
 
 @pytest.fixture
@@ -78,9 +79,9 @@ def test_patterns_choose_tensors_even_of_the_optimizer(checkpoint, tmp_path):
     assert_same(loaded(tmp_path / "out"), {MOMENT: STATE[MOMENT], NORM: STATE[NORM]})
 
 
-@pytest.mark.parametrize("memory", ["1", "100", "1MiB"])
-def test_files_are_no_larger_than_asked_and_the_index_names_them(checkpoint, tmp_path, memory):
-    sizes = ["--max-shard-size", "300", "--memory", memory]
+@pytest.mark.parametrize(("most", "memory"), [(300, "1"), (300, "100"), (600, "1MiB")])
+def test_files_are_no_larger_than_asked_and_the_index_names_them(checkpoint, tmp_path, most, memory):
+    sizes = ["--max-shard-size", most, "--memory", memory]
     assert run("export", checkpoint, tmp_path / "out", *sizes)[0] == 0
     target = tmp_path / "out"
     assert_same(loaded(target), WEIGHTS)
@@ -92,7 +93,7 @@ def test_files_are_no_larger_than_asked_and_the_index_names_them(checkpoint, tmp
     for file in files:
         tensors = load_file(target / file)
         assert {name for name, where in index["weight_map"].items() if where == file} == tensors.keys()
-        assert sum(tensor.nbytes for tensor in tensors.values()) <= 300
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= most
 
 
 def test_a_tensor_larger_than_a_file_makes_a_file_of_its_own(checkpoint, tmp_path):
@@ -192,6 +193,14 @@ def test_an_interrupted_export_leaves_nothing_behind(checkpoint, tmp_path, monke
     with pytest.raises(type(error)):
         export(source, tmp_path / "out", choose_weights(source))
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_appears_meanwhile_is_not_replaced(checkpoint, tmp_path):
+    with pytest.raises(StorageError, match="exists"), targets.appearing(tmp_path / "out") as temporary:
+        temporary.write_text("ours")
+        (tmp_path / "out").write_text("another's")
+    assert sorted(tmp_path.iterdir()) == [checkpoint, tmp_path / "out"]
+    assert (tmp_path / "out").read_text() == "another's"
 
 
 def test_no_more_than_the_memory_asked_for_is_read_at_once(checkpoint, tmp_path, monkeypatch):
