@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from megatron_datastates.cli import diff, export, listing, verify  # they add themselves
+from megatron_datastates.cli import convert, diff, export, listing, verify  # they add themselves
 from megatron_datastates.cli.shared import app
 from megatron_datastates.config import ENVIRONMENT_PREFIX, Options
 
-__all__ = ["diff", "export", "listing", "main", "verify"]
+__all__ = ["convert", "diff", "export", "listing", "main", "verify"]
 
 
 @app.callback()

@@ -37,10 +37,10 @@ def progress_bar(verb: str, disable: bool = False) -> Progress:
     return Progress(verb, *bars, console=notes, transient=True, disable=disable or not notes.is_terminal)
 
 
-def cannot(error: Exception) -> NoReturn:
+def cannot(error: Exception, code: int = 2) -> NoReturn:
     """Ends the command: it cannot be done, for this reason."""
     notes.print(f"datastates: {error}", markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(2)
+    raise typer.Exit(code)
 
 
 def parse_size(option: str, text: str) -> int:

@@ -5,19 +5,28 @@ Sources open files when something in them is asked for, and hold no tensor. They
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from megatron_datastates.config import Options
+from megatron_datastates.engine.reader import Reader
 from megatron_datastates.errors import NotACheckpointError
-from megatron_datastates.pipeline.load import Checkpoint, is_published
+from megatron_datastates.format.values import Extent, Fragment
+from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead, is_published
+from megatron_datastates.plan.reads import plan_extent
+
+METADATA_NAME = "metadata.json"  # Megatron's: says which format a checkpoint has
+TORCH_DIST_INDEX = ".metadata"  # DCP's
 
 
 class StoredTensor(Protocol):
@@ -31,6 +40,24 @@ class StoredTensor(Protocol):
     def offsets(self) -> npt.NDArray[np.int64]: ...  # (n, d), elements
     @property
     def shapes(self) -> npt.NDArray[np.int64]: ...  # (n, d), elements
+
+
+class Piece(NamedTuple):
+    """Bytes [begin, begin + size) of a stored fragment, in row-major order, on their way to a window."""
+
+    key: str
+    fragment: int  # row of the tensor's offsets and shapes
+    begin: int
+    size: int
+    at: int  # where in the window they go
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """What one rank stored, in the order of its files."""
+
+    fragments: list[tuple[str, int]]  # key, row of the tensor's offsets and shapes
+    objects: list[str]
 
 
 class Source(ABC):
@@ -69,8 +96,30 @@ class Source(ABC):
         """
 
     @abstractmethod
+    def read_pieces(self, pieces: Sequence[Piece], window: npt.NDArray[np.uint8]) -> None:
+        """Fills `window` with pieces; what lies between them is left alone. Any thread may call it."""
+
+    @abstractmethod
     def read_object(self, key: str) -> bytes:
         """An object as it is stored: what `torch.save([value])` gave. Raises MissingKeyError."""
+
+    @abstractmethod
+    def object_bytes(self, key: str) -> int:
+        """How long it is. Raises MissingKeyError."""
+
+    @abstractmethod
+    def stored_by_rank(self) -> list[Stored]:
+        """All fragments and objects, of each rank that stored any."""
+
+    @abstractmethod
+    def require_files(self) -> None:
+        """Raises StorageError, FormatError: a file is missing or ends early; told before any data moves."""
+
+    def fragment(self, key: str, number: int) -> Fragment:
+        """One of a tensor's fragments."""
+        entry = self.tensors[key]
+        offset, shape = entry.offsets[number].tolist(), entry.shapes[number].tolist()
+        return Fragment(key, entry.dtype, entry.global_shape, tuple(offset), tuple(shape))
 
 
 class DataStatesSource(Source):
@@ -81,6 +130,7 @@ class DataStatesSource(Source):
     def __init__(self, directory: Path, options: Options | None = None) -> None:
         super().__init__(directory)
         self.checkpoint = Checkpoint.open(directory, options)
+        self._local = threading.local()  # a reader with memory of its own for each thread
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:
@@ -99,8 +149,40 @@ class DataStatesSource(Source):
     ) -> torch.Tensor:
         return self.checkpoint.read_tensor(key, offset, shape)
 
+    def read_pieces(self, pieces: Sequence[Piece], window: npt.NDArray[np.uint8]) -> None:
+        if not hasattr(self._local, "reader"):
+            self._local.reader = self.checkpoint.new_reader()
+        reader: Reader = self._local.reader
+        address, scheduled = window.ctypes.data, []
+        for key, fragment, begin, size, at in pieces:
+            entry = self.checkpoint.index.tensor(key)
+            extent = Extent(int(entry.files[fragment]), int(entry.file_offsets[fragment]) + begin, size)
+            scheduled.append(ScheduledRead(plan_extent(extent), address + at))
+        self.checkpoint.read(scheduled, reader)
+
     def read_object(self, key: str) -> bytes:
         return self.checkpoint.read_object_bytes(key)
+
+    def object_bytes(self, key: str) -> int:
+        return len(self.checkpoint.plan_objects([key]).buffers[key])
+
+    def require_files(self) -> None:
+        self.checkpoint.require(range(len(self.checkpoint.manifest.files)))
+
+    def stored_by_rank(self) -> list[Stored]:
+        places: dict[int, list[tuple[int, str, int]]] = {}
+        for key, entry in self.checkpoint.index.tensors.items():
+            for n, (file, at) in enumerate(
+                zip(entry.files.tolist(), entry.file_offsets.tolist(), strict=True)
+            ):
+                places.setdefault(file, []).append((at, key, n))
+        objects: dict[int, list[str]] = {}
+        for key, file in self.checkpoint.index.objects.items():
+            objects.setdefault(file, []).append(key)
+        return [
+            Stored([(key, n) for _, key, n in sorted(places.get(file, []))], objects.get(file, []))
+            for file in sorted(places.keys() | objects.keys())
+        ]
 
 
 def open_source(directory: str | os.PathLike[str]) -> Source:
@@ -109,7 +191,27 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
     Raises:
         NotACheckpointError: nothing is there that can be read.
     """
+    from megatron_datastates.convert.torch_dist import TorchDistSource  # which builds on this module
+
     path = Path(directory)
-    if is_published(path):
+    backend = _named_format(path)
+    has_index = (path / TORCH_DIST_INDEX).is_file()
+    if is_published(path) and not (backend == "torch_dist" and has_index):
         return DataStatesSource(path)
-    raise NotACheckpointError(f"{path} holds no checkpoint of a known format")
+    if has_index and backend in (None, "torch_dist"):
+        return TorchDistSource(path)
+    if backend == DataStatesSource.format or not path.is_dir():
+        Checkpoint.open(path)  # which says what is wrong with it
+    known = f" (its {METADATA_NAME} says {backend!r})" if backend is not None else ""
+    raise NotACheckpointError(
+        f"{path} holds no checkpoint of a known format{known}: give a directory such as CKPT/iter_0000100, "
+        "written with --ckpt-format torch_dist or datastates"
+    )
+
+
+def _named_format(path: Path) -> str | None:
+    try:
+        backend = json.loads((path / METADATA_NAME).read_bytes())["sharded_backend"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+    return backend if isinstance(backend, str) else None

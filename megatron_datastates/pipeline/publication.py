@@ -23,7 +23,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -91,14 +91,23 @@ class LayoutStore:
         return found
 
     def _merge(self, wanted: tuple[tuple[int, bytes], ...]) -> MergedIndex:
-        parts = (Index.decode(self._parts[key], f"the layout of rank {key[0]}", 1) for key in wanted)
-        whole = merge_indexes((part, file) for file, part in enumerate(parts))
-        told = (fault for key, entry in whole.tensors.items() for fault in coverage_faults(key, entry))
-        faults = list(itertools.islice(told, 3))
-        if faults:
-            raise FormatError(f"the state of all ranks together is not whole: {'; '.join(faults)}")
-        encoded = whole.encode(packed=True)
-        return MergedIndex(index_entry(encoded), encoded)
+        return merge_layouts((key[0], self._parts[key]) for key in wanted)
+
+
+def merge_layouts(parts: Iterable[tuple[int, bytes]]) -> MergedIndex:
+    """The index of a checkpoint from (rank, own index) of each file, in the order of the files.
+
+    Raises:
+        FormatError: as LayoutStore.merged.
+    """
+    indexes = (Index.decode(data, f"the layout of rank {rank}", 1) for rank, data in parts)
+    whole = merge_indexes((part, file) for file, part in enumerate(indexes))
+    told = (fault for key, entry in whole.tensors.items() for fault in coverage_faults(key, entry))
+    faults = list(itertools.islice(told, 3))
+    if faults:
+        raise FormatError(f"the state of all ranks together is not whole: {'; '.join(faults)}")
+    encoded = whole.encode(packed=True)
+    return MergedIndex(index_entry(encoded), encoded)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,14 +313,14 @@ class Publication:
             iteration=context.iteration,
             parallel=self._labels.parallel,
             others=self._others(),
-            writer=_releases(),
+            writer=releases(),
             compatible=COMPATIBLE_CHECKSUMS,
         )
         return manifest, index
 
     def _others(self) -> list[OtherFile]:
         paths = [self.save.context.directory / name for name in self._labels.other_files]
-        return [_described(path) for path in paths if path.is_file()]
+        return [described(path) for path in paths if path.is_file()]
 
     def join(self) -> None:
         """Waits for the threads of a save that is over."""
@@ -324,7 +333,7 @@ class Publication:
             self._publisher.join()
 
 
-def _described(path: Path) -> OtherFile:
+def described(path: Path) -> OtherFile:
     """A file of somebody else's, made durable: the manifest is going to vouch for it."""
     data = sync_file(path)
     return OtherFile(path.name, len(data), hashlib.sha256(data).hexdigest())
@@ -337,7 +346,8 @@ def _has_whole(path: Path, data: bytes) -> bool:
         return False
 
 
-def _releases() -> dict[str, str]:
+def releases() -> dict[str, str]:
+    """Of the libraries involved, for a manifest."""
     found = {}
     for name in ("megatron-datastates", "megatron-core", "torch"):
         try:

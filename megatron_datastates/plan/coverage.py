@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.plan.boxes import contiguous_strides, first_overlap
 
 _MOST_CORNERS = 1 << 27
 _MOST_PLACES = 1 << 63
 
 
-def coverage_faults(key: str, entry: TensorEntry) -> list[str]:
+class StoredBoxes(Protocol):
+    """A tensor's fragments, wherever they lie."""
+
+    @property
+    def global_shape(self) -> tuple[int, ...]: ...
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]: ...  # (n, d), elements
+    @property
+    def shapes(self) -> npt.NDArray[np.int64]: ...  # (n, d), elements
+
+
+def coverage_faults(key: str, entry: StoredBoxes) -> list[str]:
     """What is wrong with the fragments of one tensor; nothing if they tile it."""
     if tiles(entry.global_shape, entry.offsets, entry.shapes):
         return []

@@ -1,0 +1,233 @@
+"""Pickles of other formats, read by unpicklers that know a list of names and build nothing else.
+
+A pickle is a program: what it names, it may call. So every name is looked up here, and what is not on a list
+is refused by its name before anything of it is imported.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import io
+import math
+import pathlib
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import torch.serialization
+from torch.distributed.checkpoint import filesystem, metadata
+
+from megatron_datastates.errors import FormatError, UnsafeObjectError
+from megatron_datastates.format.values import DTYPES
+from megatron_datastates.plan.boxes import contiguous_strides
+
+_METADATA = {
+    "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+    "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+}  # fmt: skip
+# What they add is not looked at, whatever they call it.
+_UNREAD = ("megatron.", "nvidia_resiliency_ext.", "torch.distributed.checkpoint.")
+_PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
+# Storages of old, by which torch.save names dtypes up to a point; later ones are named themselves.
+_STORAGES = {
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ShortStorage": torch.int16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+}
+
+
+class _Unread:
+    """Stands for what Megatron and others add to DCP's metadata: none of it is looked at."""
+
+    def __init__(self, *args: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == metadata.__name__ and name in _METADATA:
+            return getattr(metadata, name)
+        if (module, name) in (("collections", "OrderedDict"), ("builtins", "set")):
+            return collections.OrderedDict if name == "OrderedDict" else set
+        if module in ("pathlib", "pathlib._local") and name in _PATHS:
+            return pathlib.PurePosixPath
+        if (module, name) == (filesystem.__name__, "_StorageInfo"):
+            return filesystem._StorageInfo
+        if (module, name) == ("torch.serialization", "_get_layout"):
+            return _strided
+        if (module, name) == ("torch", "Size"):
+            return torch.Size
+        if module == "torch" and name in DTYPES:
+            return getattr(torch, name)
+        if module.startswith(_UNREAD):
+            return _Unread
+        raise UnsafeObjectError(f"it names {module}.{name}, which is not read")
+
+
+def _strided(name: str) -> torch.layout:
+    if name != "torch.strided":
+        raise UnsafeObjectError(f"it holds a tensor of layout {name}: only strided tensors are read")
+    return torch.strided
+
+
+def load_metadata(path: Path) -> metadata.Metadata:
+    """DCP's `.metadata`.
+
+    Raises:
+        OSError: it cannot be read.
+        FormatError: it is damaged, or no such file. UnsafeObjectError: it names what is not on the list.
+    """
+    with path.open("rb") as file:
+        found = _load(_MetadataUnpickler(file), str(path))
+    if not isinstance(found, metadata.Metadata) or not all(
+        isinstance(part, dict)
+        for part in (getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None))
+    ):
+        raise FormatError(f"{path} is not the metadata of a torch_dist checkpoint")
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageName:
+    """What a pickle of torch.save says of a storage, which lies beside it in the archive."""
+
+    dtype: torch.dtype | None  # None: its tensor says
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorRecord:
+    """What torch.save says of a tensor."""
+
+    storage: StorageName
+    dtype: torch.dtype
+    storage_offset: int  # elements, as all below
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _rebuild_v2(
+    storage: StorageName, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, *more: Any
+) -> TensorRecord:
+    if storage.dtype is None:
+        raise FormatError("a storage has no dtype")
+    return _rebuild_v3(storage, offset, shape, strides, grad, hooks, storage.dtype, *more)
+
+
+def _rebuild_v3(
+    storage: StorageName, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
+) -> TensorRecord:
+    if any(more):
+        raise FormatError(f"its tensor is a view of a kind that is not read: {more}")
+    return TensorRecord(storage, dtype, offset, tuple(shape), tuple(strides))
+
+
+def _parameter(data: TensorRecord, *unread: Any) -> TensorRecord:
+    return data
+
+
+_REBUILD = {
+    "_rebuild_tensor_v2": _rebuild_v2,
+    "_rebuild_tensor_v3": _rebuild_v3,
+    "_rebuild_parameter": _parameter,
+}
+
+
+class _UntypedStorage:
+    """As a name: its tensor says of which dtype it is."""
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name in _REBUILD:
+            return _REBUILD[name]
+        if (module, name) == ("collections", "OrderedDict"):
+            return collections.OrderedDict
+        if (module, name) == ("torch.storage", "UntypedStorage"):
+            return _UntypedStorage
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        if module == "torch" and name in DTYPES:
+            return getattr(torch, name)
+        raise UnsafeObjectError(f"it names {module}.{name}, and is to be a plain tensor")
+
+    def persistent_load(self, pid: Any) -> StorageName:
+        kind, dtype, name, *_ = pid
+        if kind != "storage" or not (isinstance(dtype, torch.dtype) or dtype is _UntypedStorage):
+            raise FormatError(f"it refers to {pid}")
+        return StorageName(dtype if isinstance(dtype, torch.dtype) else None, str(name))
+
+
+def load_tensor_record(file: BinaryIO, where: str) -> TensorRecord:
+    """`data.pkl` of an archive. Raises FormatError."""
+    found = _load(_TensorUnpickler(file), where)
+    if not isinstance(found, TensorRecord) or not isinstance(found.dtype, torch.dtype):
+        raise FormatError(f"{where}: it is no tensor")
+    numbers = (found.storage_offset, *found.shape, *found.strides)
+    if len(found.shape) != len(found.strides) or not all(
+        isinstance(number, int) and 0 <= number < 1 << 62 for number in numbers
+    ):
+        raise FormatError(f"{where}: its tensor has shape {found.shape} and strides {found.strides}")
+    return found
+
+
+class _Storage:
+    """A storage beside the pickle that refers to it."""
+
+    def __init__(self, kind: type[Any], count: int) -> None:
+        self.reference = ("storage", kind, "0", "cpu", count)
+
+
+class _Rebuilt:
+    """Pickled as a call of one of torch's functions."""
+
+    def __init__(self, *call: Any) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.call
+
+
+class _TensorPickler(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return value.reference if isinstance(value, _Storage) else None
+
+
+def dump_tensor_record(dtype: str, shape: Sequence[int]) -> bytes:
+    """`data.pkl` of a contiguous tensor on the host, whose storage is named 0: as torch.save writes it."""
+    found = getattr(torch, dtype)
+    count, strides = math.prod(shape), contiguous_strides(shape)
+    hooks: collections.OrderedDict[str, Any] = collections.OrderedDict()
+    arguments = (0, tuple(shape), strides, False, hooks)
+    name = next((name for name, known in _STORAGES.items() if known == found), None)
+    if name is not None:
+        storage = _Storage(getattr(torch, name), count)
+        rebuilt = _Rebuilt(torch._utils._rebuild_tensor_v2, (storage, *arguments))
+    else:
+        storage = _Storage(torch.UntypedStorage, count * found.itemsize)
+        rebuilt = _Rebuilt(torch._utils._rebuild_tensor_v3, (storage, *arguments, found))
+    buffer = io.BytesIO()
+    _TensorPickler(buffer, protocol=2).dump(rebuilt)
+    return buffer.getvalue()
+
+
+def _load(unpickler: pickle.Unpickler, where: str) -> Any:
+    try:
+        return unpickler.load()
+    except FormatError as error:
+        raise type(error)(f"{where} was not read: {error}") from error
+    except Exception as error:  # a damaged pickle raises anything
+        raise FormatError(f"{where} is damaged: {type(error).__name__}: {error}") from error

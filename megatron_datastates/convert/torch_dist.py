@@ -1,0 +1,272 @@
+"""Checkpoints of `--ckpt-format torch_dist`: what torch.distributed.checkpoint (DCP) writes, read without it.
+
+`.metadata` says where each fragment and object lies: so many bytes of a `.distcp` file, which for a tensor
+are an archive as torch.save makes it. Nothing is unpickled but through convert/pickles.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+
+from megatron_datastates.convert.archives import open_archive
+from megatron_datastates.convert.pickles import load_metadata
+from megatron_datastates.convert.source import METADATA_NAME, TORCH_DIST_INDEX, Piece, Source, Stored
+from megatron_datastates.errors import FormatError, MismatchError, MissingKeyError, StorageError
+from megatron_datastates.format.values import DTYPES, element_bytes
+from megatron_datastates.pipeline.load import torch_dtype
+from megatron_datastates.plan.boxes import first_overlap, intersect
+from megatron_datastates.providers.tensors import dtype_name
+
+INTEGRITY_NAME = "integrity.json"  # Megatron's hashes of a checkpoint's files
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """So many bytes of a `.distcp` file."""
+
+    file: str
+    offset: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchDistTensor:
+    """See StoredTensor. `records` are of the n fragments, in their order; None where DCP wrote none."""
+
+    dtype: str
+    global_shape: tuple[int, ...]
+    offsets: npt.NDArray[np.int64]
+    shapes: npt.NDArray[np.int64]
+    records: list[Record | None]
+
+
+class TorchDistSource(Source):
+    """Reads `.metadata` at once, and the rest when it is asked for.
+
+    Raises (also when it is made): FormatError for what is damaged, hostile or written by an extension of DCP,
+    StorageError for a file that is missing or ends early.
+    """
+
+    format = "torch_dist"
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        path = directory / TORCH_DIST_INDEX
+        metadata = load_metadata(path)
+        records = _records(metadata, path)
+        self._tensors: dict[str, TorchDistTensor] = {}
+        self._objects: dict[str, Record] = {}
+        for key, entry in metadata.state_dict_metadata.items():
+            if isinstance(entry, TensorStorageMetadata):
+                self._tensors[key] = _tensor(key, entry, records.get(key, {}), path)
+            elif isinstance(entry, BytesStorageMetadata) and records.get(key):
+                self._objects[key] = next(iter(records[key].values()))
+            else:
+                raise FormatError(f"{path}: {key!r} is neither a tensor nor an object that was stored")
+
+    @property
+    def tensors(self) -> Mapping[str, TorchDistTensor]:
+        return self._tensors
+
+    @property
+    def objects(self) -> Sequence[str]:
+        return list(self._objects)
+
+    @property
+    def other_files(self) -> Sequence[str]:
+        known = {METADATA_NAME, TORCH_DIST_INDEX, INTEGRITY_NAME}
+        with os.scandir(self.directory) as entries:
+            names = [entry.name for entry in entries if entry.is_file()]
+        return sorted(name for name in names if name not in known and not name.endswith((".distcp", ".tmp")))
+
+    def read_tensor(
+        self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        entry = self._tensor(key)
+        offset = tuple(offset) if offset is not None else (0,) * len(entry.global_shape)
+        shape = tuple(shape) if shape is not None else entry.global_shape
+        if not len(offset) == len(shape) == len(entry.global_shape) or any(
+            o < 0 or n < 0 or o + n > s for o, n, s in zip(offset, shape, entry.global_shape, strict=True)
+        ):
+            raise MismatchError(
+                f"tensor {key!r} has shape {entry.global_shape}: there is no slice of {shape} at {offset}"
+            )
+        found = [(n, _common(entry, n, offset, shape)) for n in range(len(entry.records))]
+        cuts = [(n, box) for n, box in found if box is not None]
+        wanted, covered = math.prod(shape), sum(math.prod(lengths) for _, (_, lengths) in cuts)
+        if covered < wanted:
+            raise FormatError(f"tensor {key!r} has holes: {covered} of {wanted} elements are stored")
+        overlap = first_overlap(entry.offsets, entry.shapes) if len(cuts) > 1 else None
+        if overlap is not None:
+            raise FormatError(f"tensor {key!r}: two fragments both hold the element at {overlap}")
+        target = torch.empty(shape, dtype=torch_dtype(entry.dtype))
+        for n, (begin, lengths) in cuts:
+            part, stored = target, self._read_fragment(key, n)
+            for dim, (at, length) in enumerate(zip(begin, lengths, strict=True)):
+                stored = stored.narrow(dim, at - int(entry.offsets[n, dim]), length)
+                part = part.narrow(dim, at - offset[dim], length)
+            part.copy_(stored)
+        return target
+
+    def _read_fragment(self, key: str, number: int) -> torch.Tensor:
+        fragment = self.fragment(key, number)
+        memory = torch.empty(fragment.bytes, dtype=torch.uint8)
+        self.read_pieces([Piece(key, number, 0, fragment.bytes, 0)], memory.numpy())
+        return memory.view(torch_dtype(fragment.dtype)).reshape(fragment.shape)
+
+    def read_pieces(self, pieces: Sequence[Piece], window: npt.NDArray[np.uint8]) -> None:
+        by_file: dict[str, list[tuple[Piece, Record]]] = defaultdict(list)
+        for piece in pieces:
+            record = self._tensor(piece.key).records[piece.fragment]
+            if record is None:
+                raise FormatError(
+                    f"{self.directory / TORCH_DIST_INDEX} does not say where {piece.key!r} lies"
+                )
+            by_file[record.file].append((piece, record))
+        for name, wanted in by_file.items():
+            with self._open(name) as file:
+                for piece, record in wanted:
+                    self._read_piece(file, piece, record, window[piece.at : piece.at + piece.size])
+
+    def _read_piece(
+        self, file: BinaryIO, piece: Piece, record: Record, target: npt.NDArray[np.uint8]
+    ) -> None:
+        where = f"{self.directory / record.file}, tensor {piece.key!r} at byte {record.offset}"
+        archive = open_archive(file, record.offset, record.bytes, where)
+        fragment = self.fragment(piece.key, piece.fragment)
+        if (archive.dtype, archive.shape) != (fragment.dtype, fragment.shape):
+            raise FormatError(
+                f"{where}: it is {archive.dtype} {archive.shape}, and {TORCH_DIST_INDEX} says "
+                f"{fragment.dtype} {fragment.shape}"
+            )
+        archive.read_into(piece.begin, target)
+
+    def read_object(self, key: str) -> bytes:
+        record = self._object(key)
+        with self._open(record.file) as file:
+            file.seek(record.offset)
+            data = file.read(record.bytes)
+        if len(data) != record.bytes:
+            raise StorageError(f"{self.directory / record.file} ends within object {key!r}")
+        return data
+
+    def object_bytes(self, key: str) -> int:
+        return self._object(key).bytes
+
+    def require_files(self) -> None:
+        ends: dict[str, int] = {}
+        places = [
+            self._place(key, n) for key, entry in self._tensors.items() for n in range(len(entry.records))
+        ]
+        for record in [*places, *self._objects.values()]:
+            ends[record.file] = max(ends.get(record.file, 0), record.offset + record.bytes)
+        for name, end in ends.items():
+            with self._open(name) as file:
+                size = os.fstat(file.fileno()).st_size
+            if size < end:
+                raise StorageError(
+                    f"{self.directory / name} has {size} bytes, and {end} were written: it is cut off"
+                )
+
+    def stored_by_rank(self) -> list[Stored]:
+        fragments: dict[tuple[int, str], list[tuple[str, int, str, int]]] = defaultdict(list)
+        objects: dict[tuple[int, str], list[str]] = defaultdict(list)
+        for key, entry in self._tensors.items():
+            for n in range(len(entry.records)):
+                record = self._place(key, n)
+                fragments[_rank_of(record.file)].append((record.file, record.offset, key, n))
+        for key, record in self._objects.items():
+            objects[_rank_of(record.file)].append(key)
+        return [
+            Stored([(key, n) for _, _, key, n in sorted(fragments[rank])], objects[rank])
+            for rank in sorted(fragments.keys() | objects.keys())
+        ]
+
+    def _open(self, name: str) -> BinaryIO:
+        try:
+            return (self.directory / name).open("rb")
+        except OSError as error:
+            raise StorageError(f"{self.directory / name} cannot be read: {error.strerror}") from error
+
+    def _tensor(self, key: str) -> TorchDistTensor:
+        if key not in self._tensors:
+            raise MissingKeyError(f"there is no tensor {key!r} in {self.directory}")
+        return self._tensors[key]
+
+    def _place(self, key: str, number: int) -> Record:
+        record = self._tensor(key).records[number]
+        if record is None:
+            raise FormatError(f"{self.directory / TORCH_DIST_INDEX} does not say where {key!r} lies")
+        return record
+
+    def _object(self, key: str) -> Record:
+        if key not in self._objects:
+            raise MissingKeyError(f"there is no object {key!r} in {self.directory}")
+        return self._objects[key]
+
+
+def _common(
+    entry: TorchDistTensor, number: int, offset: Sequence[int], shape: Sequence[int]
+) -> tuple[Sequence[int], Sequence[int]] | None:
+    stored = entry.offsets[number].tolist(), entry.shapes[number].tolist()
+    return intersect(*stored, offset, shape)
+
+
+def _rank_of(file: str) -> tuple[int, str]:
+    """The rank that a file's name tells; a file of another name is one rank's alone."""
+    match = re.fullmatch(r"__(\d{1,9})_\d+\.distcp", file, re.ASCII)
+    return (int(match[1]), "") if match else (1 << 62, file)
+
+
+def _records(metadata: Metadata, path: Path) -> dict[str, dict[tuple[int, ...], Record]]:
+    """By key, then by a fragment's offset."""
+    found: dict[str, dict[tuple[int, ...], Record]] = defaultdict(dict)
+    for index, info in metadata.storage_data.items():
+        if getattr(info, "transform_descriptors", None):
+            raise FormatError(
+                f"{path}: {index.fqn!r} was written through {info.transform_descriptors}, "
+                "which is not supported: write the checkpoint without extensions of DCP"
+            )
+        file, place = info.relative_path, (info.offset, info.length)
+        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\0" in file:
+            raise FormatError(f"{path}: {index.fqn!r} lies in {file!r}, which is no name of a file beside it")
+        if not all(isinstance(number, int) and 0 <= number < 1 << 62 for number in place):
+            raise FormatError(f"{path}: {index.fqn!r} lies at {place} in {file}")
+        found[index.fqn][tuple(index.offset or ())] = Record(file, *place)
+    return found
+
+
+def _tensor(
+    key: str, entry: TensorStorageMetadata, records: Mapping[tuple[int, ...], Record], path: Path
+) -> TorchDistTensor:
+    dtype, shape = dtype_name(entry.properties.dtype), tuple(entry.size)
+    if dtype not in DTYPES:
+        raise FormatError(f"{path}: tensor {key!r} is {dtype}, which the datastates format cannot hold")
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+    for offset, size in boxes:
+        fits = len(offset) == len(size) == len(shape)
+        if not fits or any(o < 0 or n < 0 or o + n > s for o, n, s in zip(offset, size, shape, strict=True)):
+            raise FormatError(f"{path}: tensor {key!r} of shape {shape} has a fragment {size} at {offset}")
+    if element_bytes(dtype) * int(np.prod(shape, dtype=object)) >= 1 << 62:
+        raise FormatError(f"{path}: tensor {key!r} of shape {shape} is too large")
+    offsets = np.array([offset for offset, _ in boxes], np.int64).reshape(len(boxes), len(shape))
+    shapes = np.array([size for _, size in boxes], np.int64).reshape(len(boxes), len(shape))
+    return TorchDistTensor(dtype, shape, offsets, shapes, [_record(key, o, records) for o, _ in boxes])
+
+
+def _record(key: str, offset: tuple[int, ...], records: Mapping[tuple[int, ...], Record]) -> Record | None:
+    # A plain tensor, not a shard of one, is stored under an offset of zeros, and in old releases under none.
+    found: Any = records.get(offset)
+    return found or (records.get(()) if not any(offset) else None)

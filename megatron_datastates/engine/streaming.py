@@ -1,0 +1,92 @@
+"""A data file whose bytes come one stretch after the other, through memory of the caller's.
+
+Belongs here: handing stretches to the engine that also saves, so that they are checksummed, written and
+synced as any other file is. Does not belong here: what the bytes are.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_datastates.engine import native
+from megatron_datastates.engine.staging import StagingEngine
+from megatron_datastates.errors import StorageError
+from megatron_datastates.format.values import ALIGNMENT
+
+_SLICE_SECONDS = 0.1  # native waits return this often, so that signals get through
+_POLL_SECONDS = 0.0005  # a stretch takes tens of milliseconds, and the pool holds more for the writers
+
+
+class StreamedFile:
+    """Used by one thread. Every method raises StorageError once something went wrong; then `remove` it."""
+
+    def __init__(self, engine: StagingEngine, path: Path, total_bytes: int) -> None:
+        """`total_bytes` are reserved at once; a footer is not among them."""
+        self._engine, self._path, self._total_bytes = engine, path, total_bytes
+        self._job: native.SaveJob | None = None
+        self._end = 0
+
+    def put(self, stretch: npt.NDArray[np.uint8]) -> None:
+        """Appends a multiple of 4 KiB; returns when it has been copied, so that the memory may change."""
+        begin, self._end = self._end, self._end + len(stretch)
+        assert len(stretch) % ALIGNMENT == 0, "the next stretch would begin between two blocks"
+        size = np.array([len(stretch)], np.uint64)
+        sources, offsets = np.array([stretch.ctypes.data], np.uint64), np.array([begin], np.uint64)
+        columns = {
+            "sources": sources,
+            "bytes": size,
+            "offsets": offsets,
+            "piece_bytes": size,
+            "step_bytes": size,
+        }
+        flags = np.full(1, native.EAGER_FLAG, np.uint8)
+        if self._job is None:
+            self._job = self._engine.native.start(
+                path=str(self._path),
+                reserve_bytes=self._total_bytes,
+                end=self._end,
+                flags=flags,
+                stream=0,
+                **columns,
+            )
+        else:
+            self._engine.native.append(job=self._job, begin=begin, end=self._end, flags=flags, **columns)
+        while int(str(self._status(self._job)["bytes_copied"])) < self._end:
+            time.sleep(_POLL_SECONDS)
+
+    def checksums(self) -> bytes:
+        """Of all blocks, once they are in the file; nothing if options say so."""
+        assert self._job is not None
+        self._job.close_input()
+        self._wait(self._job, native.Milestone.WRITTEN)
+        return bytes(self._job.block_checksums()) if self._engine.options.checksums else b""
+
+    def finish(self, footer: bytes) -> None:
+        """Returns when the file is durable, with this footer behind all that was put."""
+        assert self._job is not None
+        self._engine.native.finish(job=self._job, footer=footer, offset=self._end)
+        self._wait(self._job, native.Milestone.DURABLE)
+
+    def remove(self) -> None:
+        """Waits until nothing is in flight, and removes the file."""
+        if self._job is not None:
+            self._job.cancel("the conversion was given up")
+            while not self._job.wait(native.Milestone.RELEASED, _SLICE_SECONDS):
+                pass
+            self._job.remove()
+            self._job = None
+
+    def _wait(self, job: native.SaveJob, milestone: native.Milestone) -> None:
+        while not job.wait(milestone, _SLICE_SECONDS):
+            pass
+        self._status(job)
+
+    def _status(self, job: native.SaveJob) -> dict[str, bool | int | float | str]:
+        status = job.status()
+        if status["error"]:
+            raise StorageError(str(status["error"]))
+        return status
