@@ -32,6 +32,7 @@ import numpy as np
 import torch
 
 from megatron_datastates.convert.source import Source, StoredTensor, open_source
+from megatron_datastates.errors import MissingPackageError
 from megatron_datastates.format.values import element_bytes
 
 try:
@@ -40,7 +41,9 @@ try:
     from zarr.buffer import cpu
     from zarr.storage import MemoryStore
 except ImportError as error:
-    raise ImportError(f"a zarr view needs zarr ({error}): pip install 'megatron-datastates[zarr]'") from error
+    raise MissingPackageError(
+        f"a zarr view needs zarr ({error}): pip install 'megatron-datastates[zarr]'"
+    ) from error
 
 CHUNK_BYTES = 16 << 20  # of a chunk, at most
 _DOCUMENT = "zarr.json"
@@ -78,9 +81,7 @@ def chunk_shape(tensor: StoredTensor) -> tuple[int, ...]:
     """Of the regular grid in which a tensor is shown, elements."""
     shape = np.array(tensor.global_shape, np.int64)
     grid = tensor.shapes.max(axis=0, initial=1)
-    regular = (tensor.offsets % grid == 0).all() and (
-        tensor.shapes == np.minimum(grid, shape - tensor.offsets)
-    ).all()
+    regular = (tensor.offsets % grid == 0).all()  # as fragments tile the tensor, each fills its cell
     chunk: list[int] = np.maximum(grid if regular else shape, 1).tolist()
     most = CHUNK_BYTES // element_bytes(tensor.dtype)
     for axis in range(len(chunk)):

@@ -17,7 +17,7 @@ import torch
 from megatron_datastates.convert.parts import boxes_of, choose_keys, group_of, parts_of
 from megatron_datastates.convert.source import Source
 from megatron_datastates.convert.target import appearing
-from megatron_datastates.errors import DataStatesError, UnsupportedFormatError
+from megatron_datastates.errors import MissingPackageError, UnsupportedFormatError
 from megatron_datastates.format.values import element_bytes
 
 # Of one element of both tensors: as stored, as float64, their differences and masks.
@@ -180,11 +180,11 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def require_plotting() -> Any:
-    """The module matplotlib.figure. Raises DataStatesError where matplotlib is not installed."""
+    """The module matplotlib.figure. Raises MissingPackageError."""
     try:
         return importlib.import_module("matplotlib.figure")
     except ImportError as error:
-        raise DataStatesError(
+        raise MissingPackageError(
             f"a plot needs matplotlib ({error}): pip install 'megatron-datastates[plot]'"
         ) from error
 
@@ -193,7 +193,8 @@ def plot_drift(found: Difference, target: Path) -> None:
     """Draws the largest differences of each layer, a line for each group and stack, as PNG.
 
     Raises:
-        DataStatesError: there is no matplotlib, or the target exists.
+        MissingPackageError: there is no matplotlib.
+        StorageError: the target exists.
         OSError: it cannot be written.
     """
     figure = require_plotting().Figure(figsize=(8, 7), layout="constrained")

@@ -205,7 +205,7 @@ def test_bad_input_is_one_line(pair, tmp_path):
     one, other = pair(state(), state())
     for arguments, expected in [
         ((one, tmp_path), "no checkpoint"),
-        ((tmp_path / "nowhere", other), "no checkpoint"),
+        ((tmp_path / "nowhere", other), "is not a directory"),
         ((one, other, "--keys", "nothing"), "no tensor in"),
         ((one, other, "--memory", "much"), "expected a size such as"),
         ((one, other, "--plot", tmp_path / "no" / "drift.png"), "is not a directory"),

@@ -124,10 +124,13 @@ def test_chunks_are_the_fragments_where_these_are_a_grid(tmp_path):
     [[((0,), (3,)), ((3,), (7,))], [((0,), (6,)), ((6,), (2,)), ((8,), (2,))]],
     ids=["large", "small"],
 )
-def test_irregular_fragments_are_shown_in_chunks_of_bounded_size(boxes, tmp_path, monkeypatch):
-    monkeypatch.setattr(zarr_view, "CHUNK_BYTES", 4)
+@pytest.mark.parametrize(("chunk_bytes", "chunk"), [(4, 4), (100, 10)])
+def test_irregular_fragments_are_shown_in_chunks_of_bounded_size(
+    boxes, chunk_bytes, chunk, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(zarr_view, "CHUNK_BYTES", chunk_bytes)
     array, whole = grid_of((10,), boxes, tmp_path)
-    assert array.chunks == (4,)
+    assert array.chunks == (chunk,)
     np.testing.assert_array_equal(array[...], whole)
 
 
