@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from megatron_datastates.cli.shared import AsJson, Keys, Memory, app, cannot, out, parse_size, progress_bar
 from megatron_datastates.convert.diff import (
@@ -40,7 +41,7 @@ def diff(
 
     "absolute" is the largest |a - b|, "relative" the largest |a - b| / max(|a|, |b|), over elements that are
     finite in both. NaN equals NaN. Objects, such as generators' states, are not compared.
-    Exit codes: 0 equal, 1 different, 2 it cannot be done and nothing was written.
+    Exit codes: 0 equal, 1 different, 2 it cannot be done, 130 interrupted; then nothing was written.
 
     Example: datastates diff runs/gpt/iter_0001000 runs/gpt/iter_0002000 --keys 'decoder.*' --plot drift.png
     """
@@ -116,7 +117,7 @@ def _print_drifts(what: str, drifts: Mapping[str, Drift]) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for name, drift in drifts.items():
         numbers = f"{drift.changed}", f"{drift.largest_absolute:.3g}", f"{drift.largest_relative:.3g}"
-        table.add_row(name, *numbers, f"{drift.not_finite}")
+        table.add_row(Text(name), *numbers, f"{drift.not_finite}")
     out.print(table, markup=False, highlight=False)
 
 

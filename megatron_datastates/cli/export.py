@@ -41,7 +41,8 @@ def export(
     """Write a model's weights as safetensors files, under Megatron's names, one tensor a layer.
 
     Without --keys, all tensors but the optimizer's. A tensor larger than a file makes a file of its own.
-    Experts of a layer stay stacked. Exit codes: 0 written, 2 it cannot be done and nothing was written.
+    Experts of a layer stay stacked.
+    Exit codes: 0 written, 2 it cannot be done, 130 interrupted; then nothing was written.
 
     Example: datastates export runs/gpt/iter_0001000 gpt-1000 --max-shard-size 2GB
     """

@@ -184,6 +184,11 @@ def test_a_person_is_told_what_changed(pair):
     assert "different: 2 tensors compared, 1 changed" in printed and "0.333" in printed
 
 
+def test_brackets_in_a_key_are_shown_as_they_are(pair):
+    printed = run("diff", *pair({"w[bold]": torch.ones(1)}, {"w[bold]": torch.zeros(1)}))[1]
+    assert "w[bold] " in printed
+
+
 def test_a_plot_is_drawn_and_never_over_another_file(pair, tmp_path):
     other = {**state(), FC1: torch.zeros(4, 8, 2)}
     directories, target = pair(state(), other), tmp_path / "drift.png"

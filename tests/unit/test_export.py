@@ -195,6 +195,15 @@ def test_an_interrupted_export_leaves_nothing_behind(checkpoint, tmp_path, monke
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_ctrl_c_ends_the_command_with_130_and_leaves_nothing_behind(checkpoint, tmp_path, monkeypatch):
+    def interrupted(*arguments: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DataStatesSource, "read_tensor", interrupted)
+    assert run("export", checkpoint, tmp_path / "out")[0] == 130
+    assert list(tmp_path.iterdir()) == [checkpoint]
+
+
 def test_what_appears_meanwhile_is_not_replaced(checkpoint, tmp_path):
     with pytest.raises(StorageError, match="exists"), targets.appearing(tmp_path / "out") as temporary:
         temporary.write_text("ours")

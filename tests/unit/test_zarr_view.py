@@ -147,6 +147,7 @@ def test_corrupt_data_is_an_error_and_never_zeros(saver, tmp_path):
 
 def test_nothing_can_be_written(viewed, tmp_path):
     group = viewed({"w": torch.ones(8)})
+    assert group.store.read_only
     before = {path: path.read_bytes() for path in (tmp_path / "ck").iterdir()}
     with pytest.raises(ValueError, match="read-only"):
         group["w"][0] = 5
