@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -53,9 +54,12 @@ def convert(
     Example: torchrun --nproc-per-node 8 tools/convert.py runs/gpt converted --all --memory 4GiB
     """
     try:
-        with team_of_torchrun() as team, progress_bar("converting", disable=team.rank > 0) as progress:
+        with team_of_torchrun() as team, ExitStack() as shown:
+            progress = progress_bar("converting", disable=team.rank > 0)
 
             def begun(plan: Plan) -> Moved:
+                if not progress.live.is_started:  # not before there is something to show
+                    shown.enter_context(progress)
                 total = sum(plan.file_bytes[n] for n in plan.files_of(team)) * (2 if verify else 1)
                 task = progress.add_task("", total=total)
                 return lambda done: progress.advance(task, done)

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.convert.pickles import dump_tensor_record, load_tensor_record
-from megatron_datastates.errors import FormatError, StorageError
+from megatron_datastates.errors import DataStatesError, FormatError, StorageError
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.providers.tensors import dtype_name
@@ -66,7 +66,7 @@ def _elements(view: np.ndarray, first: int, last: int) -> np.ndarray:
         if len(view) > 1:
             return np.ascontiguousarray(view).reshape(-1)[first:last].copy()
         view = view[0]
-    return np.ascontiguousarray(view[first:last])
+    return view[first:last].copy()
 
 
 def open_archive(file: BinaryIO, offset: int, size: int, where: str) -> Archive:
@@ -84,7 +84,9 @@ def open_archive(file: BinaryIO, offset: int, size: int, where: str) -> Archive:
     try:
         with zipfile.ZipFile(stream) as archive:
             return _described(archive, stream, file, offset, where)
-    except (zipfile.BadZipFile, KeyError, struct.error, NotImplementedError, EOFError) as error:
+    except DataStatesError:
+        raise
+    except Exception as error:  # a damaged archive raises anything
         raise FormatError(f"{where}: it is no archive of a tensor: {error}") from error
 
 

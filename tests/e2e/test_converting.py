@@ -1,0 +1,60 @@
+"""`datastates convert` between runs of Megatron's own loop: they go on bit for bit from either format."""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_datastates.convert.job import Means, convert, nothing_told, plan_conversion
+from megatron_datastates.convert.run import Wish, convert_run
+from megatron_datastates.convert.source import open_source
+from megatron_datastates.convert.team import Team
+from tests.e2e.test_moe import EP2, EXPERTS
+from tests.support.tiny import LAYOUTS, TRACKER, Checkpoints, Ending, Pretraining
+
+FULLY_RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
+RUNS = {
+    "tp2": LAYOUTS["tp2"],
+    "tp2, fully reshardable": [*LAYOUTS["tp2"], *FULLY_RESHARDABLE],
+    "pp2": LAYOUTS["pp2"],
+    "dp2, fully reshardable": [*LAYOUTS["dp2"], *FULLY_RESHARDABLE],
+    "experts": [*EXPERTS, *EP2],
+}
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_goes_on_from_what_was_converted_and_from_what_was_converted_back(
+    name: str, pretraining: Pretraining, tmp_path: Path
+) -> None:
+    stock = Checkpoints(tmp_path / "stock")
+    saved = pretraining.run(*RUNS[name], "--ckpt-format", "torch_dist", "--save", stock.root)
+    everything = Wish(verify=True)
+    convert_run(stock.root, tmp_path / "ours", everything, Team(), lambda plan: nothing_told)
+    convert_run(tmp_path / "ours", tmp_path / "back", everything, Team(), lambda plan: nothing_told)
+
+    for root, ckpt_format in ((tmp_path / "ours", "datastates"), (tmp_path / "back", "torch_dist")):
+        made = Checkpoints(root)
+        made.assert_format(2, ckpt_format)
+        assert made.tracked() == stock.tracked()
+        resumed = resume(pretraining, root, name, ckpt_format)
+        assert resumed.resumed_from(saved) == 2
+        assert resumed.differences(saved) == []
+
+
+@pytest.mark.conformance
+def test_a_run_goes_on_from_files_that_were_dealt_out_anew(pretraining: Pretraining, tmp_path: Path) -> None:
+    ours = Checkpoints(tmp_path / "ours")
+    saved = pretraining.run(*RUNS["tp2"], "--ckpt-format", "datastates", "--save", ours.root)
+    for ckpt_format, ranks in (("datastates", 1), ("datastates", 5), ("torch_dist", 3)):
+        made = Checkpoints(tmp_path / f"{ckpt_format} {ranks}")
+        plan = plan_conversion(open_source(ours.at(2)), made.at(2), format=ckpt_format, ranks=ranks)
+        convert(plan, Means(), verify=True)
+        (made.root / TRACKER).write_text("2")
+        resumed = resume(pretraining, made.root, "tp2", ckpt_format)
+        assert resumed.resumed_from(saved) == 2
+        assert resumed.differences(saved) == []
+
+
+def resume(pretraining: Pretraining, root: Path, name: str, ckpt_format: str) -> Ending:
+    how = ["--ckpt-format", ckpt_format, "--load", root, "--ckpt-step", "2"]
+    return pretraining.run(*RUNS[name], *how)
