@@ -92,12 +92,16 @@ def test_a_slice_of_a_chunk_that_no_memory_holds_is_read(legacy):
     assert window.tobytes() == bits(TENSORS["norm"][0][2])
 
 
-def test_any_bytes_of_a_fragment_are_read_from_whole_and_padded_chunks(legacy):
-    source, window = open_source(legacy), np.zeros(32, np.uint8)
-    source.read_pieces([Piece(FC1, 1, 3, 9, 2), Piece(FC1, 8, 1, 6, 20)], window)
-    assert window[2:11].tobytes() == bits(TENSORS[FC1][0][0, 2:4])[3:12]
-    assert window[20:26].tobytes() == bits(TENSORS[FC1][0][2, 4:])[1:7]
-    assert window[:2].sum() == window[11:20].sum() == window[26:].sum() == 0
+def test_any_bytes_of_a_fragment_are_read_from_whole_and_padded_chunks(tmp_path):
+    tensor = random_tensor(torch.bfloat16, (5, 7))
+    write_checkpoint(tmp_path / "ck", {"w": (tensor, (2, 4))}, {}, {})
+    source, window = open_source(tmp_path / "ck"), np.zeros(32, np.uint8)
+    pieces = [Piece("w", 2, 3, 9, 2), Piece("w", 1, 1, 10, 12), Piece("w", 5, 1, 5, 24)]
+    source.read_pieces(pieces, window)
+    assert window[2:11].tobytes() == bits(tensor[2:4, :4])[3:12]
+    assert window[12:22].tobytes() == bits(tensor[:2, 4:])[1:11]
+    assert window[24:29].tobytes() == bits(tensor[4:, 4:])[1:6]
+    assert window[:2].sum() == window[11:12].sum() == window[22:24].sum() == window[29:].sum() == 0
 
 
 def test_tensors_without_axes_or_elements_are_read(tmp_path):
