@@ -66,7 +66,7 @@ def open(path: str | os.PathLike[str], *, as_float32: bool = False) -> zarr.Grou
         NotACheckpointError: nothing is there that can be read.
     """
     entries = _Entries(open_source(path), as_float32)
-    return zarr.open_group(_Store(entries, read_only=True), mode="r", zarr_format=3)
+    return zarr.open_group(_Store(entries), mode="r", zarr_format=3)
 
 
 def array_name(key: str) -> str:

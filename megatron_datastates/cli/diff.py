@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
-from rich.text import Text
 
 from megatron_datastates.cli.shared import AsJson, Keys, Memory, app, cannot, out, parse_size, progress_bar
 from megatron_datastates.convert.diff import (
@@ -117,7 +116,7 @@ def _print_drifts(what: str, drifts: Mapping[str, Drift]) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for name, drift in drifts.items():
         numbers = f"{drift.changed}", f"{drift.largest_absolute:.3g}", f"{drift.largest_relative:.3g}"
-        table.add_row(Text(name), *numbers, f"{drift.not_finite}")
+        table.add_row(name, *numbers, f"{drift.not_finite}")
     out.print(table, markup=False, highlight=False)
 
 
