@@ -3,6 +3,9 @@
 The format (https://huggingface.co/docs/safetensors, safetensors' `tensor.rs`): the header's size as 8 bytes,
 a header in JSON, then all tensors without gaps. It is written here and not by the library, which wants all
 tensors of a file in memory at once. Files and index are named as transformers names them.
+
+Names are those of Megatron's modules with Transformer Engine, as in the checkpoint
+(`self_attention.linear_qkv.layer_norm_weight`), with the numbers of layers.
 """
 
 from __future__ import annotations
