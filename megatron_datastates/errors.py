@@ -58,5 +58,9 @@ class NativeModuleError(DataStatesError, ImportError):
     """The compiled module is missing or does not load."""
 
 
+class MissingPackageError(DataStatesError, ImportError):
+    """An optional package is not installed."""
+
+
 class HookPointError(DataStatesError):
     """This release of Megatron lacks what we attach to."""

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from megatron_datastates.cli import cat, convert, listing, prune, repair, show, verify  # they add themselves
+from megatron_datastates.cli import (  # they add themselves
+    cat,
+    convert,
+    diff,
+    export,
+    listing,
+    prune,
+    repair,
+    show,
+    verify,
+)
 from megatron_datastates.cli.shared import app
 from megatron_datastates.config import ENVIRONMENT_PREFIX, Options
 
-__all__ = ["cat", "convert", "listing", "main", "prune", "repair", "show", "verify"]
+__all__ = ["cat", "convert", "diff", "export", "listing", "main", "prune", "repair", "show", "verify"]
 
 
 @app.callback()

@@ -14,6 +14,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from megatron_datastates.config import parse_bytes
+from megatron_datastates.errors import OptionError
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 # Keys and paths are printed as they are, whatever rich would make of their brackets and colons.
 out = Console(markup=False, emoji=False, highlight=False)
@@ -22,10 +25,17 @@ _ANY_WIDTH = 1 << 16
 
 Directory = Annotated[Path, typer.Argument(help="A checkpoint, such as CKPT/iter_0000100.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Keys = Annotated[
+    list[str],
+    typer.Option("--keys", metavar="PATTERN", help="Only tensors like this (*, ?, [..]); may be repeated."),
+]
+Memory = Annotated[
+    str, typer.Option("--memory", metavar="SIZE", help="Of tensors, held at a time, such as 512MiB.")
+]
 
 
 def progress_bar(verb: str, disable: bool = False) -> Progress:
-    """Of a long job: bytes, rate and the time that is left, on standard error."""
+    """Of a long job: bytes, rate and the time that is left, on standard error if that is a terminal."""
     bars = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     return Progress(verb, *bars, console=notes, transient=True, disable=disable or not notes.is_terminal)
 
@@ -53,3 +63,11 @@ def cannot(error: Exception, code: int = 2) -> NoReturn:
     text = " ".join(str(error).split("\n"))
     notes.print(f"datastates: {text}", soft_wrap=True)
     raise typer.Exit(code)
+
+
+def parse_size(option: str, text: str) -> int:
+    """Bytes. Raises OptionError."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise OptionError(f"{option} {text}: {error}") from None

@@ -287,9 +287,7 @@ def _commit(plan: Plan, sink: Sink, written: Sequence[Any]) -> None:
 
 def _companions(source: Source) -> list[str]:
     """Files and directories of others that belong to the checkpoint."""
-    with os.scandir(source.directory) as entries:
-        directories = [entry.name for entry in entries if entry.is_dir()]
-    return [*source.other_files, *directories]
+    return [*source.other_files, *source.other_directories]
 
 
 def _appear(workplace: Path, target: Path) -> None:

@@ -83,6 +83,12 @@ class Source(ABC):
     def other_files(self) -> Sequence[str]:
         """Names of other files that belong to the checkpoint, such as `common.pt` before Megatron 0.19."""
 
+    @property
+    def other_directories(self) -> Sequence[str]:
+        """Names of directories of others that belong to the checkpoint, such as ModelOpt's."""
+        with os.scandir(self.directory) as entries:
+            return sorted(entry.name for entry in entries if entry.is_dir())
+
     @abstractmethod
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
@@ -190,6 +196,7 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
 
     Raises:
         NotACheckpointError: nothing is there that can be read.
+        MissingPackageError: it is of a format that is read with a package which is not installed.
     """
     from megatron_datastates.convert.torch_dist import TorchDistSource  # which builds on this module
 
@@ -200,12 +207,16 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
         return DataStatesSource(path)
     if has_index and backend in (None, "torch_dist"):
         return TorchDistSource(path)
+    if backend == "zarr":
+        from megatron_datastates.convert.zarr_legacy import LegacyZarrSource  # which needs zarr
+
+        return LegacyZarrSource(path)
     if backend == DataStatesSource.format or not path.is_dir():
         Checkpoint.open(path)  # which says what is wrong with it
     known = f" (its {METADATA_NAME} says {backend!r})" if backend is not None else ""
     raise NotACheckpointError(
         f"{path} holds no checkpoint of a known format{known}: give a directory such as CKPT/iter_0000100, "
-        "written with --ckpt-format torch_dist or datastates"
+        "written with --ckpt-format torch_dist, datastates or zarr"
     )
 
 

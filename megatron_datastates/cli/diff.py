@@ -1,0 +1,124 @@
+"""datastates diff."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from megatron_datastates.cli.shared import AsJson, Keys, Memory, app, cannot, out, parse_size, progress_bar
+from megatron_datastates.convert.diff import (
+    Difference,
+    Drift,
+    choose_comparison,
+    plot_drift,
+    require_plotting,
+)
+from megatron_datastates.convert.diff import diff as compare_checkpoints
+from megatron_datastates.convert.source import open_source
+from megatron_datastates.convert.target import refuse_target
+from megatron_datastates.errors import DataStatesError
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="A checkpoint, such as CKPT/iter_0000100.")],
+    second: Annotated[Path, typer.Argument(help="Another one, of any format.")],
+    keys: Keys = [],  # noqa: B006  typer copies it
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw how far each layer is apart.")
+    ] = None,
+    memory: Memory = "1GiB",
+    as_json: AsJson = False,
+) -> None:
+    """Compare the tensors of two checkpoints: what was added, removed and changed, and by how much.
+
+    "absolute" is the largest |a - b|, "relative" the largest |a - b| / max(|a|, |b|), over elements that are
+    finite in both. NaN equals NaN. Objects, such as generators' states, are not compared.
+    Exit codes: 0 equal, 1 different, 2 it cannot be done, 130 interrupted; then nothing was written.
+
+    Example: datastates diff runs/gpt/iter_0001000 runs/gpt/iter_0002000 --keys 'decoder.*' --plot drift.png
+    """
+    try:
+        found = _compare(first, second, keys, plot, parse_size("--memory", memory))
+    except (DataStatesError, OSError) as error:
+        cannot(error)
+    if as_json:
+        print(json.dumps(_as_json(found)))
+    else:
+        _print(found)
+    raise typer.Exit(0 if found.equal else 1)
+
+
+def _compare(first: Path, second: Path, keys: Keys, plot: Path | None, memory_bytes: int) -> Difference:
+    if plot is not None:  # better now than after an hour
+        refuse_target(plot)
+        require_plotting()
+    sources = open_source(first), open_source(second)
+    comparison = choose_comparison(*sources, keys)
+    with progress_bar("comparing") as progress:
+        task = progress.add_task("", total=comparison.bytes)
+        found = compare_checkpoints(
+            *sources,
+            comparison,
+            memory_bytes=memory_bytes,
+            progress=lambda done: progress.advance(task, done),
+        )
+    if plot is not None:
+        plot_drift(found, plot)
+    return found
+
+
+def _as_json(found: Difference) -> dict[str, Any]:
+    layers = {
+        group: {_layer_name(layer): dataclasses.asdict(drift) for layer, drift in sorted(drifts.items())}
+        for group, drifts in found.layers.items()
+    }
+    first = found.first_layer
+    more = {"equal": found.equal, "first_layer": None if first is None else _layer_name(first)}
+    return dataclasses.asdict(dataclasses.replace(found, layers={})) | {"layers": layers} | more
+
+
+def _layer_name(layer: tuple[str, int]) -> str:
+    return f"{layer[0]}.{layer[1]}"
+
+
+def _print(found: Difference) -> None:
+    for word, keys in (("removed", found.removed), ("added", found.added)):
+        for key in keys:
+            _line(f"{word}: {key}")
+    for what, pairs in (("shape", found.reshaped), ("dtype", found.retyped)):
+        for key, (one, other) in pairs.items():
+            _line(f"{what}: {key}: {one} and {other}")
+    _print_drifts("tensor", {key: drift for key, drift in found.tensors.items() if drift.changed})
+    for group, layers in found.layers.items():
+        by_name = {_layer_name(layer): drift for layer, drift in sorted(layers.items()) if drift.changed}
+        _print_drifts(f"layer, {group}", by_name)
+    _print_drifts("group", {group: drift for group, drift in found.groups.items() if drift.changed})
+    if found.first_layer is not None:
+        _line(f"first differing layer: {_layer_name(found.first_layer)}")
+    changed = sum(1 for drift in found.tensors.values() if drift.changed)
+    verdict = "equal" if found.equal else "different"
+    _line(f"{verdict}: {len(found.tensors)} tensors compared, {changed} changed")
+
+
+def _print_drifts(what: str, drifts: Mapping[str, Drift]) -> None:
+    if not drifts:
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column(what, overflow="fold")
+    for column in ("elements", "absolute", "relative", "not finite"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, drift in drifts.items():
+        numbers = f"{drift.changed}", f"{drift.largest_absolute:.3g}", f"{drift.largest_relative:.3g}"
+        table.add_row(name, *numbers, f"{drift.not_finite}")
+    out.print(table, markup=False, highlight=False)
+
+
+def _line(text: str) -> None:
+    out.print(text, markup=False, highlight=False, soft_wrap=True)

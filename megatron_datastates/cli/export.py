@@ -1,0 +1,71 @@
+"""datastates export."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_datastates.cli.shared import (
+    AsJson,
+    Directory,
+    Keys,
+    Memory,
+    app,
+    cannot,
+    out,
+    parse_size,
+    progress_bar,
+)
+from megatron_datastates.convert.safetensors import choose_weights
+from megatron_datastates.convert.safetensors import export as export_weights
+from megatron_datastates.convert.source import open_source
+from megatron_datastates.errors import DataStatesError
+
+
+@app.command()
+def export(
+    directory: Directory,
+    target: Annotated[Path, typer.Argument(help="The directory to make. It must not exist.")],
+    keys: Keys = [],  # noqa: B006  typer copies it
+    stacked: Annotated[
+        bool, typer.Option("--stacked", help="Leave like layers in one tensor, as they are stored.")
+    ] = False,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one file, such as 2GB.")] = "5GB",
+    memory: Memory = "1GiB",
+    as_json: AsJson = False,
+) -> None:
+    """Write a model's weights as safetensors files, under Megatron's names, one tensor a layer.
+
+    Without --keys, all tensors but the optimizer's. A tensor larger than a file makes a file of its own.
+    Experts of a layer stay stacked.
+    Exit codes: 0 written, 2 it cannot be done, 130 interrupted; then nothing was written.
+
+    Example: datastates export runs/gpt/iter_0001000 gpt-1000 --max-shard-size 2GB
+    """
+    try:
+        source = open_source(directory)
+        weights = choose_weights(source, keys, stacked=stacked)
+        with progress_bar("exporting") as progress:
+            task = progress.add_task("", total=sum(weight.bytes for weight in weights))
+            exported = export_weights(
+                source,
+                target,
+                weights,
+                shard_bytes=parse_size("--max-shard-size", max_shard_size),
+                memory_bytes=parse_size("--memory", memory),
+                progress=lambda done: progress.advance(task, done),
+            )
+    except (DataStatesError, OSError) as error:
+        cannot(error)
+    if as_json:
+        print(json.dumps({"target": str(target)} | dataclasses.asdict(exported)))
+        return
+    out.print(
+        f"{target}: {exported.tensors} tensors, {exported.tensor_bytes / 1e6:.1f} MB, "
+        f"in {len(exported.files)} files",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip

@@ -1,0 +1,217 @@
+"""How two checkpoints differ, tensor by tensor and layer by layer, with few elements in memory at a time.
+
+Objects (generators' states, arguments, the common state) are not compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_datastates.convert.parts import boxes_of, choose_keys, group_of, parts_of
+from megatron_datastates.convert.source import Source
+from megatron_datastates.convert.target import appearing
+from megatron_datastates.errors import MissingPackageError, UnsupportedFormatError
+from megatron_datastates.format.values import element_bytes
+
+# Of one element of both tensors: as stored, as float64, their differences and masks.
+_BYTES_PER_ELEMENT = 64
+
+
+@dataclasses.dataclass
+class Drift:
+    """How far elements are apart, over those that are finite in both checkpoints."""
+
+    changed: int = 0  # elements; NaN equals NaN, and 0 equals -0
+    largest_absolute: float = 0.0  # |a - b|
+    largest_relative: float = 0.0  # |a - b| / max(|a|, |b|): from 0 to 2
+    not_finite: int = 0  # of the changed, NaN or infinite in at least one
+
+    def add(self, other: Drift) -> None:
+        """Takes in what was seen of other elements."""
+        self.changed += other.changed
+        self.largest_absolute = max(self.largest_absolute, other.largest_absolute)
+        self.largest_relative = max(self.largest_relative, other.largest_relative)
+        self.not_finite += other.not_finite
+
+
+@dataclasses.dataclass
+class Difference:
+    """What was found. Layers are (stack, number), such as `("decoder.layers", 3)`."""
+
+    removed: list[str] = dataclasses.field(default_factory=list)  # keys of the first one alone
+    added: list[str] = dataclasses.field(default_factory=list)  # keys of the second one alone
+    reshaped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = dataclasses.field(default_factory=dict)
+    retyped: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    tensors: dict[str, Drift] = dataclasses.field(default_factory=dict)  # all that were compared
+    groups: dict[str, Drift] = dataclasses.field(default_factory=dict)
+    layers: dict[str, dict[tuple[str, int], Drift]] = dataclasses.field(default_factory=dict)  # by group
+
+    @property
+    def equal(self) -> bool:
+        apart = self.removed or self.added or self.reshaped or self.retyped
+        return not apart and not any(drift.changed for drift in self.tensors.values())
+
+    @property
+    def first_layer(self) -> tuple[str, int] | None:
+        """The lowest layer of the model, not of its optimizer, with a changed element."""
+        changed = [layer for layer, drift in self.layers.get("model", {}).items() if drift.changed]
+        return min(changed, key=lambda layer: (layer[1], layer[0]), default=None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Keys that both have, or one alone, of those that were asked for."""
+
+    both: list[str]
+    removed: list[str]
+    added: list[str]
+    bytes: int  # of elements that will be compared, in the first one
+
+
+def choose_comparison(first: Source, second: Source, patterns: Sequence[str] = ()) -> Comparison:
+    """What is there to compare.
+
+    Raises:
+        MissingKeyError: a pattern matches nothing in either of them.
+    """
+    where = f"{first.directory} or {second.directory}"
+    chosen = choose_keys({*first.tensors, *second.tensors}, patterns, where)
+    both = [key for key in chosen if key in first.tensors and key in second.tensors]
+    sizes = (
+        math.prod(first.tensors[key].global_shape) * element_bytes(first.tensors[key].dtype) for key in both
+    )
+    removed = [key for key in chosen if key not in second.tensors]
+    return Comparison(both, removed, [key for key in chosen if key not in first.tensors], sum(sizes))
+
+
+def diff(
+    first: Source,
+    second: Source,
+    comparison: Comparison,
+    *,
+    memory_bytes: int = 1 << 30,
+    progress: Callable[[int], None] = lambda bytes_done: None,
+) -> Difference:
+    """Compares all elements of tensors of one shape; of others only says so. Raises what reading raises.
+
+    Args:
+        memory_bytes: held at a time, at most.
+    """
+    found = Difference(removed=comparison.removed, added=comparison.added)
+    for key in comparison.both:
+        one, other = first.tensors[key], second.tensors[key]
+        if one.dtype != other.dtype:
+            found.retyped[key] = (one.dtype, other.dtype)
+        if one.global_shape != other.global_shape:
+            found.reshaped[key] = (one.global_shape, other.global_shape)
+            progress(math.prod(one.global_shape) * element_bytes(one.dtype))
+            continue
+        _compare_tensor(first, second, key, found, max(memory_bytes // _BYTES_PER_ELEMENT, 1), progress)
+    return found
+
+
+def _compare_tensor(
+    first: Source,
+    second: Source,
+    key: str,
+    found: Difference,
+    most_elements: int,
+    progress: Callable[[int], None],
+) -> None:
+    group = group_of(key)
+    whole = found.tensors.setdefault(key, Drift())
+    for part in parts_of(key, first.tensors[key].global_shape):
+        drift = Drift()
+        for offset, shape in boxes_of(part.offset, part.shape, most_elements):
+            left = first.read_tensor(key, offset, shape)
+            drift.add(compare(left, second.read_tensor(key, offset, shape)))
+            progress(left.nbytes)
+        whole.add(drift)
+        if part.layer is not None:
+            layers = found.layers.setdefault(group, {})
+            layers.setdefault(part.layer, Drift()).add(drift)
+    found.groups.setdefault(group, Drift()).add(whole)
+
+
+def compare(left: torch.Tensor, right: torch.Tensor) -> Drift:
+    """Two tensors of one shape. Floating-point values are compared as numbers, whatever their dtypes.
+
+    Raises:
+        UnsupportedFormatError: elements of this dtype that differ cannot be made numbers.
+    """
+    if left.dtype == right.dtype and torch.equal(_raw(left), _raw(right)):
+        return Drift()
+    one, other = _numbers(left), _numbers(right)
+    if left.dtype == right.dtype and not (left.is_floating_point() or left.is_complex()):
+        changed = torch.from_numpy(left.numpy() != right.numpy())  # float64 does not hold every int64
+    else:
+        changed = (one != other) & ~(one.isnan() & other.isnan())
+    finite = changed & one.isfinite() & other.isfinite()
+    one, other = one[finite], other[finite]
+    apart = (one - other).abs()
+    relative = apart / torch.maximum(one.abs(), other.abs())
+    count = int(changed.sum())
+    return Drift(
+        count,
+        float(apart.max()) if apart.numel() else 0.0,
+        float(relative.max()) if apart.numel() else 0.0,
+        count - apart.numel(),
+    )
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    try:
+        return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    except (RuntimeError, NotImplementedError) as error:
+        raise UnsupportedFormatError(
+            f"elements of {tensor.dtype} differ and cannot be made numbers: leave them out with --keys"
+        ) from error
+
+
+def require_plotting() -> Any:
+    """The module matplotlib.figure. Raises MissingPackageError."""
+    try:
+        return importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise MissingPackageError(
+            f"a plot needs matplotlib ({error}): pip install 'megatron-datastates[plot]'"
+        ) from error
+
+
+def plot_drift(found: Difference, target: Path) -> None:
+    """Draws the largest differences of each layer, a line for each group and stack, as PNG.
+
+    Raises:
+        MissingPackageError: there is no matplotlib.
+        StorageError: the target exists.
+        OSError: it cannot be written.
+    """
+    figure = require_plotting().Figure(figsize=(8, 7), layout="constrained")
+    absolute, relative = figure.subplots(2, 1, sharex=True)
+    for group, layers in found.layers.items():
+        for stack in sorted({stack for stack, _ in layers}):
+            numbers = sorted(number for name, number in layers if name == stack)
+            drifts = [layers[stack, number] for number in numbers]
+            absolute.plot(
+                numbers, [d.largest_absolute for d in drifts], marker=".", label=f"{group}, {stack}"
+            )
+            relative.plot(numbers, [d.largest_relative for d in drifts], marker=".")
+    absolute.set_ylabel("largest |a - b|")
+    relative.set_ylabel("largest |a - b| / max(|a|, |b|)")
+    relative.set_xlabel("layer")
+    relative.xaxis.get_major_locator().set_params(integer=True)
+    if found.layers:
+        absolute.legend()
+    with appearing(target) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)

@@ -1,0 +1,99 @@
+"""Which tensors are asked for, to which layer their elements belong, and boxes small enough to be held.
+
+Megatron stores like layers under one key (`decoder.layers.mlp.linear_fc1.weight`), stacked along the first
+axis; layers that differ have their numbers in their keys (`decoder.layers.3.mlp...`), as its modules do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+import re
+from collections.abc import Collection, Iterator, Sequence
+
+from megatron_datastates.errors import MissingKeyError
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape, elements
+
+_LAYERS = re.compile(r"(?P<stack>(?:^|\.)layers)\.(?:(?P<number>\d+)\.)?")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.")
+_OPTIMIZER = re.compile(r"(?:^|\.)optimizer\.")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """One layer's elements of a tensor, or all of a tensor that belongs to one layer or to none."""
+
+    name: str  # with the layer's number in it, as Megatron names modules
+    layer: tuple[str, int] | None  # a stack of layers, such as `decoder.layers`, and a number in it
+    offset: tuple[int, ...]  # in the global tensor
+    shape: tuple[int, ...]
+    stacked: bool  # the first axis counts layers, and `shape` is 1 there
+
+
+def is_weight(key: str) -> bool:
+    """Whether a tensor belongs to the model, not to its optimizer."""
+    return _OPTIMIZER.search(key) is None
+
+
+def group_of(key: str) -> str:
+    """`model`, or `optimizer` and the name of the state if the key has one: `optimizer exp_avg`."""
+    if is_weight(key):
+        return "model"
+    state = _STATE.match(key)
+    # In bucket space the state's name comes last.
+    return f"optimizer {state[1] if state else key.rpartition('.')[2]}"
+
+
+def parts_of(key: str, global_shape: Sequence[int]) -> list[Part]:
+    """By layer if the key is a stacked one, else one part."""
+    shape, found = tuple(global_shape), _LAYERS.search(key)
+    whole = (0,) * len(shape)
+    if found is None:
+        return [Part(key, None, whole, shape, False)]
+    state = _STATE.match(key)
+    stack = key[state.end() if state else 0 : found.end("stack")]
+    if found["number"] is not None:
+        return [Part(key, (stack, int(found["number"])), whole, shape, False)]
+    if not shape:
+        return [Part(key, None, whole, shape, False)]
+    before, after = key[: found.end()], key[found.end() :]
+    return [
+        Part(f"{before}{n}.{after}", (stack, n), (n, *whole[1:]), (1, *shape[1:]), True)
+        for n in range(shape[0])
+    ]
+
+
+def boxes_of(offset: tuple[int, ...], shape: tuple[int, ...], most_elements: int) -> Iterator[Box]:
+    """Boxes of at most so many elements (at least one) that together are this one, in row-major order."""
+    if math.prod(shape) <= most_elements or not shape:
+        if math.prod(shape):
+            yield offset, shape
+        return
+    rest = math.prod(shape[1:])
+    rows = max(most_elements // rest, 1)
+    for row in range(0, shape[0], rows):
+        inner = (min(rows, shape[0] - row),)
+        for at, size in boxes_of(offset[1:], shape[1:], max(most_elements // inner[0], 1)):
+            yield (offset[0] + row, *at), (*inner, *size)
+
+
+def choose_keys(keys: Collection[str], patterns: Sequence[str], where: str) -> list[str]:
+    """Keys that match one of the patterns of a shell (`*`, `?`, `[..]`), or all without any; sorted.
+
+    Raises:
+        MissingKeyError: a pattern matches nothing.
+    """
+    if not patterns:
+        return sorted(keys)
+    chosen: set[str] = set()
+    for pattern in patterns:
+        found = fnmatch.filter(keys, pattern)
+        if not found:
+            known = ", ".join(map(repr, sorted(keys)[:3])) or "none"
+            raise MissingKeyError(
+                f"no tensor in {where} matches {pattern!r}: give one such as {known} (* matches anything)"
+            )
+        chosen.update(found)
+    return sorted(chosen)

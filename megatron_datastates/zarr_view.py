@@ -1,0 +1,180 @@
+"""A checkpoint as a read-only zarr v3 store, so that slices of it are read with zarr, numpy or xarray.
+
+    import megatron_datastates.zarr_view
+
+    group = megatron_datastates.zarr_view.open("runs/gpt/iter_0001000")
+    group["decoder.layers.mlp.linear_fc1.weight"][3, :100]
+
+Nothing is converted or copied: documents and chunks are made when they are asked for, and a chunk request
+reads only that chunk. Chunks are the stored fragments where these form a regular grid, cut down to
+CHUNK_BYTES at most; else all of the tensor is cut so.
+
+Names of arrays are keys of tensors, but for what zarr's paths cannot have: `%` is written `%25`, `/` is
+`%2F`, and so is the first character of a name that zarr keeps for itself (`__...`, `zarr.json`, only dots).
+The attribute `key` is the key itself.
+
+zarr has no bfloat16, no eight-bit floats and no complex32: their bits are shown as unsigned integers, and the
+attribute `dtype` says what they are. Dimensions are named by number and size (`d0_4096`), so that arrays can
+be put together in one xarray.Dataset.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, MutableMapping
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from megatron_datastates.convert.source import Source, StoredTensor, open_source
+from megatron_datastates.errors import MissingPackageError
+from megatron_datastates.format.values import element_bytes
+
+try:
+    import zarr
+    from zarr.abc.buffer import Buffer
+    from zarr.buffer import cpu
+    from zarr.storage import MemoryStore
+except ImportError as error:
+    raise MissingPackageError(
+        f"a zarr view needs zarr ({error}): pip install 'megatron-datastates[zarr]'"
+    ) from error
+
+CHUNK_BYTES = 16 << 20  # of a chunk, at most
+_DOCUMENT = "zarr.json"
+_KNOWN = {
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
+    "float16", "float32", "float64", "complex64", "complex128",
+}  # fmt: skip
+_RESERVED = re.compile(r"__.*|\.*|zarr\.json", re.DOTALL)
+
+
+def open(path: str | os.PathLike[str], *, as_float32: bool = False) -> zarr.Group:
+    """The checkpoint in the directory `path`, of any format: a group with an array for each tensor.
+
+    Reading an array raises what reading the checkpoint raises: CorruptDataError, StorageError, FormatError.
+
+    Args:
+        as_float32: show bfloat16 and eight-bit floats as float32 numbers, not as bits.
+
+    Raises:
+        NotACheckpointError: nothing is there that can be read.
+    """
+    entries = _Entries(open_source(path), as_float32)
+    return zarr.open_group(_Store(entries), mode="r", zarr_format=3)
+
+
+def array_name(key: str) -> str:
+    """The name of a tensor's array. No two keys have the same."""
+    name = key.replace("%", "%25").replace("/", "%2F")
+    if _RESERVED.fullmatch(name):
+        name = "".join(f"%{byte:02X}" for byte in name[:1].encode()) + name[1:] if name else "%"
+    return name
+
+
+def chunk_shape(tensor: StoredTensor) -> tuple[int, ...]:
+    """Of the regular grid in which a tensor is shown, elements."""
+    shape = np.array(tensor.global_shape, np.int64)
+    grid = tensor.shapes.max(axis=0, initial=1)
+    regular = (tensor.offsets % grid == 0).all()  # as fragments tile the tensor, each fills its cell
+    chunk: list[int] = np.maximum(grid if regular else shape, 1).tolist()
+    most = CHUNK_BYTES // element_bytes(tensor.dtype)
+    for axis in range(len(chunk)):
+        rest = math.prod(chunk[axis + 1 :])
+        if chunk[axis] * rest <= most:
+            break
+        chunk[axis] = max(most // rest, 1)
+    return tuple(chunk)
+
+
+class _Entries(MutableMapping[str, Buffer]):
+    """Every path in the store -> its bytes, made when they are asked for."""
+
+    def __init__(self, source: Source, as_float32: bool) -> None:
+        self._source, self._as_float32 = source, as_float32
+        self._keys = {array_name(key): key for key in source.tensors}
+
+    def __getitem__(self, path: str) -> Buffer:
+        if path == _DOCUMENT:
+            return _document("group", attributes={"format": self._source.format})
+        name, _, rest = path.partition("/")
+        key = self._keys[name]
+        if rest == _DOCUMENT:
+            return self._array_document(key)
+        if re.fullmatch(r"c(/\d+)*", rest, re.ASCII) is None:
+            raise KeyError(path)
+        return self._chunk(key, tuple(map(int, rest.split("/")[1:])))
+
+    def __iter__(self) -> Iterator[str]:
+        yield _DOCUMENT
+        for name, key in self._keys.items():
+            yield f"{name}/{_DOCUMENT}"
+            tensor = self._source.tensors[key]
+            grid = zip(tensor.global_shape, chunk_shape(tensor), strict=True)
+            for index in itertools.product(*(range(-(-size // chunk)) for size, chunk in grid)):
+                yield "/".join([name, "c", *map(str, index)])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __setitem__(self, path: str, value: object) -> NoReturn:
+        raise PermissionError("a view of a checkpoint is read-only")
+
+    def __delitem__(self, path: str) -> NoReturn:
+        raise PermissionError("a view of a checkpoint is read-only")
+
+    def _shown_dtype(self, dtype: str) -> str:
+        if dtype in _KNOWN:
+            return dtype
+        if self._as_float32 and (dtype == "bfloat16" or dtype.startswith("float8")):
+            return "float32"
+        return f"uint{8 * element_bytes(dtype)}"
+
+    def _array_document(self, key: str) -> Buffer:
+        tensor = self._source.tensors[key]
+        dtype = self._shown_dtype(tensor.dtype)
+        return _document(
+            "array",
+            attributes={"key": key, "dtype": tensor.dtype},
+            shape=tensor.global_shape,
+            data_type=dtype,
+            chunk_grid={"name": "regular", "configuration": {"chunk_shape": chunk_shape(tensor)}},
+            chunk_key_encoding={"name": "default", "configuration": {"separator": "/"}},
+            codecs=[{"name": "bytes", "configuration": {"endian": "little"}}],
+            fill_value=False if dtype == "bool" else [0.0, 0.0] if dtype.startswith("complex") else 0,
+            dimension_names=[f"d{axis}_{size}" for axis, size in enumerate(tensor.global_shape)],
+        )
+
+    def _chunk(self, key: str, index: tuple[int, ...]) -> Buffer:
+        """Chunks at the end of an axis are as large as others; what they have too much is zeros."""
+        tensor = self._source.tensors[key]
+        chunk = chunk_shape(tensor)
+        offset = tuple(n * size for n, size in zip(index, chunk, strict=True))
+        shape = tuple(map(min, chunk, (s - o for s, o in zip(tensor.global_shape, offset, strict=True))))
+        data = self._source.read_tensor(key, offset, shape)
+        if data.dtype is not torch.float32 and self._shown_dtype(tensor.dtype) == "float32":
+            data = data.to(torch.float32)
+        if shape != chunk:
+            padded = torch.zeros(chunk, dtype=data.dtype)
+            padded[tuple(map(slice, shape))] = data
+            data = padded
+        return cpu.Buffer.from_array_like(data.reshape(-1).view(torch.uint8).numpy())
+
+
+class _Store(MemoryStore):
+    """Of a mapping that is not to be compared: that would read all of it."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _document(node_type: str, **members: Any) -> Buffer:
+    text = json.dumps({"zarr_format": 3, "node_type": node_type, **members})
+    return cpu.Buffer.from_bytes(text.encode())

@@ -1,0 +1,17 @@
+"""The command, run in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.testing import CliRunner
+
+from megatron_datastates.cli.main import app
+
+
+def run(*arguments: Any) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of `datastates ARGUMENTS`."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr

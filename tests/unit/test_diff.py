@@ -1,0 +1,220 @@
+"""Diff: what is told of checkpoints whose differences are known."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_datastates.convert.diff import Drift, choose_comparison, compare, diff
+from megatron_datastates.convert.source import DataStatesSource, open_source
+from tests.unit.command import run
+from tests.unit.states import KNOWN_DTYPES, random_tensor, save
+
+FC1 = "decoder.layers.mlp.linear_fc1.weight"
+NORM = "decoder.final_layernorm.weight"
+MOMENT = f"optimizer.state.exp_avg.{FC1}"
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {FC1: torch.ones(4, 8, 2), NORM: torch.ones(8), MOMENT: torch.ones(4, 8, 2)}
+
+
+@pytest.fixture
+def pair(saver, tmp_path: Path):
+    """Saves two states; gives their directories."""
+
+    def saved(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[Path, Path]:
+        save(saver, tmp_path / "a", one)
+        save(saver, tmp_path / "b", other)
+        return tmp_path / "a", tmp_path / "b"
+
+    return saved
+
+
+def found(*arguments: object, code: int) -> dict:
+    exit_code, printed, told = run("diff", *arguments, "--json")
+    assert exit_code == code, told
+    return json.loads(printed)
+
+
+@pytest.mark.parametrize("memory", ["1", "1KiB", "1GiB"])
+def test_a_change_in_one_layer_is_told_with_its_size_and_place(pair, memory):
+    other = state()
+    other[FC1][2, 3, 1] = 1.5
+    other[FC1][3, 0, 0] = 0.875
+    other[FC1][3, 0, 1] = math.nan
+    other[MOMENT][1, 0, 0] = -1.0
+    told = found(*pair(state(), other), "--memory", memory, code=1)
+    assert told["tensors"][FC1] == {
+        "changed": 3, "largest_absolute": 0.5, "largest_relative": pytest.approx(1 / 3), "not_finite": 1,
+    }  # fmt: skip
+    assert told["tensors"][NORM]["changed"] == 0
+    assert told["groups"]["model"] == told["tensors"][FC1]
+    assert told["groups"]["optimizer exp_avg"]["largest_relative"] == 2.0
+    layers = told["layers"]["model"]
+    assert [layers[f"decoder.layers.{n}"]["largest_absolute"] for n in range(4)] == [0, 0, 0.5, 0.125]
+    assert told["first_layer"] == "decoder.layers.2"  # of the model; its optimizer differs from 1 on
+    assert told["equal"] is False
+
+
+def test_equal_checkpoints_are_equal(pair):
+    told = found(*pair(state(), state()), code=0)
+    assert told["equal"] is True and told["first_layer"] is None and len(told["tensors"]) == 3
+
+
+def test_layers_whose_keys_have_numbers_are_layers_too(pair):
+    keys = [f"decoder.layers.{n}.mixer.weight" for n in (9, 10, 11)]
+    one = {key: torch.zeros(2) for key in keys}
+    told = found(*pair(one, {**one, keys[0]: torch.ones(2), keys[1]: torch.ones(2)}), code=1)
+    assert told["first_layer"] == "decoder.layers.9"
+
+
+def test_keys_shapes_and_dtypes_that_differ_are_told_and_the_rest_compared(pair):
+    one = {"same": torch.ones(2), "gone": torch.ones(2), "shape": torch.ones(2), "dtype": torch.ones(2)}
+    two = {"same": torch.ones(2), "new": torch.ones(2), "shape": torch.ones(3)}
+    told = found(*pair(one, {**two, "dtype": torch.ones(2).bfloat16()}), code=1)
+    assert (told["removed"], told["added"]) == (["gone"], ["new"])
+    assert told["reshaped"] == {"shape": [[2], [3]]}
+    assert told["retyped"] == {"dtype": ["float32", "bfloat16"]}
+    assert told["tensors"].keys() == {"same", "dtype"} and told["tensors"]["dtype"]["changed"] == 0
+
+
+@pytest.mark.parametrize("alone", ["removed", "added", "reshaped", "retyped"])
+def test_any_of_these_alone_is_a_difference(pair, alone):
+    base = {"w": torch.ones(2)}
+    changed = {
+        "removed": ({**base, "x": torch.ones(1)}, base),
+        "added": (base, {**base, "x": torch.ones(1)}),
+        "reshaped": (base, {"w": torch.ones(1, 2)}),
+        "retyped": (base, {"w": torch.ones(2).half()}),
+    }
+    assert found(*pair(*changed[alone]), code=1)[alone]
+
+
+def test_patterns_choose_what_is_compared(pair):
+    other = {**state(), NORM: torch.zeros(8)}
+    directories = pair(state(), other)
+    assert found(*directories, "--keys", "decoder.layers.*", code=0)["tensors"].keys() == {FC1}
+    assert found(*directories, "--keys", "*norm*", code=1)["tensors"].keys() == {NORM}
+
+
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "expected"),
+    [
+        ([NAN, 1.0], [NAN, 1.0], Drift()),
+        ([NAN, 1.0], [1.0, 1.0], Drift(1, 0.0, 0.0, 1)),
+        ([1.0, 1.0], [1.0, INF], Drift(1, 0.0, 0.0, 1)),
+        ([INF, 1.0], [INF, 3.0], Drift(1, 2.0, 2 / 3, 0)),
+        ([INF, 1.0], [-INF, 1.0], Drift(1, 0.0, 0.0, 1)),
+        ([0.0, 1.0], [-0.0, 1.0], Drift()),
+        ([0.0], [1e-300], Drift(1, 1e-300, 1.0, 0)),
+    ],
+)
+def test_values_that_are_not_finite_are_counted_and_do_not_hide_others(left, right, expected):
+    assert (
+        compare(torch.tensor(left, dtype=torch.float64), torch.tensor(right, dtype=torch.float64)) == expected
+    )
+
+
+def test_nans_with_other_bits_are_equal():
+    nans = torch.tensor([0x7FC0, 0x7FC1], dtype=torch.int16).view(torch.bfloat16)
+    assert compare(nans[:1], nans[1:]) == Drift()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint64])
+def test_integers_that_a_double_cannot_tell_apart_differ(dtype):
+    one = torch.tensor([1 << 60, 5]).to(dtype)
+    other = torch.tensor([(1 << 60) + 1, 5]).to(dtype)
+    assert compare(one, other).changed == 1
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+@pytest.mark.parametrize("name", [name for name in KNOWN_DTYPES if name != "float4_e2m1fn_x2"])
+def test_tensors_of_every_dtype_are_compared(name: str):
+    dtype = getattr(torch, name)
+    one = torch.tensor([True, False, True]).to(torch.float32).to(dtype)
+    other = torch.tensor([True, True, True]).to(torch.float32).to(dtype)
+    assert compare(one, one.clone()) == Drift()
+    assert compare(one, other).changed == (
+        0 if name == "float8_e8m0fnu" and bool((one == other).all()) else 1
+    )
+    assert compare(random_tensor(dtype, (4, 4)), random_tensor(dtype, (4, 4))) == Drift()
+
+
+def test_tensors_without_elements_are_equal(pair):
+    one = {"none": torch.empty(0, 3), "layers.none": torch.empty(0), "layers.scalar": torch.tensor(1.0)}
+    assert found(*pair(one, one), code=0)["tensors"].keys() == one.keys()
+
+
+def test_no_more_than_the_memory_asked_for_is_read_at_once(pair, monkeypatch):
+    directories, real, sizes = pair(state(), state()), DataStatesSource.read_tensor, []
+
+    def read(*arguments: object) -> torch.Tensor:
+        tensor = real(*arguments)
+        sizes.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(DataStatesSource, "read_tensor", read)
+    found(*directories, "--memory", "256", code=0)
+    assert max(sizes) == 4  # elements of 64 bytes, with all that is computed of them
+
+
+def test_progress_reaches_the_total_also_where_shapes_differ(pair):
+    one, other = (open_source(path) for path in pair(state(), {**state(), NORM: torch.ones(3)}))
+    comparison, done = choose_comparison(one, other), []
+    diff(one, other, comparison, progress=done.append)
+    assert sum(done) == comparison.bytes == sum(tensor.nbytes for tensor in state().values())
+
+
+def test_a_person_is_told_what_changed(pair):
+    other = state()
+    other[FC1][2] += 0.5
+    del other[NORM]
+    code, printed, _ = run("diff", *pair(state(), other))
+    assert code == 1
+    assert f"removed: {NORM}" in printed and "first differing layer: decoder.layers.2" in printed
+    assert "different: 2 tensors compared, 1 changed" in printed and "0.333" in printed
+
+
+def test_brackets_in_a_key_are_shown_as_they_are(pair):
+    printed = run("diff", *pair({"w[bold]": torch.ones(1)}, {"w[bold]": torch.zeros(1)}))[1]
+    assert "w[bold] " in printed
+
+
+def test_a_plot_is_drawn_and_never_over_another_file(pair, tmp_path):
+    other = {**state(), FC1: torch.zeros(4, 8, 2)}
+    directories, target = pair(state(), other), tmp_path / "drift.png"
+    assert run("diff", *directories, "--plot", target)[0] == 1
+    assert target.read_bytes().startswith(b"\x89PNG")
+    before = sorted(tmp_path.rglob("*"))
+    code, printed, told = run("diff", *directories, "--plot", target)
+    assert (code, printed) == (2, "") and "exists: give another target" in told
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_plot_without_matplotlib_says_at_once_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, _, told = run("diff", tmp_path / "not read", tmp_path, "--plot", tmp_path / "drift.png")
+    assert code == 2 and "pip install 'megatron-datastates[plot]'" in told
+
+
+def test_bad_input_is_one_line(pair, tmp_path):
+    one, other = pair(state(), state())
+    for arguments, expected in [
+        ((one, tmp_path), "no checkpoint"),
+        ((tmp_path / "nowhere", other), "is not a directory"),
+        ((one, other, "--keys", "nothing"), "no tensor in"),
+        ((one, other, "--memory", "much"), "expected a size such as"),
+        ((one, other, "--plot", tmp_path / "no" / "drift.png"), "is not a directory"),
+    ]:
+        code, printed, told = run("diff", *arguments)
+        assert (code, printed, told.count("\n")) == (2, "", 1), told
+        assert expected in told

@@ -1,0 +1,229 @@
+"""Export: what Hugging Face's own library finds in the files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_datastates.cli import export as command
+from megatron_datastates.convert import safetensors as exporter
+from megatron_datastates.convert import target as targets
+from megatron_datastates.convert.safetensors import INDEX_NAME, choose_weights, export
+from megatron_datastates.convert.source import DataStatesSource, open_source
+from megatron_datastates.errors import FormatError, StorageError, UnsupportedFormatError
+from tests.unit.command import run
+from tests.unit.states import bits, data_files, random_tensor, save
+
+FC1 = "decoder.layers.mlp.linear_fc1.weight"
+NORM = "decoder.final_layernorm.weight"
+MOMENT = f"optimizer.state.exp_avg.{FC1}"
+STATE = {
+    FC1: random_tensor(torch.bfloat16, (3, 16, 8), 1),
+    NORM: random_tensor(torch.float32, (8,), 2),
+    "bytes": random_tensor(torch.uint8, (3,), 5),
+    "scalar": random_tensor(torch.int64, (), 3),
+    "empty": torch.empty(0, 4),
+    MOMENT: random_tensor(torch.float32, (3, 16, 8), 4),
+}
+LAYERS = {f"decoder.layers.{n}.mlp.linear_fc1.weight": STATE[FC1][n] for n in range(3)}
+WEIGHTS = LAYERS | {key: STATE[key] for key in (NORM, "bytes", "scalar", "empty")}
+
+
+@pytest.fixture
+def checkpoint(saver, tmp_path: Path) -> Path:
+    save(saver, tmp_path / "ck", STATE)
+    return tmp_path / "ck"
+
+
+def loaded(target: Path) -> dict[str, torch.Tensor]:
+    """All files, by safetensors; none of them names a tensor twice."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(target.glob("*.safetensors")):
+        part = load_file(path)
+        assert not part.keys() & tensors.keys()
+        tensors |= part
+    return tensors
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert bits(found[name]) == bits(tensor), name
+
+
+def test_weights_are_exported_per_layer_without_the_optimizer(checkpoint, tmp_path):
+    code, printed, _ = run("export", checkpoint, tmp_path / "out", "--json")
+    assert code == 0 and json.loads(printed) == {
+        "target": str(tmp_path / "out"),
+        "files": ["model.safetensors"],
+        "tensors": len(WEIGHTS),
+        "tensor_bytes": sum(tensor.nbytes for tensor in WEIGHTS.values()),
+    }
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
+    assert_same(loaded(tmp_path / "out"), WEIGHTS)
+
+
+def test_layers_can_be_left_stacked(checkpoint, tmp_path):
+    assert run("export", checkpoint, tmp_path / "out", "--stacked")[0] == 0
+    assert_same(loaded(tmp_path / "out"), {key: STATE[key] for key in STATE if key != MOMENT})
+
+
+def test_patterns_choose_tensors_even_of_the_optimizer(checkpoint, tmp_path):
+    patterns = ["--keys", "optimizer.*", "--keys", "*norm*"]
+    assert run("export", checkpoint, tmp_path / "out", "--stacked", *patterns)[0] == 0
+    assert_same(loaded(tmp_path / "out"), {MOMENT: STATE[MOMENT], NORM: STATE[NORM]})
+
+
+@pytest.mark.parametrize(("most", "memory"), [(300, "1"), (300, "100"), (600, "1MiB")])
+def test_files_are_no_larger_than_asked_and_the_index_names_them(checkpoint, tmp_path, most, memory):
+    sizes = ["--max-shard-size", most, "--memory", memory]
+    assert run("export", checkpoint, tmp_path / "out", *sizes)[0] == 0
+    target = tmp_path / "out"
+    assert_same(loaded(target), WEIGHTS)
+    index = json.loads((target / INDEX_NAME).read_text())
+    files = sorted(path.name for path in target.glob("*.safetensors"))
+    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in WEIGHTS.values())
+    assert index["weight_map"].keys() == WEIGHTS.keys()
+    for file in files:
+        tensors = load_file(target / file)
+        assert {name for name, where in index["weight_map"].items() if where == file} == tensors.keys()
+        assert sum(tensor.nbytes for tensor in tensors.values()) <= most
+
+
+def test_a_tensor_larger_than_a_file_makes_a_file_of_its_own(checkpoint, tmp_path):
+    assert run("export", checkpoint, tmp_path / "out", "--max-shard-size", "50")[0] == 0
+    assert_same(loaded(tmp_path / "out"), WEIGHTS)
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        tensors = load_file(path)
+        assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 50
+
+
+@pytest.mark.parametrize("name", exporter._DTYPES)
+def test_every_dtype_is_what_safetensors_reads(name: str, saver, tmp_path):
+    tensor = random_tensor(getattr(torch, name), (3, 5))
+    save(saver, tmp_path / "ck", {"b": torch.zeros(1, dtype=torch.uint8), "a": tensor})
+    source = open_source(tmp_path / "ck")
+    export(source, tmp_path / "out", choose_weights(source))
+    assert_same(loaded(tmp_path / "out"), {"a": tensor, "b": torch.zeros(1, dtype=torch.uint8)})
+
+
+def test_files_say_that_they_are_of_torch_and_data_is_aligned(checkpoint, tmp_path):
+    assert run("export", checkpoint, tmp_path / "out")[0] == 0
+    data = (tmp_path / "out/model.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    assert header.pop("__metadata__") == {"format": "pt"}  # transformers refuses a file without
+    for name, entry in header.items():
+        assert (8 + size + entry["data_offsets"][0]) % WEIGHTS[name].itemsize == 0
+
+
+def test_a_dtype_that_safetensors_lacks_is_refused(saver, tmp_path):
+    save(saver, tmp_path / "ck", {"z": torch.zeros(2, dtype=torch.complex128)})
+    with pytest.raises(UnsupportedFormatError, match=r"'z' is complex128, .* leave it out with --keys"):
+        choose_weights(open_source(tmp_path / "ck"))
+
+
+def test_two_tensors_of_one_name_are_refused(saver, tmp_path):
+    save(saver, tmp_path / "ck", {"layers.w": torch.zeros(2, 2), "layers.1.w": torch.zeros(2)})
+    source = open_source(tmp_path / "ck")
+    with pytest.raises(FormatError, match=r"would both be 'layers\.1\.w'"):
+        choose_weights(source)
+    assert len(choose_weights(source, stacked=True)) == 2
+
+
+def refused(tmp_path: Path, *arguments: object) -> str:
+    """The one line that `export` gives up with; nothing is left behind."""
+    before = sorted(tmp_path.rglob("*"))
+    code, printed, told = run("export", *arguments)
+    assert (code, printed, told.count("\n")) == (2, "", 1), told
+    assert sorted(tmp_path.rglob("*")) == before
+    return told
+
+
+def test_bad_input_is_one_line_and_nothing_is_written(checkpoint, tmp_path):
+    out = tmp_path / "out"
+    assert "no checkpoint" in refused(tmp_path, tmp_path, out)
+    assert "no tensor in" in refused(tmp_path, checkpoint, out, "--keys", "nothing.*")
+    assert "is not a directory: make it" in refused(tmp_path, checkpoint, tmp_path / "no/out")
+    assert "expected a size such as" in refused(tmp_path, checkpoint, out, "--max-shard-size", "5 parsecs")
+    assert "expected a size such as" in refused(tmp_path, checkpoint, out, "--memory", "-1")
+    out.mkdir()
+    assert "exists: give another target" in refused(tmp_path, checkpoint, out)
+
+
+def test_a_checkpoint_that_cannot_be_read_leaves_nothing_behind(checkpoint, tmp_path):
+    (path,) = data_files(checkpoint)
+    data = bytearray(path.read_bytes())
+    data[4096] ^= 1
+    path.write_bytes(data)
+    assert "is corrupt" in refused(tmp_path, checkpoint, tmp_path / "out")
+    path.unlink()
+    assert path.name in refused(tmp_path, checkpoint, tmp_path / "out")
+
+
+def test_too_little_space_is_seen_before_anything_is_written(checkpoint, tmp_path, monkeypatch):
+    class Usage:
+        free = 100
+
+    monkeypatch.setattr(targets.shutil, "disk_usage", lambda path: Usage)
+    monkeypatch.setattr(DataStatesSource, "read_tensor", None)
+    assert "MB are needed: free some" in refused(tmp_path, checkpoint, tmp_path / "out")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
+def test_an_interrupted_export_leaves_nothing_behind(checkpoint, tmp_path, monkeypatch, error):
+    seen: list[bytes] = []
+
+    def interrupted(*arguments: object) -> torch.Tensor:
+        if len(seen) == 2:
+            assert [path.suffix for path in tmp_path.iterdir() if path != checkpoint] == [".tmp"]
+            raise error
+        seen.append(b"")
+        return torch.zeros(8)
+
+    monkeypatch.setattr(DataStatesSource, "read_tensor", interrupted)
+    before = sorted(tmp_path.rglob("*"))
+    source = open_source(checkpoint)
+    with pytest.raises(type(error)):
+        export(source, tmp_path / "out", choose_weights(source))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_ctrl_c_ends_the_command_with_130_and_leaves_nothing_behind(checkpoint, tmp_path, monkeypatch):
+    def interrupted(*arguments: object) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(DataStatesSource, "read_tensor", interrupted)
+    assert run("export", checkpoint, tmp_path / "out")[0] == 130
+    assert list(tmp_path.iterdir()) == [checkpoint]
+
+
+def test_what_appears_meanwhile_is_not_replaced(checkpoint, tmp_path):
+    with pytest.raises(StorageError, match="exists"), targets.appearing(tmp_path / "out") as temporary:
+        temporary.write_text("ours")
+        (tmp_path / "out").write_text("another's")
+    assert sorted(tmp_path.iterdir()) == [checkpoint, tmp_path / "out"]
+    assert (tmp_path / "out").read_text() == "another's"
+
+
+def test_no_more_than_the_memory_asked_for_is_read_at_once(checkpoint, tmp_path, monkeypatch):
+    real, sizes = DataStatesSource.read_tensor, []
+
+    def read(*arguments: object) -> torch.Tensor:
+        tensor = real(*arguments)
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(DataStatesSource, "read_tensor", read)
+    assert run("export", checkpoint, tmp_path / "out", "--memory", "64")[0] == 0
+    assert max(sizes) <= 64
+
+
+def test_the_help_has_an_example():
+    assert "Example: datastates export" in command.export.__doc__
