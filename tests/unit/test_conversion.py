@@ -13,22 +13,25 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_datastates.config import MIB
-from megatron_datastates.convert import job
+from megatron_datastates.convert import datastates, job
 from megatron_datastates.convert.archives import open_archive, write_archive
 from megatron_datastates.convert.job import Means, Plan, convert, plan_conversion
 from megatron_datastates.convert.run import Wish, convert_run
 from megatron_datastates.convert.source import Source, open_source
 from megatron_datastates.convert.team import Team
 from megatron_datastates.errors import CorruptDataError, DataStatesError, FormatError, StorageError
+from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify
@@ -133,6 +136,39 @@ def test_a_tensor_larger_than_the_memory_goes_through_windows(
     assert max(largest) <= MIB and len(largest) > 4 * 20
     monkeypatch.undo()
     assert contents(open_source(tmp_path / "back")) == contents(open_source(by_dcp))
+
+
+def test_an_object_larger_than_a_window_is_whole_and_gaps_are_zero(
+    by_dcp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_with_dcp(tmp_path / "source", dcp_state() | {"object": os.urandom(3 * MIB)})
+    monkeypatch.setattr(job, "_MOST_WINDOW_BYTES", MIB)
+    monkeypatch.setattr(datastates.np, "empty", lambda count, dtype: np.full(count, 0xAA, dtype))
+    made = convert_to(tmp_path / "source", tmp_path / "made")
+    assert made.read_object("object") == open_source(tmp_path / "source").read_object("object")
+    (file,) = data_files(tmp_path / "made")
+    rest = bytearray(file.read_bytes())
+    for entry in Checkpoint.open(tmp_path / "made").index.tensors.values():
+        for at, size in zip(entry.file_offsets.tolist(), entry.file_bytes.tolist(), strict=True):
+            rest[at : at + size] = bytes(size)
+    footer = Checkpoint.open(tmp_path / "made").footer(0)
+    objects = min(extent.offset for extent in footer.objects.values())
+    assert not any(rest[HEADER_BYTES:objects])
+
+
+def test_the_first_error_stops_all_workers() -> None:
+    workers, started = job._Workers(2, job.nothing_told), threading.Event()
+
+    def work(number: int) -> None:
+        if number == 0:
+            assert started.wait(60)
+            raise OSError("first")
+        started.set()
+        while True:
+            workers.moved(0)
+
+    with pytest.raises(OSError, match="first"):
+        workers.run(range(2), work)
 
 
 def test_companions_and_megatrons_own_file_come_along(by_dcp: Path, tmp_path: Path) -> None:
@@ -244,6 +280,18 @@ def test_an_archive_of_anything_but_a_plain_tensor_is_refused(
         archive_of(value, tmp_path)()
 
 
+def test_an_archive_of_another_byte_order_is_refused(tmp_path: Path) -> None:
+    read = archive_of(torch.ones(8), tmp_path)
+    path = tmp_path / "file"
+    with zipfile.ZipFile(path) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in entries.items():
+            archive.writestr(name, b"big" if name.endswith("byteorder") else data)
+    with pytest.raises(FormatError, match="another byte order"):
+        read()
+
+
 def test_bytes_that_are_no_archive_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     good = archive_of(torch.ones(8), tmp_path)
@@ -318,6 +366,7 @@ def cut_off(metadata: Any) -> None:
     next(iter(metadata.storage_data.values())).offset = 1 << 30
 
 
+@pytest.mark.parametrize("format", ["datastates", "torch_dist"])
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -330,12 +379,12 @@ def cut_off(metadata: Any) -> None:
     ],
 )
 def test_a_source_that_cannot_be_used_leaves_nothing(
-    change: Callable[[Any], None], reason: str, tmp_path: Path
+    change: Callable[[Any], None], reason: str, format: str, tmp_path: Path
 ) -> None:
     save_with_dcp(tmp_path / "source", {"a": torch.ones(3)})
     rewrite(tmp_path / "source", change)
     with pytest.raises(DataStatesError, match=reason):
-        convert_to(tmp_path / "source", tmp_path / "target")
+        convert_to(tmp_path / "source", tmp_path / "target", format=format)
     assert os.listdir(tmp_path) == ["source"]
 
 
@@ -493,8 +542,8 @@ def test_what_cannot_be_done_is_one_line_and_exit_code_2(
 
 
 def test_the_command_can_be_interrupted(by_dcp: Path, tmp_path: Path) -> None:
-    """While it writes: at 1 MB a second it would take 20 seconds."""
-    environment = {**os.environ, "MEGATRON_DATASTATES_WRITE_LIMIT": "1MB"}
+    """While it writes: at 1 KB a second it would take hours."""
+    environment = {**os.environ, "MEGATRON_DATASTATES_WRITE_LIMIT": "1KB"}
     everything = [sys.executable, "-c", WITHOUT_MEGATRON, "convert", str(by_dcp), str(tmp_path / "made")]
     running = subprocess.Popen(everything, env=environment, stderr=subprocess.PIPE, text=True)
     while not list(tmp_path.glob(".made.converting/data-*")):
@@ -530,12 +579,11 @@ def test_ranks_of_torchrun_share_the_files(by_dcp: Path, tmp_path: Path) -> None
 def test_what_fails_on_one_rank_of_torchrun_fails_on_all(by_dcp: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(by_dcp, damaged)
-    files = sorted(damaged.glob("*.distcp"), key=lambda path: path.stat().st_size)
-    small = files[1]  # of a tensor, which one rank reads; the first is the object
-    small.write_bytes(bytes(small.stat().st_size))
+    large = max(damaged.glob("*.distcp"), key=lambda path: path.stat().st_size)  # one rank reads it
+    large.write_bytes(bytes(large.stat().st_size))
     before = os.listdir(tmp_path)
     done = torchrun(damaged, tmp_path / "made", "--ranks", "2")
     assert done.returncode != 0
     assert "exitcode  : 2" in done.stderr
-    assert f"datastates: {small}" in done.stderr
+    assert f"datastates: {large}" in done.stderr
     assert os.listdir(tmp_path) == before
