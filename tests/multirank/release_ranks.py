@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from saving_rank import join, save, tell
+from saving_rank import join, make_directory, save, tell
 
 from megatron_datastates.mcore import DataStatesSaveStrategy
 
@@ -34,6 +34,14 @@ def values() -> torch.Tensor:
 def write(directory: str, folder: str) -> None:
     join()
     save(Path(directory), state(values()), DataStatesSaveStrategy(), "sync")
+    tell(folder)
+
+
+def write_stock(directory: str, folder: str) -> None:
+    """The same, saved by Megatron as torch_dist."""
+    join()
+    make_directory(Path(directory))
+    dist_checkpointing.save(state(values()), directory)
     tell(folder)
 
 

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_datastates.convert.job import Means, convert, plan_conversion
+from megatron_datastates.convert.source import open_source
 from tests.support.world import World
 
 pytestmark = pytest.mark.conformance
@@ -21,3 +23,16 @@ def test_checkpoint_of_another_release_is_read(world: World, writer: str, ranks:
 def test_what_this_release_writes_it_reads(world: World, tmp_path: Path) -> None:
     world.run("release_ranks:write", tmp_path / "ck")
     world.run("release_ranks:read", tmp_path / "ck")
+
+
+def test_what_this_release_saved_as_torch_dist_is_converted_there_and_back(
+    world: World, tmp_path: Path
+) -> None:
+    stock, ours, back = (tmp_path / name for name in ("stock", "ours", "back"))
+    world.run("release_ranks:write_stock", stock)
+    for source, target, saved_as in ((stock, ours, "torch_dist"), (ours, back, "datastates")):
+        opened = open_source(source)
+        assert opened.format == saved_as
+        convert(plan_conversion(opened, target), Means(), verify=True)
+        for rank in world.run("release_ranks:read", target):
+            assert rank["missing"] == rank["unexpected"] == []
