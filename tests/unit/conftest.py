@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from megatron_datastates.pipeline.saver import Saver
+from tests.unit.converting import dcp_state, save_with_dcp
 from tests.unit.states import new_saver
 
 # No deadline: the first example of a test may be the one that loads half of torch.
@@ -23,3 +25,11 @@ def saver() -> Iterator[Saver]:
     saver = new_saver()
     yield saver
     saver.close()
+
+
+@pytest.fixture(scope="session")
+def by_dcp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that DCP wrote, a file for each tensor and for an object. Not to be changed."""
+    directory = tmp_path_factory.mktemp("run") / "iter_0000012"
+    save_with_dcp(directory, dcp_state() | {"object": "words"}, single_file_per_rank=False)
+    return directory

@@ -1,0 +1,141 @@
+"""`datastates convert`: runs, exit codes, interrupts, torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_datastates.convert import job
+from megatron_datastates.convert.run import Wish, convert_run
+from megatron_datastates.convert.source import open_source
+from megatron_datastates.convert.team import Team
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.verify import verify
+from tests.unit.converting import LEAST, contents, save_with_dcp
+
+
+def all_of(source: Path, target: Path) -> list[str]:
+    found = convert_run(source, target, Wish(means=LEAST), Team(), lambda plan: job.nothing_told)
+    return [one.skipped for one in found]
+
+
+def test_a_run_is_converted_and_goes_on_from_where_it_was(tmp_path: Path) -> None:
+    source, target = tmp_path / "run", tmp_path / "made"
+    for step in (2, 10):
+        save_with_dcp(source / f"iter_{step:07d}", {"a": torch.full((3,), float(step))})
+    (source / "iter_0000011").mkdir()  # unfinished
+    (source / "latest_checkpointed_iteration.txt").write_text("10")
+    first = all_of(source, target)
+    assert first[:2] == ["", ""] and "holds no checkpoint of a known format" in first[2]
+    assert (target / "latest_checkpointed_iteration.txt").read_text() == "10"
+    kept = Checkpoint.open(target / "iter_0000002").manifest
+    save_with_dcp(source / "iter_0000011", {"a": torch.ones(3)})
+    assert all_of(source, target) == ["it is there already", "it is there already", ""]
+    assert Checkpoint.open(target / "iter_0000002").manifest == kept
+    assert open_source(target / "iter_0000010").read_tensor("a").tolist() == [10.0] * 3
+
+
+WITHOUT_MEGATRON = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which workers of pytest-xdist ignore
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "megatron":
+            raise ImportError(name)
+sys.meta_path.insert(0, Blocked())
+from megatron_datastates.cli.main import main
+main()
+"""
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    everything = [sys.executable, "-c", WITHOUT_MEGATRON, "convert", *map(str, arguments)]
+    return subprocess.run(everything, capture_output=True, text=True, check=False)
+
+
+def test_the_command_needs_no_megatron(by_dcp: Path, tmp_path: Path) -> None:
+    done = command(by_dcp, tmp_path / "made", "--verify", "--json", "--ranks", "2", "--memory", "128MiB")
+    assert done.returncode == 0, done.stderr
+    assert '"files": 2' in done.stdout
+    assert contents(open_source(tmp_path / "made")) == contents(open_source(by_dcp))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (["{tmp}", "{tmp}/made"], "holds no checkpoint of a known format"),
+        (["{tmp}/none", "{tmp}/made"], "is not a directory"),
+        (["{source}", "{tmp}"], "exists: give another target"),
+        (["{source}", "{tmp}/made", "--to", "zarr"], "format 'zarr' cannot be written"),
+        (["{source}", "{tmp}/made", "--memory", "lots"], "--memory 'lots'"),
+        (["{source}", "{tmp}/made", "--memory", "1MiB"], "of memory"),
+        (["{tmp}", "{tmp}/made", "--all"], "holds no iterations"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line_and_exit_code_2(
+    given: list[str], reason: str, by_dcp: Path, tmp_path: Path
+) -> None:
+    done = command(*(text.format(tmp=tmp_path, source=by_dcp) for text in given))
+    assert done.returncode == 2, done.stderr
+    assert reason in done.stderr and done.stderr.count("\n") == 1
+    assert not os.listdir(tmp_path)
+
+
+def test_the_command_can_be_interrupted(by_dcp: Path, tmp_path: Path) -> None:
+    """While it writes: at 1 KB a second it would take hours."""
+    environment = {**os.environ, "MEGATRON_DATASTATES_WRITE_LIMIT": "1KB"}
+    everything = [sys.executable, "-c", WITHOUT_MEGATRON, "convert", str(by_dcp), str(tmp_path / "made")]
+    running = subprocess.Popen(everything, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        while not list(tmp_path.glob(".made.converting/data-*")):
+            assert running.poll() is None
+            time.sleep(0.01)
+        running.send_signal(signal.SIGINT)
+        _, said = running.communicate()
+    finally:
+        running.kill()
+    assert running.returncode == 130
+    assert said.strip() == "datastates: interrupted: what was not whole was removed"
+    assert not os.listdir(tmp_path)
+
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+SCRIPT = Path(__file__).parents[2] / "tools" / "convert.py"
+
+
+def torchrun(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[1]), "OMP_NUM_THREADS": "1"}
+    everything = [*TORCHRUN, str(SCRIPT), *map(str, arguments)]
+    return subprocess.run(everything, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_ranks_of_torchrun_share_the_files(by_dcp: Path, tmp_path: Path) -> None:
+    done = torchrun(by_dcp.parent, tmp_path / "made", "--all", "--verify", "--ranks", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    (told,) = json.loads(done.stdout)
+    assert told["files"] == 3 and told["skipped"] == ""
+    made = open_source(tmp_path / "made" / by_dcp.name)
+    assert contents(made) == contents(open_source(by_dcp))
+    assert verify(made.directory).good
+
+
+def test_what_fails_on_one_rank_of_torchrun_fails_on_all(by_dcp: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(by_dcp, damaged)
+    large = max(damaged.glob("*.distcp"), key=lambda path: path.stat().st_size)  # one rank reads it
+    large.write_bytes(bytes(large.stat().st_size))
+    before = os.listdir(tmp_path)
+    done = torchrun(damaged, tmp_path / "made", "--ranks", "2")
+    assert done.returncode != 0
+    assert "exitcode  : 2" in done.stderr
+    assert f"datastates: {large}" in done.stderr
+    assert os.listdir(tmp_path) == before
