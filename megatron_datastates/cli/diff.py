@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,8 +39,9 @@ def diff(
 ) -> None:
     """Compare the tensors of two checkpoints: what was added, removed and changed, and by how much.
 
-    "absolute" is the largest |a - b|, "relative" the largest |a - b| / max(|a|, |b|), over elements that are
-    finite in both. NaN equals NaN. Objects, such as generators' states, are not compared.
+    "distance" is |a - b| / |a| of all elements as one vector; "absolute" is the largest |a - b| of an element,
+    "relative" the largest |a - b| / max(|a|, |b|), over elements that are finite in both. NaN equals NaN.
+    Objects, such as generators' states, are not compared.
     Exit codes: 0 equal, 1 different, 2 it cannot be done, 130 interrupted; then nothing was written.
 
     Example: datastates diff runs/gpt/iter_0001000 runs/gpt/iter_0002000 --keys 'decoder.*' --plot drift.png
@@ -76,12 +78,24 @@ def _compare(first: Path, second: Path, keys: Keys, plot: Path | None, memory_by
 
 def _as_json(found: Difference) -> dict[str, Any]:
     layers = {
-        group: {_layer_name(layer): dataclasses.asdict(drift) for layer, drift in sorted(drifts.items())}
+        group: {_layer_name(layer): _plain(drift) for layer, drift in sorted(drifts.items())}
         for group, drifts in found.layers.items()
     }
     first = found.first_layer
     more = {"equal": found.equal, "first_layer": None if first is None else _layer_name(first)}
-    return dataclasses.asdict(dataclasses.replace(found, layers={})) | {"layers": layers} | more
+    drifts = {
+        name: {key: _plain(drift) for key, drift in getattr(found, name).items()}
+        for name in ("tensors", "groups")
+    }
+    rest = dataclasses.asdict(dataclasses.replace(found, tensors={}, groups={}, layers={}))
+    return rest | drifts | {"layers": layers} | more
+
+
+def _plain(drift: Drift) -> dict[str, float | None]:
+    """JSON knows no infinity: a distance from zero is null."""
+    plain = dataclasses.asdict(drift)
+    del plain["squares_apart"], plain["squares_first"]
+    return plain | {"distance": drift.distance if math.isfinite(drift.distance) else None}
 
 
 def _layer_name(layer: tuple[str, int]) -> str:
@@ -112,11 +126,11 @@ def _print_drifts(what: str, drifts: Mapping[str, Drift]) -> None:
         return
     table = Table(box=None, pad_edge=False)
     table.add_column(what, overflow="fold")
-    for column in ("elements", "absolute", "relative", "not finite"):
+    for column in ("elements", "distance", "absolute", "relative", "not finite"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, drift in drifts.items():
-        numbers = f"{drift.changed}", f"{drift.largest_absolute:.3g}", f"{drift.largest_relative:.3g}"
-        table.add_row(name, *numbers, f"{drift.not_finite}")
+        numbers = (drift.distance, drift.largest_absolute, drift.largest_relative)
+        table.add_row(name, f"{drift.changed}", *(f"{n:.3g}" for n in numbers), f"{drift.not_finite}")
     out.print(table, markup=False, highlight=False)
 
 

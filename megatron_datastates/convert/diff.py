@@ -5,6 +5,7 @@ Objects (generators' states, arguments, the common state) are not compared.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import math
@@ -32,6 +33,15 @@ class Drift:
     largest_absolute: float = 0.0  # |a - b|
     largest_relative: float = 0.0  # |a - b| / max(|a|, |b|): from 0 to 2
     not_finite: int = 0  # of the changed, NaN or infinite in at least one
+    squares_apart: float = 0.0  # sum of |a - b| squared
+    squares_first: float = 0.0  # sum of |a| squared, of all elements, changed or not
+
+    @property
+    def distance(self) -> float:
+        """|a - b| / |a|, of the elements as one vector; infinite where a is zero and b is not."""
+        if not self.squares_apart:
+            return 0.0
+        return math.sqrt(self.squares_apart / self.squares_first) if self.squares_first else math.inf
 
     def add(self, other: Drift) -> None:
         """Takes in what was seen of other elements."""
@@ -39,6 +49,8 @@ class Drift:
         self.largest_absolute = max(self.largest_absolute, other.largest_absolute)
         self.largest_relative = max(self.largest_relative, other.largest_relative)
         self.not_finite += other.not_finite
+        self.squares_apart += other.squares_apart
+        self.squares_first += other.squares_first
 
 
 @dataclasses.dataclass
@@ -147,12 +159,15 @@ def compare(left: torch.Tensor, right: torch.Tensor) -> Drift:
         UnsupportedFormatError: elements of this dtype that differ cannot be made numbers.
     """
     if left.dtype == right.dtype and torch.equal(_raw(left), _raw(right)):
+        with contextlib.suppress(UnsupportedFormatError):  # they are equal, whatever they are
+            return Drift(squares_first=_squares(_numbers(left)))
         return Drift()
     one, other = _numbers(left), _numbers(right)
     if left.dtype == right.dtype and not (left.is_floating_point() or left.is_complex()):
         changed = torch.from_numpy(left.numpy() != right.numpy())  # float64 does not hold every int64
     else:
         changed = (one != other) & ~(one.isnan() & other.isnan())
+    squares_first = _squares(one)
     finite = changed & one.isfinite() & other.isfinite()
     one, other = one[finite], other[finite]
     apart = (one - other).abs()
@@ -163,7 +178,14 @@ def compare(left: torch.Tensor, right: torch.Tensor) -> Drift:
         float(apart.max()) if apart.numel() else 0.0,
         float(relative.max()) if apart.numel() else 0.0,
         count - apart.numel(),
+        float(apart.square().sum()),
+        squares_first,
     )
+
+
+def _squares(numbers: torch.Tensor) -> float:
+    """Sum of the squares of what is finite."""
+    return float(torch.where(numbers.isfinite(), numbers.abs(), 0).square().sum())
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -190,7 +212,7 @@ def require_plotting() -> Any:
 
 
 def plot_drift(found: Difference, target: Path) -> None:
-    """Draws the largest differences of each layer, a line for each group and stack, as PNG.
+    """Draws how far each layer is apart, as a whole and at most, a line for each group and stack, as PNG.
 
     Raises:
         MissingPackageError: there is no matplotlib.
@@ -198,20 +220,18 @@ def plot_drift(found: Difference, target: Path) -> None:
         OSError: it cannot be written.
     """
     figure = require_plotting().Figure(figsize=(8, 7), layout="constrained")
-    absolute, relative = figure.subplots(2, 1, sharex=True)
+    distance, absolute = figure.subplots(2, 1, sharex=True)
     for group, layers in found.layers.items():
         for stack in sorted({stack for stack, _ in layers}):
             numbers = sorted(number for name, number in layers if name == stack)
             drifts = [layers[stack, number] for number in numbers]
-            absolute.plot(
-                numbers, [d.largest_absolute for d in drifts], marker=".", label=f"{group}, {stack}"
-            )
-            relative.plot(numbers, [d.largest_relative for d in drifts], marker=".")
-    absolute.set_ylabel("largest |a - b|")
-    relative.set_ylabel("largest |a - b| / max(|a|, |b|)")
-    relative.set_xlabel("layer")
-    relative.xaxis.get_major_locator().set_params(integer=True)
+            distance.plot(numbers, [d.distance for d in drifts], marker=".", label=f"{group}, {stack}")
+            absolute.plot(numbers, [d.largest_absolute for d in drifts], marker=".")
+    distance.set_ylabel("|a - b| / |a|, of a layer's elements as one vector")
+    absolute.set_ylabel("largest |a - b| of an element")
+    absolute.set_xlabel("layer")
+    absolute.xaxis.get_major_locator().set_params(integer=True)
     if found.layers:
-        absolute.legend()
+        distance.legend()
     with appearing(target) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
