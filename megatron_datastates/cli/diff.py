@@ -39,7 +39,7 @@ def diff(
 ) -> None:
     """Compare the tensors of two checkpoints: what was added, removed and changed, and by how much.
 
-    "distance" is |a - b| / |a| of all elements as one vector; "absolute" is the largest |a - b| of an element,
+    "distance" is |a - b| / |a| of all elements as one vector, "absolute" the largest |a - b| of an element,
     "relative" the largest |a - b| / max(|a|, |b|), over elements that are finite in both. NaN equals NaN.
     Objects, such as generators' states, are not compared.
     Exit codes: 0 equal, 1 different, 2 it cannot be done, 130 interrupted; then nothing was written.
