@@ -30,6 +30,7 @@ from typing import Any, TextIO
 
 Request = dict[str, Any]
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+PARENT = os.getpid()
 
 
 @dataclass
@@ -44,6 +45,8 @@ class Rank:
         """Leaves the parent: a process group, an output file and an environment of its own."""
         os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))  # however the parent ends
+        if os.getppid() != PARENT:  # it has ended before that
+            os._exit(1)
         log = (Path(self.request["logs"]) / f"rank{self.rank}.log").open("a")
         with open(os.devnull) as nothing:
             for stream, file in ((sys.stdin, nothing), (sys.stdout, log), (sys.stderr, log)):
