@@ -132,10 +132,6 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
     """Every rank's value, in the order of the group's ranks. They are pickled: for what has failed only."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
-    if dist.get_backend(group) == dist.Backend.GLOO:
-        # A process may end on what it has learnt, and one that ends while a thread of gloo's lets go of the
-        # tensors of a call is aborted: after another call, which has none, they are gone.
-        dist.barrier(group=group)
     return everyone
 
 
