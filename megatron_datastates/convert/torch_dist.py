@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from megatron_datastates.convert.archives import open_archive
 from megatron_datastates.convert.pickles import load_metadata
 from megatron_datastates.convert.source import METADATA_NAME, TORCH_DIST_INDEX, Piece, Source, Stored
-from megatron_datastates.errors import FormatError, MismatchError, MissingKeyError, StorageError
+from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
 from megatron_datastates.format.values import DTYPES, element_bytes
 from megatron_datastates.pipeline.load import torch_dtype
-from megatron_datastates.plan.boxes import first_overlap, intersect
+from megatron_datastates.plan.boxes import checked_slice, first_overlap, intersect
 from megatron_datastates.providers.tensors import dtype_name
 
 INTEGRITY_NAME = "integrity.json"  # Megatron's hashes of a checkpoint's files
@@ -95,14 +95,7 @@ class TorchDistSource(Source):
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
         entry = self._tensor(key)
-        offset = tuple(offset) if offset is not None else (0,) * len(entry.global_shape)
-        shape = tuple(shape) if shape is not None else entry.global_shape
-        if not len(offset) == len(shape) == len(entry.global_shape) or any(
-            o < 0 or n < 0 or o + n > s for o, n, s in zip(offset, shape, entry.global_shape, strict=True)
-        ):
-            raise MismatchError(
-                f"tensor {key!r} has shape {entry.global_shape}: there is no slice of {shape} at {offset}"
-            )
+        offset, shape = checked_slice(key, entry.global_shape, offset, shape)
         found = [(n, _common(entry, n, offset, shape)) for n in range(len(entry.records))]
         cuts = [(n, box) for n, box in found if box is not None]
         wanted, covered = math.prod(shape), sum(math.prod(lengths) for _, (_, lengths) in cuts)

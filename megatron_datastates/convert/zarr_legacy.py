@@ -38,7 +38,6 @@ import torch
 from megatron_datastates.convert.source import METADATA_NAME, Piece, Source, Stored
 from megatron_datastates.errors import (
     FormatError,
-    MismatchError,
     MissingKeyError,
     MissingPackageError,
     StorageError,
@@ -46,6 +45,7 @@ from megatron_datastates.errors import (
 )
 from megatron_datastates.format.values import DTYPES
 from megatron_datastates.pipeline.load import torch_dtype
+from megatron_datastates.plan.boxes import checked_slice
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import PickledObject, deserialize
 
@@ -191,14 +191,7 @@ class LegacyZarrSource(Source):
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
         tensor = self._tensor(key)
-        offset = tuple(offset) if offset is not None else (0,) * len(tensor.global_shape)
-        shape = tuple(shape) if shape is not None else tensor.global_shape
-        if not len(offset) == len(shape) == len(tensor.global_shape) or any(
-            o < 0 or n < 0 or o + n > s for o, n, s in zip(offset, shape, tensor.global_shape, strict=True)
-        ):
-            raise MismatchError(
-                f"tensor {key!r} has shape {tensor.global_shape}: there is no slice of {shape} at {offset}"
-            )
+        offset, shape = checked_slice(key, tensor.global_shape, offset, shape)
         cells = list(tensor.cells(offset, shape))  # all are there before memory is asked for
         target = np.empty((*shape, tensor.element_bytes), np.uint8)
         for cell in cells:

@@ -22,7 +22,6 @@ from megatron_datastates.engine.reader import Reader, read_footer, read_ranges, 
 from megatron_datastates.errors import (
     CorruptDataError,
     FormatError,
-    MismatchError,
     MissingKeyError,
     NotACheckpointError,
     StorageError,
@@ -32,7 +31,7 @@ from megatron_datastates.format.index import Decoded, Index
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.tables import Directory
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, Extent, is_own_file_name
-from megatron_datastates.plan.boxes import first_overlap
+from megatron_datastates.plan.boxes import checked_slice, first_overlap
 from megatron_datastates.plan.reads import BoxReads, gather_runs, plan_extent, plan_slice
 from megatron_datastates.providers.objects import deserialize
 
@@ -245,14 +244,7 @@ class Checkpoint:
         self, key: str, offset: Sequence[int] | None, shape: Sequence[int] | None
     ) -> tuple[torch.Tensor, list[ScheduledRead]]:
         entry = self.index.tensor(key)
-        offset = tuple(offset) if offset is not None else (0,) * len(entry.global_shape)
-        shape = tuple(shape) if shape is not None else entry.global_shape
-        if not len(offset) == len(shape) == len(entry.global_shape) or any(
-            o < 0 or n < 0 or o + n > s for o, n, s in zip(offset, shape, entry.global_shape, strict=True)
-        ):
-            raise MismatchError(
-                f"tensor {key!r} has shape {entry.global_shape}: there is no slice of {shape} at {offset}"
-            )
+        offset, shape = checked_slice(key, entry.global_shape, offset, shape)
         reads, covered = plan_slice(entry, offset, shape)
         wanted = math.prod(shape)  # looked at before memory is asked for: a hostile index has any shape
         if covered < wanted:

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_datastates.errors import MismatchError
+
 Offsets = npt.NDArray[np.uint64]
 _PAIRS_AT_A_TIME = 1 << 20  # of boxes that are looked at for a common element
 _MOST_PAIRS = 1 << 24
@@ -124,6 +126,21 @@ def cut_box(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...], 
             cut_box(shape[1:], most) if row > most else [((0,) * (len(shape) - 1), shape[1:])]
         ):
             yield (start, *offset), (rows, *inner)
+
+
+def checked_slice(
+    key: str, global_shape: tuple[int, ...], offset: Sequence[int] | None, shape: Sequence[int] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(offset, shape) of a slice of a tensor, by default all of it. MismatchError: it leaves the tensor."""
+    offset = tuple(offset) if offset is not None else (0,) * len(global_shape)
+    shape = tuple(shape) if shape is not None else global_shape
+    if not len(offset) == len(shape) == len(global_shape) or any(
+        o < 0 or n < 0 or o + n > s for o, n, s in zip(offset, shape, global_shape, strict=True)
+    ):
+        raise MismatchError(
+            f"tensor {key!r} has shape {global_shape}: there is no slice of {shape} at {offset}"
+        )
+    return offset, shape
 
 
 def intersect(
