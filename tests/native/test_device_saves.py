@@ -300,6 +300,41 @@ def test_sources_are_dropped_on_the_trainers_thread_when_they_were_read(
     publication.wait()
 
 
+class FailingBehindCall:
+    """A native job that fails right behind the nth call of it."""
+
+    def __init__(self, job: Any, nth: int) -> None:
+        self._job, self._left = job, nth
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> Any:
+            given = getattr(self._job, name)(*arguments)
+            self._left -= 1
+            if self._left == 0:
+                self._job.cancel("meanwhile")
+            return given
+
+        return call
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_sources_outlive_their_copies_whenever_the_save_fails(
+    trainer: Trainer, tmp_path: Path, nth: int
+) -> None:
+    """A poll asks more than once how far the save is, and it may fail in between."""
+    trainer.cuda.hold_stream(trainer.stream)
+    publication = trainer.saver().start(tmp_path, DeviceTensors(trainer.model))
+    save = publication.save._save
+    assert save is not None
+    job, save._job = save._job, FailingBehindCall(save._job, nth)
+    for _ in range(3):
+        assert not save.sources_copied()
+    save._job = job
+    assert save.error
+    trainer.cuda.release_stream(trainer.stream)
+    eventually(save.sources_copied, "the save drops its sources")
+
+
 def test_saves_in_turn_leave_nothing_on_the_device(trainer: Trainer, tmp_path: Path) -> None:
     saver = trainer.saver(slots=3)
     for step in range(5):
