@@ -24,6 +24,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -76,7 +77,11 @@ class Rank:
         store = self._serve_store() if self.rank == 0 else None
         self.listener.close()
         module, _, function = self.request["target"].partition(":")
-        getattr(importlib.import_module(module), function)(*self.request["arguments"])
+        try:
+            getattr(importlib.import_module(module), function)(*self.request["arguments"])
+        except BaseException:
+            settle()
+            raise
         distributed: Any = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_initialized():
             # A thread of gloo's that lets go of a tensor aborts a process whose interpreter is ending.
@@ -89,6 +94,27 @@ class Rank:
 
         port, descriptor = self.listener.getsockname()[1], self.listener.detach()
         return TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def settle(most_seconds: float = 10.0) -> None:
+    """Returns when no other thread wants a processor.
+
+    For a rank that ends by an exception, perhaps behind a call of gloo's that its own thread there has not
+    quite left: one that lets go of a tensor while the interpreter ends aborts the process. To destroy the
+    process group would wait for ranks that do not come.
+    """
+    idle, end = 0, time.monotonic() + most_seconds
+    while idle < 3 and time.monotonic() < end:
+        time.sleep(0.01)  # without Python's lock, which such a thread may want
+        others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+        idle = 0 if any(_is_running(task) for task in others) else idle + 1
+
+
+def _is_running(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
+    except OSError:
+        return False  # it has ended
 
 
 class Ranks:
