@@ -209,9 +209,12 @@ class FileSave:
     def sources_copied(self) -> bool:
         """Whether no source is read any more; if so they are dropped, here on the trainer's thread."""
         # In this order: a save that fails ends the wait for COPIED at once, with copies still in flight.
-        if self._sources is not None and self._job.wait(native.Milestone.COPIED, 0.0):
-            if not self.error or self._job.wait(native.Milestone.RELEASED, 0.0):
-                self._sources = None
+        if (
+            self._sources is not None
+            and self._job.wait(native.Milestone.COPIED, 0.0)
+            and (not self.error or self._job.wait(native.Milestone.RELEASED, 0.0))
+        ):
+            self._sources = None
         return self._sources is None
 
     # -- the finishing thread ---------------------------------------------------------------------------

@@ -32,16 +32,21 @@ HIDDEN, FFN, VOCABULARY = 2048, 5632, 32000
 LAYER_WEIGHTS = (4 * HIDDEN + 3 * FFN) * HIDDEN
 LAYER_BYTES = 6 * LAYER_WEIGHTS  # weights in bfloat16, one state in float32
 BUCKET_STATES = 3
+SMALL_WEIGHTS = 7  # of a layer
 STATES = {"": torch.bfloat16, "optimizer.state.exp_avg.": torch.float32}
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """How a state is cut, and so what it is: `data` cuts buckets of an optimizer, the others a model."""
+    """How a state is cut, and so what it is: `data` cuts buckets of an optimizer, the others a model.
+
+    `small`: the model's tensors are small, and each layer's have keys of their own.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 0
+    small: bool = False
 
     @property
     def ranks(self) -> int:
@@ -58,6 +63,7 @@ class Job:
     layers: int
     backend: str = ""  # of a save: datastates or torch_dist
     check: bool = False  # compare every element that was loaded
+    forget: bool = False  # first, what this process has kept of checkpoints that it read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +159,12 @@ def _save(job: Job) -> Told:
 def _load(job: Job) -> Told:
     from megatron.core import dist_checkpointing
 
+    from megatron_datastates.mcore import dispatch
+    from megatron_datastates.pipeline import load
+
+    if job.forget:
+        dispatch._opened.clear()
+        load._decoded.clear()
     state = make_state(job.sharding, job.layers)
     targets = list(_tensors(state))
     for tensor in targets:
@@ -189,6 +201,8 @@ def make_state(sharding: Sharding, layers: int) -> dict[str, Any]:
     rank = dist.get_rank()
     if sharding.data:
         return dict(_buckets(sharding, layers, rank))
+    if sharding.small:
+        return dict(_small_model(sharding, layers, rank))
     return dict(_model(sharding, layers, rank % sharding.tensor, rank // sharding.tensor))
 
 
@@ -218,6 +232,14 @@ def _model(sharding: Sharding, layers: int, tensor: int, stage: int) -> Iterator
             local = [VOCABULARY // sharding.tensor, HIDDEN]
             name = f"{prefix}embedding.word_embeddings.weight"
             yield name, _sharded(name, local, dtype, (0, tensor, sharding.tensor), prepended=0)
+
+
+def _small_model(sharding: Sharding, layers: int, rank: int) -> Iterator[tuple[str, Any]]:
+    for (prefix, dtype), layer, part in itertools.product(
+        STATES.items(), range(layers), range(SMALL_WEIGHTS)
+    ):
+        name, cut = f"{prefix}decoder.layers.{layer}.weight{part}", (0, rank, sharding.tensor)
+        yield name, _sharded(name, [64 // sharding.tensor, 64], dtype, cut, prepended=0)
 
 
 def _sharded(
