@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib
 import itertools
 import multiprocessing
@@ -125,6 +126,7 @@ def _serve(rank: int, ranks: int, folder: str, pipe: Connection) -> None:
             pipe.send(_load(job) if job.verb == "load" else _save(job))
         except Exception as error:
             pipe.send(f"rank {rank}, {job}: {error!r}")
+        gc.collect()  # states of gigabytes are held by cycles of DCP's planners
     dist.destroy_process_group()
 
 
