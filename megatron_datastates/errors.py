@@ -34,6 +34,10 @@ class StorageError(DataStatesError):
     """A file is missing, has the wrong size, or cannot be read or written."""
 
 
+class EngineError(DataStatesError):
+    """The machine did not give what a read needs (memory, threads, a device): no fault of any file."""
+
+
 class CorruptDataError(DataStatesError):
     """A block's checksum differs from the one that was computed when it was written."""
 

@@ -6,6 +6,7 @@ DeviceCopier::DeviceCopier(std::shared_ptr<Driver> driver)
     : driver_(std::move(driver)),
       context_(driver_->CurrentContext()),
       device_(driver_->CurrentDevice()),
+      last_(driver_, context_),
       stream_(driver_->CreateLowPriorityStream()) {}
 
 DeviceCopier::~DeviceCopier() {
@@ -47,6 +48,12 @@ std::shared_ptr<Event> DeviceCopier::Record() {
   auto event = std::make_shared<Event>(driver_, context_);
   driver_->Record(event->get(), stream_);
   return event;
+}
+
+void DeviceCopier::WaitForAll() {
+  std::lock_guard<std::mutex> lock(waiting_for_all_);
+  driver_->Record(last_.get(), stream_);
+  Wait(last_);
 }
 
 }  // namespace datastates

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 
 #include "device/driver.h"
 
@@ -54,6 +55,8 @@ class DeviceCopier {
                     size_t bytes, size_t pieces);
   std::shared_ptr<Event> Record();
   void Wait(const Event& event) const { driver_->Synchronize(event.get()); }
+  // For everything enqueued so far. Makes no event: it works where there is no memory for one.
+  void WaitForAll();
 
   const std::shared_ptr<Driver>& driver() const { return driver_; }
   CuContext context() const { return context_; }
@@ -63,6 +66,8 @@ class DeviceCopier {
   const std::shared_ptr<Driver> driver_;
   const CuContext context_;
   const int device_;
+  std::mutex waiting_for_all_;  // one at a time records last_
+  const Event last_;
   CuStream stream_;  // constant after construction
 };
 

@@ -329,7 +329,7 @@ Slot Engine::SlotFor(SaveJob& job, const Batch::Chunk& chunk) {
 void Engine::AwaitDevice(const SaveJob& job) {
   try {
     job.copier()->driver()->CurrentContext();  // throws on a thread that could not enter it
-    job.copier()->Wait(*job.copier()->Record());
+    job.copier()->WaitForAll();
   } catch (const Failure&) {
     // The context is gone, and with it every copy. The first error has been kept.
   }

@@ -166,7 +166,7 @@ bool ReadJob::Deliver(const ReadPlan::Window& window, const uint8_t* data) {
 
 // Of everything enqueued so far, also by other threads: no slot goes back, and the job is not over, before.
 void ReadJob::AwaitDevice() {
-  if (copier_) copier_->Wait(*copier_->Record());
+  if (copier_) copier_->WaitForAll();
 }
 
 void ReadJob::Fail(const std::string& error) {

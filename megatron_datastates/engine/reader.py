@@ -14,13 +14,15 @@ import torch
 
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.engine import native
-from megatron_datastates.errors import FormatError, StorageError
+from megatron_datastates.errors import EngineError, FormatError, StorageError
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import HEADER_BYTES, Header
 from megatron_datastates.plan.reads import ReadRuns
 
 SLOT_BYTES = 4 * MIB  # the longest read
 _SLICE_SECONDS = 0.1  # native waits return this often, so that signals get through
+# A footer has 4 bytes of checksum a block of 1 MiB, and a table of objects.
+_DATA_PER_FOOTER_BYTE, _MOST_OF_OBJECTS = MIB // 8, 256 * MIB
 _READ_AHEAD_BYTES = 64 << 10  # for small ranges that lie close together
 
 
@@ -63,21 +65,26 @@ class Reader:
         an interrupt, no target is written to afterwards.
 
         Raises:
-            StorageError: a file cannot be read, or ends early, or the device failed.
+            StorageError: a file cannot be read, or ends early.
+            EngineError: memory, threads or a driver cannot be had, or the device failed.
         """
         checked = self._options.checksums
-        job = self._native.start(
-            sources=[(str(path), f.data_bytes, f.block_checksums if checked else b"") for path, f in sources],
-            files=runs.files,
-            offsets=runs.offsets,
-            piece_bytes=runs.piece_bytes,
-            pieces=runs.pieces,
-            file_steps=runs.file_steps,
-            targets=runs.targets,
-            target_steps=runs.target_steps,
-            flags=runs.on_device * np.uint8(native.DEVICE_FLAG),
-            stream=_current_stream() if runs.on_device.any() else 0,
-        )
+        files = [(str(path), f.data_bytes, f.block_checksums if checked else b"") for path, f in sources]
+        try:
+            job = self._native.start(
+                sources=files,
+                files=runs.files,
+                offsets=runs.offsets,
+                piece_bytes=runs.piece_bytes,
+                pieces=runs.pieces,
+                file_steps=runs.file_steps,
+                targets=runs.targets,
+                target_steps=runs.target_steps,
+                flags=runs.on_device * np.uint8(native.DEVICE_FLAG),
+                stream=_current_stream() if runs.on_device.any() else 0,
+            )
+        except OSError as failed:  # before any file is opened
+            raise EngineError(str(failed)) from failed
         told, is_over = 0, False
         try:
             while not is_over:
@@ -89,7 +96,7 @@ class Reader:
             job.close()
         bytes_read, bad_blocks, error = job.result()
         if error:
-            raise StorageError(error)
+            raise (StorageError if any(path in error for path, _, _ in files) else EngineError)(error)
         return ReadOutcome(bytes_read, bad_blocks)
 
 
@@ -119,10 +126,10 @@ def read_ranges(path: Path, expected_bytes: int, ranges: Sequence[tuple[int, int
     """
     try:
         file = path.open("rb", _READ_AHEAD_BYTES)
+        size = path.stat().st_size
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
     with file:
-        size = os.fstat(file.fileno()).st_size
         if size != expected_bytes:
             raise FormatError(f"{path} is damaged: it has {size} bytes, its manifest says {expected_bytes}")
         for offset, count in ranges:
@@ -146,6 +153,10 @@ def read_footer(path: Path, expected_bytes: int) -> Footer:
         offset, total, _ = decode_trailer(file.read(TRAILER_BYTES), str(path))
         if offset + total != expected_bytes:
             raise StorageError(f"{path}: its footer says {offset + total} bytes, it has {expected_bytes}")
+        if total > _MOST_OF_OBJECTS + offset // _DATA_PER_FOOTER_BYTE:
+            raise FormatError(
+                f"{path} is damaged: a footer of {total} bytes is too large for {offset} of data"
+            )
         file.seek(offset)
         return Footer.decode(file.read(total), str(path))
 
@@ -158,16 +169,19 @@ def read_header(path: Path, expected_bytes: int) -> Header:
 
 @contextlib.contextmanager
 def _open(path: Path, expected_bytes: int) -> Iterator[BinaryIO]:
-    """A data file whose size has been checked."""
+    """A data file whose size has been checked; what the body meets of the system's is a StorageError too."""
     try:
         file = path.open("rb")
     except OSError as error:
         raise StorageError(f"data file {path} cannot be opened: {error.strerror}") from error
     with file:
-        size = os.fstat(file.fileno()).st_size
-        if size != expected_bytes or size < HEADER_BYTES:
-            raise StorageError(
-                f"data file {path} has {size} bytes, its manifest says {expected_bytes}: "
-                "it was truncated or replaced"
-            )
-        yield file
+        try:
+            size = os.fstat(file.fileno()).st_size
+            if size != expected_bytes or size < HEADER_BYTES:
+                raise StorageError(
+                    f"data file {path} has {size} bytes, its manifest says {expected_bytes}: "
+                    "it was truncated or replaced"
+                )
+            yield file
+        except OSError as error:
+            raise StorageError(f"data file {path} cannot be read: {error.strerror}") from error

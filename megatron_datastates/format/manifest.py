@@ -94,12 +94,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         if version != FORMAT_VERSION:
             check_readable(name, version, 0)  # before the fields of an unknown format are looked at
         try:
-            manifest = msgspec.json.decode(body, type=cls)
+            manifest = _DECODER.decode(body)
         except (ValueError, RecursionError) as error:  # msgspec's own, bytes not in UTF-8, absurd nesting
             raise FormatError(f"{name} is not a valid manifest: {error}") from None
         check_readable(name, manifest.format_version, manifest.incompatible)
         _check(manifest, name)
         return manifest
+
+
+# Made once, here: msgspec looks at a type when it is first used, and not safely if threads do so at once.
+_DECODER = msgspec.json.Decoder(Manifest)
 
 
 def _check(manifest: Manifest, name: str) -> None:

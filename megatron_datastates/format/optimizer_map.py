@@ -71,13 +71,13 @@ class OptimizerMap(msgspec.Struct, frozen=True):
             UnsupportedFormatError: written by a later release.
         """
         try:
-            found = msgspec.json.decode(text, type=_Head).format_version
+            found = _HEAD_DECODER.decode(text).format_version
             if found != MAP_FORMAT_VERSION:
                 raise UnsupportedFormatError(
                     f"the optimizer map {key!r} has format {found}; this release reads format "
                     f"{MAP_FORMAT_VERSION}. Update megatron_datastates here."
                 )
-            decoded = msgspec.json.decode(text, type=cls)
+            decoded = _DECODER.decode(text)
         except (ValueError, RecursionError) as error:
             raise FormatError(f"the optimizer map {key!r} is damaged: {error}") from error
         for bucket in decoded.buckets:
@@ -87,6 +87,10 @@ class OptimizerMap(msgspec.Struct, frozen=True):
 
 class _Head(msgspec.Struct):
     format_version: int
+
+
+# See format/manifest.py.
+_DECODER, _HEAD_DECODER = msgspec.json.Decoder(OptimizerMap), msgspec.json.Decoder(_Head)
 
 
 def _check_bucket(bucket: Bucket, key: str) -> None:

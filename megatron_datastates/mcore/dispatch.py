@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.errors import DataStatesError, FormatError
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 from megatron_datastates.pipeline.runs import BACKEND, METADATA_NAME, stored_backend
 
@@ -62,8 +62,11 @@ def may_be_ours(directory: str | os.PathLike[str]) -> bool:
 
 
 def has_manifest(directory: str | os.PathLike[str]) -> bool:
-    """Whether a save of ours was published there."""
-    return (Path(directory) / MANIFEST_NAME).is_file()
+    """Whether a save of ours was published there; False where that cannot be looked at."""
+    try:
+        return (Path(directory) / MANIFEST_NAME).is_file()
+    except OSError:
+        return False
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
@@ -83,14 +86,16 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
         key = (os.fspath(directory), manifest.st_ino, manifest.st_mtime_ns, manifest.st_size, options)
     except OSError:
         key = None  # Checkpoint.open says what is wrong
+    checkpoint = _opened.get(key) if key is not None else None
+    if checkpoint is not None:
+        return checkpoint
     try:
-        if key is None or key not in _opened:
-            checkpoint = Checkpoint.open(directory, options)
-            _opened.clear()
-            _opened[key] = checkpoint
-        return _opened[key]
+        checkpoint = Checkpoint.open(directory, options)
     except DataStatesError as error:
         raise CheckpointingException(str(error)) from error
+    _opened.clear()
+    _opened[key] = checkpoint
+    return checkpoint
 
 
 def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,7 +140,10 @@ def read_common_state(directory: str | os.PathLike[str]) -> Any:
     checkpoint = open_checkpoint(directory)
     try:
         if COMMON_STATE_KEY in checkpoint.index.objects:
-            return checkpoint.read_object(COMMON_STATE_KEY)[0]
+            stored = checkpoint.read_object(COMMON_STATE_KEY)
+            if not isinstance(stored, list) or len(stored) != 1:
+                raise FormatError(f"the object {COMMON_STATE_KEY!r} of {directory} is no common state")
+            return stored[0]
         return deserialize(checkpoint.read_other(COMMON_STATE_FILE), COMMON_STATE_FILE)
     except DataStatesError as error:
         raise CheckpointingException(str(error)) from error
@@ -188,12 +196,12 @@ def load_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron_datastates.mcore.mismatch import LoadMismatch
 
         checkpoint, items = open_checkpoint(checkpoint_dir), list(nested_values(sharded_state_dict))
-        problem = first_mismatch(checkpoint, items)
-        if problem is not None:
-            raise LoadMismatch(f"{checkpoint_dir}: {problem}")
         boxes = requested_boxes(items)
         token = _requested.set(boxes)
         try:
+            problem = first_mismatch(checkpoint, items)
+            if problem is not None:
+                raise LoadMismatch(f"{checkpoint_dir}: {problem}")
             checkpoint.index.preload(boxes)
             return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
         except CheckpointException as error:

@@ -138,6 +138,20 @@ class Agreement:
         everyone = metadata if metadata is not None else gather_objects(self.failure, self._group)
         self._raise_for(everyone, self._group)
 
+    def verify_files(self) -> None:
+        """Compares the files with the SHA-256 sums in Megatron's `integrity.json`, on the first rank.
+
+        In place of Megatron's own call, where the first rank tells the others what is wrong: one that fails
+        otherwise, or before it, would leave them waiting.
+        """
+        import torch.distributed as dist
+        from megatron.core.dist_checkpointing import validation
+
+        from megatron_datastates.pipeline.agreement import ranks_of
+
+        if dist.get_rank() == ranks_of(self._group)[0]:
+            validation._verify_integrity_manifest_impl(os.fspath(self._directory))
+
     def settle(self) -> None:
         """The last meeting. Raises CheckpointingException, the same on all ranks, if any failed."""
         self.is_over = True
@@ -201,8 +215,13 @@ def agreed(original: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         agreement = _agreement_of(call.arguments)
-        with agreement.reached() if agreement is not None else contextlib.nullcontext():
+        if agreement is None:
             return original(*args, **kwargs)
+        with agreement.reached():
+            if call.arguments.get("verify_integrity"):  # since 0.19
+                call.arguments["verify_integrity"] = False
+                agreement.verify_files()
+            return original(*call.args, **call.kwargs)
 
     return load
 

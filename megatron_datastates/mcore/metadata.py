@@ -20,9 +20,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import Index
 from megatron_datastates.pipeline.load import torch_dtype
-from megatron_datastates.plan.boxes import boxes_that_meet
+from megatron_datastates.plan.boxes import boxes_that_meet, first_overlap, hold_all
 
 # Key -> offsets and shapes of the wanted boxes, (n, dimensions) each, in elements of the global tensor.
 Boxes = Mapping[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]
@@ -60,6 +61,12 @@ class StoredTensor(TensorStorageMetadata):
         if wanted is not None and wanted[0].shape[1:] == offsets.shape[1:]:
             meeting = boxes_that_meet(offsets, shapes, *wanted)
             offsets, shapes = offsets[meeting], shapes[meeting]
+            # DCP would leave what no fragment holds as it is in memory, and load twice what two of them do.
+            whole = first_overlap(offsets, shapes) is None
+            if not (whole and hold_all(offsets, shapes, *wanted, entry.global_shape)):
+                raise FormatError(
+                    f"tensor {self._key!r}: its fragments overlap, or hold not all that is wanted"
+                )
         pairs = zip(offsets.tolist(), shapes.tolist(), strict=True)
         return [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in pairs]
 

@@ -89,15 +89,16 @@ def _advice() -> str:
     from megatron_datastates.pipeline.agreement import Collectives
     from megatron_datastates.pipeline.fallback import look_for_older
 
-    options = _options()
-    if options.fallback == 0:
+    options, collectives = _options(), Collectives()
+    most = collectives.share_from_first(options.fallback)
+    if most == 0:
         return (
             "--datastates-fallback N tells which is the newest of the N older checkpoints that is whole; "
             "--ckpt-step loads it."
         )
     args, directory = get_args(), Path(LOOKED_AT.get() or "")
     root = Path(args.load) if directory.parent == _non_persistent(args) else directory.parent
-    found = look_for_older(directory, root, options.fallback, Collectives(), options)
+    found = look_for_older(directory, root, most, collectives, options)
     if found.iteration is None:
         looked = ", ".join(f"iter_{iteration:07d}" for iteration in found.damaged) or "there is none"
         return f"No older checkpoint in {root} verifies ({looked})."

@@ -9,7 +9,7 @@ import os
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,14 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import Reader, read_footer, read_ranges, read_small
 from megatron_datastates.errors import (
     CorruptDataError,
+    DataStatesError,
     FormatError,
     MissingKeyError,
     NotACheckpointError,
     StorageError,
 )
 from megatron_datastates.format.footer import Footer
-from megatron_datastates.format.index import Decoded, Index
+from megatron_datastates.format.index import Decoded, Index, TensorEntry
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.tables import Directory
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, Extent, is_own_file_name
@@ -42,8 +43,11 @@ _decoded: weakref.WeakValueDictionary[str, Decoded] = weakref.WeakValueDictionar
 
 
 def is_published(directory: str | os.PathLike[str]) -> bool:
-    """Whether the directory holds a published datastates checkpoint."""
-    return (Path(directory) / MANIFEST_NAME).is_file()
+    """Whether the directory holds a published datastates checkpoint; False where that cannot be looked at."""
+    try:
+        return (Path(directory) / MANIFEST_NAME).is_file()
+    except OSError:
+        return False
 
 
 def find_published(root: str | os.PathLike[str]) -> dict[int, Path]:
@@ -133,9 +137,18 @@ class Checkpoint:
         return file in self._footers
 
     def _what_rank_wrote(self, file: int) -> str:
-        tensors = (key for key, entry in self.index.tensors.items() if file in entry.files)
+        tensors = (key for key, entry in self._readable_tensors() if file in entry.files)
         objects = (key for key, holder in self.index.objects.items() if holder == file)
         return f"Rank {self.manifest.files[file].rank} wrote {_listed([*tensors, *objects])} to it"
+
+    def _readable_tensors(self) -> Iterator[tuple[str, TensorEntry]]:
+        """For messages: what is wrong with one tensor must not hide what they tell of others."""
+        for key in self.index.tensors:
+            try:
+                entry = self.index.tensors[key]
+            except DataStatesError:
+                continue
+            yield key, entry
 
     # -- reading ----------------------------------------------------------------------------------------
 
@@ -205,7 +218,7 @@ class Checkpoint:
         """Tensors and objects with bytes in these blocks of a data file."""
         bad = np.array(sorted(blocks), np.int64)
         found = []
-        for key, entry in self.index.tensors.items():
+        for key, entry in self._readable_tensors():
             mine = entry.files == file
             starts = entry.file_offsets[mine].astype(np.int64)
             ends = starts + entry.file_bytes[mine].astype(np.int64)
@@ -249,6 +262,14 @@ class Checkpoint:
         wanted = math.prod(shape)  # looked at before memory is asked for: a hostile index has any shape
         if covered < wanted:
             raise FormatError(f"tensor {key!r} has holes: {covered} of {wanted} elements are stored")
+        ends = entry.file_offsets + entry.file_bytes
+        data_ends = np.array([file.footer_offset for file in self.manifest.files], np.uint64)
+        beyond = ends > data_ends[entry.files]
+        if beyond.any():
+            path = self.file_path(int(entry.files[beyond.argmax()]))
+            raise FormatError(
+                f"{self.manifest.index.name} places {key!r} behind the end of the data of {path}"
+            )
         overlap = first_overlap(entry.offsets, entry.shapes) if len(reads) > 1 else None
         if overlap is not None:  # then the count above proves nothing
             raise FormatError(f"tensor {key!r}: two fragments both hold the element at {overlap}")
@@ -366,9 +387,14 @@ def _open_index(path: Path, manifest: Manifest, reuse: bool) -> Index:
 
 
 def _why_not(path: Path) -> str:
-    if not path.is_dir():
+    try:
+        names = os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
         return f"{path} is not a directory"
-    names = os.listdir(path)
+    except OSError as error:
+        return f"{path} cannot be listed: {error.strerror}"
+    if MANIFEST_NAME in names:
+        return f"{path / MANIFEST_NAME} cannot be looked at, or is no file"
     if any(is_own_file_name(name) for name in names):
         return (
             f"{path} holds an unfinished datastates checkpoint: it has data files but no {MANIFEST_NAME}, "

@@ -11,7 +11,7 @@ import dataclasses
 import json
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -30,6 +30,7 @@ from megatron_datastates.pipeline.runs import BACKEND, METADATA_NAME
 from megatron_datastates.plan.coverage import coverage_faults
 from megatron_datastates.plan.reads import gather_runs, plan_blocks
 
+_MOST_BLOCKS = 16  # of one file that are told one by one
 _FILE_THREADS = 8  # headers and footers are small, and a network file system answers late
 Progress = Callable[[int], None]  # told how many more bytes are done
 
@@ -284,9 +285,15 @@ def _check_blocks(
     runs = gather_runs(reads, [sink.ctypes.data for sink in sinks], [False] * len(reads))
     outcome = reader.read(sources, runs, progress)
     verdict.bytes_checked += outcome.bytes_read
+    by_file: dict[int, list[int]] = defaultdict(list)
     for place, block in outcome.bad_blocks:
-        keys = ", ".join(checkpoint.keys_in_blocks(files[place], [block])[:4]) or "no tensor"
-        verdict.faults.append(
-            f"{sources[place][0]}: the block at byte offset {block * BLOCK_BYTES} is corrupt; "
-            f"it holds data of {keys}"
-        )
+        by_file[place].append(block)
+    for place, blocks in by_file.items():
+        path, told = sources[place][0], blocks[:_MOST_BLOCKS]
+        for block in told:
+            keys = ", ".join(checkpoint.keys_in_blocks(files[place], [block])[:4]) or "no tensor"
+            verdict.faults.append(
+                f"{path}: the block at byte offset {block * BLOCK_BYTES} is corrupt; it holds data of {keys}"
+            )
+        if len(blocks) > len(told):
+            verdict.faults.append(f"{path}: {len(blocks) - len(told)} more of its blocks are corrupt")

@@ -160,7 +160,8 @@ def first_overlap(offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64])
     Args:
         offsets, shapes: of the boxes, (n, dimensions). Boxes without elements overlap nothing.
     """
-    starts, ends = offsets, offsets + shapes
+    some = (shapes > 0).all(axis=1)
+    starts, ends = offsets[some], (offsets + shapes)[some]
     if len(starts) < 2 or starts.shape[1] == 0:
         return () if len(starts) > 1 else None
     # Sorted along the axis that they are cut in most, a box can only meet those that begin before it ends.
@@ -189,6 +190,31 @@ def _first_common(
     low = np.maximum(starts[one], starts[other])
     common = (low < np.minimum(ends[one], ends[other])).all(axis=1)
     return tuple(low[int(common.argmax())].tolist()) if common.any() else None
+
+
+def hold_all(
+    offsets: npt.NDArray[np.int64],
+    shapes: npt.NDArray[np.int64],
+    wanted_offsets: npt.NDArray[np.int64],
+    wanted_shapes: npt.NDArray[np.int64],
+    whole: Sequence[int],
+) -> bool:
+    """Whether n boxes, no two of which overlap, have every element of m wanted ones that `whole` has.
+
+    Args:
+        offsets, shapes: of the boxes, (n, dimensions).
+        wanted_offsets, wanted_shapes: (m, dimensions); they may leave the tensor.
+        whole: the shape of the tensor.
+    """
+    ends = offsets + shapes
+    step = max(_MOST_PAIRS // max(len(offsets), 1), 1)
+    for first in range(0, len(wanted_offsets), step):
+        begin = wanted_offsets[first : first + step, None]
+        end = np.minimum(begin + wanted_shapes[first : first + step, None], np.array(whole, np.int64))
+        common = np.maximum(np.minimum(end, ends) - np.maximum(begin, offsets), 0)
+        if (common.prod(axis=2).sum(axis=1) != np.maximum(end - begin, 0).prod(axis=2)[:, 0]).any():
+            return False
+    return True
 
 
 def boxes_that_meet(

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_datastates.mcore import DataStatesSaveStrategy
 
+STRICT, VERIFIED = {"strict": "raise_unexpected"}, {"verify_integrity": True}
 KINDS = ("all_gather_object", "all_reduce", "barrier", "broadcast")
 counts: Counter[str] = Counter()
 
@@ -55,9 +56,10 @@ def load(directory: str, how: str, odd_one: bool = False) -> dict[str, Any]:
     wanted = state(-1)
     if odd_one:
         wanted["more"] = plain("other.weight", torch.zeros(3))
-    strict = {"strict": "raise_unexpected"} if how.startswith("strict ") else {}
+    kind, _, name = how.rpartition(" ")
+    options: dict[str, Any] = {"": {}, "strict": STRICT, "verified": VERIFIED}[kind]
     try:
-        dist_checkpointing.load(wanted, directory, strategy(how.removeprefix("strict ")), **strict)
+        dist_checkpointing.load(wanted, directory, strategy(name), **options)
     except CheckpointingException as error:
         return {
             "error": str(error),

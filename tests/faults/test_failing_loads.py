@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_datastates.mcore import versions
 from tests.faults.test_damaged import (
     bit_in_data,
     bit_in_footer,
@@ -144,6 +145,24 @@ def test_strictness_that_raises_on_one_rank_fails_all(world: World, saved: Calla
     for failure in failures(world, saved(2), saved(2), 2, hows=hows, odd_rank=1).values():
         assert "failed on 1 of 2 ranks: rank 1: " in failure["error"]
         assert "Unexpected keys" in failure["error"] and "other.weight" in failure["error"]
+
+
+@pytest.mark.parametrize(
+    "sums", ['{"files"', '{"files": {"datastates.manifest": "00"}}'], ids=["cut", "wrong"]
+)
+def test_sums_of_megatrons_that_do_not_fit_fail_all(
+    world: World, saved: Callable[[int], Path], tmp_path: Path, sums: str
+) -> None:
+    """Only the first rank looks at them."""
+    if not versions.installed_version().startswith("0.19"):
+        pytest.skip("load(verify_integrity=...) is new in 0.19")
+    directory = Path(shutil.copytree(saved(2), tmp_path / "ck"))
+    (directory / "integrity.json").write_text(sums)
+    for failure in failures(
+        world, directory, saved(2), 2, hows=["verified plain", "verified parallel"]
+    ).values():
+        assert "failed on 1 of 2 ranks: rank 0: " in failure["error"]
+        assert ("JSONDecodeError" in failure["error"]) == (sums == '{"files"')
 
 
 @pytest.mark.parametrize("unseen", ["datastates.manifest", "index-*", "data-00001-*", "both"])

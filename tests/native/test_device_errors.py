@@ -131,6 +131,24 @@ def test_a_failed_copy_does_not_give_its_slot_away_too_soon(
     assert save.status["staged_at"] > 0
 
 
+def test_without_memory_for_an_event_a_save_keeps_its_sources_until_its_copies_ran(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    engine, stream = device_engines(tripwire=False), cuda.new_stream()
+    save_whole(engine, tmp_path / "warm", shard(), stream=stream)
+    enqueued = len(cuda.calls("cuMemcpyDtoHAsync"))
+    cuda.hold_stream(stream)
+    cuda.hold_call("cuMemcpyDtoHAsync")
+    save = Save(engine, tmp_path / "data", shard(), stream=stream)
+    eventually(lambda: len(cuda.calls("cuMemcpyDtoHAsync")) > enqueued, "a copy is about to be enqueued")
+    cuda.fail("cuEventCreate", nth=0)
+    cuda.release_call("cuMemcpyDtoHAsync")
+    assert not save.reaches(Milestone.RELEASED, 0.3)
+    cuda.release_stream(stream)
+    assert "cuEventCreate" in save.failure()
+    assert len(cuda.calls("ran")) == len(cuda.calls("cuMemcpyDtoHAsync"))
+
+
 def test_a_cancelled_save_waits_for_the_device_before_it_lets_go(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:

@@ -156,12 +156,28 @@ def test_an_error_of_the_device_ends_the_read(
 ) -> None:
     reader, target, stream = readers(threads=2), np.zeros_like(DATA), cuda.new_stream()
     finish_read(start_read(reader, [source], [Request(0, 10, target.ctypes.data, device=True)], stream))
-    cuda.fail(call, nth=nth + (call == "cuEventCreate"))  # not that of the order behind the trainer
+    cuda.fail(call, nth=nth + 2 * (call == "cuEventCreate"))  # not those made before the threads start
     job = start_read(reader, [source], [whole(target)], stream)
     error = finish_read(job)[2]
     assert call in error and "an illegal memory access was encountered" in error
     assert finish_read(start_read(reader, [source], [whole(target)], stream))[2] == ""
     assert np.array_equal(target, DATA)
+
+
+def test_without_memory_for_an_event_a_read_is_not_over_before_its_copies(
+    cuda: FakeCuda, readers: Readers, source: Source
+) -> None:
+    reader, target, stream = readers(threads=1), np.zeros_like(DATA), cuda.new_stream()
+    cuda.hold_stream(stream)
+    cuda.hold_call("cuMemcpyHtoDAsync")
+    job = start_read(reader, [source], [whole(target)], stream)
+    eventually(lambda: cuda.calls("cuMemcpyHtoDAsync"), "the first copy is about to be enqueued")
+    cuda.fail("cuEventCreate", nth=0)
+    cuda.release_call("cuMemcpyHtoDAsync")
+    assert not job.wait(0.3)
+    cuda.release_stream(stream)
+    assert "cuEventCreate" in finish_read(job)[2]
+    assert len(cuda.calls("ran")) == len(cuda.calls("cuMemcpyHtoDAsync"))
 
 
 def test_after_an_error_slots_are_kept_until_the_device_is_done(

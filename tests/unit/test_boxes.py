@@ -13,6 +13,7 @@ from megatron_datastates.plan.boxes import (
     contiguous_strides,
     cut_box,
     first_overlap,
+    hold_all,
     intersect,
     overlaps_itself,
     paired_runs,
@@ -219,3 +220,30 @@ def test_a_fine_grid_is_checked_in_time():
     assert first_overlap(offsets, shapes) is None
     shapes[5050] = 4
     assert first_overlap(offsets, shapes) is not None
+
+
+def test_boxes_without_elements_cost_nothing():
+    """An index of a few kilobytes may have a million of them."""
+    offsets, shapes = np.zeros((1_000_000, 2), np.int64), np.zeros((1_000_000, 2), np.int64)
+    shapes[:2] = [[8, 1], [8, 1]]
+    offsets[1] = [0, 1]
+    assert first_overlap(offsets, shapes) is None
+    offsets[1] = [7, 0]
+    assert first_overlap(offsets, shapes) == (7, 0)
+
+
+@given(st.data())
+def test_boxes_hold_all_of_others_as_counted_one_by_one(data):
+    whole = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    cells = np.zeros(whole, np.int64)
+    kept = [box for box in cut_box(whole, data.draw(st.integers(1, 6))) if data.draw(st.integers(0, 4))]
+    for offset, shape in kept:
+        cells[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] += 1
+    wanted = [
+        [(data.draw(st.integers(0, n)), data.draw(st.integers(0, 6))) for n in whole]
+        for _ in range(data.draw(st.integers(1, 3)))
+    ]
+    expected = all(cells[tuple(slice(o, o + n) for o, n in box)].all() for box in wanted)
+    boxes = [np.array([part[i] for part in kept], np.int64).reshape(-1, len(whole)) for i in (0, 1)]
+    asked = [np.array([[pair[i] for pair in box] for box in wanted], np.int64) for i in (0, 1)]
+    assert hold_all(*boxes, *asked, whole) == expected

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from megatron_datastates.errors import FormatError
 from megatron_datastates.mcore.metadata import StoredMetadata, requested_boxes
 from megatron_datastates.mcore.reader import DataStatesReader, find_fragment
 from megatron_datastates.pipeline.load import Checkpoint
@@ -76,6 +77,22 @@ def test_chunks_are_the_fragments_that_meet_a_wanted_box(checkpoint):
     assert [tuple(chunk.offsets) for chunk in metadata["w"].chunks] == [(2, 0, 0), (3, 0, 0)]
     assert metadata["w"].chunks is metadata["w"].chunks
     assert len(metadata["v"].chunks) == 3
+
+
+@pytest.mark.parametrize("places", [[(0, 4), (5, 3)], [(0, 4), (3, 5)], [(0, 3), (2, 3), (6, 2)]])
+def test_fragments_with_holes_or_overlaps_are_refused_where_they_are_wanted(tmp_path, places):
+    """DCP would leave what is in memory, or take one of two."""
+    fragments = [(fragment("v", [8], [at], [size]), 0, 4096) for at, size in places]
+    write_checkpoint(tmp_path, [Part()], index_of(fragments))
+    opened = Checkpoint.open(tmp_path, OPTIONS)
+    with pytest.raises(FormatError, match="'v': its fragments overlap, or hold not all"):
+        _ = known(opened, {"v": ([1], [7])})["v"].chunks
+    assert len(known(opened, {"v": ([0], [1])})["v"].chunks) == 1
+
+
+def test_a_box_may_leave_the_tensor_and_gets_what_there_is(checkpoint):
+    """With allow_shape_mismatch."""
+    assert len(known(checkpoint, {"v": ([2], [100])})["v"].chunks) == 2
 
 
 def test_a_box_of_other_dimensions_filters_nothing(checkpoint):

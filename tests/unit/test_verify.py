@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
+import struct
+import zlib
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
-from megatron_datastates.errors import DataStatesError, FormatError, UnsupportedFormatError
+from megatron_datastates.engine.reader import read_footer
+from megatron_datastates.errors import (
+    CorruptDataError,
+    DataStatesError,
+    FormatError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.manifest import OtherFile
-from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.by_hand import SAVE, Part, data_file, file_entry, fragment, index_of, write_checkpoint
@@ -334,3 +344,83 @@ def test_an_optimizer_map_that_does_not_fit_is_found(tmp_path, saver, quick):
     verdict = verify(tmp_path, quick=quick, options=OPTIONS)
     (found,) = verdict.faults
     assert "'group.b.param' has shape (8,), and its optimizer map says (9,)" in found
+
+
+def test_what_is_wrong_with_one_tensor_does_not_hide_what_is_told_of_another(tmp_path):
+    """`a` has a dtype of a later release, and the block with `w` is corrupt."""
+    places = [(fragment("a", [8], [0], [8]), 0, 5000), (w(0, 8, 8), 0, 4096)]
+    index = bytearray(index_of(places).encode())
+    struct.pack_into("<H", index, 56 + 4, 99)  # in the row of the first key
+    write_checkpoint(tmp_path, [Part(pieces=[(4096, A)])], bytes(index))
+    path = tmp_path / SAVE.data_file_name(0)
+    data = bytearray(path.read_bytes())
+    data[4096] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptDataError, match="at byte offset 0. It holds data of 'w'"):
+        read(tmp_path)
+    assert [fault for fault in faults(tmp_path) if "is corrupt; it holds data of w" in fault]
+    path.unlink()
+    with pytest.raises(StorageError, match="Rank 0 wrote 'w' to it"):
+        read(tmp_path)
+
+
+def test_of_many_bad_blocks_the_first_are_told_and_the_others_counted(tmp_path):
+    blocks = 40
+    size = blocks * BLOCK_BYTES
+    write_checkpoint(tmp_path, [Part(data_bytes=size)], index_of([(w(0, 8, 8), 0, 4096)]))
+    path = tmp_path / SAVE.data_file_name(0)
+    data = bytearray(path.read_bytes())
+    data[5:size:BLOCK_BYTES] = b"\1" * blocks
+    path.write_bytes(data)
+    told = faults(tmp_path)
+    assert sum("the block at byte offset" in fault for fault in told) == 16
+    assert told[-1] == f"{path}: 24 more of its blocks are corrupt"
+
+
+class FailingFile:
+    """A file of which one call fails."""
+
+    def __init__(self, file, call):
+        self._file, self._call = file, call
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._file.close()
+
+    def __getattr__(self, name):
+        if name == self._call:
+            raise OSError(errno.EIO, "Input/output error")
+        return getattr(self._file, name)
+
+
+@pytest.mark.parametrize("call", ["seek", "read"])
+def test_a_file_that_opens_and_cannot_be_read_is_told_by_its_name(tmp_path, monkeypatch, call):
+    """As one with a bad sector, or of a network file system that lost it."""
+    write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]))
+    bad = tmp_path / SAVE.data_file_name(1)
+    real = Path.open
+
+    def opened(path, *args, **kwargs):
+        file = real(path, *args, **kwargs)
+        if path != bad:
+            return file
+        return FailingFile(file, call)
+
+    monkeypatch.setattr(Path, "open", opened)
+    with pytest.raises(StorageError, match=f"{bad} cannot be read: Input/output error. Rank 1 wrote 'w'"):
+        read(tmp_path)
+    assert any(f"{bad} cannot be read: Input/output error" in fault for fault in faults(tmp_path))
+
+
+def test_a_footer_as_long_as_a_huge_file_is_not_read(tmp_path):
+    manifest = write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]))
+    path, size = tmp_path / manifest.files[1].name, 8 << 40
+    trailer = struct.pack("<8sQQII", b"DSTAIL\x00\x01", 4096, size - 4096, 0, 0)
+    with path.open("r+b") as file:
+        file.truncate(size)
+        file.seek(size - 36)
+        file.write(trailer + struct.pack("<I", zlib.crc32(trailer)))
+    with pytest.raises(FormatError, match=f"{path} is damaged: a footer of {size - 4096} bytes"):
+        read_footer(path, size)
