@@ -356,7 +356,7 @@ def test_what_is_wrong_with_one_tensor_does_not_hide_what_is_told_of_another(tmp
     data = bytearray(path.read_bytes())
     data[4096] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CorruptDataError, match="at byte offset 0. It holds data of 'w'"):
+    with pytest.raises(CorruptDataError, match=r"at byte offset 0\. It holds data of 'w'"):
         read(tmp_path)
     assert [fault for fault in faults(tmp_path) if "is corrupt; it holds data of w" in fault]
     path.unlink()
