@@ -137,6 +137,12 @@ def test_two_tensors_of_one_name_are_refused(saver, tmp_path):
     assert len(choose_weights(source, stacked=True)) == 2
 
 
+def test_the_name_of_a_files_header_is_refused(saver, tmp_path):
+    save(saver, tmp_path / "ck", {"__metadata__": torch.zeros(2)})
+    with pytest.raises(FormatError, match="'__metadata__' is a name that safetensors"):
+        choose_weights(open_source(tmp_path / "ck"))
+
+
 def refused(tmp_path: Path, *arguments: object) -> str:
     """The one line that `export` gives up with; nothing is left behind."""
     before = sorted(tmp_path.rglob("*"))
