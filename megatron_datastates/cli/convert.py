@@ -44,7 +44,10 @@ def convert(
             metavar="N", show_default=False, help="Files at a time, in each process; by default a core each."
         ),
     ] = 0,
-    verify: Annotated[bool, typer.Option(help="Re-read and compare everything before it appears.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(help="Re-read and compare everything, and check CRCs of torch_dist, before it appears."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Convert checkpoints between torch_dist and datastates, or deal one out to other numbers of files.

@@ -39,6 +39,7 @@ class Archive:
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # elements
     where: str
+    crc: int | None  # CRC-32 of its bytes in row-major order, where the archive tells that
 
     def read_into(self, begin: int, target: Bytes) -> None:
         """Reads bytes [begin, begin + len(target)) of the tensor as it is in row-major order."""
@@ -93,6 +94,9 @@ def open_archive(file: BinaryIO, offset: int, size: int, where: str) -> Archive:
 def _described(
     archive: zipfile.ZipFile, stream: BinaryIO, file: BinaryIO, offset: int, where: str
 ) -> Archive:
+    for entry in archive.infolist():
+        if entry.CRC == 0:  # torch.serialization.set_crc32_options(False): none was computed
+            entry.CRC = None  # type: ignore[assignment]
     names = archive.namelist()
     prefix = next((name for name in names if name.endswith("/data.pkl")), "/data.pkl")[: -len("data.pkl")]
     with archive.open(f"{prefix}data.pkl") as pickled:
@@ -109,7 +113,10 @@ def _described(
     if data + entry.file_size > archive.start_dir:
         raise FormatError(f"{where}: its data does not lie before its directory")
     first = offset + data + record.storage_offset * item
-    return Archive(file, first, dtype, record.shape, record.strides, where)
+    is_whole = record.storage_offset == 0 and entry.file_size == math.prod(record.shape) * item
+    in_order = record.strides == contiguous_strides(record.shape)
+    crc = entry.CRC if is_whole and in_order else None  # which is of the storage
+    return Archive(file, first, dtype, record.shape, record.strides, where, crc)
 
 
 def _data_offset(stream: BinaryIO, entry: zipfile.ZipInfo) -> int:

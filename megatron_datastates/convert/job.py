@@ -20,6 +20,7 @@ import os
 import secrets
 import shutil
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -31,7 +32,13 @@ import numpy as np
 from megatron_datastates.config import GIB, MIB, Options
 from megatron_datastates.convert.datastates import DataStatesSink
 from megatron_datastates.convert.sink import Moved, Sink, metadata_members, stretches
-from megatron_datastates.convert.source import Source, Stored, is_of_a_format, open_source, require_utf8
+from megatron_datastates.convert.source import (
+    Source,
+    Stored,
+    is_of_a_format,
+    open_source,
+    require_utf8,
+)
 from megatron_datastates.convert.target import sync_tree
 from megatron_datastates.convert.team import Team
 from megatron_datastates.convert.torch_dist_sink import TorchDistSink
@@ -179,7 +186,8 @@ def convert(
     """Does what was planned. Ranks of `team` call this alike.
 
     Args:
-        verify: re-read all that was written, and compare it with the source, before it appears.
+        verify: re-read all that was written, and compare it with the source, before it appears; also check
+            what checksums a source has that are not checked whenever it is read.
         moved: told of bytes as they are written (and again as they are re-read), by any thread.
 
     Raises:
@@ -348,7 +356,15 @@ def _compare(source: Source, written: Source, stored: Stored, window_bytes: int,
     pairs = zip(
         stretches(source, stored.fragments, windows[0]), stretches(written, there, windows[1]), strict=True
     )
+    stored_crc: tuple[int, str] | None = None
+    crc = 0
     for (piece, before), (_, after) in pairs:
+        if piece.begin == 0:
+            stored_crc, crc = source.fragment_crc(piece.key, piece.fragment), 0
+        if stored_crc is not None:
+            crc = zlib.crc32(before, crc)
+            if piece.begin + piece.size == source.fragment(piece.key, piece.fragment).bytes:
+                _check_crc(crc, *stored_crc)
         if not np.array_equal(before, after):
             raise CorruptDataError(
                 f"tensor {piece.key!r} was not written as it was read: nothing was published"
@@ -359,6 +375,14 @@ def _compare(source: Source, written: Source, stored: Stored, window_bytes: int,
             continue
         if source.read_object(key) != written.read_object(key):
             raise CorruptDataError(f"object {key!r} was not written as it was read: nothing was published")
+
+
+def _check_crc(found: int, stored: int, where: str) -> None:
+    if found != stored:
+        raise CorruptDataError(
+            f"{where}: its CRC-32 is {found:08x}, and {stored:08x} was stored with it: it is corrupt, and "
+            "nothing was published"
+        )
 
 
 def _number_there(source: Source, written: Source, key: str, number: int) -> int:

@@ -128,6 +128,10 @@ class Source(ABC):
     def require_files(self) -> None:
         """Raises StorageError, FormatError: a file is missing or ends early; told before any data moves."""
 
+    def fragment_crc(self, key: str, number: int) -> tuple[int, str] | None:
+        """CRC-32 of a fragment's bytes, and where it lies; None where reading checks it, or there is none."""
+        return None
+
     def fragment(self, key: str, number: int) -> Fragment:
         """One of a tensor's fragments."""
         entry = self.tensors[key]

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_datastates.convert.archives import open_archive
+from megatron_datastates.convert.archives import Archive, open_archive
 from megatron_datastates.convert.pickles import BytesStorage, Metadata, TensorStorage, load_metadata
 from megatron_datastates.convert.source import TORCH_DIST_INDEX, Piece, Source, Stored, is_of_a_format
 from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
@@ -140,15 +140,24 @@ class TorchDistSource(Source):
     def _read_piece(
         self, file: BinaryIO, piece: Piece, record: Record, target: npt.NDArray[np.uint8]
     ) -> None:
-        where = f"{self.directory / record.file}, tensor {piece.key!r} at byte {record.offset}"
-        archive = open_archive(file, record.offset, record.bytes, where)
+        archive = self._open_archive(file, piece.key, record)
         fragment = self.fragment(piece.key, piece.fragment)
         if (archive.dtype, archive.shape) != (fragment.dtype, fragment.shape):
             raise FormatError(
-                f"{where}: it is {archive.dtype} {archive.shape}, and {TORCH_DIST_INDEX} says "
+                f"{archive.where}: it is {archive.dtype} {archive.shape}, and {TORCH_DIST_INDEX} says "
                 f"{fragment.dtype} {fragment.shape}"
             )
         archive.read_into(piece.begin, target)
+
+    def _open_archive(self, file: BinaryIO, key: str, record: Record) -> Archive:
+        where = f"{self.directory / record.file}, tensor {key!r} at byte {record.offset}"
+        return open_archive(file, record.offset, record.bytes, where)
+
+    def fragment_crc(self, key: str, number: int) -> tuple[int, str] | None:
+        record = self._place(key, number)
+        with self._open(record.file) as file:
+            archive = self._open_archive(file, key, record)
+        return None if archive.crc is None else (archive.crc, archive.where)
 
     def read_object(self, key: str) -> bytes:
         record = self._object(key)

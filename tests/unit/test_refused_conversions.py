@@ -335,3 +335,30 @@ def test_verify_finds_what_was_not_written_as_it_was_read(
     with pytest.raises(CorruptDataError, match="'large'"):
         convert_to(by_dcp, tmp_path / "target", format=format, verify=True)
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["datastates", "torch_dist"])
+def test_verify_finds_what_has_changed_in_a_source_since_it_was_written(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "_MOST_WINDOW_BYTES", MIB)
+    tensors = {"a": torch.ones(3), "large": torch.full((600, 1024), 2.0), "none": torch.empty(0, 3)}
+    save_with_dcp(tmp_path / "source", tensors)
+    convert_to(tmp_path / "source", tmp_path / "good", format=format, verify=True)
+    path = tmp_path / "source" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[data.index(tensors["large"].numpy().tobytes()) + (2 << 20)] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptDataError, match=r"__0_0\.distcp, tensor 'large' at .* it is corrupt"):
+        convert_to(tmp_path / "source", tmp_path / "target", format=format, verify=True)
+    assert sorted(os.listdir(tmp_path)) == ["good", "source"]
+
+
+def test_archives_that_were_written_without_checksums_are_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_with_dcp(tmp_path / "source", {"a": torch.arange(8.0)})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    made = convert_to(tmp_path / "source", tmp_path / "made", verify=True)
+    assert made.read_tensor("a").tolist() == list(range(8))
