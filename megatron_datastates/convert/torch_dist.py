@@ -108,20 +108,16 @@ class TorchDistSource(Source):
         overlap = first_overlap(entry.offsets, entry.shapes) if len(cuts) > 1 else None
         if overlap is not None:
             raise FormatError(f"tensor {key!r}: two fragments both hold the element at {overlap}")
-        target = torch.empty(shape, dtype=torch_dtype(entry.dtype))
+        target = np.empty(shape, f"V{element_bytes(entry.dtype)}")
         for n, (begin, lengths) in cuts:
-            part, stored = target, self._read_fragment(key, n)
-            for dim, (at, length) in enumerate(zip(begin, lengths, strict=True)):
-                stored = stored.narrow(dim, at - int(entry.offsets[n, dim]), length)
-                part = part.narrow(dim, at - offset[dim], length)
-            part.copy_(stored)
-        return target
-
-    def _read_fragment(self, key: str, number: int) -> torch.Tensor:
-        fragment = self.fragment(key, number)
-        memory = torch.empty(fragment.bytes, dtype=torch.uint8)
-        self.read_pieces([Piece(key, number, 0, fragment.bytes, 0)], memory.numpy())
-        return memory.view(torch_dtype(fragment.dtype)).reshape(fragment.shape)
+            box = (slice(b - o, b - o + m) for b, o, m in zip(begin, offset, lengths, strict=True))
+            part: tuple[Any, ...] = (..., *box)
+            inner = [b - o for b, o in zip(begin, entry.offsets[n].tolist(), strict=True)]
+            record = self._place(key, n)
+            with self._open(record.file) as file:
+                self._open_archive(file, key, n, record).read_box(inner, target[part])
+        data = torch.from_numpy(target.reshape(-1).view(np.uint8))
+        return data.view(torch_dtype(entry.dtype)).reshape(shape)
 
     def read_pieces(self, pieces: Sequence[Piece], window: npt.NDArray[np.uint8]) -> None:
         by_file: dict[str, list[tuple[Piece, Record]]] = defaultdict(list)
@@ -140,23 +136,22 @@ class TorchDistSource(Source):
     def _read_piece(
         self, file: BinaryIO, piece: Piece, record: Record, target: npt.NDArray[np.uint8]
     ) -> None:
-        archive = self._open_archive(file, piece.key, record)
-        fragment = self.fragment(piece.key, piece.fragment)
+        self._open_archive(file, piece.key, piece.fragment, record).read_into(piece.begin, target)
+
+    def _open_archive(self, file: BinaryIO, key: str, number: int, record: Record) -> Archive:
+        where = f"{self.directory / record.file}, tensor {key!r} at byte {record.offset}"
+        archive, fragment = open_archive(file, record.offset, record.bytes, where), self.fragment(key, number)
         if (archive.dtype, archive.shape) != (fragment.dtype, fragment.shape):
             raise FormatError(
-                f"{archive.where}: it is {archive.dtype} {archive.shape}, and {TORCH_DIST_INDEX} says "
+                f"{where}: it is {archive.dtype} {archive.shape}, and {TORCH_DIST_INDEX} says "
                 f"{fragment.dtype} {fragment.shape}"
             )
-        archive.read_into(piece.begin, target)
-
-    def _open_archive(self, file: BinaryIO, key: str, record: Record) -> Archive:
-        where = f"{self.directory / record.file}, tensor {key!r} at byte {record.offset}"
-        return open_archive(file, record.offset, record.bytes, where)
+        return archive
 
     def fragment_crc(self, key: str, number: int) -> tuple[int, str] | None:
         record = self._place(key, number)
         with self._open(record.file) as file:
-            archive = self._open_archive(file, key, record)
+            archive = self._open_archive(file, key, number, record)
         return None if archive.crc is None else (archive.crc, archive.where)
 
     def read_object(self, key: str) -> bytes:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_datastates.config import MIB
-from megatron_datastates.convert import datastates, job
+from megatron_datastates.convert import archives, datastates, job
 from megatron_datastates.convert.job import Means
 from megatron_datastates.convert.source import DataStatesSource, Source, open_source
 from megatron_datastates.format.header import HEADER_BYTES
@@ -25,7 +25,7 @@ from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability, Place, Tensors
 from tests.unit.converting import contents, convert_to, dcp_state, save_with_dcp
 from tests.unit.ranks_in_turn import RanksInTurn
-from tests.unit.states import bits, data_files, new_saver, save
+from tests.unit.states import bits, data_files, new_saver, random_tensor, save
 
 
 def test_what_dcp_wrote_is_read_bit_for_bit(by_dcp: Path) -> None:
@@ -246,3 +246,35 @@ def test_files_of_others_are_durable_before_the_target_appears(
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(job, "_appear", appears)
     convert_to(tmp_path / "source", tmp_path / "made", format=format)
+
+
+@pytest.mark.parametrize(("offset", "shape"), [((3, 0), (2, 4)), ((5, 1), (1, 2)), ((0, 1), (10, 1))])
+def test_a_slice_of_a_large_fragment_takes_no_more_memory_than_it_has(
+    offset: tuple[int, int], shape: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"rows": random_tensor(torch.bfloat16, (10, 4), 1)}
+    tensors["columns"] = random_tensor(torch.float32, (4, 10), 2).T
+    save_with_dcp(tmp_path / "source", tensors)
+    source, read, sizes = open_source(tmp_path / "source"), archives._read_exactly, []
+
+    def noted(file: Any, at: int, target: Any, where: str) -> None:
+        sizes.append(target.nbytes)
+        read(file, at, target, where)
+
+    monkeypatch.setattr(archives, "_read_exactly", noted)
+    for key, tensor in tensors.items():
+        end = [o + n for o, n in zip(offset, shape, strict=True)]
+        expected = tensor[offset[0] : end[0], offset[1] : end[1]]
+        found = source.read_tensor(key, offset, shape)
+        assert (found.dtype, found.shape, bits(found)) == (tensor.dtype, expected.shape, bits(expected))
+        assert max(sizes, default=0) <= found.nbytes
+
+
+def test_a_slice_over_several_fragments_is_put_together(tmp_path: Path) -> None:
+    boxes = [((0, 0), (3, 2)), ((0, 2), (3, 2)), ((3, 0), (3, 2)), ((3, 2), (3, 2))]
+    ranks = RanksInTurn(4)
+    ranks.save(tmp_path / "ours", [Shards(box) for box in boxes])
+    ranks.close()
+    made = convert_to(tmp_path / "ours", tmp_path / "made")
+    assert made.read_tensor("w", (1, 1), (4, 2)).tolist() == [[1, 1], [1, 1], [4, 4], [4, 4]]
+    assert made.read_tensor("w").tolist() == [[1] * 4] * 3 + [[4] * 4] * 3
