@@ -243,6 +243,7 @@ def _records(metadata: Metadata, path: Path) -> dict[str, dict[tuple[int, ...], 
         file, place = info.relative_path, (info.offset, info.length)
         if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\0" in file:
             raise FormatError(f"{path}: {index.fqn!r} lies in {file!r}, which is no name of a file beside it")
+        file.encode()  # raises where half of a surrogate pair is in it
         if not all(isinstance(number, int) and 0 <= number < 1 << 62 for number in place):
             raise FormatError(f"{path}: {index.fqn!r} lies at {place} in {file}")
         found[index.fqn][tuple(index.offset or ())] = Record(file, *place)

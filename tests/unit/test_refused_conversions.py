@@ -123,6 +123,7 @@ def one_index(metadata: Any) -> Any:
     [
         lambda m: m.storage_data.update({one_index(m): {}}),
         lambda m: m.storage_data.update({"x": 1}),
+        lambda m: setattr(m.storage_data[one_index(m)], "relative_path", "\ud800"),
         lambda m: setattr(storage(m), "size", None),
         lambda m: setattr(storage(m), "size", ("x",)),
         lambda m: setattr(storage(m), "size", (3.5,)),
