@@ -54,8 +54,8 @@ def convert(
 
     Tensors, objects and common state are the same bit for bit, so Megatron goes on from either. No GPU and no
     Megatron are needed. A target appears when it is whole. Under torchrun, ranks share the files.
-    Exit codes: 0 converted, 1 what was read is corrupt, or was not written as it was, 2 it cannot be done, 130
-    interrupted.
+    Exit codes: 0 converted, 1 what was read is corrupt, or was not written as it was, 2 it cannot be done,
+    130 interrupted.
 
     Example: datastates convert runs/gpt/iter_0001000 converted/iter_0001000 --verify
 
