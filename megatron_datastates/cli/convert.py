@@ -44,14 +44,18 @@ def convert(
             metavar="N", show_default=False, help="Files at a time, in each process; by default a core each."
         ),
     ] = 0,
-    verify: Annotated[bool, typer.Option(help="Re-read and compare everything before it appears.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(help="Re-read and compare everything, and check CRCs of torch_dist, before it appears."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Convert checkpoints between torch_dist and datastates, or deal one out to other numbers of files.
 
     Tensors, objects and common state are the same bit for bit, so Megatron goes on from either. No GPU and no
     Megatron are needed. A target appears when it is whole. Under torchrun, ranks share the files.
-    Exit codes: 0 converted, 1 what was written is not what was read, 2 it cannot be done, 130 interrupted.
+    Exit codes: 0 converted, 1 what was read is corrupt, or was not written as it was, 2 it cannot be done,
+    130 interrupted.
 
     Example: datastates convert runs/gpt/iter_0001000 converted/iter_0001000 --verify
 

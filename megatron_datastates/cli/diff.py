@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from megatron_datastates.cli.shared import AsJson, Keys, Memory, app, cannot, out, parse_size, progress_bar
+from megatron_datastates.cli.shared import AsJson, Keys, Memory, app, cannot, out, parse_memory, progress_bar
 from megatron_datastates.convert.diff import (
     Difference,
     Drift,
@@ -47,7 +47,7 @@ def diff(
     Example: datastates diff runs/gpt/iter_0001000 runs/gpt/iter_0002000 --keys 'decoder.*' --plot drift.png
     """
     try:
-        found = _compare(first, second, keys, plot, parse_size("--memory", memory))
+        found = _compare(first, second, keys, plot, parse_memory(memory))
     except (DataStatesError, OSError) as error:
         cannot(error)
     if as_json:

@@ -17,6 +17,7 @@ from megatron_datastates.cli.shared import (
     app,
     cannot,
     out,
+    parse_memory,
     parse_size,
     progress_bar,
 )
@@ -56,7 +57,7 @@ def export(
                 target,
                 weights,
                 shard_bytes=parse_size("--max-shard-size", max_shard_size),
-                memory_bytes=parse_size("--memory", memory),
+                memory_bytes=parse_memory(memory),
                 progress=lambda done: progress.advance(task, done),
             )
     except (DataStatesError, OSError) as error:

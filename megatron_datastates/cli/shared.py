@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from megatron_datastates.config import parse_bytes
+from megatron_datastates.config import MIB, parse_bytes
 from megatron_datastates.errors import OptionError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
@@ -22,6 +22,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=N
 out = Console(markup=False, emoji=False, highlight=False)
 notes = Console(stderr=True, markup=False, emoji=False, highlight=False)
 _ANY_WIDTH = 1 << 16
+_LEAST_MEMORY_BYTES = MIB  # with less, so few elements are read at a time that it never ends
 
 Directory = Annotated[Path, typer.Argument(help="A checkpoint, such as CKPT/iter_0000100.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -71,3 +72,11 @@ def parse_size(option: str, text: str) -> int:
         return parse_bytes(text)
     except ValueError as error:
         raise OptionError(f"{option} {text}: {error}") from None
+
+
+def parse_memory(text: str) -> int:
+    """Bytes of --memory. Raises OptionError."""
+    size = parse_size("--memory", text)
+    if size < _LEAST_MEMORY_BYTES:
+        raise OptionError(f"--memory {text}: it takes at least {_LEAST_MEMORY_BYTES // MIB} MiB")
+    return size

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import itertools
 import math
 import mmap
 import os
@@ -39,6 +40,7 @@ class Archive:
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # elements
     where: str
+    crc: int | None  # CRC-32 of its bytes in row-major order, where the archive tells that
 
     def read_into(self, begin: int, target: Bytes) -> None:
         """Reads bytes [begin, begin + len(target)) of the tensor as it is in row-major order."""
@@ -47,14 +49,38 @@ class Archive:
             _read_exactly(self.file, self.data_offset + begin, target, self.where)
             return
         first, last = begin // item, -(-(begin + len(target)) // item)
-        # A view of the page cache: what is touched of it, the system may drop again.
-        with mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
-            view = np.ndarray(
-                self.shape, f"V{item}", memory, self.data_offset, [stride * item for stride in self.strides]
-            )
-            flat = _elements(view, first, last)
-            del view  # the mapping cannot be closed while it is looked at
+        with self._mapped() as memory:
+            flat = _elements(self._view(memory), first, last)
         target[:] = flat.view(np.uint8)[begin - first * item :][: len(target)]
+
+    def read_box(self, begin: Sequence[int], target: np.ndarray) -> None:
+        """Reads the box at element `begin` that is as large as `target`, which has elements of raw bytes."""
+        if self.strides != contiguous_strides(self.shape) or not _is_run(target.shape, self.shape):
+            box = tuple(slice(b, b + n) for b, n in zip(begin, target.shape, strict=True))
+            with self._mapped() as memory:
+                target[...] = self._view(memory)[box]
+            return
+        data = target if target.flags.c_contiguous else np.empty_like(target, order="C")
+        at = sum(b * stride for b, stride in zip(begin, self.strides, strict=True)) * target.itemsize
+        self.read_into(at, data.reshape(-1).view(np.uint8))
+        if data is not target:
+            target[...] = data
+
+    def _mapped(self) -> mmap.mmap:
+        """The page cache: what is touched of it, the system may drop again."""
+        return mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def _view(self, memory: mmap.mmap) -> np.ndarray:
+        """The mapping cannot be closed while there is one."""
+        item = element_bytes(self.dtype)
+        strides = [stride * item for stride in self.strides]
+        return np.ndarray(self.shape, f"V{item}", memory, self.data_offset, strides)
+
+
+def _is_run(lengths: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a box of a tensor in row-major order lies in one place."""
+    rest = list(itertools.dropwhile(lambda pair: pair[0] == 1, zip(lengths, shape, strict=True)))
+    return all(length == size for length, size in rest[1:])
 
 
 def _elements(view: np.ndarray, first: int, last: int) -> np.ndarray:
@@ -93,6 +119,9 @@ def open_archive(file: BinaryIO, offset: int, size: int, where: str) -> Archive:
 def _described(
     archive: zipfile.ZipFile, stream: BinaryIO, file: BinaryIO, offset: int, where: str
 ) -> Archive:
+    for entry in archive.infolist():
+        if entry.CRC == 0:  # torch.serialization.set_crc32_options(False): none was computed
+            entry.CRC = None  # type: ignore[assignment]
     names = archive.namelist()
     prefix = next((name for name in names if name.endswith("/data.pkl")), "/data.pkl")[: -len("data.pkl")]
     with archive.open(f"{prefix}data.pkl") as pickled:
@@ -109,7 +138,10 @@ def _described(
     if data + entry.file_size > archive.start_dir:
         raise FormatError(f"{where}: its data does not lie before its directory")
     first = offset + data + record.storage_offset * item
-    return Archive(file, first, dtype, record.shape, record.strides, where)
+    is_whole = record.storage_offset == 0 and entry.file_size == math.prod(record.shape) * item
+    in_order = record.strides == contiguous_strides(record.shape)
+    crc = entry.CRC if is_whole and in_order else None  # which is of the storage
+    return Archive(file, first, dtype, record.shape, record.strides, where, crc)
 
 
 def _data_offset(stream: BinaryIO, entry: zipfile.ZipInfo) -> int:

@@ -2,7 +2,8 @@
 
 Protocol:
   1. what cannot be done is refused before anything is written;
-  2. all is written into a directory beside the target, `.NAME.converting`, that is locked and emptied first;
+  2. all is written into a directory beside the target, `.NAME.converting`, that is locked and emptied first
+     (what no conversion makes is never deleted);
   3. files are made by any process and thread; rank 0 commits them once all are durable, then all are re-read
      if that is wanted;
   4. the directory is renamed to the target's name, and the one around it is synced.
@@ -12,11 +13,14 @@ So a target is a whole checkpoint, or is not there. Ranks of torchrun agree afte
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
+import heapq
 import os
 import secrets
 import shutil
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
@@ -27,8 +31,15 @@ import numpy as np
 
 from megatron_datastates.config import GIB, MIB, Options
 from megatron_datastates.convert.datastates import DataStatesSink
-from megatron_datastates.convert.sink import Moved, Sink, stretches
-from megatron_datastates.convert.source import Source, Stored, open_source
+from megatron_datastates.convert.sink import Moved, Sink, metadata_members, stretches
+from megatron_datastates.convert.source import (
+    Source,
+    Stored,
+    is_of_a_format,
+    open_source,
+    require_utf8,
+)
+from megatron_datastates.convert.target import sync_tree
 from megatron_datastates.convert.team import Team
 from megatron_datastates.convert.torch_dist_sink import TorchDistSink
 from megatron_datastates.engine.commit import sync_directory
@@ -90,6 +101,11 @@ class Means:
         return min((each - 2 * _READER_BYTES) // 2 // MIB * MIB, _MOST_WINDOW_BYTES)
 
 
+def default_format(source_format: str) -> str:
+    """To which a checkpoint is converted if nobody says to which."""
+    return next(name for name in FORMATS if name != source_format)
+
+
 def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: int = 0) -> Plan:
     """Looks at all that can be wrong before anything is written.
 
@@ -102,11 +118,15 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
         OptionError, StorageError: it cannot be done.
         FormatError: the source is damaged.
     """
-    format = format or next(name for name in FORMATS if name != source.format)
+    format = format or default_format(source.format)
     if format not in FORMATS:
         raise OptionError(f"format {format!r} cannot be written: there are {' and '.join(FORMATS)}")
     if ranks < 0:
         raise OptionError(f"{ranks} files cannot be made")
+    require_utf8(target)
+    if target.resolve().is_relative_to(source.directory.resolve()):
+        raise StorageError(f"{target} lies within {source.directory}, its source: give another target")
+    metadata_members(source.directory)
     faults = [fault for key, entry in source.tensors.items() for fault in coverage_faults(key, entry)]
     if faults:
         raise FormatError(f"{source.directory} is not whole: {'; '.join(faults[:3])}")
@@ -138,10 +158,11 @@ def _dealt(source: Source, files: Sequence[Stored], ranks: int) -> list[Stored]:
     """Each fragment goes to the file with the fewest bytes, the largest first; within one, order is kept."""
     fragments = [one for stored in files for one in stored.fragments]
     sizes = [source.fragment(*one).bytes for one in fragments]
-    dealt, filled = [0] * len(fragments), [0] * ranks
+    ranks = min(ranks, len(fragments) + sum(len(stored.objects) for stored in files))  # more would be empty
+    dealt, filled = [0] * len(fragments), [(0, rank) for rank in range(ranks)]  # a heap: of bytes and ranks
     for i in sorted(range(len(fragments)), key=lambda i: (-sizes[i], i)):
-        dealt[i] = min(range(ranks), key=lambda rank: (filled[rank], rank))
-        filled[dealt[i]] += sizes[i]
+        held, dealt[i] = filled[0]
+        heapq.heapreplace(filled, (held + sizes[i], dealt[i]))
     found = [Stored([], []) for _ in range(ranks)]
     for one, rank in zip(fragments, dealt, strict=True):
         found[rank].fragments.append(one)
@@ -165,7 +186,8 @@ def convert(
     """Does what was planned. Ranks of `team` call this alike.
 
     Args:
-        verify: re-read all that was written, and compare it with the source, before it appears.
+        verify: re-read all that was written, and compare it with the source, before it appears; also check
+            what checksums a source has that are not checked whenever it is read.
         moved: told of bytes as they are written (and again as they are re-read), by any thread.
 
     Raises:
@@ -176,7 +198,7 @@ def convert(
     mine = plan.files_of(team)
     workers = _Workers(means.worker_count(len(mine)), moved)
     with ExitStack() as held:
-        team.first(lambda: held.enter_context(_taken(plan.workplace)))
+        team.first(lambda: held.enter_context(_taken(plan)))
         save_id = SaveId(team.first(lambda: secrets.randbits(63)), 1)
         sink = team.every(lambda: _sink(plan, means, save_id, workers.moved))
         try:
@@ -193,14 +215,14 @@ def convert(
 
 
 @contextmanager
-def _taken(workplace: Path) -> Iterator[None]:
+def _taken(plan: Plan) -> Iterator[None]:
     """An empty directory of this job alone. What is there in the end is removed.
 
     Raises:
-        StorageError: another conversion is at it.
+        StorageError: another conversion is at it, or it is not the directory of any.
     """
-    workplace.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(workplace, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    workplace = plan.workplace
+    descriptor = _open_workplace(workplace)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -210,7 +232,7 @@ def _taken(workplace: Path) -> Iterator[None]:
             ) from None
         except OSError:  # a file system without locks: nobody can tell
             pass
-        _empty(workplace)
+        _empty(workplace, _companions(plan.source))
         try:
             yield
         finally:
@@ -219,8 +241,29 @@ def _taken(workplace: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _empty(directory: Path) -> None:
-    for path in list(directory.iterdir()):
+def _open_workplace(path: Path) -> int:
+    try:
+        if not path.is_symlink():
+            path.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTDIR, errno.ELOOP):
+            raise
+        raise StorageError(
+            f"{path} is not a directory, and a conversion needs one there: remove it"
+        ) from None
+
+
+def _empty(directory: Path, companions: Sequence[str]) -> None:
+    """Raises StorageError: it holds what no conversion of this source made. Then all is left."""
+    paths = list(directory.iterdir())
+    of_others = [p for p in paths if not is_of_a_format(p.name) and p.name not in companions]
+    if of_others:
+        raise StorageError(
+            f"{directory} was to be emptied, and holds {of_others[0].name!r}, which this conversion does not "
+            "make: remove the directory first"
+        )
+    for path in paths:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -281,6 +324,7 @@ def _commit(plan: Plan, sink: Sink, written: Sequence[Any]) -> None:
             shutil.copytree(of, to)
         else:
             shutil.copyfile(of, to)
+        sync_tree(to)
     sync_directory(plan.workplace)
     sink.commit(written)
 
@@ -312,7 +356,15 @@ def _compare(source: Source, written: Source, stored: Stored, window_bytes: int,
     pairs = zip(
         stretches(source, stored.fragments, windows[0]), stretches(written, there, windows[1]), strict=True
     )
+    stored_crc: tuple[int, str] | None = None
+    crc = 0
     for (piece, before), (_, after) in pairs:
+        if piece.begin == 0:
+            stored_crc, crc = source.fragment_crc(piece.key, piece.fragment), 0
+        if stored_crc is not None:
+            crc = zlib.crc32(before, crc)
+            if piece.begin + piece.size == source.fragment(piece.key, piece.fragment).bytes:
+                _check_crc(crc, *stored_crc)
         if not np.array_equal(before, after):
             raise CorruptDataError(
                 f"tensor {piece.key!r} was not written as it was read: nothing was published"
@@ -323,6 +375,14 @@ def _compare(source: Source, written: Source, stored: Stored, window_bytes: int,
             continue
         if source.read_object(key) != written.read_object(key):
             raise CorruptDataError(f"object {key!r} was not written as it was read: nothing was published")
+
+
+def _check_crc(found: int, stored: int, where: str) -> None:
+    if found != stored:
+        raise CorruptDataError(
+            f"{where}: its CRC-32 is {found:08x}, and {stored:08x} was stored with it: it is corrupt, and "
+            "nothing was published"
+        )
 
 
 def _number_there(source: Source, written: Source, key: str, number: int) -> int:

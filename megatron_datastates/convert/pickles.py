@@ -1,7 +1,9 @@
 """Pickles of other formats, read by unpicklers that know a list of names and build nothing else.
 
-A pickle is a program: what it names, it may call. So every name is looked up here, and what is not on a list
-is refused by its name before anything of it is imported.
+A pickle is a program: what it names, it may call and change. So every name is looked up here, and what is not
+on a list is refused by its name before anything of it is imported. What is handed out stands in for what is
+named, and cannot be changed: a class without __setstate__ takes attributes from a pickle, for the whole
+process.
 """
 
 from __future__ import annotations
@@ -10,9 +12,8 @@ import collections
 import dataclasses
 import io
 import math
-import pathlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,10 +25,6 @@ from megatron_datastates.errors import FormatError, UnsafeObjectError
 from megatron_datastates.format.values import DTYPES
 from megatron_datastates.plan.boxes import contiguous_strides
 
-_METADATA = {
-    "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-    "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-}  # fmt: skip
 # What they add is not looked at, whatever they call it.
 _UNREAD = ("megatron.", "nvidia_resiliency_ext.", "torch.distributed.checkpoint.")
 _PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
@@ -56,18 +53,100 @@ class _Unread:
     def __setstate__(self, state: Any) -> None: ...
 
 
+class _Fields:
+    """Stands for a class of DCP's: of what a pickle says of an instance, what is read here; unchecked."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state)
+
+
+class Metadata(_Fields):
+    """Of a checkpoint."""
+
+    state_dict_metadata: dict[Any, Any]  # of TensorStorage and BytesStorage
+    storage_data: dict[Any, Any]  # StorageInfo by Index
+
+
+class TensorStorage(_Fields):
+    """Of a tensor."""
+
+    properties: Properties
+    size: Any
+    chunks: Any  # of Chunk
+
+
+class BytesStorage(_Fields):
+    """Of an object."""
+
+
+class Chunk(_Fields):
+    """One of a tensor's fragments."""
+
+    offsets: Any
+    sizes: Any
+
+
+class Properties(_Fields):
+    """Of a tensor; pickled as a tuple."""
+
+    dtype: Any
+
+    def __setstate__(self, state: Any) -> None:
+        self.dtype, *_ = state
+
+
+class Index(_Fields):
+    """Names an object, or a fragment by its offset."""
+
+    fqn: Any
+    offset: Any = None
+
+
+class StorageInfo(_Fields):
+    """Where one lies."""
+
+    relative_path: Any
+    offset: Any
+    length: Any
+    transform_descriptors: Any = None
+
+
+_METADATA = {
+    (metadata.__name__, "Metadata"): Metadata,
+    (metadata.__name__, "TensorStorageMetadata"): TensorStorage,
+    (metadata.__name__, "BytesStorageMetadata"): BytesStorage,
+    (metadata.__name__, "ChunkStorageMetadata"): Chunk,
+    (metadata.__name__, "TensorProperties"): Properties,
+    (metadata.__name__, "MetadataIndex"): Index,
+    (filesystem.__name__, "_StorageInfo"): StorageInfo,
+}
+
+
+class _Function:
+    """What a pickle may call."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        raise UnsafeObjectError("it would change a function")
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module == metadata.__name__ and name in _METADATA:
-            return getattr(metadata, name)
+        if (module, name) in _METADATA:
+            return _METADATA[module, name]
         if (module, name) in (("collections", "OrderedDict"), ("builtins", "set")):
             return collections.OrderedDict if name == "OrderedDict" else set
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return pathlib.PurePosixPath
-        if (module, name) == (filesystem.__name__, "_StorageInfo"):
-            return filesystem._StorageInfo
+            return _Unread
         if (module, name) == ("torch.serialization", "_get_layout"):
-            return _strided
+            return _Function(_strided)
         if (module, name) == ("torch", "Size"):
             return torch.Size
         if module == "torch" and name in DTYPES:
@@ -83,8 +162,8 @@ def _strided(name: str) -> torch.layout:
     return torch.strided
 
 
-def load_metadata(path: Path) -> metadata.Metadata:
-    """DCP's `.metadata`.
+def load_metadata(path: Path) -> Metadata:
+    """DCP's `.metadata`; what is in it may be of any type.
 
     Raises:
         OSError: it cannot be read.
@@ -92,7 +171,7 @@ def load_metadata(path: Path) -> metadata.Metadata:
     """
     with path.open("rb") as file:
         found = _load(_MetadataUnpickler(file), str(path))
-    if not isinstance(found, metadata.Metadata) or not all(
+    if not isinstance(found, Metadata) or not all(
         isinstance(part, dict)
         for part in (getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None))
     ):
@@ -140,13 +219,13 @@ def _parameter(data: TensorRecord, *unread: Any) -> TensorRecord:
 
 
 _REBUILD = {
-    "_rebuild_tensor_v2": _rebuild_v2,
-    "_rebuild_tensor_v3": _rebuild_v3,
-    "_rebuild_parameter": _parameter,
+    "_rebuild_tensor_v2": _Function(_rebuild_v2),
+    "_rebuild_tensor_v3": _Function(_rebuild_v3),
+    "_rebuild_parameter": _Function(_parameter),
 }
 
 
-class _UntypedStorage:
+class _UntypedStorage(_Unread):
     """As a name: its tensor says of which dtype it is."""
 
 

@@ -6,15 +6,15 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
-from megatron_datastates.convert.job import Means, Plan, convert, plan_conversion
+from megatron_datastates.convert.job import Means, Plan, convert, default_format, plan_conversion
 from megatron_datastates.convert.sink import Moved, write_synced
-from megatron_datastates.convert.source import open_source
+from megatron_datastates.convert.source import Source, open_source
 from megatron_datastates.convert.team import Team
 from megatron_datastates.engine.commit import sync_directory
-from megatron_datastates.errors import NotACheckpointError, StorageError
+from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError
 
 _TRACKER_NAME = "latest_checkpointed_iteration.txt"  # Megatron's: which iteration a run goes on from
 
@@ -68,7 +68,7 @@ def convert_run(
             before it are there, and another call goes on from it.
     """
     found: list[Converted] = []
-    for name, skipped in team.first(lambda: _todo(source, target)):
+    for name, skipped in team.first(lambda: _todo(source, target, wish.format)):
         of, to = source / name, target / name
         if skipped:
             found.append(Converted(str(of), str(to), wish.format, 0, 0, 0, 0, 0.0, skipped))
@@ -78,33 +78,65 @@ def convert_run(
     return found
 
 
-def _todo(source: Path, target: Path) -> list[tuple[str, str]]:
+def _todo(source: Path, target: Path, format: str) -> list[tuple[str, str]]:
     """Names of iterations, with the reason why nothing is to be done for one."""
+    if target.resolve() == source.resolve():
+        raise StorageError(f"{target} is the source itself: give another target")
     names = [name for name in os.listdir(source) if re.fullmatch(r"iter_\d+", name, re.ASCII)]
     if not names:
         raise StorageError(f"{source} holds no iterations: give the directory that was given to --save")
-    return [(name, _why_skipped(source / name, target / name)) for name in sorted(names, key=_iteration)]
+    names.sort(key=_iteration)
+    found = {name: _opened(source / name) for name in names}
+    formats = {one.format for one in found.values() if not isinstance(one, NotACheckpointError)}
+    wanted = {format or default_format(one) for one in formats}
+    if len(wanted) > 1:
+        raise OptionError(
+            f"{source} holds iterations in formats {' and '.join(sorted(formats))}: say with --to in which "
+            "all are to be"
+        )
+    return [(name, _why_skipped(found[name], target / name, wanted)) for name in names]
 
 
 def _iteration(name: str) -> int:
     return int(name.removeprefix("iter_"))
 
 
-def _why_skipped(source: Path, target: Path) -> str:
+def _opened(directory: Path) -> Source | NotACheckpointError:
     try:
-        open_source(source)
+        return open_source(directory)
     except NotACheckpointError as error:
-        return str(error)
-    return "it is there already" if target.exists() and open_source(target) else ""
+        return error
+
+
+def _why_skipped(source: Source | NotACheckpointError, target: Path, wanted: Collection[str]) -> str:
+    if isinstance(source, NotACheckpointError):
+        return str(source)
+    if not target.exists():
+        return ""
+    there = open_source(target).format
+    if there not in wanted:
+        raise StorageError(
+            f"{target} exists in format {there}, and {' '.join(wanted)} is wanted: give another target"
+        )
+    return "it is there already"
 
 
 def _copy_tracker(source: Path, target: Path) -> None:
-    try:
-        text = (source / _TRACKER_NAME).read_text().strip()
-    except OSError:
+    """Unless the target has one already that names a later iteration, trained there, or no iteration."""
+    wanted, there = _tracked(source), _tracked(target)
+    if wanted is None or not (target / f"iter_{wanted:07d}").is_dir():
         return
-    if text.isdecimal() and (target / f"iter_{int(text):07d}").is_dir():
-        temporary = target / f".{_TRACKER_NAME}.converting"
-        write_synced(temporary, text.encode())
-        temporary.rename(target / _TRACKER_NAME)
-        sync_directory(target)
+    if os.path.lexists(target / _TRACKER_NAME) and (there is None or there >= wanted):
+        return
+    temporary = target / f".{_TRACKER_NAME}.converting"
+    write_synced(temporary, str(wanted).encode())
+    temporary.rename(target / _TRACKER_NAME)
+    sync_directory(target)
+
+
+def _tracked(run: Path) -> int | None:
+    try:
+        text = (run / _TRACKER_NAME).read_bytes().strip()
+    except OSError:
+        return None
+    return int(text) if re.fullmatch(rb"\d{1,18}", text) else None

@@ -26,6 +26,7 @@ from megatron_datastates.errors import FormatError, UnsupportedFormatError
 from megatron_datastates.format.values import element_bytes
 
 INDEX_NAME = "model.safetensors.index.json"
+_HEADER_OF_FILE = "__metadata__"  # in the header, among the tensors
 
 _DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32",
@@ -66,7 +67,7 @@ def choose_weights(source: Source, patterns: Sequence[str] = (), *, stacked: boo
     Raises:
         MissingKeyError: a pattern matches nothing, or there is no weight.
         UnsupportedFormatError: safetensors has no such dtype.
-        FormatError: two tensors would have one name.
+        FormatError: two tensors would have one name, or one would have a name that is not free.
     """
     keys = list(source.tensors) if patterns else [key for key in source.tensors if is_weight(key)]
     weights: dict[str, Weight] = {}
@@ -77,6 +78,10 @@ def choose_weights(source: Source, patterns: Sequence[str] = (), *, stacked: boo
                 f"{key!r} is {tensor.dtype}, which safetensors does not have: leave it out with --keys"
             )
         for weight in _weights_of(key, tensor.dtype, tensor.global_shape, stacked):
+            if weight.name == _HEADER_OF_FILE:
+                raise FormatError(
+                    f"{key!r} is a name that safetensors files keep for themselves: leave it out with --keys"
+                )
             if weight.name in weights:
                 raise FormatError(
                     f"{key!r} and {weights[weight.name].key!r} would both be {weight.name!r}: export them "
@@ -161,7 +166,7 @@ def _write_shard(
 
 def _header(shard: Sequence[Weight]) -> bytes:
     """Padded with spaces to 8 bytes. The metadata is what transformers asks for."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {_HEADER_OF_FILE: {"format": "pt"}}
     at = 0
     for weight in shard:
         offsets = [at, at + weight.bytes]

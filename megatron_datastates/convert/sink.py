@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.convert.source import METADATA_NAME, Piece, Source, Stored
+from megatron_datastates.errors import FormatError
 
 Bytes = npt.NDArray[np.uint8]
 Moved = Callable[[int], None]  # is told of bytes; raises to stop
@@ -53,10 +54,23 @@ class Sink(ABC):
 
     def write_metadata(self) -> None:
         """Megatron's metadata.json, as the source has it but for the format."""
-        path = self.source.directory / METADATA_NAME
-        config = json.loads(path.read_bytes()) if path.exists() else {}
+        config = metadata_members(self.source.directory)
         config |= {"sharded_backend": self.format, "sharded_backend_version": 1}
         write_synced(self.directory / METADATA_NAME, json.dumps(config).encode())
+
+
+def metadata_members(directory: Path) -> dict[str, Any]:
+    """Of metadata.json; none if there is no such file. Raises FormatError, OSError."""
+    path = directory / METADATA_NAME
+    try:
+        members = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is damaged: {error}") from error
+    if not isinstance(members, dict):
+        raise FormatError(f"{path} is damaged: it holds no JSON object")
+    return members
 
 
 def write_synced(path: Path, data: bytes) -> None:

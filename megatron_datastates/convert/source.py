@@ -20,13 +20,20 @@ import torch
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import Reader
-from megatron_datastates.errors import NotACheckpointError
-from megatron_datastates.format.values import Extent, Fragment
+from megatron_datastates.errors import NotACheckpointError, StorageError
+from megatron_datastates.format.values import MANIFEST_NAME, Extent, Fragment, is_own_file_name
 from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead, is_published
 from megatron_datastates.plan.reads import plan_extent
 
 METADATA_NAME = "metadata.json"  # Megatron's: says which format a checkpoint has
 TORCH_DIST_INDEX = ".metadata"  # DCP's
+INTEGRITY_NAME = "integrity.json"  # Megatron's hashes of a checkpoint's files
+
+
+def is_of_a_format(name: str) -> bool:
+    """Whether a file of this name is none of others: formats make such files, and a target has its own."""
+    known = {METADATA_NAME, TORCH_DIST_INDEX, INTEGRITY_NAME, MANIFEST_NAME}
+    return name in known or name.endswith((".distcp", ".tmp")) or is_own_file_name(name)
 
 
 class StoredTensor(Protocol):
@@ -121,6 +128,10 @@ class Source(ABC):
     def require_files(self) -> None:
         """Raises StorageError, FormatError: a file is missing or ends early; told before any data moves."""
 
+    def fragment_crc(self, key: str, number: int) -> tuple[int, str] | None:
+        """CRC-32 of a fragment's bytes, and where it lies; None where reading checks it, or there is none."""
+        return None
+
     def fragment(self, key: str, number: int) -> Fragment:
         """One of a tensor's fragments."""
         entry = self.tensors[key]
@@ -148,7 +159,7 @@ class DataStatesSource(Source):
 
     @property
     def other_files(self) -> Sequence[str]:
-        return [other.name for other in self.checkpoint.manifest.others]
+        return [o.name for o in self.checkpoint.manifest.others if not is_of_a_format(o.name)]
 
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
@@ -196,11 +207,13 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
 
     Raises:
         NotACheckpointError: nothing is there that can be read.
+        StorageError: its name is not UTF-8.
         MissingPackageError: it is of a format that is read with a package which is not installed.
     """
     from megatron_datastates.convert.torch_dist import TorchDistSource  # which builds on this module
 
     path = Path(directory)
+    require_utf8(path)
     backend = _named_format(path)
     has_index = (path / TORCH_DIST_INDEX).is_file()
     if is_published(path) and not (backend == "torch_dist" and has_index):
@@ -220,9 +233,17 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
     )
 
 
+def require_utf8(path: Path) -> None:
+    """Raises StorageError: native code and what is printed for programs take names in UTF-8 only."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise StorageError(f"{os.fsencode(path)!r} is not a name in UTF-8: rename it") from None
+
+
 def _named_format(path: Path) -> str | None:
     try:
         backend = json.loads((path / METADATA_NAME).read_bytes())["sharded_backend"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return backend if isinstance(backend, str) else None

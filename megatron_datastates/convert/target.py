@@ -47,7 +47,7 @@ def appearing(target: Path) -> Iterator[Path]:
     temporary = target.parent / f".{target.name}.{os.getpid()}.tmp"
     try:
         yield temporary
-        _sync(temporary)
+        sync_tree(temporary)
         refuse_target(target)
         temporary.rename(target)
     except BaseException:  # Ctrl-C, too
@@ -56,7 +56,8 @@ def appearing(target: Path) -> Iterator[Path]:
     sync_directory(target.parent)
 
 
-def _sync(root: Path) -> None:
+def sync_tree(root: Path) -> None:
+    """A file, or a directory and all that is in it."""
     for path in [*root.rglob("*"), root]:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:

@@ -11,25 +11,22 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from megatron_datastates.convert.archives import open_archive
-from megatron_datastates.convert.pickles import load_metadata
-from megatron_datastates.convert.source import METADATA_NAME, TORCH_DIST_INDEX, Piece, Source, Stored
+from megatron_datastates.convert.archives import Archive, open_archive
+from megatron_datastates.convert.pickles import BytesStorage, Metadata, TensorStorage, load_metadata
+from megatron_datastates.convert.source import TORCH_DIST_INDEX, Piece, Source, Stored, is_of_a_format
 from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
 from megatron_datastates.format.values import DTYPES, element_bytes
 from megatron_datastates.pipeline.load import torch_dtype
 from megatron_datastates.plan.boxes import checked_slice, first_overlap, intersect
 from megatron_datastates.providers.tensors import dtype_name
-
-INTEGRITY_NAME = "integrity.json"  # Megatron's hashes of a checkpoint's files
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,13 +62,22 @@ class TorchDistSource(Source):
         super().__init__(directory)
         path = directory / TORCH_DIST_INDEX
         metadata = load_metadata(path)
-        records = _records(metadata, path)
         self._tensors: dict[str, TorchDistTensor] = {}
         self._objects: dict[str, Record] = {}
+        try:
+            self._take(metadata, path)
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            raise FormatError(f"{path} is damaged: {error}") from error
+
+    def _take(self, metadata: Metadata, path: Path) -> None:
+        records = _records(metadata, path)
         for key, entry in metadata.state_dict_metadata.items():
-            if isinstance(entry, TensorStorageMetadata):
+            if not isinstance(key, str):
+                raise FormatError(f"{path}: the key {key!r} is no text")
+            key.encode()  # raises where half of a surrogate pair is in it
+            if isinstance(entry, TensorStorage):
                 self._tensors[key] = _tensor(key, entry, records.get(key, {}), path)
-            elif isinstance(entry, BytesStorageMetadata) and records.get(key):
+            elif isinstance(entry, BytesStorage) and records.get(key):
                 self._objects[key] = next(iter(records[key].values()))
             else:
                 raise FormatError(f"{path}: {key!r} is neither a tensor nor an object that was stored")
@@ -86,10 +92,8 @@ class TorchDistSource(Source):
 
     @property
     def other_files(self) -> Sequence[str]:
-        known = {METADATA_NAME, TORCH_DIST_INDEX, INTEGRITY_NAME}
         with os.scandir(self.directory) as entries:
-            names = [entry.name for entry in entries if entry.is_file()]
-        return sorted(name for name in names if name not in known and not name.endswith((".distcp", ".tmp")))
+            return sorted(e.name for e in entries if e.is_file() and not is_of_a_format(e.name))
 
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
@@ -104,20 +108,16 @@ class TorchDistSource(Source):
         overlap = first_overlap(entry.offsets, entry.shapes) if len(cuts) > 1 else None
         if overlap is not None:
             raise FormatError(f"tensor {key!r}: two fragments both hold the element at {overlap}")
-        target = torch.empty(shape, dtype=torch_dtype(entry.dtype))
+        target = np.empty(shape, f"V{element_bytes(entry.dtype)}")
         for n, (begin, lengths) in cuts:
-            part, stored = target, self._read_fragment(key, n)
-            for dim, (at, length) in enumerate(zip(begin, lengths, strict=True)):
-                stored = stored.narrow(dim, at - int(entry.offsets[n, dim]), length)
-                part = part.narrow(dim, at - offset[dim], length)
-            part.copy_(stored)
-        return target
-
-    def _read_fragment(self, key: str, number: int) -> torch.Tensor:
-        fragment = self.fragment(key, number)
-        memory = torch.empty(fragment.bytes, dtype=torch.uint8)
-        self.read_pieces([Piece(key, number, 0, fragment.bytes, 0)], memory.numpy())
-        return memory.view(torch_dtype(fragment.dtype)).reshape(fragment.shape)
+            box = (slice(b - o, b - o + m) for b, o, m in zip(begin, offset, lengths, strict=True))
+            part: tuple[Any, ...] = (..., *box)
+            inner = [b - o for b, o in zip(begin, entry.offsets[n].tolist(), strict=True)]
+            record = self._place(key, n)
+            with self._open(record.file) as file:
+                self._open_archive(file, key, n, record).read_box(inner, target[part])
+        data = torch.from_numpy(target.reshape(-1).view(np.uint8))
+        return data.view(torch_dtype(entry.dtype)).reshape(shape)
 
     def read_pieces(self, pieces: Sequence[Piece], window: npt.NDArray[np.uint8]) -> None:
         by_file: dict[str, list[tuple[Piece, Record]]] = defaultdict(list)
@@ -136,15 +136,23 @@ class TorchDistSource(Source):
     def _read_piece(
         self, file: BinaryIO, piece: Piece, record: Record, target: npt.NDArray[np.uint8]
     ) -> None:
-        where = f"{self.directory / record.file}, tensor {piece.key!r} at byte {record.offset}"
-        archive = open_archive(file, record.offset, record.bytes, where)
-        fragment = self.fragment(piece.key, piece.fragment)
+        self._open_archive(file, piece.key, piece.fragment, record).read_into(piece.begin, target)
+
+    def _open_archive(self, file: BinaryIO, key: str, number: int, record: Record) -> Archive:
+        where = f"{self.directory / record.file}, tensor {key!r} at byte {record.offset}"
+        archive, fragment = open_archive(file, record.offset, record.bytes, where), self.fragment(key, number)
         if (archive.dtype, archive.shape) != (fragment.dtype, fragment.shape):
             raise FormatError(
                 f"{where}: it is {archive.dtype} {archive.shape}, and {TORCH_DIST_INDEX} says "
                 f"{fragment.dtype} {fragment.shape}"
             )
-        archive.read_into(piece.begin, target)
+        return archive
+
+    def fragment_crc(self, key: str, number: int) -> tuple[int, str] | None:
+        record = self._place(key, number)
+        with self._open(record.file) as file:
+            archive = self._open_archive(file, key, number, record)
+        return None if archive.crc is None else (archive.crc, archive.where)
 
     def read_object(self, key: str) -> bytes:
         record = self._object(key)
@@ -235,6 +243,7 @@ def _records(metadata: Metadata, path: Path) -> dict[str, dict[tuple[int, ...], 
         file, place = info.relative_path, (info.offset, info.length)
         if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\0" in file:
             raise FormatError(f"{path}: {index.fqn!r} lies in {file!r}, which is no name of a file beside it")
+        file.encode()  # raises where half of a surrogate pair is in it
         if not all(isinstance(number, int) and 0 <= number < 1 << 62 for number in place):
             raise FormatError(f"{path}: {index.fqn!r} lies at {place} in {file}")
         found[index.fqn][tuple(index.offset or ())] = Record(file, *place)
@@ -242,21 +251,28 @@ def _records(metadata: Metadata, path: Path) -> dict[str, dict[tuple[int, ...], 
 
 
 def _tensor(
-    key: str, entry: TensorStorageMetadata, records: Mapping[tuple[int, ...], Record], path: Path
+    key: str, entry: TensorStorage, records: Mapping[tuple[int, ...], Record], path: Path
 ) -> TorchDistTensor:
-    dtype, shape = dtype_name(entry.properties.dtype), tuple(entry.size)
+    dtype, shape = dtype_name(entry.properties.dtype), _numbers(entry.size)
     if dtype not in DTYPES:
         raise FormatError(f"{path}: tensor {key!r} is {dtype}, which the datastates format cannot hold")
-    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+    boxes = [(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks]
     for offset, size in boxes:
         fits = len(offset) == len(size) == len(shape)
-        if not fits or any(o < 0 or n < 0 or o + n > s for o, n, s in zip(offset, size, shape, strict=True)):
+        if not fits or any(o + n > s for o, n, s in zip(offset, size, shape, strict=True)):
             raise FormatError(f"{path}: tensor {key!r} of shape {shape} has a fragment {size} at {offset}")
     if element_bytes(dtype) * int(np.prod(shape, dtype=object)) >= 1 << 62:
         raise FormatError(f"{path}: tensor {key!r} of shape {shape} is too large")
     offsets = np.array([offset for offset, _ in boxes], np.int64).reshape(len(boxes), len(shape))
     shapes = np.array([size for _, size in boxes], np.int64).reshape(len(boxes), len(shape))
     return TorchDistTensor(dtype, shape, offsets, shapes, [_record(key, o, records) for o, _ in boxes])
+
+
+def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
+    found = tuple(values)
+    if not all(isinstance(value, int) and value >= 0 for value in found):
+        raise TypeError(f"{found} are no offset or shape")
+    return found
 
 
 def _record(key: str, offset: tuple[int, ...], records: Mapping[tuple[int, ...], Record]) -> Record | None:

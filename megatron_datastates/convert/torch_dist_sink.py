@@ -70,16 +70,27 @@ class TorchDistSink(Sink):
         objects = {key: BytesStorageMetadata() for key, number in records if number is None}
         metadata = Metadata(
             entries | objects,
-            storage_data={
-                _index(key, number, entries): _StorageInfo(record.file, record.offset, record.bytes)
-                for (key, number), record in records.items()
-            },
+            storage_data=_storage_data(records, entries),
             storage_meta=StorageMeta(checkpoint_id=None, save_id=str(uuid.uuid4())),
             version=CURRENT_DCP_VERSION,
         )
         write_synced(self.directory / TORCH_DIST_INDEX, pickle.dumps(metadata))
         self.write_metadata()
         sync_directory(self.directory)
+
+
+def _storage_data(
+    records: dict[tuple[str, int | None], Record], entries: dict[str, TensorStorageMetadata]
+) -> dict[MetadataIndex, _StorageInfo]:
+    """By key and offset: of fragments at one offset, all but one have no elements, and that one is told."""
+    found: dict[MetadataIndex, _StorageInfo] = {}
+    for (key, number), record in sorted(records.items(), key=lambda item: _is_empty(entries, *item[0])):
+        found.setdefault(_index(key, number, entries), _StorageInfo(record.file, record.offset, record.bytes))
+    return found
+
+
+def _is_empty(entries: dict[str, TensorStorageMetadata], key: str, number: int | None) -> bool:
+    return number is not None and 0 in entries[key].chunks[number].sizes
 
 
 def _described(entry: StoredTensor) -> TensorStorageMetadata:

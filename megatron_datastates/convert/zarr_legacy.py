@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_datastates.convert.source import METADATA_NAME, Piece, Source, Stored
+from megatron_datastates.convert.source import Piece, Source, Stored, is_of_a_format
 from megatron_datastates.errors import (
     FormatError,
     MissingKeyError,
@@ -62,6 +62,7 @@ except ImportError as error:
     ) from error
 
 _ARRAY_NAME = ".zarray"
+_MOST_CHUNKS_MISSING = 1 << 20  # of an array that can still be listed
 _OBJECT = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.pt", re.ASCII)
 # zarr has no bfloat16: it reads the same bytes as this.
 _BFLOAT16, _BITS = b'"bfloat16"', b'"<u2"'
@@ -102,6 +103,8 @@ class ZarrTensor:
     def offsets(self) -> npt.NDArray[np.int64]:
         pairs = zip(self.global_shape, self.chunk_shape, strict=True)
         grid = tuple(-(-size // chunk) for size, chunk in pairs)
+        if math.prod(grid) > _MOST_CHUNKS_MISSING:
+            self._require_count(math.prod(grid))
         cells = np.indices(grid, np.int64).reshape(len(grid), math.prod(grid)).T
         offsets: npt.NDArray[np.int64] = cells * np.array(self.chunk_shape, np.int64)
         return offsets
@@ -128,12 +131,16 @@ class ZarrTensor:
             range(at // chunk, (at + size - 1) // chunk + 1)
             for at, size, chunk in zip(offset, shape, self.chunk_shape, strict=True)
         ]
-        there = len(os.listdir(self.path))  # counted first: a hostile array has any number of chunks
-        if math.prod(map(len, spans)) > there:
-            raise StorageError(f"{self.path} holds only a part of its array: {there} files are there")
+        self._require_count(math.prod(map(len, spans)))
         for cell in itertools.product(*spans):
             self._require_chunk(self._chunk_path(cell))
             yield cell
+
+    def _require_count(self, chunks: int) -> None:
+        """Before anything is made of so many: a hostile array has any number of them."""
+        there = len(os.listdir(self.path))
+        if chunks > there:
+            raise StorageError(f"{self.path} holds only a part of its array: {there} files are there")
 
     def chunk(self, cell: tuple[int, ...]) -> npt.NDArray[np.uint8]:
         """One of them, mapped: its elements, with an axis more for their bytes."""
@@ -181,7 +188,7 @@ class LegacyZarrSource(Source):
     @property
     def other_files(self) -> Sequence[str]:
         names = (path.name for path in self.directory.iterdir() if path.is_file())
-        return sorted(name for name in names if name != METADATA_NAME)
+        return sorted(name for name in names if not is_of_a_format(name))
 
     @property
     def other_directories(self) -> Sequence[str]:
@@ -249,7 +256,7 @@ def _open_tensor(path: Path) -> ZarrTensor:
         spelled, packed = members["dtype"], members.get("compressor") or members.get("filters")
         array = zarr.open_array(_ArrayStore(path, read_only=True), mode="r", zarr_format=2)
         dtype = "bfloat16" if spelled == "bfloat16" else array.dtype.name
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{document} is damaged: {error}") from error
     if members["chunks"] != list(array.chunks):  # zarr mends what cannot be
         raise FormatError(f"{document} is damaged: there are no chunks of {members['chunks']}")

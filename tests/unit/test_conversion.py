@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_datastates.config import MIB
-from megatron_datastates.convert import datastates, job
+from megatron_datastates.convert import archives, datastates, job
 from megatron_datastates.convert.job import Means
-from megatron_datastates.convert.source import Source, open_source
+from megatron_datastates.convert.source import DataStatesSource, Source, open_source
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
 from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.publication import described
 from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.providers.base import Mutability, Place, Tensors
 from tests.unit.converting import contents, convert_to, dcp_state, save_with_dcp
-from tests.unit.states import bits, data_files, new_saver, save
+from tests.unit.ranks_in_turn import RanksInTurn
+from tests.unit.states import bits, data_files, new_saver, random_tensor, save
 
 
 def test_what_dcp_wrote_is_read_bit_for_bit(by_dcp: Path) -> None:
@@ -142,7 +146,7 @@ def test_the_optimizer_map_is_for_us_alone(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("ranks", [1, 3, 1000])
+@pytest.mark.parametrize("ranks", [1, 3, 1000, 1 << 60])
 @pytest.mark.parametrize("format", ["datastates", "torch_dist"])
 def test_fragments_are_dealt_out_to_files_by_their_bytes(
     by_dcp: Path, tmp_path: Path, ranks: int, format: str
@@ -154,3 +158,123 @@ def test_fragments_are_dealt_out_to_files_by_their_bytes(
     if ranks == 3:
         held = [sum(made.fragment(*one).bytes for one in file.fragments) for file in files]
         assert max(held) == 20 * MIB, "the large one is alone"
+
+
+class Shards:
+    """Of a matrix of ones, at these offsets."""
+
+    def __init__(self, *boxes: tuple[tuple[int, int], tuple[int, int]]) -> None:
+        self.boxes = boxes
+
+    def tensors(self) -> Tensors:
+        tensors = Tensors()
+        for offset, shape in self.boxes:
+            data = torch.full(shape, 1.0 + offset[0])
+            tensors.add("w", data, Mutability.NOW, Place((6, 4), offset, shape))
+        return tensors
+
+    def objects(self) -> Iterator[Any]:
+        return iter(())
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1)])
+def test_a_fragment_without_elements_hides_no_other_at_its_offset(
+    order: tuple[int, ...], tmp_path: Path
+) -> None:
+    boxes = [((0, 0), (3, 4)), ((0, 0), (0, 4)), ((3, 0), (3, 4))]
+    ranks = RanksInTurn(3)
+    ranks.save(tmp_path / "ours", [Shards(boxes[n]) for n in order])
+    ranks.close()
+    made = convert_to(tmp_path / "ours", tmp_path / "made", verify=True)
+    expected = open_source(tmp_path / "ours").read_tensor("w")
+    assert expected[:, 0].tolist() == [1.0] * 3 + [4.0] * 3
+    assert bits(made.read_tensor("w")) == bits(expected)
+    state = {"w": torch.zeros(6, 4)}
+    dcp.load(state, checkpoint_id=tmp_path / "made", no_dist=True)
+    assert bits(state["w"]) == bits(expected)
+
+
+def test_files_of_the_other_format_beside_a_source_do_not_come_along(tmp_path: Path) -> None:
+    both = tmp_path / "both"
+    save_with_dcp(both, {"a": torch.ones(3)})
+    convert_to(both, tmp_path / "ours")
+    for file in (tmp_path / "ours").iterdir():
+        (both / file.name).write_bytes(file.read_bytes())
+    (both / "common.pt").write_bytes(b"common")
+    (both / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    made = convert_to(both, tmp_path / "made", verify=True)
+    assert verify(tmp_path / "made").good and contents(made) == contents(open_source(both))
+    assert made.other_files == ["common.pt"]
+    (both / "metadata.json").write_text('{"sharded_backend": "datastates"}')
+    back = convert_to(both, tmp_path / "back", verify=True)
+    assert contents(back) == contents(made) and len(list((tmp_path / "back").glob("*.distcp"))) == 1
+
+
+def test_a_manifest_that_names_files_of_another_format_gives_none_of_them(tmp_path: Path) -> None:
+    """They would take the place of what was just written."""
+    saver = new_saver()
+    save(saver, tmp_path / "ours", {"a": torch.ones(3)}, {})
+    saver.close()
+    source = open_source(tmp_path / "ours")
+    assert isinstance(source, DataStatesSource)
+    for name in ("__0_0.distcp", ".metadata", "metadata.json", "common.pt"):
+        (tmp_path / "ours" / name).write_bytes(b"{}")
+        source.checkpoint.manifest.others.append(described(tmp_path / "ours" / name))
+    assert source.other_files == ["common.pt"]
+
+
+@pytest.mark.parametrize("format", ["datastates", "torch_dist"])
+def test_files_of_others_are_durable_before_the_target_appears(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_with_dcp(tmp_path / "source", {"a": torch.ones(3)})
+    (tmp_path / "source" / "common.pt").write_bytes(b"common")
+    (tmp_path / "source" / "modelopt").mkdir()
+    (tmp_path / "source" / "modelopt" / "state.pt").write_bytes(b"state")
+    synced: set[int] = set()
+    fsync, appear = os.fsync, job._appear
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def appears(workplace: Path, target: Path) -> None:
+        for name in ("common.pt", "modelopt", "modelopt/state.pt"):
+            assert (workplace / name).stat().st_ino in synced, name
+        appear(workplace, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(job, "_appear", appears)
+    convert_to(tmp_path / "source", tmp_path / "made", format=format)
+
+
+@pytest.mark.parametrize(("offset", "shape"), [((3, 0), (2, 4)), ((5, 1), (1, 2)), ((0, 1), (10, 1))])
+def test_a_slice_of_a_large_fragment_takes_no_more_memory_than_it_has(
+    offset: tuple[int, int], shape: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"rows": random_tensor(torch.bfloat16, (10, 4), 1)}
+    tensors["columns"] = random_tensor(torch.float32, (4, 10), 2).T
+    save_with_dcp(tmp_path / "source", tensors)
+    source, read, sizes = open_source(tmp_path / "source"), archives._read_exactly, []
+
+    def noted(file: Any, at: int, target: Any, where: str) -> None:
+        sizes.append(target.nbytes)
+        read(file, at, target, where)
+
+    monkeypatch.setattr(archives, "_read_exactly", noted)
+    for key, tensor in tensors.items():
+        end = [o + n for o, n in zip(offset, shape, strict=True)]
+        expected = tensor[offset[0] : end[0], offset[1] : end[1]]
+        found = source.read_tensor(key, offset, shape)
+        assert (found.dtype, found.shape, bits(found)) == (tensor.dtype, expected.shape, bits(expected))
+        assert max(sizes, default=0) <= found.nbytes
+
+
+def test_a_slice_over_several_fragments_is_put_together(tmp_path: Path) -> None:
+    boxes = [((0, 0), (3, 2)), ((0, 2), (3, 2)), ((3, 0), (3, 2)), ((3, 2), (3, 2))]
+    ranks = RanksInTurn(4)
+    ranks.save(tmp_path / "ours", [Shards(box) for box in boxes])
+    ranks.close()
+    made = convert_to(tmp_path / "ours", tmp_path / "made")
+    assert made.read_tensor("w", (1, 1), (4, 2)).tolist() == [[1, 1], [1, 1], [4, 4], [4, 4]]
+    assert made.read_tensor("w").tolist() == [[1] * 4] * 3 + [[4] * 4] * 3

@@ -18,13 +18,16 @@ from megatron_datastates.convert import job
 from megatron_datastates.convert.run import Wish, convert_run
 from megatron_datastates.convert.source import open_source
 from megatron_datastates.convert.team import Team
+from megatron_datastates.errors import OptionError, StorageError
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify
-from tests.unit.converting import LEAST, contents, save_with_dcp
+from tests.unit.converting import LEAST, contents, convert_to, save_with_dcp
+
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def all_of(source: Path, target: Path) -> list[str]:
-    found = convert_run(source, target, Wish(means=LEAST), Team(), lambda plan: job.nothing_told)
+def all_of(source: Path, target: Path, to: str = "") -> list[str]:
+    found = convert_run(source, target, Wish(to, means=LEAST), Team(), lambda plan: job.nothing_told)
     return [one.skipped for one in found]
 
 
@@ -42,6 +45,45 @@ def test_a_run_is_converted_and_goes_on_from_where_it_was(tmp_path: Path) -> Non
     assert all_of(source, target) == ["it is there already", "it is there already", ""]
     assert Checkpoint.open(target / "iter_0000002").manifest == kept
     assert open_source(target / "iter_0000010").read_tensor("a").tolist() == [10.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(None, "10"), (b"2", "10"), (b"10", "10"), (b"12", "12"), (b"release", "release")],
+)
+def test_a_tracker_is_never_set_back(before: bytes | None, after: str, tmp_path: Path) -> None:
+    source, target = tmp_path / "run", tmp_path / "made"
+    save_with_dcp(source / "iter_0000010", {"a": torch.ones(3)})
+    (source / TRACKER).write_text("10\n")
+    target.mkdir()
+    if before is not None:
+        (target / TRACKER).write_bytes(before)
+    all_of(source, target)
+    assert (target / TRACKER).read_text() == after
+
+
+@pytest.mark.parametrize("text", [b"\xff", b"1" * 5000, b"1" * 300, "\u0663".encode(), b"", b"release"])
+def test_a_tracker_that_names_no_iteration_is_left_out(text: bytes, tmp_path: Path) -> None:
+    save_with_dcp(tmp_path / "run" / "iter_0000010", {"a": torch.ones(3)})
+    (tmp_path / "run" / TRACKER).write_bytes(text)
+    assert all_of(tmp_path / "run", tmp_path / "made") == [""]
+    assert os.listdir(tmp_path / "made") == ["iter_0000010"]
+
+
+def test_a_run_of_several_formats_gets_the_one_that_is_asked_for(tmp_path: Path) -> None:
+    source, target = tmp_path / "run", tmp_path / "made"
+    save_with_dcp(source / "iter_0000001", {"a": torch.ones(3)})
+    convert_to(source / "iter_0000001", source / "iter_0000002")
+    with pytest.raises(OptionError, match="formats datastates and torch_dist: say with --to"):
+        all_of(source, target)
+    assert not target.exists()
+    assert all_of(source, target, "datastates") == ["", ""]
+    assert [open_source(target / f"iter_000000{n}").format for n in (1, 2)] == ["datastates"] * 2
+    assert all_of(source, target, "datastates") == ["it is there already"] * 2
+    with pytest.raises(StorageError, match="iter_0000001 exists in format datastates, and torch_dist"):
+        all_of(source, target, "torch_dist")
+    with pytest.raises(StorageError, match="is the source itself"):
+        all_of(source, source / ".." / "run", "datastates")
 
 
 WITHOUT_MEGATRON = """

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_datastates.cli import shared
 from megatron_datastates.convert.diff import Drift, choose_comparison, compare, diff
 from megatron_datastates.convert.source import DataStatesSource, open_source
 from tests.unit.command import run
@@ -44,7 +45,8 @@ def found(*arguments: object, code: int) -> dict:
 
 
 @pytest.mark.parametrize("memory", ["1", "1KiB", "1GiB"])
-def test_a_change_in_one_layer_is_told_with_its_size_and_place(pair, memory):
+def test_a_change_in_one_layer_is_told_with_its_size_and_place(pair, memory, monkeypatch):
+    monkeypatch.setattr(shared, "_LEAST_MEMORY_BYTES", 1)
     other = state()
     other[FC1][2, 3, 1] = 1.5
     other[FC1][3, 0, 0] = 0.875
@@ -190,6 +192,7 @@ def test_no_more_than_the_memory_asked_for_is_read_at_once(pair, monkeypatch):
         return tensor
 
     monkeypatch.setattr(DataStatesSource, "read_tensor", read)
+    monkeypatch.setattr(shared, "_LEAST_MEMORY_BYTES", 256)
     found(*directories, "--memory", "256", code=0)
     assert max(sizes) == 4  # elements of 64 bytes, with all that is computed of them
 
@@ -240,6 +243,7 @@ def test_bad_input_is_one_line(pair, tmp_path):
         ((tmp_path / "nowhere", other), "is not a directory"),
         ((one, other, "--keys", "nothing"), "no tensor in"),
         ((one, other, "--memory", "much"), "expected a size such as"),
+        ((one, other, "--memory", "1023KiB"), "--memory 1023KiB: it takes at least 1 MiB"),
         ((one, other, "--plot", tmp_path / "no" / "drift.png"), "is not a directory"),
     ]:
         code, printed, told = run("diff", *arguments)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_datastates.cli import export as command
+from megatron_datastates.cli import shared
 from megatron_datastates.convert import safetensors as exporter
 from megatron_datastates.convert import target as targets
 from megatron_datastates.convert.safetensors import INDEX_NAME, choose_weights, export
@@ -80,7 +81,10 @@ def test_patterns_choose_tensors_even_of_the_optimizer(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(("most", "memory"), [(300, "1"), (300, "100"), (600, "1MiB")])
-def test_files_are_no_larger_than_asked_and_the_index_names_them(checkpoint, tmp_path, most, memory):
+def test_files_are_no_larger_than_asked_and_the_index_names_them(
+    checkpoint, tmp_path, most, memory, monkeypatch
+):
+    monkeypatch.setattr(shared, "_LEAST_MEMORY_BYTES", 1)
     sizes = ["--max-shard-size", most, "--memory", memory]
     assert run("export", checkpoint, tmp_path / "out", *sizes)[0] == 0
     target = tmp_path / "out"
@@ -137,6 +141,12 @@ def test_two_tensors_of_one_name_are_refused(saver, tmp_path):
     assert len(choose_weights(source, stacked=True)) == 2
 
 
+def test_the_name_of_a_files_header_is_refused(saver, tmp_path):
+    save(saver, tmp_path / "ck", {"__metadata__": torch.zeros(2)})
+    with pytest.raises(FormatError, match="'__metadata__' is a name that safetensors"):
+        choose_weights(open_source(tmp_path / "ck"))
+
+
 def refused(tmp_path: Path, *arguments: object) -> str:
     """The one line that `export` gives up with; nothing is left behind."""
     before = sorted(tmp_path.rglob("*"))
@@ -153,6 +163,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(checkpoint, tmp_path):
     assert "is not a directory: make it" in refused(tmp_path, checkpoint, tmp_path / "no/out")
     assert "expected a size such as" in refused(tmp_path, checkpoint, out, "--max-shard-size", "5 parsecs")
     assert "expected a size such as" in refused(tmp_path, checkpoint, out, "--memory", "-1")
+    assert "it takes at least 1 MiB" in refused(tmp_path, checkpoint, out, "--memory", "0")
     out.mkdir()
     assert "exists: give another target" in refused(tmp_path, checkpoint, out)
 
@@ -221,6 +232,7 @@ def test_no_more_than_the_memory_asked_for_is_read_at_once(checkpoint, tmp_path,
         return tensor
 
     monkeypatch.setattr(DataStatesSource, "read_tensor", read)
+    monkeypatch.setattr(shared, "_LEAST_MEMORY_BYTES", 64)
     assert run("export", checkpoint, tmp_path / "out", "--memory", "64")[0] == 0
     assert max(sizes) <= 64
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
+import pathlib
 import pickle
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from megatron_datastates.config import MIB
-from megatron_datastates.convert import job
+from megatron_datastates.convert import job, pickles
 from megatron_datastates.convert.job import Plan, convert, plan_conversion
 from megatron_datastates.convert.source import open_source
 from megatron_datastates.errors import CorruptDataError, DataStatesError, FormatError, StorageError
@@ -49,6 +54,98 @@ def rewrite(directory: Path, change: Callable[[Any], None]) -> None:
     metadata = pickle.loads(path.read_bytes())
     change(metadata)
     path.write_bytes(pickle.dumps(metadata))
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value.encode()
+
+
+def sets_attribute(what: bytes, name: str) -> bytes:
+    """A program that sets an attribute of what another leaves on the stack."""
+    return what + b"N}" + text(name) + text("changed") + b"s\x86b0"
+
+
+ENCODING = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+FUNCTION = b"ctorch.serialization\n_get_layout\n"
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        sets_attribute(b"cpathlib\nPurePosixPath\n", "_str"),
+        sets_attribute(b"cpathlib\nPosixPath\n", "__fspath__"),
+        *(
+            sets_attribute(b"ctorch.distributed.checkpoint.metadata\n" + name + b"\n", "changed")
+            for name in (b"Metadata", b"ChunkStorageMetadata", b"BytesStorageMetadata", b"MetadataIndex")
+        ),
+        sets_attribute(b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n", "changed"),
+        sets_attribute(b"cmegatron.core\nAnything\n", "changed"),
+        sets_attribute(ENCODING, "changed"),
+        sets_attribute(ENCODING + b"K\x00\x85R", "changed"),  # of a member
+        sets_attribute(FUNCTION, "__doc__"),
+        sets_attribute(b"ctorch\nSize\n", "changed"),
+        sets_attribute(b"ctorch\nfloat32\n", "changed"),
+        sets_attribute(b"cbuiltins\nset\n", "changed"),
+        sets_attribute(b"ccollections\nOrderedDict\n", "changed"),
+    ],
+)
+def test_metadata_changes_nothing_of_the_process(program: bytes, tmp_path: Path) -> None:
+    watched = [
+        pathlib.PurePosixPath, pathlib.PosixPath, pickles._strided, pickles._Unread, pickles._Fields,
+        *pickles._METADATA.values(), dcp_metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
+        *dcp_metadata._MEM_FORMAT_ENCODING, *(getattr(dcp_metadata, name) for _, name in pickles._METADATA
+                                              if hasattr(dcp_metadata, name)),
+    ]  # fmt: skip
+    before = [dict(vars(one)) for one in watched]
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04" + program + b"N.")
+    with pytest.raises(FormatError):
+        open_source(tmp_path)
+    assert [dict(vars(one)) for one in watched] == before
+
+
+@pytest.mark.parametrize("name", ["_rebuild_tensor_v2", "_rebuild_parameter"])
+def test_a_tensors_record_changes_nothing_of_the_process(name: str) -> None:
+    program = sets_attribute(b"ctorch._utils\n" + name.encode() + b"\n", "__doc__")
+    with pytest.raises(FormatError, match="it would change a function"):
+        pickles.load_tensor_record(io.BytesIO(b"\x80\x04" + program + b"N."), "here")
+
+
+def storage(metadata: Any) -> Any:
+    return metadata.state_dict_metadata["a"]
+
+
+def one_index(metadata: Any) -> Any:
+    return next(iter(metadata.storage_data))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.storage_data.update({one_index(m): {}}),
+        lambda m: m.storage_data.update({"x": 1}),
+        lambda m: setattr(m.storage_data[one_index(m)], "relative_path", "\ud800"),
+        lambda m: setattr(storage(m), "size", None),
+        lambda m: setattr(storage(m), "size", ("x",)),
+        lambda m: setattr(storage(m), "size", (3.5,)),
+        lambda m: setattr(storage(m), "chunks", None),
+        lambda m: setattr(storage(m), "chunks", [1]),
+        lambda m: setattr(storage(m), "properties", None),
+        lambda m: setattr(storage(m).properties, "dtype", None),
+        lambda m: setattr(storage(m).chunks[0], "offsets", None),
+        lambda m: setattr(storage(m).chunks[0], "offsets", (0.5,)),
+        lambda m: setattr(storage(m).chunks[0], "offsets", (-1,)),
+        lambda m: setattr(storage(m).chunks[0], "sizes", (1 << 70,)),
+        lambda m: object.__setattr__(one_index(m), "offset", 5),
+        lambda m: m.state_dict_metadata.update({5: storage(m)}),
+        lambda m: m.state_dict_metadata.update({b"z": storage(m)}),
+        lambda m: m.state_dict_metadata.update({"s\udcff": storage(m)}),
+    ],
+)
+def test_metadata_of_wrong_types_is_damaged(change: Callable[[Any], None], tmp_path: Path) -> None:
+    save_with_dcp(tmp_path, {"a": torch.ones(3)})
+    rewrite(tmp_path, change)
+    with pytest.raises(FormatError, match=r"\.metadata"):
+        open_source(tmp_path)
 
 
 def leave_directory(metadata: Any) -> None:
@@ -145,16 +242,78 @@ def test_what_an_earlier_try_left_is_replaced(by_dcp: Path, tmp_path: Path) -> N
     assert len(data_files(tmp_path / "target")) == len(made.stored_by_rank())
 
 
+def with_a_directory_of_somebody(tmp_path: Path) -> None:
+    (tmp_path / ".target.converting").mkdir()
+    (tmp_path / ".target.converting" / "thesis").write_bytes(b"kept")
+
+
+def with_a_link(tmp_path: Path) -> None:
+    with_a_directory_of_somebody(tmp_path)
+    (tmp_path / ".target.converting").rename(tmp_path / "mine")
+    (tmp_path / ".target.converting").symlink_to("mine")
+
+
+def with_a_dangling_link(tmp_path: Path) -> None:
+    (tmp_path / ".target.converting").symlink_to("nowhere")
+
+
+def with_a_file(tmp_path: Path) -> None:
+    (tmp_path / ".target.converting").write_bytes(b"kept")
+
+
+@pytest.mark.parametrize(
+    "before", [with_a_directory_of_somebody, with_a_link, with_a_dangling_link, with_a_file]
+)
+def test_what_no_conversion_made_is_not_deleted(
+    before: Callable[[Path], None], by_dcp: Path, tmp_path: Path
+) -> None:
+    before(tmp_path)
+    there = sorted(tmp_path.rglob("*"))
+    with pytest.raises(StorageError, match=r"\.target\.converting (is not a directory|was to be emptied)"):
+        convert_to(by_dcp, tmp_path / "target")
+    assert sorted(tmp_path.rglob("*")) == there
+
+
+@pytest.mark.parametrize("name", ["inside", "modelopt/inside"])
+def test_a_target_within_its_source_is_refused(name: str, tmp_path: Path) -> None:
+    save_with_dcp(tmp_path / "source", {"a": torch.ones(3)})
+    (tmp_path / "link").symlink_to("source")
+    before = os.listdir(tmp_path / "source")
+    with pytest.raises(StorageError, match=r"lies within .*source, its source"):
+        convert_to(tmp_path / "source", tmp_path / "link" / name)
+    assert os.listdir(tmp_path / "source") == before
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", '"x"', "[" * 100_000, b"\xff"])
+def test_damaged_metadata_json_is_told_before_anything_is_written(text: Any, tmp_path: Path) -> None:
+    save_with_dcp(tmp_path / "source", {"a": torch.ones(3)})
+    data = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "source" / "metadata.json").write_bytes(data)
+    with pytest.raises(FormatError, match=r"metadata\.json is damaged"):
+        plan_conversion(open_source(tmp_path / "source"), tmp_path / "target")
+
+
+def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    source, odd = tmp_path / "source", tmp_path / os.fsdecode(b"odd\xff")
+    save_with_dcp(source, {"a": torch.ones(3)})
+    with pytest.raises(StorageError, match="not a name in UTF-8"):
+        convert_to(source, odd)
+    source.rename(odd)
+    with pytest.raises(StorageError, match="not a name in UTF-8"):
+        open_source(odd)
+    assert os.listdir(tmp_path) == [odd.name]
+
+
 def test_another_conversion_to_the_same_target_is_left_alone(by_dcp: Path, tmp_path: Path) -> None:
     under_way = tmp_path / ".target.converting"
     under_way.mkdir()
-    (under_way / "file").write_bytes(b"half")
+    (under_way / "__0_0.distcp").write_bytes(b"half")
     descriptor = os.open(under_way, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     with pytest.raises(StorageError, match="another conversion writes into"):
         convert_to(by_dcp, tmp_path / "target")
     assert os.listdir(tmp_path) == [".target.converting"]
-    assert (under_way / "file").read_bytes() == b"half"
+    assert (under_way / "__0_0.distcp").read_bytes() == b"half"
     os.close(descriptor)
     convert_to(by_dcp, tmp_path / "target")
     assert os.listdir(tmp_path) == ["target"]
@@ -177,3 +336,30 @@ def test_verify_finds_what_was_not_written_as_it_was_read(
     with pytest.raises(CorruptDataError, match="'large'"):
         convert_to(by_dcp, tmp_path / "target", format=format, verify=True)
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("format", ["datastates", "torch_dist"])
+def test_verify_finds_what_has_changed_in_a_source_since_it_was_written(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "_MOST_WINDOW_BYTES", MIB)
+    tensors = {"a": torch.ones(3), "large": torch.full((600, 1024), 2.0), "none": torch.empty(0, 3)}
+    save_with_dcp(tmp_path / "source", tensors)
+    convert_to(tmp_path / "source", tmp_path / "good", format=format, verify=True)
+    path = tmp_path / "source" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[data.index(tensors["large"].numpy().tobytes()) + (2 << 20)] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptDataError, match=r"__0_0\.distcp, tensor 'large' at .* it is corrupt"):
+        convert_to(tmp_path / "source", tmp_path / "target", format=format, verify=True)
+    assert sorted(os.listdir(tmp_path)) == ["good", "source"]
+
+
+def test_archives_that_were_written_without_checksums_are_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        save_with_dcp(tmp_path / "source", {"a": torch.arange(8.0)})
+    finally:
+        torch.serialization.set_crc32_options(True)
+    made = convert_to(tmp_path / "source", tmp_path / "made", verify=True)
+    assert made.read_tensor("a").tolist() == list(range(8))

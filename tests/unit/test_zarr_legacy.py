@@ -257,3 +257,18 @@ def test_the_writer_writes_what_zarr_2_wrote(tmp_path):
         b'    "dtype": "bfloat16",\n    "fill_value": null,\n    "filters": null,\n    "order": "C",\n'
         b'    "shape": [\n        2,\n        3\n    ],\n    "zarr_format": 2\n}'
     )
+
+
+def test_an_array_of_more_chunks_than_memory_holds_is_refused(legacy, tmp_path):
+    path = legacy / "norm" / ".zarray"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"shape": [10**12], "chunks": [1]}))
+    code, _, told = run("convert", legacy, tmp_path / "out")
+    assert code == 2 and "holds only a part of its array" in told and told.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["norm/.zarray", "metadata.json"])
+def test_json_that_is_nested_too_deeply_is_damaged(name: str, legacy, tmp_path):
+    (legacy / name).write_text("[" * 100_000)
+    code, _, told = run("convert", legacy, tmp_path / "out")
+    assert code == 2 and told.count("\n") == 1
