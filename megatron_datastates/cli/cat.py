@@ -107,8 +107,17 @@ def _stand_in(name: str) -> type:
         if arguments:
             self.arguments = arguments
 
+    def set_state(self: types.SimpleNamespace, state: Any) -> None:
+        named = isinstance(state, dict) and all(isinstance(key, str) for key in state)
+        vars(self).update(state if named else {"state": state})
+
     module, _, own = name.rpartition(".")
-    members = {"__init__": initialize, "__hash__": object.__hash__, "__module__": module}
+    members = {
+        "__init__": initialize,
+        "__setstate__": set_state,
+        "__hash__": object.__hash__,
+        "__module__": module,
+    }
     return type(own, (types.SimpleNamespace,), members)
 
 
