@@ -1,4 +1,4 @@
-"""A checkpoint as a read-only zarr v3 store, so that slices of it are read with zarr, numpy or xarray.
+r"""A checkpoint as a read-only zarr v3 store, so that slices of it are read with zarr, numpy or xarray.
 
     import megatron_datastates.zarr_view
 
@@ -10,8 +10,8 @@ reads only that chunk. Chunks are the stored fragments where these form a regula
 CHUNK_BYTES at most; else all of the tensor is cut so.
 
 Names of arrays are keys of tensors, but for what zarr's paths cannot have: `%` is written `%25`, `/` is
-`%2F`, and so is the first character of a name that zarr keeps for itself (`__...`, `zarr.json`, only dots).
-The attribute `key` is the key itself.
+`%2F`, `\` is `%5C`, and so is the first character of a name that zarr keeps for itself (`__...`, `zarr.json`,
+only dots). The attribute `key` is the key itself.
 
 zarr has no bfloat16, no eight-bit floats and no complex32: their bits are shown as unsigned integers, and the
 attribute `dtype` says what they are. Dimensions are named by number and size (`d0_4096`), so that arrays can
@@ -71,7 +71,7 @@ def open(path: str | os.PathLike[str], *, as_float32: bool = False) -> zarr.Grou
 
 def array_name(key: str) -> str:
     """The name of a tensor's array. No two keys have the same."""
-    name = key.replace("%", "%25").replace("/", "%2F")
+    name = key.replace("%", "%25").replace("/", "%2F").replace("\\", "%5C")  # zarr makes / of \
     if _RESERVED.fullmatch(name):
         name = "".join(f"%{byte:02X}" for byte in name[:1].encode()) + name[1:] if name else "%"
     return name

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-import json
+import io
 import math
 import pprint
+import types
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from megatron_datastates.cli.shared import AsJson, app, binary_size, cannot, notes, progress_bar, say
+from megatron_datastates.cli.shared import (
+    AnyFormat,
+    AsJson,
+    app,
+    binary_size,
+    cannot,
+    notes,
+    print_json,
+    progress_bar,
+    say,
+)
 from megatron_datastates.convert.contents import Content, converted, find_content
 from megatron_datastates.convert.npy import write_npy
 from megatron_datastates.convert.slices import Slice, parse_slice
 from megatron_datastates.convert.source import Source, open_source
-from megatron_datastates.errors import DataStatesError, MismatchError, OptionError
+from megatron_datastates.errors import DataStatesError, FormatError, MismatchError, OptionError
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.providers.objects import deserialize
 
@@ -24,9 +35,10 @@ _MOST_PRINTED = 1 << 20  # elements
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-@app.command()
+# A slice may begin with a minus, as an option does.
+@app.command(context_settings={"ignore_unknown_options": True})
 def cat(
-    directory: Annotated[Path, typer.Argument(help="A checkpoint of any format.")],
+    directory: AnyFormat,
     key: Annotated[str, typer.Argument(help="Of a tensor, an object, or an optimizer state of a parameter.")],
     part: Annotated[str, typer.Argument(metavar="[SLICE]", help="As in numpy: 0:2,:,5")] = "",
     target: Annotated[Path | None, typer.Option("--out", help="Write a new .npy file instead.")] = None,
@@ -35,7 +47,9 @@ def cat(
 ) -> None:
     """Print a tensor, a slice of one, or an object; or write a tensor to a .npy file.
 
-    numpy has no bfloat16 and no 8-bit floats: without --as float32 their raw bits are written.
+    numpy has no bfloat16 and no 8-bit floats: without --as float32 their raw bits are written. In JSON,
+    NaN and infinite elements are text. No code of a checkpoint runs: what is of a class that torch does not
+    take for safe is shown by its attributes.
 
     Exit codes: 0 done, 2 there is no such thing, or it cannot be read or written: then nothing was written.
 
@@ -65,13 +79,46 @@ def _dtype(name: str) -> torch.dtype | None:
 def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
     if refused:
         raise OptionError(f"{key!r} is an object: a slice, --out and --as are for tensors")
-    value = deserialize(source.read_object(key), key)
+    data = source.read_object(key)
+    with torch.serialization.safe_globals(_stand_ins(data)):
+        value = deserialize(data, key)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]  # Megatron's objects are one-element arrays
-    if as_json:
-        print(json.dumps({"key": key, "value": value}, default=repr))
-    else:
-        say(value if isinstance(value, str) else pprint.pformat(value, width=110))
+    try:
+        if as_json:
+            print_json({"key": key, "value": _jsonable(value)})
+        else:
+            say(value if isinstance(value, str) else pprint.pformat(value, width=110))
+    except RecursionError as error:
+        raise FormatError(f"object {key!r} cannot be shown: {error}") from error
+
+
+def _stand_ins(data: bytes) -> list[Any]:
+    """For the classes that a pickle names and torch does not trust: arguments and attributes, no code."""
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+    except Exception:  # whatever is wrong with it, loading tells
+        return []
+    return [(_stand_in(name), name) for name in names]
+
+
+def _stand_in(name: str) -> type:
+    def initialize(self: types.SimpleNamespace, *arguments: Any) -> None:
+        if arguments:
+            self.arguments = arguments
+
+    def set_state(self: types.SimpleNamespace, state: Any) -> None:
+        named = isinstance(state, dict) and all(isinstance(key, str) for key in state)
+        vars(self).update(state if named else {"state": state})
+
+    module, _, own = name.rpartition(".")
+    members = {
+        "__init__": initialize,
+        "__setstate__": set_state,
+        "__hash__": object.__hash__,
+        "__module__": module,
+    }
+    return type(own, (types.SimpleNamespace,), members)
 
 
 def _write(target: Path, content: Content, wanted: Slice, dtype: torch.dtype | None) -> None:
@@ -100,9 +147,9 @@ def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as
             "key": content.key,
             "dtype": name,
             "shape": values.shape,
-            "values": _jsonable(_readable(values)),
+            "values": _jsonable(_readable(values).tolist()),
         }
-        print(json.dumps(row))
+        print_json(row)
     else:
         say(f"{content.key}: {content.dtype}, {list(content.global_shape)}")
         say(str(_readable(values)))
@@ -115,14 +162,14 @@ def _readable(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _jsonable(values: torch.Tensor) -> Any:
-    """Nested lists. JSON has no NaN, no infinity and no complex numbers: they are text."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, list):
-            return [plain(one) for one in value]
-        if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
-            return str(value)
-        return value
-
-    return plain(values.tolist())
+def _jsonable(value: Any) -> Any:
+    """JSON has no NaN, no infinity, no complex numbers and no classes: they are text."""
+    if isinstance(value, types.SimpleNamespace):  # a stand-in
+        return _jsonable(vars(value))
+    if isinstance(value, dict):
+        return {key if isinstance(key, str) else str(key): _jsonable(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(one) for one in value]
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
+        return str(value)
+    return value if value is None or isinstance(value, str | int | float) else repr(value)

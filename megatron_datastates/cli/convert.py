@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from megatron_datastates.cli.shared import AsJson, app, cannot, out, progress_bar
+from megatron_datastates.cli.shared import AsJson, app, cannot, out, progress_bar, readable
 from megatron_datastates.config import parse_bytes
 from megatron_datastates.convert.job import Means, Plan
 from megatron_datastates.convert.run import Converted, Wish, convert_one, convert_run
@@ -24,9 +24,13 @@ _INTERRUPTED = 130  # as shells say it: 128 and the signal's number
 @app.command()
 def convert(
     source: Annotated[
-        Path, typer.Argument(help="A checkpoint, such as CKPT/iter_0000100; a run with --all.")
+        Path,
+        typer.Argument(help="A checkpoint, such as CKPT/iter_0000100; a run with --all.", callback=readable),
     ],
-    target: Annotated[Path, typer.Argument(help="The directory to make. It must not exist, but for --all.")],
+    target: Annotated[
+        Path,
+        typer.Argument(help="The directory to make. It must not exist, but for --all.", callback=readable),
+    ],
     to: Annotated[
         str,
         typer.Option("--to", metavar="FORMAT", help="datastates or torch_dist; by default the other one."),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +10,19 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from megatron_datastates.cli.shared import AsJson, Keys, Memory, app, cannot, out, parse_memory, progress_bar
+from megatron_datastates.cli.shared import (
+    AnyFormat,
+    AsJson,
+    Keys,
+    Memory,
+    app,
+    cannot,
+    parse_memory,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+)
 from megatron_datastates.convert.diff import (
     Difference,
     Drift,
@@ -28,8 +38,8 @@ from megatron_datastates.errors import DataStatesError
 
 @app.command()
 def diff(
-    first: Annotated[Path, typer.Argument(help="A checkpoint, such as CKPT/iter_0000100.")],
-    second: Annotated[Path, typer.Argument(help="Another one, of any format.")],
+    first: AnyFormat,
+    second: AnyFormat,
     keys: Keys = [],  # noqa: B006  typer copies it
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Draw how far each layer is apart.")
@@ -41,7 +51,8 @@ def diff(
 
     "distance" is |a - b| / |a| of all elements as one vector, "absolute" the largest |a - b| of an element,
     "relative" the largest |a - b| / max(|a|, |b|), over elements that are finite in both. NaN equals NaN.
-    Objects, such as generators' states, are not compared.
+    They are computed in float64, which may overflow to inf or nan (null in JSON). All layers of a tensor that
+    only one of them has, or in another shape, are different. Objects (generators' states..) are not compared.
     Exit codes: 0 equal, 1 different, 2 it cannot be done, 130 interrupted; then nothing was written.
 
     Example: datastates diff runs/gpt/iter_0001000 runs/gpt/iter_0002000 --keys 'decoder.*' --plot drift.png
@@ -51,7 +62,7 @@ def diff(
     except (DataStatesError, OSError) as error:
         cannot(error)
     if as_json:
-        print(json.dumps(_as_json(found)))
+        print_json(_as_json(found))
     else:
         _print(found)
     raise typer.Exit(0 if found.equal else 1)
@@ -81,21 +92,21 @@ def _as_json(found: Difference) -> dict[str, Any]:
         group: {_layer_name(layer): _plain(drift) for layer, drift in sorted(drifts.items())}
         for group, drifts in found.layers.items()
     }
+    rest = dataclasses.asdict(dataclasses.replace(found, tensors={}, groups={}, layers={}))
     first = found.first_layer
     more = {"equal": found.equal, "first_layer": None if first is None else _layer_name(first)}
+    del rest["layers_apart"]
     drifts = {
         name: {key: _plain(drift) for key, drift in getattr(found, name).items()}
         for name in ("tensors", "groups")
     }
-    rest = dataclasses.asdict(dataclasses.replace(found, tensors={}, groups={}, layers={}))
     return rest | drifts | {"layers": layers} | more
 
 
-def _plain(drift: Drift) -> dict[str, float | None]:
-    """JSON knows no infinity: a distance from zero is null."""
+def _plain(drift: Drift) -> dict[str, float]:
     plain = dataclasses.asdict(drift)
     del plain["squares_apart"], plain["squares_first"]
-    return plain | {"distance": drift.distance if math.isfinite(drift.distance) else None}
+    return plain | {"distance": drift.distance}
 
 
 def _layer_name(layer: tuple[str, int]) -> str:
@@ -105,20 +116,20 @@ def _layer_name(layer: tuple[str, int]) -> str:
 def _print(found: Difference) -> None:
     for word, keys in (("removed", found.removed), ("added", found.added)):
         for key in keys:
-            _line(f"{word}: {key}")
+            say(f"{word}: {key}")
     for what, pairs in (("shape", found.reshaped), ("dtype", found.retyped)):
         for key, (one, other) in pairs.items():
-            _line(f"{what}: {key}: {one} and {other}")
+            say(f"{what}: {key}: {one} and {other}")
     _print_drifts("tensor", {key: drift for key, drift in found.tensors.items() if drift.changed})
     for group, layers in found.layers.items():
         by_name = {_layer_name(layer): drift for layer, drift in sorted(layers.items()) if drift.changed}
         _print_drifts(f"layer, {group}", by_name)
     _print_drifts("group", {group: drift for group, drift in found.groups.items() if drift.changed})
     if found.first_layer is not None:
-        _line(f"first differing layer: {_layer_name(found.first_layer)}")
+        say(f"first differing layer: {_layer_name(found.first_layer)}")
     changed = sum(1 for drift in found.tensors.values() if drift.changed)
     verdict = "equal" if found.equal else "different"
-    _line(f"{verdict}: {len(found.tensors)} tensors compared, {changed} changed")
+    say(f"{verdict}: {len(found.tensors)} tensors compared, {changed} changed")
 
 
 def _print_drifts(what: str, drifts: Mapping[str, Drift]) -> None:
@@ -131,8 +142,4 @@ def _print_drifts(what: str, drifts: Mapping[str, Drift]) -> None:
     for name, drift in drifts.items():
         numbers = (drift.distance, drift.largest_absolute, drift.largest_relative)
         table.add_row(name, f"{drift.changed}", *(f"{n:.3g}" for n in numbers), f"{drift.not_finite}")
-    out.print(table, markup=False, highlight=False)
-
-
-def _line(text: str) -> None:
-    out.print(text, markup=False, highlight=False, soft_wrap=True)
+    print_table(table)

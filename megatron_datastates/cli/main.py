@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import sys
+
 from megatron_datastates.cli import (  # they add themselves
     cat,
     convert,
@@ -22,6 +25,8 @@ __all__ = ["cat", "convert", "diff", "export", "listing", "main", "prune", "repa
 @app.callback()
 def _describe() -> None:
     """Looks into checkpoints saved with --ckpt-format datastates."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files and keys need not be text that it knows
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @app.command("options")

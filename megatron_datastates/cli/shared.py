@@ -6,8 +6,11 @@ says why.
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -24,8 +27,25 @@ notes = Console(stderr=True, markup=False, emoji=False, highlight=False)
 _ANY_WIDTH = 1 << 16
 _LEAST_MEMORY_BYTES = MIB  # with less, so few elements are read at a time that it never ends
 
-Directory = Annotated[Path, typer.Argument(help="A checkpoint, such as CKPT/iter_0000100.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+def readable(directory: Path) -> Path:
+    """For arguments. Native code takes paths as text."""
+    try:
+        str(directory).encode()
+    except UnicodeEncodeError:
+        cannot(
+            OptionError(f"{os.fsencode(directory)!r} is not UTF-8: reach it by another name, such as a link")
+        )
+    return directory
+
+
+Directory = Annotated[
+    Path, typer.Argument(help="A checkpoint, such as CKPT/iter_0000100.", callback=readable)
+]
+AnyFormat = Annotated[Path, typer.Argument(help="A checkpoint of any format.", callback=readable)]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print JSON instead of text; a number that is not finite is null.")
+]
 Keys = Annotated[
     list[str],
     typer.Option("--keys", metavar="PATTERN", help="Only tensors like this (*, ?, [..]); may be repeated."),
@@ -44,6 +64,19 @@ def progress_bar(verb: str, disable: bool = False) -> Progress:
 def say(text: str) -> None:
     """One line to standard output, as it is."""
     out.print(text, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """JSON has no NaN and no infinity: they are null. Raises RecursionError."""
+    print(json.dumps(_strict(value)))
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _strict(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(table: Table) -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import fnmatch
-import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import Progress
 from rich.table import Table
 
-from megatron_datastates.cli.shared import AsJson, app, binary_size, cannot, print_table, progress_bar, say
+from megatron_datastates.cli.shared import (
+    AnyFormat,
+    AsJson,
+    app,
+    binary_size,
+    cannot,
+    print_json,
+    print_table,
+    progress_bar,
+    say,
+)
 from megatron_datastates.convert.contents import Content, Statistics, contents, statistics
 from megatron_datastates.convert.source import DataStatesSource, Source, open_source
 from megatron_datastates.errors import DataStatesError, MissingKeyError
@@ -21,7 +29,7 @@ _STATISTICS = ("min", "max", "mean", "norm", "NaN", "Inf")
 
 @app.command()
 def show(
-    directory: Annotated[Path, typer.Argument(help="A checkpoint of any format.")],
+    directory: AnyFormat,
     pattern: Annotated[str, typer.Argument(help="Of keys, as shells have them: 'decoder.*.weight'.")] = "*",
     stats: Annotated[bool, typer.Option("--stats", help="Also read the tensors: minimum, NaNs...")] = False,
     optimizer: Annotated[
@@ -31,7 +39,8 @@ def show(
 ) -> None:
     """List what a checkpoint holds: keys, shapes, dtypes, shards, files, bytes.
 
-    Statistics are of the finite elements; norm is the square root of the sum of squares.
+    Statistics are of the finite elements, in float64, which may overflow to inf (null in JSON); norm is the
+    square root of the sum of squares.
 
     Exit codes: 0 listed, 2 there is no such checkpoint or key.
 
@@ -50,7 +59,7 @@ def show(
         cannot(error)
     if as_json:
         rows = [_plain(content, numbers) for content, numbers in zip(tensors, found, strict=True)]
-        print(json.dumps({"format": source.format, "tensors": rows, "objects": objects}))
+        print_json({"format": source.format, "tensors": rows, "objects": objects})
     else:
         _print_tensors(tensors, found)
         _print_objects(objects)

@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from megatron_datastates.convert.parts import boxes_of, choose_keys, group_of, parts_of
+from megatron_datastates.convert.parts import boxes_of, choose_keys, group_of, is_weight, parts_of
 from megatron_datastates.convert.source import Source
 from megatron_datastates.convert.target import appearing
 from megatron_datastates.errors import MissingPackageError, UnsupportedFormatError
@@ -23,6 +24,8 @@ from megatron_datastates.format.values import element_bytes
 
 # Of one element of both tensors: as stored, as float64, their differences and masks.
 _BYTES_PER_ELEMENT = 64
+_EXACT_INTEGERS = 1 << 53  # float64 holds every integer up to here
+_AT_A_TIME = 1 << 16  # as Python's integers
 
 
 @dataclasses.dataclass
@@ -64,6 +67,8 @@ class Difference:
     tensors: dict[str, Drift] = dataclasses.field(default_factory=dict)  # all that were compared
     groups: dict[str, Drift] = dataclasses.field(default_factory=dict)
     layers: dict[str, dict[tuple[str, int], Drift]] = dataclasses.field(default_factory=dict)  # by group
+    # Of the model's tensors that were not compared: removed, added or reshaped.
+    layers_apart: set[tuple[str, int]] = dataclasses.field(default_factory=set)
 
     @property
     def equal(self) -> bool:
@@ -72,8 +77,9 @@ class Difference:
 
     @property
     def first_layer(self) -> tuple[str, int] | None:
-        """The lowest layer of the model, not of its optimizer, with a changed element."""
-        changed = [layer for layer, drift in self.layers.get("model", {}).items() if drift.changed]
+        """The lowest layer of the model, not of its optimizer, with an element that changed or is alone."""
+        changed = {layer for layer, drift in self.layers.get("model", {}).items() if drift.changed}
+        changed |= self.layers_apart
         return min(changed, key=lambda layer: (layer[1], layer[0]), default=None)
 
 
@@ -117,16 +123,27 @@ def diff(
         memory_bytes: held at a time, at most.
     """
     found = Difference(removed=comparison.removed, added=comparison.added)
+    for source, keys in ((first, found.removed), (second, found.added)):
+        for key in keys:
+            found.layers_apart |= _layers_of_model(key, source.tensors[key].global_shape)
     for key in comparison.both:
         one, other = first.tensors[key], second.tensors[key]
         if one.dtype != other.dtype:
             found.retyped[key] = (one.dtype, other.dtype)
         if one.global_shape != other.global_shape:
             found.reshaped[key] = (one.global_shape, other.global_shape)
+            for shape in found.reshaped[key]:
+                found.layers_apart |= _layers_of_model(key, shape)
             progress(math.prod(one.global_shape) * element_bytes(one.dtype))
             continue
         _compare_tensor(first, second, key, found, max(memory_bytes // _BYTES_PER_ELEMENT, 1), progress)
     return found
+
+
+def _layers_of_model(key: str, global_shape: Sequence[int]) -> set[tuple[str, int]]:
+    if not is_weight(key):
+        return set()
+    return {part.layer for part in parts_of(key, global_shape) if part.layer is not None}
 
 
 def _compare_tensor(
@@ -162,15 +179,13 @@ def compare(left: torch.Tensor, right: torch.Tensor) -> Drift:
         with contextlib.suppress(UnsupportedFormatError):  # they are equal, whatever they are
             return Drift(squares_first=_squares(_numbers(left)))
         return Drift()
-    one, other = _numbers(left), _numbers(right)
-    if left.dtype == right.dtype and not (left.is_floating_point() or left.is_complex()):
-        changed = torch.from_numpy(left.numpy() != right.numpy())  # float64 does not hold every int64
-    else:
-        changed = (one != other) & ~(one.isnan() & other.isnan())
+    one, other = _numbers(left).reshape(-1), _numbers(right).reshape(-1)
+    apart, changed = (one - other).abs(), _are_different(one, other)
+    where, gaps = _rounded(left, right, one, other)
+    apart[where], changed[where] = gaps, gaps != 0
     squares_first = _squares(one)
     finite = changed & one.isfinite() & other.isfinite()
-    one, other = one[finite], other[finite]
-    apart = (one - other).abs()
+    one, other, apart = one[finite], other[finite], apart[finite]
     relative = apart / torch.maximum(one.abs(), other.abs())
     count = int(changed.sum())
     return Drift(
@@ -181,6 +196,37 @@ def compare(left: torch.Tensor, right: torch.Tensor) -> Drift:
         float(apart.square().sum()),
         squares_first,
     )
+
+
+def _are_different(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """NaN equals NaN; of complex numbers, half by half."""
+    if one.is_complex() or other.is_complex():
+        halves = (torch.view_as_real(numbers.to(torch.complex128)) for numbers in (one, other))
+        return _are_different(*halves).any(dim=-1)
+    return (one != other) & ~(one.isnan() & other.isnan())
+
+
+def _rounded(
+    left: torch.Tensor, right: torch.Tensor, one: torch.Tensor, other: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where integers may have been rounded to become float64, and |a - b| there, computed exactly."""
+    if one.is_complex() or other.is_complex() or not (_is_integer(left) or _is_integer(right)):
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64)
+    large = torch.maximum(one.abs(), other.abs()) >= _EXACT_INTEGERS
+    (where,) = (large & one.isfinite() & other.isfinite()).nonzero(as_tuple=True)
+    # A float beside such an integer is an integer itself, or so much smaller that its fraction is nothing.
+    sides = [tensor.reshape(-1).numpy() if _is_integer(tensor) else numbers.numpy()
+             for tensor, numbers in ((left, one), (right, other))]  # fmt: skip
+    if left.dtype == right.dtype:
+        where = where[torch.from_numpy((sides[0] != sides[1])[where.numpy()])]
+    places = (where[at : at + _AT_A_TIME].numpy() for at in range(0, len(where), _AT_A_TIME))
+    pairs = (pair for at in places for pair in zip(*(side[at].tolist() for side in sides), strict=True))
+    gaps = np.fromiter((abs(int(a) - int(b)) for a, b in pairs), np.float64, len(where))
+    return where, torch.from_numpy(gaps)
+
+
+def _is_integer(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _squares(numbers: torch.Tensor) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,7 +48,8 @@ def write_npy(
     """
     target = dtype or stands_for(torch_dtype(content.dtype))
     item = element_bytes(content.dtype)
-    temporary = path.with_name(f".{path.name}.tmp")
+    # Of this call alone: what another one writes, or a killed one has left, is not touched.
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
     try:
         if os.path.lexists(path):
             raise FileExistsError(None, "it exists already, and is not written over")

@@ -42,7 +42,9 @@ def parse_slice(text: str, global_shape: Sequence[int]) -> Slice:
 
 
 def _axis(entry: str, size: int, text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(?P<at>-?\d+)|(?P<start>-?\d*)\s*:\s*(?P<stop>-?\d*)", entry, re.ASCII)
+    match = re.fullmatch(
+        r"(?P<at>-?\d{1,18})|(?P<start>-?\d{,18})\s*:\s*(?P<stop>-?\d{,18})", entry, re.ASCII
+    )
     if match is None or "-" in (match["start"], match["stop"]):
         raise MismatchError(f"{text!r} is no slice: write one such as 0:2,:,5 (steps are not supported)")
     if match["at"] is not None:

@@ -15,9 +15,11 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
+import io
 import json
 import os
 import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -43,8 +45,9 @@ from megatron_datastates.format.index import Index, index_entry
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
 from megatron_datastates.format.values import MANIFEST_NAME, is_data_file_name
 from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.prune import REMOVAL_NAME
 from megatron_datastates.pipeline.runs import BACKEND, METADATA_NAME, stored_backend
-from megatron_datastates.pipeline.verify import Progress, verify_checkpoint
+from megatron_datastates.pipeline.verify import Progress, strangers, verify_checkpoint
 from megatron_datastates.providers.objects import deserialize
 
 _COMMON_FILE = "common.pt"  # of Megatron before 0.19
@@ -96,11 +99,15 @@ def repair(
     )
     notes.append("the sizes of the parallel groups are left out: data files do not tell them")
     checkpoint = Checkpoint(path, manifest, index, options)
+    strange = strangers(checkpoint)
+    if strange:
+        notes.append(f"the lost manifest may have named other files; the new one does not: {_some(strange)}")
     verdict = verify_checkpoint(checkpoint, options, progress=progress)
     if not verdict.good:
         _refuse(path, f"it is not whole: {_some(verdict.faults)}")
     manifest = _with_iteration(checkpoint, notes)
     try:
+        (path / REMOVAL_NAME).unlink(missing_ok=True)  # nobody is removing this any more
         write_whole(path / MANIFEST_NAME, manifest.encode(), Faults(options.faults))
     except OSError as error:
         raise StorageError(f"the manifest of {path} was not written: {error}") from error
@@ -232,8 +239,9 @@ def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
         return []
     common = path / _COMMON_FILE
     if common.is_file():
-        notes.append(f"{common} is taken as it is: nothing proves that it is the file that was saved")
         data = read_small(common)
+        _refuse_broken_archive(common, data)
+        notes.append(f"{common} is taken as it is: nothing proves that it is the file that was saved")
         return [OtherFile(common.name, len(data), hashlib.sha256(data).hexdigest())]
     if "common_backend" in _metadata(path):  # Megatron wrote one
         _refuse(path, f"{common} is missing: without it, Megatron cannot load the checkpoint")
@@ -241,10 +249,21 @@ def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
     return []
 
 
+def _refuse_broken_archive(path: Path, data: bytes) -> None:
+    """Of torch.save's: a zip file, whose every member has a CRC."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            broken = archive.testzip()
+    except Exception as error:  # a damaged archive raises anything
+        _refuse(path.parent, f"{path} is damaged: {error}. Without it, Megatron cannot load the checkpoint")
+    if broken is not None:
+        _refuse(path.parent, f"{path} is damaged: the CRC-32 of {broken} differs")
+
+
 def _metadata(path: Path) -> dict[str, object]:
     try:
         found = json.loads((path / METADATA_NAME).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -11,11 +11,13 @@ import os
 import re
 from pathlib import Path
 
+from megatron_datastates.errors import FormatError, StorageError
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 
 BACKEND = "datastates"
 METADATA_NAME = "metadata.json"  # Megatron's, in every format; written last
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
+_NUMBER = re.compile(rb"[0-9]{1,18}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +65,7 @@ def stored_backend(directory: str | os.PathLike[str]) -> str | None:
     """The format that a checkpoint's metadata.json names; None if there is none that can be read."""
     try:
         backend = json.loads((Path(directory) / METADATA_NAME).read_bytes())["sharded_backend"]
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return backend if isinstance(backend, str) else None
 
@@ -71,10 +73,33 @@ def stored_backend(directory: str | os.PathLike[str]) -> str | None:
 def tracked_iteration(tracker: Path) -> int | None:
     """The iteration that a tracker file names; None if there is no such file, or no number in it."""
     try:
-        text = tracker.read_text(errors="replace").strip()
+        return _named_in(tracker.read_bytes())
     except OSError:
         return None
-    return int(text) if text.isdecimal() and text.isascii() else None
+
+
+def require_tracked(tracker: Path) -> int | None:
+    """The same for those who remove what no tracker names: None only without a tracker, or for `release`.
+
+    Raises:
+        StorageError: it is there and cannot be read.
+        FormatError: it says something else, or nothing.
+    """
+    advice = "correct it, or remove it if no checkpoint beside it is to be resumed from"
+    try:
+        text = tracker.read_bytes()
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) and not tracker.is_symlink():
+            return None
+        raise StorageError(f"the tracker {tracker} cannot be read: {error.strerror}; {advice}") from error
+    named = _named_in(text)
+    if named is None and text.strip() != b"release":
+        raise FormatError(f"the tracker {tracker} holds neither a number nor 'release': {advice}")
+    return named
+
+
+def _named_in(text: bytes) -> int | None:
+    return int(text) if _NUMBER.fullmatch(text.strip()) else None
 
 
 def stored_bytes(directory: Path) -> int:

@@ -147,13 +147,19 @@ def _check_surroundings(checkpoint: Checkpoint, verdict: Verdict) -> None:
     if twice:
         verdict.faults.append(f"{directory / MANIFEST_NAME} names more than one file of rank {twice[0]}")
     _check_metadata(checkpoint, verdict)
-    known = {MANIFEST_NAME, METADATA_NAME, manifest.index.name}
-    known |= {file.name for file in manifest.files} | {other.name for other in manifest.others}
-    for name in sorted(set(os.listdir(directory)) - known):
+    for name in strangers(checkpoint):
         verdict.notes.append(f"{directory / name} does not belong to the checkpoint")
     named = re.fullmatch(r"iter_(\d+)", directory.absolute().name, re.ASCII)
     if named and manifest.iteration not in (None, int(named[1])):
         verdict.notes.append(f"{directory} holds iteration {manifest.iteration}, as its manifest says")
+
+
+def strangers(checkpoint: Checkpoint) -> list[str]:
+    """Names in its directory of what does not belong to it."""
+    manifest = checkpoint.manifest
+    known = {MANIFEST_NAME, METADATA_NAME, manifest.index.name}
+    known |= {file.name for file in manifest.files} | {other.name for other in manifest.others}
+    return sorted(set(os.listdir(checkpoint.directory)) - known)
 
 
 def _check_metadata(checkpoint: Checkpoint, verdict: Verdict) -> None:
@@ -165,7 +171,7 @@ def _check_metadata(checkpoint: Checkpoint, verdict: Verdict) -> None:
         backend = json.loads(read_small(path))["sharded_backend"]
     except StorageError as error:
         verdict.faults.append(str(error))
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         verdict.faults.append(f"{path} is damaged: it names no sharded_backend")
     else:
         if backend != BACKEND:

@@ -165,6 +165,70 @@ def test_integers_that_a_double_cannot_tell_apart_differ(dtype):
     assert compare(one, other).changed == 1
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "apart"),
+    [
+        ((torch.int64, (1 << 53) + 1), (torch.int64, 1 << 53), 1),
+        ((torch.int64, -(1 << 63)), (torch.int64, (1 << 63) - 1), float((1 << 64) - 1)),
+        ((torch.uint64, (1 << 64) - 1), (torch.uint64, (1 << 64) - 2), 1),
+        ((torch.uint64, (1 << 63) + 1), (torch.int64, (1 << 63) - 1), 2),
+        ((torch.int64, (1 << 53) + 1), (torch.float64, 1 << 53), 1),
+        ((torch.float64, 2.0**63), (torch.int64, (1 << 63) - 1), 1),
+        ((torch.int64, 1 << 60), (torch.float64, 0.5), float(1 << 60)),
+        ((torch.int64, 1 << 60), (torch.bfloat16, 1 << 60), 0),
+    ],
+)
+@pytest.mark.parametrize("shape", [(), (1,), (2, 1)])
+def test_differences_of_integers_are_exact(left, right, apart, shape, monkeypatch):
+    monkeypatch.setattr("megatron_datastates.convert.diff._AT_A_TIME", 1)
+    one, other = (torch.full(shape, value, dtype=dtype) for dtype, value in (left, right))
+    seen = compare(one, other)
+    assert (seen.changed, seen.largest_absolute) == ((one.numel() if apart else 0), apart)
+    assert (seen.distance > 0) == (seen.largest_relative > 0) == bool(apart)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "changed"),
+    [
+        (complex(NAN, 1), complex(2, NAN), 1),
+        (complex(NAN, 1), complex(NAN, 2), 1),
+        (complex(NAN, 1), complex(NAN, 1), 0),
+        (complex(1, INF), complex(1, INF), 0),
+    ],
+)
+def test_complex_numbers_are_compared_by_their_halves(left, right, changed):
+    assert compare(torch.tensor([left, 1j]), torch.tensor([right, 1j])).changed == changed
+
+
+@pytest.mark.parametrize(
+    ("change", "first_layer"),
+    [
+        ({"decoder.layers.1.w": torch.ones(3)}, "decoder.layers.1"),
+        ({"decoder.layers.0.w": torch.ones(2)}, "decoder.layers.0"),
+        ({"decoder.layers.1.w": None}, "decoder.layers.1"),
+        ({"decoder.layers.w": torch.ones(4, 2)}, "decoder.layers.0"),
+        ({"optimizer.state.exp_avg.decoder.layers.0.w": torch.ones(2)}, "decoder.layers.5"),
+    ],
+)
+def test_layers_of_tensors_without_a_twin_differ(pair, change, first_layer):
+    one = {f"decoder.layers.{n}.w": torch.ones(2) for n in (1, 5)}
+    other = {**one, "decoder.layers.5.w": torch.zeros(2), **change}
+    other = {key: tensor for key, tensor in other.items() if tensor is not None}
+    assert found(*pair(one, other), code=1)["first_layer"] == first_layer
+
+
+def test_json_is_json_where_numbers_overflow(pair):
+    huge = torch.tensor([1e308], dtype=torch.float64)
+    printed = run("diff", *pair({"w": huge}, {"w": -huge}), "--json")[1]
+    assert "Infinity" not in printed and "NaN" not in printed
+    assert json.loads(printed)["tensors"]["w"]["largest_absolute"] is None
+
+
+def test_a_long_key_is_never_folded(pair):
+    key = "decoder.layers." + "a" * 200
+    assert f"\n{key} " in run("diff", *pair({key: torch.ones(1)}, {key: torch.zeros(1)}))[1]
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("name", [name for name in KNOWN_DTYPES if name != "float4_e2m1fn_x2"])
 def test_tensors_of_every_dtype_are_compared(name: str):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
+import os
 import shutil
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +61,16 @@ def root(saved, tmp_path) -> Path:
 @pytest.fixture
 def checkpoint(root) -> Path:
     return root / "iter_0000005"
+
+
+class RemovesWhenUnpickled:
+    """Were it unpickled as pickle does it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return shutil.rmtree, (str(self.path),)
 
 
 def call(*arguments: object) -> Result:
@@ -199,7 +212,30 @@ def test_cat_gives_the_slice_that_torch_gives(checkpoint, text):
     assert found["values"] == expected.tolist()
 
 
-@pytest.mark.parametrize("text", ["2", "-3", "0:3", "1:0", "0,0,0,0", "::2", "a", "0:1:1", "1.5", ",", "--1"])
+@pytest.mark.parametrize("text", ["-1", "-2:,:2", "-1,-1,-1"])
+def test_cat_takes_a_slice_that_begins_with_a_minus(checkpoint, text):
+    found = json.loads(told("cat", checkpoint, "decoder.weight", text, "--json"))
+    assert found["values"] == eval(f"WEIGHT[{text}]").tolist()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * 5000,
+        f"0:{'9' * 5000}",
+        "2",
+        "-3",
+        "0:3",
+        "1:0",
+        "0,0,0,0",
+        "::2",
+        "a",
+        "0:1:1",
+        "1.5",
+        ",",
+        "--1",
+    ],
+)
 def test_a_slice_that_is_none_or_leaves_the_tensor_is_refused(text):
     with pytest.raises(MismatchError):
         parse_slice(text, (2, 3, 4))
@@ -211,6 +247,43 @@ def test_cat_prints_values_and_objects(checkpoint):
     assert told("cat", checkpoint, "common_state/shard_0_1").strip() == "{'iteration': 5}"
     assert json.loads(told("cat", checkpoint, "odd [bold]", "--json"))["values"][1:3] == ["nan", "inf"]
     assert json.loads(told("cat", checkpoint, f"{STATE}w", "0", "--json"))["values"] == [2, 3]
+
+
+def test_cat_shows_what_megatron_stores_and_runs_none_of_its_code(tmp_path, saver):
+    state = {"args": argparse.Namespace(hidden=8, sum=Fraction(1, 3)), (1, 2): math.inf, 3: {4}}
+    hostile = [RemovesWhenUnpickled(tmp_path / "c")]
+    save(
+        saver,
+        tmp_path / "c",
+        {"a": torch.ones(1)},
+        {"common": [state], "hostile": hostile, "numpy": [np.ones(3)]},
+    )
+    assert "Namespace(hidden=8" in told("cat", tmp_path / "c", "common")
+    assert json.loads(told("cat", tmp_path / "c", "common", "--json"))["value"] == {
+        "args": {"hidden": 8, "sum": {"arguments": [1, 3]}}, "(1, 2)": "inf", "3": "{4}",
+    }  # fmt: skip
+    assert "state=(1," in told("cat", tmp_path / "c", "numpy")
+    assert "rmtree(arguments=" in told("cat", tmp_path / "c", "hostile")
+    assert (tmp_path / "c").exists()
+
+
+def test_an_object_within_itself_is_no_json(tmp_path, saver):
+    circular: list[object] = [1, 2]
+    circular.append(circular)
+    save(saver, tmp_path, {"a": torch.ones(1)}, {"circular": circular})
+    assert "cannot be shown" in refused("cat", tmp_path, "circular", "--json")
+    assert "Recursion on list" in told("cat", tmp_path, "circular")
+
+
+def test_json_has_no_token_that_json_lacks(tmp_path, saver):
+    huge = torch.tensor([1e308, 1e308, -1e308, -1e308], dtype=torch.float64)
+    save(saver, tmp_path, {"t": huge}, {"o": [{"x": math.nan, "y": (math.inf,)}]})
+    (row,) = json.loads(told("show", tmp_path, "t", "--stats", "--json"), parse_constant=pytest.fail)[
+        "tensors"
+    ]
+    assert row["norm"] is None and row["max"] == 1e308
+    found = json.loads(told("cat", tmp_path, "o", "--json"), parse_constant=pytest.fail)
+    assert found["value"] == {"x": "nan", "y": ["inf"]}
 
 
 @pytest.mark.parametrize("name", KNOWN_DTYPES)
@@ -272,6 +345,14 @@ def test_cat_leaves_no_file_where_it_fails(checkpoint, tmp_path):
     assert all_files(tmp_path) == before
 
 
+def test_cat_leaves_temporary_files_of_others_alone(checkpoint, tmp_path):
+    theirs = tmp_path / ".t.npy.tmp"
+    theirs.write_text("theirs")
+    told("cat", checkpoint, "scalar", "--out", tmp_path / "t.npy")
+    assert theirs.read_text() == "theirs" and np.load(tmp_path / "t.npy") == 7
+    assert {path.name for path in tmp_path.iterdir()} >= {"t.npy", ".t.npy.tmp"}
+
+
 def test_cat_of_a_huge_tensor_asks_for_a_slice(tmp_path, saver):
     save(saver, tmp_path, {"t": torch.zeros(2 << 20, dtype=torch.uint8)})
     assert "give a slice" in refused("cat", tmp_path, "t")
@@ -320,6 +401,8 @@ BAD = [
     ("show {checkpoint} 'nothing*' --optimizer", "matches 'nothing*'"),
     ("show {golden} --optimizer", "no optimizer map"),
     ("cat {empty} key", "no"),
+    ("cat {checkpoint} decoder.weight --out .", "exists already"),
+    ("cat {checkpoint} decoder.weight --jsn", "'--jsn' is no slice"),
     ("cat {checkpoint} nothing", "no tensor or object 'nothing'"),
     ("cat {checkpoint} scalar 0", "has 1 axes, the tensor 0"),
     ("cat {checkpoint} decoder.weight 0:9", "out of range on an axis of 2"),
@@ -333,6 +416,7 @@ BAD = [
     ("prune {root}", "--keep-last N"),
     ("prune {root} --keep-last 0", "say what to keep"),
     ("prune {root}/nothing --keep-last 1", "cannot be listed"),
+    ("prune {empty} --keep-last 1", "holds no checkpoint"),
 ]
 
 
@@ -351,6 +435,29 @@ def test_bad_input_is_one_line_and_changes_nothing(root, checkpoint, tmp_path, c
     before = all_files(tmp_path)
     assert reason in refused(*(word.strip("'").format(**places) for word in command.split()))
     assert all_files(tmp_path) == before
+
+
+@pytest.mark.parametrize("command", ["verify", "repair", "show", "cat", "diff", "export", "convert"])
+def test_a_path_that_is_not_utf8_is_one_line(tmp_path, command):
+    directory = os.fsdecode(os.fsencode(tmp_path) + b"/iter_\xff")
+    Path(directory).mkdir()
+    more = {"cat": ["w"], "diff": [tmp_path], "export": [tmp_path / "o"], "convert": [tmp_path / "o"]}
+    assert "is not UTF-8" in refused(command, directory, *more.get(command, []))
+
+
+def test_a_directory_that_is_not_utf8_is_listed(root):
+    odd = os.fsdecode(os.fsencode(root) + b"\xff")
+    shutil.move(root, odd)
+    assert "DAMAGED" not in told("ls", odd)
+    assert r"\udcff" in told("prune", odd, "--keep-last", 1)
+
+
+def test_metadata_that_is_nested_without_end_is_no_metadata(root, checkpoint):
+    (checkpoint / "metadata.json").write_text("[" * 100_000)
+    assert "datastates" in told("ls", root)
+    assert "would go" in told("prune", root, "--keep-last", 1)
+    result = call("verify", checkpoint)
+    assert result.exit_code == 1 and "it names no sharded_backend" in result.stdout
 
 
 def test_every_command_has_an_example_and_exit_codes_in_its_help():

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_datastates.errors import OptionError, StorageError
+from megatron_datastates.errors import FormatError, NotACheckpointError, OptionError, StorageError
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.prune import Rules, plan_prune, prune
+from megatron_datastates.pipeline.repair import repair
 from megatron_datastates.pipeline.runs import TRACKER_NAME, find_iterations
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.states import OPTIONS, data_files, new_saver, save
@@ -49,6 +50,13 @@ def removed(root: Path, **rules: int) -> list[int]:
 
 def reasons(root: Path, **rules: int) -> dict[int, str]:
     return {one.number: why for one, why in plan_prune(root, Rules(**rules)).kept}
+
+
+def lose(root: Path, number: int) -> None:
+    """Leaves of a checkpoint what a save that was killed leaves: data files."""
+    for path in place(root, number).iterdir():
+        if path not in data_files(place(root, number)):
+            path.unlink()
 
 
 def complete(root: Path) -> list[int]:
@@ -113,18 +121,72 @@ def test_the_newest_complete_one_stays_whatever_is_newer(root):
 
 
 def test_rests_go_once_a_newer_checkpoint_is_complete_and_tracked(root):
-    (place(root, 200) / MANIFEST_NAME).unlink()
+    lose(root, 200)
     assert removed(root, keep_last=4) == [200]
     assert complete(root) == [100, 300, 400, 500]
 
 
-@pytest.mark.parametrize("tracked", [None, "100", "release", ""])
+@pytest.mark.parametrize("tracked", [None, "100", "release"])
 def test_where_the_tracker_is_not_newer_a_rest_may_be_a_save_under_way(root, tracked):
-    (place(root, 200) / MANIFEST_NAME).unlink()
+    lose(root, 200)
     (root / TRACKER_NAME).unlink()
     if tracked is not None:
         (root / TRACKER_NAME).write_text(tracked)
     assert 200 in reasons(root, keep_last=1)
+
+
+def test_what_only_lost_its_manifest_stays_and_can_be_repaired(root):
+    (place(root, 200) / MANIFEST_NAME).unlink()
+    assert removed(root, keep_every=1000) == [100, 300, 400]
+    assert reasons(root, keep_every=1000)[200] == "its manifest is lost: see datastates repair"
+    prune(root, Rules(keep_every=1000))
+    repair(place(root, 200), options=OPTIONS)
+    assert complete(root) == [200, 500]
+
+
+def test_a_removal_that_was_repaired_and_broke_again_is_no_removal(root):
+    with pytest.raises(StorageError):
+        prune(root, Rules(keep_last=1), faults="sync removal of manifest:1:EIO")
+    assert removed(root, keep_last=4) == [100]
+    repair(place(root, 100), options=OPTIONS)
+    (place(root, 100) / MANIFEST_NAME).unlink()
+    assert removed(root, keep_last=4) == []
+
+
+@pytest.mark.parametrize("damage", [b"", b"\xef\xbb\xbf100", b"\xff", b"9" * 5000, b"-1", b"100 200", None])
+def test_a_tracker_that_may_name_anything_lets_nothing_go(root, damage):
+    tracker = root / TRACKER_NAME
+    tracker.unlink()
+    if damage is None:
+        tracker.mkdir()  # what even root cannot read
+    else:
+        tracker.write_bytes(damage)
+    with pytest.raises(StorageError if damage is None else FormatError, match=r"the tracker .* correct it"):
+        prune(root, Rules(keep_last=1))
+    assert complete(root) == NUMBERS
+
+
+def test_what_a_link_leads_to_stays(root, tmp_path):
+    shutil.rmtree(place(root, 400))
+    place(root, 400).symlink_to(place(root, 100).name)
+    (root / TRACKER_NAME).write_text("400")
+    (root / "best").symlink_to(place(root, 200))
+    (root / "loop").symlink_to("loop")
+    assert removed(root, keep_last=1) == [300]
+    assert reasons(root, keep_last=1)[100] == "the link iter_0000400 points to it"
+    (root / "newest").symlink_to(place(root, 500))
+    assert removed(root, keep_last=2) == []  # that one counts all the same
+
+
+@pytest.mark.parametrize("damage", [None, b"", b"overwritten"])
+def test_without_the_files_of_others_it_is_not_complete(root, tmp_path, damage):
+    golden = Path(__file__).parents[1] / "golden" / "megatron-0.16"
+    for number in (1, 2, 3):
+        shutil.copytree(golden, place(tmp_path / "golden", number))
+    common = place(tmp_path / "golden", 3) / "common.pt"
+    common.unlink() if damage is None else common.write_bytes(damage)
+    assert removed(tmp_path / "golden", keep_last=1) == [1]
+    assert "damaged" in reasons(tmp_path / "golden", keep_last=1)[3]
 
 
 def test_a_checkpoint_that_is_being_saved_again_stays(root):
@@ -150,9 +212,11 @@ def test_what_is_not_ours_stays(root, tmp_path):
     assert (root / "iter_300_copy").exists()
 
 
-def test_a_root_that_is_not_there_is_told(tmp_path):
+def test_a_root_that_is_not_there_or_no_run_is_told(tmp_path):
     with pytest.raises(StorageError, match="cannot be listed"):
         plan_prune(tmp_path / "nothing", Rules(keep_last=1))
+    with pytest.raises(NotACheckpointError, match="no directory iter_"):
+        plan_prune(tmp_path, Rules(keep_last=1))
 
 
 POINTS = ["remove manifest", "sync removal of manifest", "remove file", "remove directory"]

@@ -110,6 +110,14 @@ def test_checkpoints_of_all_megatrons_are_repaired(golden, tmp_path):
     assert any("common.pt is taken as it is" in note for note in done.notes) == bool(lost.others)
 
 
+def test_files_that_the_lost_manifest_may_have_named_are_told(directory):
+    (directory / "extra.txt").touch()
+    lose(directory)
+    done = repair(directory, options=OPTIONS)
+    assert done.manifest.others == []
+    assert any("may have named other files; the new one does not: extra.txt" in note for note in done.notes)
+
+
 @pytest.mark.parametrize("damage", [b"", b"nonsense", None])
 def test_a_damaged_manifest_is_replaced(directory, damage):
     path = directory / MANIFEST_NAME
@@ -263,6 +271,19 @@ def test_a_missing_common_state_is_refused(tmp_path):
     lose(directory)
     (directory / "common.pt").unlink()
     assert "common.pt is missing" in refusal(directory)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "no archive", "flipped"])
+def test_a_damaged_common_state_is_refused(tmp_path, damage):
+    golden = next(path for path in GOLDEN if (path / "common.pt").exists())
+    directory = Path(shutil.copytree(golden, tmp_path / "c"))
+    lose(directory)
+    common = directory / "common.pt"
+    data = common.read_bytes()
+    common.write_bytes({"empty": b"", "cut": data[:-30], "no archive": b"x" * 99}.get(damage, data))
+    if damage == "flipped":
+        flip(common, data.index(b"iteration"))
+    assert "common.pt is damaged" in refusal(directory)
 
 
 def test_another_formats_checkpoint_is_refused(directory):

@@ -84,7 +84,7 @@ def test_a_group_lists_every_tensor_and_says_how_it_is_stored(viewed):
 
 
 @pytest.mark.parametrize(
-    "key", ["a/b", "%", "%2F", "/", "__a", ".", "..", "...", "zarr.json", "a b", "ä/__b"]
+    "key", ["a/b", "a\\b", "\\", "%5C", "%", "%2F", "/", "__a", ".", "..", "...", "zarr.json", "a b", "ä/__b"]
 )
 def test_keys_that_zarr_cannot_have_are_escaped(key: str, viewed):
     group = viewed({key: torch.tensor([7]), "a%2Fb": torch.tensor([8])})
@@ -94,7 +94,23 @@ def test_keys_that_zarr_cannot_have_are_escaped(key: str, viewed):
 
 
 def test_no_two_keys_have_one_name():
-    keys = ["", "%", "%25", "/", "%2F", "__a", "%5F_a", "zarr.json", "%7Aarr.json", ".", "%2E", "..", "%2E."]
+    keys = [
+        "",
+        "%",
+        "%25",
+        "\\",
+        "%5C",
+        "/",
+        "%2F",
+        "__a",
+        "%5F_a",
+        "zarr.json",
+        "%7Aarr.json",
+        ".",
+        "%2E",
+        "..",
+        "%2E.",
+    ]
     names = {zarr_view.array_name(key) for key in keys}
     assert len(names) == len(keys) and not names & {"", ".", "..", "zarr.json"}
 
