@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import math
 import pprint
@@ -164,7 +165,7 @@ def _readable(values: torch.Tensor) -> torch.Tensor:
 
 def _jsonable(value: Any) -> Any:
     """JSON has no NaN, no infinity, no complex numbers and no classes: they are text."""
-    if isinstance(value, types.SimpleNamespace):  # a stand-in
+    if isinstance(value, types.SimpleNamespace | argparse.Namespace):  # a stand-in, or what torch trusts
         return _jsonable(vars(value))
     if isinstance(value, dict):
         return {key if isinstance(key, str) else str(key): _jsonable(one) for key, one in value.items()}
