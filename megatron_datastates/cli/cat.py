@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import math
 import pprint
@@ -81,8 +80,14 @@ def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
     if refused:
         raise OptionError(f"{key!r} is an object: a slice, --out and --as are for tensors")
     data = source.read_object(key)
-    with torch.serialization.safe_globals(_stand_ins(data)):
-        value = deserialize(data, key)
+    trusted = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()  # of half a type's parts, stand-ins would not fit the others
+    try:
+        with torch.serialization.safe_globals(_stand_ins(data)):
+            value = deserialize(data, key)
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(trusted)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]  # Megatron's objects are one-element arrays
     try:
@@ -165,7 +170,7 @@ def _readable(values: torch.Tensor) -> torch.Tensor:
 
 def _jsonable(value: Any) -> Any:
     """JSON has no NaN, no infinity, no complex numbers and no classes: they are text."""
-    if isinstance(value, types.SimpleNamespace | argparse.Namespace):  # a stand-in, or what torch trusts
+    if isinstance(value, types.SimpleNamespace):  # a stand-in
         return _jsonable(vars(value))
     if isinstance(value, dict):
         return {key if isinstance(key, str) else str(key): _jsonable(one) for key, one in value.items()}
