@@ -15,8 +15,7 @@ from megatron_datastates.convert.source import Source, open_source
 from megatron_datastates.convert.team import Team
 from megatron_datastates.engine.commit import sync_directory
 from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError
-
-_TRACKER_NAME = "latest_checkpointed_iteration.txt"  # Megatron's: which iteration a run goes on from
+from megatron_datastates.pipeline.runs import TRACKER_NAME, tracked_iteration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,20 +122,12 @@ def _why_skipped(source: Source | NotACheckpointError, target: Path, wanted: Col
 
 def _copy_tracker(source: Path, target: Path) -> None:
     """Unless the target has one already that names a later iteration, trained there, or no iteration."""
-    wanted, there = _tracked(source), _tracked(target)
+    wanted, there = tracked_iteration(source / TRACKER_NAME), tracked_iteration(target / TRACKER_NAME)
     if wanted is None or not (target / f"iter_{wanted:07d}").is_dir():
         return
-    if os.path.lexists(target / _TRACKER_NAME) and (there is None or there >= wanted):
+    if os.path.lexists(target / TRACKER_NAME) and (there is None or there >= wanted):
         return
-    temporary = target / f".{_TRACKER_NAME}.converting"
+    temporary = target / f".{TRACKER_NAME}.converting"
     write_synced(temporary, str(wanted).encode())
-    temporary.rename(target / _TRACKER_NAME)
+    temporary.rename(target / TRACKER_NAME)
     sync_directory(target)
-
-
-def _tracked(run: Path) -> int | None:
-    try:
-        text = (run / _TRACKER_NAME).read_bytes().strip()
-    except OSError:
-        return None
-    return int(text) if re.fullmatch(rb"\d{1,18}", text) else None
