@@ -133,6 +133,29 @@ def test_a_published_directory_without_common_state_says_so(tmp_path):
         dispatch.common_state_by_format(unreachable)(tmp_path / "c")
 
 
+@pytest.mark.parametrize("stored", [[], {"a": 1}, [1, 2]])
+def test_common_state_that_is_none_is_refused(tmp_path, stored):
+    saver = new_saver()
+    save(saver, tmp_path, {"w": torch.zeros(3)}, {COMMON_STATE_KEY: stored})
+    saver.close()
+    with pytest.raises(CheckpointingException, match="is no common state"):
+        dispatch.read_common_state(tmp_path)
+
+
+def test_a_directory_that_cannot_be_looked_into_raises_nothing_on_one_rank_alone(ours, tmp_path, monkeypatch):
+    """Whether it may be ours is asked before ranks agree on failures."""
+    ours = Path(shutil.copytree(ours, tmp_path / "c"))
+    (ours / "metadata.json").unlink(missing_ok=True)
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "is_file", refused)
+    assert dispatch.may_be_ours(ours)
+    with pytest.raises(CheckpointingException, match="cannot be looked at"):
+        dispatch.open_checkpoint(ours)
+
+
 def test_common_state_in_a_file_of_megatrons_is_read_and_checked(tmp_path):
     (tmp_path / "c").mkdir()
     torch.save({"iteration": 9}, tmp_path / "c" / "common.pt")
