@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -18,7 +17,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from rich.table import Table
 
 from megatron_datastates.config import MIB, parse_bytes
-from megatron_datastates.errors import OptionError
+from megatron_datastates.convert.source import require_utf8
+from megatron_datastates.errors import OptionError, StorageError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 # Keys and paths are printed as they are, whatever rich would make of their brackets and colons.
@@ -29,13 +29,11 @@ _LEAST_MEMORY_BYTES = MIB  # with less, so few elements are read at a time that 
 
 
 def readable(directory: Path) -> Path:
-    """For arguments. Native code takes paths as text."""
+    """For arguments."""
     try:
-        str(directory).encode()
-    except UnicodeEncodeError:
-        cannot(
-            OptionError(f"{os.fsencode(directory)!r} is not UTF-8: reach it by another name, such as a link")
-        )
+        require_utf8(directory)
+    except StorageError as error:
+        cannot(error)
     return directory
 
 

@@ -238,7 +238,9 @@ def require_utf8(path: Path) -> None:
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise StorageError(f"{os.fsencode(path)!r} is not a name in UTF-8: rename it") from None
+        raise StorageError(
+            f"{os.fsencode(path)!r} is not UTF-8: reach it by another name, such as a link"
+        ) from None
 
 
 def _named_format(path: Path) -> str | None:

@@ -296,10 +296,10 @@ def test_damaged_metadata_json_is_told_before_anything_is_written(text: Any, tmp
 def test_a_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     source, odd = tmp_path / "source", tmp_path / os.fsdecode(b"odd\xff")
     save_with_dcp(source, {"a": torch.ones(3)})
-    with pytest.raises(StorageError, match="not a name in UTF-8"):
+    with pytest.raises(StorageError, match="is not UTF-8"):
         convert_to(source, odd)
     source.rename(odd)
-    with pytest.raises(StorageError, match="not a name in UTF-8"):
+    with pytest.raises(StorageError, match="is not UTF-8"):
         open_source(odd)
     assert os.listdir(tmp_path) == [odd.name]
 
