@@ -260,6 +260,7 @@ class Publication:
             layout_bytes=layout_bytes,
             held=save.held.total,
             fence=save.fence_seconds,
+            stream_wait=times["stream_wait"],
             staging=times["staging"],
             writing=times["writing"],
             durable=times["durable"],
