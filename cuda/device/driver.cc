@@ -14,6 +14,8 @@ constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kHostRegisterPortable = 1;
 constexpr int kCaptureModeRelaxed = 2;
 
+constexpr int kBusIdBytes = 32;  // 13 are enough, says cuda.h
+
 constexpr unsigned kMemoryHost = 1;
 constexpr unsigned kMemoryDevice = 2;
 
@@ -57,14 +59,19 @@ struct Driver::Table {
   int (*copy_rows)(const CopyOfRows*, CuStream);
   int (*host_register)(void*, size_t, unsigned);
   int (*host_unregister)(void*);
+  int (*bus_id)(char*, int, int) = nullptr;  // null where there is none
 
   template <typename Function>
-  void Load(const char* name, Function** slot) {
+  bool LoadIfThere(const char* name, Function** slot) {
     void* found = nullptr;
-    if (lookup(name, &found, kVersion, 0, nullptr) != kSuccess || found == nullptr) {
-      throw Failure("look up", name, 0, "this CUDA driver is too old: 12.0 or newer is needed");
-    }
+    if (lookup(name, &found, kVersion, 0, nullptr) != kSuccess || found == nullptr) return false;
     *slot = reinterpret_cast<Function*>(found);
+    return true;
+  }
+  template <typename Function>
+  void Load(const char* name, Function** slot) {
+    if (LoadIfThere(name, slot)) return;
+    throw Failure("look up", name, 0, "this CUDA driver is too old: 12.0 or newer is needed");
   }
 };
 
@@ -100,6 +107,7 @@ std::shared_ptr<Driver> Driver::Open(const std::string& path) {
   table->Load("cuMemcpy2DAsync", &table->copy_rows);
   table->Load("cuMemHostRegister", &table->host_register);
   table->Load("cuMemHostUnregister", &table->host_unregister);
+  table->LoadIfThere("cuDeviceGetPCIBusId", &table->bus_id);
   std::shared_ptr<Driver> driver(new Driver(std::move(table)));
   driver->Check(driver->table_->init(0), "cuInit");
   return driver;
@@ -129,6 +137,16 @@ int Driver::CurrentDevice() const {
   int device = 0;
   Check(table_->context_device(&device), "cuCtxGetDevice");
   return device;
+}
+
+std::string Driver::CurrentBusId() const noexcept {
+  char text[kBusIdBytes] = {};
+  int device = 0;
+  if (table_->bus_id == nullptr || table_->context_device(&device) != kSuccess ||
+      table_->bus_id(text, sizeof text - 1, device) != kSuccess) {
+    return "";
+  }
+  return text;
 }
 
 void Driver::SetContext(CuContext context) const { Check(table_->context_set(context), "cuCtxSetCurrent"); }

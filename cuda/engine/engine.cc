@@ -8,6 +8,8 @@
 #include "engine/host_copy.h"
 #include "os/aligned.h"
 #include "os/fork.h"
+#include "os/numa.h"
+#include "os/threads.h"
 
 namespace datastates {
 namespace {
@@ -81,7 +83,8 @@ bool Engine::PageLockPool() {
   try {
     auto driver = Driver::Open(options_.driver);
     const CuContext context = driver->CurrentContext();
-    pool_->Register(std::move(driver), context);
+    const NumaNode node = NodeOfDevice(options_.sysfs, driver->CurrentBusId());
+    pool_->Register(std::move(driver), context, node);
     return true;
   } catch (const Failure&) {
     return false;
@@ -94,7 +97,8 @@ std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream tra
   if (!device) return nullptr;
   if (!copier_) {
     copier_ = std::make_shared<DeviceCopier>(Driver::Open(options_.driver));
-    pool_->Register(copier_->driver(), copier_->context());
+    node_ = NodeOfDevice(options_.sysfs, copier_->driver()->CurrentBusId());
+    pool_->Register(copier_->driver(), copier_->context(), node_);
     sample_memory_ = std::make_shared<SampleMemory>(copier_->driver(), copier_->context(),
                                                     kMostDeviceSamples * kSampleBytes);
   } else if (copier_->driver()->CurrentContext() != copier_->context()) {
@@ -205,6 +209,7 @@ bool Engine::TakeChunk(Stretch* taken, bool* open) {
 }
 
 void Engine::StageLoop() {
+  NameThread("ds-stage");
   std::unique_lock<std::mutex> lock(mutex_);
   ++staging_;
   while (true) {
@@ -253,6 +258,7 @@ void Engine::EnterDevice(const SaveJob& job) {
   thread_local const DeviceCopier* entered = nullptr;
   if (!job.copier() || entered == job.copier().get()) return;
   job.copier()->EnterThread();
+  BindThread(node_);
   entered = job.copier().get();
 }
 
@@ -320,8 +326,9 @@ Slot Engine::SlotFor(SaveJob& job, const Batch::Chunk& chunk) {
   copy_rate_.Spend(chunk.bytes, give_up);
   if (job.failed()) return Slot();
   const auto before = std::chrono::steady_clock::now();
-  Slot slot = pool_->Acquire(give_up);
-  job.SlotWait(std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count());
+  double growing = 0;
+  Slot slot = pool_->Acquire(give_up, &growing);
+  job.SlotWait(std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count(), growing);
   return slot;
 }
 
@@ -336,6 +343,7 @@ void Engine::AwaitDevice(const SaveJob& job) {
 }
 
 void Engine::WriteLoop() {
+  NameThread("ds-write");
   std::unique_lock<std::mutex> lock(mutex_);
   ++writing_;
   while (true) {

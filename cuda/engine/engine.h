@@ -32,6 +32,7 @@ class Engine {
     std::string backend = "pwrite";  // os/write_backend.h
     bool tripwire = true;            // take samples: engine/tripwire.h
     bool paranoid = false;           // copy every chunk twice, the first time eagerly, and compare checksums
+    std::string sysfs = "/sys";      // os/numa.h
   };
 
   // Starts the threads. Throws Failure for options that make no sense, or if there are no threads to be had.
@@ -115,6 +116,7 @@ class Engine {
   // Made and used on the trainer's thread.
   std::shared_ptr<DeviceCopier> copier_;
   std::shared_ptr<SampleMemory> sample_memory_;
+  NumaNode node_;  // of the copier's device; constant from its first job on
 
   std::mutex mutex_;
   std::condition_variable stage_wake_, write_wake_, ended_;

@@ -81,6 +81,15 @@ int ContextDevice(int* device) {
   return kSuccess;
 }
 
+int DeviceBusId(char* text, int room, int) {
+  if (int code = Enter("cuDeviceGetPCIBusId", "", kNothing)) return code;
+  Lock lock(TheWorld().mutex);
+  const std::string& id = TheWorld().bus_id;
+  if (id.size() >= static_cast<size_t>(room)) return kInvalidValue;
+  std::memcpy(text, id.c_str(), id.size() + 1);
+  return kSuccess;
+}
+
 int ExchangeCaptureMode(int* mode) {
   if (int code = Enter("cuThreadExchangeStreamCaptureMode", "", kNothing)) return code;
   std::swap(*mode, capture_mode);
@@ -274,6 +283,7 @@ int cuGetProcAddress_v2(const char* name, void** function, int, unsigned long lo
       {"cuCtxGetCurrent", Address(ContextGet)},
       {"cuCtxSetCurrent", Address(ContextSet)},
       {"cuCtxGetDevice", Address(ContextDevice)},
+      {"cuDeviceGetPCIBusId", Address(DeviceBusId)},
       {"cuThreadExchangeStreamCaptureMode", Address(ExchangeCaptureMode)},
       {"cuCtxGetStreamPriorityRange", Address(PriorityRange)},
       {"cuStreamCreateWithPriority", Address(StreamCreate)},
@@ -376,6 +386,11 @@ void fake_hide(const char* name) {
   TheWorld().hidden.insert(name);
 }
 
+void fake_set_bus_id(const char* id) {
+  Lock lock(TheWorld().mutex);
+  TheWorld().bus_id = id;
+}
+
 void fake_capture(int capturing) {
   Lock lock(TheWorld().mutex);
   TheWorld().capturing = capturing != 0;
@@ -435,6 +450,7 @@ void fake_reset() {
   lock.lock();
   world.log.clear();
   world.devices.clear();
+  world.bus_id = kBusId;
   world.lost = false;
 }
 
