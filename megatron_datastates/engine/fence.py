@@ -37,7 +37,7 @@ class Fence:
             self._standing.remove(save)
 
     def wait(self, reason: str) -> None:
-        """Lets every standing save pass, oldest first; one that is added meanwhile waits for the next call."""
+        """Lets every standing save pass, oldest first; one added meanwhile waits for the next call."""
         for _ in range(len(self._standing)):
             if self._standing:
                 self._standing.pop(0).fence(reason)

@@ -129,7 +129,7 @@ class Saver:
 
         Memory is page-locked as soon as the program is seen to use CUDA: now, or at its first optimizer step.
         Where the user chose no size, what the first save needs is made once optimizer states exist
-        (_AtFirstFences). Raises nothing, on this rank alone: the first save reports to all what cannot be had.
+        (_AtFirstFences). Raises nothing, on this rank alone: the first save reports what cannot be had.
         """
         try:
             engine = self._get_engine()
@@ -196,8 +196,8 @@ class _AtFirstFences:
     """Stands at the first fences as a save does, to make the memory that the first save will need.
 
     At its first step a program that uses CUDA has initialized it: what there is gets page-locked. At those
-    after it the pool grows to what torch has on the device, within the budget: optimizers make their states in
-    their first step, one after another.
+    after it the pool grows to what torch has on the device, within the budget: optimizers make their states
+    in their first step, one after another.
     """
 
     def __init__(self, engine: StagingEngine, is_locked: bool) -> None:
