@@ -118,8 +118,8 @@ DATASTATES_CRC_TARGET inline uint32_t Word(uint32_t crc, uint64_t word) {
 DATASTATES_CRC_TARGET inline uint32_t Byte(uint32_t crc, uint8_t byte) { return _mm_crc32_u8(crc, byte); }
 bool HardwareHasIt() { return __builtin_cpu_supports("sse4.2"); }
 #elif defined(__aarch64__) && defined(__linux__)
-#if defined(__clang__)  // whose arm_acle.h, before 16, declares these only if the whole file is built for
-                        // them
+// Clang's arm_acle.h, before 16, declares these only where the whole file is built for them.
+#if defined(__clang__)
 #define DATASTATES_CRC_TARGET __attribute__((target("crc")))
 #define __crc32cd __builtin_arm_crc32cd
 #define __crc32cb __builtin_arm_crc32cb
