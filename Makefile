@@ -6,7 +6,7 @@ SHELL := bash
 BIN := .venv/bin
 NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
 
-.PHONY: help env demo test test-versions test-native-sanitizers lint format clean distclean
+.PHONY: help env demo test test-versions test-native-sanitizers test-aarch64 lint format clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -34,6 +34,9 @@ test-versions: env ## run the tests that meet Megatron against its other release
 
 test-native-sanitizers: env ## run tests/native under the sanitizers of g++
 	@tools/env/sanitizers.sh $(SANITIZERS)
+
+test-aarch64: env ## build the native core for aarch64 and run its portable tests under qemu
+	@tools/env/aarch64.sh
 
 lint: env ## ruff, mypy, import-linter, clang-format
 	$(BIN)/ruff check

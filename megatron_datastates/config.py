@@ -113,7 +113,8 @@ class Options:
         _staging_memory,
         "SIZE",
         "pinned host memory for staging, per rank; a shard of any size streams through it "
-        "(default auto: the shard's size, up to 25%% of the free memory divided by local ranks)",
+        "(default auto: the shard's size, up to 25%% of the free memory divided by local ranks, made while "
+        "training begins; a size is made at start)",
     )
     slot_size: int = _option(
         0,
@@ -182,6 +183,7 @@ class Options:
     # Test overrides; not shown by --help.
     faults: str = dataclasses.field(default="", metadata={})
     driver: str = dataclasses.field(default="libcuda.so.1", metadata={})
+    sysfs: str = dataclasses.field(default="/sys", metadata={})
     tripwire: bool = dataclasses.field(default=True, metadata={"parse": _on_off})
     # After which lazy copies from a device begin in a loop that neither polls nor fences, in seconds.
     lazy_delay: float = dataclasses.field(default=0.1, metadata={"parse": _seconds})

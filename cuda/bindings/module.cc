@@ -128,6 +128,7 @@ nb::dict StatusDict(const SaveJob& job) {
   facts["written_at"] = status.written_at;
   facts["durable_at"] = status.durable_at;
   facts["waited_for_slots"] = status.waited_for_slots;
+  facts["waited_for_memory"] = status.waited_for_memory;
   facts["torn_at"] = status.torn_at;
   facts["torn_bytes"] = status.torn_bytes;
   return facts;
@@ -140,13 +141,14 @@ void BindEngine(nb::module_& module) {
           [](EngineHandle* self, size_t slot_bytes, size_t most_slots, int copy_threads, int write_threads,
              bool direct, bool checksums, uint64_t copy_limit, uint64_t write_limit,
              const std::string& driver, const std::string& faults, const std::string& backend, bool tripwire,
-             bool paranoid) {
-            new (self) EngineHandle({slot_bytes, most_slots, copy_threads, write_threads, direct, checksums,
-                                     copy_limit, write_limit, driver, faults, backend, tripwire, paranoid});
+             bool paranoid, const std::string& sysfs) {
+            new (self)
+                EngineHandle({slot_bytes, most_slots, copy_threads, write_threads, direct, checksums,
+                              copy_limit, write_limit, driver, faults, backend, tripwire, paranoid, sysfs});
           },
           nb::kw_only(), "slot_bytes"_a, "most_slots"_a, "copy_threads"_a, "write_threads"_a, "direct"_a,
           "checksums"_a, "copy_limit"_a, "write_limit"_a, "driver"_a, "faults"_a, "backend"_a = "pwrite",
-          "tripwire"_a = true, "paranoid"_a = false)
+          "tripwire"_a = true, "paranoid"_a = false, "sysfs"_a = "/sys")
       .def(
           "start",
           [](EngineHandle& self, const std::string& path, uint64_t reserve_bytes, uint64_t end,

@@ -92,11 +92,11 @@ void BindReader(nb::module_& module) {
       .def(
           "__init__",
           [](ReaderHandle* self, bool direct, int threads, size_t slot_bytes, const std::string& driver,
-             const std::string& faults) {
-            new (self) ReaderHandle(
-                std::make_shared<Reader>(Reader::Options{direct, threads, slot_bytes, driver, faults}));
+             const std::string& faults, const std::string& sysfs) {
+            new (self) ReaderHandle(std::make_shared<Reader>(
+                Reader::Options{direct, threads, slot_bytes, driver, faults, sysfs}));
           },
-          nb::kw_only(), "direct"_a, "threads"_a, "slot_bytes"_a, "driver"_a, "faults"_a)
+          nb::kw_only(), "direct"_a, "threads"_a, "slot_bytes"_a, "driver"_a, "faults"_a, "sysfs"_a = "/sys")
       .def(
           "start",
           [](const ReaderHandle& self, const std::vector<FileTuple>& tuples, const Words& files,

@@ -17,6 +17,8 @@ constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kHostRegisterPortable = 1;
 constexpr int kCaptureModeRelaxed = 2;
 
+constexpr int kBusIdBytes = 32;  // 13 are enough, says cuda.h
+
 constexpr unsigned kMemoryHost = 1;
 constexpr unsigned kMemoryDevice = 2;
 
@@ -71,9 +73,10 @@ struct Driver::Table {
   int (*copy_to_device)(CuPointer, const void*, size_t, CuStream);
   int (*copy_rows)(const CopyOfRows*, CuStream);
   int (*copy_batch)(CuPointer*, CuPointer*, size_t*, size_t, CopyAttributes*, size_t*, size_t, size_t*,
-                    CuStream) = nullptr;  // the only one that may be missing
+                    CuStream) = nullptr;  // null where there is none
   int (*host_register)(void*, size_t, unsigned);
   int (*host_unregister)(void*);
+  int (*bus_id)(char*, int, int) = nullptr;  // null where there is none
 
   template <typename Function>
   bool Find(const char* name, int version, Function** slot) {
@@ -123,6 +126,7 @@ std::shared_ptr<Driver> Driver::Open(const std::string& path) {
   table->Load("cuMemHostRegister", &table->host_register);
   table->Load("cuMemHostUnregister", &table->host_unregister);
   table->Find("cuMemcpyBatchAsync", kBatchVersion, &table->copy_batch);
+  table->Find("cuDeviceGetPCIBusId", kVersion, &table->bus_id);
   std::shared_ptr<Driver> driver(new Driver(std::move(table)));
   driver->Check(driver->table_->init(0), "cuInit");
   return driver;
@@ -153,6 +157,16 @@ int Driver::CurrentDevice() const {
   int device = 0;
   Check(table_->context_device(&device), "cuCtxGetDevice");
   return device;
+}
+
+std::string Driver::CurrentBusId() const noexcept {
+  char text[kBusIdBytes] = {};
+  int device = 0;
+  if (table_->bus_id == nullptr || table_->context_device(&device) != kSuccess ||
+      table_->bus_id(text, sizeof text - 1, device) != kSuccess) {
+    return "";
+  }
+  return text;
 }
 
 void Driver::SetContext(CuContext context) const { Check(table_->context_set(context), "cuCtxSetCurrent"); }

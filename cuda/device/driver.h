@@ -27,6 +27,8 @@ class Driver {
 
   CuContext CurrentContext() const;
   int CurrentDevice() const;  // its number, in this thread's context
+  // Where that device is on the PCI bus, as in "0000:0A:00.0"; empty where the driver does not say.
+  std::string CurrentBusId() const noexcept;
   void SetContext(CuContext context) const;
   // Makes `context` current and gives the one before.
   CuContext SwapContext(CuContext context) const noexcept;

@@ -6,7 +6,9 @@
 #if defined(__x86_64__)
 #include <nmmintrin.h>
 #elif defined(__aarch64__) && defined(__linux__)
+#if !defined(__clang__)
 #include <arm_acle.h>
+#endif
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
 #endif
@@ -116,7 +118,14 @@ DATASTATES_CRC_TARGET inline uint32_t Word(uint32_t crc, uint64_t word) {
 DATASTATES_CRC_TARGET inline uint32_t Byte(uint32_t crc, uint8_t byte) { return _mm_crc32_u8(crc, byte); }
 bool HardwareHasIt() { return __builtin_cpu_supports("sse4.2"); }
 #elif defined(__aarch64__) && defined(__linux__)
+// Clang's arm_acle.h, before 16, declares these only where the whole file is built for them.
+#if defined(__clang__)
+#define DATASTATES_CRC_TARGET __attribute__((target("crc")))
+#define __crc32cd __builtin_arm_crc32cd
+#define __crc32cb __builtin_arm_crc32cb
+#else
 #define DATASTATES_CRC_TARGET __attribute__((target("+crc")))
+#endif
 DATASTATES_CRC_TARGET inline uint32_t Word(uint32_t crc, uint64_t word) { return __crc32cd(crc, word); }
 DATASTATES_CRC_TARGET inline uint32_t Byte(uint32_t crc, uint8_t byte) { return __crc32cb(crc, byte); }
 bool HardwareHasIt() { return getauxval(AT_HWCAP) & HWCAP_CRC32; }

@@ -8,6 +8,8 @@
 #include "engine/host_copy.h"
 #include "os/aligned.h"
 #include "os/fork.h"
+#include "os/numa.h"
+#include "os/threads.h"
 
 namespace datastates {
 namespace {
@@ -85,7 +87,8 @@ bool Engine::PageLockPool() {
   try {
     auto driver = Driver::Open(options_.driver);
     const CuContext context = driver->CurrentContext();
-    pool_->Register(std::move(driver), context);
+    const NumaNode node = NodeOfDevice(options_.sysfs, driver->CurrentBusId());
+    pool_->Register(std::move(driver), context, node);
     return true;
   } catch (const Failure&) {
     return false;
@@ -98,7 +101,8 @@ std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream tra
   if (!device) return nullptr;
   if (!copier_) {
     copier_ = std::make_shared<DeviceCopier>(Driver::Open(options_.driver));
-    pool_->Register(copier_->driver(), copier_->context());
+    node_ = NodeOfDevice(options_.sysfs, copier_->driver()->CurrentBusId());
+    pool_->Register(copier_->driver(), copier_->context(), node_);
     sample_memory_ = std::make_shared<SampleMemory>(copier_->driver(), copier_->context(),
                                                     kMostDeviceSamples * kSampleBytes);
   } else if (copier_->driver()->CurrentContext() != copier_->context()) {
@@ -230,6 +234,7 @@ bool Engine::TakeChunk(Stretch* taken, bool* open, bool* later) {
 }
 
 void Engine::StageLoop() {
+  NameThread("ds-stage");
   std::unique_lock<std::mutex> lock(mutex_);
   ++staging_;
   while (true) {
@@ -283,7 +288,16 @@ void Engine::EnterDevice(const SaveJob& job) {
   thread_local const DeviceCopier* entered = nullptr;
   if (!job.copier() || entered == job.copier().get()) return;
   job.copier()->EnterThread();
+  MoveNearDevice(job);
   entered = job.copier().get();
+}
+
+// Threads that read or write slots run where the slots are.
+void Engine::MoveNearDevice(const SaveJob& job) {
+  thread_local bool moved = false;
+  if (!job.copier() || moved) return;
+  BindThread(node_);
+  moved = true;
 }
 
 void Engine::FillSlot(const Stretch& stretch, const Batch::Chunk& chunk, uint8_t* target, bool* device) {
@@ -361,8 +375,9 @@ Slot Engine::SlotFor(SaveJob& job, const Batch::Chunk& chunk) {
   copy_rate_.Spend(chunk.bytes, give_up);
   if (job.failed()) return Slot();
   const auto before = std::chrono::steady_clock::now();
-  Slot slot = pool_->Acquire(give_up);
-  job.SlotWait(std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count());
+  double growing = 0;
+  Slot slot = pool_->Acquire(give_up, &growing);
+  job.SlotWait(std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count(), growing);
   return slot;
 }
 
@@ -377,6 +392,7 @@ void Engine::AwaitDevice(const SaveJob& job) {
 }
 
 void Engine::AwaitLoop() {
+  NameThread("ds-await");
   std::unique_lock<std::mutex> lock(mutex_);
   ++awaiting_;
   while (true) {
@@ -421,6 +437,7 @@ bool Engine::Await(const CopiedChunk& copied) {
 }
 
 void Engine::WriteLoop() {
+  NameThread("ds-write");
   std::unique_lock<std::mutex> lock(mutex_);
   ++writing_;
   while (true) {
@@ -450,6 +467,7 @@ void Engine::WriteLoop() {
 
 void Engine::Write(FilledChunk filled) {
   SaveJob& job = *filled.job;
+  MoveNearDevice(job);
   const Batch::Chunk& chunk = filled.batch->chunks()[filled.chunk];
   try {
     write_rate_.Spend(chunk.bytes, [&job] { return job.failed(); });

@@ -35,6 +35,7 @@ class Engine {
     std::string backend = "pwrite";  // os/write_backend.h
     bool tripwire = true;            // take samples: engine/tripwire.h
     bool paranoid = false;           // copy every chunk twice, the first time eagerly, and compare checksums
+    std::string sysfs = "/sys";      // os/numa.h
   };
 
   // Starts the threads. Throws Failure for options that make no sense, or if there are no threads to be had.
@@ -121,6 +122,7 @@ class Engine {
   void WriteFooter(const Footer& footer);
   std::shared_ptr<DeviceCopier> CopierFor(const Batch& batch, CuStream trainer);
   void EnterDevice(const SaveJob& job);
+  void MoveNearDevice(const SaveJob& job);
 
   const Options options_;
   WriteBackend* const backend_;
@@ -130,6 +132,7 @@ class Engine {
   // Made and used on the trainer's thread.
   std::shared_ptr<DeviceCopier> copier_;
   std::shared_ptr<SampleMemory> sample_memory_;
+  NumaNode node_;  // of the copier's device; constant from its first job on
 
   std::mutex mutex_;
   std::condition_variable stage_wake_, await_wake_, write_wake_, ended_;

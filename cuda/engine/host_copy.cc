@@ -10,7 +10,6 @@ namespace datastates {
 namespace {
 
 constexpr size_t kLongBytes = size_t{64} << 10;
-constexpr size_t kLine = 64;
 
 // The compiler makes a load and a store of each: the usual pieces are single elements.
 template <size_t kBytes>
@@ -22,6 +21,8 @@ void CopyElements(uint8_t* target, size_t target_step, const uint8_t* source, si
 }
 
 #if defined(__x86_64__)
+constexpr size_t kLine = 64;
+
 void CopyPastCaches(uint8_t* target, const uint8_t* source, size_t bytes) {
   const size_t head = (kLine - reinterpret_cast<uintptr_t>(target) % kLine) % kLine;
   std::memcpy(target, source, head);

@@ -8,6 +8,7 @@
 #include "engine/crc32c.h"
 #include "engine/host_copy.h"
 #include "engine/save_job.h"  // kBlockBytes
+#include "os/threads.h"
 
 namespace datastates {
 
@@ -26,7 +27,8 @@ ReadJob::ReadJob(std::shared_ptr<Reader> reader, ReadPlan plan, CuStream trainer
   SlotPool& pool = reader_->pool();
   if (plan_.has_device_targets()) {
     copier_ = std::make_shared<DeviceCopier>(Driver::Open(reader_->options().driver));
-    pool.Register(copier_->driver(), copier_->context());
+    node_ = NodeOfDevice(reader_->options().sysfs, copier_->driver()->CurrentBusId());
+    pool.Register(copier_->driver(), copier_->context(), node_);
     copier_->StartAfter(trainer);
   }
   working_ = threads;
@@ -65,8 +67,10 @@ ReadJob::Result ReadJob::result() const {
 }
 
 void ReadJob::Work() {
+  NameThread("ds-read");
   try {
     if (copier_) copier_->EnterThread();
+    BindThread(node_);
     ReadWindows();
   } catch (const std::exception& error) {
     Fail(error.what());

@@ -35,6 +35,7 @@ class Reader {
     size_t slot_bytes = size_t{4} << 20;  // the longest read; a multiple of kBlockBytes
     std::string driver = "libcuda.so.1";
     std::string faults;
+    std::string sysfs = "/sys";  // os/numa.h
   };
 
   // Throws Failure for options that make no sense. Takes no memory yet.
@@ -104,6 +105,7 @@ class ReadJob {
   const std::shared_ptr<Reader> reader_;
   const ReadPlan plan_;
   std::shared_ptr<DeviceCopier> copier_;  // constant after construction
+  NumaNode node_;                         // of its device; likewise
   std::unique_ptr<Source[]> sources_;     // one a file
   std::atomic<size_t> next_{0};           // window
   std::atomic<bool> stopped_{false};

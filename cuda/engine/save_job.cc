@@ -298,9 +298,10 @@ void SaveJob::WriteFooter(const uint8_t* data, uint64_t bytes, uint64_t offset) 
   changed_.notify_all();
 }
 
-void SaveJob::SlotWait(double seconds) {
+void SaveJob::SlotWait(double seconds, double of_it_growing) {
   std::lock_guard<std::mutex> lock(mutex_);
   status_.waited_for_slots += seconds;
+  status_.waited_for_memory += of_it_growing;
 }
 
 void SaveJob::Remove() {

@@ -44,7 +44,8 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
     uint64_t bytes_planned = 0, bytes_copied = 0, bytes_written = 0;
     // Seconds since the job began; negative while it has not happened.
     double reserved_at = -1, staged_at = -1, copied_at = -1, written_at = -1, durable_at = -1;
-    double waited_for_slots = 0;
+    double waited_for_slots = 0;   // of all staging threads together
+    double waited_for_memory = 0;  // the part of it in which the pool was still being made
     // Where in the file a source changed before its copy was done; torn_bytes is 0 if none did.
     uint64_t torn_at = 0, torn_bytes = 0;
   };
@@ -87,7 +88,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   void Done();  // a chunk or task planned by Plan or Begin has left the engine
   void Begin();
   void WriteFooter(const uint8_t* data, uint64_t bytes, uint64_t offset);
-  void SlotWait(double seconds);
+  void SlotWait(double seconds, double of_it_growing);
 
   const std::shared_ptr<DeviceCopier>& copier() const { return copier_; }
   bool checksums() const { return checksums_; }

@@ -2,11 +2,15 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
+
+#include "os/threads.h"
 
 namespace datastates {
 namespace {
 
 constexpr size_t kSegmentBytes = size_t{64} << 20;  // made, prefaulted and page-locked at a time
+constexpr size_t kMostThreads = 4;                  // that do so
 
 }  // namespace
 
@@ -23,17 +27,20 @@ void Slot::Return() noexcept {
   pool_ = nullptr;
 }
 
-SlotPool::SlotPool(size_t slot_bytes, size_t most_slots) : slot_bytes_(slot_bytes), most_slots_(most_slots) {}
+SlotPool::SlotPool(size_t slot_bytes, size_t most_slots)
+    : slot_bytes_(slot_bytes),
+      most_slots_(most_slots),
+      slots_in_segment_(std::max<size_t>(1, kSegmentBytes / std::max<size_t>(1, slot_bytes))) {}
 
 SlotPool::~SlotPool() {
-  std::thread thread;
+  std::vector<std::thread> threads;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
-    thread.swap(thread_);
+    threads.swap(threads_);
   }
   wake_.notify_all();
-  if (thread.joinable()) thread.join();
+  for (std::thread& thread : threads) thread.join();
   for (const Segment& segment : segments_) {
     if (!segment.locked_by) continue;
     const ContextScope scope(*segment.locked_by, segment.context);
@@ -45,25 +52,43 @@ void SlotPool::Grow(size_t slots) {
   std::lock_guard<std::mutex> lock(mutex_);
   wanted_ = std::max(wanted_, std::min(slots, most_slots_));
   if (wanted_ > made_) trouble_.clear();  // memory may be there by now
-  if (!thread_.joinable()) thread_ = std::thread(&SlotPool::Work, this);
-  wake_.notify_all();
+  StartThreads();
 }
 
-void SlotPool::Register(std::shared_ptr<Driver> driver, CuContext context) {
+void SlotPool::Register(std::shared_ptr<Driver> driver, CuContext context, const NumaNode& node) {
   std::lock_guard<std::mutex> lock(mutex_);
   driver_ = std::move(driver);
   context_ = context;
-  page_lock_ = true;
+  node_ = node;
+  ++registration_;
   lock_trouble_.clear();
+  StartThreads();
+}
+
+void SlotPool::StartThreads() {
+  const size_t to_lock =
+      std::count_if(segments_.begin(), segments_.end(), [](const Segment& s) { return !s.locked_by; });
+  const size_t to_make = (wanted_ - made_ + slots_in_segment_ - 1) / slots_in_segment_;
+  const size_t threads =
+      std::min({to_make + (registration_ != 0 ? to_lock : 0), kMostThreads, UsableCores()});
+  try {
+    while (threads_.size() < threads) threads_.emplace_back(&SlotPool::Work, this);
+  } catch (const std::system_error&) {
+    if (threads_.empty()) throw;  // else those that there are do the work
+  }
   wake_.notify_all();
 }
 
-Slot SlotPool::Acquire(const std::function<bool()>& give_up) {
+Slot SlotPool::Acquire(const std::function<bool()>& give_up, double* growing_seconds) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (idle_.empty()) {
     if (give_up()) return Slot();
-    if (made_ == 0 && !trouble_.empty()) throw Failure("make staging slots", "", 0, trouble_);
+    if (made_ + making_ == 0 && !trouble_.empty()) throw Failure("make staging slots", "", 0, trouble_);
+    const bool is_growing = IsGrowing();
+    const auto before = std::chrono::steady_clock::now();
     free_.wait_for(lock, std::chrono::milliseconds(100));
+    if (!is_growing || growing_seconds == nullptr) continue;
+    *growing_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
   }
   uint8_t* data = idle_.back();
   idle_.pop_back();
@@ -90,13 +115,12 @@ void SlotPool::Return(uint8_t* data) noexcept {
 }
 
 void SlotPool::Work() {
+  NameThread("ds-pool");
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_) {
-    const auto unlocked = std::find_if(segments_.begin(), segments_.end(),
-                                       [](const Segment& segment) { return !segment.locked_by; });
-    if (page_lock_ && unlocked != segments_.end()) {
-      PageLock(&*unlocked, &lock);
-    } else if (made_ < wanted_ && trouble_.empty()) {
+    if (Segment* const unlocked = FindUnlocked()) {
+      PageLock(unlocked, &lock);
+    } else if (made_ + making_ < wanted_ && trouble_.empty()) {
       AddSegment(&lock);
     } else {
       wake_.wait(lock);
@@ -104,37 +128,55 @@ void SlotPool::Work() {
   }
 }
 
+SlotPool::Segment* SlotPool::FindUnlocked() {
+  const auto found = std::find_if(segments_.begin(), segments_.end(), [this](const Segment& segment) {
+    return !segment.locked_by && !segment.busy && segment.registration != registration_;
+  });
+  return found == segments_.end() ? nullptr : &*found;
+}
+
 void SlotPool::AddSegment(std::unique_lock<std::mutex>* lock) {
-  const size_t slots = std::min(std::max<size_t>(1, kSegmentBytes / slot_bytes_), wanted_ - made_);
+  const size_t slots = std::min(slots_in_segment_, wanted_ - made_ - making_);
+  const NumaNode node = node_;
   Segment segment;
+  making_ += slots;
   lock->unlock();
   std::string trouble;
   try {
     segment.mapping = std::make_unique<PrivateMapping>(slots * slot_bytes_);
+    BindMemory(segment.mapping->data(), segment.mapping->bytes(), node);
     segment.mapping->Prefault();
   } catch (const std::exception& error) {
     trouble = error.what();
   }
+  segment.node = node.number;
   lock->lock();
+  // Before a slot of it is lent: a copy into memory that is not page-locked makes its caller wait.
+  while (trouble.empty() && !stop_ && !segment.locked_by && segment.registration != registration_) {
+    PageLock(&segment, lock);
+  }
+  making_ -= slots;
   free_.notify_all();
   if (!trouble.empty()) {
     trouble_ = trouble;
     return;
   }
-  // Before a slot of it is lent: a copy into memory that is not page-locked makes its caller wait.
-  if (page_lock_) PageLock(&segment, lock);
   for (size_t i = 0; i < slots; ++i) idle_.push_back(segment.mapping->data() + i * slot_bytes_);
   segments_.push_back(std::move(segment));
   made_ += slots;
-  free_.notify_all();
 }
 
 void SlotPool::PageLock(Segment* segment, std::unique_lock<std::mutex>* lock) {
   const auto driver = driver_;
   const CuContext context = context_;
+  const NumaNode node = node_;
+  segment->registration = registration_;
+  segment->busy = true;
   lock->unlock();
   std::string trouble;
   try {
+    // What was made before the node was known moves; a device could not find it elsewhere later.
+    if (segment->node != node.number) BindMemory(segment->mapping->data(), segment->mapping->bytes(), node);
     driver->SetContext(context);
     driver->RelaxCapture();
     driver->RegisterHost(segment->mapping->data(), segment->mapping->bytes());
@@ -142,12 +184,13 @@ void SlotPool::PageLock(Segment* segment, std::unique_lock<std::mutex>* lock) {
     trouble = failure.what();
   }
   lock->lock();
+  segment->busy = false;
+  segment->node = node.number;
   if (trouble.empty()) {
     segment->locked_by = driver;
     segment->context = context;
-  } else {
+  } else if (segment->registration == registration_) {  // else it is tried again
     lock_trouble_ = "staging memory is not page-locked, so copies from a device are slow: " + trouble;
-    if (driver_ == driver && context_ == context) page_lock_ = false;  // not tried again before Register
   }
 }
 

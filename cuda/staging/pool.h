@@ -1,21 +1,30 @@
 // The staging pool: fixed-size slots of page-locked host memory, lent one by one. Its size is the budget's,
 // never the checkpoint's: a shard of any size streams through it.
 //
-// Invariant (no deadlock). A slot is lent to a staging thread, which fills it and passes it on to the queue
-// of a writing thread, which returns it. A lent slot comes back when these have happened, and nothing else:
-//   - the staging thread copied host memory, or enqueued copies (in a rehearsal: also waited for them);
+// Several background threads make it, each a segment of its own at a time: mapped, bound to the device's NUMA
+// node where that is known, prefaulted, page-locked. A segment is looked after by one thread at most.
+//
+// Invariant (no deadlock). A slot is lent to a staging thread, which fills it and passes it on, if a device
+// fills it to the thread that awaits the device, then to the queue of the writing threads, which return it. A
+// lent slot comes back when these have happened, and nothing else:
+//   - the staging thread copied host memory, or enqueued copies, for which it may have had to wait until
+//   older
+//     copies of the same stream were done (in a rehearsal: also until these were);
+//   - the device came to the chunk's copy; that is after what the trainer's stream had been given when the
+//     save began, and after nothing that comes later;
 //   - the writing threads took what was queued before it, and it;
-//   - the device came to the chunk's copy; that is behind what the trainer's stream had been given when the
-//     copy was enqueued, and behind nothing that comes later;
 //   - the write returned, in time or with an error; it is left out if the save has failed.
+// A chunk whose time has not come (lazy copies from a device) holds no slot yet.
 // Whoever holds a slot never asks for another, and a thread that waits for one holds nothing that any of the
 // above needs: no lock, no place in the writers' queue. It gives up within 100 ms of its save's failure or
 // cancellation. So returning a slot never depends on the trainer's thread, Python's lock, another rank, a
 // commit, the seal of any save (a footer has memory of its own) or another slot: one slot makes progress.
-// A writer held up by one file's disk or copy delays the chunks behind it, for no longer than that write.
+// A writer held up by one file's disk delays the chunks after it, for no longer than that write.
 #pragma once
 
 #include <condition_variable>
+#include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -25,6 +34,7 @@
 
 #include "device/driver.h"
 #include "os/aligned.h"
+#include "os/numa.h"
 
 namespace datastates {
 
@@ -58,12 +68,14 @@ class SlotPool {
   // once the driver is known.
   void Grow(size_t slots);
   // Page-locks in the background what there is and what will be. Done with one context, it serves copies
-  // from devices of any. Where it fails, slots work all the same, and only their copies are slower.
-  void Register(std::shared_ptr<Driver> driver, CuContext context);
+  // from devices of any. Where it fails, slots work all the same, and only their copies are slower; a segment
+  // that failed is tried again at the next call. What is not page-locked yet moves to `node` first.
+  void Register(std::shared_ptr<Driver> driver, CuContext context, const NumaNode& node = NumaNode());
 
-  // Waits for a slot. Gives an empty one when `give_up` says so (asked at least every 100 ms). Throws
-  // Failure if not one slot could be made.
-  Slot Acquire(const std::function<bool()>& give_up);
+  // Waits for a slot. Returns an empty one when `give_up` says so (asked at least every 100 ms). Adds to
+  // `growing_seconds`, if there is one, what it waited while slots that were asked for were still being made.
+  // Throws Failure if not one slot could be made.
+  Slot Acquire(const std::function<bool()>& give_up, double* growing_seconds = nullptr);
 
   size_t slot_bytes() const { return slot_bytes_; }
   struct Facts {
@@ -79,29 +91,41 @@ class SlotPool {
     std::unique_ptr<PrivateMapping> mapping;
     std::shared_ptr<Driver> locked_by;  // null: not page-locked
     CuContext context = nullptr;
+    int node = -1;              // to which it was bound
+    uint64_t registration = 0;  // the last one that it was to be page-locked for; 0: none
+    bool busy = false;          // a background thread is page-locking it
   };
 
   void Return(uint8_t* data) noexcept;
   void Work();
-  // Both let go of the lock while they work. Only the background thread changes segments_.
+  void StartThreads();      // under mutex_; as many as have something to do
+  Segment* FindUnlocked();  // under mutex_; one to be page-locked, if there is one
+  bool IsGrowing() const {  // under mutex_
+    return making_ != 0 || (made_ < wanted_ && trouble_.empty());
+  }
+  // Both let go of the lock while they work.
   void AddSegment(std::unique_lock<std::mutex>* lock);
   void PageLock(Segment* segment, std::unique_lock<std::mutex>* lock);
 
   const size_t slot_bytes_;
   const size_t most_slots_;
+  const size_t slots_in_segment_;
   mutable std::mutex mutex_;
-  std::condition_variable wake_;  // the background thread has something to do, or stops
+  std::condition_variable wake_;  // the background threads have something to do, or stop
   std::condition_variable free_;  // a slot came back or was made, or making one failed
   std::vector<uint8_t*> idle_ GUARDED_BY(mutex_);
-  std::vector<Segment> segments_ GUARDED_BY(mutex_);
+  std::deque<Segment> segments_ GUARDED_BY(mutex_);  // only added to, so that one stays where it is
+  // Slots: in segments_, in segments that are being made, asked for. Invariant: made_ + making_ <= wanted_.
   size_t made_ GUARDED_BY(mutex_) = 0;
+  size_t making_ GUARDED_BY(mutex_) = 0;
   size_t wanted_ GUARDED_BY(mutex_) = 0;
   std::shared_ptr<Driver> driver_ GUARDED_BY(mutex_);
   CuContext context_ GUARDED_BY(mutex_) = nullptr;
-  bool page_lock_ GUARDED_BY(mutex_) = false;
+  NumaNode node_ GUARDED_BY(mutex_);
+  uint64_t registration_ GUARDED_BY(mutex_) = 0;  // counts Register; 0: nothing is page-locked
   std::string trouble_ GUARDED_BY(mutex_), lock_trouble_ GUARDED_BY(mutex_);
   bool stop_ GUARDED_BY(mutex_) = false;
-  std::thread thread_ GUARDED_BY(mutex_);
+  std::vector<std::thread> threads_ GUARDED_BY(mutex_);
 };
 
 }  // namespace datastates

@@ -44,6 +44,7 @@ class Engine:
         backend: str = "pwrite",
         tripwire: bool = True,
         paranoid: bool = False,
+        sysfs: str = "/sys",
     ) -> None: ...
     def start(
         self,
@@ -89,7 +90,16 @@ class ReadJob:
         """(bytes read, (source, block) of each bad block, error or ""), so far."""
 
 class Reader:
-    def __init__(self, *, direct: bool, threads: int, slot_bytes: int, driver: str, faults: str) -> None: ...
+    def __init__(
+        self,
+        *,
+        direct: bool,
+        threads: int,
+        slot_bytes: int,
+        driver: str,
+        faults: str,
+        sysfs: str = "/sys",
+    ) -> None: ...
     def start(
         self,
         *,

@@ -37,14 +37,16 @@ class Fence:
             self._standing.remove(save)
 
     def wait(self, reason: str) -> None:
-        """Lets every standing save pass, oldest first."""
-        while self._standing:
-            self._standing.pop(0).fence(reason)
+        """Lets every standing save pass, oldest first; one added meanwhile waits for the next call."""
+        for _ in range(len(self._standing)):
+            if self._standing:
+                self._standing.pop(0).fence(reason)
 
     def witness_mutation(self, reason: str) -> None:
         """Something has changed already: a save that still stands here may have copied both old and new."""
-        while self._standing:
-            self._standing.pop(0).torn(reason)
+        for _ in range(len(self._standing)):
+            if self._standing:
+                self._standing.pop(0).torn(reason)
 
     def forget(self) -> None:
         """In a forked child, whose copies of the saves nobody works on."""

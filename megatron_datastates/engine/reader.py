@@ -49,6 +49,7 @@ class Reader:
             slot_bytes=SLOT_BYTES,
             driver=options.driver,
             faults=options.faults,
+            sysfs=options.sysfs,
         )
 
     def read(

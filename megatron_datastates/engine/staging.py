@@ -44,6 +44,7 @@ class StagingEngine:
             faults=options.faults,
             tripwire=options.tripwire,
             paranoid=options.paranoid,
+            sysfs=options.sysfs,
         )
 
     def begin(
@@ -106,6 +107,15 @@ class StagingEngine:
         Initializes no CUDA; without this, the first save from a device does it. On the trainer's thread.
         """
         return torch.cuda.is_initialized() and bool(self.native.page_lock_pool())
+
+    def grow(self, wanted_bytes: int) -> None:
+        """Has staging memory made in the background: so much, or as much of it as the budget allows."""
+        self.native.grow(math.ceil(wanted_bytes / self.slot_bytes))
+
+    def grow_for_device(self) -> None:
+        """The same, for a save of all that torch has on the current device. On the trainer's thread."""
+        if torch.cuda.is_initialized():
+            self.grow(torch.cuda.memory_allocated())
 
     def pool_facts(self) -> dict[str, object]:
         """What there is of staging memory, and why it is not what it should be (`staging_trouble`)."""

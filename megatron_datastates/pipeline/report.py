@@ -83,7 +83,8 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
     stream waited for copies, by the device's clock; a wait that is not over yet is left out.
     `slot_wait_ms` adds up what the
     copying threads waited for a free slot: behind the `saves_before` that were not finished when this one
-    started, and behind its own writes where the pool is smaller than the shard.
+    started, and behind its own writes where the pool is smaller than the shard. `memory_wait_ms` is the part
+    of it in which the pool was still being made: this save came before its memory.
     """
     save = publication.save
     times = save.times()
@@ -111,6 +112,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "durable_ms": _ms(times["durable"]),
         "saves_before": save.saves_before,
         "slot_wait_ms": _ms(times["slot_wait"]),
+        "memory_wait_ms": _ms(times["memory_wait"]),
         "write_mb_per_s": round(data / slowest / 1e6, 1) if slowest > 0 else 0.0,
         "ranks_ms": _rank_statistics(publication.records),
     }

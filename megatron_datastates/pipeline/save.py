@@ -249,13 +249,14 @@ class RankSave:
         logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, text)
 
     def times(self) -> dict[str, float]:
-        """Seconds since the save began until it was staged, serialized, written and durable."""
+        """Seconds until the save was staged, serialized, written and durable, and those of its waits."""
         status = self._save.status() if self._save is not None else {}
         names = {"staging": "copied_at", "writing": "written_at", "durable": "durable_at"}
         times = {name: max(float(str(status.get(key, 0.0))), 0.0) for name, key in names.items()}
         times["serializing"] = self._serialized_seconds
         times["stream_wait"] = self._save.stream_waited() if self._save is not None else 0.0
-        return times | {"slot_wait": float(str(status.get("waited_for_slots", 0.0)))}
+        waits = {"slot_wait": "waited_for_slots", "memory_wait": "waited_for_memory"}
+        return times | {name: float(str(status.get(key, 0.0))) for name, key in waits.items()}
 
     # -- the finishing thread ---------------------------------------------------------------------------
 

@@ -29,6 +29,8 @@ from megatron_datastates.providers.base import Mutability, StateProvider
 logger = logging.getLogger(__name__)
 _WARM_BYTES = 64 << 20  # staging memory made before the size of the shard is known
 _CLOSING_SECONDS = 60.0  # after which what still hangs is left behind
+_FIRST_FENCES = 8  # at which staging memory is prepared: those of about two steps
+_LONG_WAIT_SECONDS = 0.01  # for staging memory; worth a line in the log
 _EAGER = {Mutability.AT_FENCE: Mutability.NOW}
 _KEPT_PLANS = 8  # persistent and non-persistent saves alternate; more than a few means they change
 
@@ -40,6 +42,7 @@ class Run:
         self.store = LayoutStore()
         self.plans = Plans(_KEPT_PLANS)
         self.collectives = Collectives()
+        self.told_of_memory = False  # that a save had to wait for it
         self._run_id: int | None = None
         self._ordinal = 0
 
@@ -70,7 +73,7 @@ class Saver:
         self._engine: StagingEngine | None = None
         self._faults = Faults(options.faults)
         self.reporter = Reporter(options.report_file, self._pool_facts)
-        self._page_locking: Fenced | None = None
+        self._preparing: Fenced | None = None
         self._told_of_pool = False
         self._unfinished: list[Publication] = []
 
@@ -125,18 +128,19 @@ class Saver:
         """Starts the engine, and lets it make staging memory in the background before the first save.
 
         Memory is page-locked as soon as the program is seen to use CUDA: now, or at its first optimizer step.
-        Raises nothing, on this rank alone: what cannot be had, the first save tells to all.
+        Where the user chose no size, what the first save needs is made once optimizer states exist
+        (_AtFirstFences). Raises nothing, on this rank alone: the first save reports what cannot be had.
         """
-        wanted = self.options.staging_memory or _WARM_BYTES
         try:
             engine = self._get_engine()
-            engine.native.grow(wanted // engine.slot_bytes)
+            engine.grow(self.options.staging_memory or _WARM_BYTES)
+            is_locked = engine.page_lock()
         except Exception as error:
             logger.warning("staging memory is not made before the first save: %s", error)
             return
-        if not engine.page_lock() and self._page_locking is None:
-            self._page_locking = _AtFirstFence(engine)
-            FENCE.add(self._page_locking)
+        if self._preparing is None and not (is_locked and self.options.staging_memory):
+            self._preparing = _AtFirstFences(engine, is_locked)
+            FENCE.add(self._preparing)
 
     def close(self) -> None:
         """Gives up what is not published, and joins every thread.
@@ -149,8 +153,8 @@ class Saver:
                 logger.warning("a save to %s was not published, only %s", directory, state)
                 publication.abandon("the program ended before the save was published")
             publication.join_publisher()
-        if self._page_locking is not None:
-            FENCE.discard(self._page_locking)
+        if self._preparing is not None:
+            FENCE.discard(self._preparing)
         deadline = time.monotonic() + _CLOSING_SECONDS
         for publication in self._unfinished:
             publication.save.join(max(deadline - time.monotonic(), 0.0))
@@ -172,23 +176,54 @@ class Saver:
         if trouble and not self._told_of_pool:
             self._told_of_pool = True
             logger.warning("rank %d: %s", publication.save.context.rank, trouble)
+        waited = publication.save.times()["memory_wait"]
+        if waited > _LONG_WAIT_SECONDS and not self.run.told_of_memory:
+            self.run.told_of_memory = True
+            logger.info(
+                "rank %d: copies of the save to %s waited %.0f ms for staging memory that was being made; "
+                "with a size, as in --datastates-staging-memory 4GiB, it is made when the program starts",
+                publication.save.context.rank,
+                publication.save.context.directory,
+                waited * 1e3,
+            )
         self.reporter.ended(publication, mode)
 
     def _pool_facts(self) -> dict[str, object]:
         return self._engine.pool_facts() if self._engine is not None else {}
 
 
-class _AtFirstFence:
-    """Stands at the fence as a save does: at its first step, a program that uses CUDA has initialized it."""
+class _AtFirstFences:
+    """Stands at the first fences as a save does, to make the memory that the first save will need.
 
-    def __init__(self, engine: StagingEngine) -> None:
+    At its first step a program that uses CUDA has initialized it: what there is gets page-locked. At those
+    after it the pool grows to what torch has on the device, within the budget: optimizers make their states
+    in their first step, one after another.
+    """
+
+    def __init__(self, engine: StagingEngine, is_locked: bool) -> None:
         self._engine = engine
+        self._is_locked = is_locked
+        self._fences_seen = 0
 
     def fence(self, reason: str) -> None:
-        self._engine.page_lock()
+        self._prepare(has_stepped=self._fences_seen > 0)
 
     def torn(self, reason: str) -> None:
-        self._engine.page_lock()
+        self._prepare(has_stepped=True)
+
+    def _prepare(self, *, has_stepped: bool) -> None:
+        engine = self._engine
+        self._fences_seen += 1
+        try:
+            self._is_locked = self._is_locked or engine.page_lock()
+            if not self._is_locked or engine.options.staging_memory:
+                return
+            if has_stepped:
+                engine.grow_for_device()
+            if self._fences_seen < _FIRST_FENCES:
+                FENCE.add(self)
+        except Exception as error:  # the first save makes what it needs, and fails on all ranks if it cannot
+            logger.warning("staging memory is not made before the first save: %s", error)
 
 
 _savers: dict[Options, Saver] = {}

@@ -194,6 +194,16 @@ def descriptors_of(path: Path) -> list[int]:
     return found
 
 
+def threads_named(name: str) -> list[Path]:
+    """Folders in /proc of this process's threads of that name."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # that thread has just ended
+            if (task / "comm").read_text().strip() == name:
+                found.append(task)
+    return found
+
+
 def eventually(condition: Callable[[], object], what: str) -> None:
     """Waits for something that another thread brings about."""
     deadline = time.monotonic() + PATIENCE

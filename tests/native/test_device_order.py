@@ -217,10 +217,12 @@ def test_a_driver_that_hangs_does_not_hang_the_trainer(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, call: str
 ) -> None:
     """Its waits end in time, so that the fence's deadline holds, and status is at hand."""
-    engine = device_engines(slot_bytes=ALIGNMENT, copy_threads=1, copy_limit=10 * ALIGNMENT)
-    save = Save(engine, tmp_path / "data", [on_device(5 * ALIGNMENT)], stream=cuda.new_stream())
+    engine = device_engines(slot_bytes=ALIGNMENT, copy_threads=1)
+    copies, stream = [on_device(5 * ALIGNMENT)], cuda.new_stream()
+    save = Save(engine, tmp_path / "data", copies, stream=stream, lazy_seconds=60)
     cuda.hold_call(call)
     before = len(cuda.calls(call))
+    engine.allow_lazy_copies(save.job, 0)
     eventually(lambda: len(cuda.calls(call)) > before, "a worker is caught in the driver")
     begin = time.monotonic()
     assert not save.reaches(Milestone.COPIED, 0.1)

@@ -1,5 +1,6 @@
 """Staging memory: bounded by slots, whatever the shard's size; every slot comes back."""
 
+import os
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from tests.native.harness import (
     eventually,
     random_bytes,
     save_whole,
+    threads_named,
 )
 
 Engines = Callable[..., native.Engine]
@@ -79,6 +81,21 @@ def test_waiting_for_a_slot_is_counted(engines: Engines, tmp_path: Path) -> None
     free = save_whole(engine, tmp_path / "free", [Copy(random_bytes(ALIGNMENT), 0)])
     assert free.status["waited_for_slots"] < 0.1 < crowded.status["waited_for_slots"]
     assert first.status["waited_for_slots"] > 0  # until there was a slot at all
+
+
+def test_waiting_for_memory_that_is_not_made_yet_is_counted_apart(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    engine = device_engines(slot_bytes=MIB, most_slots=2, faults="write:0:stall=50", tripwire=False)
+    cuda.hold_call("cuMemHostRegister")
+    source = random_bytes(8 * MIB)
+    early = Save(engine, tmp_path / "early", [Copy(source, 0, device=True)], stream=cuda.new_stream())
+    time.sleep(0.15)
+    cuda.release_call("cuMemHostRegister")
+    early.finish()
+    late = save_whole(engine, tmp_path / "late", [Copy(source, 0, device=True)], stream=cuda.new_stream())
+    assert 0.1 < early.status["waited_for_memory"] <= early.status["waited_for_slots"]
+    assert late.status["waited_for_memory"] == 0 < late.status["waited_for_slots"]
 
 
 def test_memory_that_cannot_be_had_fails_the_save(engines: Engines, tmp_path: Path) -> None:
@@ -171,6 +188,64 @@ def test_page_locking_makes_nobody_wait(cuda: FakeCuda, device_engines: Engines,
     assert engine.pool()["page_locked_bytes"] == 0
     cuda.release_call("cuMemHostRegister")
     eventually(lambda: engine.pool()["page_locked_bytes"] > 0, "page-locked")
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core prepares one segment at a time")
+def test_segments_are_page_locked_side_by_side(cuda: FakeCuda, device_engines: Engines) -> None:
+    engine = device_engines(slot_bytes=8 * MIB, most_slots=48)
+    cuda.hold_call("cuMemHostRegister")
+    assert engine.page_lock_pool()
+    engine.grow(48)
+    threads = min(4, len(os.sched_getaffinity(0)))
+    eventually(lambda: len(cuda.calls("cuMemHostRegister")) == threads, "each thread holds a segment")
+    assert len(threads_named("ds-pool")) == threads
+    assert engine.pool()["slots"] == 0, "nothing is lent before it is page-locked"
+    cuda.release_call("cuMemHostRegister")
+    eventually(lambda: engine.pool()["page_locked_bytes"] == 48 * 8 * MIB, "page-locked")
+    assert engine.pool()["slots"] == 48
+    assert len(cuda.calls("cuMemHostRegister")) == 6, "each segment once"
+
+
+@pytest.mark.parametrize("known_before", [True, False])
+def test_a_segment_that_cannot_be_page_locked_does_not_stop_the_others(
+    cuda: FakeCuda, device_engines: Engines, known_before: bool
+) -> None:
+    engine = device_engines(slot_bytes=8 * MIB, most_slots=32)
+    cuda.fail("cuMemHostRegister", nth=2)
+    if known_before:
+        assert engine.page_lock_pool()
+    engine.grow(32)
+    eventually(lambda: engine.pool()["slots"] == 32, "all slots")
+    assert known_before or engine.page_lock_pool()
+    eventually(lambda: engine.pool()["page_locked_bytes"] == 24 * 8 * MIB, "all but one")
+    assert "not page-locked" in str(engine.pool()["trouble"])
+    assert engine.page_lock_pool()
+    eventually(lambda: engine.pool()["page_locked_bytes"] == 32 * 8 * MIB, "tried again")
+    assert engine.pool()["trouble"] == ""
+
+
+def test_another_driver_context_may_come_while_threads_page_lock(
+    cuda: FakeCuda, device_engines: Engines
+) -> None:
+    engine = device_engines(slot_bytes=8 * MIB, most_slots=32)
+    cuda.hold_call("cuMemHostRegister")
+    assert engine.page_lock_pool()
+    engine.grow(16)
+    eventually(lambda: cuda.calls("cuMemHostRegister"), "at it")
+    cuda.use_context(cuda.new_context())
+    assert engine.page_lock_pool()
+    engine.grow(32)
+    cuda.release_call("cuMemHostRegister")
+    eventually(lambda: engine.pool()["page_locked_bytes"] == 32 * 8 * MIB, "page-locked")
+    assert len(cuda.calls("cuMemHostRegister")) == 4
+
+
+def test_an_engine_closes_while_its_pool_is_made(cuda: FakeCuda, device_engines: Engines) -> None:
+    engine = device_engines(slot_bytes=8 * MIB, most_slots=128)
+    assert engine.page_lock_pool()
+    engine.grow(128)
+    engine.close()
+    assert cuda.registered_bytes == 0
 
 
 def test_without_a_context_page_locking_is_left_to_the_first_save(

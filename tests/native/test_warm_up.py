@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +80,92 @@ def test_memory_is_page_locked_at_the_first_step_of_a_program_that_uses_cuda_lat
     eventually(lambda: cuda.registered_bytes == POOL, "page-locked")
     FENCE.wait("the second step")
     assert len(cuda.calls("cuMemHostRegister")) == 1
+
+
+@pytest.fixture
+def automatic(cuda: FakeCuda, program: Program, monkeypatch: pytest.MonkeyPatch) -> Iterator[Saver]:
+    """A budget of 256 MiB that the user did not choose."""
+    monkeypatch.setattr(staging, "most_slots", lambda *_: 256)
+    made = Saver(Options(slot_size=MIB, driver=cuda.path, tripwire=False), Run())
+    yield made
+    cuda.let_go()
+    made.close()
+    assert FENCE._standing == []
+
+
+def slots_of(saver: Saver, count: int) -> None:
+    eventually(lambda: saver._get_engine().native.pool()["slots"] == count, f"{count} slots")
+    assert not saver._get_engine().native.pool()["trouble"]
+
+
+@pytest.mark.parametrize("seen_at", ["warm-up", "the first fence", "the end of the first step"])
+def test_the_pool_grows_to_what_torch_has_on_the_device_once_a_step_is_over(
+    cuda: FakeCuda, program: Program, automatic: Saver, monkeypatch: pytest.MonkeyPatch, seen_at: str
+) -> None:
+    allocated = 100 * MIB + 1
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: allocated)
+    program.uses_cuda = seen_at == "warm-up"
+    automatic.warm_up()
+    slots_of(automatic, 64)
+    program.uses_cuda = True
+    if seen_at == "the end of the first step":
+        FENCE.witness_mutation("stepped without a fence")
+    else:
+        FENCE.wait("the first step")
+        assert automatic._get_engine().native.pool()["slots"] == 64, "there are no optimizer states yet"
+        FENCE.wait("the second step")
+    slots_of(automatic, 101)
+    allocated = 10_000 * MIB
+    FENCE.wait("another step")
+    slots_of(automatic, 256)
+    for _ in range(10):
+        FENCE.wait("many more")
+    assert FENCE._standing == []
+    eventually(lambda: cuda.registered_bytes == 256 * MIB, "page-locked")
+
+
+def test_a_program_without_cuda_makes_no_more_before_its_first_save(
+    program: Program, automatic: Saver
+) -> None:
+    automatic.warm_up()
+    for _ in range(3):
+        FENCE.wait("a step")
+    assert FENCE._standing == []
+    slots_of(automatic, 64)
+
+
+def test_what_cannot_be_asked_of_torch_does_not_end_training(
+    program: Program, automatic: Saver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse() -> int:
+        raise RuntimeError("no such statistics")
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", refuse)
+    program.uses_cuda = True
+    automatic.warm_up()
+    for _ in range(3):
+        FENCE.wait("a step")
+    assert caplog.text.count("no such statistics") == 1
+
+
+def test_a_save_that_waits_for_its_memory_reports_so_and_logs_it_once(
+    cuda: FakeCuda, program: Program, saver: Saver, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reports: list[dict] = []
+    saver.reporter.listeners.append(reports.append)
+    program.uses_cuda = True
+    cuda.hold_call("cuMemHostRegister")
+    with caplog.at_level("INFO"):
+        for number in range(2):
+            publication = saver.start(tmp_path / str(number), device_state())
+            publication.poll()  # the copies begin
+            time.sleep(0.05)
+            cuda.release_call("cuMemHostRegister")
+            FENCE.wait("the step")
+            assert publication.wait() is Outcome.PUBLISHED
+    assert reports[0]["memory_wait_ms"] > 40 > reports[1]["memory_wait_ms"] == 0
+    assert reports[0]["slot_wait_ms"] >= reports[0]["memory_wait_ms"]
+    assert caplog.text.count("with a size, as in --datastates-staging-memory") == 1
 
 
 def test_a_first_step_that_no_hook_saw_serves_as_well(cuda: FakeCuda, program: Program, saver: Saver) -> None:

@@ -133,6 +133,10 @@ class FakeCuda:
         """As a driver too old to have this function."""
         self._library.fake_hide(name.encode())
 
+    def set_bus_id(self, text: str) -> None:
+        """The place of every device on the PCI bus."""
+        self._library.fake_set_bus_id(text.encode())
+
     def capture(self, capturing: bool) -> None:
         """Another thread captures a graph: calls that would break it fail."""
         self._library.fake_capture(int(capturing))

@@ -91,6 +91,15 @@ int ContextDevice(int* device) {
   return kSuccess;
 }
 
+int DeviceBusId(char* text, int room, int) {
+  if (int code = Enter("cuDeviceGetPCIBusId", "", kNothing)) return code;
+  Lock lock(TheWorld().mutex);
+  const std::string& id = TheWorld().bus_id;
+  if (id.size() >= static_cast<size_t>(room)) return kInvalidValue;
+  std::memcpy(text, id.c_str(), id.size() + 1);
+  return kSuccess;
+}
+
 int ExchangeCaptureMode(int* mode) {
   if (int code = Enter("cuThreadExchangeStreamCaptureMode", "", kNothing)) return code;
   std::swap(*mode, capture_mode);
@@ -354,6 +363,7 @@ int cuGetProcAddress_v2(const char* name, void** function, int version, unsigned
       {"cuCtxGetCurrent", Address(ContextGet)},
       {"cuCtxSetCurrent", Address(ContextSet)},
       {"cuCtxGetDevice", Address(ContextDevice)},
+      {"cuDeviceGetPCIBusId", Address(DeviceBusId)},
       {"cuThreadExchangeStreamCaptureMode", Address(ExchangeCaptureMode)},
       {"cuCtxGetStreamPriorityRange", Address(PriorityRange)},
       {"cuStreamCreateWithPriority", Address(StreamCreate)},

@@ -152,6 +152,11 @@ void fake_hide(const char* name) {
   TheWorld().hidden.insert(name);
 }
 
+void fake_set_bus_id(const char* id) {
+  Lock lock(TheWorld().mutex);
+  TheWorld().bus_id = id;
+}
+
 void fake_capture(int capturing) {
   Lock lock(TheWorld().mutex);
   TheWorld().capturing = capturing != 0;
@@ -212,6 +217,7 @@ void fake_reset() {
   lock.lock();
   world.log.clear();
   world.devices.clear();
+  world.bus_id = kBusId;
   world.allocations.clear();
   world.deepest_queue = 0;
   world.lost = false;

@@ -17,7 +17,8 @@
 
 namespace fake {
 
-constexpr size_t kQueueDepth = 1024;  // enqueueing more waits, as in the real driver
+constexpr const char* kBusId = "FFFF:FF:1F.7";  // a place that no machine has anything at
+constexpr size_t kQueueDepth = 1024;            // enqueueing more waits, as in the real driver
 
 // One recording of an event. Done when the stream has come to it.
 struct Mark {
@@ -59,7 +60,8 @@ struct World {
   std::map<uintptr_t, size_t> allocations;
   std::vector<std::string> log;
   std::map<std::string, long> calls;
-  long names = 0;  // handles are made of these
+  std::string bus_id = kBusId;  // of every device
+  long names = 0;               // handles are made of these
 
   std::map<std::string, Fault> faults;
   std::set<std::string> held_calls;

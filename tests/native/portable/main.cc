@@ -1,0 +1,8 @@
+#include "check.h"
+
+int main() {
+  TestCrc32c();
+  TestHostCopy();
+  if (failures == 0) std::puts("all as expected");
+  return failures == 0 ? 0 : 1;
+}
