@@ -177,6 +177,7 @@ class Options:
     # Test overrides; not shown by --help.
     faults: str = dataclasses.field(default="", metadata={})
     driver: str = dataclasses.field(default="libcuda.so.1", metadata={})
+    backend: str = dataclasses.field(default="pwrite", metadata={})  # "discard" drops what is written
     tripwire: bool = dataclasses.field(default=True, metadata={"parse": _on_off})
 
     def __post_init__(self) -> None:

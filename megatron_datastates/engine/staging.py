@@ -40,6 +40,7 @@ class StagingEngine:
             write_limit=options.write_limit,
             driver=options.driver,
             faults=options.faults,
+            backend=options.backend,
             tripwire=options.tripwire,
             paranoid=options.paranoid,
         )
