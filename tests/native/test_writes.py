@@ -255,12 +255,12 @@ def test_a_back_end_that_discards_leaves_no_footer(engines: Engines, tmp_path: P
     save.expect(Milestone.WRITTEN)
     assert save.status["bytes_written"] == save.end
     assert len(save.job.block_checksums()) > 0  # all of a save happens but for the writes
-    assert os.stat(save.path).st_blocks == 0  # no space was reserved either
+    assert save.path.stat().st_blocks == 0  # no space was reserved either
     save.engine.finish(job=save.job, footer=FOOTER, offset=save.end)
     assert save.reaches(Milestone.RELEASED)
     assert "write back end keeps nothing" in save.error
     assert save.status["durable_at"] < 0
-    assert os.stat(save.path).st_size == 0
+    assert save.path.stat().st_size == 0
 
 
 def test_a_back_end_that_discards_is_not_among_those_that_keep() -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from gpu_device import Device, bytes_of, connections, make_shard, make_small, runs_of
+from gpu_device import CONNECTIONS, Device, bytes_of, make_shard, make_small, runs_of
 from gpu_driver import BareCopies
 from gpu_saves import SMALL_POOL, Saving, Shard, Tell, fitting, medians, pool_for, rounds, tmpfs
 
@@ -39,7 +39,7 @@ def measure_copies(device: Device, folder: Path, small: bool, until: float, tell
         savings["tmpfs"] = Saving(device, memory, room)
     savings["small_pool"] = Saving(device, folder, SMALL_POOL, backend="discard")
     try:
-        tell(connections=connections(), left_out=left_out)
+        tell(connections=CONNECTIONS, left_out=left_out)
         tell(pools={name: saving.make_pool() for name, saving in savings.items()})
         bare = BareCopies(device.driver, most, folder)
         tell(bare_loop_in=bare.language)

@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 FAKE = "DATASTATES_BENCH_FAKE"  # set for the processes of a try without a GPU, those they start included
 IS_FAKE = os.environ.get(FAKE) == "1"
 _FAKE_FREE_BYTES = 64 << 20
+# The hardware queues that CUDA may use, where that was limited before this process began: it is read once.
+CONNECTIONS = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
 if IS_FAKE:
     # As this module is imported: a process that Megatron spawns imports the main module again, no more.
@@ -27,7 +29,6 @@ import torch  # noqa: E402
 from megatron_datastates.config import Options  # noqa: E402
 
 Run = tuple[int, int]  # address and bytes of a source
-_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 class Device:
@@ -55,11 +56,6 @@ class Device:
         if not IS_FAKE:
             torch.cuda.reset_peak_memory_stats()
             self._held = int(torch.cuda.memory_allocated())
-
-
-def connections() -> str | None:
-    """The hardware queues that this process's CUDA may use, where that was limited. Read at CUDA's start."""
-    return os.environ.get(_CONNECTIONS)
 
 
 def _fake_driver(folder: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_device import IS_FAKE, Device, bytes_of, connections, cut, make_memory, make_shard
+from gpu_device import CONNECTIONS, IS_FAKE, Device, bytes_of, cut, make_memory, make_shard
 from gpu_driver import Driver, HostMemory
 from gpu_saves import Saving, Shard, StreamWait, Tell, fitting, medians, pool_for, rounds
 
@@ -40,7 +40,7 @@ def measure_held(device: Device, folder: Path, small: bool, until: float, tell: 
     """By size and by number of tensors: with and without a synchronize after start, and fenced at once."""
     wanted = [4 * MIB, 16 * MIB] if small else [1 * GIB, 4 * GIB, 16 * GIB]
     sizes, left_out = fitting(wanted, device, host_copies=1.25)
-    tell(connections=connections(), left_out=left_out, work_ms=1e3 * _WORK_SECONDS)
+    tell(connections=CONNECTIONS, left_out=left_out, work_ms=1e3 * _WORK_SECONDS)
     memory, work = make_memory(sizes[-1]), Work()
     largest = f"{sizes[-1] / GIB:g} GiB"
     usual, few, most = (100, 20, 200) if small else (1000, 200, 20_000)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_device import IS_FAKE, Device, bytes_of, connections, make_shard
+from gpu_device import CONNECTIONS, IS_FAKE, Device, bytes_of, make_shard
 from gpu_held import Work
 from gpu_saves import StreamWait, Tell, fitting, medians, rounds, timed
 
@@ -128,7 +128,7 @@ def measure_megatron(device: Device, folder: Path, small: bool, until: float, te
     total = bytes_of(state)
     ways, left_out = _ways(device)
     tell(bytes=total, tensors=count, tensors_left_to_the_fence=_lazy(state), sizes_left_out=less)
-    tell(connections=connections(), left_out=left_out)
+    tell(connections=CONNECTIONS, left_out=left_out)
     work = Work(0.02 if small else 0.25)
     ready: list[Way] = []
     memory: dict[str, dict[str, float]] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_device import Device, bytes_of, connections, make_shard
+from gpu_device import CONNECTIONS, Device, bytes_of, make_shard
 from gpu_saves import Saving, Tell, fitting, pool_for, rounds, tmpfs
 
 from megatron_datastates.config import GIB, MIB
@@ -94,7 +94,7 @@ def measure_steps(device: Device, folder: Path, small: bool, until: float, tell:
     if memory is not None:
         savings["tmpfs"] = Saving(device, memory, room)
     savings["disk"] = Saving(device, folder, room)
-    tell(connections=connections(), bytes=total, passes=training.passes, steps_a_run=steps, left_out=left_out)
+    tell(connections=CONNECTIONS, bytes=total, passes=training.passes, steps_a_run=steps, left_out=left_out)
     try:
         for saving in savings.values():
             saving.make_pool()
