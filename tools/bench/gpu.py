@@ -43,13 +43,13 @@ PART_SECONDS = {
     "page_locking": 50.0,
     "copies": 90.0,
     "held": 110.0,
-    "steps": 55.0,
+    "steps": 60.0,
     "loads": 35.0,
-    "pipeline": 35.0,
-    f"copies{ONE}": 45.0,
-    f"held{ONE}": 50.0,
+    "pipeline": 30.0,
+    f"copies{ONE}": 40.0,
+    f"held{ONE}": 60.0,
     f"steps{ONE}": 45.0,
-    "megatron": 170.0,
+    "megatron": 200.0,
 }
 # What fits into two commands on a machine that is lent for less than 8 minutes at a time.
 CALLS = {
@@ -92,7 +92,7 @@ def run_process(
                 look()
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # workers that it left behind, too
+                os.killpg(process.pid, signal.SIGKILL)  # workers that it left, too
             process.wait()
     if code:
         last = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]

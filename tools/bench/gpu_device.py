@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def make_small(count: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def bytes_of(shard: dict[str, torch.Tensor]) -> int:
+def bytes_of(shard: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in shard.values())
 
 

@@ -23,6 +23,7 @@ COLLAPSE, POPULATE = 25, 23  # MADV_COLLAPSE, MADV_POPULATE_WRITE
 _HUGE_PAGE = 2 * MIB
 _PORTABLE, _NON_BLOCKING, _NO_TIMING = 1, 1, 2
 _WORD, _POINTER = ctypes.c_size_t, ctypes.c_void_p
+
 # In C, since Python would add its own microsecond to every call of the driver.
 _LOOP = """
 #include <stddef.h>
@@ -67,7 +68,7 @@ class Driver:
         """Makes the context of the thread that made this object current on the calling one."""
         self.call("cuCtxSetCurrent", self._context)
 
-    def make_stream(self) -> _POINTER:
+    def make_stream(self) -> ctypes.c_void_p:
         stream = _POINTER()
         self.call(
             "cuStreamCreateWithPriority",
@@ -77,7 +78,7 @@ class Driver:
         )
         return stream
 
-    def make_event(self) -> _POINTER:
+    def make_event(self) -> ctypes.c_void_p:
         event = _POINTER()
         self.call("cuEventCreate", ctypes.addressof(event), ctypes.c_uint(_NO_TIMING))
         return event

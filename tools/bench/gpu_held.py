@@ -73,9 +73,10 @@ def measure_held(device: Device, folder: Path, small: bool, until: float, tell: 
                 # Watched in one round only: asking the driver takes its lock.
                 looking: Callable[[], None] = watch if number == 0 else lambda: None
                 found.append(saving.held(cases[case], **modes[mode], watch=looking))
+            measured = {name: shard for name, shard in cases.items() if samples[name]["held"]}
+            tell(cases={name: _summary(samples[name], shard) for name, shard in measured.items()})
         tell(
             repeats=number + 1,
-            cases={case: _summary(samples[case], cases[case]) for case in cases},
             device_bytes_of_later_saves=steady - min(least, device.free_bytes()),
             device_bytes_by_torch=device.peak_bytes(),
         )

@@ -102,7 +102,7 @@ class Way:
 
 
 def measure_megatron(device: Device, folder: Path, small: bool, until: float, tell: Tell) -> None:
-    """All ways in turn, round by round. The first save of each, before that, tells memory and is not timed.
+    """All ways in turn, round by round. The first save of each, before that, shows what memory it takes.
 
     What ways share (helper processes, our pool) counts for the first that has it.
     """
@@ -133,7 +133,7 @@ def measure_megatron(device: Device, folder: Path, small: bool, until: float, te
     ready: list[Way] = []
     memory: dict[str, dict[str, float]] = {}
     for way in ways:
-        directory = folder / way.name  # its own: a save that is left behind may go on
+        directory = folder / way.name  # its own: a save that was abandoned may go on
         with MemoryWatch(device) as watch:
             first = _first_save(way, sharded, directory, work)
         if isinstance(first, dict):
@@ -171,7 +171,7 @@ def _first_save(
     """The save, or why this way is left out: one that does not work here must not lose the others.
 
     Megatron waits for ever for a worker process that died (where CUDA's IPC does not work, say). Where there
-    is one, the save runs in a thread that can be left behind.
+    is one, the save runs in a thread that can be abandoned.
     """
     told: list[dict[str, float] | str] = []
 

@@ -1,7 +1,7 @@
 """Parts of gpu.py, in a process beside it: measures, and writes what it finds line by line.
 
 A line is a JSON object of names and values for a part; later ones add to earlier ones, so that a part that
-is ended in its middle has told what it knew.
+is ended in its middle has left what it knew.
 """
 
 from __future__ import annotations
