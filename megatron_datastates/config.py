@@ -42,9 +42,11 @@ def _staging_memory(text: str) -> int:
 
 
 def _slot_size(text: str) -> int:
+    if text == "auto":
+        return 0
     size = parse_bytes(text)
     if size % MIB != 0 or not MIB <= size <= GIB:
-        raise ValueError("expected a multiple of 1MiB, from 1MiB to 1GiB")
+        raise ValueError("expected 'auto' or a multiple of 1MiB, from 1MiB to 1GiB")
     return size
 
 
@@ -114,7 +116,10 @@ class Options:
         "(default auto: the shard's size, up to 25%% of the free memory divided by local ranks)",
     )
     slot_size: int = _option(
-        2 * MIB, _slot_size, "SIZE", "one slot of that memory, and one write (default 2MiB)"
+        0,
+        _slot_size,
+        "SIZE",
+        "one slot of that memory, and one write (default auto: 8MiB where there is a GPU, else 2MiB)",
     )
     direct_io: bool = _option(
         True, _on_off, "on|off", "bypass the page cache where the file system allows it (default on)"
@@ -179,6 +184,8 @@ class Options:
     driver: str = dataclasses.field(default="libcuda.so.1", metadata={})
     backend: str = dataclasses.field(default="pwrite", metadata={})  # "discard" drops what is written
     tripwire: bool = dataclasses.field(default=True, metadata={"parse": _on_off})
+    # After which lazy copies from a device begin in a loop that neither polls nor fences, in seconds.
+    lazy_delay: float = dataclasses.field(default=0.1, metadata={"parse": _seconds})
 
     def __post_init__(self) -> None:
         if self.staging_memory and self.staging_memory < 2 * self.slot_size:

@@ -24,14 +24,14 @@ constexpr double kSliceSeconds = 0.1;  // of a wait that is not the caller's to 
 
 // One element a run, as in Run.
 struct RunArrays {
-  const Words &sources, &bytes, &offsets, &piece_bytes, &step_bytes;
+  const Words &sources, &bytes, &offsets, &piece_bytes, &step_bytes, &storages;
   const Flags& flags;
 };
 
 Batch MakeBatch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, const RunArrays& arrays) {
-  const auto& [sources, bytes, offsets, piece_bytes, step_bytes, flags] = arrays;
-  CheckLengths(
-      {sources.size(), bytes.size(), offsets.size(), piece_bytes.size(), step_bytes.size(), flags.size()});
+  const auto& [sources, bytes, offsets, piece_bytes, step_bytes, storages, flags] = arrays;
+  CheckLengths({sources.size(), bytes.size(), offsets.size(), piece_bytes.size(), step_bytes.size(),
+                storages.size(), flags.size()});
   std::vector<Run> runs(sources.size());
   for (size_t i = 0; i < runs.size(); ++i) {
     runs[i] = {sources(i),
@@ -39,6 +39,7 @@ Batch MakeBatch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced,
                offsets(i),
                piece_bytes(i),
                step_bytes(i),
+               storages(i),
                (flags(i) & kEagerFlag) != 0,
                (flags(i) & kDeviceFlag) != 0};
   }
@@ -150,28 +151,36 @@ void BindEngine(nb::module_& module) {
           "start",
           [](EngineHandle& self, const std::string& path, uint64_t reserve_bytes, uint64_t end,
              const Words& sources, const Words& bytes, const Words& offsets, const Words& piece_bytes,
-             const Words& step_bytes, const Flags& flags, uintptr_t stream) {
+             const Words& step_bytes, const Words& storages, const Flags& flags, uintptr_t stream,
+             double lazy_seconds) {
             const auto engine = self.engine();
             Batch batch = MakeBatch(0, end, engine->options().slot_bytes, true,
-                                    {sources, bytes, offsets, piece_bytes, step_bytes, flags});
+                                    {sources, bytes, offsets, piece_bytes, step_bytes, storages, flags});
             nb::gil_scoped_release release;
-            return engine->Start(path, reserve_bytes, std::move(batch), reinterpret_cast<CuStream>(stream));
+            return engine->Start(path, reserve_bytes, std::move(batch), reinterpret_cast<CuStream>(stream),
+                                 lazy_seconds);
           },
           nb::kw_only(), "path"_a, "reserve_bytes"_a, "end"_a, "sources"_a, "bytes"_a, "offsets"_a,
-          "piece_bytes"_a, "step_bytes"_a, "flags"_a, "stream"_a)
+          "piece_bytes"_a, "step_bytes"_a, "storages"_a, "flags"_a, "stream"_a, "lazy_seconds"_a)
+      .def(
+          "allow_lazy_copies",
+          [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, double seconds) {
+            self.engine()->AllowLazyCopies(*job, seconds);
+          },
+          "job"_a, "seconds"_a)
       .def(
           "append",
           [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, uint64_t begin, uint64_t end,
              const Words& sources, const Words& bytes, const Words& offsets, const Words& piece_bytes,
-             const Words& step_bytes, const Flags& flags) {
+             const Words& step_bytes, const Words& storages, const Flags& flags) {
             const auto engine = self.engine();
             Batch batch = MakeBatch(begin, end, engine->options().slot_bytes, false,
-                                    {sources, bytes, offsets, piece_bytes, step_bytes, flags});
+                                    {sources, bytes, offsets, piece_bytes, step_bytes, storages, flags});
             nb::gil_scoped_release release;
             engine->Append(job, std::move(batch));
           },
           nb::kw_only(), "job"_a, "begin"_a, "end"_a, "sources"_a, "bytes"_a, "offsets"_a, "piece_bytes"_a,
-          "step_bytes"_a, "flags"_a)
+          "step_bytes"_a, "storages"_a, "flags"_a)
       .def(
           "finish",
           [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, nb::bytes footer, uint64_t offset) {
@@ -198,10 +207,9 @@ void BindJob(nb::module_& module) {
       .def("close_input", &SaveJob::CloseInput)
       .def(
           "hold_back",
-          [](SaveJob& self, uintptr_t stream, bool eager_only) {
-            self.HoldBack(reinterpret_cast<CuStream>(stream), eager_only);
-          },
-          "stream"_a, "eager_only"_a, nb::call_guard<nb::gil_scoped_release>())
+          [](SaveJob& self, uintptr_t stream) { self.HoldBack(reinterpret_cast<CuStream>(stream)); },
+          "stream"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def("stream_waited", &SaveJob::StreamWaited, nb::call_guard<nb::gil_scoped_release>())
       .def(
           "fail", [](SaveJob& self, const std::string& reason) { self.Fail(Failure(reason, "", 0)); },
           "reason"_a)

@@ -1,6 +1,14 @@
 #include "device/copier.h"
 
+#include <algorithm>
+
 namespace datastates {
+namespace {
+
+// Of copies shorter than this, many go into one call of the driver, where it has such a call.
+constexpr size_t kShortBytes = size_t{1} << 20;
+
+}  // namespace
 
 DeviceCopier::DeviceCopier(std::shared_ptr<Driver> driver)
     : driver_(std::move(driver)),
@@ -20,40 +28,112 @@ void DeviceCopier::StartAfter(CuStream trainer) {
   driver_->StreamWait(stream_, now.get());
 }
 
+void DeviceCopier::HoldBack(CuStream trainer) const {
+  Event now(driver_, context_);
+  driver_->Record(now.get(), stream_);
+  driver_->StreamWait(trainer, now.get());
+}
+
 void DeviceCopier::EnterThread() const {
   driver_->SetContext(context_);
   driver_->RelaxCapture();
 }
 
+void DeviceCopier::CopyAtOnce(const std::vector<Piece>& pieces) { Enqueue(pieces, false); }
+
+void DeviceCopier::Copy(const std::vector<Piece>& pieces) { Enqueue(pieces, true); }
+
+void DeviceCopier::Enqueue(const std::vector<Piece>& pieces, bool bounded) {
+  CuPointer targets[kCopiesPerEvent], sources[kCopiesPerEvent];
+  size_t bytes[kCopiesPerEvent];
+  const auto enqueue_one = [&](const Piece& piece) {
+    driver_->CopyToHost(piece.target, piece.source, piece.bytes, stream_);
+    Count(1, bounded);
+  };
+  for (size_t i = 0; i < pieces.size();) {
+    size_t count = 0;
+    for (; i + count < pieces.size() && count < kCopiesPerEvent; ++count) {
+      const Piece& piece = pieces[i + count];
+      if (piece.bytes >= kShortBytes) break;
+      targets[count] = reinterpret_cast<CuPointer>(piece.target);
+      sources[count] = piece.source;
+      bytes[count] = piece.bytes;
+    }
+    if (count > 1 && driver_->CopyBatchToHost(targets, sources, bytes, count, stream_)) {
+      Count(count, bounded);
+    } else {
+      count = std::max<size_t>(count, 1);
+      for (size_t one = i; one < i + count; ++one) enqueue_one(pieces[one]);
+    }
+    i += count;
+  }
+}
+
 void DeviceCopier::CopyPieces(uint8_t* target, CuPointer source, size_t bytes, size_t step_bytes,
                               size_t pieces) {
   if (pieces > 1 && step_bytes >= bytes && step_bytes <= Driver::kMostPitch) {
-    return driver_->CopyRowsToHost(target, source, bytes, step_bytes, pieces, stream_);
+    driver_->CopyRowsToHost(target, source, bytes, step_bytes, pieces, stream_);
+    return Count(1, true);
   }
-  for (size_t i = 0; i < pieces; ++i) Copy(target + i * bytes, source + i * step_bytes, bytes);
+  for (size_t i = 0; i < pieces; ++i) {
+    driver_->CopyToHost(target + i * bytes, source + i * step_bytes, bytes, stream_);
+    Count(1, true);
+  }
 }
 
 void DeviceCopier::CopyToDevice(CuPointer target, size_t target_step, const uint8_t* source,
                                 size_t source_step, size_t bytes, size_t pieces) {
   const auto fits = [bytes](size_t pitch) { return pitch >= bytes && pitch <= Driver::kMostPitch; };
   if (pieces > 1 && fits(target_step) && fits(source_step)) {
-    return driver_->CopyRowsToDevice(target, target_step, source, source_step, bytes, pieces, stream_);
+    driver_->CopyRowsToDevice(target, target_step, source, source_step, bytes, pieces, stream_);
+    return Count(1, true);
   }
   for (size_t i = 0; i < pieces; ++i) {
     driver_->CopyToDevice(target + i * target_step, source + i * source_step, bytes, stream_);
+    Count(1, true);
   }
 }
 
-std::shared_ptr<Event> DeviceCopier::Record() {
+void DeviceCopier::Count(size_t copies, bool bounded) {
+  const Place now = enqueued_ += copies;
+  if (!bounded) return;
+  {
+    std::lock_guard<std::mutex> lock(marking_);
+    if (now >= marked_ + kCopiesPerEvent) MarkHere();
+  }
+  if (now > kMostInFlight) WaitFor(now - kMostInFlight);
+}
+
+void DeviceCopier::MarkHere() {
+  const Place place = enqueued_;  // before the event is recorded, which may cover more
   auto event = std::make_shared<Event>(driver_, context_);
   driver_->Record(event->get(), stream_);
-  return event;
+  marks_.push_back({place, std::move(event)});
+  marked_ = place;
+}
+
+void DeviceCopier::WaitFor(Place place) {
+  Mark mark;
+  {
+    std::lock_guard<std::mutex> lock(marking_);
+    if (done_ >= place) return;
+    if (marked_ < place) MarkHere();
+    mark = *std::find_if(marks_.begin(), marks_.end(), [=](const Mark& m) { return m.place >= place; });
+  }
+  driver_->Synchronize(mark.event->get());
+  std::deque<Mark> over;  // destroyed after the lock
+  std::lock_guard<std::mutex> lock(marking_);
+  done_ = std::max(done_, mark.place);
+  while (!marks_.empty() && marks_.front().place <= done_) {
+    over.push_back(std::move(marks_.front()));
+    marks_.pop_front();
+  }
 }
 
 void DeviceCopier::WaitForAll() {
   std::lock_guard<std::mutex> lock(waiting_for_all_);
   driver_->Record(last_.get(), stream_);
-  Wait(last_);
+  driver_->Synchronize(last_.get());
 }
 
 }  // namespace datastates

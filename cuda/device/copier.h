@@ -1,8 +1,11 @@
-// Copies between one device and host memory on a stream of our own, ordered behind the trainer's.
+// Copies between one device and host memory on a stream of our own, ordered after the trainer's.
 #pragma once
 
+#include <atomic>
+#include <deque>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "device/driver.h"
 
@@ -12,8 +15,8 @@ namespace datastates {
 class Event {
  public:
   // `context` is current on this thread; the end may come on any other.
-  Event(std::shared_ptr<Driver> driver, CuContext context)
-      : driver_(std::move(driver)), context_(context), event_(driver_->CreateEvent()) {}
+  Event(std::shared_ptr<Driver> driver, CuContext context, bool timing = false)
+      : driver_(std::move(driver)), context_(context), event_(driver_->CreateEvent(timing)) {}
   ~Event() {
     const ContextScope scope(*driver_, context_);
     driver_->DestroyEvent(event_);
@@ -28,33 +31,55 @@ class Event {
   const CuEvent event_;
 };
 
-// Thread-safe: the driver orders calls on one stream. Allocates no device memory, and never waits for
-// the device but in Wait, which worker threads call.
+// Thread-safe. Allocates no device memory.
+//
+// A stream accepts about a thousand operations; whoever enqueues more waits in the driver, and where streams
+// share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) the trainer's launches wait, too. So no more than
+// kMostInFlight copies, and a batch, are in the stream at a time: a worker thread that comes with more waits
+// for the oldest. One event is recorded for every kCopiesPerEvent copies, not for each.
 class DeviceCopier {
  public:
+  // A place in the order of the stream: after that many copies.
+  using Place = uint64_t;
+  static constexpr Place kMostInFlight = 256;
+  static constexpr Place kCopiesPerEvent = 64;
+
+  // Contiguous bytes on the device, to page-locked memory.
+  struct Piece {
+    uint8_t* target;
+    CuPointer source;
+    size_t bytes;
+  };
+
   // Made on the trainer's thread, in its current context. Throws Failure.
   explicit DeviceCopier(std::shared_ptr<Driver> driver);
   ~DeviceCopier();
   DeviceCopier(const DeviceCopier&) = delete;
   DeviceCopier& operator=(const DeviceCopier&) = delete;
 
+  // -- any thread in the context; these never wait for the device --------------------------------------
+
   // Later copies run after everything that `trainer` has been given until now.
   void StartAfter(CuStream trainer);
-  // `trainer` runs what it is given from now on after `event`.
-  void HoldBack(CuStream trainer, const Event& event) const { driver_->StreamWait(trainer, event.get()); }
+  // `trainer` runs what it is given from now on after every copy enqueued so far.
+  void HoldBack(CuStream trainer) const;
+  // Enqueues copies beyond the bound: for a number of them that is bounded otherwise.
+  void CopyAtOnce(const std::vector<Piece>& pieces);
+  // The place after everything that this thread has enqueued.
+  Place Enqueued() const { return enqueued_; }
+
+  // -- worker threads; these wait for the device --------------------------------------------------------
 
   // Once per worker thread and before any of the calls below; the trainer's thread is in the context.
   void EnterThread() const;
-  void Copy(void* target, CuPointer source, size_t bytes) {
-    driver_->CopyToHost(target, source, bytes, stream_);
-  }
-  // `pieces` of `bytes`, `step_bytes` apart on the device, one behind the other: in one call if it can be.
+  void Copy(const std::vector<Piece>& pieces);
+  // `pieces` of `bytes`, `step_bytes` apart on the device, one after the other: in one call if it can be.
   void CopyPieces(uint8_t* target, CuPointer source, size_t bytes, size_t step_bytes, size_t pieces);
   // `pieces` of `bytes`, `source_step` apart in host memory, to pieces `target_step` apart on the device.
   void CopyToDevice(CuPointer target, size_t target_step, const uint8_t* source, size_t source_step,
                     size_t bytes, size_t pieces);
-  std::shared_ptr<Event> Record();
-  void Wait(const Event& event) const { driver_->Synchronize(event.get()); }
+  // Returns when the stream has come to that place.
+  void WaitFor(Place place);
   // For everything enqueued so far. Makes no event: it works where there is no memory for one.
   void WaitForAll();
 
@@ -63,12 +88,29 @@ class DeviceCopier {
   int device() const { return device_; }
 
  private:
+  // Done when the first `place` copies are.
+  struct Mark {
+    Place place;
+    std::shared_ptr<Event> event;
+  };
+
+  void Enqueue(const std::vector<Piece>& pieces, bool bounded);
+  void Count(size_t copies, bool bounded);
+  void MarkHere();  // under marking_
+
   const std::shared_ptr<Driver> driver_;
   const CuContext context_;
   const int device_;
   std::mutex waiting_for_all_;  // one at a time records last_
   const Event last_;
   CuStream stream_;  // constant after construction
+
+  // Counted after the driver's call, so an event that is recorded after reading it covers so many copies.
+  std::atomic<Place> enqueued_{0};
+  std::mutex marking_;
+  std::deque<Mark> marks_ GUARDED_BY(marking_);  // in the order of their places
+  Place marked_ GUARDED_BY(marking_) = 0;        // of the last mark that there was
+  Place done_ GUARDED_BY(marking_) = 0;
 };
 
 }  // namespace datastates

@@ -5,8 +5,11 @@
 namespace datastates {
 namespace {
 
-constexpr int kVersion = 12000;  // the CUDA version whose signatures are used below
+constexpr int kVersion = 12000;       // the CUDA version whose signatures are used below
+constexpr int kBatchVersion = 12080;  // and for copies in batches, which 13.0 changed
 constexpr int kSuccess = 0;
+constexpr int kInvalidValue = 1;
+constexpr int kNotSupported = 801;
 constexpr int kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventBlockingSync = 1;
@@ -16,6 +19,9 @@ constexpr int kCaptureModeRelaxed = 2;
 
 constexpr unsigned kMemoryHost = 1;
 constexpr unsigned kMemoryDevice = 2;
+
+constexpr int kSourceInStreamOrder = 1;
+constexpr unsigned kPreferOverlapWithCompute = 1;
 
 using GetProcAddress = int (*)(const char*, void**, int, unsigned long long, void*);
 
@@ -33,6 +39,14 @@ struct CopyOfRows {
 };
 static_assert(sizeof(CopyOfRows) == 128);
 
+// CUmemcpyAttributes. The locations are hints for managed memory.
+struct CopyAttributes {
+  int source_order;
+  int source_location[2], target_location[2];
+  unsigned flags;
+};
+static_assert(sizeof(CopyAttributes) == 24);
+
 }  // namespace
 
 struct Driver::Table {
@@ -48,6 +62,7 @@ struct Driver::Table {
   int (*stream_destroy)(CuStream);
   int (*stream_wait)(CuStream, CuEvent, unsigned);
   int (*event_create)(CuEvent*, unsigned);
+  int (*event_elapsed)(float*, CuEvent, CuEvent);
   int (*event_destroy)(CuEvent);
   int (*event_record)(CuEvent, CuStream);
   int (*event_query)(CuEvent);
@@ -55,16 +70,22 @@ struct Driver::Table {
   int (*copy_to_host)(void*, CuPointer, size_t, CuStream);
   int (*copy_to_device)(CuPointer, const void*, size_t, CuStream);
   int (*copy_rows)(const CopyOfRows*, CuStream);
+  int (*copy_batch)(CuPointer*, CuPointer*, size_t*, size_t, CopyAttributes*, size_t*, size_t, size_t*,
+                    CuStream) = nullptr;  // the only one that may be missing
   int (*host_register)(void*, size_t, unsigned);
   int (*host_unregister)(void*);
 
   template <typename Function>
-  void Load(const char* name, Function** slot) {
+  bool Find(const char* name, int version, Function** slot) {
     void* found = nullptr;
-    if (lookup(name, &found, kVersion, 0, nullptr) != kSuccess || found == nullptr) {
-      throw Failure("look up", name, 0, "this CUDA driver is too old: 12.0 or newer is needed");
-    }
+    if (lookup(name, &found, version, 0, nullptr) != kSuccess || found == nullptr) return false;
     *slot = reinterpret_cast<Function*>(found);
+    return true;
+  }
+  template <typename Function>
+  void Load(const char* name, Function** slot) {
+    if (Find(name, kVersion, slot)) return;
+    throw Failure("look up", name, 0, "this CUDA driver is too old: 12.0 or newer is needed");
   }
 };
 
@@ -92,6 +113,7 @@ std::shared_ptr<Driver> Driver::Open(const std::string& path) {
   table->Load("cuStreamWaitEvent", &table->stream_wait);
   table->Load("cuEventCreate", &table->event_create);
   table->Load("cuEventDestroy", &table->event_destroy);
+  table->Load("cuEventElapsedTime", &table->event_elapsed);
   table->Load("cuEventRecord", &table->event_record);
   table->Load("cuEventQuery", &table->event_query);
   table->Load("cuEventSynchronize", &table->event_synchronize);
@@ -100,12 +122,14 @@ std::shared_ptr<Driver> Driver::Open(const std::string& path) {
   table->Load("cuMemcpy2DAsync", &table->copy_rows);
   table->Load("cuMemHostRegister", &table->host_register);
   table->Load("cuMemHostUnregister", &table->host_unregister);
+  table->Find("cuMemcpyBatchAsync", kBatchVersion, &table->copy_batch);
   std::shared_ptr<Driver> driver(new Driver(std::move(table)));
   driver->Check(driver->table_->init(0), "cuInit");
   return driver;
 }
 
-Driver::Driver(std::unique_ptr<Table> table) : table_(std::move(table)) {}
+Driver::Driver(std::unique_ptr<Table> table)
+    : table_(std::move(table)), has_batches_(table_->copy_batch != nullptr) {}
 
 void Driver::Check(int result, const char* call) const {
   if (result == kSuccess) return;
@@ -161,9 +185,10 @@ CuStream Driver::CreateLowPriorityStream() const {
   return stream;
 }
 
-CuEvent Driver::CreateEvent() const {
+CuEvent Driver::CreateEvent(bool timing) const {
   CuEvent event = nullptr;
-  Check(table_->event_create(&event, kEventBlockingSync | kEventDisableTiming), "cuEventCreate");
+  const unsigned flags = timing ? kEventBlockingSync : kEventBlockingSync | kEventDisableTiming;
+  Check(table_->event_create(&event, flags), "cuEventCreate");
   return event;
 }
 
@@ -189,8 +214,30 @@ bool Driver::Done(CuEvent event) const {
   return true;
 }
 
+float Driver::MillisecondsBetween(CuEvent begin, CuEvent end) const {
+  float milliseconds = 0;
+  Check(table_->event_elapsed(&milliseconds, begin, end), "cuEventElapsedTime");
+  return milliseconds;
+}
+
 void Driver::CopyToHost(void* target, CuPointer source, size_t bytes, CuStream stream) const {
   Check(table_->copy_to_host(target, source, bytes, stream), "cuMemcpyDtoHAsync");
+}
+
+bool Driver::CopyBatchToHost(CuPointer* targets, CuPointer* sources, size_t* bytes, size_t count,
+                             CuStream stream) const {
+  if (!has_batches_) return false;
+  CopyAttributes attributes{kSourceInStreamOrder, {}, {}, kPreferOverlapWithCompute};
+  size_t first = 0, failed = 0;
+  const int result =
+      table_->copy_batch(targets, sources, bytes, count, &attributes, &first, 1, &failed, stream);
+  if (result == kInvalidValue || result == kNotSupported) {
+    // Of one of the copies, or of the call itself: single copies show which, and this is not tried again.
+    has_batches_ = false;
+    return false;
+  }
+  Check(result, "cuMemcpyBatchAsync");
+  return true;
 }
 
 void Driver::CopyRowsToHost(void* target, CuPointer source, size_t row_bytes, size_t pitch, size_t rows,

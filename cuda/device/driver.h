@@ -5,6 +5,7 @@
 // are those of cuda.h.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -34,19 +35,25 @@ class Driver {
   int SwapCaptureMode(int mode) const noexcept;  // gives the one before
 
   CuStream CreateLowPriorityStream() const;
-  CuEvent CreateEvent() const;
+  CuEvent CreateEvent(bool timing = false) const;
   void DestroyStream(CuStream stream) const noexcept;
   void DestroyEvent(CuEvent event) const noexcept;
   void Record(CuEvent event, CuStream stream) const;
   void StreamWait(CuStream stream, CuEvent event) const;
   void Synchronize(CuEvent event) const;  // sleeps, does not spin
   bool Done(CuEvent event) const;
+  float MillisecondsBetween(CuEvent begin, CuEvent end) const;  // both made with `timing`, and both done
   void CopyToHost(void* target, CuPointer source, size_t bytes, CuStream stream) const;
   // CU_DEVICE_ATTRIBUTE_MAX_PITCH, of every device there has been.
   static constexpr size_t kMostPitch = (size_t{1} << 31) - 1;
   // `rows` of `row_bytes`, `pitch` apart on the device, become contiguous. row_bytes <= pitch <= kMostPitch.
   void CopyRowsToHost(void* target, CuPointer source, size_t row_bytes, size_t pitch, size_t rows,
                       CuStream stream) const;
+  // Any number of such copies in one call, in any order. False, and perhaps some of them enqueued, where the
+  // driver has no such call (before 12.8), or refuses it: single calls are to be made then. `stream` is not
+  // the default one.
+  bool CopyBatchToHost(CuPointer* targets, CuPointer* sources, size_t* bytes, size_t count,
+                       CuStream stream) const;
   void CopyToDevice(CuPointer target, const void* source, size_t bytes, CuStream stream) const;
   // `rows` of `row_bytes`, apart by either pitch. row_bytes <= pitch <= kMostPitch.
   void CopyRowsToDevice(CuPointer target, size_t target_pitch, const void* source, size_t source_pitch,
@@ -60,6 +67,7 @@ class Driver {
   void Check(int result, const char* call) const;
 
   std::shared_ptr<Table> table_;  // constant after construction; the library is never closed
+  mutable std::atomic<bool> has_batches_{false};
 };
 
 // A context that is current on this thread for as long as this lives: objects of the driver may be

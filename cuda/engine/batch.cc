@@ -36,7 +36,7 @@ std::vector<Run> Coalesce(std::vector<Run> runs) {
       Run& last = runs[kept - 1];
       const bool contiguous = last.piece_bytes == last.bytes && run.piece_bytes == run.bytes;
       if (contiguous && last.source + last.bytes == run.source && last.offset + last.bytes == run.offset &&
-          last.eager == run.eager && last.device == run.device) {
+          last.storage == run.storage && last.eager == run.eager && last.device == run.device) {
         last.piece_bytes = last.bytes += run.bytes;
         continue;
       }
@@ -98,9 +98,12 @@ Batch::Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, st
   runs_ = Coalesce(std::move(runs));
   size_t run = 0;
   for (uint64_t at = begin; at < end; at += chunk_bytes) {
-    Chunk chunk{at, std::min(chunk_bytes, end - at), run, false};
+    Chunk chunk{at, std::min(chunk_bytes, end - at), run, false, false};
     const uint64_t chunk_end = chunk.offset + chunk.bytes;
-    for (size_t i = run; i < runs_.size() && runs_[i].offset < chunk_end; ++i) chunk.eager |= runs_[i].eager;
+    for (size_t i = run; i < runs_.size() && runs_[i].offset < chunk_end; ++i) {
+      chunk.eager |= runs_[i].eager;
+      chunk.device |= runs_[i].device;
+    }
     // The next chunk begins with the first run that reaches beyond this one.
     while (run < runs_.size() && runs_[run].offset + runs_[run].bytes <= chunk_end) ++run;
     chunks_.push_back(chunk);

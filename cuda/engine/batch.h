@@ -11,7 +11,7 @@
 
 namespace datastates {
 
-// Pieces of memory at equal distances, the first at `source`, become the file's bytes at `offset`, one behind
+// Pieces of memory at equal distances, the first at `source`, become the file's bytes at `offset`, one after
 // the other. One piece, or pieces that touch, are contiguous memory.
 struct Run {
   uint64_t source;
@@ -19,12 +19,13 @@ struct Run {
   uint64_t offset;
   uint64_t piece_bytes;  // divides `bytes`
   uint64_t step_bytes;   // from piece to piece: anything, also zero
+  uint64_t storage;      // only runs with the same one are merged; any number names it
   bool eager;            // must be staged before the trainer goes on at all
   bool device;           // `source` is device memory
 };
 
 constexpr uint64_t kSampleBytes = 64;
-constexpr size_t kMostDeviceSamples = 512;
+constexpr size_t kMostDeviceSamples = 256;
 
 // A few bytes of a lazy source, which are copied at once and again with the rest of it: see Tripwire.
 struct Sample {
@@ -38,7 +39,9 @@ struct Sample {
 class Batch {
  public:
   // `runs` are ordered by offset, do not overlap and lie in [begin, end); `begin` and `end` are
-  // multiples of kAlignment. Contiguous neighbours in memory and in the file become one run. Throws Failure.
+  // multiples of kAlignment. Neighbours in memory and in the file become one run if they are of one storage:
+  // a device's driver refuses a copy that leaves an allocation, also where the next one follows at once
+  // (torch gives blocks of 10 MiB and more allocations of their own). Throws Failure.
   // `fenced`: the sources may change at the next fence, so the fence waits for this batch.
   Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, std::vector<Run> runs);
 
@@ -47,6 +50,7 @@ class Batch {
     uint64_t bytes;    // a multiple of kAlignment
     size_t first_run;  // the first run with bytes in this chunk
     bool eager;        // holds bytes of an eager run
+    bool device;       // holds bytes of a run on a device
   };
 
   const std::vector<Chunk>& chunks() const { return chunks_; }
@@ -54,8 +58,8 @@ class Batch {
   // Of the lazy runs of a fenced batch, in the order of the file. Every run as it was given has one at its
   // end, which is copied last and so the likeliest to be torn. In host memory, where a sample costs a
   // tenth of a microsecond, each chunk that a run reaches beyond has one more at its end. On a device, where
-  // one costs microseconds and the driver makes its caller wait when about a thousand copies are queued, no
-  // more than kMostDeviceSamples are kept, evenly spread.
+  // one costs microseconds and the trainer's thread enqueues them, no more than kMostDeviceSamples are kept,
+  // evenly spread: with the copies in flight (device/copier.h) they stay below what a stream accepts.
   const std::vector<Sample>& samples() const { return samples_; }
   bool fenced() const { return fenced_; }
 

@@ -13,6 +13,8 @@ namespace datastates {
 namespace {
 
 constexpr const char* kClosed = "the engine was closed";
+constexpr auto kLook =
+    std::chrono::milliseconds(100);  // how often a chunk that waits for its time is looked at
 
 // Aligned copy of the footer; it has memory of its own, so sealing never waits for a slot.
 class AlignedCopy {
@@ -41,8 +43,9 @@ Engine::Engine(const Options& options)
   }
   pool_ = std::make_unique<SlotPool>(options.slot_bytes, options.most_slots);
   try {
-    for (int i = 0; i < options.copy_threads; ++i) stagers_.emplace_back(&Engine::StageLoop, this);
-    for (int i = 0; i < options.write_threads; ++i) writers_.emplace_back(&Engine::WriteLoop, this);
+    for (int i = 0; i < options.copy_threads; ++i) threads_.emplace_back(&Engine::StageLoop, this);
+    threads_.emplace_back(&Engine::AwaitLoop, this);
+    for (int i = 0; i < options.write_threads; ++i) threads_.emplace_back(&Engine::WriteLoop, this);
   } catch (const std::system_error& error) {
     Close();
     throw Failure("start engine", "thread", error.code().value());
@@ -63,16 +66,17 @@ bool Engine::CloseWithin(double seconds) {
     stop_staging_ = true;
     stage_wake_.notify_all();
   }
-  // Stagers first: what they have filled must still find a writer that returns its slot.
+  // In this order: what one has filled must still find another that returns its slot.
   if (!ended_.wait_until(lock, deadline, [this] { return staging_ == 0; })) return false;
+  stop_awaiting_ = true;
+  await_wake_.notify_all();
+  if (!ended_.wait_until(lock, deadline, [this] { return awaiting_ == 0; })) return false;
   stop_writing_ = true;
   write_wake_.notify_all();
   if (!ended_.wait_until(lock, deadline, [this] { return writing_ == 0; })) return false;
   lock.unlock();
-  for (auto* threads : {&stagers_, &writers_}) {
-    for (std::thread& thread : *threads) {
-      if (thread.joinable()) thread.join();
-    }
+  for (std::thread& thread : threads_) {
+    if (thread.joinable()) thread.join();
   }
   return true;
 }
@@ -108,7 +112,7 @@ std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream tra
 }
 
 std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve_bytes, Batch batch,
-                                       CuStream trainer) {
+                                       CuStream trainer, double lazy_seconds) {
   auto copier = CopierFor(batch, trainer);
   // Leaked in a forked child: threads of the parent may have been waiting for it at the fork, and a
   // condition variable with waiters cannot be destroyed.
@@ -134,9 +138,21 @@ std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve
   }
   stretch.opens = true;
   stretch.reserve_bytes = reserve_bytes;
+  stretch.lazy_from =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(lazy_seconds));
   Queue(std::move(stretch));
   job->Done();
   return job;
+}
+
+void Engine::AllowLazyCopies(const SaveJob& job, double seconds) {
+  const auto from =
+      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (Stretch& stretch : stretches_) {
+    if (stretch.job.get() == &job) stretch.lazy_from = std::min(stretch.lazy_from, from);
+  }
+  stage_wake_.notify_all();
 }
 
 void Engine::TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch) {
@@ -144,14 +160,14 @@ void Engine::TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch
                                   [](const auto& sample) { return sample.device; });
   if (!job->TakeSamples(batch, device ? sample_memory_->Borrow() : nullptr)) return;
   std::unique_lock<std::mutex> lock(mutex_);
-  if (stop_writing_) {
+  if (stop_awaiting_) {
     lock.unlock();
     return AwaitDevice(*job);
   }
   // Nobody may take the job for released, nor its memory back, while the device is still at its samples.
   job->Begin();
-  filled_.push_back({job, nullptr, 0, Slot(), job->sample_event()});
-  write_wake_.notify_one();
+  in_flight_.push_back({{job, nullptr, 0, Slot()}, job->copier()->Enqueued()});
+  await_wake_.notify_one();
 }
 
 void Engine::Append(const std::shared_ptr<SaveJob>& job, Batch batch) {
@@ -180,15 +196,24 @@ void Engine::Finish(const std::shared_ptr<SaveJob>& job, std::string footer, uin
   write_wake_.notify_all();
 }
 
+// Whether the next chunk's time has not come.
+bool Engine::MustWait(const Stretch& stretch) const {
+  if (stretch.opens || stretch.rehearsal || stretch.next == stretch.batch->chunks().size()) return false;
+  const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
+  return chunk.device && !chunk.eager && Clock::now() < stretch.lazy_from && !stretch.job->failed();
+}
+
 // Takes the next chunk in the order of the queue, or the opening of a file. A stretch whose file is
-// being opened, or whose rehearsal ends, is passed over with everything of its job behind it, so that no
-// chunk comes before it.
-bool Engine::TakeChunk(Stretch* taken, bool* open) {
+// being opened, whose rehearsal ends, or whose next chunk must wait (`later` says that there is one), is
+// passed over with everything of its job after it, so that no chunk comes before it.
+bool Engine::TakeChunk(Stretch* taken, bool* open, bool* later) {
   std::vector<const SaveJob*> blocked;
   for (auto at = stretches_.begin(); at != stretches_.end(); ++at) {
     if (std::find(blocked.begin(), blocked.end(), at->job.get()) != blocked.end()) continue;
     const size_t chunks = at->batch->chunks().size();
-    if (at->opening || (at->rehearsal && at->next == chunks)) {
+    const bool waits = MustWait(*at);
+    *later |= waits;
+    if (at->opening || (at->rehearsal && at->next == chunks) || waits) {
       blocked.push_back(at->job.get());
       continue;
     }
@@ -209,10 +234,15 @@ void Engine::StageLoop() {
   ++staging_;
   while (true) {
     Stretch taken;
-    bool open = false;
-    if (!TakeChunk(&taken, &open)) {
-      if (stop_staging_) break;
-      stage_wake_.wait(lock);
+    bool open = false, later = false;
+    if (!TakeChunk(&taken, &open, &later)) {
+      if (later) {
+        stage_wake_.wait_for(lock, kLook);
+      } else if (stop_staging_) {
+        break;
+      } else {
+        stage_wake_.wait(lock);
+      }
       continue;
     }
     lock.unlock();
@@ -257,15 +287,21 @@ void Engine::EnterDevice(const SaveJob& job) {
 }
 
 void Engine::FillSlot(const Stretch& stretch, const Batch::Chunk& chunk, uint8_t* target, bool* device) {
-  const auto copy = [&](uint8_t* to, const Run& run, uint64_t source, uint64_t bytes, uint64_t pieces) {
-    if (run.device) {
-      *device = true;  // before a copy that may be the first of several to be enqueued, and the next fail
-      stretch.job->copier()->CopyPieces(to, source, bytes, run.step_bytes, pieces);
+  std::vector<DeviceCopier::Piece> pieces;
+  const auto copy = [&](uint8_t* to, const Run& run, uint64_t source, uint64_t bytes, uint64_t count) {
+    if (!run.device) {
+      CopyPieces(to, bytes, reinterpret_cast<const uint8_t*>(source), run.step_bytes, bytes, count);
+      return;
+    }
+    *device = true;  // before a copy that may be the first of several to be enqueued, and the next fail
+    if (count == 1) {
+      pieces.push_back({to, source, bytes});
     } else {
-      CopyPieces(to, bytes, reinterpret_cast<const uint8_t*>(source), run.step_bytes, bytes, pieces);
+      stretch.job->copier()->CopyPieces(to, source, bytes, run.step_bytes, count);
     }
   };
   stretch.batch->Fill(chunk, target, copy);
+  if (!pieces.empty()) stretch.job->copier()->Copy(pieces);
 }
 
 void Engine::Stage(const Stretch& stretch) {
@@ -279,7 +315,7 @@ void Engine::Stage(const Stretch& stretch) {
       EnterDevice(job);
       FillSlot(stretch, chunk, slot.data(), &device);
       if (!stretch.rehearsal) return PassOn(stretch, device, &slot);
-      if (device) job.copier()->Wait(*job.copier()->Record());
+      if (device) job.copier()->WaitFor(job.copier()->Enqueued());
       device = false;
       job.Rehearsed(stretch.next, Crc32c(0, slot.data(), chunk.bytes));
     }
@@ -296,12 +332,17 @@ void Engine::Stage(const Stretch& stretch) {
 
 void Engine::PassOn(const Stretch& stretch, bool device, Slot* slot) {
   const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
-  std::shared_ptr<Event> event;
-  stretch.job->Staged(*stretch.batch, chunk, device ? &event : nullptr);
+  stretch.job->Staged(*stretch.batch, chunk);
   if (!device) stretch.job->Copied(*stretch.batch, chunk);
+  FilledChunk filled{stretch.job, stretch.batch, stretch.next, std::move(*slot)};
   std::lock_guard<std::mutex> lock(mutex_);
-  filled_.push_back({stretch.job, stretch.batch, stretch.next, std::move(*slot), std::move(event)});
-  write_wake_.notify_one();
+  if (device) {
+    in_flight_.push_back({std::move(filled), stretch.job->copier()->Enqueued()});
+    await_wake_.notify_one();
+  } else {
+    filled_.push_back(std::move(filled));
+    write_wake_.notify_one();
+  }
 }
 
 void Engine::EndRehearsal(const Stretch& stretch) {
@@ -335,6 +376,50 @@ void Engine::AwaitDevice(const SaveJob& job) {
   }
 }
 
+void Engine::AwaitLoop() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  ++awaiting_;
+  while (true) {
+    if (in_flight_.empty()) {
+      if (stop_awaiting_) break;
+      await_wake_.wait(lock);
+      continue;
+    }
+    CopiedChunk copied = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    lock.unlock();
+    const bool is_whole = Await(copied);
+    if (!is_whole) copied.filled.slot.Return();
+    if (!is_whole || !copied.filled.batch) copied.filled.job->Done();
+    lock.lock();
+    if (is_whole && copied.filled.batch) {
+      filled_.push_back(std::move(copied.filled));
+      write_wake_.notify_one();
+    }
+    lock.unlock();
+    copied = CopiedChunk();
+    lock.lock();
+  }
+  --awaiting_;
+  ended_.notify_all();
+}
+
+// Whatever fails: the device must be done with the slot before anybody else gets it.
+bool Engine::Await(const CopiedChunk& copied) {
+  const FilledChunk& filled = copied.filled;
+  SaveJob& job = *filled.job;
+  try {
+    EnterDevice(job);
+    job.copier()->WaitFor(copied.place);
+    if (filled.batch) job.Copied(*filled.batch, filled.batch->chunks()[filled.chunk]);
+    return true;
+  } catch (const Failure& failure) {
+    job.Fail(failure);
+  }
+  AwaitDevice(job);
+  return false;
+}
+
 void Engine::WriteLoop() {
   std::unique_lock<std::mutex> lock(mutex_);
   ++writing_;
@@ -350,7 +435,7 @@ void Engine::WriteLoop() {
       FilledChunk chunk = std::move(filled_.front());
       filled_.pop_front();
       lock.unlock();
-      chunk.batch ? Write(std::move(chunk)) : AwaitSamples(chunk);
+      Write(std::move(chunk));
       chunk = FilledChunk();
       lock.lock();
     } else if (stop_writing_) {
@@ -363,34 +448,10 @@ void Engine::WriteLoop() {
   ended_.notify_all();
 }
 
-void Engine::AwaitSamples(const FilledChunk& samples) {
-  SaveJob& job = *samples.job;
-  bool done = false;
-  try {
-    EnterDevice(job);
-    if (samples.event) {
-      job.copier()->Wait(*samples.event);
-      done = true;
-    }
-  } catch (const Failure& failure) {
-    job.Fail(failure);
-  }
-  if (!done) AwaitDevice(job);  // some may have been enqueued before the error
-  job.Done();
-}
-
 void Engine::Write(FilledChunk filled) {
   SaveJob& job = *filled.job;
   const Batch::Chunk& chunk = filled.batch->chunks()[filled.chunk];
-  // Whatever fails: the device must be done with the slot before anybody else gets it.
-  bool on_device = filled.event != nullptr;
   try {
-    EnterDevice(job);
-    if (on_device) {
-      job.copier()->Wait(*filled.event);
-      on_device = false;
-      job.Copied(*filled.batch, chunk);
-    }
     write_rate_.Spend(chunk.bytes, [&job] { return job.failed(); });
     if (!job.failed() && job.Verify(*filled.batch, filled.chunk, filled.slot.data())) {
       job.Written(chunk, filled.slot.data());
@@ -400,9 +461,7 @@ void Engine::Write(FilledChunk filled) {
   } catch (const std::exception& error) {
     job.Fail(Failure("write", "", 0, error.what()));
   }
-  if (on_device) AwaitDevice(job);
   filled.slot.Return();
-  filled.event.reset();
   job.Done();
 }
 

@@ -1,7 +1,10 @@
-// The threads that stage and write. Staging threads fill slots in the order of the file, writing
-// threads drain them; the two meet in a queue, so a full pool holds staging back and nothing else.
+// The threads that stage, await the device, and write. Staging threads fill slots in the order of the file.
+// What a device copies, one thread awaits in the order of its stream: a chunk counts as copied as soon as it
+// is, whatever the disk does. Writing threads drain the slots. They meet in queues, so a full pool holds
+// staging back and nothing else.
 #pragma once
 
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <memory>
@@ -51,37 +54,47 @@ class Engine {
 
   // Begins a data file at `path` with `batch`; `reserve_bytes` are claimed before the first copy.
   // Takes samples of lazy runs and returns at once. Device runs need `trainer`, the stream that last wrote
-  // their sources; the calling thread's CUDA context is used. Throws Failure only for wrong arguments and a
-  // missing driver.
+  // their sources; the calling thread's CUDA context is used. Lazy copies from a device begin after
+  // `lazy_seconds`, or when AllowLazyCopies says so: what is enqueued, a trainer that synchronizes the device
+  // right after the save would wait for. Throws Failure only for wrong arguments and a missing driver.
   std::shared_ptr<SaveJob> Start(const std::string& path, uint64_t reserve_bytes, Batch batch,
-                                 CuStream trainer);
+                                 CuStream trainer, double lazy_seconds);
+  // The job's lazy copies begin `seconds` from now, if not earlier.
+  void AllowLazyCopies(const SaveJob& job, double seconds);
   // More bytes for a file that was begun; their sources stay valid until kReleased.
   void Append(const std::shared_ptr<SaveJob>& job, Batch batch);
-  // Writes the footer and makes the file durable, behind everything else of the job (kDurable).
+  // Writes the footer and makes the file durable, after everything else of the job (kDurable).
   void Finish(const std::shared_ptr<SaveJob>& job, std::string footer, uint64_t offset);
 
   SlotPool& pool() { return *pool_; }
   const Options& options() const { return options_; }
 
  private:
+  using Clock = std::chrono::steady_clock;
+
   // The chunks of one batch, handed out one by one.
   struct Stretch {
     std::shared_ptr<SaveJob> job;
     std::shared_ptr<const Batch> batch;
     size_t next = 0;
     uint64_t reserve_bytes = 0;
-    bool opens = false;    // the file is opened before this stretch's first chunk
-    bool opening = false;  // a thread is at it; the others take the next stretch
+    Clock::time_point lazy_from{};  // of chunks that are copied from a device, but not eagerly
+    bool opens = false;             // the file is opened before this stretch's first chunk
+    bool opening = false;           // a thread is at it; the others take the next stretch
     // Chunks are copied to be checksummed, not to be written. Everything of the job comes after.
     bool rehearsal = false;
     size_t rehearsed = 0;
   };
   struct FilledChunk {
     std::shared_ptr<SaveJob> job;
-    std::shared_ptr<const Batch> batch;  // null: the samples of the job
+    std::shared_ptr<const Batch> batch;
     size_t chunk;
     Slot slot;
-    std::shared_ptr<Event> event;  // set if the device still writes to the slot
+  };
+  // The device is done with a chunk, or with the samples of a job, when its stream has come to `place`.
+  struct CopiedChunk {
+    FilledChunk filled;  // without a batch: samples
+    DeviceCopier::Place place;
   };
   struct Footer {
     std::shared_ptr<SaveJob> job;
@@ -92,8 +105,10 @@ class Engine {
   void TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch);
   void Queue(Stretch stretch);
   void StageLoop();
+  void AwaitLoop();
   void WriteLoop();
-  bool TakeChunk(Stretch* taken, bool* open);  // under mutex_
+  bool TakeChunk(Stretch* taken, bool* open, bool* later);  // under mutex_
+  bool MustWait(const Stretch& stretch) const;              // under mutex_
   void OpenFile(const Stretch& stretch);
   void Stage(const Stretch& stretch);
   void PassOn(const Stretch& stretch, bool device, Slot* slot);
@@ -101,7 +116,7 @@ class Engine {
   void FillSlot(const Stretch& stretch, const Batch::Chunk& chunk, uint8_t* target, bool* device);
   Slot SlotFor(SaveJob& job, const Batch::Chunk& chunk);
   void AwaitDevice(const SaveJob& job);
-  void AwaitSamples(const FilledChunk& samples);
+  bool Await(const CopiedChunk& copied);
   void Write(FilledChunk chunk);
   void WriteFooter(const Footer& footer);
   std::shared_ptr<DeviceCopier> CopierFor(const Batch& batch, CuStream trainer);
@@ -117,15 +132,18 @@ class Engine {
   std::shared_ptr<SampleMemory> sample_memory_;
 
   std::mutex mutex_;
-  std::condition_variable stage_wake_, write_wake_, ended_;
+  std::condition_variable stage_wake_, await_wake_, write_wake_, ended_;
   std::deque<Stretch> stretches_ GUARDED_BY(mutex_);
+  std::deque<CopiedChunk> in_flight_ GUARDED_BY(mutex_);
   std::deque<FilledChunk> filled_ GUARDED_BY(mutex_);
   std::deque<Footer> footers_ GUARDED_BY(mutex_);
   std::vector<std::weak_ptr<SaveJob>> jobs_ GUARDED_BY(mutex_);
   bool stop_staging_ GUARDED_BY(mutex_) = false;
+  bool stop_awaiting_ GUARDED_BY(mutex_) = false;
   bool stop_writing_ GUARDED_BY(mutex_) = false;
-  int staging_ GUARDED_BY(mutex_) = 0, writing_ GUARDED_BY(mutex_) = 0;  // threads in their loops
-  std::vector<std::thread> stagers_, writers_;                           // constant after construction
+  // Threads in their loops.
+  int staging_ GUARDED_BY(mutex_) = 0, awaiting_ GUARDED_BY(mutex_) = 0, writing_ GUARDED_BY(mutex_) = 0;
+  std::vector<std::thread> threads_;  // constant after construction
 };
 
 }  // namespace datastates

@@ -88,7 +88,7 @@ void ReadJob::ReadWindows() {
       uint8_t* const data = lent.front().slot.data();
       opened.file->ReadAt(data, window.begin, window.end);
       if (!Deliver(window, data)) continue;
-      lent.front().copied = copier_->Record();
+      lent.front().copied = copier_->Enqueued();
       std::rotate(lent.begin(), lent.begin() + 1, lent.end());
     }
     AwaitDevice();
@@ -121,14 +121,13 @@ void ReadJob::Open(size_t file, Opened* opened) {
 bool ReadJob::TakeSlot(std::deque<Lent>* lent) {
   SlotPool& pool = reader_->pool();
   if (lent->empty()) {
-    if (Slot slot = pool.Acquire([this] { return stopped_.load(); }))
-      lent->push_back({std::move(slot), nullptr});
+    if (Slot slot = pool.Acquire([this] { return stopped_.load(); })) lent->push_back({std::move(slot), {}});
     return !lent->empty();
   }
   if (lent->front().copied && lent->size() == 1) {
-    if (Slot slot = pool.Acquire([] { return true; })) lent->push_front({std::move(slot), nullptr});
+    if (Slot slot = pool.Acquire([] { return true; })) lent->push_front({std::move(slot), {}});
   }
-  if (lent->front().copied) copier_->Wait(*lent->front().copied);
+  if (lent->front().copied) copier_->WaitFor(*lent->front().copied);
   lent->front().copied.reset();
   return true;
 }

@@ -12,6 +12,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -88,7 +89,7 @@ class ReadJob {
   };
   struct Lent {
     Slot slot;
-    std::shared_ptr<Event> copied;  // null: nobody reads from the slot
+    std::optional<DeviceCopier::Place> copied;  // none: nobody reads from the slot
   };
 
   void Work();

@@ -82,19 +82,40 @@ SaveJob::Status SaveJob::status() const {
   return status;
 }
 
-void SaveJob::HoldBack(CuStream trainer, bool eager_only) {
-  if (!home_.IsHere()) return;
-  std::shared_ptr<Event> event;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    event = eager_only ? eager_event_ : staged_event_;
-  }
-  if (!event) return;
+void SaveJob::HoldBack(CuStream trainer) {
+  if (!home_.IsHere() || !copier_) return;
   try {
-    copier_->HoldBack(trainer, *event);
+    const auto record = [&] {
+      auto event = std::make_unique<Event>(copier_->driver(), copier_->context(), true);
+      copier_->driver()->Record(event->get(), trainer);
+      return event;
+    };
+    Hold hold;
+    hold.begin = record();
+    copier_->HoldBack(trainer);
+    hold.end = record();
+    std::lock_guard<std::mutex> lock(holding_);
+    holds_.push_back(std::move(hold));
   } catch (const Failure& failure) {
-    Fail(failure);  // the trainer must not be told by an exception; what it does next may tear the copies
+    Fail(failure);  // an exception is not for the trainer; what it does next may tear the copies
   }
+}
+
+double SaveJob::StreamWaited() {
+  if (!home_.IsHere() || !copier_) return 0;
+  const ContextScope scope(*copier_->driver(), copier_->context());
+  const RelaxedCapture relaxed(*copier_->driver());
+  std::lock_guard<std::mutex> lock(holding_);
+  try {
+    while (!holds_.empty() && copier_->driver()->Done(holds_.front().end->get())) {
+      const auto& [begin, end] = holds_.front();
+      stream_waited_ += 1e-3 * copier_->driver()->MillisecondsBetween(begin->get(), end->get());
+      holds_.erase(holds_.begin());
+    }
+  } catch (const Failure&) {
+    holds_.clear();  // only a measurement: what is wrong with the device, others report
+  }
+  return stream_waited_;
 }
 
 bool SaveJob::TakeSamples(const Batch& batch, std::shared_ptr<uint8_t> device_memory) {
@@ -102,12 +123,9 @@ bool SaveJob::TakeSamples(const Batch& batch, std::shared_ptr<uint8_t> device_me
   try {
     tripwire_.emplace();
     tripwire_->Take(batch, copier_.get(), std::move(device_memory));
-    if (device) sample_event_ = copier_->Record();
   } catch (const Failure& failure) {
     Fail(failure);
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  eager_event_ = staged_event_ = sample_event_;
   return device;
 }
 
@@ -203,18 +221,10 @@ void SaveJob::Open(uint64_t reserve_bytes, WriteBackend* backend, Faults* faults
   status_.reserved_at = Elapsed();
 }
 
-void SaveJob::Staged(const Batch& batch, const Batch::Chunk& chunk, std::shared_ptr<Event>* event) {
-  // Events of one stream complete in order, so the last one covers all chunks before it: none that was
-  // counted down earlier can be missing from it, as recording and counting down are one step here. The
-  // driver is not called under mutex_, for it may make its caller wait, and the trainer asks for status.
-  std::lock_guard<std::mutex> order(staging_order_);
-  if (event != nullptr) *event = copier_->Record();
-  std::shared_ptr<Event> replaced;  // destroyed behind the lock
+void SaveJob::Staged(const Batch& batch, const Batch::Chunk& chunk) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (event != nullptr) replaced = std::exchange(staged_event_, *event);
   if (chunk.eager) --eager_left_;
   if (batch.fenced()) --staged_left_;
-  if (chunk.eager && eager_left_ == 0) eager_event_ = staged_event_;
   if (staged_left_ == 0 && status_.staged_at < 0) status_.staged_at = Elapsed();
   changed_.notify_all();
 }

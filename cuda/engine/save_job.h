@@ -58,18 +58,19 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   void Cancel(const std::string& reason);
   Status status() const;
   bool failed() const;
-  // Lets `trainer` run on only after the device copies enqueued so far (eager ones, or all fenced ones).
-  // Where that fails, the job fails.
-  void HoldBack(CuStream trainer, bool eager_only);
+  // Lets `trainer` run on only after the device copies enqueued so far: after kEager the samples and the
+  // eager ones, after kStaged all fenced ones. Where that fails, the job fails.
+  void HoldBack(CuStream trainer);
+  // For how many seconds it was held back, by the device's clock and as far as that is over. Asks the driver.
+  double StreamWaited();
   // One CRC-32C a block of [0, end of data); after kWritten.
   std::vector<uint32_t> BlockChecksums() const;
   // Closes and removes the file. After kReleased.
   void Remove();
 
-  // Takes the samples of a fenced batch; gives whether the device was asked for any. What goes wrong fails
+  // Takes the samples of a fenced batch; returns whether the device was asked for any. What goes wrong fails
   // the job. Before anything of the batch is queued.
   bool TakeSamples(const Batch& batch, std::shared_ptr<uint8_t> device_memory);
-  const std::shared_ptr<Event>& sample_event() const { return sample_event_; }
 
   // Used by the engine's workers.
   void PlanRehearsal(const Batch& batch);
@@ -80,7 +81,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   void Plan(const Batch& batch);  // counts what is coming
   void CloseInput();
   void Open(uint64_t reserve_bytes, WriteBackend* backend, Faults* faults);
-  void Staged(const Batch& batch, const Batch::Chunk& chunk, std::shared_ptr<Event>* event);
+  void Staged(const Batch& batch, const Batch::Chunk& chunk);
   void Copied(const Batch& batch, const Batch::Chunk& chunk);
   void Written(const Batch::Chunk& chunk, const uint8_t* data);
   void Done();  // a chunk or task planned by Plan or Begin has left the engine
@@ -99,6 +100,11 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
     uint32_t crc;
   };
 
+  // The trainer's stream waited between two events.
+  struct Hold {
+    std::unique_ptr<Event> begin, end;
+  };
+
   void Torn(uint64_t offset, uint64_t bytes);
   double Elapsed() const { return std::chrono::duration<double>(Clock::now() - born_).count(); }
   bool Reached(Milestone milestone) const;  // under mutex_
@@ -110,10 +116,12 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   const bool checksums_;
   const std::shared_ptr<DeviceCopier> copier_;
   const Clock::time_point born_ = Clock::now();
-  std::optional<Tripwire> tripwire_;     // constant from TakeSamples until nothing of the job is queued
-  std::shared_ptr<Event> sample_event_;  // constant after TakeSamples
+  std::optional<Tripwire> tripwire_;  // constant from TakeSamples until nothing of the job is queued
 
-  std::mutex staging_order_;  // held around mutex_: see Staged
+  std::mutex
+      holding_;  // apart from mutex_, under which the driver, which may make its caller wait, is not called
+  std::vector<Hold> holds_ GUARDED_BY(holding_);
+  double stream_waited_ GUARDED_BY(holding_) = 0;
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::unique_ptr<DataFile> file_ GUARDED_BY(mutex_);  // the file itself is thread-safe
@@ -128,7 +136,6 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   size_t tasks_ GUARDED_BY(mutex_) = 0;  // queued or running in the engine, failed or not
   bool input_closed_ GUARDED_BY(mutex_) = false;
   bool durable_ GUARDED_BY(mutex_) = false;
-  std::shared_ptr<Event> eager_event_ GUARDED_BY(mutex_), staged_event_ GUARDED_BY(mutex_);
   std::vector<Piece> pieces_ GUARDED_BY(mutex_);
   std::vector<uint32_t> rehearsed_ GUARDED_BY(mutex_);  // by chunk of the fenced batch; empty: no rehearsal
 };

@@ -8,14 +8,16 @@ namespace datastates {
 void Tripwire::Take(const Batch& batch, DeviceCopier* copier, std::shared_ptr<uint8_t> device_memory) {
   device_ = std::move(device_memory);
   host_.reset(new uint8_t[batch.samples().size() * kSampleBytes]);
+  std::vector<DeviceCopier::Piece> pieces;
   for (const Sample& sample : batch.samples()) {
     if (!sample.device) {
       std::memcpy(&host_[sample.place * kSampleBytes], reinterpret_cast<const void*>(sample.source),
                   sample.bytes);
     } else if (device_) {
-      copier->Copy(device_.get() + sample.place * kSampleBytes, sample.source, sample.bytes);
+      pieces.push_back({device_.get() + sample.place * kSampleBytes, sample.source, sample.bytes});
     }
   }
+  if (!pieces.empty()) copier->CopyAtOnce(pieces);
 }
 
 const uint8_t* Tripwire::Kept(const Sample& sample) const {

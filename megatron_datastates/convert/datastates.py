@@ -63,9 +63,9 @@ class DataStatesSink(Sink):
         world_size: int,
         options: Options,
     ) -> None:
-        super().__init__(source, directory, align_up(window_bytes, options.slot_size), moved)
-        self._save_id, self._world_size = save_id, world_size
         self._engine = StagingEngine(options)
+        super().__init__(source, directory, align_up(window_bytes, self._engine.slot_bytes), moved)
+        self._save_id, self._world_size = save_id, world_size
         self._faults = Faults(options.faults)
 
     def write(self, number: int, stored: Stored) -> WrittenFile:

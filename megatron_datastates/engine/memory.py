@@ -11,6 +11,10 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 
+from megatron_datastates.config import MIB, Options
+
+_HOST_SLOT_BYTES, _DEVICE_SLOT_BYTES = 2 * MIB, 8 * MIB
+_FEWEST_DEVICE_SLOTS = 8
 _SHARE = 0.25  # of the free memory, for all ranks of a node together
 # Who says how many processes of this job run on this node: torchrun, Open MPI, Slurm (with and without
 # --ntasks-per-node). The nearest to the process comes first.
@@ -28,10 +32,22 @@ _NO_LIMIT = 1 << 63
 _Group = tuple[Path, bool]  # its folder, and whether it is of version 2
 
 
-def most_slots(staging_memory: int, slot_bytes: int, ranks: int) -> int:
+def slot_bytes(options: Options, on_gpu_machine: bool) -> int:
+    """The size of a slot: the option's, or one that suits the machine.
+
+    Writes are as fast with 2 MiB as with more (benchmark engine.py), and small slots need less memory. Copies
+    from a device want fewer and longer operations, unless memory is short.
+    """
+    if options.slot_size:
+        return options.slot_size
+    short = 0 < options.staging_memory < _FEWEST_DEVICE_SLOTS * _DEVICE_SLOT_BYTES
+    return _DEVICE_SLOT_BYTES if on_gpu_machine and not short else _HOST_SLOT_BYTES
+
+
+def most_slots(staging_memory: int, slot_size: int, ranks: int) -> int:
     """Slots that the budget allows, at least two; `staging_memory` 0 means a share of the free memory."""
     budget = staging_memory or int(free_bytes() * _SHARE / max(ranks, 1))
-    return max(2, budget // slot_bytes)
+    return max(2, budget // slot_size)
 
 
 def local_ranks(environment: Mapping[str, str] = os.environ) -> int:

@@ -13,12 +13,13 @@ import torch
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine import native
-from megatron_datastates.engine.memory import local_ranks, most_slots
+from megatron_datastates.engine.memory import local_ranks, most_slots, slot_bytes
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.format.index import Index
 from megatron_datastates.plan.copies import CopyPlan
 from megatron_datastates.plan.layout import Layout, place_objects
 
+_EAGER_SECONDS = 3600.0  # longer than eager copies take; the time of lazy ones is set when they are done
 _SLICE_SECONDS = 0.1  # native waits return this often, so that signals and restarts get through
 Words = npt.NDArray[np.uint64]
 
@@ -29,9 +30,10 @@ class StagingEngine:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.given_up = False  # some thread will not return
+        self.slot_bytes = slot_bytes(options, on_gpu_machine=torch.cuda.device_count() > 0)
         self.native = native.Engine(
-            slot_bytes=options.slot_size,
-            most_slots=most_slots(options.staging_memory, options.slot_size, local_ranks()),
+            slot_bytes=self.slot_bytes,
+            most_slots=most_slots(options.staging_memory, self.slot_bytes, local_ranks()),
             copy_threads=options.copy_threads,
             write_threads=options.write_threads,
             direct=options.direct_io,
@@ -54,6 +56,7 @@ class StagingEngine:
         addresses: Words,
         owners: Sequence[object],
         object_bytes: int,
+        lazy_seconds: float = 0.0,
     ) -> FileSave:
         """Starts `copies` into the data file `path`, as the layout was planned.
 
@@ -64,6 +67,8 @@ class StagingEngine:
             addresses: of the fragments, now: a stale one would save old bytes.
             owners: of that memory; kept until it has been copied.
             object_bytes: a guess of what will be appended, for reserving space.
+            lazy_seconds: from the return of this on, after which lazy copies from a device begin by
+                themselves; see FileSave.allow_lazy_copies.
 
         Raises:
             DataStatesError: sources lie on a device that is not the current one.
@@ -80,13 +85,16 @@ class StagingEngine:
             offsets=copies.offsets,
             piece_bytes=copies.piece_bytes,
             step_bytes=copies.step_bytes,
+            storages=copies.storages(list(map(id, owners)) if on_device else ()),
             flags=copies.eager * np.uint8(native.EAGER_FLAG)
             | copies.on_device * np.uint8(native.DEVICE_FLAG),
             stream=_current_stream() if on_device else 0,
+            lazy_seconds=_EAGER_SECONDS,
         )
         save = FileSave(self, job, path, layout, [first, *owners], on_device)
         try:
             save.wait_eager(self.options.fence_deadline)
+            save.allow_lazy_copies(lazy_seconds)
         except BaseException:  # an interrupt: nobody will have the save, so nothing may go on reading for it
             save.cancel("its start was interrupted")
             save.remove()
@@ -104,7 +112,7 @@ class StagingEngine:
         """What there is of staging memory, and why it is not what it should be (`staging_trouble`)."""
         pool = self.native.pool()
         return {
-            "staging_bytes": int(pool["slots"]) * self.options.slot_size,
+            "staging_bytes": int(pool["slots"]) * self.slot_bytes,
             "page_locked_bytes": pool["page_locked_bytes"],
             "staging_trouble": pool["trouble"],
         }
@@ -191,21 +199,36 @@ class FileSave:
             if time.monotonic() > deadline:
                 self.cancel(f"what may change at once was not copied within {seconds:g} s")
         if self._on_device:
-            self._job.hold_back(_current_stream(), True)
+            self._job.hold_back(_current_stream())
+
+    def allow_lazy_copies(self, seconds: float = 0.0) -> None:
+        """Lets the lazy copies from a device begin `seconds` from now, if they have not begun.
+
+        Not when the save starts: Megatron's timers synchronize the device right after it, and would wait for
+        every copy that is enqueued by then.
+        """
+        if self._on_device:
+            self._engine.native.allow_lazy_copies(self._job, seconds)
 
     def fence(self, seconds: float) -> bool:
         """Waits until no source can be torn by what the trainer does next; False after `seconds`.
 
         Copies from host memory are done then. Copies from a device are enqueued, and the current stream
-        waits for the last of them.
+        waits for the last of them. No more than some hundred copies are in flight at a time, so this returns
+        once all but the last of them are done.
         """
+        self.allow_lazy_copies()
         deadline = time.monotonic() + seconds
         while not self._job.wait(native.Milestone.STAGED, _SLICE_SECONDS):
             if time.monotonic() > deadline:
                 return False
         if self._on_device:
-            self._job.hold_back(_current_stream(), False)
+            self._job.hold_back(_current_stream())
         return True
+
+    def stream_waited(self) -> float:
+        """Seconds that the trainer's stream waited for copies by now, by the device's clock."""
+        return float(self._job.stream_waited()) if self._on_device else 0.0
 
     def sources_copied(self) -> bool:
         """Whether no source is read any more; if so they are dropped, here on the trainer's thread."""
@@ -237,6 +260,7 @@ class FileSave:
             offsets=np.array([offsets[i] for i in present], np.uint64),
             piece_bytes=present_bytes,
             step_bytes=present_bytes,
+            storages=np.zeros(len(present), np.uint64),
             flags=np.zeros(len(present), np.uint8),
         )
         self._job.close_input()

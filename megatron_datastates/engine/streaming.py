@@ -42,6 +42,7 @@ class StreamedFile:
             "offsets": offsets,
             "piece_bytes": size,
             "step_bytes": size,
+            "storages": np.zeros(1, np.uint64),
         }
         flags = np.full(1, native.EAGER_FLAG, np.uint8)
         if self._job is None:
@@ -51,6 +52,7 @@ class StreamedFile:
                 end=self._end,
                 flags=flags,
                 stream=0,
+                lazy_seconds=0.0,
                 **columns,
             )
         else:

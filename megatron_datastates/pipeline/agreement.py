@@ -1,32 +1,75 @@
 """The collective calls of saves and loads, all on the trainer's thread and on the world's own backend.
 
-No process group is made: one over the whole world costs sockets on every rank. Sums are asked for at one
-poll and read at the next, so that a poll waits only for ranks that are a whole poll behind.
+No process group is made: one over the whole world costs sockets on every rank. Sums and records are asked for
+at one poll and read at the next, so that a poll waits only for ranks that are a whole poll late, and for the
+device only until it reaches the place of the poll before.
+
+On a device, everything is enqueued on the trainer's current stream: collectives of ours between two of
+Megatron's keep the one order that all ranks share. On a stream of our own they could overtake Megatron's on
+some ranks only, and NCCL deadlocks where communicators are used in different orders.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
 _ROUND_BYTES = 64 << 20
 _LEAST_ROUND_BYTES = 4096
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
-class PendingSum(Protocol):
-    """A sum over ranks that has been asked for."""
+class Pending(Protocol[T_co]):
+    """A collective call that was started; nobody has to read it."""
 
-    def result(self) -> list[int]: ...
+    def result(self) -> T_co:
+        """Waits for the other ranks to start it, too; on a device, until the stream reaches that place."""
+        ...
+
+
+class Arriving(Pending[T_co], Protocol[T_co]):
+    """One that another thread may read, once."""
+
+    def is_over(self) -> bool:
+        """Looks whether `result` would return at once."""
+        ...
+
+
+class Event(Protocol):
+    """A place on the stream of a device."""
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def is_over(self) -> bool: ...
+
+
+class Transport(Protocol):
+    """Where tensors lie that the world's backend works on, and the way to there and back."""
+
+    def empty(self, count: int) -> torch.Tensor:
+        """Allocates bytes on the device."""
+        ...
+
+    def pinned(self, count: int) -> torch.Tensor:
+        """Allocates bytes of host memory that the device can copy from and to."""
+        ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueues a copy between the two."""
+        ...
+
+    def event(self) -> Event: ...
 
 
 class Collectives:
     """What a save needs of torch.distributed; works alone where that is not initialized.
 
-    Counts its calls by kind in `calls`. Memory on a device is kept, so that later saves allocate none there,
+    Counts its calls by kind in `calls`. Memory for a device is kept, so that later saves allocate none,
     but for `gather_to_first`, which only new layouts need.
     """
 
@@ -36,8 +79,7 @@ class Collectives:
         self.rank = dist.get_rank() if self.distributed else 0
         self.size = dist.get_world_size() if self.distributed else 1
         self.calls: dict[str, int] = {}
-        self._idle_sums: dict[int, list[_SumMemory]] = {}  # by count of numbers
-        self._room: dict[tuple[str, int], torch.Tensor] = {}
+        self._idle: dict[tuple[int, int], list[_Memory]] = {}  # by bytes sent and received
 
     def is_current(self) -> bool:
         """Whether torch.distributed's world is still the one that this was made in."""
@@ -52,17 +94,52 @@ class Collectives:
             return torch.device("cpu")
         return torch.device("cuda", torch.cuda.current_device())
 
-    def start_sum(self, values: Sequence[int]) -> PendingSum:
+    @classmethod
+    def _transport(cls) -> Transport | None:
+        """None where the backend works on host memory."""
+        device = cls._device()
+        return None if device.type == "cpu" else CudaTransport(device)
+
+    def start_sum(self, values: Sequence[int]) -> Pending[list[int]]:
         """Asks for the sums of small whole numbers over all ranks."""
         if not self.distributed:
             return _Known(list(values))
         self._count("sum")
-        device = self._device()
-        if device.type == "cpu":
-            tensor = torch.tensor(values, dtype=torch.int32)
-            return _HostSum(tensor, dist.all_reduce(tensor, async_op=True))
-        idle = self._idle_sums.setdefault(len(values), [])
-        return _DeviceSum(values, idle.pop() if idle else _SumMemory(len(values), device), idle)
+        own = torch.tensor(values, dtype=torch.int32).view(torch.uint8)
+        return self._start(_all_reduce, own, own.numel(), lambda data: data.view(torch.int32).tolist())
+
+    def start_gather(self, record: bytes) -> Pending[list[bytes]]:
+        """Asks for every rank's record, in the order of ranks; all have the same length."""
+        if not self.distributed:
+            return _Known([record])
+        self._count("gather")
+        own, size = _tensor_of(record), len(record)
+
+        def split(data: torch.Tensor) -> list[bytes]:
+            joined = data.numpy().tobytes()
+            return [joined[at : at + size] for at in range(0, len(joined), size)]
+
+        return self._start(dist.all_gather_into_tensor, own, self.size * size, split)
+
+    def _start(
+        self,
+        collective: Callable[..., dist.Work | None],
+        own: torch.Tensor,
+        received_bytes: int,
+        decode: Callable[[torch.Tensor], T],
+    ) -> Pending[T]:
+        transport = self._transport()
+        if transport is None:
+            received = own if received_bytes == own.numel() else own.new_empty(received_bytes)
+            return _OnHost(collective(received, own, async_op=True), received, decode)
+        idle = self._idle.setdefault((own.numel(), received_bytes), [])
+        memory = idle.pop() if idle else _Memory(transport, own.numel(), received_bytes)
+        memory.sent.copy_(own)
+        transport.copy(memory.sent_on_device, memory.sent)
+        collective(memory.received_on_device, memory.sent_on_device)
+        transport.copy(memory.received, memory.received_on_device)
+        memory.done.record()
+        return _OnDevice(memory, decode, idle)
 
     def share_from_first(self, value: int) -> int:
         """Rank 0's 63-bit number, on every rank."""
@@ -73,47 +150,33 @@ class Collectives:
         dist.broadcast(tensor, 0)
         return int(tensor.item())
 
-    def gather_all(self, record: bytes) -> list[bytes]:
-        """Every rank's record, in the order of ranks; all have the same length."""
-        if not self.distributed:
-            return [record]
-        self._count("gather")
-        mine = self._kept("mine", len(record))
-        mine.copy_(torch.frombuffer(bytearray(record), dtype=torch.uint8))
-        everyone = self._kept("everyone", self.size * len(record))
-        dist.all_gather_into_tensor(everyone, mine)
-        joined = everyone.cpu().numpy().tobytes()
-        return [joined[i * len(record) : (i + 1) * len(record)] for i in range(self.size)]
+    def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> Arriving[list[bytes]]:
+        """Asks for every rank's bytes on rank 0, of the lengths that all ranks know; for nothing elsewhere.
 
-    def _kept(self, name: str, size: int) -> torch.Tensor:
-        if (name, size) not in self._room:
-            self._room[name, size] = torch.empty(size, dtype=torch.uint8, device=self._device())
-        return self._room[name, size]
-
-    def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> list[bytes]:
-        """Every rank's bytes on rank 0, of the lengths that all ranks know; nothing elsewhere.
-
-        In rounds, since all ranks' pieces of one are as long: they take _ROUND_BYTES there, or of more ranks
-        than make that up, _LEAST_ROUND_BYTES each.
+        In rounds, since all ranks' pieces of one are as long: they take _ROUND_BYTES on a device, or of more
+        ranks than make that up, _LEAST_ROUND_BYTES each. All rounds use the same memory there, one after the
+        other on its stream; host memory holds what rank 0 receives. A backend that works on host memory waits
+        for the other ranks in each round.
         """
         if not self.distributed:
-            return [data]
-        longest, device = max(sizes), self._device()
+            return _Known([data])
+        longest, transport = max(sizes), self._transport() or HostTransport()
         each = min(longest, max(_ROUND_BYTES // self.size, _LEAST_ROUND_BYTES))
-        mine = torch.empty(each, dtype=torch.uint8, device=device)
         rows = self.size if self.rank == 0 else 0
-        everyone = torch.empty((rows, each), dtype=torch.uint8, device=device)
-        found = [bytearray() for _ in range(rows)]
+        mine, everyone = transport.empty(each), transport.empty(rows * each)
+        sent = transport.pinned(len(data)).copy_(_tensor_of(data))
+        rounds: list[torch.Tensor] = []
         for at in range(0, longest, each):
             self._count("gather layouts")
-            piece = data[at : at + each]
-            if piece:
-                mine[: len(piece)].copy_(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
-            dist.gather(mine, list(everyone.unbind(0)) if rows else None, dst=0)
-            for held, size, row in zip(found, sizes, everyone.cpu().numpy(), strict=False):
-                held += row[: max(size - at, 0)].data
-        found.reverse()  # each goes as its copy comes: all together may be a GiB
-        return [bytes(found.pop()) for _ in range(rows)]
+            piece = sent[at : at + each]
+            transport.copy(mine[: len(piece)], piece)
+            dist.gather(mine, list(everyone.view(rows, each).unbind(0)) if rows else None, dst=0)
+            if rows:
+                rounds.append(transport.pinned(rows * each))
+                transport.copy(rounds[-1], everyone)
+        done = transport.event()
+        done.record()
+        return _Rounds(rounds, sizes if rows else [], done)
 
 
 def ranks_of(group: dist.ProcessGroup | None = None) -> list[int]:
@@ -147,52 +210,152 @@ def _world() -> object:
 os.register_at_fork(after_in_child=lambda: _worlds_of_parents.append(_world()))
 
 
-class _Known:
-    def __init__(self, values: list[int]) -> None:
-        self._values = values
-
-    def result(self) -> list[int]:
-        return self._values
+def _tensor_of(data: bytes) -> torch.Tensor:
+    held = bytearray(data)  # which torch may write into, unlike bytes
+    return torch.frombuffer(held, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-class _HostSum:
-    def __init__(self, tensor: torch.Tensor, work: dist.Work | None) -> None:
-        self._tensor, self._work = tensor, work
+def _all_reduce(received: torch.Tensor, sent: torch.Tensor, **how: bool) -> dist.Work | None:
+    """Sums numbers in place: `received` is `sent`."""
+    assert received is sent
+    work: dist.Work | None = dist.all_reduce(sent.view(torch.int32), **how)
+    return work
 
-    def result(self) -> list[int]:
+
+class HostTransport:
+    """Does at once what a device does later."""
+
+    def empty(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.uint8)
+
+    pinned = empty
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def event(self) -> Event:
+        return _NoEvent()
+
+
+class _NoEvent:
+    def record(self) -> None:
+        pass
+
+    synchronize = record
+
+    def is_over(self) -> bool:
+        return True
+
+
+class CudaTransport:
+    """Enqueues on the current stream, and never synchronizes it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def empty(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self._device)
+
+    def pinned(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def event(self) -> Event:
+        return _CudaEvent(self._device)
+
+
+class _CudaEvent:
+    """Sets the device before it looks: a thread that never did would open a context on the first one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._event = device, torch.cuda.Event()
+
+    def record(self) -> None:
+        self._event.record()
+
+    def synchronize(self) -> None:
+        with torch.cuda.device(self._device):
+            self._event.synchronize()
+
+    def is_over(self) -> bool:
+        with torch.cuda.device(self._device):
+            return bool(self._event.query())
+
+
+class _Known(Generic[T]):
+    def __init__(self, value: T) -> None:
+        self._value = value
+
+    def is_over(self) -> bool:
+        return True
+
+    def result(self) -> T:
+        return self._value
+
+
+class _OnHost(Generic[T]):
+    def __init__(
+        self, work: dist.Work | None, received: torch.Tensor, decode: Callable[[torch.Tensor], T]
+    ) -> None:
+        self._work, self._received, self._decode = work, received, decode
+
+    def result(self) -> T:
         if self._work is not None:
             self._work.wait()
-        return [int(value) for value in self._tensor.tolist()]
+        return self._decode(self._received)
 
 
-class _SumMemory:
-    """Of one sum at a time, from its asking until its result was read."""
+class _Memory:
+    """Serves one collective call at a time, from its start until its result was read.
 
-    def __init__(self, count: int, device: torch.device) -> None:
-        self.host = torch.empty(count, dtype=torch.int32, pin_memory=True)
-        self.device = torch.empty(count, dtype=torch.int32, device=device)
-        self.done = torch.cuda.Event()
-
-
-class _DeviceSum:
-    """Goes there and back through page-locked memory and an event, so that the device is never synchronized.
-
-    Nothing else may have `memory` while the device is at it: it joins `idle` once the event is over. A sum
-    that nobody reads drops it.
+    What has the same size on both ways, as sums have, is received where it was sent from.
     """
 
-    def __init__(self, values: Sequence[int], memory: _SumMemory, idle: list[_SumMemory]) -> None:
-        self._memory, self._idle = memory, idle
-        self._values: list[int] | None = None
-        memory.host.copy_(torch.tensor(values, dtype=torch.int32))
-        memory.device.copy_(memory.host, non_blocking=True)
-        dist.all_reduce(memory.device)
-        memory.host.copy_(memory.device, non_blocking=True)
-        memory.done.record()
+    def __init__(self, transport: Transport, sent_bytes: int, received_bytes: int) -> None:
+        self.sent, self.sent_on_device = transport.pinned(sent_bytes), transport.empty(sent_bytes)
+        self.received, self.received_on_device = self.sent, self.sent_on_device
+        if received_bytes != sent_bytes:
+            self.received = transport.pinned(received_bytes)
+            self.received_on_device = transport.empty(received_bytes)
+        self.done = transport.event()
 
-    def result(self) -> list[int]:
-        if self._values is None:  # memory is given back once, however often this is asked
+
+class _OnDevice(Generic[T]):
+    """Goes there and back through page-locked memory and an event, so that the device is never synchronized.
+
+    Nothing else may have `memory` while the device is at it: it joins `idle` once the event is over. What
+    nobody reads drops it.
+    """
+
+    def __init__(self, memory: _Memory, decode: Callable[[torch.Tensor], T], idle: list[_Memory]) -> None:
+        self._memory, self._decode, self._idle = memory, decode, idle
+        self._found: list[T] = []
+
+    def result(self) -> T:
+        if not self._found:  # memory is given back once, however often this is asked
             self._memory.done.synchronize()
-            self._values = [int(value) for value in self._memory.host.tolist()]
+            self._found.append(self._decode(self._memory.received))
             self._idle.append(self._memory)
-        return self._values
+        return self._found[0]
+
+
+class _Rounds:
+    """Rows of a rank each, in rounds. To be read once, on any thread; what was read is dropped."""
+
+    def __init__(self, rounds: list[torch.Tensor], sizes: Sequence[int], done: Event) -> None:
+        self._rounds, self._sizes, self._done = rounds[::-1], sizes, done
+
+    def is_over(self) -> bool:
+        return self._done.is_over()
+
+    def result(self) -> list[bytes]:
+        self._done.synchronize()
+        found = [bytearray() for _ in self._sizes]
+        while self._rounds:
+            rows = self._rounds.pop().numpy().reshape(len(found), -1)
+            for held, size, row in zip(found, self._sizes, rows, strict=True):
+                held += row[: max(size - len(held), 0)].data
+        found.reverse()  # each goes as its copy comes: all together may be a GiB
+        return [bytes(found.pop()) for _ in self._sizes]

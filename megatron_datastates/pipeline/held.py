@@ -28,6 +28,12 @@ class HeldTime:
         self.total = 0.0
         self.parts: dict[str, float] = {}
 
+    def add(self, part: str, seconds: float, *, to_total: bool = True) -> None:
+        """Charges a part; of nested ones, only the outermost counts towards the total."""
+        self.parts[part] = self.parts.get(part, 0.0) + seconds
+        if to_total:
+            self.total += seconds
+
 
 class _Span:
     holder: Holder | None = None
@@ -36,11 +42,12 @@ class _Span:
 _open_spans: list[_Span] = []
 
 
-def charge_open_spans(holder: Holder) -> None:
-    """The spans that are open now, and charged to nobody, are for `holder`."""
-    for span in _open_spans:
-        if span.holder is None:
-            span.holder = holder
+def charge_open_spans(holder: Holder) -> bool:
+    """Charges `holder` with the spans that are open now and nobody's; returns whether there is one."""
+    unclaimed = [span for span in _open_spans if span.holder is None]
+    for span in unclaimed:
+        span.holder = holder
+    return bool(unclaimed)
 
 
 @contextlib.contextmanager
@@ -59,7 +66,6 @@ def holding(part: str, holder: Holder | None = None) -> Iterator[None]:
 
 
 def _charge(holder: Holder, part: str, seconds: float) -> None:
-    holder.held.parts[part] = holder.held.parts.get(part, 0.0) + seconds
+    holder.held.add(part, seconds, to_total=not _open_spans)
     if not _open_spans:
-        holder.held.total += seconds
         holder.released()

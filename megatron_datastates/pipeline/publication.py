@@ -2,13 +2,16 @@
 
 Protocol (all of it on the trainer's thread, but for step 4):
   1. Every poll asks for a sum of flags (not durable, failed, manifest in place) and reads the one asked for
-     at the poll before. All ranks read the same sums, so all take the same next step.
-  2. Any failure: every rank learns each rank's error and reports the same text. It removes its file, unless
-     the manifest that names it may be in place already (rank 0 could not sync it).
-  3. All durable: one record per rank goes to everybody; ranks' own indexes go to rank 0, only if a layout
-     is new to it.
-  4. Rank 0's publishing thread commits the index (if the directory lacks it), then the manifest
-     (engine/commit.py), then removes what earlier saves left behind.
+     at the poll before. All ranks read the same sums, so all take the same next step. What a step gathers is
+     read at the next poll, too: nothing is read at the poll that asks for it.
+  2. Any failure: every rank's error is gathered, and the last poll reads them; all ranks report the same
+     text. Each removes its file, unless a manifest that names it may be in place (rank 0 is about to write
+     it, or could not sync it).
+  3. All durable: one record per rank goes to everybody. The next poll reads them, unless a rank has failed
+     meanwhile, which the sum that was asked for with them says. If a layout is new, ranks' own indexes then
+     go to rank 0.
+  4. Rank 0's publishing thread awaits those, commits the index (if the directory lacks it), then the manifest
+     (engine/commit.py), then removes what earlier saves left there.
   5. Polls go on until rank 0 says that it is published.
 A directory without a manifest is not a checkpoint; one with a manifest is complete.
 """
@@ -29,12 +32,12 @@ from pathlib import Path
 
 from megatron_datastates.engine.commit import remove_left_overs, sync_file, write_whole
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import FormatError
+from megatron_datastates.errors import DataStatesError, FormatError
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.index import Index, index_entry, merge_indexes
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.agreement import Collectives, PendingSum
+from megatron_datastates.pipeline.agreement import Arriving, Collectives, Pending
 from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.records import RankRecord, decode_failure, encode_failure
 from megatron_datastates.pipeline.save import RankSave, State
@@ -42,6 +45,7 @@ from megatron_datastates.plan.coverage import coverage_faults
 
 logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002
+_PATIENCE_SECONDS = 10.0  # with a device, once the save is abandoned
 _KEPT_INDEXES = 2  # persistent and non-persistent saves alternate
 _NOTHING = "Nothing was published; earlier checkpoints are as they were."
 _KEPT = "Its manifest may be in place, so its files were kept."
@@ -140,11 +144,16 @@ class Publication:
         self._layouts = layouts
         self._faults = faults
         self._labels = labels or Labels()
-        self._asked: PendingSum | None = None
+        # What the next poll reads: flags, or errors alone; and records while ranks have sent theirs.
+        self._flags_asked: Pending[list[int]] | None = None
+        self._errors_asked: Pending[list[bytes]] | None = None
+        self._records_asked: Pending[list[bytes]] | None = None
+        self._indexes_asked: Arriving[list[bytes]] | None = None  # read by rank 0's publishing thread
+        self._keep_file = False  # although the save fails
         self.refused = False  # it was never begun, on any rank, and waits to be told so
         self._abandoned = False
         self._publishing = False  # records went out: from here on a manifest may name this rank's file
-        self._manifest_in_place = False  # rank 0: it may be
+        self._manifest_in_place = False  # rank 0: it may be, or may come to be
         self._published = threading.Event()
         self._publisher: threading.Thread | None = None
 
@@ -163,15 +172,20 @@ class Publication:
     # -- polls ------------------------------------------------------------------------------------------
 
     def poll(self) -> Outcome:
-        """One step. Collective: every rank calls it equally often. Waits only for ranks a poll behind."""
+        """Takes one step. Collective: every rank calls it equally often.
+
+        Waits only for ranks that are a poll late, and for the device to reach the place of the poll before.
+        """
         if self.outcome is not Outcome.PENDING:
             return self.outcome
         with holding("polls", self.save):
             self.save.advance()
-            if self._asked is not None:
-                self._act(*self._asked.result())
-            if self.outcome is Outcome.PENDING:
-                self._asked = self.collectives.start_sum(self._flags())
+            if self._errors_asked is not None:
+                self._fail(self._errors_asked.result())
+            elif self._flags_asked is not None:
+                self._act(*self._flags_asked.result())
+            if self.outcome is Outcome.PENDING and self._errors_asked is None:
+                self._flags_asked = self.collectives.start_sum(self._flags())
         return self.outcome
 
     def wait(self) -> Outcome:
@@ -185,18 +199,22 @@ class Publication:
         unfinished = self._publishing and self.collectives.rank == 0 and not self._published.is_set()
         if not self._publishing:
             unfinished = not save.is_durable
-        failed = save.failure is not None
-        return [int(unfinished), int(failed), int(failed and self._manifest_in_place)]
+        return [int(unfinished), int(save.failure is not None), int(self._manifest_in_place)]
 
     def _act(self, unfinished: int, failed: int, in_place: int) -> None:
         if failed:
-            self._agree_on_failure(keep_file=in_place > 0)
+            self._keep_file = in_place > 0
+            self._errors_asked = self.collectives.start_gather(encode_failure(self.save.failure))
+        elif self._records_asked is not None:
+            records, self._records_asked = self._records_asked.result(), None
+            self._exchange([RankRecord.decode(data) for data in records])
         elif unfinished:
             return
         elif self._publishing:
             self._end(Outcome.PUBLISHED)
         else:
-            self._exchange()
+            self._publishing = True
+            self._records_asked = self.collectives.start_gather(self._record().encode())
 
     def _end(self, outcome: Outcome) -> None:
         self.outcome = outcome
@@ -204,17 +222,16 @@ class Publication:
             self._layouts.known.add(self.save.plan.layout.digest)
         self.on_end(self)
 
-    def _agree_on_failure(self, keep_file: bool) -> None:
-        failures = self.collectives.gather_all(encode_failure(self.save.failure))
+    def _fail(self, failures: list[bytes]) -> None:
         told = [(rank, text) for rank, text in enumerate(map(decode_failure, failures)) if text is not None]
         causes = "; ".join(f"rank {rank}: {text}" for rank, text in told[:3])
         more = f" (and {len(told) - 3} more ranks)" if len(told) > 3 else ""
         context = self.save.context
         self.error = (
             f"saving to {context.directory} failed on {len(told)} of {self.collectives.size} ranks: "
-            f"{causes}{more}. {_KEPT if keep_file else _NOTHING}"
+            f"{causes}{more}. {_KEPT if self._keep_file else _NOTHING}"
         )
-        if not keep_file:
+        if not self._keep_file:
             self.save.give_up("another rank failed")
         self._end(Outcome.FAILED)
 
@@ -226,40 +243,40 @@ class Publication:
 
     # -- all ranks are durable --------------------------------------------------------------------------
 
-    def _exchange(self) -> None:
-        self._publishing = True
-        layout = self.save.plan.layout if self.save.plan is not None else None
-        is_new = layout is not None and layout.digest not in self._layouts.known
-        own = layout.index if layout is not None and is_new else b""
-        gathered = self.collectives.gather_all(self._record(len(own)).encode())
-        self.records = [RankRecord.decode(data) for data in gathered]
-        sizes = [record.layout_bytes for record in self.records]
+    def _exchange(self, records: list[RankRecord]) -> None:
+        self.records = records
+        sizes = [record.layout_bytes for record in records]
         if any(sizes):  # alike on every rank: all have read the same records
-            for record, index in zip(
-                self.records, self.collectives.gather_to_first(own, sizes), strict=False
-            ):
-                if index:
-                    self._layouts.add(record.rank, record.layout_digest, index)
+            # As the record says: another save may have made the layout known since.
+            own = self._own_index() if sizes[self.collectives.rank] else b""
+            self._indexes_asked = self.collectives.gather_to_first(own, sizes)
         if self.collectives.rank == 0:
             publisher = threading.Thread(target=self._publish, name="datastates-publish", daemon=True)
             try:
+                self._manifest_in_place = True  # unless the thread finds that it is not
                 publisher.start()
                 self._publisher = publisher
             except RuntimeError as error:  # no thread to be had, on this rank alone
+                self._manifest_in_place = False
                 self.save.fail(error)
 
-    def _record(self, layout_bytes: int) -> RankRecord:
+    def _own_index(self) -> bytes:
+        return self.save.plan.layout.index if self.save.plan is not None else b""
+
+    def _record(self) -> RankRecord:
         save, file, times = self.save, self.save.file, self.save.times()
+        digest = save.plan.layout.digest if save.plan is not None else bytes(16)
         return RankRecord(
             rank=self.collectives.rank,
             has_file=file is not None,
             file_bytes=file.bytes if file else 0,
             footer_offset=file.footer_offset if file else 0,
             footer_crc=file.footer_crc if file else 0,
-            layout_digest=save.plan.layout.digest if save.plan is not None else bytes(16),
-            layout_bytes=layout_bytes,
+            layout_digest=digest,
+            layout_bytes=0 if digest in self._layouts.known else len(self._own_index()),
             held=save.held.total,
             fence=save.fence_seconds,
+            stream_wait=times["stream_wait"],
             staging=times["staging"],
             writing=times["writing"],
             durable=times["durable"],
@@ -271,6 +288,7 @@ class Publication:
     def _publish(self) -> None:
         directory, encoded = self.save.context.directory, b""
         try:
+            self._await_indexes()
             directory.mkdir(parents=True, exist_ok=True)  # no rank may have had anything to write
             manifest, index = self._manifest()
             if not _has_whole(directory / index.entry.name, index.encoded):
@@ -288,6 +306,20 @@ class Publication:
         except OSError as error:
             logger.warning("left-overs of earlier saves were not removed from %s: %s", directory, error)
         self._published.set()  # last, so that no later save publishes while this one still removes
+
+    def _await_indexes(self) -> None:
+        """Adds the indexes that ranks sent. A device that hangs does not keep an abandoned save for long."""
+        if self._indexes_asked is None:
+            return
+        patience = _PATIENCE_SECONDS
+        while not self._indexes_asked.is_over():
+            if patience <= 0.0:
+                raise DataStatesError("the ranks' indexes did not arrive before the save was abandoned")
+            time.sleep(_BLOCKING_POLL_SECONDS)
+            patience -= _BLOCKING_POLL_SECONDS if self._abandoned else 0.0
+        for record, index in zip(self.records, self._indexes_asked.result(), strict=True):
+            if index:
+                self._layouts.add(record.rank, record.layout_digest, index)
 
     def _manifest(self) -> tuple[Manifest, MergedIndex]:
         context = self.save.context

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 
-_RECORD = struct.Struct("<I?QQI16sQ6d")
+_RECORD = struct.Struct("<I?QQI16sQ7d")
 _FAILURE_BYTES = 768
 _FAILURE = struct.Struct(f"<?H{_FAILURE_BYTES - 3}s")
 
@@ -23,6 +23,7 @@ class RankRecord:
     layout_bytes: int  # of the rank's own index, if it is new; else 0
     held: float
     fence: float
+    stream_wait: float
     staging: float
     writing: float
     durable: float

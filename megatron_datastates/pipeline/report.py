@@ -52,13 +52,14 @@ class Reporter:
     def _emit(self, report: dict[str, Any]) -> None:
         logger.info(
             "datastates: %s %s of %.1f MB to %s; trainer held %.1f ms, %.1f ms of it at the fence; "
-            "waited %.1f ms for slots behind %d unfinished saves; %.0f MB/s",
+            "its stream waited %.1f ms; waited %.1f ms for slots behind %d unfinished saves; %.0f MB/s",
             report["state"],
             report["mode"] + " save",
             report["bytes"] / 1e6,
             report["directory"],
             report["held_ms"],
             report["fence_ms"],
+            report["stream_wait_ms"],
             report["slot_wait_ms"],
             report["saves_before"],
             report["write_mb_per_s"],
@@ -76,7 +77,11 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
     """One save as plain data.
 
     `bytes` are all ranks' data files; eager and lazy bytes are this rank's tensors. Times are milliseconds,
-    on this rank (rank 0 in the log and the file) unless under `ranks_ms`. `slot_wait_ms` adds up what the
+    on this rank (rank 0 in the log and the file) unless under `ranks_ms`. `held_ms` is host time: all of
+    save_checkpoint, what follows it until the first poll (`until_poll` in `held_parts_ms`: Megatron's timers
+    synchronize the device there), polls, fence and finalization. `stream_wait_ms` is how long the trainer's
+    stream waited for copies, by the device's clock; a wait that is not over yet is left out.
+    `slot_wait_ms` adds up what the
     copying threads waited for a free slot: behind the `saves_before` that were not finished when this one
     started, and behind its own writes where the pool is smaller than the shard.
     """
@@ -99,6 +104,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "held_ms": _ms(save.held.total),
         "held_parts_ms": {part: _ms(seconds) for part, seconds in save.held.parts.items()},
         "fence_ms": _ms(save.fence_seconds),
+        "stream_wait_ms": _ms(times["stream_wait"]),
         "staging_ms": _ms(times["staging"]),
         "serializing_ms": _ms(times["serializing"]),
         "writing_ms": _ms(times["writing"]),
@@ -112,7 +118,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
 
 def _rank_statistics(records: Sequence[RankRecord]) -> dict[str, dict[str, float]]:
     found = {}
-    for name in ("held", "fence", "staging", "writing", "durable"):
+    for name in ("held", "fence", "stream_wait", "staging", "writing", "durable"):
         values = [getattr(record, name) for record in records]
         if values:
             found[name] = {

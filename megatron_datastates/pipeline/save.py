@@ -30,6 +30,7 @@ from megatron_datastates.providers.tensors import Memory
 logger = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.1
 _YIELD_SECONDS = 0.001
+_HELD_SECONDS = 60.0  # longer than a call that saves holds the trainer
 
 
 class State(enum.Enum):
@@ -68,11 +69,16 @@ class RankSave:
 
     Args:
         fence_deadline: seconds after which a fence lets the trainer go, and the save fails.
+        lazy_delay: seconds after which lazy copies from a device begin by themselves. They begin at the first
+            poll or fence, if that comes earlier: what is enqueued when the call that saves returns, a trainer
+            that synchronizes the device there (Megatron's timers do) would wait for.
     """
 
-    def __init__(self, context: SaveContext, fence_deadline: float) -> None:
+    def __init__(self, context: SaveContext, fence_deadline: float, lazy_delay: float = 0.0) -> None:
         self.context = context
         self.fence_deadline = fence_deadline
+        self._lazy_delay = lazy_delay
+        self._let_go_at: float | None = None  # from the return of the call that saves to a poll or fence
         self.held = HeldTime()
         self.fence_seconds = 0.0
         self.plan: StatePlan | None = None
@@ -88,7 +94,7 @@ class RankSave:
         self._begun = time.perf_counter()
         self._serialized_seconds = 0.0
         self.on_released: Callable[[], None] = lambda: None
-        charge_open_spans(self)
+        self._in_span = charge_open_spans(self)  # the trainer will be let go by the end of it
 
     # -- start ------------------------------------------------------------------------------------------
 
@@ -106,7 +112,14 @@ class RankSave:
             path = self.context.directory / self.context.save_id.data_file_name(self.context.rank)
             self._begun = time.perf_counter()
             self._save = engine.begin(
-                path, header, plan.layout, plan.copies, memory.addresses, memory.owners, plan.object_bytes
+                path,
+                header,
+                plan.layout,
+                plan.copies,
+                memory.addresses,
+                memory.owners,
+                plan.object_bytes,
+                _HELD_SECONDS if self._in_span else self._lazy_delay,
             )
             if Mutability.AT_FENCE in plan.structure.mutability:
                 FENCE.add(self)
@@ -142,6 +155,7 @@ class RankSave:
         save = self._save
         if save is None or self._confirmed.is_set():
             return
+        self._let_go_at = None
         begin = time.perf_counter()
         with holding("fence", self):
             if not save.fence(self.fence_deadline):
@@ -166,12 +180,21 @@ class RankSave:
         save = self._save
         if save is None:
             return
+        self._see_first_poll()
+        save.allow_lazy_copies()
         if save.sources_copied():
             # Seen on the trainer's thread, before anything behind it in the program could change them.
             self._confirmed.set()
             FENCE.discard(self)
         if save.error:
             self.fail(DataStatesError(save.error))
+
+    def _see_first_poll(self) -> None:
+        # Megatron polls at the top of its next iteration. What comes before (timers that synchronize the
+        # device, a barrier) it waits for because of the save.
+        if self._let_go_at is not None and "save_checkpoint" in self.held.parts:
+            self.held.add("until_poll", time.perf_counter() - self._let_go_at)
+        self._let_go_at = None
 
     @property
     def is_durable(self) -> bool:
@@ -196,6 +219,11 @@ class RankSave:
 
     def released(self) -> None:
         """See held.Holder."""
+        if self._in_span:
+            self._in_span = False
+            self._let_go_at = time.perf_counter()
+            if self._save is not None:
+                self._save.allow_lazy_copies(self._lazy_delay)
         self.on_released()
 
     # -- any thread -------------------------------------------------------------------------------------
@@ -226,6 +254,7 @@ class RankSave:
         names = {"staging": "copied_at", "writing": "written_at", "durable": "durable_at"}
         times = {name: max(float(str(status.get(key, 0.0))), 0.0) for name, key in names.items()}
         times["serializing"] = self._serialized_seconds
+        times["stream_wait"] = self._save.stream_waited() if self._save is not None else 0.0
         return times | {"slot_wait": float(str(status.get("waited_for_slots", 0.0)))}
 
     # -- the finishing thread ---------------------------------------------------------------------------

@@ -93,7 +93,7 @@ class Saver:
         run.enter_world()
         self._abandon_old_world()
         context = SaveContext(run.next_id(), path, run.collectives.rank, run.collectives.size, iteration)
-        save = RankSave(context, self.options.fence_deadline)
+        save = RankSave(context, self.options.fence_deadline, self.options.lazy_delay)
         publication = Publication(save, run.collectives, run.store, self._faults, labels)
         publication.on_end = lambda ended: self._ended(ended, mode)
         save.on_released = lambda: self.reporter.released(publication)
@@ -130,7 +130,7 @@ class Saver:
         wanted = self.options.staging_memory or _WARM_BYTES
         try:
             engine = self._get_engine()
-            engine.native.grow(wanted // self.options.slot_size)
+            engine.native.grow(wanted // engine.slot_bytes)
         except Exception as error:
             logger.warning("staging memory is not made before the first save: %s", error)
             return

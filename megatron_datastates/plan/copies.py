@@ -34,6 +34,15 @@ class CopyPlan:
         origins = np.concatenate([np.array([header], np.uint64), fragments])
         return origins[self.origin] + self.starts
 
+    def storages(self, fragments: Sequence[int]) -> Words:
+        """The storage of each run, from those of the fragments: runs of different ones are not merged.
+
+        Without `fragments` all are one. That is for host memory, where a copy may cross allocations.
+        """
+        if not fragments:
+            return np.zeros(len(self.origin), np.uint64)
+        return np.array([0, *fragments], np.uint64)[self.origin]
+
 
 def plan_copies(
     layout: Layout, runs: Sequence[Runs], eager: Sequence[bool], devices: Sequence[int | None]

@@ -15,6 +15,7 @@ import numpy as np
 
 from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
+from tests.native.fake_cuda.driver import FakeCuda
 
 KIB, MIB = 1 << 10, 1 << 20
 ALIGNMENT = native.ALIGNMENT
@@ -34,6 +35,7 @@ class Copy:
     offset: int
     eager: bool = False
     device: bool = False
+    storage: int = 0
 
     @property
     def piece_bytes(self) -> int:
@@ -69,12 +71,16 @@ def expected_bytes(copies: Sequence[Copy], end: int | None = None) -> bytes:
 
 
 def arrays(copies: Sequence[Copy]) -> dict[str, np.ndarray]:
+    for copy in copies:
+        if copy.device and FakeCuda.current is not None:
+            FakeCuda.current.adopt_array(copy.source)
     return {
         "sources": np.array([copy.source.ctypes.data for copy in copies], np.uint64),
         "bytes": np.array([copy.source.nbytes for copy in copies], np.uint64),
         "offsets": np.array([copy.offset for copy in copies], np.uint64),
         "piece_bytes": np.array([copy.piece_bytes for copy in copies], np.uint64),
         "step_bytes": np.array([copy.step_bytes for copy in copies], np.int64).view(np.uint64),
+        "storages": np.array([copy.storage for copy in copies], np.uint64),
         "flags": np.array([copy.flags for copy in copies], np.uint8),
     }
 
@@ -110,6 +116,7 @@ class Save:
         end: int | None = None,
         reserve: int | None = None,
         stream: int = 0,
+        lazy_seconds: float = 0.0,
     ) -> None:
         self.engine, self.path, self.copies = engine, path, list(copies)
         self.end = end_of(copies) if end is None else end
@@ -120,6 +127,7 @@ class Save:
             reserve_bytes=self.end if reserve is None else reserve,
             end=self.end,
             stream=stream,
+            lazy_seconds=lazy_seconds,
             **arrays(copies),
         )
         self.start_seconds = time.perf_counter() - begin
@@ -223,8 +231,16 @@ def make_reader(**options: Any) -> native.Reader:
 
 
 def start_read(
-    reader: native.Reader, sources: Sequence[Source], requests: Sequence[Request], stream: int = 0
+    reader: native.Reader,
+    sources: Sequence[Source],
+    requests: Sequence[Request],
+    stream: int = 0,
+    *,
+    adopt: bool = True,
 ) -> native.ReadJob:
+    if adopt:
+        _adopt_targets(requests)
+
     def words(field: str) -> np.ndarray:
         return np.array([getattr(request, field) for request in requests], np.uint64)
 
@@ -240,6 +256,18 @@ def start_read(
         flags=np.array([request.device * native.DEVICE_FLAG for request in requests], np.uint8),
         stream=stream,
     )
+
+
+def _adopt_targets(requests: Sequence[Request]) -> None:
+    """Makes the fake driver take targets for device memory: touching ones for one allocation."""
+    if FakeCuda.current is None:
+        return
+    begin = end = 0
+    for request in sorted((r for r in requests if r.device), key=lambda r: r.target):
+        if request.target > end:
+            begin = request.target
+        end = max(end, request.target + (request.pieces - 1) * request.target_step + request.piece_bytes)
+        FakeCuda.current.adopt(begin, end - begin)
 
 
 def finish_read(job: native.ReadJob) -> tuple[int, list[tuple[int, int]], str]:

@@ -103,8 +103,10 @@ def test_plans_that_contradict_themselves_are_refused(
             offsets=np.array([offset for offset, _ in places], np.uint64),
             piece_bytes=np.array([size for _, size in places], np.uint64),
             step_bytes=np.zeros(len(places), np.uint64),
+            storages=np.zeros(len(places), np.uint64),
             flags=np.zeros(len(places), np.uint8),
             stream=0,
+            lazy_seconds=0.0,
         )
     assert not (tmp_path / "data").exists()
 
@@ -114,7 +116,8 @@ def test_arrays_of_different_length_are_refused(engines: Engines, tmp_path: Path
     with pytest.raises(ValueError, match="differ in length"):
         engines().start(
             path=str(tmp_path / "data"), reserve_bytes=0, end=ALIGNMENT, sources=words, bytes=words,
-            offsets=words, piece_bytes=words, step_bytes=words, flags=np.zeros(1, np.uint8), stream=0,
+            offsets=words, piece_bytes=words, step_bytes=words, storages=words,
+            flags=np.zeros(1, np.uint8), stream=0, lazy_seconds=0.0,
         )  # fmt: skip
 
 

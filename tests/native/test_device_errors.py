@@ -111,7 +111,7 @@ def test_a_trainer_that_cannot_be_held_back_fails_the_save_quietly(
     save = Save(device_engines(most_slots=16), tmp_path / "data", shard(), stream=stream)
     save.expect(Milestone.STAGED)
     cuda.fail("cuStreamWaitEvent")
-    save.job.hold_back(stream, False)
+    save.job.hold_back(stream)
     assert "cuStreamWaitEvent" in save.failure()
 
 
@@ -119,6 +119,7 @@ def test_a_failed_copy_does_not_give_its_slot_away_too_soon(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
     """Copies enqueued before the error still write to the slot; the next save must not have it by then."""
+    cuda.hide("cuMemcpyBatchAsync")
     engine = device_engines(slot_bytes=ALIGNMENT, most_slots=1, copy_threads=1)
     stream, memory = cuda.new_stream(), random_bytes(1 << 16)
     tiny = [Copy(memory[i * 100 : i * 100 + 64], i * 64, device=True) for i in range(64)]

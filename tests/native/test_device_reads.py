@@ -254,6 +254,9 @@ def test_a_state_is_loaded_to_the_device_in_one_pass_and_the_rest_through_the_ho
     on_device = {state[key].data_ptr() for key in ("w0", "w1", "w2")}
     monkeypatch.setattr(mcore_reader, "_is_on_device", lambda tensor: tensor.data_ptr() in on_device)
     monkeypatch.setattr(mcore_reader, "is_on_current_device", lambda tensor: tensor.data_ptr() in on_device)
+    for key in ("w0", "w1", "w2"):
+        storage = state[key].untyped_storage()
+        cuda.adopt(storage.data_ptr(), storage.nbytes())
     stream = cuda.new_stream()
     monkeypatch.setattr(engine_reader, "_current_stream", lambda: stream)
     checkpoint = Checkpoint.open(tmp_path, Options(driver=cuda.path))

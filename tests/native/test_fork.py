@@ -226,7 +226,7 @@ def test_a_save_is_over_in_a_child(engines: Engines, tmp_path: Path) -> None:
         save.job.cancel("not mine")
         save.job.fail("not mine")
         save.job.close_input()
-        save.job.hold_back(0, True)
+        save.job.hold_back(0)
         save.job.remove()
         with pytest.raises(OSError, match="belongs to the parent"):
             save.job.block_checksums()

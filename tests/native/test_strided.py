@@ -82,10 +82,11 @@ def copies_made(cuda: FakeCuda) -> list[str]:
 def test_a_chunks_part_of_a_run_is_one_call_and_what_its_borders_cut(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, copy: Copy, made: list[str]
 ) -> None:
+    cuda.hide("cuMemcpyBatchAsync")  # which would take the short ones in one call
     engine = device_engines(slot_bytes=ALIGNMENT, copy_threads=1, tripwire=False)
     on_device = Copy(copy.source, copy.offset, device=True)
     save_whole(engine, tmp_path / "data", [on_device], stream=cuda.new_stream())
-    assert copies_made(cuda) == made
+    assert sorted(copies_made(cuda)) == sorted(made)
 
 
 @KINDS
@@ -142,7 +143,7 @@ def test_runs_that_are_no_whole_number_of_pieces_are_refused(
             path=str(tmp_path / "data"), reserve_bytes=0, end=ALIGNMENT, sources=np.zeros(1, np.uint64),
             bytes=np.array([size], np.uint64), offsets=np.zeros(1, np.uint64),
             piece_bytes=np.array([piece], np.uint64), step_bytes=np.zeros(1, np.uint64),
-            flags=np.zeros(1, np.uint8), stream=0,
+            storages=np.zeros(1, np.uint64), flags=np.zeros(1, np.uint8), stream=0, lazy_seconds=0.0,
         )  # fmt: skip
 
 

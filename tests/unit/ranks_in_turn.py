@@ -1,14 +1,14 @@
 """Checkpoints of several ranks, saved in one process: each rank has a saver and a data file of its own.
 
-All but the messages between ranks is real. Ranks take turns, the last one first: when rank 0 acts on what all
-have said, all have said it. No other rank acts on what it is told by its peers.
+All but the messages between ranks is real. Ranks take turns, the last one first. What they say in one turn is
+read in the next, when all have said it.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +37,18 @@ class CollectivesInTurn:
     def share_from_first(self, value: int) -> int:
         return RUN_ID
 
-    def start_sum(self, values: Sequence[int]) -> SumInTurn:
-        return SumInTurn(self._tell("sum", list(values)))
+    def start_sum(self, values: Sequence[int]) -> ToldInTurn:
+        told = self._tell("sum", list(values))
+        return ToldInTurn(lambda: [sum(values) for values in zip(*told.values(), strict=True)])
 
-    def gather_all(self, record: bytes) -> list[bytes]:
-        return list(self._tell("gather", record).values())[::-1]
+    def start_gather(self, record: bytes) -> ToldInTurn:
+        told = self._tell("gather", record)
+        return ToldInTurn(lambda: [told[rank] for rank in range(self.size)])
 
-    def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> list[bytes]:
-        """Follows a gather_all. Ranks that had nothing to send may not have called this."""
-        told = self._told["gather layouts", self.calls["gather"]]
-        told[self.rank] = data
-        return [told.get(rank, b"") for rank in range(self.size)] if self.rank == 0 else []
+    def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> ToldInTurn:
+        """Rank 0 has the last turn, so all the others have called this."""
+        told = self._tell("gather layouts", data)
+        return ToldInTurn(lambda: [told[rank] for rank in range(self.size)] if self.rank == 0 else [])
 
     def _tell(self, kind: str, value: Any) -> dict[int, Any]:
         self.calls[kind] = self.calls.get(kind, 0) + 1
@@ -56,14 +57,14 @@ class CollectivesInTurn:
         return told
 
 
-class SumInTurn:
+class ToldInTurn:
     """Read when all ranks have had their next turn."""
 
-    def __init__(self, told: dict[int, list[int]]) -> None:
-        self._told = told
+    def __init__(self, result: Callable[[], list[Any]]) -> None:
+        self.result = result
 
-    def result(self) -> list[int]:
-        return [sum(values) for values in zip(*self._told.values(), strict=True)]
+    def is_over(self) -> bool:
+        return True
 
 
 class RanksInTurn:

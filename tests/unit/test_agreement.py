@@ -19,34 +19,37 @@ RANKS = 3
 
 
 class LateDevice:
-    """In place of torch.cuda and NCCL. Every rank says the same."""
+    """In place of CudaTransport and NCCL. Every rank says the same."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.made: list[int] = []  # numbers of elements of tensors on the device
+        self.made: list[int] = []  # bytes of tensors on the device
         self._queue: deque[Callable[[], Any]] = deque()
-        self._empty, self._copy = torch.empty, torch.Tensor.copy_
-        monkeypatch.setattr(torch, "empty", self._make)
-        monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **how: self._copy_to(*args, **how))
-        monkeypatch.setattr(torch.cuda, "Event", lambda: LateEvent(self._queue))
-        monkeypatch.setattr(dist, "all_reduce", lambda tensor: self._queue.append(lambda: tensor.mul_(RANKS)))
+        monkeypatch.setattr(dist, "all_reduce", lambda tensor: self._later(lambda: tensor.mul_(RANKS)))
         monkeypatch.setattr(dist, "all_gather_into_tensor", self._gather)
-        monkeypatch.setattr(Collectives, "_device", staticmethod(lambda: torch.device("cuda", 0)))
+        monkeypatch.setattr(dist, "gather", self._gather_to_first)
+        monkeypatch.setattr(Collectives, "_transport", lambda collectives: self)
 
-    def _make(self, size: int, dtype: torch.dtype, device: object = None, pin_memory: bool = False) -> Any:
-        assert (device is None) == pin_memory
-        if device is not None:
-            self.made.append(size)
-        return self._empty(size, dtype=dtype)
+    def empty(self, count: int) -> torch.Tensor:
+        self.made.append(count)
+        return self.pinned(count)
 
-    def _copy_to(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> Any:
-        if non_blocking:
-            self._queue.append(lambda: self._copy(target, source))
-        else:
-            self._copy(target, source)
-        return target
+    def pinned(self, count: int) -> torch.Tensor:
+        return torch.full((count,), 0xEE, dtype=torch.uint8)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._later(lambda: target.copy_(source))
+
+    def event(self) -> LateEvent:
+        return LateEvent(self._queue)
 
     def _gather(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
-        self._copy(everyone, mine.repeat(RANKS))
+        self._later(lambda: everyone.copy_(mine.repeat(RANKS)))
+
+    def _gather_to_first(self, mine: torch.Tensor, parts: list[torch.Tensor], dst: int) -> None:
+        self._later(lambda: [part.copy_(mine) for part in parts])
+
+    def _later(self, work: Callable[[], Any]) -> None:
+        self._queue.append(work)
 
 
 class LateEvent:
@@ -56,6 +59,9 @@ class LateEvent:
     def record(self) -> None:
         self._over = False
         self._queue.append(lambda: setattr(self, "_over", True))
+
+    def is_over(self) -> bool:
+        return self._over
 
     def synchronize(self) -> None:
         while not self._over:
@@ -88,7 +94,7 @@ def test_sums_in_flight_at_the_same_time_do_not_share_memory(collectives: Collec
 
 
 def test_a_sum_may_be_read_again(collectives: Collectives) -> None:
-    """A poll that failed behind it is made once more. Memory is not lent twice for that."""
+    """A poll that failed after it is made once more. Memory is not lent twice for that."""
     first = collectives.start_sum([1, 2, 3])
     assert first.result() == first.result() == [RANKS, 2 * RANKS, 3 * RANKS]
     asked = [collectives.start_sum([i, i, i]) for i in range(3)]
@@ -102,7 +108,7 @@ def test_later_sums_allocate_nothing_on_the_device(device: LateDevice, collectiv
         another = collectives.start_sum([i, 0, 0])
         pending.result()
         pending = another
-    assert device.made == [3, 3]
+    assert device.made == [12, 12]
 
 
 def test_a_sum_that_nobody_reads_does_not_lend_its_memory(collectives: Collectives) -> None:
@@ -114,11 +120,30 @@ def test_later_gathers_allocate_nothing_on_the_device(device: LateDevice, collec
     for i in range(5):
         for size in (16, 24):
             record = bytes([i]) * size
-            assert collectives.gather_all(record) == [record] * RANKS
+            assert collectives.start_gather(record).result() == [record] * RANKS
     assert device.made == [16, 3 * 16, 24, 3 * 24]
 
 
+def test_gathers_in_flight_at_the_same_time_do_not_share_memory(collectives: Collectives) -> None:
+    asked = [collectives.start_gather(bytes([i]) * 20) for i in range(3)]
+    for i in (1, 0, 2, 1):
+        assert asked[i].result() == [bytes([i]) * 20] * RANKS
+
+
 # -- rounds -----------------------------------------------------------------------------------------------
+
+
+def test_rounds_on_a_device_are_enqueued_and_share_its_memory(
+    device: LateDevice, collectives: Collectives, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "_ROUND_BYTES", 7 * RANKS)
+    monkeypatch.setattr(agreement, "_LEAST_ROUND_BYTES", 1)
+    data = bytes(range(20))
+    arriving = collectives.gather_to_first(data, [20, 5, 19])
+    assert device.made == [7, 7 * RANKS] and collectives.calls == {"gather layouts": 3}
+    assert not arriving.is_over()
+    assert arriving.result() == [data, data[:5], data[:19]]
+    assert arriving.is_over()
 
 
 @pytest.mark.parametrize("round_bytes", [1, 7, 100, 1000])
@@ -139,9 +164,9 @@ def test_bytes_of_all_ranks_are_gathered_in_rounds_of_bounded_size(
     monkeypatch.setattr(agreement, "_ROUND_BYTES", round_bytes * RANKS)
     monkeypatch.setattr(agreement, "_LEAST_ROUND_BYTES", 1)
     monkeypatch.setattr(dist, "gather", gather)
-    monkeypatch.setattr(Collectives, "_device", staticmethod(lambda: torch.device("cpu")))
+    monkeypatch.setattr(Collectives, "_transport", lambda collectives: None)
     collectives = Collectives()
     collectives.distributed, collectives.size = True, RANKS
-    assert collectives.gather_to_first(data[0], [len(part) for part in data]) == data
+    assert collectives.gather_to_first(data[0], [len(part) for part in data]).result() == data
     assert set(rounds) == {min(round_bytes, 20)}
     assert sum(rounds) < 20 + round_bytes

@@ -11,6 +11,9 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
 
 SOURCES = Path(__file__).parent
 ILLEGAL_ACCESS, LAUNCH_FAILURE = 700, 719
@@ -29,18 +32,22 @@ def build(folder: Path) -> Path:
 class FakeCuda:
     """One test's driver. The calling thread is the trainer's."""
 
+    current: ClassVar[FakeCuda | None] = None  # the last one that was made and not closed
+
     def __init__(self, path: Path) -> None:
         self.path = str(path)
         self._library = library = ctypes.CDLL(self.path)
-        for name in ("fake_new_context", "fake_new_stream"):
+        for name in ("fake_new_context", "fake_new_stream", "fake_allocate"):
             getattr(library, name).restype = ctypes.c_void_p
-        for name in ("fake_live_streams", "fake_live_events", "fake_registered_bytes"):
+        for name in ("fake_live_streams", "fake_live_events", "fake_registered_bytes", "fake_deepest_queue"):
             getattr(library, name).restype = ctypes.c_long
         library.fake_log.restype = ctypes.c_size_t
         library.fake_reset()
         self.context = library.fake_new_context()
         self.use_context(self.context)
         self._streams: list[int] = []
+        self._taken: list[str] = []
+        FakeCuda.current = self
 
     # -- the trainer's side -----------------------------------------------------------------------------
 
@@ -53,6 +60,32 @@ class FakeCuda:
     def new_stream(self) -> int:
         self._streams.append(int(self._library.fake_new_stream()))
         return self._streams[-1]
+
+    def allocate(self, size: int) -> np.ndarray:
+        """Device memory; the next allocation follows at once if `size` is a multiple of 512 bytes."""
+        address = self._library.fake_allocate(ctypes.c_size_t(size))
+        assert address, "no device memory is left"
+        return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
+
+    def free(self, memory: np.ndarray) -> None:
+        """A copy that reads it from now on is a misuse."""
+        self._library.fake_free(ctypes.c_void_p(memory.ctypes.data))
+
+    def adopt(self, address: int, size: int) -> None:
+        """Host memory that tests take for an allocation of the device."""
+        self._library.fake_adopt(ctypes.c_void_p(address), ctypes.c_size_t(size))
+
+    def adopt_array(self, array: np.ndarray) -> None:
+        """The same for all the memory that an array is a part of, unless that was allocated."""
+        whole: Any = array
+        while getattr(whole, "base", None) is not None:  # as_strided puts an object of its own between
+            whole = whole.base
+        if isinstance(whole, np.ndarray):
+            self.adopt(whole.ctypes.data, whole.nbytes)
+
+    def synchronize_device(self) -> None:
+        """As torch.cuda.synchronize(): waits for everything that any stream was given."""
+        self._library.fake_synchronize_device()
 
     def launch_fill(self, stream: int, address: int, value: int, size: int, seconds: float = 0.0) -> None:
         """A kernel that fills memory, after `seconds` of work."""
@@ -92,6 +125,10 @@ class FakeCuda:
     def delay_copies(self, seconds: float = 0.0, nanoseconds_per_byte: float = 0.0) -> None:
         self._library.fake_delay_copies(int(seconds * 1e6), ctypes.c_double(nanoseconds_per_byte))
 
+    def share_connection(self) -> None:
+        """As CUDA_DEVICE_MAX_CONNECTIONS=1: what fills one stream's queue makes every launch wait."""
+        self._library.fake_one_connection(1)
+
     def hide(self, name: str) -> None:
         """As a driver too old to have this function."""
         self._library.fake_hide(name.encode())
@@ -112,6 +149,11 @@ class FakeCuda:
         return int(self._library.fake_live_events())
 
     @property
+    def deepest_queue(self) -> int:
+        """The most operations that a stream has held at a time."""
+        return int(self._library.fake_deepest_queue())
+
+    @property
     def registered_bytes(self) -> int:
         return int(self._library.fake_registered_bytes())
 
@@ -129,6 +171,23 @@ class FakeCuda:
         """The arguments of every call of a function so far."""
         return [line.removeprefix(name).strip() for line in self.log() if line.split()[0] == name]
 
+    @property
+    def copies_to_host(self) -> int:
+        """How many were asked for, in batches and one by one; rows of one call are one."""
+        batches = sum(int(call.split()[1]) for call in self.calls("cuMemcpyBatchAsync"))
+        return batches + len(self.calls("cuMemcpyDtoHAsync")) + len(self.calls("cuMemcpy2DAsync"))
+
+    def take_misuse(self) -> list[str]:
+        """What was done wrong so far; it is not held against the test that takes it."""
+        found = [line for line in self.log() if line.startswith("misuse")]
+        self._taken += found
+        return found
+
+    @property
+    def misuse(self) -> list[str]:
+        """What was done wrong, and is unexpected."""
+        return [line for line in self.log() if line.startswith("misuse") and line not in self._taken]
+
     def let_go(self) -> None:
         """Takes all orders back."""
         self._library.fake_let_go()
@@ -137,5 +196,6 @@ class FakeCuda:
         for stream in self._streams:
             self._library.fake_drop_stream(ctypes.c_void_p(stream))
         self._streams = []
+        FakeCuda.current = None
         self._library.fake_reset()
         self.use_context(None)

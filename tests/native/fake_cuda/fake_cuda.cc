@@ -3,12 +3,20 @@
 //
 // It can be wrong in the ways a real device can: a copy reads its source when it runs, not when it is
 // enqueued, so a source overwritten too early shows in the target. Copies from or to memory that is not
-// page-locked make the caller wait, and every call needs a current context, as cuda.h says. What tests
-// order (failures, delays, held streams) comes in through the fake_* functions; driver.py wraps them.
+// page-locked make the caller wait, and every call needs a current context, as cuda.h says. A copy that
+// leaves an allocation of device memory is refused, one that runs when the memory was freed is a misuse, and
+// a stream that holds a thousand operations makes whoever launches more wait. What tests order (failures,
+// delays, held streams) comes in through the functions of orders.cc.
 #include <chrono>
 #include <cstring>
 
 #include "world.h"
+
+namespace fake {
+
+thread_local void* current_context = nullptr;
+
+}  // namespace fake
 
 namespace {
 
@@ -21,11 +29,12 @@ constexpr int kInvalidHandle = 400;
 constexpr int kNotFound = 500;
 constexpr int kNotReady = 600;
 constexpr int kStreamCaptureUnsupported = 900;
+constexpr int kAlreadyRegistered = 712;
+constexpr unsigned kEventDisableTiming = 2;
 constexpr int kLeastPriority = 0;
 constexpr int kGreatestPriority = -5;
 constexpr size_t kMostPitch = (size_t{1} << 31) - 1;
 
-thread_local void* current_context = nullptr;
 thread_local int capture_mode = 0;  // global; 2 is relaxed
 
 enum Needs { kNothing = 0, kContext = 1, kNoCapture = 2 };
@@ -55,6 +64,7 @@ int ErrorString(int code, const char** text) {
   static const std::map<int, const char*> texts = {
       {kInvalidValue, "invalid argument"},
       {kInvalidContext, "invalid device context"},
+      {kAlreadyRegistered, "part or all of the requested memory range is already mapped"},
       {700, "an illegal memory access was encountered"},
       {719, "unspecified launch failure"},
       {kStreamCaptureUnsupported, "operation not permitted when stream is capturing"}};
@@ -105,12 +115,13 @@ int StreamDestroy(void* stream) {
   return RetireStream(stream) ? kSuccess : kInvalidHandle;
 }
 
-int EventCreate(void** event, unsigned) {
+int EventCreate(void** event, unsigned flags) {
   if (int code = Enter("cuEventCreate", "", kContext)) return code;
   World& world = TheWorld();
   Lock lock(world.mutex);
   Event made;
   *event = NewHandle(world, "event", &made.name);
+  made.timing = (flags & kEventDisableTiming) == 0;
   world.events[*event] = made;
   return kSuccess;
 }
@@ -155,6 +166,20 @@ int EventQuery(void* event) {
   return mark == nullptr || mark->done ? kSuccess : kNotReady;
 }
 
+int EventElapsed(float* milliseconds, void* begin, void* end) {
+  if (int code = Enter("cuEventElapsedTime", NameOf(begin) + " " + NameOf(end), kContext)) return code;
+  World& world = TheWorld();
+  Lock lock(world.mutex);
+  const auto from = world.events.find(begin), to = world.events.find(end);
+  if (from == world.events.end() || to == world.events.end()) return kInvalidHandle;
+  if (!from->second.timing || !to->second.timing) return kInvalidHandle;
+  if (!from->second.last || !to->second.last) return kInvalidHandle;
+  if (!from->second.last->done || !to->second.last->done) return kNotReady;
+  const std::chrono::duration<float, std::milli> between = to->second.last->at - from->second.last->at;
+  *milliseconds = between.count();
+  return kSuccess;
+}
+
 int EventSynchronize(void* event) {
   if (int code = Enter("cuEventSynchronize", NameOf(event), kContext | kNoCapture)) return code;
   std::shared_ptr<Mark> mark;
@@ -174,17 +199,28 @@ struct HostEnd {
   int Needs() const { return kContext | (page_locked ? kNothing : kNoCapture); }
 };
 
+// The end of a copy that is the device's.
+struct DeviceEnd {
+  unsigned long long memory;
+  size_t bytes;
+};
+
 // Memory may be gone when a copy runs only if the device was lost, and all waiting for it in vain.
-int EnqueueCopy(void* stream, const std::string& size, const HostEnd& host, std::function<void()> copy) {
+int EnqueueCopy(void* stream, const std::string& size, const HostEnd& host, const DeviceEnd& device,
+                std::function<void()> copy) {
+  if (!IsAllocated(device.memory, device.bytes)) return kInvalidValue;
   const std::string name = NameOf(stream);
   auto mark = Enqueue(stream, [=] {
     SleepForCopy(host.bytes);
     Lock lock(TheWorld().mutex);
-    if (!host.page_locked || IsRegistered(TheWorld(), host.memory, host.bytes)) {
+    World& world = TheWorld();
+    const bool has_host = !host.page_locked || IsRegistered(world, host.memory, host.bytes);
+    if (has_host && IsWithin(world.allocations, device.memory, device.bytes)) {
       copy();
-      TheWorld().log.push_back("ran copy " + name + " " + size);
-    } else if (!TheWorld().lost) {
-      TheWorld().log.push_back("misuse: memory was taken away from a copy");
+      world.log.push_back("ran copy " + name + " " + size);
+    } else if (!world.lost) {
+      world.log.push_back(has_host ? "misuse: device memory was freed before its copy"
+                                   : "misuse: memory was taken away from a copy");
     }
   });
   if (mark == nullptr) return kInvalidHandle;
@@ -197,7 +233,7 @@ int CopyToHost(void* target, unsigned long long source, size_t bytes, void* stre
   const HostEnd host(target, bytes);
   if (int code = Enter("cuMemcpyDtoHAsync", name + " " + size, host.Needs())) return code;
   const auto run = [=] { std::memcpy(target, reinterpret_cast<const void*>(source), bytes); };
-  return EnqueueCopy(stream, size, host, run);
+  return EnqueueCopy(stream, size, host, {source, bytes}, run);
 }
 
 int CopyToDevice(unsigned long long target, const void* source, size_t bytes, void* stream) {
@@ -205,7 +241,42 @@ int CopyToDevice(unsigned long long target, const void* source, size_t bytes, vo
   const HostEnd host(source, bytes);
   if (int code = Enter("cuMemcpyHtoDAsync", name + " " + size, host.Needs())) return code;
   const auto run = [=] { std::memcpy(reinterpret_cast<void*>(target), source, bytes); };
-  return EnqueueCopy(stream, size, host, run);
+  return EnqueueCopy(stream, size, host, {target, bytes}, run);
+}
+
+// CUmemcpyAttributes.
+struct Attributes {
+  int source_order;
+  int source_location[2], target_location[2];
+  unsigned flags;
+};
+
+// As of 12.8; here only to the host. The copies run in any order: here, the last one first.
+int CopyBatch(unsigned long long* targets, unsigned long long* sources, size_t* sizes, size_t count,
+              Attributes* attributes, size_t* first_of_attributes, size_t attribute_count, size_t* failed,
+              void* stream) {
+  const std::string name = NameOf(stream);
+  if (int code = Enter("cuMemcpyBatchAsync", name + " " + std::to_string(count), kContext)) return code;
+  if (stream == nullptr || count == 0 || attribute_count != 1 || first_of_attributes[0] != 0 ||
+      attributes->source_order != 1 || attributes->flags > 1) {
+    return kInvalidValue;
+  }
+  for (size_t i = 0; i < count; ++i) {
+    *failed = i;
+    if (!IsPageLocked(reinterpret_cast<void*>(targets[i]), sizes[i]) || !IsAllocated(sources[i], sizes[i])) {
+      return kInvalidValue;
+    }
+  }
+  for (size_t i = count; i-- > 0;) {
+    const auto run = [target = targets[i], source = sources[i], bytes = sizes[i]] {
+      std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes);
+    };
+    const HostEnd host(reinterpret_cast<void*>(targets[i]), sizes[i]);
+    if (int code = EnqueueCopy(stream, std::to_string(sizes[i]), host, {sources[i], sizes[i]}, run)) {
+      return code;
+    }
+  }
+  return kSuccess;
 }
 
 // CUDA_MEMCPY2D.
@@ -223,6 +294,8 @@ struct Rows {
   size_t row_bytes, rows;
 
   const End& HostSide() const { return source.memory == 1 ? source : target; }
+  const End& DeviceSide() const { return source.memory == 1 ? target : source; }
+  size_t BytesAt(const End& end) const { return (rows - 1) * end.pitch + row_bytes; }
   bool IsValid() const {
     const bool ends = source.memory + target.memory == 3 && HostSide().host != nullptr;
     const bool origin = source.x_bytes == 0 && source.y == 0 && target.x_bytes == 0 && target.y == 0;
@@ -239,16 +312,23 @@ struct Rows {
 int CopyRows(const Rows* copy, void* stream) {
   const std::string name = NameOf(stream);
   const std::string size = std::to_string(copy->rows) + "x" + std::to_string(copy->row_bytes);
-  const HostEnd host(copy->HostSide().host, (copy->rows - 1) * copy->HostSide().pitch + copy->row_bytes);
+  const HostEnd host(copy->HostSide().host, copy->BytesAt(copy->HostSide()));
   if (int code = Enter("cuMemcpy2DAsync", name + " " + size, host.Needs())) return code;
   if (!copy->IsValid()) return kInvalidValue;
-  return EnqueueCopy(stream, size, host, [rows = *copy] { rows.Run(); });
+  const DeviceEnd device{copy->DeviceSide().device, copy->BytesAt(copy->DeviceSide())};
+  return EnqueueCopy(stream, size, host, device, [rows = *copy] { rows.Run(); });
 }
 
 int HostRegister(void* memory, size_t bytes, unsigned) {
   if (int code = Enter("cuMemHostRegister", std::to_string(bytes), kContext | kNoCapture)) return code;
-  Lock lock(TheWorld().mutex);
-  TheWorld().registered[reinterpret_cast<uintptr_t>(memory)] = bytes;
+  World& world = TheWorld();
+  Lock lock(world.mutex);
+  const auto begin = reinterpret_cast<uintptr_t>(memory);
+  const auto next = world.registered.lower_bound(begin + bytes);
+  if (next != world.registered.begin() && std::prev(next)->first + std::prev(next)->second > begin) {
+    return kAlreadyRegistered;
+  }
+  world.registered[begin] = bytes;
   return kSuccess;
 }
 
@@ -267,7 +347,7 @@ void* Address(Function* function) {
 
 extern "C" {
 
-int cuGetProcAddress_v2(const char* name, void** function, int, unsigned long long, void*) {
+int cuGetProcAddress_v2(const char* name, void** function, int version, unsigned long long, void*) {
   static const std::map<std::string, void*> functions = {
       {"cuInit", Address(Init)},
       {"cuGetErrorString", Address(ErrorString)},
@@ -284,158 +364,21 @@ int cuGetProcAddress_v2(const char* name, void** function, int, unsigned long lo
       {"cuEventRecord", Address(EventRecord)},
       {"cuEventQuery", Address(EventQuery)},
       {"cuEventSynchronize", Address(EventSynchronize)},
+      {"cuEventElapsedTime", Address(EventElapsed)},
       {"cuMemcpyDtoHAsync", Address(CopyToHost)},
       {"cuMemcpyHtoDAsync", Address(CopyToDevice)},
       {"cuMemcpy2DAsync", Address(CopyRows)},
+      {"cuMemcpyBatchAsync", Address(CopyBatch)},
       {"cuMemHostRegister", Address(HostRegister)},
       {"cuMemHostUnregister", Address(HostUnregister)}};
   Log(std::string("look up ") + name);
   auto found = functions.find(name);
   Lock lock(TheWorld().mutex);
   if (found == functions.end() || TheWorld().hidden.count(name)) return kNotFound;
+  // 12.8 brought it, 13.0 changed it.
+  if (found->first == "cuMemcpyBatchAsync" && (version < 12080 || version >= 13000)) return kNotFound;
   *function = found->second;
   return kSuccess;
-}
-
-// -- the trainer's side -------------------------------------------------------------------------------
-
-// Each on a device of its own, the first since fake_reset on device 0.
-void* fake_new_context() {
-  MakeStream(nullptr);
-  World& world = TheWorld();
-  Lock lock(world.mutex);
-  std::string name;
-  void* const context = NewHandle(world, "context", &name);
-  const int device = static_cast<int>(world.devices.size());
-  world.devices[context] = device;
-  return context;
-}
-
-void fake_use_context(void* context) { current_context = context; }
-
-void* fake_new_stream() { return MakeStream("trainer"); }
-
-void fake_drop_stream(void* stream) { RetireStream(stream); }
-
-// A kernel that takes a while and then fills memory.
-void fake_launch_fill(void* stream, void* target, int value, size_t bytes, int milliseconds) {
-  const std::string name = NameOf(stream);
-  Enqueue(stream, [=] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
-    std::memset(target, value, bytes);
-    Log("ran fill " + name);
-  });
-}
-
-void fake_synchronize(void* stream) {
-  Await(Enqueue(stream, [] {}));
-}
-
-int fake_is_idle(void* stream) {
-  World& world = TheWorld();
-  Lock lock(world.mutex);
-  return world.streams.at(stream)->queue.empty();
-}
-
-// -- orders and observations --------------------------------------------------------------------------
-
-void fake_hold_stream(void* stream, int held) {
-  World& world = TheWorld();
-  Lock lock(world.mutex);
-  world.streams.at(stream)->held = held != 0;
-  world.changed.notify_all();
-}
-
-void fake_hold_call(const char* name, int held) {
-  World& world = TheWorld();
-  Lock lock(world.mutex);
-  if (held) {
-    world.held_calls.insert(name);
-  } else {
-    world.held_calls.erase(name);
-  }
-  world.changed.notify_all();
-}
-
-// The nth call from now on fails (0: every one).
-void fake_fail(const char* name, long nth, int code) {
-  World& world = TheWorld();
-  Lock lock(world.mutex);
-  world.faults[name] = {nth == 0 ? 0 : world.calls[name] + nth, code};
-  world.lost |= nth == 0;
-}
-
-void fake_delay_copies(int microseconds, double nanoseconds_per_byte) {
-  Lock lock(TheWorld().mutex);
-  TheWorld().microseconds_per_copy = microseconds;
-  TheWorld().nanoseconds_per_byte = nanoseconds_per_byte;
-}
-
-void fake_hide(const char* name) {
-  Lock lock(TheWorld().mutex);
-  TheWorld().hidden.insert(name);
-}
-
-void fake_capture(int capturing) {
-  Lock lock(TheWorld().mutex);
-  TheWorld().capturing = capturing != 0;
-}
-
-long fake_live_streams() {
-  Lock lock(TheWorld().mutex);
-  return static_cast<long>(TheWorld().streams.size() - TheWorld().streams.count(nullptr));
-}
-
-long fake_live_events() {
-  Lock lock(TheWorld().mutex);
-  return static_cast<long>(TheWorld().events.size());
-}
-
-long fake_registered_bytes() {
-  Lock lock(TheWorld().mutex);
-  size_t bytes = 0;
-  for (const auto& [address, size] : TheWorld().registered) bytes += size;
-  return static_cast<long>(bytes);
-}
-
-// Lines from `first` on; gives the bytes they need, and writes them if there is room.
-size_t fake_log(size_t first, char* buffer, size_t room) {
-  World& world = TheWorld();
-  Lock lock(world.mutex);
-  std::string text;
-  for (size_t i = first; i < world.log.size(); ++i) text += world.log[i] + "\n";
-  if (text.size() <= room) std::memcpy(buffer, text.data(), text.size());
-  return text.size();
-}
-
-// Forgets all orders, so that everything runs out.
-void fake_let_go() {
-  World& world = TheWorld();
-  Lock lock(world.mutex);
-  world.faults.clear();
-  world.held_calls.clear();
-  world.hidden.clear();
-  world.capturing = false;
-  world.microseconds_per_copy = 0;
-  world.nanoseconds_per_byte = 0;
-  for (const auto& [handle, stream] : world.streams) stream->held = false;
-  for (const auto& stream : world.retired) stream->held = false;
-  world.changed.notify_all();
-}
-
-// Also joins the streams that were destroyed, and clears the log.
-void fake_reset() {
-  fake_let_go();
-  World& world = TheWorld();
-  Lock lock(world.mutex);
-  const auto retired = std::move(world.retired);
-  world.retired.clear();
-  lock.unlock();
-  for (const auto& stream : retired) stream->thread.join();
-  lock.lock();
-  world.log.clear();
-  world.devices.clear();
-  world.lost = false;
 }
 
 }  // extern "C"

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from megatron_datastates.engine import staging
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import Structure, TensorProvider
+from tests.native.fake_cuda.driver import FakeCuda
 
 
 def label_as_device(patch: pytest.MonkeyPatch) -> None:
     """All tensors of saves are on the fake device from now on, and it is the current one."""
+    begin = staging.StagingEngine.begin
+
+    def begin_on_device(self: Any, path: Any, header: Any, *args: Any, **kwargs: Any) -> Any:
+        owners = kwargs.get("owners", args[3] if len(args) > 3 else ())
+        for storage in owners:
+            if FakeCuda.current is not None and storage.nbytes():
+                FakeCuda.current.adopt(storage.data_ptr(), storage.nbytes())
+        return begin(self, path, header, *args, **kwargs)
+
+    patch.setattr(staging.StagingEngine, "begin", begin_on_device)
     patch.setattr(Structure, "devices", lambda self: [0] * len(self.keys))
     patch.setattr(staging, "_current_device", lambda: 0)
 

@@ -2,7 +2,7 @@
 
 #include <pthread.h>
 
-#include <chrono>
+#include <algorithm>
 
 namespace fake {
 
@@ -67,18 +67,28 @@ bool RetireStream(void* handle) {
   return true;
 }
 
+// What a launch on `stream` adds to, with the lock.
+static size_t QueueLength(const World& world, const Stream& stream) {
+  if (!world.one_connection) return stream.queue.size();
+  size_t all = 0;
+  for (const auto& [handle, other] : world.streams) all += other->queue.size();
+  return all;
+}
+
 std::shared_ptr<Mark> Enqueue(void* handle, std::function<void()> work) {
   World& world = TheWorld();
   Lock lock(world.mutex);
   auto found = world.streams.find(handle);
   if (found == world.streams.end()) return nullptr;
   const auto stream = found->second;
-  world.changed.wait(lock, [&] { return stream->queue.size() < kQueueDepth; });
+  world.changed.wait(lock, [&] { return QueueLength(world, *stream) < kQueueDepth; });
+  world.deepest_queue = std::max(world.deepest_queue, QueueLength(world, *stream) + 1);
   auto mark = std::make_shared<Mark>();
   stream->queue.push_back([mark, work = std::move(work)] {
     work();
     Lock inner(TheWorld().mutex);
     mark->done = true;
+    mark->at = std::chrono::steady_clock::now();
     TheWorld().changed.notify_all();
   });
   world.changed.notify_all();
@@ -123,11 +133,20 @@ bool IsPageLocked(const void* memory, size_t bytes) {
 }
 
 bool IsRegistered(const World& world, const void* memory, size_t bytes) {
-  const auto at = reinterpret_cast<uintptr_t>(memory);
-  auto behind = world.registered.upper_bound(at);
-  if (behind == world.registered.begin()) return false;
-  const auto& [begin, size] = *std::prev(behind);
-  return at + bytes <= begin + size;
+  return IsWithin(world.registered, reinterpret_cast<uintptr_t>(memory), bytes);
+}
+
+bool IsAllocated(unsigned long long address, size_t bytes) {
+  World& world = TheWorld();
+  Lock lock(world.mutex);
+  return IsWithin(world.allocations, address, bytes);
+}
+
+bool IsWithin(const std::map<uintptr_t, size_t>& ranges, uintptr_t address, size_t bytes) {
+  const auto next = ranges.upper_bound(address);
+  if (next == ranges.begin()) return false;
+  const auto& [begin, size] = *std::prev(next);
+  return address + bytes <= begin + size;
 }
 
 }  // namespace fake

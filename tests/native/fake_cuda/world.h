@@ -2,6 +2,7 @@
 // and the orders of the test (what is to fail, to wait, to be slow). No CUDA signature here.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -21,10 +22,12 @@ constexpr size_t kQueueDepth = 1024;  // enqueueing more waits, as in the real d
 // One recording of an event. Done when the stream has come to it.
 struct Mark {
   bool done = false;
+  std::chrono::steady_clock::time_point at;  // when it was done
 };
 
 struct Event {
   std::string name;
+  bool timing = false;
   std::shared_ptr<Mark> last;  // null: never recorded, which counts as done
 };
 
@@ -52,6 +55,8 @@ struct World {
   std::map<void*, Event> events;
   std::map<void*, int> devices;            // of contexts
   std::map<uintptr_t, size_t> registered;  // page-locked host memory: address -> bytes
+  // Device memory, likewise. No copy may leave one, also where the next one follows at once.
+  std::map<uintptr_t, size_t> allocations;
   std::vector<std::string> log;
   std::map<std::string, long> calls;
   long names = 0;  // handles are made of these
@@ -59,6 +64,8 @@ struct World {
   std::map<std::string, Fault> faults;
   std::set<std::string> held_calls;
   std::set<std::string> hidden;
+  bool one_connection = false;  // all streams share one queue: a full one makes every launch wait
+  size_t deepest_queue = 0;     // the most operations that a stream, or that queue, has held
   int microseconds_per_copy = 0;
   double nanoseconds_per_byte = 0;
   bool lost = false;       // some call was ordered to fail for ever
@@ -66,6 +73,8 @@ struct World {
 };
 
 using Lock = std::unique_lock<std::mutex>;
+
+extern thread_local void* current_context;  // of the calling thread
 
 World& TheWorld();
 void* NewHandle(World& world, const char* kind, std::string* name);  // with the lock
@@ -81,5 +90,8 @@ std::string NameOf(void* handle);
 void SleepForCopy(size_t bytes);
 bool IsPageLocked(const void* memory, size_t bytes);
 bool IsRegistered(const World& world, const void* memory, size_t bytes);  // with the lock
+// Whether these bytes are of one allocation of device memory.
+bool IsAllocated(unsigned long long address, size_t bytes);
+bool IsWithin(const std::map<uintptr_t, size_t>& ranges, uintptr_t address, size_t bytes);  // with the lock
 
 }  // namespace fake

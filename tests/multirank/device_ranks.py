@@ -1,0 +1,193 @@
+"""Ranks of test_device_agreement.py."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from late_device import LateDevice
+from saving_rank import join, tell
+
+from megatron_datastates.config import MIB, Options
+from megatron_datastates.pipeline import agreement
+from megatron_datastates.pipeline import publication as publications
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.tensors import TensorProvider
+
+OPTIONS = Options(staging_memory=8 * MIB, slot_size=MIB)
+TENSORS = 20  # of each rank
+
+
+def enter(transport: str) -> LateDevice | None:
+    join()
+    return LateDevice() if transport == "device" else None
+
+
+def tensors_of(rank: int, value: int) -> dict[str, torch.Tensor]:
+    return {f"{rank}.{i}": torch.full((1000 + rank,), 100 * value + i) for i in range(TENSORS)}
+
+
+def start(saver: Saver, directory: Path, value: int) -> Publication:
+    return saver.start(directory, TensorProvider(tensors_of(dist.get_rank(), value), Mutability.NOW))
+
+
+def poll_to_end(publication: Publication) -> int:
+    """The number of polls. Ranks poll in step, as trainers do."""
+    polls = 0
+    while publication.outcome is Outcome.PENDING:
+        dist.barrier()
+        publication.poll()
+        polls += 1
+    publication.join()
+    return polls
+
+
+def assert_stored(directory: Path, value: int) -> None:
+    dist.barrier()  # rank 0 has read its own outcome at the same poll: the manifest is there
+    checkpoint = Checkpoint.open(directory)
+    for rank in range(dist.get_world_size()):
+        for key, tensor in tensors_of(rank, value).items():
+            assert torch.equal(checkpoint.read_tensor(key), tensor), key
+
+
+def collectives_alone(folder: str) -> None:
+    """Sums and gathers of two sorts in flight at once, read in any order, and again."""
+    device = enter("device")
+    assert device is not None
+    collectives = agreement.Collectives()
+    rank, ranks = collectives.rank, collectives.size
+    for _ in range(3):
+        sums = [collectives.start_sum([rank, i, 1]) for i in range(3)]
+        gathers = [collectives.start_gather(bytes([rank, i]) * 50) for i in range(3)]
+        for i in (2, 0, 1, 2):
+            assert gathers[i].result() == [bytes([each, i]) * 50 for each in range(ranks)]
+            assert sums[i].result() == [sum(range(ranks)), ranks * i, ranks]
+    assert sorted(device.made) == sorted([12] * 3 + [100] * 3 + [100 * ranks] * 3), "memory is kept"
+    agreement._ROUND_BYTES, agreement._LEAST_ROUND_BYTES = 64 * ranks, 1
+    device.made.clear()
+    sizes = [0, 1000, *range(100, 100 + ranks)][:ranks]
+    arriving = collectives.gather_to_first(bytes([rank + 1]) * sizes[rank], sizes)
+    found = arriving.result()
+    assert found == ([bytes([each + 1]) * size for each, size in enumerate(sizes)] if rank == 0 else [])
+    assert device.made == [64, 64 * ranks if rank == 0 else 0], "rounds share their memory"
+    tell(folder)
+
+
+def saves(root: str, transport: str, folder: str) -> None:
+    """Three saves of one layout, one after the other, whose indexes come in several rounds."""
+    device = enter(transport)
+    ranks = dist.get_world_size()
+    agreement._ROUND_BYTES, agreement._LEAST_ROUND_BYTES = 256 * ranks, 1
+    saver, counts, polls, made = Saver(OPTIONS, Run()), [], [], []
+    for value in range(3):
+        saver.run.collectives.calls.clear()
+        publication = start(saver, Path(root, str(value)), value)
+        polls.append(poll_to_end(publication))
+        assert publication.outcome is Outcome.PUBLISHED, publication.error
+        assert_stored(Path(root, str(value)), value)
+        counts.append(dict(saver.run.collectives.calls))
+        made.append(len(device.made) if device is not None else 0)
+    index = len(publication.save.plan.layout.index) if publication.save.plan is not None else 0
+    saver.close()
+    tell(folder, counts=counts, polls=polls, made=made, index=index)
+
+
+def two_saves_at_once(root: str, transport: str, overtake: bool, folder: str) -> None:
+    """Polled by turns; their layout is new to both. Or the second overtakes the first."""
+    enter(transport)
+    saver = Saver(OPTIONS, Run())
+    both = [start(saver, Path(root, str(value)), value) for value in range(2)]
+    for publication in both:
+        while not publication.save.is_durable:
+            time.sleep(0.01)
+    dist.barrier()
+    if overtake:
+        while both[0]._records_asked is None:
+            both[0].poll()
+        poll_to_end(both[1])
+        saver.run.store._merged.clear()  # so that the first is published from what it has gathered itself
+    while Outcome.PENDING in [publication.outcome for publication in both]:
+        for publication in both:
+            publication.poll()
+    for value in range(2):
+        assert_stored(Path(root, str(value)), value)
+    calls = saver.run.collectives.calls
+    saver.close()
+    tell(folder, gathers=calls["gather"], layouts=calls["gather layouts"])
+
+
+def fail_while_writing(root: str, transport: str, failing_rank: int, folder: str) -> None:
+    enter(transport)
+    saver = Saver(options_with("write:1:EIO", failing_rank), Run())
+    publication = start(saver, Path(root, "bad"), 1)
+    polls = poll_to_end(publication)
+    calls = dict(saver.run.collectives.calls)
+    saver.close()
+    tell(folder, error=publication.error, left=listed(root), polls=polls, calls=calls)
+
+
+def options_with(faults: str, rank: int) -> Options:
+    return Options(staging_memory=8 * MIB, slot_size=MIB, faults=faults if dist.get_rank() == rank else "")
+
+
+def listed(root: str) -> list[str]:
+    dist.barrier()
+    return sorted(os.listdir(Path(root, "bad")))
+
+
+def fail_as_records_go_out(root: str, transport: str, failing_rank: int, later: bool, folder: str) -> None:
+    """One rank fails when it has sent its record: before it sends flags in that poll, or (`later`) after."""
+    enter(transport)
+    saver = Saver(options_with("write manifest:1:stall=300", 0), Run())
+    publication = start(saver, Path(root, "bad"), 1)
+    collectives = saver.run.collectives
+
+    def fail() -> None:
+        if collectives.rank == failing_rank:
+            publication.save.fail(OSError("just now"))
+
+    gather: Callable[[bytes], Any] = collectives.start_gather
+
+    def gather_and_fail(record: bytes) -> Any:
+        pending = gather(record)
+        if not later:
+            fail()
+        return pending
+
+    collectives.start_gather = gather_and_fail  # type: ignore[method-assign]
+    while not publication._publishing:
+        publication.poll()
+        time.sleep(0.002)
+    if later:
+        fail()
+    poll_to_end(publication)
+    if later:
+        assert_stored(Path(root, "bad"), 1)
+    began = publication._publisher is not None
+    saver.close()
+    tell(folder, error=publication.error, left=listed(root), began=began)
+
+
+def end_while_indexes_are_under_way(root: str, folder: str) -> None:
+    """The device hangs, and the program ends."""
+    device = enter("device")
+    assert device is not None
+    publications._PATIENCE_SECONDS = 0.2
+    saver = Saver(OPTIONS, Run())
+    publication = start(saver, Path(root, "bad"), 1)
+    while not publication.records:
+        if publication._records_asked is not None:
+            assert publication._flags_asked is not None
+            publication._flags_asked.result()  # so that all that was enqueued before the next poll is done
+            device.hangs = True
+        dist.barrier()
+        publication.poll()
+    began = time.monotonic()
+    saver.close()
+    tell(folder, seconds=time.monotonic() - began, left=listed(root), failure=publication.save.failure)

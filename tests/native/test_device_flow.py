@@ -1,0 +1,230 @@
+"""What a save gives the device to do, and when: on the fake driver."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_datastates.engine import _native as native
+from megatron_datastates.engine._native import Milestone
+from tests.native.fake_cuda.driver import ILLEGAL_ACCESS, FakeCuda
+from tests.native.harness import ALIGNMENT, KIB, Copy, Save, eventually, random_bytes, save_whole
+
+Engines = Callable[..., native.Engine]
+SLOT = 64 * KIB
+MOST_IN_FLIGHT, COPIES_PER_EVENT = 256, 64  # cuda/device/copier.h
+INVALID_VALUE, NOT_SUPPORTED = 1, 801
+NEVER = 60.0  # seconds; longer than a test
+
+
+def on_device(size: int, offset: int = 0, *, seed: int = 0, **options: bool) -> Copy:
+    return Copy(random_bytes(size, seed), offset, device=True, **options)
+
+
+def many(count: int, size: int = 24) -> list[Copy]:
+    """Sources that nothing can merge."""
+    memory = random_bytes(count * 2 * size)
+    return [Copy(memory[2 * i * size :][:size], i * size, device=True) for i in range(count)]
+
+
+# -- copied when copied -------------------------------------------------------------------------------------
+
+
+def test_copied_does_not_wait_for_the_disk(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
+    """Every write hangs: the copies are over all the same, and the sources are nobody's."""
+    engine = device_engines(most_slots=16, write_threads=1, faults="write:0:stall=100")
+    copy, stream = on_device(12 * SLOT), cuda.new_stream()
+    save = Save(engine, tmp_path / "data", [copy], stream=stream)
+    save.expect(Milestone.COPIED)
+    assert save.status["bytes_copied"] == save.end
+    assert save.status["bytes_written"] < save.end / 2
+    wanted = copy.source.tobytes()
+    copy.source[:] = 0
+    save.finish()
+    assert save.path.read_bytes()[: len(wanted)] == wanted
+
+
+def test_copied_comes_before_the_writes_of_an_earlier_save(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    engine = device_engines(most_slots=16, write_threads=1, write_limit=SLOT // 4)
+    stream = cuda.new_stream()
+    first = Save(engine, tmp_path / "first", [Copy(random_bytes(4 * SLOT), 0)])
+    first.expect(Milestone.COPIED)
+    second = Save(engine, tmp_path / "second", [on_device(4 * SLOT, seed=1)], stream=stream)
+    second.expect(Milestone.COPIED)  # the writes take half a minute
+    assert second.status["bytes_written"] == 0
+    for save in (first, second):
+        save.job.cancel("seen")
+
+
+# -- lazy copies begin at the first poll or fence -----------------------------------------------------------
+
+
+def test_a_synchronized_device_waits_for_no_lazy_copy(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    engine, stream = device_engines(tripwire=False), cuda.new_stream()
+    eager, lazy = on_device(SLOT, eager=True), on_device(8 * SLOT, SLOT, seed=1)
+    cuda.delay_copies(seconds=0.01)
+    save = Save(engine, tmp_path / "data", [eager, lazy], stream=stream, lazy_seconds=NEVER)
+    save.expect(Milestone.EAGER)
+    cuda.synchronize_device()
+    assert cuda.copies_to_host == 1  # the eager one
+    assert not save.reaches(Milestone.STAGED, 0.3)
+    engine.allow_lazy_copies(save.job, 0)
+    save.finish()
+    save.assert_stored()
+    assert cuda.copies_to_host == 9
+
+
+def test_lazy_copies_begin_by_themselves_after_their_time(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    save = Save(
+        device_engines(), tmp_path / "data", [on_device(3 * SLOT)], stream=cuda.new_stream(), lazy_seconds=0.2
+    )
+    save.expect(Milestone.COPIED)
+    assert save.status["staged_at"] >= 0.2
+    save.finish()
+    save.assert_stored()
+
+
+def test_a_time_can_be_brought_forward_but_not_put_off(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    engine, stream = device_engines(), cuda.new_stream()
+    save = Save(engine, tmp_path / "data", [on_device(SLOT)], stream=stream, lazy_seconds=NEVER)
+    engine.allow_lazy_copies(save.job, 0.1)
+    engine.allow_lazy_copies(save.job, NEVER)
+    save.expect(Milestone.COPIED)
+
+
+def test_host_copies_do_not_wait_for_that_time(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    engine = device_engines()
+    Save(engine, tmp_path / "device", [on_device(SLOT)], stream=cuda.new_stream(), lazy_seconds=NEVER)
+    host = Save(engine, tmp_path / "host", [Copy(random_bytes(5 * SLOT), 0)], lazy_seconds=NEVER)
+    host.finish()  # also past a save that waits
+    host.assert_stored()
+
+
+@pytest.mark.parametrize("end", ["cancel", "error", "close"])
+def test_a_save_that_ends_before_its_time_lets_go(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, end: str
+) -> None:
+    engine = device_engines(faults="open:1:EIO" if end == "error" else "")
+    save = Save(engine, tmp_path / "data", [on_device(SLOT)], stream=cuda.new_stream(), lazy_seconds=NEVER)
+    if end == "cancel":
+        save.job.cancel("enough")
+    elif end == "close":
+        engine.close()
+    save.failure()
+
+
+# -- the launch queue ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_copies_in_flight_are_bounded(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, batches: bool
+) -> None:
+    """However many tensors there are: the trainer's launches share a queue with them, and must not wait."""
+    if not batches:
+        cuda.hide("cuMemcpyBatchAsync")
+    cuda.share_connection()
+    trainer, memory = cuda.new_stream(), np.zeros(8, np.uint8)
+    cuda.delay_copies(seconds=0.0002)
+    save = Save(device_engines(), tmp_path / "data", many(4000), stream=trainer)
+    while not save.reaches(Milestone.STAGED, 0.005):
+        cuda.launch_fill(trainer, memory.ctypes.data, 1, 8)
+    save.finish()
+    save.assert_stored()
+    # Each of two threads may add a batch beyond the bound; events, waits and the trainer's kernels add some.
+    assert MOST_IN_FLIGHT < cuda.deepest_queue < MOST_IN_FLIGHT + 2 * COPIES_PER_EVENT + 100
+
+
+def test_an_event_serves_many_copies(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
+    engine = device_engines(slot_bytes=ALIGNMENT, most_slots=64, tripwire=False)
+    save_whole(engine, tmp_path / "data", many(10_000), stream=cuda.new_stream())
+    chunks = 10_000 * 24 // ALIGNMENT + 1
+    assert cuda.copies_to_host >= 10_000
+    assert len(cuda.calls("cuEventRecord")) < 10_000 / COPIES_PER_EVENT + chunks + 10
+    assert cuda.live_events < 2 * MOST_IN_FLIGHT / COPIES_PER_EVENT + 4
+
+
+def test_a_tail_that_no_event_covers_is_awaited(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    """A single slot: its chunk's few copies must be seen to be over before anything else can be copied."""
+    engine = device_engines(slot_bytes=ALIGNMENT, most_slots=1, copy_threads=1)
+    save_whole(engine, tmp_path / "data", [on_device(9 * ALIGNMENT)], stream=cuda.new_stream())
+
+
+def test_short_copies_go_in_batches(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
+    save_whole(device_engines(tripwire=False), tmp_path / "data", many(1000), stream=cuda.new_stream())
+    counts = [int(call.split()[1]) for call in cuda.calls("cuMemcpyBatchAsync")]
+    assert max(counts) == COPIES_PER_EVENT and sum(counts) > 900
+
+
+@pytest.mark.parametrize("code", [INVALID_VALUE, NOT_SUPPORTED])
+def test_a_driver_that_refuses_batches_is_given_single_copies(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, code: int
+) -> None:
+    cuda.fail("cuMemcpyBatchAsync", nth=0, code=code)
+    save_whole(device_engines(), tmp_path / "data", many(1000), stream=cuda.new_stream())
+    assert len(cuda.calls("cuMemcpyBatchAsync")) <= 3  # not tried for ever, though by several threads at once
+    assert len(cuda.calls("cuMemcpyDtoHAsync")) >= 1000
+
+
+def test_a_batch_that_fails_fails_the_save(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
+    cuda.fail("cuMemcpyBatchAsync", nth=5, code=ILLEGAL_ACCESS)
+    save = Save(device_engines(tripwire=False), tmp_path / "data", many(1000), stream=cuda.new_stream())
+    assert "cuMemcpyBatchAsync: an illegal memory access" in save.failure()
+
+
+def test_a_driver_without_batches_serves(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
+    cuda.hide("cuMemcpyBatchAsync")
+    save_whole(device_engines(), tmp_path / "data", many(1000), stream=cuda.new_stream())
+
+
+# -- how long the trainer's stream waits --------------------------------------------------------------------
+
+
+def test_the_streams_wait_is_measured_by_the_device(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    engine, trainer = device_engines(most_slots=8, tripwire=False), cuda.new_stream()
+    cuda.delay_copies(seconds=0.1)
+    save = Save(engine, tmp_path / "data", [on_device(5 * SLOT)], stream=trainer)
+    save.expect(Milestone.STAGED)
+    begin = time.monotonic()
+    save.job.hold_back(trainer)
+    assert save.job.stream_waited() == 0  # it is not over, and nobody waits for it
+    cuda.synchronize(trainer)
+    waited = time.monotonic() - begin
+    save.finish()
+    eventually(save.job.stream_waited, "the wait is over")
+    assert 0.1 < save.job.stream_waited() <= waited + 0.05
+
+
+def test_a_stream_that_is_not_held_back_waits_for_nothing(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    save = save_whole(device_engines(), tmp_path / "data", [on_device(SLOT)], stream=cuda.new_stream())
+    assert save.job.stream_waited() == 0
+
+
+def test_a_failed_measurement_harms_nothing(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
+    trainer = cuda.new_stream()
+    cuda.fail("cuEventElapsedTime", nth=0)
+    save = Save(device_engines(), tmp_path / "data", [on_device(SLOT)], stream=trainer)
+    save.expect(Milestone.STAGED)
+    save.job.hold_back(trainer)
+    cuda.synchronize(trainer)
+    save.finish()
+    save.assert_stored()
+    assert save.job.stream_waited() == 0
