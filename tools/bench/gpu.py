@@ -32,6 +32,7 @@ from gpu_results import FINE, ONE, check_bars, merge, print_table, read_told
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FAKE = "DATASTATES_BENCH_FAKE"
+FAKE_FOLDER = "DATASTATES_BENCH_FAKE_FOLDER"
 MEMORY = "DATASTATES_BENCH_MEMORY_GIB"  # see gpu_saves.py
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 MEANINGLESS = "fake CUDA driver over host memory: a try of the code, its numbers mean nothing"
@@ -115,7 +116,7 @@ class Benchmark:
         self._arguments = arguments
         self._end = time.monotonic() + arguments.budget
         self._gpu = None if arguments.fake else (machine.gpu() or {}).get("name")
-        self._logs = Path(tempfile.mkdtemp(prefix="datastates-bench-logs-"))
+        self.logs = Path(tempfile.mkdtemp(prefix="datastates-bench-logs-"))
         self.parts: dict[str, Any] = {}
         self.results: dict[str, Any] = {}
 
@@ -128,7 +129,7 @@ class Benchmark:
             return
         self._say(f"{', '.join(parts)} ...")
         begin = time.monotonic()
-        log = self._logs / f"gpu-{parts[0]}.log"
+        log = self.logs / f"gpu-{parts[0]}.log"
         if parts == ["tests"]:
             self._test(seconds, log)
         else:
@@ -146,7 +147,7 @@ class Benchmark:
             kept.write(f"==== {log.name}\n".encode() + log.read_bytes()[-_MOST_LOG_BYTES:])
 
     def _test(self, seconds: float, log: Path) -> None:
-        settings = self._logs / "pytest.ini"  # those of setup.cfg ask for newer pytest than may be there
+        settings = self.logs / "pytest.ini"  # those of setup.cfg ask for newer pytest than may be there
         settings.write_text(
             "[pytest]\naddopts = -ra --import-mode=importlib -p no:cacheprovider\n"
             "timeout = 60\ntmp_path_retention_policy = none\n"  # their files are large
@@ -162,7 +163,7 @@ class Benchmark:
 
     def _measure(self, parts: Sequence[str], seconds: float, log: Path) -> None:
         folder = Path(tempfile.mkdtemp(prefix="datastates-bench-", dir=self._arguments.folder))
-        told = self._logs / f"{parts[0]}.jsonl"
+        told = self.logs / f"{parts[0]}.jsonl"
         command = [sys.executable, str(HERE / "gpu_part.py"), *parts, "--into", str(told)]
         command += ["--folder", str(folder), "--seconds", f"{_MEASURING * seconds:.1f}"]
 
@@ -208,7 +209,7 @@ class Benchmark:
         print(f"gpu.py: {text}", flush=True)
 
     def close(self) -> None:
-        shutil.rmtree(self._logs, ignore_errors=True)
+        shutil.rmtree(self.logs, ignore_errors=True)
 
 
 def _environment(parts: Sequence[str]) -> dict[str, str]:
@@ -287,15 +288,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what is under way is ended, its folder removed
     parts = [part for part in PART_SECONDS if part in parsed.parts]
     groups = [[part] for part in parts]
+    benchmark = Benchmark(parsed)
     if parsed.fake:
         os.environ[FAKE] = "1"
+        os.environ[FAKE_FOLDER] = str(benchmark.logs)
         # In one process: they are tiny. The others show that they get an environment of their own.
         groups = [[part for part in parts if part != "tests" and not part.endswith(ONE)]]
         groups.append([part for part in parts if part.endswith(ONE)])
     if parsed.memory:
         os.environ[MEMORY] = str(parsed.memory)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    benchmark = Benchmark(parsed)
     try:
         for group in filter(None, groups):
             benchmark.run(group)

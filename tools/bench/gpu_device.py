@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+FAKE_FOLDER = "DATASTATES_BENCH_FAKE_FOLDER"  # where the fake driver is built, once for all processes
 FAKE = "DATASTATES_BENCH_FAKE"  # set for the processes of a try without a GPU, those they start included
 IS_FAKE = os.environ.get(FAKE) == "1"
 _FAKE_FREE_BYTES = 64 << 20
@@ -36,8 +37,11 @@ class Device:
     """The one device of this process, with a context on the calling thread."""
 
     def __init__(self, folder: Path) -> None:
-        self.driver = _fake_driver(folder) if IS_FAKE else "libcuda.so.1"
-        if not IS_FAKE:
+        self.driver = "libcuda.so.1"
+        if IS_FAKE:
+            self._fake = _fake_driver(folder)
+            self.driver = self._fake.path
+        else:
             torch.cuda.init()
             torch.zeros(1, device="cuda")
         self._held = 0
@@ -49,6 +53,12 @@ class Device:
         """Free memory of the whole device, by the driver."""
         return _FAKE_FREE_BYTES if IS_FAKE else int(torch.cuda.mem_get_info()[0])
 
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These may be copied to by address: on the fake device, no memory may that it does not know."""
+        if IS_FAKE:
+            for storage in (tensor.untyped_storage() for tensor in tensors):
+                self._fake.adopt(storage.data_ptr(), storage.nbytes())
+
     def peak_bytes(self) -> int:
         """The most that torch's allocator has lent since `reset_peak`, beyond what it had lent then."""
         return 0 if IS_FAKE else int(torch.cuda.max_memory_allocated()) - self._held
@@ -59,17 +69,18 @@ class Device:
             self._held = int(torch.cuda.memory_allocated())
 
 
-def _fake_driver(folder: Path) -> str:
+def _fake_driver(folder: Path) -> Any:
     """Builds it, and makes every source that a save finds in host memory one of the fake device."""
     sys.path.insert(0, str(ROOT))
-    from megatron_datastates.engine import staging
-    from megatron_datastates.providers.tensors import Structure
-    from tests.native.fake_cuda.driver import FakeCuda, build
+    import pytest
 
-    driver = FakeCuda(build(folder))
-    Structure.devices = lambda self: [0] * len(self.keys)
-    staging._current_device = lambda: 0
-    return driver.path
+    from tests.native.fake_cuda.driver import FakeCuda, build
+    from tests.native.fake_cuda.provider import label_as_device
+
+    label_as_device(pytest.MonkeyPatch())  # for as long as this process lives
+    folder = Path(os.environ.get(FAKE_FOLDER, folder))
+    library = folder / "libfakecuda.so"
+    return FakeCuda(library if library.exists() else build(folder))
 
 
 def make_memory(size: int) -> torch.Tensor:

@@ -55,6 +55,8 @@ def measure_loads(device: Device, folder: Path, small: bool, until: float, tell:
 
 def _load(device: Device, directory: Path, targets: Shard, on_device: bool) -> float:
     """Seconds until all is there and checked."""
+    if on_device:
+        device.adopt(targets.values())
     torch.cuda.synchronize()
     begin = time.perf_counter()
     checkpoint = Checkpoint.open(directory, device.options())
