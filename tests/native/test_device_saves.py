@@ -15,8 +15,10 @@ import torch
 from megatron_datastates.config import Options
 from megatron_datastates.engine import staging
 from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.load import Checkpoint, is_published
 from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.saver import Run, Saver
 from megatron_datastates.providers.base import CompositeProvider, Mutability
 from megatron_datastates.providers.tensors import Structure
@@ -359,3 +361,53 @@ def test_a_save_given_up_in_mid_copy_leaves_no_file(
     saver.close()
     assert publication.outcome is not Outcome.PUBLISHED
     assert os.listdir(tmp_path) == []
+
+
+# -- the time at which lazy copies begin --------------------------------------------------------------------
+
+
+def samples_of(trainer: Trainer) -> int:
+    return len(trainer.model)  # each has one
+
+
+@pytest.mark.parametrize("begin", ["poll", "fence"])
+def test_lazy_copies_begin_at_the_first_poll_or_fence(trainer: Trainer, tmp_path: Path, begin: str) -> None:
+    """Megatron's timers synchronize the device between the save and its next iteration."""
+    saver = trainer.saver(lazy_delay=60.0)
+    publication = saver.start(tmp_path, DeviceTensors(trainer.model))
+    trainer.cuda.synchronize_device()
+    time.sleep(0.2)
+    assert trainer.cuda.copies_to_host == samples_of(trainer)
+    if begin == "poll":
+        publication.poll()
+    trainer.optimizer_step()
+    assert trainer.cuda.copies_to_host > samples_of(trainer)
+    assert_published(publication, tmp_path, trainer.initial)
+
+
+def test_lazy_copies_begin_by_themselves_in_a_loop_that_neither_polls_nor_fences(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    publication = trainer.saver(lazy_delay=0.05).start(tmp_path, DeviceTensors(trainer.model))
+    eventually(lambda: publication.save.times()["staging"] > 0, "the copies are over")
+    assert_published(publication, tmp_path, trainer.initial)
+
+
+def test_that_time_counts_from_the_end_of_save_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
+    """Which may take long, waiting for other ranks."""
+    with holding("save_checkpoint"):
+        publication = trainer.saver(lazy_delay=0.05).start(tmp_path, DeviceTensors(trainer.model))
+        time.sleep(0.3)
+        assert trainer.cuda.copies_to_host == samples_of(trainer)
+    eventually(lambda: trainer.cuda.copies_to_host > samples_of(trainer), "the copies begin")
+    assert_published(publication, tmp_path, trainer.initial)
+
+
+def test_the_report_says_how_long_the_trainers_stream_waited(trainer: Trainer, tmp_path: Path) -> None:
+    trainer.cuda.delay_copies(seconds=0.02)
+    publication = trainer.saver(tripwire=False).start(tmp_path, DeviceTensors(trainer.model))
+    trainer.optimizer_step()
+    trainer.cuda.synchronize(trainer.stream)
+    assert_published(publication, tmp_path, trainer.initial)
+    report = save_report(publication, "async")
+    assert report["stream_wait_ms"] >= 20 and report["ranks_ms"]["stream_wait"]["max"] >= 20

@@ -16,7 +16,7 @@ from tests.unit.by_hand import fragment, index_of
 
 
 def record(rank: int, digest: bytes) -> RankRecord:
-    return RankRecord(rank, True, 8192, 4096, 7, digest, 0, *[0.0] * 6)
+    return RankRecord(rank, True, 8192, 4096, 7, digest, 0, *[0.0] * 7)
 
 
 def received(store: LayoutStore, *ranks: Fragment) -> list[RankRecord]:

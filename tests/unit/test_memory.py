@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_datastates.config import GIB, MIB
-from megatron_datastates.engine.memory import _groups, free_bytes, local_ranks, most_slots
+from megatron_datastates.config import GIB, MIB, Options
+from megatron_datastates.engine.memory import _groups, free_bytes, local_ranks, most_slots, slot_bytes
 
 UNLIMITED_V1 = 9223372036854771712
 
@@ -195,3 +195,20 @@ def test_a_quarter_of_what_is_free_is_shared_by_local_ranks(monkeypatch: pytest.
     monkeypatch.setattr("megatron_datastates.engine.memory.free_bytes", lambda: 64 * GIB)
     assert most_slots(0, MIB, 1) == 16 * 1024
     assert most_slots(0, MIB, 8) == 2 * 1024
+
+
+@pytest.mark.parametrize(
+    ("options", "with_gpu", "without"),
+    [
+        (Options(), 8, 2),
+        (Options(staging_memory=1024 * MIB), 8, 2),
+        (Options(staging_memory=64 * MIB), 8, 2),
+        (Options(staging_memory=63 * MIB), 2, 2),  # too few slots would be left
+        (Options(staging_memory=8 * MIB), 2, 2),
+        (Options(slot_size=MIB), 1, 1),
+        (Options(slot_size=16 * MIB), 16, 16),
+    ],
+)
+def test_slots_are_larger_where_there_is_a_gpu(options, with_gpu, without):
+    sizes = [slot_bytes(options, on_gpu_machine=has_gpu) for has_gpu in (True, False)]
+    assert sizes == [with_gpu * MIB, without * MIB]

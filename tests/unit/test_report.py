@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -26,9 +27,9 @@ from tests.unit.states import State, new_saver, save
 WORD, LONG, SECONDS = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.floats(0, 1e9)
 RECORDS = st.builds(
     RankRecord, WORD, st.booleans(), LONG, LONG, WORD, st.binary(min_size=16, max_size=16), LONG,
-    SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS,
+    SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS,
 )  # fmt: skip
-RECORD = RankRecord(0, True, 10**6, 4096, 7, bytes(16), 0, 0.1, 0.01, 0.2, 0.5, 0.6, 0.0)
+RECORD = RankRecord(0, True, 10**6, 4096, 7, bytes(16), 0, 0.1, 0.01, 0.02, 0.2, 0.5, 0.6, 0.0)
 
 
 @pytest.fixture
@@ -73,6 +74,42 @@ def test_held_time_is_start_and_fence_and_polls(reporting, tmp_path):
     assert set(report["held_parts_ms"]) == {"start", "fence", "polls"}
     assert report["held_ms"] == pytest.approx(sum(report["held_parts_ms"].values()), abs=0.01)
     assert report["fence_ms"] <= report["held_parts_ms"]["fence"] + 1
+
+
+def lazy() -> State:
+    return State({"a": torch.ones(99)}, mutability=Mutability.AT_FENCE)
+
+
+def test_what_follows_save_checkpoint_until_the_first_poll_is_held_time(reporting, tmp_path):
+    saver, lines = reporting
+    with holding("save_checkpoint"):
+        publication = saver.start(tmp_path / "0", lazy())
+    time.sleep(0.05)  # as Megatron's timers
+    publication.poll()
+    time.sleep(0.05)  # the trainer trains
+    publication.wait()
+    (report,) = lines()
+    assert set(report["held_parts_ms"]) == {"save_checkpoint", "until_poll", "polls"}
+    assert report["held_parts_ms"]["until_poll"] >= 50
+    assert report["held_ms"] == pytest.approx(sum(report["held_parts_ms"].values()), abs=0.01)
+
+
+@pytest.mark.parametrize("span", ["save_checkpoint", "start"])
+def test_training_until_a_fence_or_another_loops_poll_is_not_held_time(reporting, tmp_path, span):
+    saver, lines = reporting
+    with holding(span):
+        publication = saver.start(tmp_path / "0", lazy())
+    if span == "save_checkpoint":
+        FENCE.wait("the step")
+    publication.wait()
+    assert "until_poll" not in lines()[0]["held_parts_ms"]
+
+
+def test_a_save_that_is_awaited_in_save_checkpoint_has_no_time_after_it(reporting, tmp_path):
+    saver, lines = reporting
+    with holding("save_checkpoint"):
+        saver.start(tmp_path / "0", lazy()).wait()
+    assert set(lines()[0]["held_parts_ms"]) == {"save_checkpoint", "polls"}
 
 
 def test_a_failed_save_is_reported_with_its_error(tmp_path):

@@ -185,7 +185,9 @@ def _records(ranks: Sequence[Facts]) -> list[RankRecord]:
             footer_crc=rank,
             layout_digest=bytes.fromhex(facts["digest"]),
             layout_bytes=0,
-            **dict.fromkeys(("held", "fence", "staging", "writing", "durable", "slot_wait"), 0.5),
+            **dict.fromkeys(
+                ("held", "fence", "stream_wait", "staging", "writing", "durable", "slot_wait"), 0.5
+            ),
         )
         for rank, facts in enumerate(ranks)
     ]
