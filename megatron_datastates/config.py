@@ -184,6 +184,7 @@ class Options:
     faults: str = dataclasses.field(default="", metadata={})
     driver: str = dataclasses.field(default="libcuda.so.1", metadata={})
     sysfs: str = dataclasses.field(default="/sys", metadata={})
+    backend: str = dataclasses.field(default="pwrite", metadata={})  # "discard" drops what is written
     tripwire: bool = dataclasses.field(default=True, metadata={"parse": _on_off})
     # After which lazy copies from a device begin in a loop that neither polls nor fences, in seconds.
     lazy_delay: float = dataclasses.field(default=0.1, metadata={"parse": _seconds})

@@ -285,6 +285,10 @@ std::vector<uint32_t> SaveJob::BlockChecksums() const {
 void SaveJob::WriteFooter(const uint8_t* data, uint64_t bytes, uint64_t offset) {
   DataFile* const open = file();
   if (open == nullptr) throw Failure("write footer", path_, 0, "the file was never opened");
+  if (!open->keeps()) {
+    throw Failure("write footer", path_, 0,
+                  "its write back end keeps nothing, as is good for measuring copies and for nothing else");
+  }
   open->WriteAt(data, bytes, offset);
   open->Truncate(offset + bytes);
   open->Sync();

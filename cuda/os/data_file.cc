@@ -69,6 +69,7 @@ void DataFile::MakeDirectories() {
 }
 
 void DataFile::Reserve(uint64_t bytes) {
+  if (!keeps()) return;
   const std::string need = "needs " + std::to_string(bytes) + " bytes";
   int code;
   do {  // some file systems give up for any signal

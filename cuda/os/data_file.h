@@ -29,13 +29,14 @@ class DataFile {
   DataFile(const DataFile&) = delete;
   DataFile& operator=(const DataFile&) = delete;
 
-  void Reserve(uint64_t bytes);
+  void Reserve(uint64_t bytes);  // does nothing where the back end keeps nothing
   // `data`, `bytes` and `offset` are multiples of kAlignment. Thread-safe. Short writes are resumed.
   void WriteAt(const uint8_t* data, uint64_t bytes, uint64_t offset);
   void Truncate(uint64_t bytes);
   void Sync();
 
   bool direct() const { return direct_; }
+  bool keeps() const { return backend_->Keeps(); }
   const std::string& path() const { return path_; }
 
  private:

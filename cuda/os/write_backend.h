@@ -20,9 +20,13 @@ class WriteBackend {
   // used again. Thread-safe: writes to different places of one file run at once.
   virtual ssize_t Write(int fd, const uint8_t* data, size_t bytes, off_t offset) = 0;
 
-  // The back end of this name, which lives for ever. Throws Failure if there is none.
+  // Whether what was written is in the file. If not, no space is reserved and no file becomes durable.
+  virtual bool Keeps() const { return true; }
+
+  // The back end of this name, which lives for ever. Throws Failure if there is none. Besides those of
+  // Names there is "discard", which drops all bytes: it measures copies without a disk.
   static WriteBackend* Named(const std::string& name);
-  static std::vector<std::string> Names();
+  static std::vector<std::string> Names();  // of those that keep what is written
 };
 
 }  // namespace datastates

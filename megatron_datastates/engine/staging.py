@@ -42,6 +42,7 @@ class StagingEngine:
             write_limit=options.write_limit,
             driver=options.driver,
             faults=options.faults,
+            backend=options.backend,
             tripwire=options.tripwire,
             paranoid=options.paranoid,
             sysfs=options.sysfs,

@@ -149,8 +149,17 @@ def test_nothing_of_a_bad_block_goes_to_the_device(cuda: FakeCuda, readers: Read
     assert np.array_equal(target[3 * MIB :], DATA[3 * MIB :])
 
 
-@pytest.mark.parametrize("nth", [1, 4])
-@pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuEventSynchronize", "cuEventCreate"])
+@pytest.mark.parametrize(
+    ("call", "nth"),
+    # Events serve several copies: there may be no fourth one.
+    [
+        ("cuMemcpyHtoDAsync", 1),
+        ("cuMemcpyHtoDAsync", 4),
+        ("cuEventSynchronize", 1),
+        ("cuEventSynchronize", 2),
+        ("cuEventCreate", 1),
+    ],
+)
 def test_an_error_of_the_device_ends_the_read(
     cuda: FakeCuda, readers: Readers, source: Source, call: str, nth: int
 ) -> None:

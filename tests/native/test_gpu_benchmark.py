@@ -13,15 +13,21 @@ import pytest
 from tools.bench import gpu
 
 SCRIPT = Path(gpu.__file__).with_name("gpu.sh")
+HELD: dict[str, Any] = {
+    "cases": {"16 GiB": {"held_ms": 5.5}},
+    "first_save": {"device_bytes_not_named": 0, "device_bytes_by_torch": 0},
+    "device_bytes_of_later_saves": 0,
+    "device_bytes_by_torch": 4096,
+}
 MEASURED: dict[str, Any] = {
-    "copies": {"engine_to_bare": 0.97},
-    "held": {
-        "cases": {"16 GiB": {"held_ms": 5.5}},
-        "device_bytes_by_driver": 0,
-        "device_bytes_by_torch": 0,
-    },
+    "copies": {case: {"discard_to_bare": ratio} for case, ratio in (("large", 0.97), ("many", 0.94))},
+    "held": HELD,
     "loads": {"device_bytes_by_torch": 0, "device_to_disk": 0.8},
-    "steps": {"slowdown_percent": 1.0, "step_longer_than_copy": True},
+    "steps": {
+        "discard": {"slowdown_of_the_mean_percent": 2.9, "slowdown_of_the_copying_step_percent": 3.1},
+        "disk": {"slowdown_of_the_mean_percent": -0.5},
+    },
+    "held_one_connection": {"cases": {"16 GiB": {"held_ms": 4.5}}},
 }
 
 ENDS_EARLY = """
@@ -31,32 +37,120 @@ pathlib.Path(sys.argv[sys.argv.index("--into") + 1]).write_text(told)
 sys.exit(5 if sys.argv[1] == "copies" else 0)
 """
 
+# What would be bad, made bad: each value that it prints must show it.
+BAD_ON_PURPOSE = """
+import json, pathlib, sys, time
+import gpu_device, gpu_copies, gpu_held, gpu_saves, torch
+from gpu_driver import BareCopies
+folder = pathlib.Path(sys.argv[1])
+device = gpu_device.Device(folder)
+shard = gpu_device.make_shard(8 << 20, 4)
+found = {}
 
-def test_the_whole_benchmark_runs_on_the_fake_driver(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHON": sys.executable, "WHEELS": "none", "OUT": str(tmp_path / "not here")}
-    command = [SCRIPT, "--fake", "--out", tmp_path / "out", "--folder", tmp_path]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+slow = {
+    "discard": gpu_saves.Saving(device, folder, 64 << 20, backend="discard", copy_limit=20 << 20),
+    "small_pool": gpu_saves.Saving(device, folder, 64 << 20, backend="discard"),
+}
+for saving in slow.values():
+    saving.make_pool()
+(values,) = gpu_copies._compare(slow, BareCopies(device.driver, 8 << 20, folder), shard, [0])
+found |= {name: values[f"{name}_to_bare"] for name in slow}
+
+torch.cuda.synchronize = lambda: time.sleep(0.05)
+parts = slow["small_pool"].held(shard, synchronize=True, work=lambda: time.sleep(0.2))
+found |= {"held": parts["held"], "synchronize": parts["synchronize"]}
+torch.cuda.synchronize = lambda: None
+parts = slow["discard"].held(shard, synchronize=True, work=None)
+found["fenced_too_early"] = parts["fence"]
+
+taken, start = 0, gpu_saves.Saving.start
+gpu_device.Device.free_bytes = lambda self: (64 << 20) - taken
+def start_and_take(self, shard):
+    global taken
+    taken += 4096
+    return start(self, shard)
+gpu_saves.Saving.start = start_and_take
+saving = gpu_saves.Saving(device, folder, 64 << 20, backend="discard")
+found["first_save"] = gpu_held._first_save(device, saving, shard, gpu_held.Work())
+
+gpu_saves.free_bytes = lambda: 10 << 20
+told = {}
+gpu_held.measure_held(device, folder, True, time.monotonic(), lambda **values: told.update(values))
+found |= {"cases": list(told["cases"]), "left_out": told["left_out"]}
+found["least"] = gpu_saves.fitting([1 << 40], device, folder)
+print(json.dumps(found))
+"""
+
+
+def run_script(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = os.environ | {"PYTHON": sys.executable, "WHEELS": "none"} | environment
+    command = [SCRIPT, *map(str, arguments)]
+    return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=280)
+
+
+def test_both_calls_run_on_the_fake_driver_and_become_one(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for call in gpu.CALLS:
+        options = ("--fake", "--call", call, "--out", out, "--folder", tmp_path)
+        ran = run_script(*options, OUT=str(tmp_path / "not here"))
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert gpu.MEANINGLESS in ran.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing is left of what was measured
-    (path,) = (tmp_path / "out").iterdir()
-    assert path.name.startswith("gpu-fake-")
-    results = json.loads(path.read_text())
-    assert results["of"] == gpu.MEANINGLESS and gpu.MEANINGLESS in ran.stdout
+    assert not list(Path("/dev/shm").glob("datastates-bench-*"))
+    first, second, whole = sorted(out.iterdir())
+    assert first.stem.endswith("-call1") and second.stem.endswith("-call2")
+    results = json.loads(whole.read_text())
+    assert results["of"] == gpu.MEANINGLESS and results["native_module"] == "as found"
     parts = results["parts"]
     assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(
         gpu.PART_SECONDS.keys() - {"tests"}, "done"
     )
-    assert parts["copies"]["engine_to_bare"] > 0 < parts["copies"]["many_tensors"]["engine_to_bare"]
-    assert parts["held"]["left_out"] == [] and len(parts["held"]["cases"]) == 4
-    assert parts["steps"]["repeats"] == 2
+    assert parts["page_locking"]["collapsed"]["4_threads"]["lock_gb_per_s"] > 0
+    assert parts["page_locking"]["pools"]["0.125 GiB"]["seconds"] > 0
+    for suffix, connections in (("", None), ("_one_connection", "1")):
+        copies, held, steps = (parts[f"{name}{suffix}"] for name in ("copies", "held", "steps"))
+        assert {copies["connections"], held["connections"], steps["connections"]} == {connections}
+        for case in ("large", "many", "small"):
+            assert min(copies[case][f"{name}_to_bare"] for name in ("discard", "small_pool")) > 0
+        assert held["left_out"] == [] and len(held["cases"]) == 4
+        assert held["first_save"]["device_bytes_not_named"] == 0
+        for case in held["cases"].values():
+            assert case["held_ms"] == pytest.approx(sum(case["held_parts_ms"].values()))
+            assert case["without_synchronize_parts_ms"]["synchronize"] == 0
+        assert steps["repeats"] == 2 and {"alone", "discard", "disk"} <= steps.keys()
     assert parts["pipeline"]["small_pool"]["durable_gb_per_s"] > 0
     assert parts["loads"]["to_device_gb_per_s"] > 0 < parts["loads"]["to_host_gb_per_s"]
     megatron = parts["megatron"]
     assert megatron["tensors_left_to_the_fence"] == megatron["tensors"]
     stock = {f"torch_dist_{way}" for way in ("sync", "async_fork", "async_persistent")}
     assert stock | {"datastates", "datastates_sync"} <= megatron["ways"].keys()
+    assert megatron["ways"].keys() == megatron["without_synchronize"].keys()
     assert stock <= megatron["ratios"].keys()
-    assert [row["measured"] for row in results["bars"][2:4]] == [0, 0]
+    assert {"torch_dist_async_nvrx"} <= megatron["ways"].keys() | megatron["left_out"].keys()
+
+
+def test_what_is_bad_shows(tmp_path: Path) -> None:
+    """Slow copies, a synchronize that waits, an early fence, memory of the device, little host memory."""
+    path = os.pathsep.join([str(SCRIPT.parent), str(gpu.ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {gpu.FAKE: "1", "PYTHONPATH": path}
+    command = [sys.executable, "-c", BAD_ON_PURPOSE, str(tmp_path)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["discard"] < 0.5 * found["small_pool"]  # copies of one of them are limited
+    assert found["synchronize"] >= 0.05
+    assert 0.05 <= found["held"] < 0.2  # the forward and backward do not count
+    assert found["fenced_too_early"] > 0.1
+    assert found["first_save"]["device_bytes_not_named"] == 4096
+    assert next(iter(found["cases"])) == f"{4 / 1024:g} GiB"  # 16 MiB did not fit
+    assert found["left_out"] == ["0.015625 GiB: the host memory has room for a shard of 0.01 GiB"]
+    (sizes, left_out) = found["least"]
+    assert 0 < sizes[0] <= 4 << 20 and len(left_out) == 1
+
+
+def test_a_module_that_was_carried_serves_where_it_is_asked_for(tmp_path: Path) -> None:
+    ran = run_script("--fake", "--prebuilt", PREBUILT=str(tmp_path / "nothing"))
+    assert ran.returncode == 1 and "--prebuilt" in ran.stderr
 
 
 def test_a_process_that_is_late_ends_with_all_that_it_started(tmp_path: Path) -> None:
@@ -87,7 +181,7 @@ def test_a_part_that_ends_in_its_middle_keeps_what_it_told_and_loses_no_other(
     benchmark.run(["held"])
     path = benchmark.write()
     benchmark.close()
-    assert {file.name for file in path.parent.iterdir()} == {path.name, "gpu-copies.log", "gpu-held.log"}
+    assert {file.name for file in path.parent.iterdir()} == {path.name, "gpu-failed.log"}
     results = json.loads(path.read_text())
     assert results["parts"]["copies"]["status"].startswith("failed with 5")
     assert results["parts"]["copies"]["repeats"] == 2
@@ -102,11 +196,76 @@ def test_parts_for_which_no_time_is_left_are_named(tmp_path: Path) -> None:
     assert benchmark.parts == {"steps": {"status": "left out: no time was left"}}
 
 
+def test_results_are_there_while_a_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gpu_part.py").write_text(ENDS_EARLY.replace("sys.exit(", "import time; time.sleep(1.5); ("))
+    monkeypatch.setattr(gpu, "HERE", tmp_path)
+    monkeypatch.setattr(gpu, "_LOOK_SECONDS", 0.3)
+    benchmark = gpu.Benchmark(gpu.parse(["--out", str(tmp_path / "out"), "--folder", str(tmp_path)]))
+    seen: list[Any] = []
+    write = benchmark.write
+    monkeypatch.setattr(benchmark, "write", lambda: seen.append(json.loads(write().read_text())["parts"]))
+    benchmark.run(["copies"])
+    benchmark.close()
+    assert seen[-1] == {"copies": {"status": "under way", "repeats": 2}}
+
+
 def test_bars_are_met_missed_or_not_measured() -> None:
-    assert [row["met"] for row in gpu.check_bars(MEASURED)] == [True, False, True, True, True, False, True]
-    assert [row["met"] for row in gpu.check_bars({})] == [None] * 7
-    short = MEASURED | {"steps": {"slowdown_percent": 1.0, "step_longer_than_copy": False}}
-    assert gpu.check_bars(short)[-1]["met"] is None
+    met = {row["bar"]: row["met"] for row in gpu.check_bars(MEASURED) if row["met"] is not None}
+    assert met == {
+        "copies of large tensors >= 95%": True,
+        "copies of 32 KiB >= 95%": False,
+        "trainer held <= 5 ms for 16 GiB": False,
+        "first save: only named device memory": True,
+        "first save: no device memory of torch's": True,
+        "later saves: no device memory": True,
+        "later saves: no device memory of torch's": False,
+        "mean step slowed by < 3%": True,
+        "step while copies run slowed by < 3%": False,
+        "mean step while the disk writes slowed by < 3%": True,
+        "loads: no device memory of torch's": True,
+        "loads to the device >= 85% of the disk": False,
+        "trainer held <= 5 ms for 16 GiB, one connection": True,
+    }
+    assert all(row["met"] is None for row in gpu.check_bars({}))
+
+
+def results_of(date: str, parts: dict[str, Any], **values: str) -> dict[str, Any]:
+    made = {"of": "GPU", "gpu": "NVIDIA X1", "date": date, "commit": "c", "native_module": "built here"}
+    return made | values | {"parts": parts, "bars": []}
+
+
+def test_results_of_two_calls_merge_and_the_latest_that_was_done_stays(tmp_path: Path) -> None:
+    done, late = {"status": "done"}, {"status": "ended after its 9 s"}
+    found = [
+        results_of("2", {"held": late, "steps": {"status": "done", "repeats": 2}}, native_module="as found"),
+        results_of("1", {"copies": {"status": "done"} | MEASURED["copies"], "held": done, "steps": done}),
+    ]
+    paths = [tmp_path / f"{number}.json" for number in range(2)]
+    for path, results in zip(paths, found, strict=True):
+        path.write_text(json.dumps(results))
+    merged, path = gpu.merge_files(paths, tmp_path)
+    assert json.loads(path.read_text()) == merged and path.name.startswith("gpu-x1-")
+    assert merged["parts"]["held"] == done and merged["parts"]["steps"]["repeats"] == 2
+    assert merged["native_module"] == ["built here", "as found"]
+    assert [row["met"] for row in merged["bars"]][:2] == [True, False]
+    assert gpu.main(["--merge", *map(str, paths), "--out", str(tmp_path)]) == 0
+
+
+def test_results_of_different_gpus_do_not_merge() -> None:
+    with pytest.raises(ValueError, match=r"different machines: NVIDIA X1, NVIDIA X2"):
+        gpu.merge([results_of("1", {}), results_of("2", {}, gpu="NVIDIA X2")])
+
+
+def test_a_call_is_over_within_8_minutes_and_both_are_all() -> None:
+    assert gpu.CALL_SECONDS < 460
+    assert set(gpu.CALLS[1]) | set(gpu.CALLS[2]) == gpu.PART_SECONDS.keys()
+    for call in gpu.CALLS:
+        parsed = gpu.parse(["--call", str(call), "--spent", "40"])
+        assert tuple(parsed.parts) == gpu.CALLS[call]
+        *others, last = (gpu.PART_SECONDS[part] for part in parsed.parts)
+        assert gpu.CALL_SECONDS - 35 - sum(others) >= min(last, 150)  # 35 s for the build
+        assert parsed.budget == 415
+    assert gpu.parse([]).budget == sum(gpu.PART_SECONDS.values())
 
 
 def test_results_of_a_gpu_go_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,6 +248,25 @@ def test_counters_tell_what_was_moved(engines: Engines, tmp_path: Path) -> None:
     save.expect(Milestone.RELEASED)
 
 
+def test_a_back_end_that_discards_leaves_no_footer(engines: Engines, tmp_path: Path) -> None:
+    copies = [Copy(random_bytes(300 * KIB), 0)]
+    save = Save(engines(backend="discard", checksums=True), tmp_path / "data", copies)
+    save.job.close_input()
+    save.expect(Milestone.WRITTEN)
+    assert save.status["bytes_written"] == save.end
+    assert len(save.job.block_checksums()) > 0  # all of a save happens but for the writes
+    assert save.path.stat().st_blocks == 0  # no space was reserved either
+    save.engine.finish(job=save.job, footer=FOOTER, offset=save.end)
+    assert save.reaches(Milestone.RELEASED)
+    assert "write back end keeps nothing" in save.error
+    assert save.status["durable_at"] < 0
+    assert save.path.stat().st_size == 0
+
+
+def test_a_back_end_that_discards_is_not_among_those_that_keep() -> None:
+    assert "discard" not in native.write_backends()
+
+
 def test_a_back_end_that_does_not_exist_is_refused_by_name(engines: Engines) -> None:
     with pytest.raises(OSError, match=r"carrier pigeon.*no such back end; there is pwrite"):
         engines(backend="carrier pigeon")

@@ -34,6 +34,16 @@ def test_a_first_save_that_fails_leaves_no_checkpoint(tmp_path, step, mutability
         Checkpoint.open(tmp_path / "c", OPTIONS)
 
 
+def test_a_save_whose_bytes_are_discarded_is_never_published(tmp_path):
+    """The back end that measures copies: set by mistake, it must not pass for a checkpoint."""
+    saver = new_saver(backend="discard")
+    publication = save(saver, tmp_path / "c", FIRST, {"x": 1})
+    saver.close()
+    assert publication.outcome is Outcome.FAILED
+    assert "its write back end keeps nothing" in publication.error
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_a_later_save_that_fails_leaves_the_earlier_one(tmp_path, step):
     saver = new_saver()

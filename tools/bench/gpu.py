@@ -1,15 +1,15 @@
 """What a save costs a GPU that trains; run by gpu.sh, which see.
 
-Runs each part (tests, copies, held time, steps, pipeline, Megatron) in a process of its own and within its
-own time, so that a part that fails, hangs or is late loses no other. Writes one JSON file, anew after each
-part, and prints a table. This process imports no torch.
+Runs each part (tests, page-locking, copies, held time, steps, loads, pipeline, Megatron) in a process of its
+own and within its own time, so that a part that fails, hangs or is late loses no other. Writes one JSON file,
+anew after each part, and prints a table. Two calls (--call) make one whole: once both files are in one folder
+they are merged, there and by --merge. This process imports no torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import datetime
 import json
 import os
@@ -19,87 +19,94 @@ import signal
 import subprocess
 import sys
 import tempfile
-import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # as a script has it, for tests that import this
+
+import machine
+from gpu_results import FINE, ONE, check_bars, merge, print_table, read_told
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FAKE = "DATASTATES_BENCH_FAKE"
+FAKE_FOLDER = "DATASTATES_BENCH_FAKE_FOLDER"
+MEMORY = "DATASTATES_BENCH_MEMORY_GIB"  # see gpu_saves.py
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 MEANINGLESS = "fake CUDA driver over host memory: a try of the code, its numbers mean nothing"
 
 # Seconds at most, the start of a process included; in this order. The last gets what the others left.
 PART_SECONDS = {
     "machine": 30.0,
-    "tests": 80.0,
-    "copies": 60.0,
-    "held": 60.0,
-    "steps": 50.0,
-    "pipeline": 45.0,
-    "loads": 40.0,
+    "tests": 110.0,
+    "page_locking": 50.0,
+    "copies": 90.0,
+    "held": 110.0,
+    "steps": 60.0,
+    "loads": 35.0,
+    "pipeline": 30.0,
+    f"copies{ONE}": 40.0,
+    f"held{ONE}": 60.0,
+    f"steps{ONE}": 45.0,
     "megatron": 200.0,
 }
-_FINE = ("done", "left out: megatron")
+# What fits into two commands on a machine that is lent for less than 8 minutes at a time.
+CALLS = {
+    1: ("machine", "tests", "page_locking", "copies", "held"),
+    2: ("steps", "loads", "pipeline", f"copies{ONE}", f"held{ONE}", f"steps{ONE}", "megatron"),
+}
+CALL_SECONDS = 455.0
+_LOOK_SECONDS = 5.0
 _LEAST_SECONDS = 10.0  # a part is not begun with less
 _MEASURING = 0.75  # of a part's seconds; the rest is for its start and its end
+_MOST_LOG_BYTES = 1 << 20  # of one part's output that failed
+_TMPFS = Path("/dev/shm")
 
 
-@dataclasses.dataclass(frozen=True)
-class Bar:
-    """One thing that must hold, of a value in one part's results."""
+def run_process(
+    command: Sequence[str],
+    seconds: float,
+    log: Path,
+    environment: Mapping[str, str] | None = None,
+    look: Callable[[], None] = lambda: None,
+) -> str:
+    """Runs a command, with all that it starts, for at most so long; returns how it ended.
 
-    name: str
-    part: str
-    path: tuple[str, ...]
-    holds: Callable[[float], bool]
-
-
-BARS = (
-    Bar("copy rate >= 95% of a bare loop", "copies", ("engine_to_bare",), lambda x: x >= 0.95),
-    Bar("trainer held <= 5 ms for 16 GiB", "held", ("cases", "16 GiB", "held_ms"), lambda x: x <= 5),
-    Bar("no device memory, by the driver", "held", ("device_bytes_by_driver",), lambda x: x == 0),
-    Bar("no device memory, by torch", "held", ("device_bytes_by_torch",), lambda x: x == 0),
-    Bar("no device memory for loads, by torch", "loads", ("device_bytes_by_torch",), lambda x: x == 0),
-    Bar("loads to the device >= 85% of the disk", "loads", ("device_to_disk",), lambda x: x >= 0.85),
-    Bar("longer step slowed by < 3%", "steps", ("slowdown_percent",), lambda x: x < 3),
-)
-
-
-def check_bars(parts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Each bar with its measured value and whether it is met; None where it was not measured."""
-    checked = []
-    for bar in BARS:
-        value: Any = parts.get(bar.part, {})
-        for key in bar.path:
-            value = value.get(key) if isinstance(value, dict) else None
-        met = None if value is None else bool(bar.holds(value))
-        checked.append({"bar": bar.name, "measured": value, "met": met})
-    steps = parts.get("steps", {})
-    if steps.get("step_longer_than_copy") is False:
-        checked[-1]["met"] = None  # the step was no longer than the copy after all
-    return checked
-
-
-def run_process(command: Sequence[str], seconds: float, log: Path) -> str:
-    """Runs a command, with all that it starts, for at most so long; says how it ended."""
+    Meanwhile it calls `look` every few seconds.
+    """
+    end = time.monotonic() + seconds
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            env=environment,
         )
         try:
-            code = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return f"ended after its {seconds:.0f} s"
+            while (code := _ended(process, min(_LOOK_SECONDS, end - time.monotonic()))) is None:
+                if time.monotonic() >= end:
+                    return f"ended after its {seconds:.0f} s"
+                look()
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # workers that it left behind, too
+                os.killpg(process.pid, signal.SIGKILL)  # workers that it left, too
             process.wait()
     if code:
         last = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         return f"failed with {code}: {' | '.join(last[-3:])}"
     return "done"
+
+
+def _ended(process: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """Its exit status, or None if it has not ended by then."""
+    try:
+        return process.wait(max(seconds, 0.0))
+    except subprocess.TimeoutExpired:
+        return None
 
 
 class Benchmark:
@@ -108,8 +115,10 @@ class Benchmark:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
         self._end = time.monotonic() + arguments.budget
-        self._logs = Path(tempfile.mkdtemp(prefix="datastates-bench-logs-"))
+        self._gpu = None if arguments.fake else (machine.gpu() or {}).get("name")
+        self.logs = Path(tempfile.mkdtemp(prefix="datastates-bench-logs-"))
         self.parts: dict[str, Any] = {}
+        self.results: dict[str, Any] = {}
 
     def run(self, parts: Sequence[str]) -> None:
         """One part, or several that share a process."""
@@ -120,7 +129,7 @@ class Benchmark:
             return
         self._say(f"{', '.join(parts)} ...")
         begin = time.monotonic()
-        log = self._logs / f"gpu-{parts[0]}.log"
+        log = self.logs / f"gpu-{parts[0]}.log"
         if parts == ["tests"]:
             self._test(seconds, log)
         else:
@@ -129,11 +138,16 @@ class Benchmark:
             self.parts[part]["seconds"] = round(time.monotonic() - begin, 1)
             self._say(f"{part}: {self.parts[part]['status']}")
         if "OUT" in os.environ and not all(self.parts[part]["status"] == "done" for part in parts):
-            self._arguments.out.mkdir(parents=True, exist_ok=True)
-            shutil.copy(log, self._arguments.out / log.name)  # for whoever is not on that machine
+            self._keep(log)
+
+    def _keep(self, log: Path) -> None:
+        """Adds the output of a part that failed to one file: a lent machine returns few."""
+        self._arguments.out.mkdir(parents=True, exist_ok=True)
+        with (self._arguments.out / "gpu-failed.log").open("ab") as kept:
+            kept.write(f"==== {log.name}\n".encode() + log.read_bytes()[-_MOST_LOG_BYTES:])
 
     def _test(self, seconds: float, log: Path) -> None:
-        settings = self._logs / "pytest.ini"  # those of setup.cfg ask for newer pytest than may be there
+        settings = self.logs / "pytest.ini"  # those of setup.cfg ask for newer pytest than may be there
         settings.write_text(
             "[pytest]\naddopts = -ra --import-mode=importlib -p no:cacheprovider\n"
             "timeout = 60\ntmp_path_retention_policy = none\n"  # their files are large
@@ -149,13 +163,20 @@ class Benchmark:
 
     def _measure(self, parts: Sequence[str], seconds: float, log: Path) -> None:
         folder = Path(tempfile.mkdtemp(prefix="datastates-bench-", dir=self._arguments.folder))
-        told = self._logs / f"{parts[0]}.jsonl"
+        told = self.logs / f"{parts[0]}.jsonl"
         command = [sys.executable, str(HERE / "gpu_part.py"), *parts, "--into", str(told)]
         command += ["--folder", str(folder), "--seconds", f"{_MEASURING * seconds:.1f}"]
+
+        def look() -> None:  # what a kill of all of this would lose is no more than a few seconds' results
+            found = read_told(told)
+            self.parts |= {part: {"status": "under way"} | found.get(part, {}) for part in parts}
+            self.write()
+
         try:
-            status = run_process(command, seconds, log)
+            status = run_process(command, seconds, log, _environment(parts), look)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(_TMPFS / folder.name, ignore_errors=True)  # see gpu_saves.tmpfs
         results = read_told(told)
         for part in parts:
             found = results.get(part, {})
@@ -169,42 +190,57 @@ class Benchmark:
             print(*log.read_text(errors="replace").splitlines()[-25:], sep="\n", flush=True)
 
     def write(self) -> Path:
-        """Writes the file, so that a kill loses no more than the part under way."""
+        """Writes the file anew, whole."""
         arguments = self._arguments
-        results = {
+        gpu = self._gpu or (self.parts.get("machine", {}).get("gpu") or {}).get("name", "unknown")
+        self.results = {
             "of": MEANINGLESS if arguments.fake else "GPU",
+            "gpu": "none" if arguments.fake else gpu,
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "commit": _commit(),
             "native_module": arguments.native,
             "bars": check_bars(self.parts),
             "parts": self.parts,
         }
-        gpu = (self.parts.get("machine", {}).get("gpu") or {}).get("name", "unknown")
-        name = "fake" if arguments.fake else re.sub(r"[^a-z0-9]+", "-", gpu.lower().replace("nvidia ", ""))
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        path = arguments.out / f"gpu-{name}-{datetime.date.today()}.json"
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(results, indent=1) + "\n")
-        partial.replace(path)
-        return path
+        call = f"-call{arguments.call}" if arguments.call else ""
+        return _store(self.results, arguments.out, call)
 
     def _say(self, text: str) -> None:
         print(f"gpu.py: {text}", flush=True)
 
     def close(self) -> None:
-        shutil.rmtree(self._logs, ignore_errors=True)
+        shutil.rmtree(self.logs, ignore_errors=True)
 
 
-def read_told(path: Path) -> dict[str, dict[str, Any]]:
-    """Results by part; a line that was cut off is none."""
-    results: dict[str, dict[str, Any]] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            values = json.loads(line)
-        except ValueError:
-            continue
-        results.setdefault(values.pop("part"), {}).update(values)
-    return results
+def _environment(parts: Sequence[str]) -> dict[str, str]:
+    """Of a part's process. CUDA reads the number of its connections once, when it starts."""
+    environment = dict(os.environ)
+    environment.pop(_CONNECTIONS, None)
+    return environment | ({_CONNECTIONS: "1"} if parts[0].endswith(ONE) else {})
+
+
+def _store(results: Mapping[str, Any], folder: Path, suffix: str = "") -> Path:
+    gpu = re.sub(r"[^a-z0-9]+", "-", str(results["gpu"]).lower().replace("nvidia ", ""))
+    name = "fake" if results["of"] == MEANINGLESS else gpu
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"gpu-{name}-{datetime.date.today()}{suffix}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(results, indent=1) + "\n")
+    partial.replace(path)
+    return path
+
+
+def merge_files(paths: Sequence[Path], folder: Path) -> tuple[dict[str, Any], Path]:
+    """Results of several calls, and the file that they are now in together."""
+    merged = merge([json.loads(path.read_text()) for path in paths])
+    return merged, _store(merged, folder)
+
+
+def _calls_beside(path: Path) -> list[Path]:
+    """The files of all calls on the same GPU and day, if every one is there."""
+    start = path.stem.rpartition("-call")[0]
+    paths = [path.with_name(f"{start}-call{call}.json") for call in CALLS]
+    return paths if start and all(one.exists() for one in paths) else []
 
 
 def _commit() -> str | None:
@@ -213,40 +249,28 @@ def _commit() -> str | None:
     return found.stdout.strip() or None if found.returncode == 0 else None
 
 
-def print_table(parts: Mapping[str, Any], fake: bool) -> None:
-    for part, results in parts.items():
-        print(f"{part}: {results['status']}")
-        for name, values in _tables(results):
-            shown = [f"{key} {_short(value)}" for key, value in values.items() if _short(value)]
-            print(*textwrap.wrap(f"{name}: {', '.join(shown)}", 110, subsequent_indent="    "), sep="\n")
-    print()
-    for row in check_bars(parts):
-        met = {True: "met", False: "NOT MET", None: "not measured"}[row["met"]]
-        print(f"{row['bar']:<42} {_short(row['measured']) or '-':>12}   {'means nothing' if fake else met}")
-
-
-def _tables(nested: Mapping[str, Any], name: str = "") -> list[tuple[str, Mapping[str, Any]]]:
-    """Every dictionary in the results that holds numbers itself."""
-    found = [("  " + (name or "all"), nested)] if any(map(_short, nested.values())) else []
-    for key, value in nested.items():
-        if isinstance(value, dict):
-            found += _tables(value, f"{name} {key}".strip())
-    return found
-
-
-def _short(value: Any) -> str:
-    return f"{value:.5g}" if isinstance(value, int | float) else ""
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fake", action="store_true", help="a tiny try on the fake driver, without a GPU")
     parser.add_argument("--out", type=Path, help="folder of the results' file")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="disk to measure")
-    parser.add_argument("--budget", type=float, default=440.0, help="seconds for everything")
-    parser.add_argument("--parts", nargs="+", choices=PART_SECONDS, default=list(PART_SECONDS))
+    parser.add_argument("--call", type=int, choices=CALLS, help="half of the parts, for less than 8 minutes")
+    parser.add_argument("--parts", nargs="+", choices=PART_SECONDS, help="these parts instead")
+    parser.add_argument(
+        "--memory", type=float, metavar="GIB", help="host memory, where the system shows less"
+    )
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, metavar="FILE", help="merge results; measure nothing"
+    )
+    parser.add_argument("--prebuilt", action="store_true", help="for gpu.sh: use the module carried in")
+    parser.add_argument("--budget", type=float, help="seconds for everything")
+    parser.add_argument("--spent", type=float, default=0.0, help="seconds of a call that are over")
     parser.add_argument("--native", default="as found", help="where the native module came from; noted")
     parsed = parser.parse_args(arguments)
+    parsed.parts = parsed.parts or CALLS.get(parsed.call, PART_SECONDS)
+    if parsed.budget is None:
+        whole = sum(PART_SECONDS[part] for part in parsed.parts)
+        parsed.budget = CALL_SECONDS - parsed.spent if parsed.call else whole
     if parsed.out is None:
         kept = HERE / "results" if not parsed.fake else ROOT / "build" / "bench"
         parsed.out = kept if parsed.fake or "OUT" not in os.environ else Path(os.environ["OUT"])
@@ -254,16 +278,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: every part was done, or left out for want of Megatron. Bars are told, not judged."""
+    """Returns 0 if every part was done, or left out for want of Megatron, whatever bars were met."""
     parsed = parse(arguments)
+    if parsed.merge:
+        results, path = merge_files(parsed.merge, parsed.out)
+        print_table(results, results["of"] == MEANINGLESS)
+        print(f"gpu.py: merged into {path}")
+        return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what is under way is ended, its folder removed
     parts = [part for part in PART_SECONDS if part in parsed.parts]
     groups = [[part] for part in parts]
+    benchmark = Benchmark(parsed)
     if parsed.fake:
         os.environ[FAKE] = "1"
-        groups = [[part for part in parts if part != "tests"]]  # in one process: they are tiny
+        os.environ[FAKE_FOLDER] = str(benchmark.logs)
+        # In one process: they are tiny. The others show that they get an environment of their own.
+        groups = [[part for part in parts if part != "tests" and not part.endswith(ONE)]]
+        groups.append([part for part in parts if part.endswith(ONE)])
+    if parsed.memory:
+        os.environ[MEMORY] = str(parsed.memory)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    benchmark = Benchmark(parsed)
     try:
         for group in filter(None, groups):
             benchmark.run(group)
@@ -271,9 +305,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         path = benchmark.write()
     finally:
         benchmark.close()
-    print_table(benchmark.parts, parsed.fake)
+    results = benchmark.results
+    if beside := _calls_beside(path):
+        results, path = merge_files(beside, parsed.out)
+    print_table(results, parsed.fake)
     print(f"gpu.py: {'of the ' + MEANINGLESS + '; ' if parsed.fake else ''}results are in {path}")
-    return int(not all(part["status"].startswith(_FINE) for part in benchmark.parts.values()))
+    return int(not all(part["status"].startswith(FINE) for part in benchmark.parts.values()))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,29 @@
 #!/usr/bin/env bash
 # On a machine with a GPU: builds the native module in place, runs tests/gpu and the GPU benchmark
-# (gpu.py), and writes one JSON file with both and the machine. Takes less than 8 minutes.
+# (gpu.py), and writes one JSON file with both and the machine. In two calls, each of which takes less than
+# 8 minutes:
 #
-#   tools/bench/gpu.sh [--fake] [arguments of gpu.py: see tools/bench/gpu.py --help]
+#   tools/bench/gpu.sh --call 1     the machine, tests, page-locking, copies, held time
+#   tools/bench/gpu.sh --call 2     steps, loads, whole saves, CUDA_DEVICE_MAX_CONNECTIONS=1, Megatron's ways
+#   tools/bench/gpu.sh [--fake] [--prebuilt] [arguments of gpu.py: see tools/bench/gpu.py --help]
 #
 # --fake tries all of it but the tests where there is no GPU: on the fake CUDA driver of tests/native, at
 # a tiny size. Its numbers mean nothing, and go to build/bench.
 #
-# Results go to $OUT if that is set (with the output of parts that failed), else to tools/bench/results.
+# Results go to $OUT if that is set, else to tools/bench/results: gpu-NAME-DATE-call1.json and -call2.json,
+# and gpu-failed.log with the output of parts that failed. A call that finds the other's file beside its own
+# merges both into gpu-NAME-DATE.json. If each ran on a machine of its own, merge them where they came to:
+#
+#   python3 tools/bench/gpu.py --merge FILE-call1.json FILE-call2.json
+#
+# On a machine that is lent for one command at a time, with what .whl holds (below) carried along, each of
+# these is one whole command, to be given 480 s; $OUT is then set, and what comes back is 3 files at most:
+#
+#   bash tools/bench/gpu.sh --call 1 --memory 128
+#   bash tools/bench/gpu.sh --call 2 --memory 128
+#
+# --memory says how much host memory such a machine has in the end, if its system shows less at first.
+#
 # PYTHON names the Python (python3). Needs no network and no installation of this package: only a Python
 # with torch, numpy, psutil, pytest, pytest-timeout, setuptools, cmake and ninja, and a C++ compiler.
 #
@@ -19,20 +35,25 @@
 #     --platform manylinux_2_39_x86_64 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
 #     --platform manylinux2014_x86_64 -d .whl -r tools/bench/gpu-wheels.txt
 #
-# Without Megatron the comparison with it is left out, and said to be. A native module that is there
-# already serves where it cannot be built.
+# Without Megatron the comparison with it is left out, and said to be.
 #
-# Ends with 3 where there is no GPU, with 1 where the build, a test or a part of the benchmark fails.
+# A native module that was built elsewhere, for the same Python, can be carried too: $PREBUILT, or else
+# .whl/_native*.so (cp megatron_datastates/engine/_native*.so .whl/). It serves where the module cannot be
+# built, or with --prebuilt instead of a build; without one, a module that is in place already does. The
+# results say which it was.
+#
+# Ends with 3 where there is no GPU, with 1 where a test or a part of the benchmark fails.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 python=${PYTHON:-python3}
 wheels=${WHEELS:-.whl}
-fake=
+fake= prebuilt=
 for argument in "$@"; do
   case $argument in
     -h | --help) sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"; exit 0 ;;
     --fake) fake=1 ;;
+    --prebuilt) prebuilt=1 ;;
   esac
 done
 
@@ -57,15 +78,38 @@ if [ -z "$fake" ] &&
   exit 3
 fi
 
+suffix=$("$python" -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+carried=${PREBUILT:-$(compgen -G "$wheels/_native*$suffix" | head -n 1 || true)}
+
+build() {
+  timeout 150 "$python" setup.py -q build_ext --inplace >"$work/build" 2>&1
+}
+
+place_carried() { # whole, and as if it were old, so that any later build replaces it
+  [ -n "$carried" ] && [ -f "$carried" ] || return 1
+  local target=megatron_datastates/engine/_native$suffix
+  cp "$carried" "$target.carried" && touch -d 2000-01-01 "$target.carried" && mv "$target.carried" "$target"
+}
+
 native="as found"
-if [ -z "$fake" ]; then
+if [ -n "$prebuilt" ]; then
+  place_carried || {
+    echo "gpu.sh: --prebuilt, and there is no \$PREBUILT and no $wheels/_native*$suffix" >&2
+    exit 1
+  }
+  native="carried in, as asked for"
+elif [ -z "$fake" ]; then
   echo "gpu.sh: building"
-  if timeout 150 "$python" setup.py -q build_ext --inplace >"$work/build" 2>&1; then
+  if build; then
     native="built here"
   else
     tail -n 40 "$work/build" >&2
-    native="as found: it could not be built here"
-    echo "gpu.sh: the native module was not built" >&2
+    if place_carried; then
+      native="carried in: it could not be built here"
+    else
+      native="as found: it could not be built here"
+    fi
+    echo "gpu.sh: the native module was not built: $native" >&2
   fi
 fi
 "$python" -c 'import megatron_datastates.pipeline.saver' || {
@@ -73,7 +117,7 @@ fi
   exit 1
 }
 
-"$python" tools/bench/gpu.py --budget $((455 - SECONDS)) --native "$native" "$@" &
+"$python" tools/bench/gpu.py --spent "$SECONDS" --native "$native" "$@" &
 child=$!
 trap 'kill -TERM $child 2>/dev/null; wait $child; exit 1' TERM INT
 wait $child

@@ -5,21 +5,19 @@ On the fake one all of the benchmark's code runs as on a GPU, and none of its nu
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parents[2]
+FAKE_FOLDER = "DATASTATES_BENCH_FAKE_FOLDER"  # where the fake driver is built, once for all processes
 FAKE = "DATASTATES_BENCH_FAKE"  # set for the processes of a try without a GPU, those they start included
 IS_FAKE = os.environ.get(FAKE) == "1"
 _FAKE_FREE_BYTES = 64 << 20
+# The hardware queues that CUDA may use, where that was limited before this process began: it is read once.
+CONNECTIONS = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
 
 if IS_FAKE:
     # As this module is imported: a process that Megatron spawns imports the main module again, no more.
@@ -30,7 +28,7 @@ if IS_FAKE:
 
 import torch  # noqa: E402
 
-from megatron_datastates.config import MIB, Options  # noqa: E402
+from megatron_datastates.config import Options  # noqa: E402
 
 Run = tuple[int, int]  # address and bytes of a source
 
@@ -39,8 +37,11 @@ class Device:
     """The one device of this process, with a context on the calling thread."""
 
     def __init__(self, folder: Path) -> None:
-        self.driver = _fake_driver(folder) if IS_FAKE else "libcuda.so.1"
-        if not IS_FAKE:
+        self.driver = "libcuda.so.1"
+        if IS_FAKE:
+            self._fake = _fake_driver(folder)
+            self.driver = self._fake.path
+        else:
             torch.cuda.init()
             torch.zeros(1, device="cuda")
         self._held = 0
@@ -52,8 +53,14 @@ class Device:
         """Free memory of the whole device, by the driver."""
         return _FAKE_FREE_BYTES if IS_FAKE else int(torch.cuda.mem_get_info()[0])
 
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
+        """These may be copied to by address: on the fake device, no memory may that it does not know."""
+        if IS_FAKE:
+            for storage in (tensor.untyped_storage() for tensor in tensors):
+                self._fake.adopt(storage.data_ptr(), storage.nbytes())
+
     def peak_bytes(self) -> int:
-        """The most that torch's allocator has given out since `reset_peak`, beyond what it gave out then."""
+        """The most that torch's allocator has lent since `reset_peak`, beyond what it had lent then."""
         return 0 if IS_FAKE else int(torch.cuda.max_memory_allocated()) - self._held
 
     def reset_peak(self) -> None:
@@ -62,17 +69,18 @@ class Device:
             self._held = int(torch.cuda.memory_allocated())
 
 
-def _fake_driver(folder: Path) -> str:
+def _fake_driver(folder: Path) -> Any:
     """Builds it, and makes every source that a save finds in host memory one of the fake device."""
     sys.path.insert(0, str(ROOT))
-    from megatron_datastates.engine import staging
-    from megatron_datastates.providers.tensors import Structure
-    from tests.native.fake_cuda.driver import FakeCuda, build
+    import pytest
 
-    driver = FakeCuda(build(folder))
-    Structure.devices = lambda self: [0] * len(self.keys)
-    staging._current_device = lambda: 0
-    return driver.path
+    from tests.native.fake_cuda.driver import FakeCuda, build
+    from tests.native.fake_cuda.provider import label_as_device
+
+    label_as_device(pytest.MonkeyPatch())  # for as long as this process lives
+    folder = Path(os.environ.get(FAKE_FOLDER, folder))
+    library = folder / "libfakecuda.so"
+    return FakeCuda(library if library.exists() else build(folder))
 
 
 def make_memory(size: int) -> torch.Tensor:
@@ -90,6 +98,21 @@ def make_shard(size: int, count: int) -> dict[str, torch.Tensor]:
     return cut(make_memory(size), count)
 
 
+def make_small(count: int) -> dict[str, torch.Tensor]:
+    """That many tensors of 512 B to 8 KiB, not adjacent: biases, norms, scales."""
+    sizes = [512 << (i % 5) for i in range(count)]
+    memory = make_memory(sum(sizes) + 512 * count)
+    tensors, at = {}, 0
+    for i, size in enumerate(sizes):
+        tensors[f"tensor{i}"] = memory[at : at + size]
+        at += size + 512
+    return tensors
+
+
+def bytes_of(shard: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in shard.values())
+
+
 def runs_of(shard: dict[str, torch.Tensor], most_bytes: int) -> list[Run]:
     """The bytes of the tensors, cut to at most so many a run."""
     return [
@@ -97,62 +120,3 @@ def runs_of(shard: dict[str, torch.Tensor], most_bytes: int) -> list[Run]:
         for tensor in shard.values()
         for at in range(0, tensor.nbytes, most_bytes)
     ]
-
-
-class BareCopies:
-    """The least that copying to the host can cost, into page-locked memory of the same size.
-
-    A loop of cuMemcpyDtoHAsync, which is what cudaMemcpyAsync becomes, without torch.
-    """
-
-    def __init__(self, driver: str, size: int) -> None:
-        self._driver = ctypes.CDLL(driver)
-        word, pointer = ctypes.c_size_t, ctypes.c_void_p
-        self._copy = self._find("cuMemcpyDtoHAsync", pointer, ctypes.c_ulonglong, word, pointer)
-        self._record = self._find("cuEventRecord", pointer, pointer)
-        self._await = self._find("cuEventSynchronize", pointer)
-        self._unlock = self._find("cuMemHostUnregister", pointer)
-        self._stream, self._event = pointer(), pointer()
-        make_stream = self._find("cuStreamCreateWithPriority", pointer, ctypes.c_uint, ctypes.c_int)
-        make_event = self._find("cuEventCreate", pointer, ctypes.c_uint)
-        _check(make_stream(ctypes.addressof(self._stream), 1, 0), "cuStreamCreateWithPriority")
-        _check(make_event(ctypes.addressof(self._event), 2), "cuEventCreate")
-        self._memory = mmap.mmap(-1, -(-size // MIB) * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self._address = int(np.frombuffer(self._memory, np.uint8).ctypes.data)
-        lock = self._find("cuMemHostRegister", pointer, word, ctypes.c_uint)
-        _check(lock(self._address, len(self._memory), 1), "cuMemHostRegister")
-
-    def _find(self, name: str, *arguments: Any) -> Any:
-        """A function of the driver, with the signature that CUDA 12.0 gave it, as cuda/device/driver.cc."""
-        found = ctypes.c_void_p()
-        _check(
-            self._driver.cuGetProcAddress_v2(
-                name.encode(), ctypes.byref(found), 12000, ctypes.c_ulonglong(0), None
-            ),
-            name,
-        )
-        return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(found.value)
-
-    def seconds(self, runs: Sequence[Run]) -> float:
-        """From the first call until the last byte is there. The device must be idle."""
-        targets = (self._address + np.cumsum([0, *(size for _, size in runs[:-1])])).tolist()
-        work = [(target, source, size) for target, (source, size) in zip(targets, runs, strict=True)]
-        copy, stream = self._copy, self._stream
-        begin = time.perf_counter()
-        worst = 0
-        for target, source, size in work:
-            worst = copy(target, source, size, stream) or worst
-        _check(worst, "cuMemcpyDtoHAsync")
-        _check(self._record(self._event, self._stream), "cuEventRecord")
-        _check(self._await(self._event), "cuEventSynchronize")
-        return time.perf_counter() - begin
-
-    def close(self) -> None:
-        """Unlocks the memory; the stream stays, it holds none."""
-        _check(self._unlock(self._address), "cuMemHostUnregister")
-
-
-def _check(code: int, call: str) -> None:
-    if code:
-        raise RuntimeError(f"{call} failed with CUDA error {code}")

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import disk
 import torch
-from gpu_device import IS_FAKE, Device, make_shard
-from gpu_saves import SLOT, Saving, Shard, Tell, fitting, medians, rounds
+from gpu_device import IS_FAKE, Device, bytes_of, make_shard
+from gpu_saves import SMALL_POOL, Saving, Shard, Tell, fitting, medians, rounds
 
 from megatron_datastates.config import GIB, MIB
 from megatron_datastates.engine.reader import SLOT_BYTES
@@ -19,10 +19,11 @@ from megatron_datastates.plan.reads import plan_slice
 
 def measure_loads(device: Device, folder: Path, small: bool, until: float, tell: Tell) -> None:
     """Whole loads of one rank's file: to the device, and to host memory that is already there."""
-    size = fitting([16 * MIB] if small else [4 * GIB, GIB], device, folder)[0]
-    shard = make_shard(size, 20 if small else 500)
-    total = sum(tensor.nbytes for tensor in shard.values())
-    saving = Saving(device, folder, 64 * SLOT)
+    # On the device twice; in host memory once, beside the page cache of what is read.
+    sizes, left_out = fitting([16 * MIB] if small else [GIB, 4 * GIB], device, folder)
+    shard = make_shard(sizes[-1], 20 if small else 500)
+    total = bytes_of(shard)
+    saving = Saving(device, folder, SMALL_POOL)
     directory = saving.kept(shard)
     saving.close()
     targets = {
@@ -30,6 +31,7 @@ def measure_loads(device: Device, folder: Path, small: bool, until: float, tell:
         "to_host": {key: torch.zeros(tensor.shape, dtype=tensor.dtype) for key, tensor in shard.items()},
     }
     tell(bytes=total, tensors=len(shard), slot_bytes=SLOT_BYTES, caches_dropped=disk.drop_caches())
+    tell(left_out=left_out)
     samples = []
     for number in rounds(until, 1 if small else 7):
         sample = {"disk": _read_by_the_disk(folder, total, small)}
@@ -53,6 +55,8 @@ def measure_loads(device: Device, folder: Path, small: bool, until: float, tell:
 
 def _load(device: Device, directory: Path, targets: Shard, on_device: bool) -> float:
     """Seconds until all is there and checked."""
+    if on_device:
+        device.adopt(targets.values())
     torch.cuda.synchronize()
     begin = time.perf_counter()
     checkpoint = Checkpoint.open(directory, device.options())

@@ -1,7 +1,9 @@
 """Megatron's own torch_dist and this package on one state, through `dist_checkpointing.save`.
 
-What a trainer is held counts the same for all: the call of save, scheduling the request, the fence before
-the next step (ours only), and every poll, with what Megatron runs to finalize.
+What a trainer is held counts the same for all: the call of save, scheduling the request, the first poll, the
+fence before the next step (ours only; with what the stream waits), and every later poll, with what Megatron
+runs to finalize. Every other round a `torch.cuda.synchronize()`, as Megatron's timers do it, follows the save
+and counts too.
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_device import IS_FAKE, Device, make_shard
-from gpu_saves import SLOT, Tell, medians, rounds
+from gpu_device import CONNECTIONS, IS_FAKE, Device, bytes_of, make_shard
+from gpu_held import Work
+from gpu_saves import StreamWait, Tell, fitting, medians, rounds, timed
 
 from megatron_datastates.config import GIB, MIB
 
 _PATIENCE = 120.0  # seconds
 _FIRST = 45.0  # seconds; a first save starts a process that imports Megatron
 _STEP = 0.02  # seconds from poll to poll, as of a trainer with short steps
+_PARTS = ("returned", "synchronize", "fence", "stream_wait", "polls")
 
 
 @dataclasses.dataclass
@@ -41,14 +45,42 @@ class Way:
     has_worker: bool = False  # a process that lives from save to save
     saves: int = 0
 
-    def save(self, state: Callable[[], dict[str, Any]], directory: Path) -> dict[str, float]:
-        """One save; seconds of its parts."""
-        from megatron.core import dist_checkpointing
-
+    def save(
+        self,
+        state: Callable[[], dict[str, Any]],
+        directory: Path,
+        work: Callable[[], None],
+        synchronize: bool = True,
+    ) -> dict[str, float]:
+        """One save; seconds of its parts. `work` stands for the next forward and backward."""
         directory.mkdir()
         sharded = state()
         torch.cuda.synchronize()
         begin = time.perf_counter()
+        parts = {"synchronize": 0.0, "polls": 0.0}
+        with timed(parts, "returned"):
+            self._start(sharded, directory)
+        if synchronize:
+            with timed(parts, "synchronize"):
+                torch.cuda.synchronize()
+        finished = time.perf_counter() - begin
+        stream = StreamWait()
+        if self.queue is not None:
+            with timed(parts, "polls"):
+                self.queue.maybe_finalize_async_calls(blocking=False)
+            work()
+        with stream, timed(parts, "fence"):
+            self.fence()
+        if self.queue is not None:
+            self._poll(parts)
+            finished = time.perf_counter() - begin
+        parts["stream_wait"] = max(stream.seconds() - parts["fence"], 0.0)
+        self.saves += 1
+        return parts | {"held": sum(parts.values()), "finalized": finished}
+
+    def _start(self, sharded: dict[str, Any], directory: Path) -> None:
+        from megatron.core import dist_checkpointing
+
         request = dist_checkpointing.save(
             sharded,
             str(directory),
@@ -59,28 +91,18 @@ class Way:
         )
         if self.queue is not None:
             self.queue.schedule_async_request(request)
-        returned = time.perf_counter() - begin
-        self.fence()
-        held = fenced = time.perf_counter() - begin
-        if self.queue is not None:
-            held += self._poll()
-        self.saves += 1
-        durable = time.perf_counter() - begin
-        return {"returned": returned, "fence": fenced - returned, "held": held, "finalized": durable}
 
-    def _poll(self) -> float:
-        polled, deadline = 0.0, time.monotonic() + _PATIENCE
+    def _poll(self, parts: dict[str, float]) -> None:
+        deadline = time.monotonic() + _PATIENCE
         while self.queue.get_num_unfinalized_calls():
             assert time.monotonic() < deadline, f"{self.name}: the save does not end"
             time.sleep(_STEP)
-            before = time.perf_counter()
-            self.queue.maybe_finalize_async_calls(blocking=False)
-            polled += time.perf_counter() - before
-        return polled
+            with timed(parts, "polls"):
+                self.queue.maybe_finalize_async_calls(blocking=False)
 
 
 def measure_megatron(device: Device, folder: Path, small: bool, until: float, tell: Tell) -> None:
-    """All ways in turn, round by round. The first save of each, before that, tells memory and is not timed.
+    """All ways in turn, round by round. The first save of each, before that, shows what memory it takes.
 
     What ways share (helper processes, our pool) counts for the first that has it.
     """
@@ -91,8 +113,10 @@ def measure_megatron(device: Device, folder: Path, small: bool, until: float, te
         tell(status=f"left out: megatron-core does not import here ({error})")
         return
     _join_world(folder)
-    size, count = (8 * MIB, 30) if small else (2 * GIB, 600)
-    state = {key: _parameter(tensor) for key, tensor in make_shard(size, count).items()}
+    # In host memory at once: our two pools, what Megatron's ways copy, and what page cache they fill.
+    sizes, less = fitting([8 * MIB] if small else [GIB, 2 * GIB], device, folder, host_copies=6.0)
+    count = 30 if small else 600
+    state = {key: _parameter(tensor) for key, tensor in make_shard(sizes[-1], count).items()}
 
     def sharded() -> dict[str, Any]:
         from megatron.core.dist_checkpointing import ShardedTensor
@@ -101,15 +125,17 @@ def measure_megatron(device: Device, folder: Path, small: bool, until: float, te
             "iteration": 1
         }
 
-    total = sum(tensor.nbytes for tensor in state.values())
-    ways, left_out = _ways(device, total)
-    tell(bytes=total, tensors=count, tensors_left_to_the_fence=_lazy(state), left_out=left_out)
+    total = bytes_of(state)
+    ways, left_out = _ways(device)
+    tell(bytes=total, tensors=count, tensors_left_to_the_fence=_lazy(state), sizes_left_out=less)
+    tell(connections=CONNECTIONS, left_out=left_out)
+    work = Work(0.02 if small else 0.25)
     ready: list[Way] = []
     memory: dict[str, dict[str, float]] = {}
     for way in ways:
-        directory = folder / way.name  # its own: a save that is left behind may go on
+        directory = folder / way.name  # its own: a save that was abandoned may go on
         with MemoryWatch(device) as watch:
-            first = _first_save(way, sharded, directory)
+            first = _first_save(way, sharded, directory, work)
         if isinstance(first, dict):
             memory[way.name] = watch.growth() | {"first_save_held_ms": 1e3 * first["held"]}
             ready.append(way)
@@ -117,16 +143,21 @@ def measure_megatron(device: Device, folder: Path, small: bool, until: float, te
             left_out[way.name] = first
         shutil.rmtree(directory, ignore_errors=True)
         tell(left_out=left_out)
-    samples: dict[str, list[dict[str, float]]] = {way.name: [] for way in ready}
-    for number in rounds(until, 1 if small else 7):
+    modes: list[dict[str, list[dict[str, float]]]] = [{way.name: [] for way in ready} for _ in range(2)]
+    for number in rounds(until, 2 if small else 8):
+        synchronize = number % 2 == 0
+        samples = modes[number % 2]
         for way in ready:
-            samples[way.name].append(way.save(sharded, folder / way.name))
+            samples[way.name].append(way.save(sharded, folder / way.name, work, synchronize))
             shutil.rmtree(folder / way.name)
-        tell(
-            repeats=number + 1,
-            ways={name: _summary(samples[name], total) | memory[name] for name in samples},
-            ratios=_ratios(samples),
-        )
+        if synchronize:
+            tell(
+                ways={name: _summary(samples[name], total) | memory[name] for name in samples},
+                ratios=_ratios(samples),
+            )
+        else:
+            tell(without_synchronize={name: _summary(samples[name], total) for name in samples})
+        tell(repeats=number + 1)
     tell(complete=True)  # what comes now may hang, and no longer matters
     for way in ready:
         if way.queue is not None:
@@ -134,17 +165,19 @@ def measure_megatron(device: Device, folder: Path, small: bool, until: float, te
     torch.distributed.destroy_process_group()
 
 
-def _first_save(way: Way, state: Callable[[], Any], directory: Path) -> dict[str, float] | str:
+def _first_save(
+    way: Way, state: Callable[[], Any], directory: Path, work: Callable[[], None]
+) -> dict[str, float] | str:
     """The save, or why this way is left out: one that does not work here must not lose the others.
 
     Megatron waits for ever for a worker process that died (where CUDA's IPC does not work, say). Where there
-    is one, the save runs in a thread that can be left behind.
+    is one, the save runs in a thread that can be abandoned.
     """
     told: list[dict[str, float] | str] = []
 
     def save() -> None:
         try:
-            told.append(way.save(state, directory))
+            told.append(way.save(state, directory, work))
         except Exception as error:
             told.append(f"{type(error).__name__}: {error}")
 
@@ -176,7 +209,7 @@ def _summary(samples: list[dict[str, float]], total: int) -> dict[str, float]:
     middle = medians(samples)
     return {
         "held_ms": 1e3 * middle["held"],
-        "returned_ms": 1e3 * middle["returned"],
+        **{f"{part}_ms": 1e3 * middle[part] for part in _PARTS},
         "finalized_seconds": middle["finalized"],
         "gb_per_s": total / middle["finalized"] / 1e9,
     }
@@ -203,7 +236,7 @@ def _join_world(folder: Path) -> None:
     )
 
 
-def _ways(device: Device, total: int) -> tuple[list[Way], dict[str, str]]:
+def _ways(device: Device) -> tuple[list[Way], dict[str, str]]:
     """Every way that there is, and why others are not."""
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -216,9 +249,7 @@ def _ways(device: Device, total: int) -> tuple[list[Way], dict[str, str]]:
         return FullyParallelSaveStrategyWrapper(stock, do_cache_distribution=True)
 
     def ours() -> tuple[Any, Any]:
-        inner = strategy.TrainingSaveStrategy(
-            options=device.options(staging_memory=(total // SLOT + 64) * SLOT, slot_size=SLOT)
-        )
+        inner = strategy.TrainingSaveStrategy(options=device.options())
         return FullyParallelSaveStrategyWrapper(inner, do_cache_distribution=True), inner
 
     (wrapped, inner), (wrapped_sync, _) = ours(), ours()

@@ -1,7 +1,7 @@
 """Parts of gpu.py, in a process beside it: measures, and writes what it finds line by line.
 
 A line is a JSON object of names and values for a part; later ones add to earlier ones, so that a part that
-is ended in its middle has told what it knew.
+is ended in its middle has left what it knew.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ import disk
 import gpu_device  # first: it decides whether "cuda" is a GPU
 import machine
 import torch
+from gpu_copies import measure_copies
+from gpu_held import measure_held
 from gpu_loads import measure_loads
 from gpu_megatron import measure_megatron
-from gpu_saves import Tell, measure_copies, measure_held, measure_pipeline
+from gpu_page_locking import measure_page_locking
+from gpu_results import ONE
+from gpu_saves import Tell, measure_pipeline
 from gpu_steps import measure_steps
 
 _MEASURES = {
+    "page_locking": measure_page_locking,
     "copies": measure_copies,
     "held": measure_held,
     "steps": measure_steps,
@@ -42,7 +47,7 @@ def describe_machine(folder: Path, small: bool, tell: Tell) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="+", choices=["machine", *_MEASURES])
+    parser.add_argument("parts", nargs="+", help="as gpu.py names them")
     parser.add_argument("--into", type=Path, required=True, help="file of the results")
     parser.add_argument("--folder", type=Path, required=True, help="where checkpoints go; it exists")
     parser.add_argument("--seconds", type=float, required=True, help="no repeat begins that would end later")
@@ -61,7 +66,7 @@ def main() -> None:
                 describe_machine(arguments.folder, small, tell)
             else:
                 device = device or gpu_device.Device(arguments.folder)
-                _MEASURES[part](device, arguments.folder, small, until, tell)
+                _MEASURES[part.removesuffix(ONE)](device, arguments.folder, small, until, tell)
             tell(complete=True)
 
 

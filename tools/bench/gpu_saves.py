@@ -1,23 +1,25 @@
-"""Saves by the whole pipeline, as gpu.py measures them: rates, the time the trainer is held, device memory.
+"""Saves by the whole pipeline, as gpu.py measures them, and what its parts share.
 
-Every save goes through pipeline.saver.Saver, so that what a trainer would wait for is counted: collecting
-the tensors, looking up the layout, the native call, the fence and the polls.
+Every save goes through pipeline.saver.Saver with the product's defaults, so that what a trainer would wait
+for is counted: collecting the tensors, looking up the layout, the native call, the fence and the polls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_device import BareCopies, Device, cut, make_memory, make_shard, runs_of
+from gpu_device import IS_FAKE, Device, bytes_of, make_shard
 
-from megatron_datastates.config import GIB, KIB, MIB
+from megatron_datastates.config import GIB, MIB
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.memory import free_bytes
 from megatron_datastates.pipeline.load import Checkpoint
@@ -26,43 +28,106 @@ from megatron_datastates.pipeline.saver import Run, Saver
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
 
-SLOT = 4 * MIB
 Tell = Callable[..., None]  # records results under names
 Shard = dict[str, torch.Tensor]
+MEMORY = "DATASTATES_BENCH_MEMORY_GIB"  # of the machine, where its system shows less until it is used
+SMALL_POOL = (64 if IS_FAKE else 256) * MIB
+_SEGMENT = 64 * MIB  # a multiple of every slot size; staging memory is made in such pieces
 _PATIENCE = 120.0  # seconds
+_POLL_SECONDS = 0.002
+_TMPFS = Path("/dev/shm")
+_LEAST = (1 if IS_FAKE else 16) * MIB
 _ORDINALS = itertools.count(1)
 
 
 class Saving:
-    """Saves into folders of their own, by one Saver."""
+    """Saves into folders of their own, by one Saver.
+
+    Args:
+        staging_bytes: 0 for the product's default.
+        options: beyond the product's defaults; `backend="discard"` leaves the disk out.
+    """
 
     def __init__(self, device: Device, folder: Path, staging_bytes: int, **options: Any) -> None:
-        slots = max(staging_bytes // SLOT, 2)
         self.device, self._folder = device, folder
-        self._saver = Saver(device.options(staging_memory=slots * SLOT, slot_size=SLOT, **options), Run())
+        self.staging_bytes = -(-staging_bytes // _SEGMENT) * _SEGMENT
+        self._saver = Saver(device.options(staging_memory=self.staging_bytes, **options), Run())
+
+    def make_pool(self) -> dict[str, Any]:
+        """Waits until all staging memory is page-locked, or until it is clear that it will not be.
+
+        By default, staging memory grows with the first shard: then only what is made before it is waited for.
+        """
+        begin = time.perf_counter()
+        self._saver.warm_up()
+        engine = self._saver._get_engine()
+        while True:
+            facts, slots = engine.pool_facts(), int(engine.native.pool()["slots"])
+            trouble = facts["staging_trouble"]
+            if trouble or int(str(facts["page_locked_bytes"])) >= max(self.staging_bytes, 1):
+                break
+            assert time.perf_counter() - begin < _PATIENCE, f"staging memory is not ready: {facts}"
+            time.sleep(0.001)
+        self.slot_bytes = int(str(facts["staging_bytes"])) // slots if slots else 0
+        made = {"bytes": self.staging_bytes, "slot_bytes": self.slot_bytes}
+        return made | {"seconds": time.perf_counter() - begin} | ({"trouble": trouble} if trouble else {})
 
     def start(self, shard: Shard) -> Publication:
         directory = self._folder / f"save{next(_ORDINALS)}"
         return self._saver.start(directory, TensorProvider(shard, Mutability.AT_FENCE))
 
     def copied(self, shard: Shard, watch: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """One save, given up once its copies are done; seconds by part."""
+        """One save, fenced at once and given up when its copies are done; seconds of its copies."""
         torch.cuda.synchronize()
-        begin = time.perf_counter()
         publication = self.start(shard)
-        started = time.perf_counter()
         FENCE.wait("the benchmark")
-        fenced = time.perf_counter()
         staging = await_copies(publication, watch)
         times = publication.save.times()
         self.drop(publication)
-        return {
-            "start": started - begin,
-            "fence": fenced - started,
-            "held": fenced - begin,
-            "staging": staging,
-            "slot_wait": times["slot_wait"],
-        }
+        return {"staging": staging, "slot_wait": times["slot_wait"]}
+
+    def held(
+        self,
+        shard: Shard,
+        *,
+        synchronize: bool,
+        work: Callable[[], None] | None,
+        watch: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """One save as a training loop makes it; seconds that it held the loop, by part, and of its copies.
+
+        Start, synchronize (as Megatron's timers do), first poll, `work` (which does not count), fence, polls.
+
+        Args:
+            work: the next forward and backward; None: a fence that comes at once, with no poll before it.
+        """
+        torch.cuda.synchronize()
+        parts: dict[str, float] = {"synchronize": 0.0, "first_poll": 0.0}
+        with timed(parts, "start"):
+            publication = self.start(shard)
+        if synchronize:
+            with timed(parts, "synchronize"):
+                torch.cuda.synchronize()
+        if work is not None:
+            with timed(parts, "first_poll"):
+                publication.poll()
+            work()
+        stream = StreamWait()
+        with stream, timed(parts, "fence"):
+            FENCE.wait("the benchmark")
+        parts["polls"] = 0.0
+        staging, deadline = 0.0, time.monotonic() + _PATIENCE
+        while not staging:
+            staging = publication.save.times()["staging"]  # before the poll, so that the last one sees it
+            with timed(parts, "polls"):
+                publication.poll()
+            _expect_copies(publication)
+            assert time.monotonic() < deadline, "the copies do not end"
+            watch()
+            time.sleep(_POLL_SECONDS)
+        self.drop(publication)
+        parts["stream_wait"] = max(stream.seconds() - parts["fence"], 0.0)  # what the host waited counts once
+        return parts | {"held": sum(parts.values()), "staging": staging}
 
     def published(self, shard: Shard) -> dict[str, float]:
         """One save until it is published, polled every 10 ms as by a trainer with short steps.
@@ -117,17 +182,49 @@ class Saving:
         self._saver.close()
 
 
+class StreamWait:
+    """Times from its entry to its exit as the current stream sees them."""
+
+    def __init__(self) -> None:
+        self._begin, self._end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __enter__(self) -> None:
+        self._begin.record()
+
+    def __exit__(self, *exception: object) -> None:
+        self._end.record()
+
+    def seconds(self) -> float:
+        """Waits for the stream."""
+        self._end.synchronize()
+        return float(self._begin.elapsed_time(self._end)) / 1e3
+
+
+@contextlib.contextmanager
+def timed(parts: dict[str, float], part: str) -> Iterator[None]:
+    """Adds the seconds in here to a part."""
+    begin = time.perf_counter()
+    yield
+    parts[part] = parts.get(part, 0.0) + time.perf_counter() - begin
+
+
 def await_copies(publication: Publication, watch: Callable[[], None] = lambda: None) -> float:
-    """Polls until nothing is read any more; seconds since the save began, by the engine."""
+    """Looks until no source is read any more; seconds since the save began, by the engine."""
     deadline = time.monotonic() + _PATIENCE
     while not (staging := publication.save.times()["staging"]):
         publication.save.advance()
-        assert publication.save.failure is None, publication.save.failure
+        _expect_copies(publication)
         assert time.monotonic() < deadline, "the copies do not end"
         watch()
         time.sleep(0.0005)
     publication.save.advance()  # the sources are dropped
     return staging
+
+
+def _expect_copies(publication: Publication) -> None:
+    """Fails if the save did; but a back end that discards fails it once the copies are done, as it should."""
+    failure = publication.save.failure
+    assert failure is None or publication.save.times()["staging"], failure
 
 
 def rounds(until: float, most: int) -> Iterable[int]:
@@ -145,153 +242,74 @@ def medians(samples: list[dict[str, float]]) -> dict[str, float]:
     return {key: statistics.median(sample[key] for sample in samples) for key in samples[0]}
 
 
-def fitting(wanted: Iterable[int], device: Device, folder: Path) -> list[int]:
-    """Those of these shard sizes for which device, host memory (pool and system) and disk have room."""
-    most = min(device.free_bytes() * 0.8, free_bytes() * 0.4, shutil.disk_usage(folder).free * 0.8)
-    fits = [size for size in wanted if size <= most]
-    if not fits:
-        raise RuntimeError(
-            f"there is room for {most / GIB:.1f} GiB only, on the device, in memory or in {folder}"
-        )
-    return fits
+def pool_for(shard: Shard) -> int:
+    """Staging memory in which every byte of a shard has a place, alignment and header included."""
+    steps = ((tensor.nbytes, 4096 if tensor.nbytes >= MIB else 64) for tensor in shard.values())
+    return _SEGMENT + sum(-(-size // step) * step for size, step in steps)
 
 
-# -- parts ------------------------------------------------------------------------------------------------
+def host_room() -> int:
+    """Host memory that may still be taken, by the system or by what is known of the machine ($MEMORY)."""
+    known = float(os.environ.get(MEMORY, "0"))
+    return max(free_bytes(), int(known * GIB) - _resident_bytes())
 
 
-def measure_copies(device: Device, folder: Path, small: bool, until: float, tell: Tell) -> None:
-    """Copy rates beside those of a bare loop, over the same sources, interleaved."""
-    begin = time.monotonic()
-    few = make_shard(16 * MIB if small else 4 * GIB, 4 if small else 64)
-    shard = few | _renamed(make_shard((20 if small else 1000) * 8192, 20 if small else 1000))
-    count = 100 if small else 20_000
-    many = make_shard(count * 32768, count)
-    total = max(map(_bytes, (shard, many)))
-    bare = BareCopies(device.driver, total)
-    large = Saving(device, folder, total + 8 * SLOT)
-    tight_bytes = (2 if small else 64) * SLOT
-    tight = Saving(device, folder, tight_bytes)
-    for warm in (large, tight):
-        warm.copied(shard)
-
-    def by(share: float) -> float:
-        return begin + share * (until - begin)
-
-    _compare(large, bare, shard, rounds(by(0.5), 2 if small else 15), lambda values: tell(**values))
-    _compare(large, bare, many, rounds(by(0.7), 1 if small else 9), lambda v: tell(many_tensors=v))
-    streamed = []
-    for number in rounds(until, 1 if small else 5):
-        streamed.append(tight.copied(shard))
-        middle = medians(streamed)
-        tell(
-            small_pool={
-                "repeats": number + 1,
-                "bytes": tight_bytes,
-                "engine_gb_per_s": _bytes(shard) / middle["staging"] / 1e9,
-                "fence_ms": 1e3 * middle["fence"],
-                "slot_wait_ms": 1e3 * middle["slot_wait"],
-            }
-        )
-    bare.close()
-    large.close()
-    tight.close()
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _compare(
-    saving: Saving, bare: BareCopies, shard: Shard, numbers: Iterable[int], tell: Callable[[Any], None]
-) -> None:
-    """The engine's copies and two bare loops: a copy a tensor, and copies of a slot at most."""
-    whole, slots, total = runs_of(shard, 1 << 40), runs_of(shard, SLOT), _bytes(shard)
-    samples = []
-    saving.copied(shard)
-    for number in numbers:
-        torch.cuda.synchronize()
-        sample = {"bare": bare.seconds(whole), "bare_slots": bare.seconds(slots)}
-        saved = saving.copied(shard)
-        sample |= {"engine": saved["staging"], "slot_wait": saved["slot_wait"]}
-        sample["to_bare"] = min(sample["bare"], sample["bare_slots"]) / saved["staging"]
-        samples.append(sample)
-        middle = medians(samples)
-        tell(
-            {
-                "bytes": total,
-                "tensors": len(shard),
-                "repeats": number + 1,
-                "bare_gb_per_s": total / middle["bare"] / 1e9,
-                "bare_of_slots_gb_per_s": total / middle["bare_slots"] / 1e9,
-                "engine_gb_per_s": total / middle["engine"] / 1e9,
-                "engine_to_bare": middle["to_bare"],  # to the faster of the two, round by round
-                "engine_to_bare_least": min(sample["to_bare"] for sample in samples),
-                "slot_wait_ms": 1e3 * middle["slot_wait"],
-            }
-        )
+def fitting(
+    wanted: Iterable[int], device: Device | None, folder: Path | None = None, host_copies: float = 2.0
+) -> tuple[list[int], list[str]]:
+    """Those of these shard sizes for which there is room, and what was left out and why.
+
+    If none fits, half of the least of them, and so on: less is measured rather than nothing.
+
+    Args:
+        device: that holds one shard; None: none does.
+        folder: on a disk that is to hold one shard; None: none is written.
+        host_copies: of the shard in host memory (pools, yardsticks, files on tmpfs).
+    """
+    rooms = {"host memory": host_room() * 0.8 / host_copies}
+    if device is not None:
+        rooms["device memory"] = device.free_bytes() * 0.8
+    if folder is not None:
+        rooms["disk"] = shutil.disk_usage(folder).free * 0.8
+    scarce = min(rooms, key=rooms.__getitem__)
+    sizes = sorted(wanted)
+    fits = [size for size in sizes if size <= rooms[scarce]]
+    left_out = [
+        f"{size / GIB:g} GiB: the {scarce} has room for a shard of {rooms[scarce] / GIB:.2f} GiB"
+        for size in sizes
+        if size not in fits
+    ]
+    least = sizes[0]
+    while not fits:
+        least //= 2
+        if least <= max(rooms[scarce], _LEAST):
+            fits = [least]
+    return fits, left_out
 
 
-def _renamed(shard: Shard) -> Shard:
-    return {f"small{key}": tensor for key, tensor in shard.items()}
-
-
-def _bytes(shard: Shard) -> int:
-    return sum(tensor.nbytes for tensor in shard.values())
-
-
-def measure_held(device: Device, folder: Path, small: bool, until: float, tell: Tell) -> None:
-    """Start and fence by size and by number of tensors; and what of the device's memory that takes."""
-    wanted = [4 * MIB, 16 * MIB] if small else [1 * GIB, 4 * GIB, 16 * GIB]
-    sizes = fitting(wanted, device, folder)
-    tell(left_out=[f"{size / GIB:g} GiB: no room" for size in wanted if size not in sizes])
-    memory = make_memory(sizes[-1])
-    usual, few, most = (100, 20, 200) if small else (1000, 200, 20_000)
-    cases = {f"{size / GIB:g} GiB": cut(memory[:size], usual) for size in sizes}
-    cases[f"{sizes[-1] / GIB:g} GiB, few tensors"] = cut(memory, few)
-    cases["many tensors"] = make_shard(most * 32 * KIB, most)
-    saving = Saving(device, folder, sizes[-1] + 8 * SLOT)
-    free = device.free_bytes()
-    first = {case: saving.copied(tensors) for case, tensors in reversed(list(cases.items()))}
-    least = steady = device.free_bytes()
-    tell(device_bytes_of_first_saves=free - steady)
-    device.reset_peak()
-
-    def watch() -> None:
-        nonlocal least
-        least = min(least, device.free_bytes())
-
-    samples: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
-    for number in rounds(until, 1 if small else 9):
-        for case, tensors in cases.items():
-            # Watched in one round only: asking the driver takes its lock.
-            samples[case].append(saving.copied(tensors, watch if number == 0 else lambda: None))
-        tell(
-            repeats=number + 1,
-            cases={case: _held(samples[case], first[case], cases[case]) for case in cases},
-            device_bytes_by_driver=steady - min(least, device.free_bytes()),
-            device_bytes_by_torch=device.peak_bytes(),
-        )
-    saving.close()
-
-
-def _held(samples: list[dict[str, float]], first: dict[str, float], shard: Shard) -> dict[str, float]:
-    middle = medians(samples)
-    return {
-        "tensors": len(shard),
-        "held_ms": 1e3 * middle["held"],
-        "held_ms_most": 1e3 * max(sample["held"] for sample in samples),
-        "start_ms": 1e3 * middle["start"],
-        "fence_ms": 1e3 * middle["fence"],
-        "first_save_held_ms": 1e3 * first["held"],
-        "staging_gb_per_s": _bytes(shard) / middle["staging"] / 1e9,
-    }
+def tmpfs(folder: Path, size: int) -> Path | None:
+    """A new folder in memory with room for so much, named after `folder`; None if there is none."""
+    if not _TMPFS.is_dir() or min(shutil.disk_usage(_TMPFS).free, host_room()) < 1.25 * size:
+        return None
+    made = _TMPFS / folder.name
+    made.mkdir(exist_ok=True)
+    return made
 
 
 def measure_pipeline(device: Device, folder: Path, small: bool, until: float, tell: Tell) -> None:
-    """Whole saves until they are published, with a pool for all of the shard and with a small one."""
-    size = fitting([16 * MIB] if small else [4 * GIB, GIB], device, folder)[0]
-    shard = make_shard(size, 20 if small else 500)
-    total = _bytes(shard)
-    pools = {"large_pool": total + 8 * SLOT, "small_pool": (2 if small else 64) * SLOT}
+    """Whole saves until they are published, with the product's defaults and with a small pool."""
+    sizes, left_out = fitting([16 * MIB] if small else [GIB, 4 * GIB], device, folder)
+    shard = make_shard(sizes[-1], 20 if small else 500)
+    total = bytes_of(shard)
+    pools = {"default_pool": SMALL_POOL if small else 0, "small_pool": SMALL_POOL}
     savings = {name: Saving(device, folder, pool) for name, pool in pools.items()}
-    tell(bytes=total, tensors=len(shard))
+    tell(bytes=total, tensors=len(shard), left_out=left_out)
     for saving in savings.values():
+        saving.make_pool()
         saving.copied(shard)
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in savings}
     for number in rounds(until, 1 if small else 5):
@@ -302,7 +320,6 @@ def measure_pipeline(device: Device, folder: Path, small: bool, until: float, te
                 **{
                     name: {
                         "repeats": number + 1,
-                        "bytes": pools[name],
                         "held_ms": 1e3 * middle["held"],
                         "held_with_polls_ms": 1e3 * middle["held_with_polls"],
                         "staging_gb_per_s": total / middle["staging"] / 1e9,
