@@ -132,7 +132,7 @@ class DataStatesSink(Sink):
     def commit(self, written: Sequence[WrittenFile]) -> None:
         self.write_metadata()  # before the manifest, whose directory is synced
         index = merge_layouts((entry.rank, own) for entry, own in written)
-        write_whole(self.directory / index.entry.name, index.encoded, self._faults)
+        write_whole(self.directory / index.entry.name, index.encoded, self._faults, self._save_id)
         before = self.source.checkpoint.manifest if isinstance(self.source, DataStatesSource) else None
         named = re.fullmatch(r"iter_(\d+)", self.source.directory.name, re.ASCII)
         manifest = Manifest(
@@ -148,7 +148,7 @@ class DataStatesSink(Sink):
             writer=releases(),
             compatible=COMPATIBLE_CHECKSUMS,
         )
-        write_whole(self.directory / MANIFEST_NAME, manifest.encode(), self._faults)
+        write_whole(self.directory / MANIFEST_NAME, manifest.encode(), self._faults, self._save_id)
 
     def close(self) -> None:
         self._engine.close()

@@ -1,11 +1,16 @@
 """The commit point: how one file appears whole or not at all.
 
-Protocol, for every small file that others rely on (index, manifest):
+Protocol, for every small file that others rely on (index, manifest, metadata.json):
   1. write all bytes to a temporary name in the same directory, sync it;
   2. rename it to its name (atomic);
   3. sync the directory, so that the name survives a crash.
-The manifest is committed last, and what it names is durable before. Removing what it does not name
-comes after step 3 of the manifest.
+The manifest is published last, and what it names is durable before. What it replaces is removed after step 3
+of the manifest.
+
+Two runs may save into one directory at once: a job that was requeued, and one that is not quite dead. So the
+temporary name is the save's own, and a save removes no data files but those that the manifest which it
+replaced has named, and those of earlier saves of its own run. An index is named after its content, which both
+may need, and is never removed here.
 (Protocol as in TensorStore's kvstore/file/file_key_value_store.cc and LevelDB's SetCurrentFile.)
 """
 
@@ -14,21 +19,33 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from megatron_datastates.engine import native
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.format.values import SaveId, is_own_file_name
+from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME, SaveId
 
 
-def write_whole(path: Path, data: bytes, faults: Faults) -> None:
+def write_whole(path: Path, data: bytes, faults: Faults, save_id: SaveId) -> None:
     """Makes `path` hold exactly `data`, durably.
 
     Raises:
-        OSError: `path` holds what it held before, or (if its directory could not be synced) `data`.
+        OSError: with the name of the file. `path` holds what it held before, or (if its directory could not
+            be synced) `data`.
     """
-    temporary = path.parent / f".datastates-{path.name}.tmp"
+    temporary = path.parent / f".datastates-{path.name}-{save_id}.tmp"
+    try:
+        _write_whole(path, data, faults, temporary)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def _write_whole(path: Path, data: bytes, faults: Faults, temporary: Path) -> None:
     faults.point(f"write {_kind(path)}")
     with _opened(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY) as descriptor:
         view = memoryview(data)
@@ -43,7 +60,8 @@ def write_whole(path: Path, data: bytes, faults: Faults) -> None:
 
 
 def _kind(path: Path) -> str:
-    return "index" if path.name.startswith("index-") else "manifest"
+    kinds = {MANIFEST_NAME: "manifest", METADATA_NAME: "metadata"}
+    return kinds.get(path.name, "index")
 
 
 def sync_directory(directory: Path) -> None:
@@ -71,16 +89,22 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         os.close(descriptor)
 
 
-def remove_left_overs(
-    directory: Path, keep: set[str], published: SaveId, superseded: Sequence[str] = ()
+def remove_replaced(
+    directory: Path,
+    keep: set[str],
+    published: SaveId,
+    replaced: Collection[str],
+    superseded: Sequence[str] = (),
 ) -> list[str]:
-    """Removes files of ours, and of the patterns `superseded`, that `keep` does not name; gives their names.
+    """Removes what a published save replaces, but nothing that `keep` names; returns the names.
 
-    Files of later saves of the same run stay: one may be under way into the same directory.
+    Args:
+        replaced: data files that the manifest named in whose place the save's own is now.
+        superseded: patterns of files of a checkpoint in another format.
     """
     removed = []
     for name in os.listdir(directory):
-        ours = is_own_file_name(name) and not published.precedes(name)
+        ours = name in replaced or published.follows(name)
         if name not in keep and (ours or any(fnmatch.fnmatchcase(name, p) for p in superseded)):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(directory / name)

@@ -14,6 +14,7 @@ BLOCK_BYTES = 1 << 20  # covered by one checksum
 SMALL_ALIGNMENT = 64  # of fragments below LARGE_BYTES
 LARGE_BYTES = 1 << 20  # fragments from this size on start at ALIGNMENT
 MANIFEST_NAME = "datastates.manifest"
+METADATA_NAME = "metadata.json"  # Megatron's, in every format; written last
 OPTIMIZER_MAP_NAME = "datastates_map"  # last part of an object's key, before its shard's number
 
 # Name (torch's, without the prefix) -> (code in the index, bytes per element). Codes are never reused.
@@ -43,7 +44,9 @@ DTYPES: dict[str, tuple[int, int]] = {
 }
 DTYPE_NAMES = {code: name for name, (code, _) in DTYPES.items()}
 
-_DATA_NAME = re.compile(r"data-(\d{5,9})-([0-9a-f]{16})-(\d{1,20})\.bin", re.ASCII)
+_SAVE_ID = r"(?P<run>[0-9a-f]{16})-(?P<ordinal>\d{1,20})"
+_DATA_NAME = re.compile(rf"data-\d{{5,9}}-{_SAVE_ID}\.bin", re.ASCII)
+_TEMPORARY_NAME = re.compile(rf"\.datastates-[\w.-]+-{_SAVE_ID}\.tmp", re.ASCII)
 _OWN_NAME = re.compile(rf"{_DATA_NAME.pattern}|index-[0-9a-f]{{32}}|\.datastates-[\w.-]+\.tmp", re.ASCII)
 
 
@@ -73,10 +76,12 @@ class SaveId:
         """The name of a rank's data file; no other save can ever have the same."""
         return f"data-{rank:05d}-{self.run_id:016x}-{self.ordinal}.bin"
 
-    def precedes(self, name: str) -> bool:
-        """Whether `name` is a data file of a later save of the same run."""
-        match = _DATA_NAME.fullmatch(name)
-        return match is not None and int(match[2], 16) == self.run_id and int(match[3]) > self.ordinal
+    def follows(self, name: str) -> bool:
+        """Whether `name` is a data file, or a temporary one, of an earlier save of the same run."""
+        match = _DATA_NAME.fullmatch(name) or _TEMPORARY_NAME.fullmatch(name)
+        if match is None:
+            return False
+        return int(match["run"], 16) == self.run_id and int(match["ordinal"]) < self.ordinal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError, FormatError
-from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
-from megatron_datastates.pipeline.runs import BACKEND, METADATA_NAME, stored_backend
+from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME, is_own_file_name
+from megatron_datastates.pipeline.runs import BACKEND, stored_backend
 
 # The native module is not loaded before a directory of ours is: this module is, in every Megatron process.
 if TYPE_CHECKING:

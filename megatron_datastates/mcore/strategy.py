@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import re
 import weakref
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from megatron_datastates.config import Options
+from megatron_datastates.format.values import METADATA_NAME
 from megatron_datastates.mcore import fences, mapping, versions
 from megatron_datastates.mcore.attach import attach_saving
 from megatron_datastates.mcore.dispatch import COMMON_STATE_FILE, FILES_OF_TORCH_DIST
@@ -72,7 +76,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             provider,
             iteration=_iteration(sharded_state_dict, checkpoint_dir),
             mode=mode,
-            labels=_labels(),
+            labels=_labels(CheckpointingConfig(self.backend, self.version)),
         )
 
 
@@ -83,9 +87,32 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         return mapping.proof_in_training_loop()
 
 
-def _labels() -> Labels:
+def _labels(config: CheckpointingConfig) -> Labels:
     own = (COMMON_STATE_FILE,) if versions.installed().writes_common_file else ()
-    return Labels(parallel_sizes(), other_files=own, superseded=FILES_OF_TORCH_DIST)
+    return Labels(parallel_sizes(), own, FILES_OF_TORCH_DIST, _content_of_metadata(config))
+
+
+def _content_of_metadata(config: Any) -> bytes:
+    return json.dumps(dataclasses.asdict(config)).encode()
+
+
+def wrap_save_config(original: Any) -> Any:
+    """For `save_config`, which writes metadata.json on rank 0 while all others wait in a barrier.
+
+    A save of ours has written it whole by then, and a failure of that was the failure of all ranks.
+    """
+
+    def save_config(config: Any, checkpoint_dir: str) -> None:
+        if config.sharded_backend == BACKEND:
+            try:
+                written = (Path(checkpoint_dir) / METADATA_NAME).read_bytes()
+            except OSError:
+                written = b""
+            if written == _content_of_metadata(config):
+                return
+        original(config, checkpoint_dir)
+
+    return save_config
 
 
 def _iteration(sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> int | None:

@@ -86,6 +86,7 @@ _SAVING = (
         "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
         "strategy.checked_once",
     ),
+    Hook(_DIST + "core", "save_config", "strategy.wrap_save_config"),
     Hook(_DIST + "strategies.async_utils", "AsyncCallsQueue.schedule_async_request", "request.recognized"),
     Hook(_DIST + "strategies.async_utils", "AsyncCallsQueue.close", "request.closed"),
     Hook(_NVRX, "AsyncCallsQueue.schedule_async_request", "request.recognized", optional=True),

@@ -10,33 +10,36 @@ Protocol (all of it on the trainer's thread, but for step 4):
   3. All durable: one record per rank goes to everybody. The next poll reads them, unless a rank has failed
      meanwhile, which the sum that was asked for with them says. If a layout is new, ranks' own indexes then
      go to rank 0.
-  4. Rank 0's publishing thread awaits those, commits the index (if the directory lacks it), then the manifest
-     (engine/commit.py), then removes what earlier saves left there.
+  4. Rank 0's publishing thread awaits those and writes the index, if the directory lacks it. It looks whether
+     every file that the manifest will name is in the directory with its size. Then it writes the manifest
+     (engine/commit.py) and Megatron's metadata.json, and removes what that manifest replaced.
   5. Polls go on until rank 0 says that it is published.
 A directory without a manifest is not a checkpoint; one with a manifest is complete.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import enum
 import hashlib
 import itertools
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
-from megatron_datastates.engine.commit import remove_left_overs, sync_file, write_whole
+from megatron_datastates.engine.commit import remove_replaced, sync_directory, sync_file, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, FormatError
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.index import Index, index_entry, merge_indexes
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
-from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME
 from megatron_datastates.pipeline.agreement import Arriving, Collectives, Pending
 from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.records import RankRecord, decode_failure, encode_failure
@@ -45,6 +48,7 @@ from megatron_datastates.plan.coverage import coverage_faults
 
 logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002
+_VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0
 _PATIENCE_SECONDS = 10.0  # with a device, once the save is abandoned
 _KEPT_INDEXES = 2  # persistent and non-persistent saves alternate
 _NOTHING = "Nothing was published; earlier checkpoints are as they were."
@@ -121,6 +125,7 @@ class Labels:
     parallel: dict[str, int] = dataclasses.field(default_factory=dict)
     other_files: tuple[str, ...] = ()  # that somebody else may have written into the directory before
     superseded: tuple[str, ...] = ()  # patterns of files that belonged to a checkpoint in another format
+    metadata: bytes = b""  # content of metadata.json; none where Megatron is not concerned
 
 
 class Publication:
@@ -289,23 +294,34 @@ class Publication:
         directory, encoded = self.save.context.directory, b""
         try:
             self._await_indexes()
-            directory.mkdir(parents=True, exist_ok=True)  # no rank may have had anything to write
             manifest, index = self._manifest()
-            if not _has_whole(directory / index.entry.name, index.encoded):
-                write_whole(directory / index.entry.name, index.encoded, self._faults)
+            if not manifest.files:
+                directory.mkdir(parents=True, exist_ok=True)  # no rank had anything to write
+            elif not directory.is_dir():
+                raise DataStatesError(f"{directory} is gone, and with it all that ranks have written")
+            self._write(directory / index.entry.name, index.encoded)
+            require_files(directory, manifest)
+            replaced = _data_files_of(directory / MANIFEST_NAME)
             encoded = manifest.encode()
-            write_whole(directory / MANIFEST_NAME, encoded, self._faults)
+            _sync_above(directory)
+            self._write(directory / MANIFEST_NAME, encoded)
+            if self._labels.metadata:
+                self._write(directory / METADATA_NAME, self._labels.metadata)
         except Exception as error:
             self._manifest_in_place = _has_whole(directory / MANIFEST_NAME, encoded)
             self.save.fail(error)
             return
         try:
-            keep = {manifest.index.name, *(file.name for file in manifest.files)}
-            keep |= {other.name for other in manifest.others}
-            remove_left_overs(directory, keep, self.save.context.save_id, self._labels.superseded)
+            keep = {file.name for file in manifest.files} | {other.name for other in manifest.others}
+            save_id = self.save.context.save_id
+            remove_replaced(directory, keep, save_id, replaced, self._labels.superseded)
         except OSError as error:
             logger.warning("left-overs of earlier saves were not removed from %s: %s", directory, error)
         self._published.set()  # last, so that no later save publishes while this one still removes
+
+    def _write(self, path: Path, data: bytes) -> None:
+        if not _has_whole(path, data):
+            write_whole(path, data, self._faults, self.save.context.save_id)
 
     def _await_indexes(self) -> None:
         """Adds the indexes that ranks sent. A device that hangs does not keep an abandoned save for long."""
@@ -363,6 +379,63 @@ class Publication:
         """Waits until a manifest that is being written is in place, or has failed."""
         if self._publisher is not None:
             self._publisher.join()
+
+
+def require_files(directory: Path, manifest: Manifest) -> None:
+    """Looks whether all that `manifest` names is in `directory`, with its size.
+
+    Another run or a deletion may have taken files away that ranks know to be durable, or each node has a
+    directory of its own. Where the file system is slow to show other nodes' files, this waits for a while.
+
+    Raises:
+        DataStatesError: it is not.
+    """
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while wrong := _missing_files(directory, manifest):
+        if time.monotonic() > deadline:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise DataStatesError(
+                f"rank 0 does not find in {directory} what ranks have written: {', '.join(wrong[:3])}{more}. "
+                "Is --save on storage that all ranks share, and does no other run save or prune there?"
+            )
+        time.sleep(_VISIBLE_SECONDS / 10)
+
+
+def _missing_files(directory: Path, manifest: Manifest) -> list[str]:
+    """What of the manifest's files is wrong, by rank."""
+    wanted = {file.name: (file.bytes, f" of rank {file.rank}") for file in manifest.files}
+    wanted[manifest.index.name] = (manifest.index.bytes, "")
+    try:
+        with os.scandir(directory) as entries:
+            sizes = {
+                entry.name: entry.stat(follow_symlinks=False).st_size
+                for entry in entries
+                if entry.name in wanted and entry.is_file(follow_symlinks=False)
+            }
+    except FileNotFoundError:
+        sizes = {}
+    wrong = []
+    for name, (size, whose) in wanted.items():
+        if name not in sizes:
+            wrong.append(f"{name}{whose}")
+        elif sizes[name] != size:
+            wrong.append(f"{name}{whose} (of {sizes[name]} instead of {size} bytes)")
+    return wrong
+
+
+def _data_files_of(manifest: Path) -> set[str]:
+    """The data files that a manifest names; none if there is no manifest, or none that can be read."""
+    try:
+        return {file.name for file in Manifest.decode(manifest.read_bytes(), os.fspath(manifest)).files}
+    except (OSError, FormatError):
+        return set()
+
+
+def _sync_above(directory: Path) -> None:
+    """Makes the directory's own name durable, and its parent's: Megatron made them, and synced neither."""
+    for above in (directory.parent, directory.parent.parent):
+        with contextlib.suppress(PermissionError):  # what cannot be opened, somebody else has made
+            sync_directory(above)
 
 
 def described(path: Path) -> OtherFile:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_datastates.engine.commit import remove_left_overs, write_whole
+from megatron_datastates.engine.commit import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.index import Index, index_entry
@@ -38,9 +38,10 @@ def remove_keys(directory: str | os.PathLike[str], prefix: str) -> list[str]:
     entry = index_entry(encoded)
     changed = msgspec.structs.replace(manifest, index=entry)
     try:
-        write_whole(path / entry.name, encoded, Faults(""))
-        write_whole(path / MANIFEST_NAME, changed.encode(), Faults(""))
-        remove_left_overs(path, {entry.name, *(file.name for file in manifest.files)}, manifest.save_id)
+        write_whole(path / entry.name, encoded, Faults(""), manifest.save_id)
+        write_whole(path / MANIFEST_NAME, changed.encode(), Faults(""), manifest.save_id)
+        if entry.name != manifest.index.name:
+            (path / manifest.index.name).unlink(missing_ok=True)
     except OSError as error:
         raise StorageError(f"keys were not removed from {path}: {error}") from error
     return removed

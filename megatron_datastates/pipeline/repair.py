@@ -43,10 +43,10 @@ from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index, index_entry
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
-from megatron_datastates.format.values import MANIFEST_NAME, is_data_file_name
+from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME, is_data_file_name
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.prune import REMOVAL_NAME
-from megatron_datastates.pipeline.runs import BACKEND, METADATA_NAME, stored_backend
+from megatron_datastates.pipeline.runs import BACKEND, stored_backend
 from megatron_datastates.pipeline.verify import Progress, strangers, verify_checkpoint
 from megatron_datastates.providers.objects import deserialize
 
@@ -108,7 +108,7 @@ def repair(
     manifest = _with_iteration(checkpoint, notes)
     try:
         (path / REMOVAL_NAME).unlink(missing_ok=True)  # nobody is removing this any more
-        write_whole(path / MANIFEST_NAME, manifest.encode(), Faults(options.faults))
+        write_whole(path / MANIFEST_NAME, manifest.encode(), Faults(options.faults), manifest.save_id)
     except OSError as error:
         raise StorageError(f"the manifest of {path} was not written: {error}") from error
     return Repair(manifest, verdict.bytes_checked, [*verdict.notes, *notes])

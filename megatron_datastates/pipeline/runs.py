@@ -12,10 +12,9 @@ import re
 from pathlib import Path
 
 from megatron_datastates.errors import FormatError, StorageError
-from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
+from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME, is_own_file_name
 
 BACKEND = "datastates"
-METADATA_NAME = "metadata.json"  # Megatron's, in every format; written last
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 _NUMBER = re.compile(rb"[0-9]{1,18}")
 

@@ -23,10 +23,10 @@ from megatron_datastates.errors import CorruptDataError, DataStatesError, Storag
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.tables import Words
-from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME
+from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, METADATA_NAME
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.optimizer import optimizer_state
-from megatron_datastates.pipeline.runs import BACKEND, METADATA_NAME
+from megatron_datastates.pipeline.runs import BACKEND
 from megatron_datastates.plan.coverage import coverage_faults
 from megatron_datastates.plan.reads import gather_runs, plan_blocks
 

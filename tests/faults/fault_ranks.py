@@ -54,6 +54,16 @@ def fail_then_recover(root: str, mode: str, plan: str, failing_rank: int, folder
     tell(folder, error=error, left=left, after=sorted(os.listdir(bad)))
 
 
+def save_to_directories_of_their_own(root: str, mode: str, folder: str) -> None:
+    """As on nodes whose --save is a local disk."""
+    rank, _ = join()
+    own = Path(root, f"node{rank}")
+    own.mkdir()
+    strategy = DataStatesSaveStrategy()
+    error = failure_of(lambda: save(own, state(1), strategy, mode))
+    tell(folder, error=error, left=sorted(name for name in os.listdir(own) if not name.startswith("index-")))
+
+
 def tear_on_one_rank(root: str, failing_rank: int, folder: str) -> None:
     """One rank breaks its promise and changes a tensor behind the save, without a fence."""
     rank, _ = join()

@@ -63,6 +63,32 @@ def test_manifest_that_may_be_in_place_keeps_its_files(world: World, tmp_path: P
         assert sum(name.startswith("data-") for name in each["left"]) == 2
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize(
+    "plan", ["write metadata:1:ENOSPC", "rename metadata:1:EIO", "write metadata:1:EACCES"]
+)
+def test_failure_to_write_metadata_json_is_everybodys(
+    world: World, tmp_path: Path, mode: str, plan: str
+) -> None:
+    """Megatron writes it on rank 0, while all others wait in a barrier. The checkpoint is whole without."""
+    told = world.run("fault_ranks:fail_then_recover", tmp_path, mode, plan, 0)
+    assert len({each["error"] for each in told}) == 1
+    for each in told:
+        assert "rank 0:" in each["error"] and "metadata.json" in each["error"]
+        assert "datastates.manifest" in each["left"] and "metadata.json" not in each["left"]
+        assert sum(name.startswith("data-") for name in each["left"]) == 2
+        assert "metadata.json" in each["after"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_directories_that_ranks_do_not_share_are_noticed(world: World, tmp_path: Path, mode: str) -> None:
+    told = world.run("fault_ranks:save_to_directories_of_their_own", tmp_path, mode)
+    assert len({each["error"] for each in told}) == 1
+    assert "of rank 1" in told[0]["error"] and "--save on storage that all ranks share?" in told[0]["error"]
+    for each in told:
+        assert each["left"] == [], "nothing is published, and what was written is removed"
+
+
 @pytest.mark.parametrize("failure", FAILURES)
 def test_failure_of_one_rank_in_four(world: World, tmp_path: Path, failure: str) -> None:
     plan, words = FAILURES[failure]

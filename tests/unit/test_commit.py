@@ -8,25 +8,26 @@ from pathlib import Path
 import pytest
 
 from megatron_datastates.engine import commit
-from megatron_datastates.engine.commit import remove_left_overs, write_whole
+from megatron_datastates.engine.commit import remove_replaced, write_whole
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME, SaveId
 
 NONE = Faults("")
 INDEX = "index-" + "0" * 32
+SAVE = SaveId(7, 5)
 
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 5000])
 def test_the_file_holds_exactly_the_data(tmp_path, data):
     for _ in range(2):
-        write_whole(tmp_path / MANIFEST_NAME, data, NONE)
+        write_whole(tmp_path / MANIFEST_NAME, data, NONE, SAVE)
         assert (tmp_path / MANIFEST_NAME).read_bytes() == data
     assert os.listdir(tmp_path) == [MANIFEST_NAME]
 
 
 def test_a_shorter_file_replaces_a_longer_one(tmp_path):
-    write_whole(tmp_path / MANIFEST_NAME, b"long" * 100, NONE)
-    write_whole(tmp_path / MANIFEST_NAME, b"short", NONE)
+    write_whole(tmp_path / MANIFEST_NAME, b"long" * 100, NONE, SAVE)
+    write_whole(tmp_path / MANIFEST_NAME, b"short", NONE, SAVE)
     assert (tmp_path / MANIFEST_NAME).read_bytes() == b"short"
 
 
@@ -39,15 +40,15 @@ def test_a_failure_before_the_rename_leaves_what_was_there(tmp_path, name, step,
         path.write_bytes(old)
     kind = "manifest" if name == MANIFEST_NAME else "index"
     with pytest.raises(OSError, match="injected"):
-        write_whole(path, b"the new one", Faults(f"{step} {kind}:1:ENOSPC"))
+        write_whole(path, b"the new one", Faults(f"{step} {kind}:1:ENOSPC"), SAVE)
     assert (path.read_bytes() if path.exists() else None) == old
-    write_whole(path, b"the new one", NONE)  # and what it left is in nobody's way
+    write_whole(path, b"the new one", NONE, SAVE)  # and what it left is in nobody's way
     assert path.read_bytes() == b"the new one"
 
 
 def test_a_failure_after_the_rename_leaves_the_new_file(tmp_path):
     with pytest.raises(OSError, match="injected"):
-        write_whole(tmp_path / MANIFEST_NAME, b"new", Faults("committed manifest:1:EIO"))
+        write_whole(tmp_path / MANIFEST_NAME, b"new", Faults("committed manifest:1:EIO"), SAVE)
     assert (tmp_path / MANIFEST_NAME).read_bytes() == b"new"
 
 
@@ -65,7 +66,7 @@ def test_data_is_durable_before_the_name_and_the_name_before_the_return(tmp_path
 
     for name in ("write", "fsync", "replace"):
         monkeypatch.setattr(commit.os, name, recording(name))
-    write_whole(tmp_path / MANIFEST_NAME, b"data", NONE)
+    write_whole(tmp_path / MANIFEST_NAME, b"data", NONE, SAVE)
     assert steps == ["write", "fsync file", "replace", "fsync directory"]
 
 
@@ -76,13 +77,13 @@ def _kind_of(descriptor: int) -> str:
 def test_short_writes_are_resumed(tmp_path, monkeypatch):
     write = os.write
     monkeypatch.setattr(commit.os, "write", lambda fd, data: write(fd, bytes(data)[:3]))
-    write_whole(tmp_path / MANIFEST_NAME, b"0123456789", NONE)
+    write_whole(tmp_path / MANIFEST_NAME, b"0123456789", NONE, SAVE)
     assert (tmp_path / MANIFEST_NAME).read_bytes() == b"0123456789"
 
 
 def test_a_missing_directory_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
-        write_whole(tmp_path / "none" / MANIFEST_NAME, b"data", NONE)
+        write_whole(tmp_path / "none" / MANIFEST_NAME, b"data", NONE, SAVE)
 
 
 def populate(directory: Path, names: list[str]) -> None:
@@ -90,16 +91,44 @@ def populate(directory: Path, names: list[str]) -> None:
         (directory / name).write_bytes(b"x")
 
 
-def test_left_overs_are_removed_and_nothing_else(tmp_path):
-    save = SaveId(7, 5)
-    kept = [save.data_file_name(0), INDEX]
-    others = [MANIFEST_NAME, "metadata.json", "common.pt", "my-data.bin"]
-    later = [SaveId(7, 6).data_file_name(0)]
-    old = [SaveId(7, 4).data_file_name(0), SaveId(9, 9).data_file_name(1), "index-" + "1" * 32,
-           save.data_file_name(1), f".datastates-{MANIFEST_NAME}.tmp"]  # fmt: skip
-    populate(tmp_path, kept + others + later + old)
-    assert sorted(remove_left_overs(tmp_path, set(kept), save)) == sorted(old)
-    assert sorted(os.listdir(tmp_path)) == sorted(kept + others + later)
+def test_what_is_replaced_is_removed_and_nothing_else(tmp_path):
+    """What another run has written without a manifest may be under way; an index may be another's, too."""
+    kept = [SAVE.data_file_name(0), INDEX]
+    others = [MANIFEST_NAME, METADATA_NAME, "common.pt", "my-data.bin", "index-" + "1" * 32]
+    others += [SaveId(7, 6).data_file_name(0), SaveId(9, 9).data_file_name(1), SAVE.data_file_name(1)]
+    others += [f".datastates-{MANIFEST_NAME}-{SaveId(9, 1)}.tmp"]
+    old = [SaveId(7, 4).data_file_name(0), f".datastates-{MANIFEST_NAME}-{SaveId(7, 4)}.tmp"]
+    replaced = [SaveId(9, 8).data_file_name(0), SAVE.data_file_name(0)]  # the latter is kept all the same
+    populate(tmp_path, [*kept, *others, *old, replaced[0]])
+    assert sorted(remove_replaced(tmp_path, set(kept), SAVE, replaced)) == sorted([*old, replaced[0]])
+    assert sorted(os.listdir(tmp_path)) == sorted(kept + others)
+
+
+def test_a_failure_names_the_file_and_leaves_no_other(tmp_path, monkeypatch):
+    path = tmp_path / MANIFEST_NAME
+
+    def full(descriptor, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(commit.os, "write", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
+        write_whole(path, b"data", NONE, SAVE)
+    assert os.listdir(tmp_path) == []
+
+
+def test_two_runs_write_the_same_file_at_once(tmp_path, monkeypatch):
+    """Each has a temporary file of its own."""
+    path, replace = tmp_path / MANIFEST_NAME, os.replace
+    other = SaveId(9, 1)
+
+    def late(source, target):
+        monkeypatch.setattr(commit.os, "replace", replace)
+        write_whole(path, b"theirs", NONE, other)
+        replace(source, target)
+
+    monkeypatch.setattr(commit.os, "replace", late)
+    write_whole(path, b"ours", NONE, SAVE)
+    assert path.read_bytes() == b"ours" and os.listdir(tmp_path) == [MANIFEST_NAME]
 
 
 # -- faults -----------------------------------------------------------------------------------------------

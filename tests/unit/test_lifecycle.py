@@ -14,7 +14,7 @@ import torch
 
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.load import Checkpoint, is_published
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.verify import verify
@@ -372,6 +372,6 @@ def test_small_files_are_not_kept_by_a_child(tmp_path, monkeypatch):
         told.append(in_process("fork", open_files_of_ours, tmp_path))
 
     monkeypatch.setattr(commit.os, "fsync", sync)
-    commit.write_whole(tmp_path / MANIFEST_NAME, b"x" * MIB, Faults(""))
+    commit.write_whole(tmp_path / MANIFEST_NAME, b"x" * MIB, Faults(""), SaveId(1, 1))
     commit.sync_file(tmp_path / MANIFEST_NAME)
     assert told == [[], [], []]

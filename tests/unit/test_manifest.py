@@ -10,7 +10,7 @@ import pytest
 
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
-from megatron_datastates.format.values import SaveId, is_data_file_name, is_own_file_name
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, is_own_file_name
 from tests.unit.test_codecs import manifest
 
 GOOD = json.loads(manifest().encode().split(b"\n", 1)[1])
@@ -183,9 +183,10 @@ def test_the_names_of_saves_differ_by_run_ordinal_and_rank():
     assert all(is_data_file_name(name) for name in names)
 
 
-def test_a_save_precedes_later_files_of_its_own_run_only():
+def test_a_save_follows_earlier_files_of_its_own_run_only():
     save = SaveId(7, 5)
-    assert save.precedes(SaveId(7, 6).data_file_name(3))
-    for other in (SaveId(7, 5), SaveId(7, 4), SaveId(8, 6)):
-        assert not save.precedes(other.data_file_name(3))
-    assert not save.precedes("index-" + "0" * 32)
+    assert save.follows(SaveId(7, 4).data_file_name(3))
+    assert save.follows(f".datastates-{MANIFEST_NAME}-{SaveId(7, 4)}.tmp")
+    for other in (SaveId(7, 5), SaveId(7, 6), SaveId(8, 4)):
+        assert not save.follows(other.data_file_name(3))
+    assert not save.follows("index-" + "0" * 32)

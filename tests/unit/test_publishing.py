@@ -1,0 +1,209 @@
+"""What rank 0 looks at before it publishes, and two runs that save into one directory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME
+from megatron_datastates.pipeline import publication as publication_module
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.publication import Labels, Outcome, Publication
+from tests.unit.states import State, new_saver, save
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(publication_module, "_VISIBLE_SECONDS", 0.05)
+
+
+def tensors(number: int) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((1000,), float(number)), "b": torch.full((7, 9), number)}
+
+
+def assert_holds(directory: Path, number: int) -> None:
+    checkpoint = Checkpoint.open(directory)
+    for key, tensor in tensors(number).items():
+        assert torch.equal(checkpoint.read_tensor(key), tensor)
+
+
+def data_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("data-*"))
+
+
+def meanwhile(monkeypatch, change) -> None:
+    """Something happens when all ranks are durable, right before rank 0 looks."""
+    look = publication_module.require_files
+
+    def late(directory, manifest):
+        change(directory)
+        look(directory, manifest)
+
+    monkeypatch.setattr(publication_module, "require_files", late)
+
+
+def remove_a_file(directory: Path) -> None:
+    data_files(directory)[-1].unlink()
+
+
+def cut_a_file(directory: Path) -> None:
+    os.truncate(data_files(directory)[-1], 4096)
+
+
+def put_a_link(directory: Path) -> None:
+    path = data_files(directory)[-1]
+    path.rename(directory / "elsewhere")
+    path.symlink_to("elsewhere")
+
+
+def put_a_directory(directory: Path) -> None:
+    path = data_files(directory)[-1]
+    path.unlink()
+    path.mkdir()
+
+
+def remove_the_index(directory: Path) -> None:
+    next(directory.glob("index-*")).unlink()
+
+
+def remove_the_directory(directory: Path) -> None:
+    shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [remove_a_file, cut_a_file, put_a_link, put_a_directory, remove_the_index, remove_the_directory],
+)
+def test_what_is_gone_when_all_are_durable_is_not_published(tmp_path, monkeypatch, change):
+    directory = tmp_path / "iter_0000001"
+    meanwhile(monkeypatch, change)
+    saver = new_saver()
+    publication = save(saver, directory, tensors(1))
+    saver.close()
+    assert publication.outcome is Outcome.FAILED
+    assert "rank 0 does not find in" in str(publication.error)
+    assert not (directory / MANIFEST_NAME).exists()
+
+
+def test_a_directory_that_is_gone_is_not_made_anew(tmp_path):
+    directory, saver = tmp_path / "iter_0000001", new_saver()
+    publication = saver.start(directory, State(tensors(1)))
+    while not publication.save.is_durable:
+        publication.save.advance()
+    shutil.rmtree(directory)
+    assert publication.wait() is Outcome.FAILED
+    saver.close()
+    assert "is gone" in str(publication.error) and not directory.exists()
+
+
+def test_an_earlier_checkpoint_survives_a_save_that_lost_its_files(tmp_path, monkeypatch):
+    saver = new_saver()
+    save(saver, tmp_path, tensors(1))
+    with monkeypatch.context() as patch:
+        meanwhile(patch, remove_a_file)
+        assert save(saver, tmp_path, tensors(2)).outcome is Outcome.FAILED
+    assert_holds(tmp_path, 1)
+    assert save(saver, tmp_path, tensors(3)).outcome is Outcome.PUBLISHED
+    saver.close()
+    assert_holds(tmp_path, 3)
+    assert len(data_files(tmp_path)) == 1
+
+
+def test_files_that_appear_late_are_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(publication_module, "_VISIBLE_SECONDS", 10.0)
+    missing, looks = publication_module._missing_files, itertools.count()
+    monkeypatch.setattr(
+        publication_module, "_missing_files", lambda *args: ["data"] if next(looks) < 2 else missing(*args)
+    )
+    saver = new_saver()
+    assert save(saver, tmp_path, tensors(1)).outcome is Outcome.PUBLISHED
+    saver.close()
+
+
+def test_metadata_json_is_written_whole_with_the_manifest(tmp_path):
+    content = b'{"sharded_backend": "datastates"}'
+    saver = new_saver()
+    for _ in range(2):
+        saver.start(tmp_path, State(tensors(1)), labels=Labels(metadata=content)).wait()
+        assert (tmp_path / METADATA_NAME).read_bytes() == content
+    saver.close()
+
+
+def test_names_above_the_directory_are_made_durable(tmp_path, monkeypatch):
+    """Megatron makes the directory of an iteration, and syncs nothing."""
+    synced: list[Path] = []
+    sync = publication_module.sync_directory
+    monkeypatch.setattr(publication_module, "sync_directory", lambda path: (synced.append(path), sync(path)))
+    directory = tmp_path / "run" / "iter_0000001"
+    directory.mkdir(parents=True)
+    saver = new_saver()
+    save(saver, directory, tensors(1))
+    saver.close()
+    assert synced == [directory.parent, tmp_path]
+
+
+# -- two runs -----------------------------------------------------------------------------------------------
+
+
+class TwoRuns:
+    """Two jobs, each with a run id of its own, that save into one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.savers = [new_saver(), new_saver()]
+
+    def start(self, run: int, number: int) -> Publication:
+        return self.savers[run].start(self.directory, State(tensors(number)))
+
+    def close(self) -> None:
+        FENCE.forget()
+        for saver in self.savers:
+            saver.close()
+
+
+@pytest.fixture
+def runs(tmp_path):
+    made = TwoRuns(tmp_path / "iter_0000001")
+    yield made
+    made.close()
+
+
+def test_savers_of_two_runs_have_different_run_ids(runs):
+    ids = {runs.start(run, 1).save.context.save_id.run_id for run in (0, 1)}
+    assert len(ids) == 2
+
+
+def test_a_save_leaves_what_another_run_has_not_published_yet(runs):
+    slow = runs.start(0, 1)
+    while not slow.save.is_durable:
+        slow.save.advance()
+    assert runs.start(1, 2).wait() is Outcome.PUBLISHED
+    assert_holds(runs.directory, 2)
+    assert slow.wait() is Outcome.PUBLISHED
+    assert_holds(runs.directory, 1)
+    assert len(data_files(runs.directory)) == 1, "what was replaced is removed"
+
+
+@pytest.mark.parametrize("order", ["aabb", "abab", "abba", "baab", "baba", "bbaa"])
+def test_two_runs_that_save_in_turns_leave_a_whole_checkpoint(runs, order):
+    """Whatever was published last is what loads."""
+    number, last = 0, None
+    open_saves: dict[str, tuple[Publication, int]] = {}
+    for name in order * 3:
+        if name in open_saves:
+            publication, started = open_saves.pop(name)
+            assert publication.wait() is Outcome.PUBLISHED, publication.error
+            last = started
+            assert_holds(runs.directory, started)
+        else:
+            number += 1
+            open_saves[name] = (runs.start("ab".index(name), number), number)
+    if last is not None:
+        assert Manifest.decode((runs.directory / MANIFEST_NAME).read_bytes(), "manifest")
