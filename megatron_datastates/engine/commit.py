@@ -7,10 +7,9 @@ Protocol, for every small file that others rely on (index, manifest, metadata.js
 The manifest is published last, and what it names is durable before. What it replaces is removed after step 3
 of the manifest.
 
-Two runs may save into one directory at once: a job that was requeued, and one that is not quite dead. So the
-temporary name is the save's own, and a save removes no data files but those that the manifest which it
-replaced has named, and those of earlier saves of its own run. An index is named after its content, which both
-may need, and is never removed here.
+Two runs may save into one directory at once: a job that was requeued, and one that is not quite dead. So all
+names but those of the manifest and metadata.json are a save's own, and a save removes nothing but what the
+manifest has named in whose place its own is now, and what earlier saves of its own run have left.
 (Protocol as in TensorStore's kvstore/file/file_key_value_store.cc and LevelDB's SetCurrentFile.)
 """
 

@@ -325,7 +325,7 @@ def index_name(sha256: str) -> str:
 
 
 def index_entry(encoded: bytes) -> IndexEntry:
-    """What the manifest says of an index."""
+    """What a manifest says of an index."""
     directory = Directory(encoded, "the index", len(encoded)).bytes
     sha256 = hashlib.sha256(encoded[:directory]).hexdigest()
     return IndexEntry(index_name(sha256), len(encoded), directory, sha256)

@@ -47,7 +47,8 @@ DTYPE_NAMES = {code: name for name, (code, _) in DTYPES.items()}
 _SAVE_ID = r"(?P<run>[0-9a-f]{16})-(?P<ordinal>\d{1,20})"
 _DATA_NAME = re.compile(rf"data-\d{{5,9}}-{_SAVE_ID}\.bin", re.ASCII)
 _TEMPORARY_NAME = re.compile(rf"\.datastates-[\w.-]+-{_SAVE_ID}\.tmp", re.ASCII)
-_OWN_NAME = re.compile(rf"{_DATA_NAME.pattern}|index-[0-9a-f]{{32}}|\.datastates-[\w.-]+\.tmp", re.ASCII)
+_INDEX_NAME = re.compile(rf"index-(?P<sha256>[0-9a-f]{{32}})(?:-{_SAVE_ID})?", re.ASCII)
+_LEFT_BY_ANY = re.compile(r"\.datastates-[\w.-]+\.tmp", re.ASCII)
 
 
 def is_optimizer_map(key: str) -> bool:
@@ -76,10 +77,15 @@ class SaveId:
         """The name of a rank's data file; no other save can ever have the same."""
         return f"data-{rank:05d}-{self.run_id:016x}-{self.ordinal}.bin"
 
+    def index_file_name(self, sha256: str) -> str:
+        """The name of this save's index: with half of the SHA-256 of its directory, and as unique."""
+        return f"index-{sha256[:32]}-{self}"
+
     def follows(self, name: str) -> bool:
-        """Whether `name` is a data file, or a temporary one, of an earlier save of the same run."""
-        match = _DATA_NAME.fullmatch(name) or _TEMPORARY_NAME.fullmatch(name)
-        if match is None:
+        """Whether `name` is that of a file which an earlier save of the same run has made."""
+        kinds = (_DATA_NAME, _INDEX_NAME, _TEMPORARY_NAME)
+        match = next(filter(None, (kind.fullmatch(name) for kind in kinds)), None)
+        if match is None or match["run"] is None:
             return False
         return int(match["run"], 16) == self.run_id and int(match["ordinal"]) < self.ordinal
 
@@ -121,6 +127,12 @@ def is_data_file_name(name: str) -> bool:
     return _DATA_NAME.fullmatch(name) is not None
 
 
+def hash_in_index_name(name: str) -> str | None:
+    """The hexadecimal digits of a hash that an index's name begins with; None for any other name."""
+    match = _INDEX_NAME.fullmatch(name)
+    return match["sha256"] if match else None
+
+
 def is_own_file_name(name: str) -> bool:
     """Whether a file of this name, not named by the manifest, is a left-over of ours."""
-    return _OWN_NAME.fullmatch(name) is not None
+    return any(kind.fullmatch(name) for kind in (_DATA_NAME, _INDEX_NAME, _LEFT_BY_ANY))

@@ -10,7 +10,7 @@ Protocol (all of it on the trainer's thread, but for step 4):
   3. All durable: one record per rank goes to everybody. The next poll reads them, unless a rank has failed
      meanwhile, which the sum that was asked for with them says. If a layout is new, ranks' own indexes then
      go to rank 0.
-  4. Rank 0's publishing thread awaits those and writes the index, if the directory lacks it. It looks whether
+  4. Rank 0's publishing thread awaits those and writes the index. It looks whether
      every file that the manifest will name is in the directory with its size. Then it writes the manifest
      (engine/commit.py) and Megatron's metadata.json, and removes what that manifest replaced.
   5. Polls go on until rank 0 says that it is published.
@@ -33,13 +33,15 @@ from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
+import msgspec
+
 from megatron_datastates.engine.commit import remove_replaced, sync_directory, sync_file, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, FormatError
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.index import Index, index_entry, merge_indexes
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
-from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME, SaveId
 from megatron_datastates.pipeline.agreement import Arriving, Collectives, Pending
 from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.records import RankRecord, decode_failure, encode_failure
@@ -291,7 +293,8 @@ class Publication:
     # -- rank 0's publishing thread ---------------------------------------------------------------------
 
     def _publish(self) -> None:
-        directory, encoded = self.save.context.directory, b""
+        context = self.save.context
+        directory, encoded = context.directory, b""
         try:
             self._await_indexes()
             manifest, index = self._manifest()
@@ -299,29 +302,29 @@ class Publication:
                 directory.mkdir(parents=True, exist_ok=True)  # no rank had anything to write
             elif not directory.is_dir():
                 raise DataStatesError(f"{directory} is gone, and with it all that ranks have written")
-            self._write(directory / index.entry.name, index.encoded)
+            write_whole(directory / manifest.index.name, index.encoded, self._faults, context.save_id)
             require_files(directory, manifest)
-            replaced = _data_files_of(directory / MANIFEST_NAME)
+            replaced = _files_of(directory / MANIFEST_NAME)
             encoded = manifest.encode()
             _sync_above(directory)
-            self._write(directory / MANIFEST_NAME, encoded)
-            if self._labels.metadata:
-                self._write(directory / METADATA_NAME, self._labels.metadata)
+            write_whole(directory / MANIFEST_NAME, encoded, self._faults, context.save_id)
+            self._write_metadata(directory / METADATA_NAME)
         except Exception as error:
             self._manifest_in_place = _has_whole(directory / MANIFEST_NAME, encoded)
             self.save.fail(error)
             return
         try:
-            keep = {file.name for file in manifest.files} | {other.name for other in manifest.others}
-            save_id = self.save.context.save_id
-            remove_replaced(directory, keep, save_id, replaced, self._labels.superseded)
+            keep = {manifest.index.name, *(file.name for file in manifest.files)}
+            keep |= {other.name for other in manifest.others}
+            remove_replaced(directory, keep, context.save_id, replaced, self._labels.superseded)
         except OSError as error:
             logger.warning("left-overs of earlier saves were not removed from %s: %s", directory, error)
         self._published.set()  # last, so that no later save publishes while this one still removes
 
-    def _write(self, path: Path, data: bytes) -> None:
-        if not _has_whole(path, data):
-            write_whole(path, data, self._faults, self.save.context.save_id)
+    def _write_metadata(self, path: Path) -> None:
+        content = self._labels.metadata
+        if content and not _has_whole(path, content):
+            write_whole(path, content, self._faults, self.save.context.save_id)
 
     def _await_indexes(self) -> None:
         """Adds the indexes that ranks sent. A device that hangs does not keep an abandoned save for long."""
@@ -356,7 +359,7 @@ class Publication:
             ordinal=context.save_id.ordinal,
             world_size=context.world_size,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            index=index.entry,
+            index=named_by_save(index.entry, context.save_id),
             files=files,
             iteration=context.iteration,
             parallel=self._labels.parallel,
@@ -379,6 +382,11 @@ class Publication:
         """Waits until a manifest that is being written is in place, or has failed."""
         if self._publisher is not None:
             self._publisher.join()
+
+
+def named_by_save(entry: IndexEntry, save_id: SaveId) -> IndexEntry:
+    """The entry of an index whose file is that save's own."""
+    return msgspec.structs.replace(entry, name=save_id.index_file_name(entry.sha256))
 
 
 def require_files(directory: Path, manifest: Manifest) -> None:
@@ -423,12 +431,13 @@ def _missing_files(directory: Path, manifest: Manifest) -> list[str]:
     return wrong
 
 
-def _data_files_of(manifest: Path) -> set[str]:
-    """The data files that a manifest names; none if there is no manifest, or none that can be read."""
+def _files_of(path: Path) -> set[str]:
+    """Files of ours that a manifest names; none if there is no manifest, or none that can be read."""
     try:
-        return {file.name for file in Manifest.decode(manifest.read_bytes(), os.fspath(manifest)).files}
+        manifest = Manifest.decode(path.read_bytes(), os.fspath(path))
     except (OSError, FormatError):
         return set()
+    return {manifest.index.name, *(file.name for file in manifest.files)}
 
 
 def _sync_above(directory: Path) -> None:

@@ -43,7 +43,12 @@ from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index, index_entry
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
-from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME, is_data_file_name
+from megatron_datastates.format.values import (
+    MANIFEST_NAME,
+    METADATA_NAME,
+    hash_in_index_name,
+    is_data_file_name,
+)
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.prune import REMOVAL_NAME
 from megatron_datastates.pipeline.runs import BACKEND, stored_backend
@@ -195,7 +200,7 @@ def _last_change(path: Path, names: Mapping[str, Footer], notes: list[str]) -> s
 def _proven_index(path: Path, footers: Sequence[Footer]) -> tuple[Index, IndexEntry]:
     """The index that these footers were written with."""
     reasons = []
-    for name in sorted(name for name in os.listdir(path) if re.fullmatch(r"index-[0-9a-f]{32}", name)):
+    for name in sorted(name for name in os.listdir(path) if hash_in_index_name(name)):
         try:
             index, entry = _decoded(path / name, len(footers))
         except DataStatesError as error:
@@ -216,8 +221,8 @@ def _proven_index(path: Path, footers: Sequence[Footer]) -> tuple[Index, IndexEn
 def _decoded(path: Path, files: int) -> tuple[Index, IndexEntry]:
     data = read_small(path)
     index = Index.decode(data, str(path), _ANY_FILES)
-    entry = index_entry(data)
-    if entry.name != path.name:
+    entry = msgspec.structs.replace(index_entry(data), name=path.name)
+    if hash_in_index_name(path.name) != entry.sha256[:32]:
         raise FormatError(f"{path} is damaged: its SHA-256 differs")
     index.preload(index.tensors)
     holders = {*index.objects.values(), *(int(file) for e in index.tensors.values() for file in e.files)}
