@@ -403,8 +403,9 @@ def require_files(directory: Path, manifest: Manifest) -> None:
         if time.monotonic() > deadline:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise DataStatesError(
-                f"rank 0 does not find in {directory} what ranks have written: {', '.join(wrong[:3])}{more}. "
-                "Is --save on storage that all ranks share, and does no other run save or prune there?"
+                f"files that ranks have written are not to be found in {directory}: "
+                f"{', '.join(wrong[:3])}{more} (is --save on storage that all ranks share? does another run "
+                "save or prune there?)"
             )
         time.sleep(_VISIBLE_SECONDS / 10)
 

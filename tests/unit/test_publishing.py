@@ -88,7 +88,7 @@ def test_what_is_gone_when_all_are_durable_is_not_published(tmp_path, monkeypatc
     publication = save(saver, directory, tensors(1))
     saver.close()
     assert publication.outcome is Outcome.FAILED
-    assert "rank 0 does not find in" in str(publication.error)
+    assert "are not to be found in" in str(publication.error)
     assert not (directory / MANIFEST_NAME).exists()
 
 
