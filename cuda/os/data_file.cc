@@ -29,26 +29,42 @@ bool DirectIoFits(int fd) {
   return true;
 }
 
+// Makes a call until no signal interrupts it (network file systems give up for any); returns its errno, or 0.
+// `call` returns an errno, or 0.
+template <typename Call>
+int Uninterrupted(Call call) {
+  int code;
+  do code = call();
+  while (code == EINTR);
+  return code;
+}
+
+int ErrorOf(int result) { return result < 0 ? errno : 0; }
+
 }  // namespace
 
 DataFile::DataFile(const std::string& path, bool direct, WriteBackend* backend, Faults* faults)
     : path_(path), backend_(backend), faults_(faults), direct_(direct) {
   MakeDirectories();
-  if (int code = Injected("open")) Throw("open", code);
-  const int flags = O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC;
-  if (direct_) {
-    fd_ = open(path_.c_str(), flags | O_DIRECT, 0666);
-    if (fd_ >= 0 && !DirectIoFits(fd_)) {
-      StopDirect();
-    } else if (fd_ < 0 && errno == EINVAL) {
-      // Some file systems create the file before they refuse the flag.
-      unlink(path_.c_str());
-      direct_ = false;
-    }
+  int code = Open(direct_ ? O_DIRECT : 0);
+  if (code == 0 && direct_ && !DirectIoFits(fd_)) {
+    StopDirect();
+  } else if (code == EINVAL && direct_) {
+    // Some file systems create the file before they refuse the flag.
+    unlink(path_.c_str());
+    direct_ = false;
+    code = Open(0);
   }
-  if (fd_ < 0) fd_ = open(path_.c_str(), flags, 0666);
-  if (fd_ < 0) Throw("open", errno);
+  if (code != 0) Throw("open", code);
   CloseInForkedChild(fd_);
+}
+
+int DataFile::Open(int flags) {
+  return Uninterrupted([&] {
+    if (int code = Injected("open")) return code;
+    fd_ = open(path_.c_str(), flags | O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0666);
+    return ErrorOf(fd_);
+  });
 }
 
 DataFile::~DataFile() {
@@ -71,11 +87,11 @@ void DataFile::MakeDirectories() {
 void DataFile::Reserve(uint64_t bytes) {
   if (!keeps()) return;
   const std::string need = "needs " + std::to_string(bytes) + " bytes";
-  int code;
-  do {  // some file systems give up for any signal
-    code = Injected("reserve");
-    if (code == 0 && bytes != 0 && fallocate(fd_, 0, 0, static_cast<off_t>(bytes)) != 0) code = errno;
-  } while (code == EINTR);
+  const int code = Uninterrupted([&] {
+    const int injected = Injected("reserve");
+    if (injected != 0 || bytes == 0) return injected;
+    return ErrorOf(fallocate(fd_, 0, 0, static_cast<off_t>(bytes)));
+  });
   if (code == 0) return;
   if (code != EOPNOTSUPP && code != ENOSYS && code != EINVAL) throw Failure("reserve", path_, code, need);
   // Not every file system can reserve; its free space is then the best that can be known.
@@ -117,27 +133,38 @@ void DataFile::StopDirect() {
 }
 
 void DataFile::Truncate(uint64_t bytes) {
-  if (int code = Injected("truncate")) Throw("truncate", code);
-  if (ftruncate(fd_, static_cast<off_t>(bytes)) != 0) Throw("truncate", errno);
+  const int code = Uninterrupted([&] {
+    const int injected = Injected("truncate");
+    return injected != 0 ? injected : ErrorOf(ftruncate(fd_, static_cast<off_t>(bytes)));
+  });
+  if (code != 0) Throw("truncate", code);
 }
 
 void DataFile::Sync() {
-  if (int code = Injected("sync")) Throw("sync", code);
-  if (fsync(fd_) != 0) Throw("sync", errno);
+  const int code = Uninterrupted([&] {
+    const int injected = Injected("sync");
+    return injected != 0 ? injected : ErrorOf(fsync(fd_));
+  });
+  if (code != 0) Throw("sync", code);
   for (const std::string& directory : directories_) SyncDirectory(directory);
 }
 
 void DataFile::SyncDirectory(const std::string& directory) {
-  if (int code = Injected("sync directory")) throw Failure("sync directory", directory, code);
-  const int fd = open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) throw Failure("open directory", directory, errno);
+  int fd = -1;
+  const int opened = Uninterrupted([&] {
+    fd = open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    return ErrorOf(fd);
+  });
+  if (opened != 0) throw Failure("open directory", directory, opened);
   CloseInForkedChild(fd);
-  const int result = fsync(fd);
-  const int code = errno;
+  const int code = Uninterrupted([&] {
+    const int injected = Injected("sync directory");
+    return injected != 0 ? injected : ErrorOf(fsync(fd));
+  });
   ForgetDescriptor(fd);
   close(fd);
   // Some network file systems cannot sync a directory and say so; their metadata is synchronous.
-  if (result != 0 && code != EINVAL && code != EBADF) throw Failure("sync directory", directory, code);
+  if (code != 0 && code != EINVAL && code != EBADF) throw Failure("sync directory", directory, code);
 }
 
 void DataFile::Throw(const char* operation, int code) const { throw Failure(operation, path_, code); }

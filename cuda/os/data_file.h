@@ -41,6 +41,7 @@ class DataFile {
 
  private:
   void MakeDirectories();
+  int Open(int flags);  // returns an errno, or 0
   void StopDirect();
   void SyncDirectory(const std::string& directory);
   [[noreturn]] void Throw(const char* operation, int code) const;

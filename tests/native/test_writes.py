@@ -170,9 +170,9 @@ def test_where_space_cannot_be_reserved_the_free_space_must_do(engines: Engines,
     assert save.failure().startswith("reserve") and os.strerror(errno.ENOSPC) in save.error
 
 
-def test_an_interrupted_reservation_is_repeated(engines: Engines, tmp_path: Path) -> None:
-    """tmpfs gives up fallocate for any signal."""
-    save_whole(engines(faults="reserve:1:EINTR,reserve:2:EINTR"), tmp_path / "data", COPIES)
+@pytest.mark.parametrize("call", ["open", "reserve", "write", "truncate", "sync", "sync directory"])
+def test_a_call_that_a_signal_interrupts_is_made_again(engines: Engines, tmp_path: Path, call: str) -> None:
+    save_whole(engines(faults=f"{call}:1:EINTR,{call}:2:EINTR"), tmp_path / "data", COPIES)
 
 
 @pytest.fixture
