@@ -203,14 +203,20 @@ class Options:
 
     @classmethod
     def from_environment(
-        cls, overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] = os.environ
+        cls,
+        overrides: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] = os.environ,
+        **defaults: Any,
     ) -> Options:
         """Defaults, then the environment, then `overrides` (already parsed values).
+
+        Args:
+            defaults: values of a caller's own, where neither the environment nor `overrides` has one.
 
         Raises:
             OptionError: a variable has a value that its option does not take, or there is no such option.
         """
-        values: dict[str, Any] = {}
+        values: dict[str, Any] = dict(defaults)
         for field in dataclasses.fields(cls):
             text = environment.get(ENVIRONMENT_PREFIX + field.name.upper())
             if text is not None:

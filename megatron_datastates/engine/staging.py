@@ -211,6 +211,14 @@ class FileSave:
         if self._on_device:
             self._job.hold_back(_current_stream())
 
+    def await_copies(self, seconds: float) -> None:
+        """Returns when nothing of the trainer's is read any more. After `seconds` the save fails instead."""
+        self.allow_lazy_copies()
+        deadline = time.monotonic() + seconds
+        while not self._job.wait(native.Milestone.COPIED, _SLICE_SECONDS):
+            if time.monotonic() > deadline:
+                self.cancel(f"not everything was copied within {seconds:g} s")
+
     def allow_lazy_copies(self, seconds: float = 0.0) -> None:
         """Lets the lazy copies from a device begin `seconds` from now, if they have not begun.
 

@@ -71,6 +71,16 @@ def is_selected(args: Any) -> bool:
     return getattr(args, "ckpt_backend", None) == FORMAT
 
 
+def adopt(args: Any) -> bool:
+    """Whether these arguments ask for our format, also where our parser has not seen them (a YAML file).
+
+    What Megatron expects is then put in its place.
+    """
+    if getattr(args, "ckpt_format", None) == FORMAT:
+        args.ckpt_backend, args.ckpt_format = FORMAT, "torch_dist"
+    return is_selected(args)
+
+
 def options_of(args: Any) -> Options:
     """The options given, then the environment, then defaults. Raises OptionError."""
     given = {name: getattr(args, f"datastates_{name}", None) for name in Options.specs()}
@@ -85,12 +95,13 @@ def validated(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `validate_args`."""
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        # A conversion by Megatron ends the program without finalizing saves: that one stays Megatron's own.
-        if not is_selected(args) or getattr(args, "ckpt_convert_format", None) is not None:
+        if getattr(args, "dist_ckpt_format_deprecated", None) == FORMAT:
+            raise OptionError("Megatron ignores --dist-ckpt-format: use --ckpt-format datastates")
+        if not adopt(args) or is_converting(args):
             return original(args, *rest, **kwargs)
         _refuse_object_stores(args)
         result = _without_worker(original, args, *rest, **kwargs)
-        _settle(args)
+        settle(args)
         options = options_of(args)
         if getattr(args, "save", None):
             from megatron_datastates.mcore.training import enable_saving
@@ -99,6 +110,11 @@ def validated(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return validate_args
+
+
+def is_converting(args: Any) -> bool:
+    """Whether Megatron converts a checkpoint: that save stays its own, as it ends without finalizing any."""
+    return getattr(args, "ckpt_convert_format", None) is not None
 
 
 def _refuse_object_stores(args: Any) -> None:
@@ -120,10 +136,11 @@ def _without_worker(original: Callable[..., Any], args: Any, *rest: Any, **kwarg
         args.use_persistent_ckpt_worker = False
 
 
-def _settle(args: Any) -> None:
+def settle(args: Any) -> None:
+    """Sets what our saves need of other arguments."""
     if getattr(args, "async_strategy", None) == "nvrx" and not _nvrx_is_usable():
         args.async_strategy = "mcore"  # only whose queue polls us
-    if not args.ckpt_assume_constant_structure:
+    if not getattr(args, "ckpt_assume_constant_structure", True):
         args.ckpt_assume_constant_structure = True
         if getattr(args, "rank", 0) == 0:
             logger.info("--ckpt-format datastates sets --ckpt-assume-constant-structure")

@@ -71,7 +71,9 @@ def attach_training() -> None:
 
 
 def _attach(hooks: Iterable[versions.Hook], purpose: str) -> None:
-    missing = [str(hook) for hook in hooks if not _attached(hook)]
+    attached = {hook: _attached(hook) for hook in hooks}
+    served = {hook.need for hook, is_there in attached.items() if is_there and hook.need}
+    missing = [str(hook) for hook, is_there in attached.items() if not is_there and hook.need not in served]
     if missing:
         raise HookPointError(
             f"megatron-core {versions.installed_version()} has no {', no '.join(missing)}, "
@@ -83,7 +85,7 @@ def _attached(hook: versions.Hook) -> bool:
     try:
         owner: Any = importlib.import_module(hook.module)
     except ImportError:
-        return hook.optional
+        return False
     *classes, name = hook.name.split(".")
     try:
         for part in classes:

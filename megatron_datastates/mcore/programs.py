@@ -25,20 +25,22 @@ def enable(**options: Any) -> None:
     """Makes every save of this process through Megatron's torch_dist strategy ours.
 
     Call it once on every rank, alike, before training starts; the program goes on asking for torch_dist.
-    What is copied behind the trainer is what is proved to change in optimizer steps only: Parameters, and the
-    memory of optimizers that have stepped. A program that changes those in another way, too, calls
-    `megatron_datastates.mcore.fence()` before it does. Calling it again changes the options of later saves.
+    Everything is copied before a save returns, so the program may then swap weights, offload or unmap memory.
+    Calling it again changes the options of later saves.
 
     Args:
         options: fields of megatron_datastates.config.Options, as values (`staging_memory=2 << 30`); the rest
-            comes from the environment. `on_failure="warn"` concerns asynchronous saves only: a synchronous
-            one raises SaveFailed on every rank, for the program to catch.
+            comes from the environment. `lazy=True` is a promise: Parameters, and the memory of optimizers,
+            change and are given up in optimizer steps only, or after a call of
+            `megatron_datastates.mcore.fence()`. Then they are copied while training goes on.
+            `on_failure="warn"` concerns asynchronous saves only: a synchronous one raises SaveFailed on every
+            rank, for the program to catch.
 
     Raises:
         OptionError: an option that does not exist, or makes no sense.
         HookPointError: this Megatron-Core lacks what saving is attached to.
     """
-    chosen = Options.from_environment(options)
+    chosen = Options.from_environment(options, lazy=False)
     saver_for(chosen).warm_up()
     module = importlib.import_module(_STOCK)
     before = getattr(module, _NAME)
@@ -47,7 +49,7 @@ def enable(**options: Any) -> None:
         """Takes the arguments of the strategy that it stands for, which say nothing to it."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(options=chosen)
+            super().__init__(options=chosen, in_loop=lambda: chosen.lazy)
 
     for holder in list(sys.modules.values()):
         names = getattr(holder, "__dict__", {})

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,13 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         self.assume_immutable = assume_immutable
         self.options = options or Options.from_environment()
 
+    def is_lazy(self) -> bool:
+        """Whether the save about to start may go on reading the caller's memory after it has returned."""
+        return self.assume_immutable
+
     def classifier(self) -> mapping.Classify:
         """How mutable each tensor of the save about to start is."""
-        return mapping.all_promised if self.assume_immutable else mapping.nothing_promised
+        return mapping.all_promised if self.is_lazy() else mapping.nothing_promised
 
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, async_strategy: str = "mcore"
@@ -77,14 +82,26 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             iteration=_iteration(sharded_state_dict, checkpoint_dir),
             mode=mode,
             labels=_labels(CheckpointingConfig(self.backend, self.version)),
+            await_copies=not self.is_lazy(),
         )
 
 
 class TrainingSaveStrategy(DataStatesSaveStrategy):
-    """For Megatron's own training loop, which proves what is immutable until its next step."""
+    """For loops in which memory changes in optimizer steps only, if it is proved to belong to them.
+
+    Args:
+        in_loop: whether such a loop runs now. Where it does not, everything is copied before a save returns.
+    """
+
+    def __init__(self, options: Options | None = None, in_loop: Callable[[], bool] = lambda: True) -> None:
+        super().__init__(options=options)
+        self._in_loop = in_loop
+
+    def is_lazy(self) -> bool:
+        return self._in_loop()
 
     def classifier(self) -> mapping.Classify:
-        return mapping.proof_in_training_loop()
+        return mapping.proof_in_training_loop() if self.is_lazy() else mapping.nothing_promised
 
 
 def _labels(config: CheckpointingConfig) -> Labels:

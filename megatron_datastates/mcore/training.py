@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from megatron_datastates.config import Options
-from megatron_datastates.mcore.attach import attach_training
+from megatron_datastates.mcore.arguments import adopt, is_converting, options_of, settle
+from megatron_datastates.mcore.attach import attach_training, replace
 from megatron_datastates.pipeline.held import holding
 
 logger = logging.getLogger(__name__)
-
-
-_options = Options()  # those of the last call of enable_saving
+_LOOP = "megatron.training.training"
+_options: Options | None = None  # those of the last call of enable_saving
+_loops = 0  # calls of Megatron's `train` that have not returned
 
 
 def enable_saving(options: Options) -> None:
@@ -26,27 +28,56 @@ def enable_saving(options: Options) -> None:
     from megatron_datastates.pipeline.saver import saver_for
 
     global _options
-    _options = options
     saver = saver_for(options)
     saver.warm_up()
     saver.reporter.listeners[:] = [_write_scalars]
     retention.install()
     attach_training()
+    loop = sys.modules.get(_LOOP)  # a program that has not imported it, runs a loop of its own
+    if loop is not None:
+        replace(loop, "train", wrap_train)
+    _options = options
+
+
+def is_training() -> bool:
+    """Whether Megatron's own loop runs, in which parameters change in optimizer steps only."""
+    return _loops > 0
+
+
+def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `train`, Megatron's own loop."""
+
+    def train(*args: Any, **kwargs: Any) -> Any:
+        global _loops
+        _loops += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _loops -= 1
+
+    return train
 
 
 def our_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
     """For what makes the save strategy in `megatron.training.checkpointing`."""
     from megatron_datastates.mcore.strategy import TrainingSaveStrategy
 
-    return lambda *args, **kwargs: TrainingSaveStrategy(options=_options)
+    return lambda *args, **kwargs: TrainingSaveStrategy(options=_options, in_loop=is_training)
 
 
-def held(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `save_checkpoint`: all of it holds the trainer; a failure may be told to be only a warning."""
-    from megatron_datastates.mcore import retention
-    from megatron_datastates.mcore.request import SaveFailed
+def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `save_checkpoint`, in any format: what is asked for as datastates is never saved as something else.
+
+    All of it holds the trainer; the failure of a save may be only a warning.
+    """
 
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        if not _saves_are_ours():
+            return original(iteration, *args, **kwargs)
+        from megatron_datastates.mcore import retention
+        from megatron_datastates.mcore.request import SaveFailed
+
+        assert _options is not None, "_saves_are_ours has seen to it"
         with holding("save_checkpoint"), retention.saving(iteration):
             try:
                 return original(iteration, *args, **kwargs)
@@ -57,6 +88,25 @@ def held(original: Callable[..., Any]) -> Callable[..., Any]:
                 return None
 
     return save_checkpoint
+
+
+def _saves_are_ours() -> bool:
+    """Whether the arguments ask for our format; makes saves ours where that was not done in this process.
+
+    Arguments may have been parsed and validated in another process (Ray's driver) or come from a file.
+
+    Raises:
+        OptionError, HookPointError: they ask for it, and it cannot be had.
+    """
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    if not adopt(args) or is_converting(args):
+        return False
+    if _options is None:
+        settle(args)
+        enable_saving(options_of(args))
+    return True
 
 
 def _write_scalars(report: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ import re
 _DIST = "megatron.core.dist_checkpointing."
 _OPTIMIZER = "megatron.core.optimizer."
 _CHECKPOINTING = "megatron.training.checkpointing"
+_QUEUE = _DIST + "strategies.async_utils"  # Megatron's own, announced to go
 _NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
 
 
@@ -26,7 +27,7 @@ class Hook:
     module: str
     name: str
     maker: str  # a function of this package, as module.function: what is there -> what shall be there
-    optional: bool = False  # the module belongs to a package that need not be installed
+    need: str = ""  # what it is for, if other hook points serve that, too: then one of them must be there
     rebind: bool = True  # also where other modules have imported it by its name
 
     def __str__(self) -> str:
@@ -60,6 +61,7 @@ _LOADING = (
     Hook("megatron.training.arguments", "validate_args", "arguments.validated"),
     Hook(_CHECKPOINTING, "read_metadata", "tracker.with_fallback"),
     Hook(_CHECKPOINTING, "load_checkpoint", "training_load.guarded"),
+    Hook(_CHECKPOINTING, "save_checkpoint", "training.wrap_save_checkpoint"),
     Hook(_CHECKPOINTING, "_load_base_checkpoint", "training_load.begun_alike"),
 )
 # Where ranks would plan a load of DCP's together: from 0.18 on each does so alone.
@@ -87,10 +89,10 @@ _SAVING = (
         "strategy.checked_once",
     ),
     Hook(_DIST + "core", "save_config", "strategy.wrap_save_config"),
-    Hook(_DIST + "strategies.async_utils", "AsyncCallsQueue.schedule_async_request", "request.recognized"),
-    Hook(_DIST + "strategies.async_utils", "AsyncCallsQueue.close", "request.closed"),
-    Hook(_NVRX, "AsyncCallsQueue.schedule_async_request", "request.recognized", optional=True),
-    Hook(_NVRX, "AsyncCallsQueue.close", "request.closed", optional=True),
+    Hook(_QUEUE, "AsyncCallsQueue.schedule_async_request", "request.recognized", need="queue"),
+    Hook(_NVRX, "AsyncCallsQueue.schedule_async_request", "request.recognized", need="queue"),
+    Hook(_QUEUE, "AsyncCallsQueue.close", "request.closed", need="end of a queue"),
+    Hook(_NVRX, "AsyncCallsQueue.close", "request.closed", need="end of a queue"),
     Hook(_OPTIMIZER + "optimizer", "MixedPrecisionOptimizer.step", "fences.witnessed"),
     Hook(_OPTIMIZER + "optimizer", "FP32Optimizer.step", "fences.witnessed"),
     Hook(_OPTIMIZER + "optimizer", "ChainedOptimizer.step", "fences.witnessed"),
@@ -126,10 +128,7 @@ _GRAPH = Hook(
 )
 
 # Attached to Megatron's own training loop, when `--ckpt-format datastates` was given.
-_TRAINING = (
-    Hook(_CHECKPOINTING, "save_checkpoint", "training.held"),
-    Hook(_CHECKPOINTING, "cleanup_old_non_persistent_checkpoint", "retention.careful_cleanup"),
-)
+_TRAINING = (Hook(_CHECKPOINTING, "cleanup_old_non_persistent_checkpoint", "retention.careful_cleanup"),)
 _STRATEGY_016 = Hook(
     _CHECKPOINTING, "get_default_save_sharded_strategy", "training.our_strategy", rebind=False
 )

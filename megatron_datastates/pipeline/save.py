@@ -168,6 +168,12 @@ class RankSave:
                 self._confirmed.set()
         self.fence_seconds += time.perf_counter() - begin
 
+    def await_copies(self) -> None:
+        """Returns when the trainer's memory is read no more, and may also be unmapped. Never raises."""
+        if self._save is not None:
+            self._save.await_copies(self.fence_deadline)
+            self.advance()
+
     def torn(self, reason: str) -> None:
         """See engine.fence.Fenced. Copies that are over by now prove nothing: they may have just ended."""
         if self._save is None or self._confirmed.is_set():

@@ -85,12 +85,15 @@ class Saver:
         iteration: int | None = None,
         mode: str = "async",
         labels: Labels | None = None,
+        await_copies: bool = False,
     ) -> Publication:
         """Starts a save of this rank's part of the state into `directory`.
 
-        Returns when everything that may change at once has been copied. The rest may change after the next
-        fence (engine.fence.FENCE). Nothing is published before every rank has polled often enough.
-        Errors of this rank are kept for the agreement: this raises none of them.
+        Returns when everything that may change at once has been copied; what is copied from a device, the
+        trainer's stream waits for. The rest may change after the next fence (engine.fence.FENCE). With
+        `await_copies`, or without `lazy` among the options, returns when everything has been copied, so that
+        memory may also be unmapped. Nothing is published before every rank has polled often enough. Errors of
+        this rank are kept for the agreement: this raises none of them.
         """
         run, path = self.run, Path(directory).absolute()
         run.enter_world()
@@ -114,6 +117,8 @@ class Saver:
                 tensors.mutability = [_EAGER.get(mutability, mutability) for mutability in tensors.mutability]
             plan, memory = run.plans.find(tensors, [item.key for item in objects])
             save.start(self._get_engine(), plan, memory, objects)
+            if await_copies or not self.options.lazy:
+                save.await_copies()
         except Exception as error:
             save.fail(error)
         self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]

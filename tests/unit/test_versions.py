@@ -56,7 +56,7 @@ def test_every_hook_point_of_the_installed_release_is_attached():
         "release = versions.installed()\n"
         "for hook in (*release.loading, *release.saving):\n"
         "    try: owner = importlib.import_module(hook.module)\n"
-        "    except ImportError: assert hook.optional or 'training' in hook.module, hook; continue\n"
+        "    except ImportError: assert hook.need or 'training' in hook.module, hook; continue\n"
         "    for part in hook.name.split('.'): owner = getattr(owner, part)\n"
         "    assert owner._of_datastates, hook\n"
         "print('all')"
