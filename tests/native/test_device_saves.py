@@ -411,3 +411,24 @@ def test_the_report_says_how_long_the_trainers_stream_waited(trainer: Trainer, t
     assert_published(publication, tmp_path, trainer.initial)
     report = save_report(publication, "async")
     assert report["stream_wait_ms"] >= 20 and report["ranks_ms"]["stream_wait"]["max"] >= 20
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_memory_may_be_unmapped_when_a_save_that_is_not_lazy_returns(
+    trainer: Trainer, tmp_path: Path, lazy: bool
+) -> None:
+    """As frameworks do that put a model to sleep right after its save; a lazy save is a promise not to."""
+    cuda = trainer.cuda
+    blocks = [cuda.allocate(SLOT) for _ in range(4)]
+    model = {f"w{i}": torch.frombuffer(block, dtype=torch.uint8) for i, block in enumerate(blocks)}
+    wanted = {key: tensor.clone() for key, tensor in model.items()}
+    cuda.delay_copies(seconds=0.02)
+    publication = trainer.saver(lazy=lazy, lazy_delay=0.01).start(tmp_path, DeviceTensors(model))
+    if lazy:
+        eventually(lambda: cuda.copies_to_host > len(model), "a copy is enqueued, beside the samples")
+    for block in blocks:
+        cuda.free(block)
+    assert publication.wait() is Outcome.PUBLISHED
+    assert bool(cuda.take_misuse()) is lazy
+    if not lazy:
+        assert_published(publication, tmp_path, wanted)

@@ -94,3 +94,27 @@ def test_missing_hook_point_for_loading_is_named_and_breaks_nothing_else():
 
 def test_hook_says_where_it_is():
     assert str(Hook("a.b", "C.d", "x.y")) == "a.b.C.d"
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_either_queue_serves(installed):
+    """Megatron's main announces that its own will go; nvidia-resiliency-ext need not be installed."""
+    code = (
+        "import sys, types\n"
+        "import megatron.core.dist_checkpointing.strategies.async_utils as a; del a.AsyncCallsQueue\n"
+        "name = 'nvidia_resiliency_ext.checkpointing.async_ckpt.core'\n"
+        "if INSTALLED:\n"
+        "    for part in (1, 2, 3): sys.modules['.'.join(name.split('.')[:part])] = types.ModuleType('p')\n"
+        "    queue = types.ModuleType(name); sys.modules[name] = queue\n"
+        "    class Queue:\n"
+        "        def schedule_async_request(self, request): pass\n"
+        "        def close(self, abort=False): pass\n"
+        "    queue.AsyncCallsQueue = Queue\n"
+        "import megatron_datastates.mcore.attach as t; t.attach_saving()\n"
+        "print('attached', Queue.close._of_datastates)"
+    ).replace("INSTALLED", str(installed))
+    said = run(PRELUDE + code).splitlines()[-1]
+    if installed:
+        assert said == "attached True"
+    else:
+        assert "HookPointError" in said and "async_utils.AsyncCallsQueue.close" in said

@@ -1,0 +1,156 @@
+"""Never another format in silence, and lazy copies only where the loop is known."""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+
+import pytest
+import torch
+
+from megatron_datastates.config import Options
+from megatron_datastates.engine import staging
+from megatron_datastates.errors import OptionError
+from megatron_datastates.mcore import arguments, retention, training
+from megatron_datastates.mcore.arguments import adopt, validated
+from megatron_datastates.mcore.mapping import nothing_promised
+from megatron_datastates.mcore.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.providers.base import Mutability
+from tests.unit.states import OPTIONS, State
+
+pytest.importorskip("megatron.training")
+
+
+@pytest.fixture
+def enabled(monkeypatch):
+    """What enable_saving was called with, in a process in which arguments were not validated."""
+    calls: list[Options] = []
+
+    def enable_saving(options: Options) -> None:
+        calls.append(options)
+        training._options = options
+
+    monkeypatch.setattr(training, "_options", None)
+    monkeypatch.setattr(training, "enable_saving", enable_saving)
+    monkeypatch.setattr(training, "settle", lambda args: None)
+    monkeypatch.setattr(retention, "finalize", None, raising=False)
+    return calls
+
+
+def saved_with(monkeypatch, args: argparse.Namespace) -> list[int]:
+    """Calls save_checkpoint with these arguments of the program; returns the calls of Megatron's own."""
+    from megatron.training import checkpointing, global_vars
+
+    for module in (global_vars, checkpointing):
+        monkeypatch.setattr(module, "get_args", lambda: args)
+    seen: list[int] = []
+    training.wrap_save_checkpoint(lambda iteration: seen.append(iteration))(7)
+    return seen
+
+
+def namespace(**members) -> argparse.Namespace:
+    return argparse.Namespace(**({"save": "somewhere", "rank": 0, "ckpt_format": "torch_dist"} | members))
+
+
+def test_arguments_that_were_validated_in_another_process_are_heeded(monkeypatch, enabled):
+    """slime validates them in a driver and sends them to workers."""
+    driver = namespace(ckpt_backend="datastates", datastates_copy_threads=3)
+    worker = pickle.loads(pickle.dumps(driver))
+    assert saved_with(monkeypatch, worker) == [7]
+    assert [options.copy_threads for options in enabled] == [3]
+    assert saved_with(monkeypatch, worker) == [7]
+    assert len(enabled) == 1, "once a process"
+
+
+def test_a_format_that_no_parser_of_ours_has_seen_is_adopted(monkeypatch, enabled):
+    """From a YAML file, or set by a framework."""
+    args = namespace(ckpt_format="datastates")
+    assert saved_with(monkeypatch, args) == [7]
+    assert len(enabled) == 1
+    assert (args.ckpt_backend, args.ckpt_format) == ("datastates", "torch_dist")
+
+
+@pytest.mark.parametrize(
+    "members", [{}, {"ckpt_format": "torch"}, {"ckpt_backend": "datastates", "ckpt_convert_format": "torch"}]
+)
+def test_other_formats_and_conversions_stay_megatrons_own(monkeypatch, enabled, members):
+    before = namespace(**members)
+    assert saved_with(monkeypatch, args := namespace(**members)) == [7]
+    assert enabled == [] and args == before
+
+
+def test_what_cannot_be_made_ours_raises(monkeypatch, enabled):
+    def refuse(options: Options) -> None:
+        raise OptionError("not to be had")
+
+    monkeypatch.setattr(training, "enable_saving", refuse)
+    with pytest.raises(OptionError, match="not to be had"):
+        saved_with(monkeypatch, namespace(ckpt_backend="datastates"))
+
+
+def test_the_deprecated_flag_is_refused():
+    """Megatron ignores it, and would save torch_dist."""
+    with pytest.raises(OptionError, match="use --ckpt-format datastates"):
+        validated(lambda args: args)(namespace(dist_ckpt_format_deprecated="datastates"))
+    args = namespace(dist_ckpt_format_deprecated="torch_dist")
+    assert validated(lambda args: args)(args) is args
+
+
+def test_arguments_are_adopted_once():
+    args = namespace(ckpt_format="datastates")
+    assert adopt(args) and adopt(args)
+    assert not adopt(namespace())
+    assert arguments.is_selected(args)
+
+
+# -- lazy or not --------------------------------------------------------------------------------------------
+
+
+def test_lazy_is_for_megatrons_own_loop():
+    strategy = training.our_strategy(object)("torch_dist", 1)
+    assert isinstance(strategy, TrainingSaveStrategy)
+    during: list[bool] = []
+    training.wrap_train(lambda: during.append(strategy.is_lazy()))()
+    assert during == [True]
+    assert not strategy.is_lazy() and strategy.classifier() is nothing_promised
+
+
+def test_a_loop_that_raises_is_over():
+    def train() -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        training.wrap_train(train)()
+    assert not training.is_training()
+
+
+@pytest.mark.parametrize("promised", [True, False])
+def test_a_strategy_without_a_promise_is_not_lazy(promised):
+    assert DataStatesSaveStrategy(assume_immutable=promised).is_lazy() is promised
+
+
+def test_enable_is_eager_unless_lazy_is_promised(monkeypatch):
+    def lazy(environment: dict[str, str], **options: object) -> bool:
+        return Options.from_environment(options, environment, lazy=False).lazy
+
+    assert not lazy({})
+    assert lazy({}, lazy=True)
+    assert lazy({"MEGATRON_DATASTATES_LAZY": "on"})
+    assert not lazy({"MEGATRON_DATASTATES_LAZY": "on"}, lazy=False)
+    assert Options.from_environment({}, {}).lazy, "Megatron's own loop"
+
+
+@pytest.mark.parametrize(("await_copies", "lazy"), [(True, True), (False, False)])
+def test_a_save_that_is_not_lazy_has_copied_everything_when_it_returns(
+    tmp_path, monkeypatch, await_copies, lazy
+):
+    waited: list[float] = []
+    monkeypatch.setattr(staging.FileSave, "await_copies", lambda self, seconds: waited.append(seconds))
+    saver = Saver(OPTIONS.__class__(staging_memory=8 << 20, slot_size=1 << 20, lazy=lazy), Run())
+    state = State({"a": torch.ones(1000)}, mutability=Mutability.NEVER)
+    publication = saver.start(tmp_path, state, await_copies=await_copies)
+    assert publication.wait() is Outcome.PUBLISHED
+    saver.close()
+    assert len(waited) == 1
