@@ -63,7 +63,7 @@ def metadata_members(directory: Path) -> dict[str, Any]:
     """Of metadata.json; none if there is no such file. Raises FormatError, OSError."""
     path = directory / METADATA_NAME
     try:
-        members = json.loads(path.read_bytes())
+        members = json.loads(path.read_bytes() or b"{}")  # one that a kill has left empty counts as missing
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:

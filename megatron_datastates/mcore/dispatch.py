@@ -105,7 +105,7 @@ def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
         LOOKED_AT.set(checkpoint_dir)
         try:
             config = original(checkpoint_dir, *args, **kwargs)
-        except ValueError:  # cut short by a crash, after a save of ours was published
+        except (ValueError, TypeError, AttributeError):  # cut short by a crash, or damaged otherwise
             if not has_manifest(checkpoint_dir):
                 raise
             config = None

@@ -111,11 +111,16 @@ class Checkpoint:
             FormatError, UnsupportedFormatError, StorageError: it, or the index, cannot be used.
         """
         path = Path(directory)
-        if not is_published(path):
-            raise NotACheckpointError(_why_not(path))
-        manifest = Manifest.decode(read_small(path / MANIFEST_NAME), str(path / MANIFEST_NAME))
-        index = _open_index(path / manifest.index.name, manifest, reuse)
-        return cls(path, manifest, index, options or Options.from_environment())
+        manifest = _read_manifest(path)
+        while True:
+            try:
+                index = _open_index(path / manifest.index.name, manifest, reuse)
+                return cls(path, manifest, index, options or Options.from_environment())
+            except (StorageError, FormatError):
+                # A save into this directory may have replaced both meanwhile.
+                before, manifest = manifest, _read_manifest(path)
+                if manifest.save_id == before.save_id:
+                    raise
 
     def file_path(self, file: int) -> Path:
         return self.directory / self.manifest.files[file].name
@@ -127,6 +132,7 @@ class Checkpoint:
             try:
                 footer = read_footer(self.file_path(file), entry.bytes)
             except (StorageError, FormatError) as error:
+                _refuse_replaced(self.directory, self.manifest, error)
                 raise type(error)(f"{error}. {self._what_rank_wrote(file)}") from error
             _check_identity(self.manifest, entry, footer, self.file_path(file))
             self._footers[file] = footer
@@ -372,6 +378,12 @@ def _check_identity(manifest: Manifest, entry: FileEntry, footer: Footer, path: 
         )
 
 
+def _read_manifest(path: Path) -> Manifest:
+    if not is_published(path):
+        raise NotACheckpointError(_why_not(path))
+    return Manifest.decode(read_small(path / MANIFEST_NAME), str(path / MANIFEST_NAME))
+
+
 def _open_index(path: Path, manifest: Manifest, reuse: bool) -> Index:
     entry = manifest.index
     (data,) = read_ranges(path, entry.bytes, [(0, entry.directory_bytes)])
@@ -381,9 +393,25 @@ def _open_index(path: Path, manifest: Manifest, reuse: bool) -> Index:
     if directory.bytes != entry.directory_bytes:
         raise FormatError(f"{path} is damaged: its directory has not the size that the manifest says")
     known = _decoded.setdefault(entry.sha256, Decoded()) if reuse else Decoded()
-    return Index.from_directory(
-        directory, len(manifest.files), lambda ranges: read_ranges(path, entry.bytes, ranges), known
-    )
+
+    def read_sections(ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        try:
+            return read_ranges(path, entry.bytes, ranges)
+        except StorageError as error:
+            _refuse_replaced(path.parent, manifest, error)
+            raise
+
+    return Index.from_directory(directory, len(manifest.files), read_sections, known)
+
+
+def _refuse_replaced(path: Path, opened: Manifest, error: Exception) -> None:
+    """Raises StorageError if another save has been published in the directory since this manifest was read."""
+    try:
+        is_replaced = _read_manifest(path).save_id != opened.save_id
+    except DataStatesError:
+        is_replaced = False
+    if is_replaced:
+        raise StorageError(f"{path} was saved anew while it was read: load again") from error
 
 
 def _why_not(path: Path) -> str:

@@ -164,11 +164,15 @@ def strangers(checkpoint: Checkpoint) -> list[str]:
 
 def _check_metadata(checkpoint: Checkpoint, verdict: Verdict) -> None:
     path = checkpoint.directory / METADATA_NAME
-    if not path.exists():
-        verdict.notes.append(f"{path} is missing: the save died behind its commit. The checkpoint loads")
-        return
     try:
-        backend = json.loads(read_small(path))["sharded_backend"]
+        content = read_small(path) if path.exists() else b""
+        if not content:  # Megatron may have been killed while it wrote it
+            state = "empty" if path.exists() else "missing"
+            verdict.notes.append(
+                f"{path} is {state}: the save was killed after its manifest was in place. The checkpoint loads"
+            )
+            return
+        backend = json.loads(content)["sharded_backend"]
     except StorageError as error:
         verdict.faults.append(str(error))
     except (ValueError, LookupError, TypeError, RecursionError):

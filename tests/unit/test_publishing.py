@@ -10,12 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_datastates.convert.sink import metadata_members
 from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.errors import StorageError
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME
+from megatron_datastates.pipeline import load as load_module
 from megatron_datastates.pipeline import publication as publication_module
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Labels, Outcome, Publication
+from megatron_datastates.pipeline.verify import verify
 from tests.unit.states import State, new_saver, save
 
 
@@ -207,3 +211,50 @@ def test_two_runs_that_save_in_turns_leave_a_whole_checkpoint(runs, order):
             open_saves[name] = (runs.start("ab".index(name), number), number)
     if last is not None:
         assert Manifest.decode((runs.directory / MANIFEST_NAME).read_bytes(), "manifest")
+
+
+# -- readers beside writers ---------------------------------------------------------------------------------
+
+
+def test_a_reader_that_meets_a_save_into_the_directory_opens_the_new_manifest(tmp_path, monkeypatch):
+    saver = new_saver()
+    save(saver, tmp_path, tensors(1))
+    open_index = load_module._open_index
+
+    def late(path, *args):
+        monkeypatch.setattr(load_module, "_open_index", open_index)
+        save(saver, tmp_path, {"other": torch.ones(3)})
+        return open_index(path, *args)
+
+    monkeypatch.setattr(load_module, "_open_index", late)
+    assert list(Checkpoint.open(tmp_path, reuse=False).index.tensors) == ["other"]
+    saver.close()
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_says_so(tmp_path):
+    saver = new_saver()
+    save(saver, tmp_path, tensors(1))
+    checkpoint = Checkpoint.open(tmp_path)
+    save(saver, tmp_path, tensors(2))
+    with pytest.raises(StorageError, match=r"saved anew while it was read: load again"):
+        checkpoint.read_tensor("a")
+    saver.close()
+
+
+def test_an_index_that_is_gone_is_an_error(tmp_path):
+    saver = new_saver()
+    save(saver, tmp_path, tensors(1))
+    saver.close()
+    remove_the_index(tmp_path)
+    with pytest.raises(StorageError, match="index-"):
+        Checkpoint.open(tmp_path, reuse=False)
+
+
+def test_an_empty_metadata_json_is_a_missing_one(tmp_path):
+    saver = new_saver()
+    save(saver, tmp_path, tensors(1))
+    saver.close()
+    (tmp_path / METADATA_NAME).write_bytes(b"")
+    verdict = verify(tmp_path)
+    assert verdict.good and "is empty: the save was killed" in " ".join(verdict.notes)
+    assert metadata_members(tmp_path) == {}
