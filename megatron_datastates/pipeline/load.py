@@ -394,9 +394,9 @@ def _open_index(path: Path, manifest: Manifest, reuse: bool) -> Index:
         raise FormatError(f"{path} is damaged: its directory has not the size that the manifest says")
     known = _decoded.setdefault(entry.sha256, Decoded()) if reuse else Decoded()
 
-    def read_sections(ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    def read_sections(ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
         try:
-            return read_ranges(path, entry.bytes, ranges)
+            yield from read_ranges(path, entry.bytes, ranges)
         except StorageError as error:
             _refuse_replaced(path.parent, manifest, error)
             raise
@@ -405,7 +405,7 @@ def _open_index(path: Path, manifest: Manifest, reuse: bool) -> Index:
 
 
 def _refuse_replaced(path: Path, opened: Manifest, error: Exception) -> None:
-    """Raises StorageError if another save has been published in the directory since this manifest was read."""
+    """Raises StorageError if another save was published in the directory since this manifest was read."""
     try:
         is_replaced = _read_manifest(path).save_id != opened.save_id
     except DataStatesError:

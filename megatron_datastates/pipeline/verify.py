@@ -169,7 +169,7 @@ def _check_metadata(checkpoint: Checkpoint, verdict: Verdict) -> None:
         if not content:  # Megatron may have been killed while it wrote it
             state = "empty" if path.exists() else "missing"
             verdict.notes.append(
-                f"{path} is {state}: the save was killed after its manifest was in place. The checkpoint loads"
+                f"{path} is {state}: the save was killed when its manifest was in place. The checkpoint loads"
             )
             return
         backend = json.loads(content)["sharded_backend"]
