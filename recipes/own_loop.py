@@ -87,7 +87,8 @@ def main(arguments: list[str] | None = None) -> None:
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(1)
-    enable(staging_memory=64 << 20)  # this is all; the rest of this file knows nothing of it
+    # This is all; the rest of this file knows nothing of it. Lazy: only the optimizer changes anything here.
+    enable(lazy=True, staging_memory=64 << 20)
 
     torch.manual_seed(1)
     model = build_model()
