@@ -25,6 +25,7 @@ from megatron_datastates.providers.tensors import Structure
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import DeviceTensors, label_as_device
 from tests.native.harness import KIB, eventually
+from tests.native.test_fork import in_child
 
 SLOT = 64 * KIB
 AFTER = 9  # what the optimizer's kernels write
@@ -411,3 +412,42 @@ def test_the_report_says_how_long_the_trainers_stream_waited(trainer: Trainer, t
     assert_published(publication, tmp_path, trainer.initial)
     report = save_report(publication, "async")
     assert report["stream_wait_ms"] >= 20 and report["ranks_ms"]["stream_wait"]["max"] >= 20
+
+
+@pytest.mark.parametrize("owner", ["nothing to save", "failed start"])
+def test_what_follows_save_checkpoint_counts_for_every_save(
+    trainer: Trainer, tmp_path: Path, owner: str
+) -> None:
+    """Also on a rank without tensors, and where the start failed: all ranks' times are compared."""
+    nothing = owner == "nothing to save"
+    saver = trainer.saver() if nothing else trainer.saver(driver="/nowhere/libcuda.so.1")
+    with holding("save_checkpoint"):
+        publication = saver.start(tmp_path, DeviceTensors({} if nothing else trainer.model))
+    time.sleep(0.1)
+    assert publication.wait() is (Outcome.PUBLISHED if nothing else Outcome.FAILED)
+    assert 0.1 <= publication.save.held.parts["until_poll"] < publication.save.held.total
+
+
+# -- a save whose engine is gone ----------------------------------------------------------------------------
+
+
+def test_a_save_may_be_polled_and_let_go_when_its_saver_was_closed(trainer: Trainer, tmp_path: Path) -> None:
+    saver = trainer.saver()
+    with holding("save_checkpoint"):
+        publication = saver.start(tmp_path, DeviceTensors(trainer.model))
+        saver.close()
+    assert "the program ended" in failure(publication)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_a_child_that_goes_on_with_its_parents_save_harms_nothing(trainer: Trainer, tmp_path: Path) -> None:
+    publication = trainer.saver(lazy_delay=60.0).start(tmp_path, DeviceTensors(trainer.model))
+
+    def go_on() -> object:
+        publication.save.fence("a step in a child")
+        publication.save.advance()
+        publication.save.released()
+        return publication.save.failure
+
+    assert in_child(go_on) == "this save belongs to the parent of this process"
+    assert_published(publication, tmp_path, trainer.initial)
