@@ -102,6 +102,20 @@ def test_a_time_can_be_brought_forward_but_not_put_off(
     save.expect(Milestone.COPIED)
 
 
+def test_copies_begin_as_soon_as_they_may(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
+    """A fence waits for them: it is not to wait for a thread that looks every 100 ms."""
+    engine, stream, waits = device_engines(), cuda.new_stream(), []
+    for i in range(5):
+        save = Save(engine, tmp_path / str(i), [on_device(SLOT)], stream=stream, lazy_seconds=NEVER)
+        time.sleep(0.02)  # the file is open, and nothing is left to do but wait
+        begin = time.monotonic()
+        engine.allow_lazy_copies(save.job, 0)
+        save.expect(Milestone.STAGED)
+        waits.append(time.monotonic() - begin)
+        save.finish()
+    assert min(waits) < 0.04
+
+
 def test_host_copies_do_not_wait_for_that_time(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:

@@ -149,7 +149,8 @@ def test_nothing_of_a_bad_block_goes_to_the_device(cuda: FakeCuda, readers: Read
     assert np.array_equal(target[3 * MIB :], DATA[3 * MIB :])
 
 
-@pytest.mark.parametrize("nth", [1, 4])
+# An event serves all windows that were enqueued by then: at most four of the twelve.
+@pytest.mark.parametrize("nth", [1, 2])
 @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuEventSynchronize", "cuEventCreate"])
 def test_an_error_of_the_device_ends_the_read(
     cuda: FakeCuda, readers: Readers, source: Source, call: str, nth: int

@@ -374,13 +374,14 @@ def samples_of(trainer: Trainer) -> int:
 @pytest.mark.parametrize("begin", ["poll", "fence"])
 def test_lazy_copies_begin_at_the_first_poll_or_fence(trainer: Trainer, tmp_path: Path, begin: str) -> None:
     """Megatron's timers synchronize the device between the save and its next iteration."""
-    saver = trainer.saver(lazy_delay=60.0)
+    saver = trainer.saver(lazy_delay=3600.0, fence_deadline=10.0)
     publication = saver.start(tmp_path, DeviceTensors(trainer.model))
     trainer.cuda.synchronize_device()
     time.sleep(0.2)
     assert trainer.cuda.copies_to_host == samples_of(trainer)
     if begin == "poll":
         publication.poll()
+        eventually(lambda: trainer.cuda.copies_to_host > samples_of(trainer), "the copies begin")
     trainer.optimizer_step()
     assert trainer.cuda.copies_to_host > samples_of(trainer)
     assert_published(publication, tmp_path, trainer.initial)
