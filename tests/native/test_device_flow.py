@@ -102,6 +102,17 @@ def test_a_time_can_be_brought_forward_but_not_put_off(
     save.expect(Milestone.COPIED)
 
 
+def test_one_saves_time_is_not_anothers(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
+    engine, stream = device_engines(), cuda.new_stream()
+    saves = [
+        Save(engine, tmp_path / name, [on_device(SLOT)], stream=stream, lazy_seconds=NEVER) for name in "ab"
+    ]
+    engine.allow_lazy_copies(saves[1].job, 0)
+    saves[1].finish()
+    assert not saves[0].reaches(Milestone.STAGED, 0.2)
+    saves[0].job.cancel("seen")
+
+
 def test_copies_begin_as_soon_as_they_may(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
     """A fence waits for them: it is not to wait for a thread that looks every 100 ms."""
     engine, stream, waits = device_engines(), cuda.new_stream(), []
