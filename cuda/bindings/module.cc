@@ -66,6 +66,8 @@ class EngineHandle {
     if (!engine_) throw nb::value_error("this engine is closed");
     return engine_;
   }
+  // Of an engine that is closed, or the parent's, there is nothing left to ask for.
+  bool is_open() const { return home_.IsHere() && engine_ != nullptr; }
   // Gives whether every thread has ended within that time. Those that a hung disk or device keeps are then
   // leaked with all that they use. Looks after signals while it waits; what a handler raises leaves the rest
   // to be closed later.
@@ -167,7 +169,7 @@ void BindEngine(nb::module_& module) {
       .def(
           "allow_lazy_copies",
           [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, double seconds) {
-            self.engine()->AllowLazyCopies(*job, seconds);
+            if (self.is_open()) self.engine()->AllowLazyCopies(*job, seconds);
           },
           "job"_a, "seconds"_a)
       .def(

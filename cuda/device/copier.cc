@@ -59,13 +59,22 @@ void DeviceCopier::Enqueue(const std::vector<Piece>& pieces, bool bounded) {
       sources[count] = piece.source;
       bytes[count] = piece.bytes;
     }
-    if (count > 1 && driver_->CopyBatchToHost(targets, sources, bytes, count, stream_)) {
+    if (count > 1 && EnqueueBatch(targets, sources, bytes, count)) {
       Count(count, bounded);
     } else {
       count = std::max<size_t>(count, 1);
       for (size_t one = i; one < i + count; ++one) enqueue_one(pieces[one]);
     }
     i += count;
+  }
+}
+
+bool DeviceCopier::EnqueueBatch(CuPointer* targets, CuPointer* sources, size_t* bytes, size_t count) {
+  try {
+    return driver_->CopyBatchToHost(targets, sources, bytes, count, stream_);
+  } catch (const Failure&) {
+    enqueued_ += count;  // some of it may be in the stream: who waits for Enqueued() waits for that, too
+    throw;
   }
 }
 

@@ -95,6 +95,7 @@ class DeviceCopier {
   };
 
   void Enqueue(const std::vector<Piece>& pieces, bool bounded);
+  bool EnqueueBatch(CuPointer* targets, CuPointer* sources, size_t* bytes, size_t count);
   void Count(size_t copies, bool bounded);
   void MarkHere();  // under marking_
 

@@ -100,11 +100,12 @@ std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream tra
       std::any_of(batch.runs().begin(), batch.runs().end(), [](const Run& run) { return run.device; });
   if (!device) return nullptr;
   if (!copier_) {
-    copier_ = std::make_shared<DeviceCopier>(Driver::Open(options_.driver));
-    node_ = NodeOfDevice(options_.sysfs, copier_->driver()->CurrentBusId());
-    pool_->Register(copier_->driver(), copier_->context(), node_);
-    sample_memory_ = std::make_shared<SampleMemory>(copier_->driver(), copier_->context(),
+    auto copier = std::make_shared<DeviceCopier>(Driver::Open(options_.driver));
+    node_ = NodeOfDevice(options_.sysfs, copier->driver()->CurrentBusId());
+    pool_->Register(copier->driver(), copier->context(), node_);
+    sample_memory_ = std::make_shared<SampleMemory>(copier->driver(), copier->context(),
                                                     kMostDeviceSamples * kSampleBytes);
+    copier_ = std::move(copier);  // last: it stands for all of the above
   } else if (copier_->driver()->CurrentContext() != copier_->context()) {
     throw Failure("start save", "", 0,
                   "the first save of this process was from cuda:" + std::to_string(copier_->device()) +
@@ -431,6 +432,8 @@ bool Engine::Await(const CopiedChunk& copied) {
     return true;
   } catch (const Failure& failure) {
     job.Fail(failure);
+  } catch (const std::exception& error) {
+    job.Fail(Failure("await copies", "", 0, error.what()));
   }
   AwaitDevice(job);
   return false;

@@ -33,7 +33,11 @@ class Pending(Protocol[T_co]):
 
 
 class Arriving(Pending[T_co], Protocol[T_co]):
-    """One that another thread may read, once."""
+    """One that another thread may read, once.
+
+    The trainer's thread looks whether it is over, and then reading it asks nothing of the device: torch
+    captures CUDA graphs in global mode, in which another thread that asks for an event breaks the capture.
+    """
 
     def is_over(self) -> bool:
         """Looks whether `result` would return at once."""
@@ -346,12 +350,15 @@ class _Rounds:
 
     def __init__(self, rounds: list[torch.Tensor], sizes: Sequence[int], done: Event) -> None:
         self._rounds, self._sizes, self._done = rounds[::-1], sizes, done
+        self._is_over = False
 
     def is_over(self) -> bool:
-        return self._done.is_over()
+        self._is_over = self._is_over or self._done.is_over()
+        return self._is_over
 
     def result(self) -> list[bytes]:
-        self._done.synchronize()
+        if not self._is_over:
+            self._done.synchronize()
         found = [bytearray() for _ in self._sizes]
         while self._rounds:
             rows = self._rounds.pop().numpy().reshape(len(found), -1)

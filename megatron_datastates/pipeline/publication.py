@@ -10,9 +10,9 @@ Protocol (all of it on the trainer's thread, but for step 4):
   3. All durable: one record per rank goes to everybody. The next poll reads them, unless a rank has failed
      meanwhile, which the sum that was asked for with them says. If a layout is new, ranks' own indexes then
      go to rank 0.
-  4. Rank 0's publishing thread awaits those and writes the index. It looks whether
-     every file that the manifest will name is in the directory with its size. Then it writes the manifest
-     (engine/commit.py) and Megatron's metadata.json, and removes what that manifest replaced.
+  4. Rank 0's publishing thread awaits those (polls see that they are there) and writes the index. It looks
+     whether every file that the manifest will name is in the directory with its size. Then it writes the
+     manifest (engine/commit.py) and Megatron's metadata.json, and removes what that manifest replaced.
   5. Polls go on until rank 0 says that it is published.
 A directory without a manifest is not a checkpoint; one with a manifest is complete.
 """
@@ -51,7 +51,7 @@ from megatron_datastates.plan.coverage import coverage_faults
 logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002
 _VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0
-_PATIENCE_SECONDS = 10.0  # with a device, once the save is abandoned
+_PATIENCE_SECONDS = 10.0  # with a device, once the save is abandoned or has failed
 _KEPT_INDEXES = 2  # persistent and non-persistent saves alternate
 _NOTHING = "Nothing was published; earlier checkpoints are as they were."
 _KEPT = "Its manifest may be in place, so its files were kept."
@@ -156,6 +156,7 @@ class Publication:
         self._errors_asked: Pending[list[bytes]] | None = None
         self._records_asked: Pending[list[bytes]] | None = None
         self._indexes_asked: Arriving[list[bytes]] | None = None  # read by rank 0's publishing thread
+        self._indexes_arrived = threading.Event()
         self._keep_file = False  # although the save fails
         self.refused = False  # it was never begun, on any rank, and waits to be told so
         self._abandoned = False
@@ -187,6 +188,7 @@ class Publication:
             return self.outcome
         with holding("polls", self.save):
             self.save.advance()
+            self._look_for_indexes()
             if self._errors_asked is not None:
                 self._fail(self._errors_asked.result())
             elif self._flags_asked is not None:
@@ -257,6 +259,7 @@ class Publication:
             # As the record says: another save may have made the layout known since.
             own = self._own_index() if sizes[self.collectives.rank] else b""
             self._indexes_asked = self.collectives.gather_to_first(own, sizes)
+            self._look_for_indexes()
         if self.collectives.rank == 0:
             publisher = threading.Thread(target=self._publish, name="datastates-publish", daemon=True)
             try:
@@ -266,6 +269,11 @@ class Publication:
             except RuntimeError as error:  # no thread to be had, on this rank alone
                 self._manifest_in_place = False
                 self.save.fail(error)
+
+    def _look_for_indexes(self) -> None:
+        # Here, on the trainer's thread: see Arriving.
+        if self._indexes_asked is not None and self._indexes_asked.is_over():
+            self._indexes_arrived.set()
 
     def _own_index(self) -> bytes:
         return self.save.plan.layout.index if self.save.plan is not None else b""
@@ -327,15 +335,18 @@ class Publication:
             write_whole(path, content, self._faults, self.save.context.save_id)
 
     def _await_indexes(self) -> None:
-        """Adds the indexes that ranks sent. A device that hangs does not keep an abandoned save for long."""
+        """Adds the indexes that ranks sent. A device that hangs keeps no save for long that is over."""
         if self._indexes_asked is None:
             return
         patience = _PATIENCE_SECONDS
-        while not self._indexes_asked.is_over():
+        while not self._indexes_arrived.wait(_BLOCKING_POLL_SECONDS):
+            if self.outcome is Outcome.PENDING and not self._abandoned:
+                continue  # the trainer polls, and looks
+            if self._indexes_asked.is_over():
+                break
+            patience -= _BLOCKING_POLL_SECONDS
             if patience <= 0.0:
                 raise DataStatesError("the ranks' indexes did not arrive before the save was abandoned")
-            time.sleep(_BLOCKING_POLL_SECONDS)
-            patience -= _BLOCKING_POLL_SECONDS if self._abandoned else 0.0
         for record, index in zip(self.records, self._indexes_asked.result(), strict=True):
             if index:
                 self._layouts.add(record.rank, record.layout_digest, index)

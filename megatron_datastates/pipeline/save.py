@@ -183,10 +183,10 @@ class RankSave:
 
     def advance(self) -> None:
         """Looks after the save: confirms copies that are done and drops the sources."""
+        self._see_first_poll()
         save = self._save
         if save is None:
             return
-        self._see_first_poll()
         save.allow_lazy_copies()
         if save.sources_copied():
             # Seen on the trainer's thread, before anything behind it in the program could change them.

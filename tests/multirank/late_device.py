@@ -5,7 +5,8 @@
 A thread does what is enqueued, in that order, with gloo underneath. Nothing that a poll enqueues is begun
 before that poll has returned. A copy to host memory leaves garbage there until an event behind it was seen to
 be over. Whatever would synchronize the device fails: reading a tensor that lies on it, and waiting for an
-event in the poll that recorded it.
+event in the poll that recorded it. So does a thread other than the trainer's that asks for an event while
+saves are polled: torch captures CUDA graphs in global mode, in which that breaks a capture.
 """
 
 import threading
@@ -150,12 +151,13 @@ class LateEvent:
 
     def synchronize(self) -> None:
         in_its_poll = self._device._polling and self._poll == self._device.polls
-        on_trainer = threading.current_thread() is threading.main_thread()
-        assert not (in_its_poll and on_trainer), "a poll waits for what it enqueued itself"
+        assert not in_its_poll, "a poll waits for what it enqueued itself"
         while not self.is_over():
             assert self._device.error is None, self._device.error
 
     def is_over(self) -> bool:
+        on_trainer = threading.current_thread() is threading.main_thread()
+        assert on_trainer or self._device.hangs, "a graph that the trainer captures is broken"
         over = self._over.wait(0.01)
         if over:
             seen, self._seen = self._seen, ()

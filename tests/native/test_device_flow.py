@@ -15,7 +15,7 @@ from tests.native.harness import ALIGNMENT, KIB, Copy, Save, eventually, random_
 Engines = Callable[..., native.Engine]
 SLOT = 64 * KIB
 MOST_IN_FLIGHT, COPIES_PER_EVENT = 256, 64  # cuda/device/copier.h
-INVALID_VALUE, NOT_SUPPORTED = 1, 801
+INVALID_VALUE, OUT_OF_MEMORY, NOT_SUPPORTED = 1, 2, 801
 NEVER = 60.0  # seconds; longer than a test
 
 
@@ -102,6 +102,31 @@ def test_a_time_can_be_brought_forward_but_not_put_off(
     save.expect(Milestone.COPIED)
 
 
+def test_one_saves_time_is_not_anothers(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
+    engine, stream = device_engines(), cuda.new_stream()
+    saves = [
+        Save(engine, tmp_path / name, [on_device(SLOT)], stream=stream, lazy_seconds=NEVER) for name in "ab"
+    ]
+    engine.allow_lazy_copies(saves[1].job, 0)
+    saves[1].finish()
+    assert not saves[0].reaches(Milestone.STAGED, 0.2)
+    saves[0].job.cancel("seen")
+
+
+def test_copies_begin_as_soon_as_they_may(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
+    """A fence waits for them: it is not to wait for a thread that looks every 100 ms."""
+    engine, stream, waits = device_engines(), cuda.new_stream(), []
+    for i in range(5):
+        save = Save(engine, tmp_path / str(i), [on_device(SLOT)], stream=stream, lazy_seconds=NEVER)
+        time.sleep(0.02)  # the file is open, and nothing is left to do but wait
+        begin = time.monotonic()
+        engine.allow_lazy_copies(save.job, 0)
+        save.expect(Milestone.STAGED)
+        waits.append(time.monotonic() - begin)
+        save.finish()
+    assert min(waits) < 0.04
+
+
 def test_host_copies_do_not_wait_for_that_time(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
@@ -123,6 +148,16 @@ def test_a_save_that_ends_before_its_time_lets_go(
     elif end == "close":
         engine.close()
     save.failure()
+
+
+def test_a_save_of_a_closed_engine_is_past_its_time(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    """No error of the trainer's, which may poll once more."""
+    engine = device_engines()
+    save = Save(engine, tmp_path / "data", [on_device(SLOT)], stream=cuda.new_stream(), lazy_seconds=NEVER)
+    engine.close()
+    engine.allow_lazy_copies(save.job, 0)
 
 
 # -- the launch queue ---------------------------------------------------------------------------------------
@@ -184,6 +219,30 @@ def test_a_batch_that_fails_fails_the_save(cuda: FakeCuda, device_engines: Engin
     cuda.fail("cuMemcpyBatchAsync", nth=5, code=ILLEGAL_ACCESS)
     save = Save(device_engines(tripwire=False), tmp_path / "data", many(1000), stream=cuda.new_stream())
     assert "cuMemcpyBatchAsync: an illegal memory access" in save.failure()
+
+
+def test_a_batch_refused_half_way_is_made_up_for(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    cuda.break_batches(20, NOT_SUPPORTED)
+    save_whole(device_engines(), tmp_path / "data", many(1000), stream=cuda.new_stream())
+    assert len(cuda.calls("ran")) > 1000  # some were enqueued twice
+
+
+def test_samples_outlive_a_batch_that_fails_half_way(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    """The next save would get their memory while the device still writes to it."""
+    stream = cuda.new_stream()
+    cuda.hold_stream(stream)
+    cuda.break_batches(20, OUT_OF_MEMORY)
+    save = Save(device_engines(), tmp_path / "data", many(100), stream=stream)
+    save.job.close_input()
+    eventually(lambda: "cuMemcpyBatchAsync" in save.error, "the save fails")
+    assert not save.reaches(Milestone.RELEASED, 0.2)
+    cuda.release_stream(stream)
+    assert save.reaches(Milestone.RELEASED)
+    assert len(cuda.calls("ran")) == 20
 
 
 def test_a_driver_without_batches_serves(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:

@@ -123,12 +123,14 @@ def test_eager_copies_hold_the_trainer_back_and_lazy_ones_do_not(
     assert copies[0] < filled < copies[-2]
 
 
+@pytest.mark.parametrize("tripwire", [False, True])  # samples are awaited before any chunk
 def test_sources_are_in_use_until_the_device_has_read_them(
-    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, tripwire: bool
 ) -> None:
     trainer = cuda.new_stream()
     cuda.hold_stream(trainer)
-    save = Save(device_engines(most_slots=8), tmp_path / "data", [on_device(2 * SLOT)], stream=trainer)
+    engine = device_engines(most_slots=8, tripwire=tripwire)
+    save = Save(engine, tmp_path / "data", [on_device(2 * SLOT)], stream=trainer)
     save.expect(Milestone.STAGED)
     assert not save.reaches(Milestone.COPIED, 0.05)
     assert save.status["bytes_copied"] == 0
@@ -217,7 +219,8 @@ def test_a_driver_that_hangs_does_not_hang_the_trainer(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, call: str
 ) -> None:
     """Its waits end in time, so that the fence's deadline holds, and status is at hand."""
-    engine = device_engines(slot_bytes=ALIGNMENT, copy_threads=1)
+    # Without samples, which a worker would be caught in, too.
+    engine = device_engines(slot_bytes=ALIGNMENT, copy_threads=1, tripwire=False)
     copies, stream = [on_device(5 * ALIGNMENT)], cuda.new_stream()
     save = Save(engine, tmp_path / "data", copies, stream=stream, lazy_seconds=60)
     cuda.hold_call(call)

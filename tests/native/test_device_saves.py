@@ -25,6 +25,7 @@ from megatron_datastates.providers.tensors import Structure
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import DeviceTensors, label_as_device
 from tests.native.harness import KIB, eventually
+from tests.native.test_fork import in_child
 
 SLOT = 64 * KIB
 AFTER = 9  # what the optimizer's kernels write
@@ -373,13 +374,14 @@ def samples_of(trainer: Trainer) -> int:
 @pytest.mark.parametrize("begin", ["poll", "fence"])
 def test_lazy_copies_begin_at_the_first_poll_or_fence(trainer: Trainer, tmp_path: Path, begin: str) -> None:
     """Megatron's timers synchronize the device between the save and its next iteration."""
-    saver = trainer.saver(lazy_delay=60.0)
+    saver = trainer.saver(lazy_delay=3600.0, fence_deadline=10.0)
     publication = saver.start(tmp_path, DeviceTensors(trainer.model))
     trainer.cuda.synchronize_device()
     time.sleep(0.2)
     assert trainer.cuda.copies_to_host == samples_of(trainer)
     if begin == "poll":
         publication.poll()
+        eventually(lambda: trainer.cuda.copies_to_host > samples_of(trainer), "the copies begin")
     trainer.optimizer_step()
     assert trainer.cuda.copies_to_host > samples_of(trainer)
     assert_published(publication, tmp_path, trainer.initial)
@@ -413,22 +415,55 @@ def test_the_report_says_how_long_the_trainers_stream_waited(trainer: Trainer, t
     assert report["stream_wait_ms"] >= 20 and report["ranks_ms"]["stream_wait"]["max"] >= 20
 
 
-@pytest.mark.parametrize("lazy", [False, True])
 def test_memory_may_be_unmapped_when_a_save_that_is_not_lazy_returns(
-    trainer: Trainer, tmp_path: Path, lazy: bool
+    trainer: Trainer, tmp_path: Path
 ) -> None:
-    """As frameworks do that put a model to sleep right after its save; a lazy save is a promise not to."""
-    cuda = trainer.cuda
-    blocks = [cuda.allocate(SLOT) for _ in range(4)]
+    """As frameworks do that put a model to sleep right after its save."""
+    blocks = [trainer.cuda.allocate(SLOT) for _ in range(4)]
     model = {f"w{i}": torch.frombuffer(block, dtype=torch.uint8) for i, block in enumerate(blocks)}
-    wanted = {key: tensor.clone() for key, tensor in model.items()}
-    cuda.delay_copies(seconds=0.02)
-    publication = trainer.saver(lazy=lazy, lazy_delay=0.01).start(tmp_path, DeviceTensors(model))
-    if lazy:
-        eventually(lambda: cuda.copies_to_host > len(model), "a copy is enqueued, beside the samples")
+    wanted = {key: tensor.random_(0, 256).clone() for key, tensor in model.items()}
+    trainer.cuda.delay_copies(seconds=0.02)
+    publication = trainer.saver(lazy=False).start(tmp_path, DeviceTensors(model))
     for block in blocks:
-        cuda.free(block)
-    assert publication.wait() is Outcome.PUBLISHED
-    assert bool(cuda.take_misuse()) is lazy
-    if not lazy:
-        assert_published(publication, tmp_path, wanted)
+        trainer.cuda.free(block)
+        block[:] = AFTER
+    assert_published(publication, tmp_path, wanted)
+
+
+@pytest.mark.parametrize("owner", ["nothing to save", "failed start"])
+def test_what_follows_save_checkpoint_counts_for_every_save(
+    trainer: Trainer, tmp_path: Path, owner: str
+) -> None:
+    """Also on a rank without tensors, and where the start failed: all ranks' times are compared."""
+    nothing = owner == "nothing to save"
+    saver = trainer.saver() if nothing else trainer.saver(driver="/nowhere/libcuda.so.1")
+    with holding("save_checkpoint"):
+        publication = saver.start(tmp_path, DeviceTensors({} if nothing else trainer.model))
+    time.sleep(0.1)
+    assert publication.wait() is (Outcome.PUBLISHED if nothing else Outcome.FAILED)
+    assert 0.1 <= publication.save.held.parts["until_poll"] < publication.save.held.total
+
+
+# -- a save whose engine is gone ----------------------------------------------------------------------------
+
+
+def test_a_save_may_be_polled_and_let_go_when_its_saver_was_closed(trainer: Trainer, tmp_path: Path) -> None:
+    saver = trainer.saver()
+    with holding("save_checkpoint"):
+        publication = saver.start(tmp_path, DeviceTensors(trainer.model))
+        saver.close()
+    assert "the program ended" in failure(publication)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
+def test_a_child_that_goes_on_with_its_parents_save_harms_nothing(trainer: Trainer, tmp_path: Path) -> None:
+    publication = trainer.saver(lazy_delay=60.0).start(tmp_path, DeviceTensors(trainer.model))
+
+    def go_on() -> object:
+        publication.save.fence("a step in a child")
+        publication.save.advance()
+        publication.save.released()
+        return publication.save.failure
+
+    assert in_child(go_on) == "this save belongs to the parent of this process"
+    assert_published(publication, tmp_path, trainer.initial)

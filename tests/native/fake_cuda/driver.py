@@ -122,6 +122,10 @@ class FakeCuda:
         """The nth call from now on fails; 0: every one."""
         self._library.fake_fail(name.encode(), ctypes.c_long(nth), code)
 
+    def break_batches(self, copies: int, code: int) -> None:
+        """Every batch fails when so many of its copies are enqueued."""
+        self._library.fake_break_batches(ctypes.c_size_t(copies), code)
+
     def delay_copies(self, seconds: float = 0.0, nanoseconds_per_byte: float = 0.0) -> None:
         self._library.fake_delay_copies(int(seconds * 1e6), ctypes.c_double(nanoseconds_per_byte))
 

@@ -7,6 +7,7 @@
 // leaves an allocation of device memory is refused, one that runs when the memory was freed is a misuse, and
 // a stream that holds a thousand operations makes whoever launches more wait. What tests order (failures,
 // delays, held streams) comes in through the functions of orders.cc.
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 
@@ -276,7 +277,17 @@ int CopyBatch(unsigned long long* targets, unsigned long long* sources, size_t* 
       return kInvalidValue;
     }
   }
-  for (size_t i = count; i-- > 0;) {
+  size_t left = count;
+  int end = kSuccess;
+  {
+    Lock lock(TheWorld().mutex);
+    if (TheWorld().batches_break_code) {
+      left = std::min(left, TheWorld().batches_break_after);
+      end = TheWorld().batches_break_code;
+    }
+  }
+  for (size_t i = count; left-- > 0;) {
+    --i;
     const auto run = [target = targets[i], source = sources[i], bytes = sizes[i]] {
       std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes);
     };
@@ -285,7 +296,7 @@ int CopyBatch(unsigned long long* targets, unsigned long long* sources, size_t* 
       return code;
     }
   }
-  return kSuccess;
+  return end;
 }
 
 // CUDA_MEMCPY2D.
