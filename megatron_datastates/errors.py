@@ -26,6 +26,10 @@ class UnsafeObjectError(FormatError):
     """An object that was read as it was written is not plain data, or no pickle of ours."""
 
 
+class UntrustedClassError(UnsafeObjectError):
+    """An object names a class that is on no list: neither ours nor the user's."""
+
+
 class UnsupportedFormatError(DataStatesError):
     """The checkpoint was written by a later release, with features that this one does not know."""
 

@@ -24,25 +24,11 @@ from torch.distributed.checkpoint import filesystem, metadata
 from megatron_datastates.errors import FormatError, UnsafeObjectError
 from megatron_datastates.format.values import DTYPES
 from megatron_datastates.plan.boxes import contiguous_strides
+from megatron_datastates.providers.rebuilding import STORAGES
 
 # What they add is not looked at, whatever they call it.
 _UNREAD = ("megatron.", "nvidia_resiliency_ext.", "torch.distributed.checkpoint.")
 _PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
-# Storages of old, by which torch.save names dtypes up to a point; later ones are named themselves.
-_STORAGES = {
-    "FloatStorage": torch.float32,
-    "DoubleStorage": torch.float64,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "ShortStorage": torch.int16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
 
 
 class _Unread:
@@ -237,8 +223,8 @@ class _TensorUnpickler(pickle.Unpickler):
             return collections.OrderedDict
         if (module, name) == ("torch.storage", "UntypedStorage"):
             return _UntypedStorage
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
+        if module == "torch" and name in STORAGES:
+            return STORAGES[name]
         if module == "torch" and name in DTYPES:
             return getattr(torch, name)
         raise UnsafeObjectError(f"it names {module}.{name}, and is to be a plain tensor")
@@ -291,7 +277,7 @@ def dump_tensor_record(dtype: str, shape: Sequence[int]) -> bytes:
     count, strides = math.prod(shape), contiguous_strides(shape)
     hooks: collections.OrderedDict[str, Any] = collections.OrderedDict()
     arguments = (0, tuple(shape), strides, False, hooks)
-    name = next((name for name, known in _STORAGES.items() if known == found), None)
+    name = next((name for name, known in STORAGES.items() if known == found), None)
     if name is not None:
         storage = _Storage(getattr(torch, name), count)
         rebuilt = _Rebuilt(torch._utils._rebuild_tensor_v2, (storage, *arguments))

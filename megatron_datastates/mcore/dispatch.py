@@ -135,8 +135,6 @@ def read_common_state(directory: str | os.PathLike[str]) -> Any:
     """The common state of a directory of ours. Needs no torch.distributed: Megatron reads arguments early."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
-    from megatron_datastates.providers.objects import deserialize
-
     checkpoint = open_checkpoint(directory)
     try:
         if COMMON_STATE_KEY in checkpoint.index.objects:
@@ -144,7 +142,7 @@ def read_common_state(directory: str | os.PathLike[str]) -> Any:
             if not isinstance(stored, list) or len(stored) != 1:
                 raise FormatError(f"the object {COMMON_STATE_KEY!r} of {directory} is no common state")
             return stored[0]
-        return deserialize(checkpoint.read_other(COMMON_STATE_FILE), COMMON_STATE_FILE)
+        return checkpoint.read_other_object(COMMON_STATE_FILE)
     except DataStatesError as error:
         raise CheckpointingException(str(error)) from error
 

@@ -76,10 +76,13 @@ class ObjectReads:
 
     buffers: dict[str, np.ndarray]
     scheduled: list[ScheduledRead]
+    trust: bool = False
 
     def values(self) -> dict[str, Any]:
-        """Unpickled with weights_only=True, once they are read. FormatError: one is not plain data."""
-        return {key: deserialize(buffer.tobytes(), key) for key, buffer in self.buffers.items()}
+        """Unpickled once they are read (providers/objects.py). FormatError: one is not accepted."""
+        return {
+            key: deserialize(buffer.tobytes(), key, trust=self.trust) for key, buffer in self.buffers.items()
+        }
 
 
 class Checkpoint:
@@ -277,11 +280,11 @@ class Checkpoint:
         return target, [ScheduledRead(part, target.data_ptr()) for part in reads]
 
     def read_objects(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Objects, unpickled with weights_only=True.
+        """Objects, unpickled by a closed list of names (providers/objects.py).
 
         Raises:
             MissingKeyError: no such object.
-            FormatError: an object is not plain data, or is not where the index says.
+            FormatError: an object is not accepted, or is not where the index says.
         """
         objects = self.plan_objects(keys)
         self.read(objects.scheduled)
@@ -302,7 +305,7 @@ class Checkpoint:
             extent = self.object_extent(key)
             buffers[key] = np.empty(extent.bytes, np.uint8)
             scheduled.append(ScheduledRead(plan_extent(extent), buffers[key].ctypes.data))
-        return ObjectReads(buffers, scheduled)
+        return ObjectReads(buffers, scheduled, self._options.trust_objects)
 
     def read_other(self, name: str) -> bytes:
         """A whole file of somebody else's that belongs to the checkpoint.
@@ -324,6 +327,10 @@ class Checkpoint:
     def read_object(self, key: str) -> Any:
         """One of them."""
         return self.read_objects([key])[key]
+
+    def read_other_object(self, name: str) -> Any:
+        """The object in a whole file of torch.save's. Raises as `read_other` and `read_objects`."""
+        return deserialize(self.read_other(name), name, trust=self._options.trust_objects)
 
     def _object_file(self, key: str) -> int:
         if key not in self.index.objects:

@@ -42,6 +42,7 @@ from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.records import RankRecord, decode_failure, encode_failure
 from megatron_datastates.pipeline.save import RankSave, State
 from megatron_datastates.plan.coverage import coverage_faults
+from megatron_datastates.providers.objects import COMMON_FILE
 
 logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002
@@ -352,7 +353,7 @@ class Publication:
 
     def _others(self) -> list[OtherFile]:
         paths = [self.save.context.directory / name for name in self._labels.other_files]
-        return [described(path) for path in paths if path.is_file()]
+        return [described(path, self.save.check_object) for path in paths if path.is_file()]
 
     def join(self) -> None:
         """Waits for the threads of a save that is over."""
@@ -365,9 +366,14 @@ class Publication:
             self._publisher.join()
 
 
-def described(path: Path) -> OtherFile:
-    """A file of somebody else's, made durable: the manifest is going to vouch for it."""
+def described(path: Path, check: Callable[[bytes, str], None]) -> OtherFile:
+    """A file of somebody else's, made durable: the manifest is going to vouch for it.
+
+    `check` looks at the object in it, if it is the common state: a load is going to want it.
+    """
     data = sync_file(path)
+    if path.name == COMMON_FILE:
+        check(data, path.name)
     return OtherFile(path.name, len(data), hashlib.sha256(data).hexdigest())
 
 

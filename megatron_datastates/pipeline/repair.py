@@ -48,7 +48,6 @@ from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.prune import REMOVAL_NAME
 from megatron_datastates.pipeline.runs import BACKEND, METADATA_NAME, stored_backend
 from megatron_datastates.pipeline.verify import Progress, strangers, verify_checkpoint
-from megatron_datastates.providers.objects import deserialize
 
 _COMMON_FILE = "common.pt"  # of Megatron before 0.19
 _COMMON_KEY = "common_state/shard_0_1"  # since then
@@ -285,7 +284,7 @@ def _iteration_of_state(checkpoint: Checkpoint) -> int | None:
         if _COMMON_KEY in checkpoint.index.objects:
             state = checkpoint.read_object(_COMMON_KEY)[0]
         elif checkpoint.manifest.others:
-            state = deserialize(checkpoint.read_other(_COMMON_FILE), _COMMON_FILE)
+            state = checkpoint.read_other_object(_COMMON_FILE)
         else:
             return None
         return int(state["iteration"])
