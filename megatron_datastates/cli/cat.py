@@ -18,7 +18,7 @@ from megatron_datastates.cli.shared import (
     app,
     binary_size,
     cannot,
-    notes,
+    note,
     print_json,
     progress_bar,
     say,
@@ -120,7 +120,7 @@ def _write(target: Path, content: Content, wanted: Slice, dtype: torch.dtype | N
         written = write_npy(target, content, wanted, dtype, lambda done: progress.advance(task, done))
     name = str(written).removeprefix("torch.")
     raw = f" (the raw bits of {content.dtype})" if dtype is None and name != content.dtype else ""
-    notes.print(f"{target}: {list(wanted.kept_shape)}, {name}{raw}", soft_wrap=True)
+    note(f"{target}: {list(wanted.kept_shape)}, {name}{raw}")
 
 
 def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as_json: bool) -> None:

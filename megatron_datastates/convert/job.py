@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import filecmp
 import heapq
 import os
 import secrets
@@ -345,7 +346,7 @@ def _verify(plan: Plan, means: Means, mine: Sequence[int], workers: _Workers) ->
     window = means.window_bytes(len(plan.files))
     workers.run(mine, lambda n: _compare(plan.source, written, plan.files[n], window, workers.moved))
     for name in plan.source.other_files:
-        if (plan.source.directory / name).read_bytes() != (plan.workplace / name).read_bytes():
+        if not filecmp.cmp(plan.source.directory / name, plan.workplace / name, shallow=False):
             raise CorruptDataError(f"file {name!r} was not written as it was read")
 
 

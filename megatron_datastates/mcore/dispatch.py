@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError, FormatError
+from megatron_datastates.files import DOCUMENT_BYTES, read_regular
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 from megatron_datastates.pipeline.runs import BACKEND, METADATA_NAME, stored_backend
 
@@ -41,7 +42,7 @@ _requested: ContextVar[Boxes | None] = ContextVar("boxes that a load wants", def
 def is_ours(directory: str | os.PathLike[str]) -> bool:
     """Whether the directory was saved in our format."""
     try:
-        config = json.loads((Path(directory) / METADATA_NAME).read_text())
+        config = json.loads(read_regular(Path(directory) / METADATA_NAME, DOCUMENT_BYTES))
     except (OSError, ValueError):
         config = None
     backend = config.get("sharded_backend") if isinstance(config, dict) else None

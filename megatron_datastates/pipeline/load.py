@@ -27,6 +27,7 @@ from megatron_datastates.errors import (
     NotACheckpointError,
     StorageError,
 )
+from megatron_datastates.files import MANIFEST_BYTES, OBJECT_BYTES
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Decoded, Index, TensorEntry
 from megatron_datastates.format.manifest import FileEntry, Manifest
@@ -116,7 +117,9 @@ class Checkpoint:
         path = Path(directory)
         if not is_published(path):
             raise NotACheckpointError(_why_not(path))
-        manifest = Manifest.decode(read_small(path / MANIFEST_NAME), str(path / MANIFEST_NAME))
+        manifest = Manifest.decode(
+            read_small(path / MANIFEST_NAME, MANIFEST_BYTES), str(path / MANIFEST_NAME)
+        )
         index = _open_index(path / manifest.index.name, manifest, reuse)
         return cls(path, manifest, index, options or Options.from_environment())
 
@@ -317,7 +320,7 @@ class Checkpoint:
         entries = [entry for entry in self.manifest.others if entry.name == name]
         if not entries:
             raise MissingKeyError(f"there is no file {name!r} in the checkpoint {self.directory}")
-        data = read_small(self.directory / name)
+        data = read_small(self.directory / name, OBJECT_BYTES)
         if len(data) != entries[0].bytes or hashlib.sha256(data).hexdigest() != entries[0].sha256:
             raise CorruptDataError(
                 f"{self.directory / name} is not the file that was saved: its SHA-256 differs"

@@ -33,6 +33,7 @@ from pathlib import Path
 from megatron_datastates.engine.commit import remove_left_overs, sync_file, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, FormatError
+from megatron_datastates.files import read_regular
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.index import Index, index_entry, merge_indexes
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
@@ -379,7 +380,7 @@ def described(path: Path, check: Callable[[bytes, str], None]) -> OtherFile:
 
 def _has_whole(path: Path, data: bytes) -> bool:
     try:
-        return path.stat().st_size == len(data) and path.read_bytes() == data
+        return read_regular(path, len(data)) == data
     except OSError:
         return False
 

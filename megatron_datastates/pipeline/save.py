@@ -18,7 +18,7 @@ from pathlib import Path
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import FileSave, StagingEngine
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.values import Extent, SaveId
@@ -253,7 +253,8 @@ class RankSave:
 
     def fail(self, error: BaseException) -> None:
         """Keeps the first error. The others are told at the next agreement."""
-        text = f"{type(error).__name__}: {error}" if not isinstance(error, DataStatesError) else str(error)
+        ours = isinstance(error, DataStatesError)
+        text = printable(str(error) if ours else f"{type(error).__name__}: {error}", keep="\n")
         if self._failure.setdefault("first", text) is not text:
             return
         logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, text)

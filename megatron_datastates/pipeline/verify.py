@@ -20,6 +20,7 @@ import numpy as np
 from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import Reader, read_header, read_small
 from megatron_datastates.errors import CorruptDataError, DataStatesError, StorageError, UnsafeObjectError
+from megatron_datastates.files import DOCUMENT_BYTES
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.tables import Words
@@ -170,7 +171,7 @@ def _check_metadata(checkpoint: Checkpoint, verdict: Verdict) -> None:
         verdict.notes.append(f"{path} is missing: the save died behind its commit. The checkpoint loads")
         return
     try:
-        backend = json.loads(read_small(path))["sharded_backend"]
+        backend = json.loads(read_small(path, DOCUMENT_BYTES))["sharded_backend"]
     except StorageError as error:
         verdict.faults.append(str(error))
     except (ValueError, LookupError, TypeError, RecursionError):
@@ -319,7 +320,7 @@ def _check_blocks(
     for place, blocks in by_file.items():
         path, told = sources[place][0], blocks[:_MOST_BLOCKS]
         for block in told:
-            keys = ", ".join(checkpoint.keys_in_blocks(files[place], [block])[:4]) or "no tensor"
+            keys = ", ".join(map(repr, checkpoint.keys_in_blocks(files[place], [block])[:4])) or "no tensor"
             verdict.faults.append(
                 f"{path}: the block at byte offset {block * BLOCK_BYTES} is corrupt; it holds data of {keys}"
             )

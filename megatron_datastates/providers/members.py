@@ -6,6 +6,7 @@ Whatever is claimed of sizes, all members together are no larger than the archiv
 from __future__ import annotations
 
 import dataclasses
+import io
 import struct
 import zipfile
 import zlib
@@ -44,6 +45,12 @@ def find_members(stream: BinaryIO) -> dict[str, Member]:
         raise
     except Exception as error:  # a damaged archive raises anything
         raise FormatError(f"it is no archive of torch.save: {error}") from error
+
+
+def check_archive(data: bytes) -> None:
+    """Raises FormatError: it is no such archive, or a CRC-32 in it differs."""
+    for name, member in find_members(io.BytesIO(data)).items():
+        member.check(memoryview(data)[member.offset : member.offset + member.size], name)
 
 
 def _members(archive: zipfile.ZipFile, stream: BinaryIO) -> dict[str, Member]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import fractions
-import io
 import os
 import pathlib
 import pickle
@@ -54,9 +53,7 @@ def test_an_object_that_no_load_accepts_is_refused_or_passed_by_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_with_dcp(tmp_path / "source", {"w": torch.ones(3), "own": [fractions.Fraction(1, 3)]})
-    with pytest.raises(
-        UnsafeObjectError, match=r"'own' cannot be loaded.*fractions\.Fraction.*trust-objects"
-    ):
+    with pytest.raises(UnsafeObjectError, match=r"'own' cannot be loaded.*Fraction.*trust-objects"):
         convert_to(tmp_path / "source", tmp_path / "ours")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     monkeypatch.setenv("MEGATRON_DATASTATES_TRUST_OBJECTS", "on")
@@ -129,7 +126,7 @@ def test_metadata_changes_nothing_of_the_process(program: bytes, tmp_path: Path)
 def test_a_tensors_record_changes_nothing_of_the_process(name: str) -> None:
     program = sets_attribute(b"ctorch._utils\n" + name.encode() + b"\n", "__doc__")
     with pytest.raises(FormatError, match="it would change a function"):
-        pickles.load_tensor_record(io.BytesIO(b"\x80\x04" + program + b"N."), "here")
+        pickles.load_tensor_record(b"\x80\x04" + program + b"N.", "here")
 
 
 def storage(metadata: Any) -> Any:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from megatron_datastates.engine import reader
 from megatron_datastates.engine.reader import read_footer
 from megatron_datastates.errors import (
     CorruptDataError,
@@ -361,7 +362,7 @@ def test_what_is_wrong_with_one_tensor_does_not_hide_what_is_told_of_another(tmp
     path.write_bytes(data)
     with pytest.raises(CorruptDataError, match=r"at byte offset 0\. It holds data of 'w'"):
         read(tmp_path)
-    assert [fault for fault in faults(tmp_path) if "is corrupt; it holds data of w" in fault]
+    assert [fault for fault in faults(tmp_path) if "is corrupt; it holds data of 'w'" in fault]
     path.unlink()
     with pytest.raises(StorageError, match="Rank 0 wrote 'w' to it"):
         read(tmp_path)
@@ -403,15 +404,15 @@ def test_a_file_that_opens_and_cannot_be_read_is_told_by_its_name(tmp_path, monk
     """As one with a bad sector, or of a network file system that lost it."""
     write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]))
     bad = tmp_path / SAVE.data_file_name(1)
-    real = Path.open
+    real = reader.open_regular
 
-    def opened(path, *args, **kwargs):
-        file = real(path, *args, **kwargs)
+    def opened(path, *args):
+        file = real(path, *args)
         if path != bad:
             return file
         return FailingFile(file, call)
 
-    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(reader, "open_regular", opened)
     with pytest.raises(StorageError, match=f"{bad} cannot be read: Input/output error. Rank 1 wrote 'w'"):
         read(tmp_path)
     assert any(f"{bad} cannot be read: Input/output error" in fault for fault in faults(tmp_path))
