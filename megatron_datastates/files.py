@@ -51,7 +51,7 @@ def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
 
 
 def size_of(file: BinaryIO) -> int:
-    """The bytes of an open file."""
+    """Returns how many bytes an open file has."""
     return os.fstat(file.fileno()).st_size
 
 

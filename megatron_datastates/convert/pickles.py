@@ -298,7 +298,7 @@ def dump_tensor_record(dtype: str, shape: Sequence[int]) -> bytes:
 def _load(
     unpickler: type[pickle.Unpickler], data: bytes | mmap.mmap, file: BinaryIO | io.BytesIO, where: str
 ) -> Any:
-    """The pickle that is in `data`, and in `file`."""
+    """Executes the pickle that is in `data`, and in `file`."""
     try:
         _check_sizes(data)
         return unpickler(file).load()

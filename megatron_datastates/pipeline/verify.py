@@ -262,7 +262,7 @@ def _check_other(checkpoint: Checkpoint, name: str, options: Options, verdict: V
 
 
 def _check_objects(checkpoint: Checkpoint, keys: Sequence[str], options: Options, verdict: Verdict) -> None:
-    """Whether a load accepts them: one that nobody can load is no part of a sound checkpoint."""
+    """Looks whether a load accepts them: what nobody can load is no part of a sound checkpoint."""
     for key in keys:
         try:
             data = checkpoint.read_object_bytes(key)

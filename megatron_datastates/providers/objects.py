@@ -117,7 +117,7 @@ def deserialize(data: bytes, key: str, *, trust: bool = False) -> Any:
 
 
 def deserialize_for_people(data: bytes, key: str, stand_in: Callable[[str], type]) -> Any:
-    """The same, with `stand_in(name)` for each class that is on no list of ours. Nobody is vouched for."""
+    """Makes it with `stand_in(name)` for each class that is on no list of ours; no class is vouched for."""
     try:
         return _executed(data, trusted={}, stand_in=stand_in)
     except UnsafeObjectError as error:
@@ -137,7 +137,7 @@ def check_saved(data: bytes, key: str, *, trust: bool = False) -> None:
 
 
 def check_stored(data: bytes, key: str, *, trust: bool = False) -> None:
-    """The same of what was stored before, perhaps by a program that has Megatron."""
+    """Looks at what was stored before, perhaps by a program that has Megatron, likewise."""
     _check(data, f"object {key!r} cannot be loaded", trust, stand_in=_named_by_megatron)
 
 

@@ -86,7 +86,7 @@ def _facts(storage: Any) -> tuple[torch.dtype, int]:
 
 
 def _check_reach(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> int:
-    """Its elements. Raises UnsafeObjectError: they do not all lie in the storage."""
+    """Returns the bytes of all elements. Raises UnsafeObjectError: not all lie in the storage."""
     found, stored_bytes = _facts(storage)
     dtype = found if dtype is None else dtype
     require(

@@ -37,7 +37,7 @@ Storages = Callable[[StorageKind, str, int], Any]  # of kind, name and bytes
 
 
 def trusted_globals() -> dict[str, Any]:
-    """What the user vouches for, by module and name. Of what is on our lists, our own guards stay."""
+    """Returns what the user vouches for, by module and name, but for what our own lists guard."""
     found = {}
     for entry in torch.serialization.get_safe_globals():
         value, name = entry if isinstance(entry, tuple) else (entry, None)

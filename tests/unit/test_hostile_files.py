@@ -99,6 +99,16 @@ def test_what_is_no_regular_file_is_not_converted(theirs: Path, tmp_path: Path, 
 
 
 @IN_PLACE
+def test_a_companion_that_is_no_regular_file_is_not_converted(theirs: Path, tmp_path: Path, put) -> None:
+    (theirs / "modelopt").mkdir()
+    (theirs / "modelopt" / "state.pt").touch()
+    put(theirs / "modelopt" / "state.pt")
+    with pytest.raises(OSError, match="no regular file"):
+        convert_to(theirs, tmp_path / "made")
+    assert not (tmp_path / "made").exists()
+
+
+@IN_PLACE
 def test_a_tracker_that_is_no_regular_file_names_nothing(tmp_path: Path, put) -> None:
     path = tmp_path / "latest_checkpointed_iteration.txt"
     path.write_text("5")
