@@ -177,6 +177,14 @@ class Options:
         "when a load in the training loop meets a damaged checkpoint, verify up to N older ones and name the "
         "newest that is whole in the error; none is loaded by itself (default 0: do not look)",
     )
+    trust_objects: bool = _option(
+        False,
+        _on_off,
+        "on|off",
+        "DANGEROUS: also store objects of classes that nobody vouches for, and unpickle them without any "
+        "check: whoever wrote a checkpoint runs code in the program that loads it; off refuses to save them "
+        "(default off)",
+    )
     report_file: str = _option(
         "", str, "PATH", "rank 0 appends one JSON line per save to this file (default: none)"
     )

@@ -6,8 +6,24 @@ A message names the object, what was expected and what was found, and what to do
 from __future__ import annotations
 
 
+def printable(text: str, keep: str = "") -> str:
+    """Makes text safe for a terminal: control characters, such as a hostile key has, become escapes.
+
+    Everything that prints or logs what a checkpoint says goes through here.
+
+    Args:
+        keep: characters that stay as they are.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
 class DataStatesError(Exception):
-    """Base of all errors below."""
+    """Base of all errors below. Their texts are printable."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep="\n")
 
 
 class OptionError(DataStatesError, ValueError):
@@ -24,6 +40,10 @@ class FormatError(DataStatesError):
 
 class UnsafeObjectError(FormatError):
     """An object that was read as it was written is not plain data, or no pickle of ours."""
+
+
+class UntrustedClassError(UnsafeObjectError):
+    """An object names a class that is on no list: neither ours nor the user's."""
 
 
 class UnsupportedFormatError(DataStatesError):

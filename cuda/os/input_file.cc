@@ -1,6 +1,7 @@
 #include "os/input_file.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "os/aligned.h"
@@ -10,12 +11,20 @@ namespace datastates {
 
 InputFile::InputFile(const std::string& path, bool direct, Faults* faults)
     : path_(path), faults_(faults), direct_(direct) {
-  if (direct) fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+  // A pipe in its place would otherwise wait for a writer. Regular files do not know O_NONBLOCK.
+  const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
+  if (direct) fd_ = open(path.c_str(), flags | O_DIRECT);
   if (fd_ < 0) {
     direct_ = false;
-    fd_ = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    fd_ = open(path.c_str(), flags);
   }
   if (fd_ < 0) throw Failure("open", path, errno);
+  struct stat found;
+  const int error = fstat(fd_, &found) == 0 ? 0 : errno;
+  if (error != 0 || !S_ISREG(found.st_mode)) {
+    close(fd_);
+    throw Failure("open", path, error, "it is no regular file");
+  }
   CloseInForkedChild(fd_);
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import argparse
 import math
 import pprint
 import types
@@ -18,7 +18,7 @@ from megatron_datastates.cli.shared import (
     app,
     binary_size,
     cannot,
-    notes,
+    note,
     print_json,
     progress_bar,
     say,
@@ -29,7 +29,7 @@ from megatron_datastates.convert.slices import Slice, parse_slice
 from megatron_datastates.convert.source import Source, open_source
 from megatron_datastates.errors import DataStatesError, FormatError, MismatchError, OptionError
 from megatron_datastates.format.values import element_bytes
-from megatron_datastates.providers.objects import deserialize
+from megatron_datastates.providers.objects import deserialize_for_people
 
 _MOST_PRINTED = 1 << 20  # elements
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -48,8 +48,8 @@ def cat(
     """Print a tensor, a slice of one, or an object; or write a tensor to a .npy file.
 
     numpy has no bfloat16 and no 8-bit floats: without --as float32 their raw bits are written. In JSON,
-    NaN and infinite elements are text. No code of a checkpoint runs: what is of a class that torch does not
-    take for safe is shown by its attributes.
+    NaN and infinite elements are text. No code of a checkpoint runs: what is of a class that is no
+    plain data is shown by its attributes.
 
     Exit codes: 0 done, 2 there is no such thing, or it cannot be read or written: then nothing was written.
 
@@ -80,14 +80,7 @@ def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
     if refused:
         raise OptionError(f"{key!r} is an object: a slice, --out and --as are for tensors")
     data = source.read_object(key)
-    trusted = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()  # of half a type's parts, stand-ins would not fit the others
-    try:
-        with torch.serialization.safe_globals(_stand_ins(data)):
-            value = deserialize(data, key)
-    finally:
-        torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(trusted)
+    value = deserialize_for_people(data, key, _stand_in)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]  # Megatron's objects are one-element arrays
     try:
@@ -99,16 +92,9 @@ def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
         raise FormatError(f"object {key!r} cannot be shown: {error}") from error
 
 
-def _stand_ins(data: bytes) -> list[Any]:
-    """For the classes that a pickle names and torch does not trust: arguments and attributes, no code."""
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-    except Exception:  # whatever is wrong with it, loading tells
-        return []
-    return [(_stand_in(name), name) for name in names]
-
-
 def _stand_in(name: str) -> type:
+    """For a class that a pickle names and nobody vouches for: arguments and attributes, no code."""
+
     def initialize(self: types.SimpleNamespace, *arguments: Any) -> None:
         if arguments:
             self.arguments = arguments
@@ -134,7 +120,7 @@ def _write(target: Path, content: Content, wanted: Slice, dtype: torch.dtype | N
         written = write_npy(target, content, wanted, dtype, lambda done: progress.advance(task, done))
     name = str(written).removeprefix("torch.")
     raw = f" (the raw bits of {content.dtype})" if dtype is None and name != content.dtype else ""
-    notes.print(f"{target}: {list(wanted.kept_shape)}, {name}{raw}", soft_wrap=True)
+    note(f"{target}: {list(wanted.kept_shape)}, {name}{raw}")
 
 
 def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as_json: bool) -> None:
@@ -170,7 +156,7 @@ def _readable(values: torch.Tensor) -> torch.Tensor:
 
 def _jsonable(value: Any) -> Any:
     """JSON has no NaN, no infinity, no complex numbers and no classes: they are text."""
-    if isinstance(value, types.SimpleNamespace):  # a stand-in
+    if isinstance(value, types.SimpleNamespace | argparse.Namespace):  # stand-ins are, too
         return _jsonable(vars(value))
     if isinstance(value, dict):
         return {key if isinstance(key, str) else str(key): _jsonable(one) for key, one in value.items()}

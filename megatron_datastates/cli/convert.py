@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from megatron_datastates.cli.shared import AsJson, app, cannot, out, progress_bar, readable
+from megatron_datastates.cli.shared import AsJson, app, cannot, progress_bar, readable, say
 from megatron_datastates.config import parse_bytes
 from megatron_datastates.convert.job import Means, Plan
 from megatron_datastates.convert.run import Converted, Wish, convert_one, convert_run
@@ -107,4 +107,4 @@ def _tell(found: Converted | list[Converted], as_json: bool) -> None:
             else f"{one.format}: {one.tensors} tensors and {one.objects} objects in {one.files} files, "
             f"{one.bytes / 1e6:.1f} MB in {one.seconds:.1f} s"
         )
-        out.print(f"{one.target}: {done}", markup=False, highlight=False, soft_wrap=True)
+        say(f"{one.target}: {done}")

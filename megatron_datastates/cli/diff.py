@@ -15,6 +15,7 @@ from megatron_datastates.cli.shared import (
     AsJson,
     Keys,
     Memory,
+    add_row,
     app,
     cannot,
     parse_memory,
@@ -141,5 +142,5 @@ def _print_drifts(what: str, drifts: Mapping[str, Drift]) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     for name, drift in drifts.items():
         numbers = (drift.distance, drift.largest_absolute, drift.largest_relative)
-        table.add_row(name, f"{drift.changed}", *(f"{n:.3g}" for n in numbers), f"{drift.not_finite}")
+        add_row(table, name, f"{drift.changed}", *(f"{n:.3g}" for n in numbers), f"{drift.not_finite}")
     print_table(table)

@@ -16,10 +16,10 @@ from megatron_datastates.cli.shared import (
     Memory,
     app,
     cannot,
-    out,
     parse_memory,
     parse_size,
     progress_bar,
+    say,
 )
 from megatron_datastates.convert.safetensors import choose_weights
 from megatron_datastates.convert.safetensors import export as export_weights
@@ -65,8 +65,7 @@ def export(
     if as_json:
         print(json.dumps({"target": str(target)} | dataclasses.asdict(exported)))
         return
-    out.print(
+    say(
         f"{target}: {exported.tensors} tensors, {exported.tensor_bytes / 1e6:.1f} MB, "
         f"in {len(exported.files)} files",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    )

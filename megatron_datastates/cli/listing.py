@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from megatron_datastates.cli.shared import AsJson, app, binary_size, cannot, print_table, say
+from megatron_datastates.cli.shared import AsJson, add_row, app, binary_size, cannot, print_table, say
 from megatron_datastates.errors import DataStatesError, NotACheckpointError
 from megatron_datastates.pipeline.load import Checkpoint, is_published
 from megatron_datastates.pipeline.runs import BACKEND, Iteration, find_iterations, stored_bytes
@@ -75,7 +75,8 @@ def _changed(path: Path) -> str:
 def _print_rows(rows: list[dict[str, Any]]) -> None:
     table = Table("iteration", "format", "complete", "size", "when (UTC)", "ranks", "parallelism", box=None)
     for row in rows:
-        table.add_row(
+        add_row(
+            table,
             str(row["iteration"]),
             row["format"],
             "yes" if row["complete"] else "DAMAGED" if row["problem"] else "no",

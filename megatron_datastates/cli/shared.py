@@ -18,7 +18,7 @@ from rich.table import Table
 
 from megatron_datastates.config import MIB, parse_bytes
 from megatron_datastates.convert.source import require_utf8
-from megatron_datastates.errors import OptionError, StorageError
+from megatron_datastates.errors import OptionError, StorageError, printable
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
 # Keys and paths are printed as they are, whatever rich would make of their brackets and colons.
@@ -60,8 +60,18 @@ def progress_bar(verb: str, disable: bool = False) -> Progress:
 
 
 def say(text: str) -> None:
-    """One line to standard output, as it is."""
-    out.print(text, soft_wrap=True)
+    """Prints text to standard output, as it is but for control characters."""
+    out.print(printable(text, keep="\n"), soft_wrap=True)
+
+
+def note(text: str) -> None:
+    """Prints one line to standard error, likewise."""
+    notes.print(printable(text), soft_wrap=True)
+
+
+def add_row(table: Table, *cells: str) -> None:
+    """Adds a row to a table, likewise."""
+    table.add_row(*map(printable, cells))
 
 
 def print_json(value: Any) -> None:
@@ -93,7 +103,7 @@ def binary_size(count: int) -> str:
 def cannot(error: Exception, code: int = 2) -> NoReturn:
     """Ends the command: it cannot be done, for this reason."""
     text = " ".join(str(error).split("\n"))
-    notes.print(f"datastates: {text}", soft_wrap=True)
+    note(f"datastates: {text}")
     raise typer.Exit(code)
 
 

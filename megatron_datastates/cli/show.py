@@ -12,6 +12,7 @@ from rich.table import Table
 from megatron_datastates.cli.shared import (
     AnyFormat,
     AsJson,
+    add_row,
     app,
     binary_size,
     cannot,
@@ -120,7 +121,7 @@ def _print_tensors(tensors: list[Content], found: list[Statistics | None]) -> No
                  str(content.files or "-"), binary_size(content.bytes)]  # fmt: skip
         if with_statistics:
             cells += ["-" if value is None else f"{value:.6g}" for value in _numbers(numbers).values()]
-        table.add_row(*cells)
+        add_row(table, *cells)
     if tensors:
         print_table(table)
         say(f"{len(tensors)} tensors, {binary_size(sum(content.bytes for content in tensors))}")
@@ -129,6 +130,6 @@ def _print_tensors(tensors: list[Content], found: list[Statistics | None]) -> No
 def _print_objects(objects: list[dict[str, Any]]) -> None:
     table = Table("object", "size", box=None)
     for row in objects:
-        table.add_row(row["key"], "-" if row["bytes"] is None else binary_size(row["bytes"]))
+        add_row(table, row["key"], "-" if row["bytes"] is None else binary_size(row["bytes"]))
     if objects:
         print_table(table)

@@ -11,7 +11,6 @@ import itertools
 import math
 import mmap
 import os
-import struct
 import zipfile
 from collections.abc import Iterable, Sequence
 from typing import BinaryIO
@@ -23,11 +22,11 @@ from megatron_datastates.convert.pickles import dump_tensor_record, load_tensor_
 from megatron_datastates.errors import DataStatesError, FormatError, StorageError
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.plan.boxes import contiguous_strides
+from megatron_datastates.providers.members import Member, find_members
 from megatron_datastates.providers.tensors import dtype_name
 
 Bytes = npt.NDArray[np.uint8]
 _WHOLE_BYTES = 256 << 10  # an archive up to this size is read in one go
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip file's entry: signature, lengths of its name and extra
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,48 +107,36 @@ def open_archive(file: BinaryIO, offset: int, size: int, where: str) -> Archive:
     if size <= _WHOLE_BYTES:
         stream = io.BytesIO(stream.read())
     try:
-        with zipfile.ZipFile(stream) as archive:
-            return _described(archive, stream, file, offset, where)
-    except DataStatesError:
-        raise
-    except Exception as error:  # a damaged archive raises anything
-        raise FormatError(f"{where}: it is no archive of a tensor: {error}") from error
+        return _described(find_members(stream), stream, file, offset, where)
+    except DataStatesError as error:
+        raise error if str(error).startswith(where) else FormatError(f"{where}: {error}") from error
 
 
 def _described(
-    archive: zipfile.ZipFile, stream: BinaryIO, file: BinaryIO, offset: int, where: str
+    members: dict[str, Member], stream: BinaryIO, file: BinaryIO, offset: int, where: str
 ) -> Archive:
-    for entry in archive.infolist():
-        if entry.CRC == 0:  # torch.serialization.set_crc32_options(False): none was computed
-            entry.CRC = None  # type: ignore[assignment]
-    names = archive.namelist()
-    prefix = next((name for name in names if name.endswith("/data.pkl")), "/data.pkl")[: -len("data.pkl")]
-    with archive.open(f"{prefix}data.pkl") as pickled:
-        record = load_tensor_record(pickled, where)  # type: ignore[arg-type]
-    if f"{prefix}byteorder" in names and archive.read(f"{prefix}byteorder") != b"little":
-        raise FormatError(f"{where}: it was written by a machine of another byte order")
-    entry, dtype = archive.getinfo(f"{prefix}data/{record.storage.name}"), dtype_name(record.dtype)
+    record = load_tensor_record(_read_member(members["data.pkl"], stream, "data.pkl"), where)
+    order = members.get("byteorder")
+    if order is not None and _read_member(order, stream, "byteorder") != b"little":
+        raise FormatError("it was written by a machine of another byte order")
+    member, dtype = members.get(f"data/{record.storage.name}"), dtype_name(record.dtype)
     item = element_bytes(dtype)
     reach = sum((n - 1) * stride for n, stride in zip(record.shape, record.strides, strict=True))
     needed = (record.storage_offset + reach + 1) * item if math.prod(record.shape) else 0
-    if entry.compress_type != zipfile.ZIP_STORED or entry.file_size < needed:
-        raise FormatError(f"{where}: it has {entry.file_size} bytes of data, compressed or too few")
-    data = _data_offset(stream, entry)
-    if data + entry.file_size > archive.start_dir:
-        raise FormatError(f"{where}: its data does not lie before its directory")
-    first = offset + data + record.storage_offset * item
-    is_whole = record.storage_offset == 0 and entry.file_size == math.prod(record.shape) * item
+    if member is None or member.size < needed:
+        raise FormatError(f"it has {member.size if member else 0} bytes of data, which are too few")
+    first = offset + member.offset + record.storage_offset * item
+    is_whole = record.storage_offset == 0 and member.size == math.prod(record.shape) * item
     in_order = record.strides == contiguous_strides(record.shape)
-    crc = entry.CRC if is_whole and in_order else None  # which is of the storage
+    crc = member.crc if is_whole and in_order else None  # which is of the storage
     return Archive(file, first, dtype, record.shape, record.strides, where, crc)
 
 
-def _data_offset(stream: BinaryIO, entry: zipfile.ZipInfo) -> int:
-    stream.seek(entry.header_offset)
-    signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
-    if signature != b"PK\x03\x04":
-        raise zipfile.BadZipFile(f"no entry begins at byte {entry.header_offset}")
-    return entry.header_offset + _LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)
+def _read_member(member: Member, stream: BinaryIO, name: str) -> bytes:
+    stream.seek(member.offset)
+    data = stream.read(member.size)
+    member.check(data, name)
+    return data
 
 
 def _read_exactly(file: BinaryIO, offset: int, target: Bytes, where: str) -> None:

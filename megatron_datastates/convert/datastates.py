@@ -6,6 +6,7 @@ import datetime
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, Extent, SaveId
 from megatron_datastates.pipeline.publication import described, merge_layouts, releases
 from megatron_datastates.plan.layout import Layout, align_up, place_objects, plan_layout
+from megatron_datastates.providers.objects import check_stored
 
 
 class WrittenFile(NamedTuple):
@@ -67,8 +69,13 @@ class DataStatesSink(Sink):
         super().__init__(source, directory, align_up(window_bytes, self._engine.slot_bytes), moved)
         self._save_id, self._world_size = save_id, world_size
         self._faults = Faults(options.faults)
+        self._check = partial(check_stored, trust=options.trust_objects)
 
     def write(self, number: int, stored: Stored) -> WrittenFile:
+        """See Sink. Raises UnsafeObjectError: other formats hold objects that no load of ours accepts."""
+        if not isinstance(self.source, DataStatesSource):
+            for key in stored.objects:
+                self._check(self.source.read_object(key), key)
         fragments = [self.source.fragment(*one) for one in stored.fragments]
         layout = plan_layout(fragments, [False] * len(fragments), stored.objects)
         placed = [
@@ -144,7 +151,7 @@ class DataStatesSink(Sink):
             files=[entry for entry, _ in written],
             iteration=before.iteration if before else int(named[1]) if named else None,
             parallel=before.parallel if before else {},
-            others=[described(self.directory / name) for name in self.source.other_files],
+            others=[described(self.directory / name, self._check) for name in self.source.other_files],
             writer=releases(),
             compatible=COMPATIBLE_CHECKSUMS,
         )

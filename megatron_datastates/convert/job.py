@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fcntl
+import filecmp
 import heapq
 import os
 import secrets
@@ -44,6 +45,7 @@ from megatron_datastates.convert.team import Team
 from megatron_datastates.convert.torch_dist_sink import TorchDistSink
 from megatron_datastates.engine.commit import sync_directory
 from megatron_datastates.errors import CorruptDataError, FormatError, OptionError, StorageError
+from megatron_datastates.files import open_regular
 from megatron_datastates.format.values import SaveId, is_optimizer_map
 from megatron_datastates.plan.coverage import coverage_faults
 
@@ -321,12 +323,19 @@ def _commit(plan: Plan, sink: Sink, written: Sequence[Any]) -> None:
     for name in _companions(plan.source):
         of, to = plan.source.directory / name, plan.workplace / name
         if of.is_dir():
-            shutil.copytree(of, to)
+            shutil.copytree(of, to, copy_function=_copy_regular)
         else:
-            shutil.copyfile(of, to)
+            _copy_regular(of, to)
         sync_tree(to)
     sync_directory(plan.workplace)
     sink.commit(written)
+
+
+def _copy_regular(of: str | Path, to: str | Path) -> None:
+    """Copies a file. Raises OSError, also for what is no regular one: a device has no end."""
+    with open_regular(of) as source, open(to, "xb") as target:
+        shutil.copyfileobj(source, target, MIB)
+    shutil.copymode(of, to)
 
 
 def _companions(source: Source) -> list[str]:
@@ -345,7 +354,7 @@ def _verify(plan: Plan, means: Means, mine: Sequence[int], workers: _Workers) ->
     window = means.window_bytes(len(plan.files))
     workers.run(mine, lambda n: _compare(plan.source, written, plan.files[n], window, workers.moved))
     for name in plan.source.other_files:
-        if (plan.source.directory / name).read_bytes() != (plan.workplace / name).read_bytes():
+        if not filecmp.cmp(plan.source.directory / name, plan.workplace / name, shallow=False):
             raise CorruptDataError(f"file {name!r} was not written as it was read")
 
 

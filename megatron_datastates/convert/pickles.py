@@ -12,7 +12,9 @@ import collections
 import dataclasses
 import io
 import math
+import mmap
 import pickle
+import pickletools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,27 +24,14 @@ import torch.serialization
 from torch.distributed.checkpoint import filesystem, metadata
 
 from megatron_datastates.errors import FormatError, UnsafeObjectError
+from megatron_datastates.files import METADATA_BYTES, open_regular, size_of
 from megatron_datastates.format.values import DTYPES
 from megatron_datastates.plan.boxes import contiguous_strides
+from megatron_datastates.providers.rebuilding import STORAGES
 
 # What they add is not looked at, whatever they call it.
 _UNREAD = ("megatron.", "nvidia_resiliency_ext.", "torch.distributed.checkpoint.")
 _PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
-# Storages of old, by which torch.save names dtypes up to a point; later ones are named themselves.
-_STORAGES = {
-    "FloatStorage": torch.float32,
-    "DoubleStorage": torch.float64,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "ShortStorage": torch.int16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-}
 
 
 class _Unread:
@@ -169,8 +158,11 @@ def load_metadata(path: Path) -> Metadata:
         OSError: it cannot be read.
         FormatError: it is damaged, or no such file. UnsafeObjectError: it names what is not on the list.
     """
-    with path.open("rb") as file:
-        found = _load(_MetadataUnpickler(file), str(path))
+    with open_regular(path, METADATA_BYTES) as file:
+        if size_of(file) == 0:
+            raise FormatError(f"{path} is damaged: it is empty")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            found = _load(_MetadataUnpickler, data, file, str(path))
     if not isinstance(found, Metadata) or not all(
         isinstance(part, dict)
         for part in (getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None))
@@ -237,8 +229,8 @@ class _TensorUnpickler(pickle.Unpickler):
             return collections.OrderedDict
         if (module, name) == ("torch.storage", "UntypedStorage"):
             return _UntypedStorage
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
+        if module == "torch" and name in STORAGES:
+            return STORAGES[name]
         if module == "torch" and name in DTYPES:
             return getattr(torch, name)
         raise UnsafeObjectError(f"it names {module}.{name}, and is to be a plain tensor")
@@ -250,9 +242,9 @@ class _TensorUnpickler(pickle.Unpickler):
         return StorageName(dtype if isinstance(dtype, torch.dtype) else None, str(name))
 
 
-def load_tensor_record(file: BinaryIO, where: str) -> TensorRecord:
+def load_tensor_record(data: bytes, where: str) -> TensorRecord:
     """`data.pkl` of an archive. Raises FormatError."""
-    found = _load(_TensorUnpickler(file), where)
+    found = _load(_TensorUnpickler, data, io.BytesIO(data), where)
     if not isinstance(found, TensorRecord) or not isinstance(found.dtype, torch.dtype):
         raise FormatError(f"{where}: it is no tensor")
     numbers = (found.storage_offset, *found.shape, *found.strides)
@@ -291,7 +283,7 @@ def dump_tensor_record(dtype: str, shape: Sequence[int]) -> bytes:
     count, strides = math.prod(shape), contiguous_strides(shape)
     hooks: collections.OrderedDict[str, Any] = collections.OrderedDict()
     arguments = (0, tuple(shape), strides, False, hooks)
-    name = next((name for name, known in _STORAGES.items() if known == found), None)
+    name = next((name for name, known in STORAGES.items() if known == found), None)
     if name is not None:
         storage = _Storage(getattr(torch, name), count)
         rebuilt = _Rebuilt(torch._utils._rebuild_tensor_v2, (storage, *arguments))
@@ -303,10 +295,66 @@ def dump_tensor_record(dtype: str, shape: Sequence[int]) -> bytes:
     return buffer.getvalue()
 
 
-def _load(unpickler: pickle.Unpickler, where: str) -> Any:
+def _load(
+    unpickler: type[pickle.Unpickler], data: bytes | mmap.mmap, file: BinaryIO | io.BytesIO, where: str
+) -> Any:
+    """Executes the pickle that is in `data`, and in `file`."""
     try:
-        return unpickler.load()
+        _check_sizes(data)
+        return unpickler(file).load()
     except FormatError as error:
         raise type(error)(f"{where} was not read: {error}") from error
     except Exception as error:  # a damaged pickle raises anything
         raise FormatError(f"{where} is damaged: {type(error).__name__}: {error}") from error
+
+
+# How long the argument of each opcode is, as pickletools has it: bytes, or less than 0 for one that says so.
+_ARGUMENTS = {ord(op.code): op.arg.n if op.arg is not None else 0 for op in pickletools.opcodes}
+_COUNTED = {
+    pickletools.TAKEN_FROM_ARGUMENT1: 1,
+    pickletools.TAKEN_FROM_ARGUMENT4: 4,
+    pickletools.TAKEN_FROM_ARGUMENT4U: 4,
+    pickletools.TAKEN_FROM_ARGUMENT8U: 8,
+}
+_TWO_LINES = {pickle.GLOBAL[0], pickle.INST[0]}
+
+
+def _check_sizes(data: bytes | mmap.mmap) -> None:
+    """Walks over the opcodes of a pickle, before an unpickler takes memory for what they announce.
+
+    Raises:
+        UnpicklingError: one announces more bytes than there are, or a place in the memo that is too far.
+    """
+    at, size = 0, len(data)
+    arguments, stop = _ARGUMENTS, pickle.STOP[0]
+    while at < size:
+        code = data[at]
+        length = arguments.get(code)
+        at += 1
+        if length is None:
+            raise pickle.UnpicklingError(f"it has an unknown opcode at byte {at - 1}")
+        if length >= 0:
+            if code == pickle.LONG_BINPUT[0] or code == pickle.FRAME[0]:
+                _check_number(int.from_bytes(data[at : at + length], "little"), at, size, code)
+            at += length
+        elif length == pickletools.UP_TO_NEWLINE:
+            begin = at
+            for _ in range(2 if code in _TWO_LINES else 1):
+                at = data.find(b"\n", at) + 1
+                if at == 0:
+                    raise pickle.UnpicklingError("it ends within a line")
+            if code == pickle.PUT[0]:
+                _check_number(int(data[begin : at - 1]), at, size, code)
+        else:
+            digits = _COUNTED[length]
+            at += digits + int.from_bytes(data[at : at + digits], "little")
+        if code == stop:
+            break
+    if at > size:
+        raise pickle.UnpicklingError("it announces more bytes than there are")
+
+
+def _check_number(number: int, at: int, size: int, code: int) -> None:
+    most = size - at if code == pickle.FRAME[0] else at  # a place for each byte so far
+    if not 0 <= number <= most:
+        raise pickle.UnpicklingError(f"it announces {number} where {most} is the most")

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from megatron_datastates.convert.source import METADATA_NAME, Piece, Source, Stored
 from megatron_datastates.errors import FormatError
+from megatron_datastates.files import DOCUMENT_BYTES, read_regular
 
 Bytes = npt.NDArray[np.uint8]
 Moved = Callable[[int], None]  # is told of bytes; raises to stop
@@ -63,7 +64,8 @@ def metadata_members(directory: Path) -> dict[str, Any]:
     """Of metadata.json; none if there is no such file. Raises FormatError, OSError."""
     path = directory / METADATA_NAME
     try:
-        members = json.loads(path.read_bytes() or b"{}")  # one that a kill has left empty counts as missing
+        content = read_regular(path, DOCUMENT_BYTES)
+        members = json.loads(content or b"{}")  # one that a kill has left empty counts as missing
     except FileNotFoundError:
         return {}
     except (ValueError, RecursionError) as error:

@@ -21,6 +21,7 @@ import torch
 from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import Reader
 from megatron_datastates.errors import NotACheckpointError, StorageError
+from megatron_datastates.files import DOCUMENT_BYTES, read_regular
 from megatron_datastates.format.values import MANIFEST_NAME, Extent, Fragment, is_own_file_name
 from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead, is_published
 from megatron_datastates.plan.reads import plan_extent
@@ -245,7 +246,7 @@ def require_utf8(path: Path) -> None:
 
 def _named_format(path: Path) -> str | None:
     try:
-        backend = json.loads((path / METADATA_NAME).read_bytes())["sharded_backend"]
+        backend = json.loads(read_regular(path / METADATA_NAME, DOCUMENT_BYTES))["sharded_backend"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return backend if isinstance(backend, str) else None

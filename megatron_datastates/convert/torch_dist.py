@@ -23,6 +23,7 @@ from megatron_datastates.convert.archives import Archive, open_archive
 from megatron_datastates.convert.pickles import BytesStorage, Metadata, TensorStorage, load_metadata
 from megatron_datastates.convert.source import TORCH_DIST_INDEX, Piece, Source, Stored, is_of_a_format
 from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
+from megatron_datastates.files import open_regular, size_of
 from megatron_datastates.format.values import DTYPES, element_bytes
 from megatron_datastates.pipeline.load import torch_dtype
 from megatron_datastates.plan.boxes import checked_slice, first_overlap, intersect
@@ -157,8 +158,9 @@ class TorchDistSource(Source):
     def read_object(self, key: str) -> bytes:
         record = self._object(key)
         with self._open(record.file) as file:
+            is_there = record.offset + record.bytes <= size_of(file)  # looked at before memory is asked for
             file.seek(record.offset)
-            data = file.read(record.bytes)
+            data = file.read(record.bytes) if is_there else b""
         if len(data) != record.bytes:
             raise StorageError(f"{self.directory / record.file} ends within object {key!r}")
         return data
@@ -175,7 +177,7 @@ class TorchDistSource(Source):
             ends[record.file] = max(ends.get(record.file, 0), record.offset + record.bytes)
         for name, end in ends.items():
             with self._open(name) as file:
-                size = os.fstat(file.fileno()).st_size
+                size = size_of(file)
             if size < end:
                 raise StorageError(
                     f"{self.directory / name} has {size} bytes, and {end} were written: it is cut off"
@@ -197,7 +199,7 @@ class TorchDistSource(Source):
 
     def _open(self, name: str) -> BinaryIO:
         try:
-            return (self.directory / name).open("rb")
+            return open_regular(self.directory / name)
         except OSError as error:
             raise StorageError(f"{self.directory / name} cannot be read: {error.strerror}") from error
 

@@ -43,6 +43,7 @@ from megatron_datastates.errors import (
     StorageError,
     UnsupportedFormatError,
 )
+from megatron_datastates.files import DOCUMENT_BYTES, OBJECT_BYTES, open_regular, read_regular
 from megatron_datastates.format.values import DTYPES
 from megatron_datastates.pipeline.load import torch_dtype
 from megatron_datastates.plan.boxes import checked_slice
@@ -144,7 +145,8 @@ class ZarrTensor:
 
     def chunk(self, cell: tuple[int, ...]) -> npt.NDArray[np.uint8]:
         """One of them, mapped: its elements, with an axis more for their bytes."""
-        return np.memmap(self._chunk_path(cell), np.uint8, "r", shape=(*self.chunk_shape, self.element_bytes))
+        with open_regular(self._chunk_path(cell)) as file:
+            return np.memmap(file, np.uint8, "r", shape=(*self.chunk_shape, self.element_bytes))
 
     def _chunk_path(self, cell: tuple[int, ...]) -> Path:
         return self.path / (".".join(map(str, cell)) or "0")
@@ -226,7 +228,7 @@ class LegacyZarrSource(Source):
         """Made anew, as its file has the value alone. Raises UnsafeObjectError: it is not plain data."""
         if key not in self._objects:
             raise MissingKeyError(f"there is no object {key!r} in {self.directory}")
-        value = deserialize(self._objects[key].read_bytes(), key)
+        value = deserialize(_read(self._objects[key], OBJECT_BYTES), key)
         return PickledObject(key, [value], Mutability.NEVER).serialize()
 
     def object_bytes(self, key: str) -> int:
@@ -248,11 +250,19 @@ class LegacyZarrSource(Source):
         return self._tensors[key]
 
 
+def _read(path: Path, most_bytes: int) -> bytes:
+    """Raises StorageError."""
+    try:
+        return read_regular(path, most_bytes)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+
+
 def _open_tensor(path: Path) -> ZarrTensor:
     """Raises FormatError, UnsupportedFormatError."""
     document = path / _ARRAY_NAME
     try:
-        members = json.loads(document.read_bytes())
+        members = json.loads(read_regular(document, DOCUMENT_BYTES))
         spelled, packed = members["dtype"], members.get("compressor") or members.get("filters")
         array = zarr.open_array(_ArrayStore(path, read_only=True), mode="r", zarr_format=2)
         dtype = "bfloat16" if spelled == "bfloat16" else array.dtype.name

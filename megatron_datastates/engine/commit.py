@@ -23,6 +23,7 @@ from pathlib import Path
 
 from megatron_datastates.engine import native
 from megatron_datastates.engine.faults import Faults
+from megatron_datastates.files import OBJECT_BYTES, open_regular, size_of
 from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME, SaveId
 
 
@@ -70,10 +71,14 @@ def sync_directory(directory: Path) -> None:
 
 
 def sync_file(path: Path) -> bytes:
-    """Makes a file of somebody else's durable; gives its bytes."""
-    with _opened(path, os.O_RDONLY) as descriptor:
-        os.fsync(descriptor)
-        return path.read_bytes()
+    """Makes a file of somebody else's durable; returns its bytes."""
+    with open_regular(path, OBJECT_BYTES) as file:
+        native.close_in_forked_child(file.fileno())
+        try:
+            os.fsync(file.fileno())
+            return file.read(size_of(file))
+        finally:
+            native.forget_descriptor(file.fileno())
 
 
 @contextlib.contextmanager

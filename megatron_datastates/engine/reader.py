@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -15,6 +14,7 @@ import torch
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.engine import native
 from megatron_datastates.errors import EngineError, FormatError, StorageError
+from megatron_datastates.files import INDEX_BYTES, open_regular, read_regular, size_of
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import HEADER_BYTES, Header
 from megatron_datastates.plan.reads import ReadRuns
@@ -110,10 +110,10 @@ def _current_stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream)
 
 
-def read_small(path: Path) -> bytes:
-    """A whole small file. Raises StorageError."""
+def read_small(path: Path, most_bytes: int) -> bytes:
+    """Reads a whole file. Raises StorageError, also where it has more than `most_bytes`."""
     try:
-        return path.read_bytes()
+        return read_regular(path, most_bytes)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
 
@@ -126,14 +126,16 @@ def read_ranges(path: Path, expected_bytes: int, ranges: Sequence[tuple[int, int
         FormatError: it has another size than `expected_bytes`.
     """
     try:
-        file = path.open("rb", _READ_AHEAD_BYTES)
-        size = path.stat().st_size
+        file = open_regular(path, INDEX_BYTES, _READ_AHEAD_BYTES)
+        size = size_of(file)
     except OSError as error:
         raise StorageError(f"cannot read {path}: {error.strerror}") from error
     with file:
         if size != expected_bytes:
             raise FormatError(f"{path} is damaged: it has {size} bytes, its manifest says {expected_bytes}")
         for offset, count in ranges:
+            if offset + count > size:
+                raise FormatError(f"{path} is damaged: it ends before byte {offset + count}")
             try:
                 file.seek(offset)
                 data = file.read(count)
@@ -172,12 +174,12 @@ def read_header(path: Path, expected_bytes: int) -> Header:
 def _open(path: Path, expected_bytes: int) -> Iterator[BinaryIO]:
     """A data file whose size has been checked; what the body meets of the system's is a StorageError too."""
     try:
-        file = path.open("rb")
+        file = open_regular(path)
     except OSError as error:
         raise StorageError(f"data file {path} cannot be opened: {error.strerror}") from error
     with file:
         try:
-            size = os.fstat(file.fileno()).st_size
+            size = size_of(file)
             if size != expected_bytes or size < HEADER_BYTES:
                 raise StorageError(
                     f"data file {path} has {size} bytes, its manifest says {expected_bytes}: "

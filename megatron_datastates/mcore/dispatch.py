@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError, FormatError
+from megatron_datastates.files import DOCUMENT_BYTES, read_regular
 from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME, is_own_file_name
 from megatron_datastates.pipeline.runs import BACKEND, stored_backend
 
@@ -41,7 +42,7 @@ _requested: ContextVar[Boxes | None] = ContextVar("boxes that a load wants", def
 def is_ours(directory: str | os.PathLike[str]) -> bool:
     """Whether the directory was saved in our format."""
     try:
-        config = json.loads((Path(directory) / METADATA_NAME).read_text())
+        config = json.loads(read_regular(Path(directory) / METADATA_NAME, DOCUMENT_BYTES))
     except (OSError, ValueError):
         config = None
     backend = config.get("sharded_backend") if isinstance(config, dict) else None
@@ -135,8 +136,6 @@ def read_common_state(directory: str | os.PathLike[str]) -> Any:
     """The common state of a directory of ours. Needs no torch.distributed: Megatron reads arguments early."""
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
-    from megatron_datastates.providers.objects import deserialize
-
     checkpoint = open_checkpoint(directory)
     try:
         if COMMON_STATE_KEY in checkpoint.index.objects:
@@ -144,7 +143,7 @@ def read_common_state(directory: str | os.PathLike[str]) -> Any:
             if not isinstance(stored, list) or len(stored) != 1:
                 raise FormatError(f"the object {COMMON_STATE_KEY!r} of {directory} is no common state")
             return stored[0]
-        return deserialize(checkpoint.read_other(COMMON_STATE_FILE), COMMON_STATE_FILE)
+        return checkpoint.read_other_object(COMMON_STATE_FILE)
     except DataStatesError as error:
         raise CheckpointingException(str(error)) from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -15,6 +16,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from megatron_datastates.config import Options
+from megatron_datastates.files import read_regular
 from megatron_datastates.format.values import METADATA_NAME
 from megatron_datastates.mcore import fences, mapping, versions
 from megatron_datastates.mcore.attach import attach_saving
@@ -121,12 +123,10 @@ def wrap_save_config(original: Any) -> Any:
 
     def save_config(config: Any, checkpoint_dir: str) -> None:
         if config.sharded_backend == BACKEND:
-            try:
-                written = (Path(checkpoint_dir) / METADATA_NAME).read_bytes()
-            except OSError:
-                written = b""
-            if written == _content_of_metadata(config):
-                return
+            content = _content_of_metadata(config)
+            with contextlib.suppress(OSError):
+                if read_regular(Path(checkpoint_dir) / METADATA_NAME, len(content)) == content:
+                    return
         original(config, checkpoint_dir)
 
     return save_config

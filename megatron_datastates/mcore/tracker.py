@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_datastates.files import TRACKER_BYTES, read_regular
 from megatron_datastates.pipeline.runs import tracked_iteration
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,15 @@ def mend(tracker: Path) -> None:
 def _is_damaged(tracker: Path) -> bool:
     if not tracker.is_file() or tracked_iteration(tracker) is not None:
         return False
-    return tracker.read_text(errors="replace").strip() != "release"
+    return _text(tracker).strip() != "release"
+
+
+def _text(tracker: Path) -> str:
+    """What it says; nothing where it cannot be read."""
+    try:
+        return read_regular(tracker, TRACKER_BYTES).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _fallback(tracker: Path) -> int | None:
@@ -78,6 +87,6 @@ def _fallback(tracker: Path) -> int | None:
     iteration = max(found)
     logger.warning(
         "%s is damaged: it says %r. Falling back to the newest complete checkpoint, iteration %d (%s).",
-        tracker, tracker.read_text(errors="replace"), iteration, found[iteration],
+        tracker, _text(tracker), iteration, found[iteration],
     )  # fmt: skip
     return iteration

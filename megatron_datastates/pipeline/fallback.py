@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_datastates.config import Options
+from megatron_datastates.errors import printable
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.load import find_published
 from megatron_datastates.pipeline.verify import Verdict, verify
@@ -94,5 +95,5 @@ def _check(directory: Path, rank: int, ranks: int, options: Options) -> Verdict:
     except Exception as error:
         verdict = Verdict(faults=[str(error)])
     for fault in verdict.faults[:3]:
-        logger.warning("%s", fault)
+        logger.warning("%s", printable(fault))
     return verdict

@@ -27,6 +27,7 @@ from megatron_datastates.errors import (
     NotACheckpointError,
     StorageError,
 )
+from megatron_datastates.files import MANIFEST_BYTES, OBJECT_BYTES
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Decoded, Index, TensorEntry
 from megatron_datastates.format.manifest import FileEntry, Manifest
@@ -76,10 +77,13 @@ class ObjectReads:
 
     buffers: dict[str, np.ndarray]
     scheduled: list[ScheduledRead]
+    trust: bool = False
 
     def values(self) -> dict[str, Any]:
-        """Unpickled with weights_only=True, once they are read. FormatError: one is not plain data."""
-        return {key: deserialize(buffer.tobytes(), key) for key, buffer in self.buffers.items()}
+        """Unpickled once they are read (providers/objects.py). FormatError: one is not accepted."""
+        return {
+            key: deserialize(buffer.tobytes(), key, trust=self.trust) for key, buffer in self.buffers.items()
+        }
 
 
 class Checkpoint:
@@ -283,11 +287,11 @@ class Checkpoint:
         return target, [ScheduledRead(part, target.data_ptr()) for part in reads]
 
     def read_objects(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Objects, unpickled with weights_only=True.
+        """Objects, unpickled by a closed list of names (providers/objects.py).
 
         Raises:
             MissingKeyError: no such object.
-            FormatError: an object is not plain data, or is not where the index says.
+            FormatError: an object is not accepted, or is not where the index says.
         """
         objects = self.plan_objects(keys)
         self.read(objects.scheduled)
@@ -308,7 +312,7 @@ class Checkpoint:
             extent = self.object_extent(key)
             buffers[key] = np.empty(extent.bytes, np.uint8)
             scheduled.append(ScheduledRead(plan_extent(extent), buffers[key].ctypes.data))
-        return ObjectReads(buffers, scheduled)
+        return ObjectReads(buffers, scheduled, self._options.trust_objects)
 
     def read_other(self, name: str) -> bytes:
         """A whole file of somebody else's that belongs to the checkpoint.
@@ -320,7 +324,7 @@ class Checkpoint:
         entries = [entry for entry in self.manifest.others if entry.name == name]
         if not entries:
             raise MissingKeyError(f"there is no file {name!r} in the checkpoint {self.directory}")
-        data = read_small(self.directory / name)
+        data = read_small(self.directory / name, OBJECT_BYTES)
         if len(data) != entries[0].bytes or hashlib.sha256(data).hexdigest() != entries[0].sha256:
             raise CorruptDataError(
                 f"{self.directory / name} is not the file that was saved: its SHA-256 differs"
@@ -330,6 +334,10 @@ class Checkpoint:
     def read_object(self, key: str) -> Any:
         """One of them."""
         return self.read_objects([key])[key]
+
+    def read_other_object(self, name: str) -> Any:
+        """The object in a whole file of torch.save's. Raises as `read_other` and `read_objects`."""
+        return deserialize(self.read_other(name), name, trust=self._options.trust_objects)
 
     def _object_file(self, key: str) -> int:
         if key not in self.index.objects:
@@ -381,7 +389,8 @@ def _check_identity(manifest: Manifest, entry: FileEntry, footer: Footer, path: 
 def _read_manifest(path: Path) -> Manifest:
     if not is_published(path):
         raise NotACheckpointError(_why_not(path))
-    return Manifest.decode(read_small(path / MANIFEST_NAME), str(path / MANIFEST_NAME))
+    data = read_small(path / MANIFEST_NAME, MANIFEST_BYTES)
+    return Manifest.decode(data, str(path / MANIFEST_NAME))
 
 
 def _open_index(path: Path, manifest: Manifest, reuse: bool) -> Index:

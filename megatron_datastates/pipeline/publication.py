@@ -38,6 +38,7 @@ import msgspec
 from megatron_datastates.engine.commit import remove_replaced, sync_directory, sync_file, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, FormatError
+from megatron_datastates.files import MANIFEST_BYTES, read_regular
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.index import Index, index_entry, merge_indexes
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
@@ -47,6 +48,7 @@ from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.records import RankRecord, decode_failure, encode_failure
 from megatron_datastates.pipeline.save import RankSave, State
 from megatron_datastates.plan.coverage import coverage_faults
+from megatron_datastates.providers.objects import COMMON_FILE
 
 logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002
@@ -382,7 +384,7 @@ class Publication:
 
     def _others(self) -> list[OtherFile]:
         paths = [self.save.context.directory / name for name in self._labels.other_files]
-        return [described(path) for path in paths if path.is_file()]
+        return [described(path, self.save.check_object) for path in paths if path.is_file()]
 
     def join(self) -> None:
         """Waits for the threads of a save that is over."""
@@ -446,7 +448,7 @@ def _missing_files(directory: Path, manifest: Manifest) -> list[str]:
 def _files_of(path: Path) -> set[str]:
     """Files of ours that a manifest names; none if there is no manifest, or none that can be read."""
     try:
-        manifest = Manifest.decode(path.read_bytes(), os.fspath(path))
+        manifest = Manifest.decode(read_regular(path, MANIFEST_BYTES), os.fspath(path))
     except (OSError, FormatError):
         return set()
     return {manifest.index.name, *(file.name for file in manifest.files)}
@@ -459,15 +461,20 @@ def _sync_above(directory: Path) -> None:
             sync_directory(above)
 
 
-def described(path: Path) -> OtherFile:
-    """A file of somebody else's, made durable: the manifest is going to vouch for it."""
+def described(path: Path, check: Callable[[bytes, str], None]) -> OtherFile:
+    """A file of somebody else's, made durable: the manifest is going to vouch for it.
+
+    `check` looks at the object in it, if it is the common state: a load is going to want it.
+    """
     data = sync_file(path)
+    if path.name == COMMON_FILE:
+        check(data, path.name)
     return OtherFile(path.name, len(data), hashlib.sha256(data).hexdigest())
 
 
 def _has_whole(path: Path, data: bytes) -> bool:
     try:
-        return path.stat().st_size == len(data) and path.read_bytes() == data
+        return read_regular(path, len(data)) == data
     except OSError:
         return False
 

@@ -15,11 +15,9 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
-import io
 import json
 import os
 import re
-import zipfile
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -39,6 +37,7 @@ from megatron_datastates.errors import (
     StorageError,
     UnsafeObjectError,
 )
+from megatron_datastates.files import DOCUMENT_BYTES, INDEX_BYTES, MANIFEST_BYTES, OBJECT_BYTES, read_regular
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index, index_entry
@@ -53,7 +52,7 @@ from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.prune import REMOVAL_NAME
 from megatron_datastates.pipeline.runs import BACKEND, stored_backend
 from megatron_datastates.pipeline.verify import Progress, strangers, verify_checkpoint
-from megatron_datastates.providers.objects import deserialize
+from megatron_datastates.providers.members import check_archive
 
 _COMMON_FILE = "common.pt"  # of Megatron before 0.19
 _COMMON_KEY = "common_state/shard_0_1"  # since then
@@ -132,7 +131,7 @@ def _refuse_sound_manifest(path: Path) -> None:
     """UnsupportedFormatError and StorageError pass: what cannot be read need not be damaged."""
     if os.path.lexists(path / MANIFEST_NAME):
         try:
-            Manifest.decode(read_small(path / MANIFEST_NAME), str(path / MANIFEST_NAME))
+            Manifest.decode(read_small(path / MANIFEST_NAME, MANIFEST_BYTES), str(path / MANIFEST_NAME))
         except FormatError:
             pass
         else:
@@ -219,7 +218,7 @@ def _proven_index(path: Path, footers: Sequence[Footer]) -> tuple[Index, IndexEn
 
 
 def _decoded(path: Path, files: int) -> tuple[Index, IndexEntry]:
-    data = read_small(path)
+    data = read_small(path, INDEX_BYTES)
     index = Index.decode(data, str(path), _ANY_FILES)
     entry = msgspec.structs.replace(index_entry(data), name=path.name)
     if hash_in_index_name(path.name) != entry.sha256[:32]:
@@ -244,7 +243,7 @@ def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
         return []
     common = path / _COMMON_FILE
     if common.is_file():
-        data = read_small(common)
+        data = read_small(common, OBJECT_BYTES)
         _refuse_broken_archive(common, data)
         notes.append(f"{common} is taken as it is: nothing proves that it is the file that was saved")
         return [OtherFile(common.name, len(data), hashlib.sha256(data).hexdigest())]
@@ -257,17 +256,14 @@ def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
 def _refuse_broken_archive(path: Path, data: bytes) -> None:
     """Of torch.save's: a zip file, whose every member has a CRC."""
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            broken = archive.testzip()
-    except Exception as error:  # a damaged archive raises anything
+        check_archive(data)
+    except FormatError as error:
         _refuse(path.parent, f"{path} is damaged: {error}. Without it, Megatron cannot load the checkpoint")
-    if broken is not None:
-        _refuse(path.parent, f"{path} is damaged: the CRC-32 of {broken} differs")
 
 
 def _metadata(path: Path) -> dict[str, object]:
     try:
-        found = json.loads((path / METADATA_NAME).read_bytes())
+        found = json.loads(read_regular(path / METADATA_NAME, DOCUMENT_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -290,7 +286,7 @@ def _iteration_of_state(checkpoint: Checkpoint) -> int | None:
         if _COMMON_KEY in checkpoint.index.objects:
             state = checkpoint.read_object(_COMMON_KEY)[0]
         elif checkpoint.manifest.others:
-            state = deserialize(checkpoint.read_other(_COMMON_FILE), _COMMON_FILE)
+            state = checkpoint.read_other_object(_COMMON_FILE)
         else:
             return None
         return int(state["iteration"])

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 from megatron_datastates.errors import FormatError, StorageError
+from megatron_datastates.files import DOCUMENT_BYTES, TRACKER_BYTES, read_regular
 from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME, is_own_file_name
 
 BACKEND = "datastates"
@@ -63,7 +64,7 @@ def _looked_at(number: int, path: Path) -> Iteration:
 def stored_backend(directory: str | os.PathLike[str]) -> str | None:
     """The format that a checkpoint's metadata.json names; None if there is none that can be read."""
     try:
-        backend = json.loads((Path(directory) / METADATA_NAME).read_bytes())["sharded_backend"]
+        backend = json.loads(read_regular(Path(directory) / METADATA_NAME, DOCUMENT_BYTES))["sharded_backend"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
     return backend if isinstance(backend, str) else None
@@ -72,7 +73,7 @@ def stored_backend(directory: str | os.PathLike[str]) -> str | None:
 def tracked_iteration(tracker: Path) -> int | None:
     """The iteration that a tracker file names; None if there is no such file, or no number in it."""
     try:
-        return _named_in(tracker.read_bytes())
+        return _named_in(read_regular(tracker, TRACKER_BYTES))
     except OSError:
         return None
 
@@ -86,7 +87,7 @@ def require_tracked(tracker: Path) -> int | None:
     """
     advice = "correct it, or remove it if no checkpoint beside it is to be resumed from"
     try:
-        text = tracker.read_bytes()
+        text = read_regular(tracker, TRACKER_BYTES)
     except OSError as error:
         if isinstance(error, FileNotFoundError) and not tracker.is_symlink():
             return None

@@ -18,13 +18,14 @@ from pathlib import Path
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import FileSave, StagingEngine
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.values import Extent, SaveId
 from megatron_datastates.pipeline.held import HeldTime, charge_open_spans, holding
 from megatron_datastates.pipeline.plans import StatePlan
 from megatron_datastates.providers.base import Mutability, ObjectSource
+from megatron_datastates.providers.objects import check_saved
 from megatron_datastates.providers.tensors import Memory
 
 logger = logging.getLogger(__name__)
@@ -72,10 +73,19 @@ class RankSave:
         lazy_delay: seconds after which lazy copies from a device begin by themselves. They begin at the first
             poll or fence, if that comes earlier: what is enqueued when the call that saves returns, a trainer
             that synchronizes the device there (Megatron's timers do) would wait for.
+        trust_objects: whether what no load would accept is stored all the same.
     """
 
-    def __init__(self, context: SaveContext, fence_deadline: float, lazy_delay: float = 0.0) -> None:
+    def __init__(
+        self,
+        context: SaveContext,
+        fence_deadline: float,
+        lazy_delay: float = 0.0,
+        *,
+        trust_objects: bool = False,
+    ) -> None:
         self.context = context
+        self._trust_objects = trust_objects
         self.fence_deadline = fence_deadline
         self._lazy_delay = lazy_delay
         self._let_go_at: float | None = None  # from the return of the call that saves to a poll or fence
@@ -249,7 +259,8 @@ class RankSave:
 
     def fail(self, error: BaseException) -> None:
         """Keeps the first error. The others are told at the next agreement."""
-        text = f"{type(error).__name__}: {error}" if not isinstance(error, DataStatesError) else str(error)
+        ours = isinstance(error, DataStatesError)
+        text = printable(str(error) if ours else f"{type(error).__name__}: {error}", keep="\n")
         if self._failure.setdefault("first", text) is not text:
             return
         logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, text)
@@ -276,6 +287,7 @@ class RankSave:
             plan.object_bytes = sum(len(one) + 64 for one in data)
             places = save.append_objects(data)
             extents = {item.key: Extent(0, *place) for item, place in zip(objects, places, strict=True)}
+            self._check_objects(objects, data)
             while not (self._confirmed.wait(_SLICE_SECONDS) and save.wait_written()):
                 if save.error:
                     raise DataStatesError(save.error)
@@ -293,6 +305,16 @@ class RankSave:
             save.remove()
         if self._given_up.is_set():
             save.remove()
+
+    def _check_objects(self, objects: Sequence[ObjectSource], data: Sequence[bytes]) -> None:
+        """Raises UnsafeObjectError: no load would accept one of them."""
+        for item, stored in zip(objects, data, strict=True):
+            time.sleep(0)  # Python's lock to whoever wants it: nobody waits for this
+            self.check_object(stored, item.key)
+
+    def check_object(self, stored: bytes, key: str) -> None:
+        """Raises UnsafeObjectError: no load would accept it. Any thread may call it."""
+        check_saved(stored, key, trust=self._trust_objects)
 
     def _footer(self, save: FileSave, extents: dict[str, Extent]) -> bytes:
         context = self.context

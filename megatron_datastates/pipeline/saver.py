@@ -99,7 +99,10 @@ class Saver:
         run.enter_world()
         self._abandon_old_world()
         context = SaveContext(run.next_id(), path, run.collectives.rank, run.collectives.size, iteration)
-        save = RankSave(context, self.options.fence_deadline, self.options.lazy_delay)
+        options = self.options
+        save = RankSave(
+            context, options.fence_deadline, options.lazy_delay, trust_objects=options.trust_objects
+        )
         publication = Publication(save, run.collectives, run.store, self._faults, labels)
         publication.on_end = lambda ended: self._ended(ended, mode)
         save.on_released = lambda: self.reporter.released(publication)

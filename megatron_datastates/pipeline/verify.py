@@ -19,7 +19,8 @@ import numpy as np
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import Reader, read_header, read_small
-from megatron_datastates.errors import CorruptDataError, DataStatesError, StorageError
+from megatron_datastates.errors import CorruptDataError, DataStatesError, StorageError, UnsafeObjectError
+from megatron_datastates.files import DOCUMENT_BYTES
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.tables import Words
@@ -29,6 +30,7 @@ from megatron_datastates.pipeline.optimizer import optimizer_state
 from megatron_datastates.pipeline.runs import BACKEND
 from megatron_datastates.plan.coverage import coverage_faults
 from megatron_datastates.plan.reads import gather_runs, plan_blocks
+from megatron_datastates.providers.objects import COMMON_FILE, check_stored
 
 _MOST_BLOCKS = 16  # of one file that are told one by one
 _FILE_THREADS = 8  # headers and footers are small, and a network file system answers late
@@ -93,12 +95,13 @@ def verify_checkpoint(
         if key in entries:
             verdict.faults += coverage_faults(key, entries[key])
     for other in checkpoint.manifest.others[nth::shares]:
-        _check_other(checkpoint, other.name, verdict)
+        _check_other(checkpoint, other.name, options, verdict)
     if nth == 0:
         _check_surroundings(checkpoint, verdict)
         _check_optimizer_maps(checkpoint, verdict)
     if not quick:
         _check_data(checkpoint, usable, verdict, progress, Reader(options))
+        _check_objects(checkpoint, list(checkpoint.index.objects)[nth::shares], options, verdict)
     return verdict
 
 
@@ -165,7 +168,7 @@ def strangers(checkpoint: Checkpoint) -> list[str]:
 def _check_metadata(checkpoint: Checkpoint, verdict: Verdict) -> None:
     path = checkpoint.directory / METADATA_NAME
     try:
-        content = read_small(path) if path.exists() else b""
+        content = read_small(path, DOCUMENT_BYTES) if path.exists() else b""
         if not content:  # Megatron may have been killed while it wrote it
             state = "empty" if path.exists() else "missing"
             verdict.notes.append(
@@ -252,11 +255,31 @@ def _check_order(
             at, previous = end, key
 
 
-def _check_other(checkpoint: Checkpoint, name: str, verdict: Verdict) -> None:
+def _check_other(checkpoint: Checkpoint, name: str, options: Options, verdict: Verdict) -> None:
     try:
-        checkpoint.read_other(name)
+        data = checkpoint.read_other(name)
     except DataStatesError as error:
         verdict.faults.append(str(error))
+        return
+    if name == COMMON_FILE:
+        _check_object(data, name, options, verdict)
+
+
+def _check_objects(checkpoint: Checkpoint, keys: Sequence[str], options: Options, verdict: Verdict) -> None:
+    """Looks whether a load accepts them: what nobody can load is no part of a sound checkpoint."""
+    for key in keys:
+        try:
+            data = checkpoint.read_object_bytes(key)
+        except DataStatesError:
+            continue  # the checks of files, of extents and of blocks report it
+        _check_object(data, key, options, verdict)
+
+
+def _check_object(data: bytes, key: str, options: Options, verdict: Verdict) -> None:
+    try:
+        check_stored(data, key)
+    except UnsafeObjectError as error:
+        (verdict.notes if options.trust_objects else verdict.faults).append(str(error))
 
 
 # -- data -----------------------------------------------------------------------------------------------
@@ -301,7 +324,7 @@ def _check_blocks(
     for place, blocks in by_file.items():
         path, told = sources[place][0], blocks[:_MOST_BLOCKS]
         for block in told:
-            keys = ", ".join(checkpoint.keys_in_blocks(files[place], [block])[:4]) or "no tensor"
+            keys = ", ".join(map(repr, checkpoint.keys_in_blocks(files[place], [block])[:4])) or "no tensor"
             verdict.faults.append(
                 f"{path}: the block at byte offset {block * BLOCK_BYTES} is corrupt; it holds data of {keys}"
             )

@@ -1,6 +1,7 @@
 """Ranks of the tests in this folder."""
 
 import ctypes
+import fractions
 import os
 import time
 from pathlib import Path
@@ -127,6 +128,16 @@ def fail_while_pickling(root: str, failing_rank: int, folder: str) -> None:
     tell(folder, error=error, left=sorted(os.listdir(directory)))
 
 
+def fail_with_an_object_that_no_load_accepts(root: str, failing_rank: int, folder: str) -> None:
+    rank, ranks = join()
+    directory = Path(root, "bad")
+    sharded = state(1)
+    payload = fractions.Fraction(1, 3) if rank == failing_rank else "fine"
+    sharded["own"] = ShardedObject("own", payload, (ranks,), (rank,))
+    error = failure_of(lambda: save(directory, sharded, DataStatesSaveStrategy(), "async"))
+    tell(folder, error=error, left=sorted(os.listdir(directory)))
+
+
 def hole_in_the_state(root: str, folder: str) -> None:
     """One rank leaves its shard of a tensor out."""
     rank, _ = join()
@@ -208,7 +219,8 @@ def save_malicious(directory: str, marker: str, folder: str) -> None:
     join()
     sharded = state(1)
     sharded["object"].data = Malicious(marker)
-    save(Path(directory), sharded, DataStatesSaveStrategy(), "sync")
+    trusting = DataStatesSaveStrategy(options=Options(trust_objects=True))
+    save(Path(directory), sharded, trusting, "sync")
     error = failure_of(lambda: dist_checkpointing.load(state(-1), directory))
     tell(folder, error=error, ran=Path(marker).is_dir())
 

@@ -115,4 +115,4 @@ def test_directory_that_holds_no_checkpoint_is_refused(world: World, tmp_path: P
 def test_malicious_object_does_not_run(world: World, tmp_path: Path) -> None:
     for each in world.run("fault_ranks:save_malicious", tmp_path / "ck", tmp_path / "ran", ranks=2):
         assert not each["ran"]
-        assert "'object/shard_0_1'" in each["error"] and "safe globals" in each["error"]
+        assert "'object/shard_0_1'" in each["error"] and "add_safe_globals" in each["error"]

@@ -121,6 +121,18 @@ def test_object_that_cannot_be_pickled_fails_the_save_on_all_ranks(
     assert "rank 1: RuntimeError: this object cannot be pickled" in told[0]["error"]
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_object_that_no_load_accepts_fails_the_save_on_all_ranks(
+    world: World, tmp_path: Path, ranks: int
+) -> None:
+    told = world.run("fault_ranks:fail_with_an_object_that_no_load_accepts", tmp_path, 1, ranks=ranks)
+    (error,) = {each["error"] for each in told}
+    assert f"rank 1: object 'own/shard_1_{ranks}' was not saved" in error
+    for words in ("fractions.Fraction", "add_safe_globals", "state_dict()", "--datastates-trust-objects on"):
+        assert words in error
+    assert all(each["left"] == [] for each in told)
+
+
 def test_failure_to_tell_what_is_lazy_fails_the_save_on_all_ranks(world: World, tmp_path: Path) -> None:
     told = world.run("fault_ranks:fail_while_classifying", tmp_path)
     assert len({each["error"] for each in told}) == 1

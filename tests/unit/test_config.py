@@ -29,6 +29,7 @@ SETTINGS = {
     "on_failure": ("warn", "warn"),
     "while_saving": ("refuse", "refuse"),
     "fallback": ("3", 3),
+    "trust_objects": ("on", True),
     "report_file": ("/tmp/report.jsonl", "/tmp/report.jsonl"),
 }
 

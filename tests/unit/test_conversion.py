@@ -23,9 +23,12 @@ from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import described
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability, Place, Tensors
+from megatron_datastates.providers.objects import PickledObject, check_stored
 from tests.unit.converting import contents, convert_to, dcp_state, save_with_dcp
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import bits, data_files, new_saver, random_tensor, save
+
+COMMON = PickledObject("", {"iteration": 1}, Mutability.NEVER).serialize()
 
 
 def test_what_dcp_wrote_is_read_bit_for_bit(by_dcp: Path) -> None:
@@ -116,17 +119,17 @@ def test_the_first_error_stops_all_workers() -> None:
 def test_companions_and_megatrons_own_file_come_along(by_dcp: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     save_with_dcp(source, {"a": torch.ones(3)})
-    (source / "common.pt").write_bytes(b"common")
+    (source / "common.pt").write_bytes(COMMON)
     (source / "modelopt_state").mkdir()
     (source / "modelopt_state" / "state").write_bytes(b"state")
     (source / "integrity.json").write_text("{}")  # hashes of files that are not there any more
     (source / "metadata.json").write_text('{"sharded_backend": "torch_dist", "common_backend": "torch"}')
     convert_to(source, tmp_path / "ours")
-    assert Checkpoint.open(tmp_path / "ours").read_other("common.pt") == b"common"
+    assert Checkpoint.open(tmp_path / "ours").read_other("common.pt") == COMMON
     convert_to(tmp_path / "ours", tmp_path / "back", verify=True)
     for directory, name in (("ours", "datastates"), ("back", "torch_dist")):
         made = tmp_path / directory
-        assert (made / "common.pt").read_bytes() == b"common"
+        assert (made / "common.pt").read_bytes() == COMMON
         assert (made / "modelopt_state" / "state").read_bytes() == b"state"
         assert not (made / "integrity.json").exists()
         assert f'"sharded_backend": "{name}"' in (made / "metadata.json").read_text()
@@ -200,7 +203,7 @@ def test_files_of_the_other_format_beside_a_source_do_not_come_along(tmp_path: P
     convert_to(both, tmp_path / "ours")
     for file in (tmp_path / "ours").iterdir():
         (both / file.name).write_bytes(file.read_bytes())
-    (both / "common.pt").write_bytes(b"common")
+    (both / "common.pt").write_bytes(COMMON)
     (both / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
     made = convert_to(both, tmp_path / "made", verify=True)
     assert verify(tmp_path / "made").good and contents(made) == contents(open_source(both))
@@ -218,8 +221,8 @@ def test_a_manifest_that_names_files_of_another_format_gives_none_of_them(tmp_pa
     source = open_source(tmp_path / "ours")
     assert isinstance(source, DataStatesSource)
     for name in ("__0_0.distcp", ".metadata", "metadata.json", "common.pt"):
-        (tmp_path / "ours" / name).write_bytes(b"{}")
-        source.checkpoint.manifest.others.append(described(tmp_path / "ours" / name))
+        (tmp_path / "ours" / name).write_bytes(COMMON if name == "common.pt" else b"{}")
+        source.checkpoint.manifest.others.append(described(tmp_path / "ours" / name, check_stored))
     assert source.other_files == ["common.pt"]
 
 
@@ -228,7 +231,7 @@ def test_files_of_others_are_durable_before_the_target_appears(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_with_dcp(tmp_path / "source", {"a": torch.ones(3)})
-    (tmp_path / "source" / "common.pt").write_bytes(b"common")
+    (tmp_path / "source" / "common.pt").write_bytes(COMMON)
     (tmp_path / "source" / "modelopt").mkdir()
     (tmp_path / "source" / "modelopt" / "state.pt").write_bytes(b"state")
     synced: set[int] = set()

@@ -17,6 +17,7 @@ from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.plans import Plans, StatePlan
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.providers.base import Mutability, ObjectSource, Place, Tensors
+from megatron_datastates.providers.objects import PickledObject
 from megatron_datastates.providers.tensors import Memory, TensorProvider
 from tests.unit.states import KNOWN_DTYPES, OPTIONS, new_saver, save
 
@@ -194,7 +195,7 @@ class SlowObject:
     def serialize(self) -> bytes:
         assert self.tensors_written.wait(30), "tensors wait for the object"
         time.sleep(0.01)
-        return b"serialized"
+        return PickledObject(self.key, 1, Mutability.NEVER).serialize()
 
 
 class TensorsAndOne(TensorProvider):

@@ -25,7 +25,7 @@ from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import PickledObject
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
-from tests.unit.states import KNOWN_DTYPES, OPTIONS, bits, data_files, random_tensor, save
+from tests.unit.states import KNOWN_DTYPES, OPTIONS, bits, data_files, new_saver, random_tensor, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process", "ignore:ComplexHalf")
 ROOT = Path(__file__).parents[2]
@@ -91,8 +91,8 @@ class Command:
         return os.system, (self.command,)
 
 
-def test_a_malicious_object_does_not_run_in_torchs_planner(saver, tmp_path):
-    save(saver, tmp_path / "c", {}, {"x": Command(tmp_path / "trace")})
+def test_a_malicious_object_does_not_run_in_torchs_planner(tmp_path):
+    save(new_saver(trust_objects=True), tmp_path / "c", {}, {"x": Command(tmp_path / "trace")})
     with pytest.raises(dcp.api.CheckpointException) as caught:
         load(tmp_path / "c", {"x": None})
     assert isinstance(caught.value.failures[0][0], FormatError)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import io
+import fractions
 import os
 import pathlib
 import pickle
@@ -22,7 +22,14 @@ from megatron_datastates.config import MIB
 from megatron_datastates.convert import job, pickles
 from megatron_datastates.convert.job import Plan, convert, plan_conversion
 from megatron_datastates.convert.source import open_source
-from megatron_datastates.errors import CorruptDataError, DataStatesError, FormatError, StorageError
+from megatron_datastates.errors import (
+    CorruptDataError,
+    DataStatesError,
+    FormatError,
+    StorageError,
+    UnsafeObjectError,
+)
+from megatron_datastates.pipeline.load import Checkpoint
 from tests.unit.converting import LEAST, convert_to, save_with_dcp
 from tests.unit.states import data_files
 
@@ -40,6 +47,18 @@ def test_metadata_that_names_code_is_refused_by_name(tmp_path: Path, monkeypatch
     with pytest.raises(FormatError, match=r"\.metadata was not read: it names posix\.mkdir"):
         open_source(tmp_path)
     assert not (tmp_path / "ran").exists()
+
+
+def test_an_object_that_no_load_accepts_is_refused_or_passed_by_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_with_dcp(tmp_path / "source", {"w": torch.ones(3), "own": [fractions.Fraction(1, 3)]})
+    with pytest.raises(UnsafeObjectError, match=r"'own' cannot be loaded.*Fraction.*trust-objects"):
+        convert_to(tmp_path / "source", tmp_path / "ours")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+    monkeypatch.setenv("MEGATRON_DATASTATES_TRUST_OBJECTS", "on")
+    convert_to(tmp_path / "source", tmp_path / "ours")
+    assert Checkpoint.open(tmp_path / "ours").read_object("own") == [fractions.Fraction(1, 3)]
 
 
 @pytest.mark.parametrize("data", [b"", b"nonsense", pickle.dumps([1]), pickle.dumps({})])
@@ -107,7 +126,7 @@ def test_metadata_changes_nothing_of_the_process(program: bytes, tmp_path: Path)
 def test_a_tensors_record_changes_nothing_of_the_process(name: str) -> None:
     program = sets_attribute(b"ctorch._utils\n" + name.encode() + b"\n", "__doc__")
     with pytest.raises(FormatError, match="it would change a function"):
-        pickles.load_tensor_record(io.BytesIO(b"\x80\x04" + program + b"N."), "here")
+        pickles.load_tensor_record(b"\x80\x04" + program + b"N.", "here")
 
 
 def storage(metadata: Any) -> Any:

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+from megatron_datastates.engine import reader
 from megatron_datastates.engine.reader import read_footer
 from megatron_datastates.errors import (
     CorruptDataError,
@@ -27,10 +28,13 @@ from megatron_datastates.format.manifest import OtherFile
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.objects import PickledObject
 from tests.unit.by_hand import SAVE, Part, data_file, file_entry, fragment, index_of, write_checkpoint
 from tests.unit.states import OPTIONS, bits, save
 from tests.unit.test_index import crafted
 
+OBJECT = PickledObject("x", 7, Mutability.NEVER).serialize()
 A, B = bytes(range(1, 9)), bytes(range(11, 19))
 TWO = [Part(pieces=[(4096, A)]), Part(pieces=[(4096, B)])]
 
@@ -48,7 +52,7 @@ def read(directory: Path, key: str = "w") -> bytes:
 
 
 def test_a_sound_checkpoint_made_by_hand_is_good_and_read(tmp_path):
-    part = Part(pieces=[(4096, A)], objects={"x": (4160, b"object")})
+    part = Part(pieces=[(4096, A)], objects={"x": (4160, OBJECT)})
     write_checkpoint(tmp_path, [part, TWO[1]], index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)], {"x": 0}))
     verdict = verify(tmp_path, options=OPTIONS)
     assert verdict.good, verdict.faults
@@ -126,7 +130,7 @@ def test_a_tensor_within_another_does_not_hide_a_third(tmp_path):
 
 
 def test_an_object_that_shares_bytes_with_a_tensor_is_found(tmp_path):
-    part = Part(pieces=[(4096, A)], objects={"x": (4100, b"object")})
+    part = Part(pieces=[(4096, A)], objects={"x": (4100, OBJECT)})
     write_checkpoint(tmp_path, [part], index_of([(w(0, 8, 8), 0, 4096)], {"x": 0}))
     assert faults(tmp_path) == [f"{tmp_path / SAVE.data_file_name(0)}: 'x' overlaps 'w'"]
 
@@ -181,9 +185,9 @@ def test_all_faults_are_told_and_not_only_the_first(tmp_path):
 )
 def test_a_changed_or_missing_file_of_somebody_elses_is_found(tmp_path, content, fault):
     path = tmp_path / "common.pt"
-    others = [OtherFile("common.pt", 5, hashlib.sha256(b"state").hexdigest())]
+    others = [OtherFile("common.pt", len(OBJECT), hashlib.sha256(OBJECT).hexdigest())]
     write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]), others=others)
-    path.write_bytes(b"state")
+    path.write_bytes(OBJECT)
     assert faults(tmp_path) == []
     path.unlink()
     if content is not None:
@@ -358,7 +362,7 @@ def test_what_is_wrong_with_one_tensor_does_not_hide_what_is_told_of_another(tmp
     path.write_bytes(data)
     with pytest.raises(CorruptDataError, match=r"at byte offset 0\. It holds data of 'w'"):
         read(tmp_path)
-    assert [fault for fault in faults(tmp_path) if "is corrupt; it holds data of w" in fault]
+    assert [fault for fault in faults(tmp_path) if "is corrupt; it holds data of 'w'" in fault]
     path.unlink()
     with pytest.raises(StorageError, match="Rank 0 wrote 'w' to it"):
         read(tmp_path)
@@ -400,15 +404,15 @@ def test_a_file_that_opens_and_cannot_be_read_is_told_by_its_name(tmp_path, monk
     """As one with a bad sector, or of a network file system that lost it."""
     write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]))
     bad = tmp_path / SAVE.data_file_name(1)
-    real = Path.open
+    real = reader.open_regular
 
-    def opened(path, *args, **kwargs):
-        file = real(path, *args, **kwargs)
+    def opened(path, *args):
+        file = real(path, *args)
         if path != bad:
             return file
         return FailingFile(file, call)
 
-    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(reader, "open_regular", opened)
     with pytest.raises(StorageError, match=f"{bad} cannot be read: Input/output error. Rank 1 wrote 'w'"):
         read(tmp_path)
     assert any(f"{bad} cannot be read: Input/output error" in fault for fault in faults(tmp_path))

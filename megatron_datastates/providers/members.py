@@ -1,0 +1,79 @@
+"""The members of an archive as torch.save makes it: a zip file in which nothing is compressed.
+
+Whatever is claimed of sizes, all members together are no larger than the archive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import struct
+import zipfile
+import zlib
+from typing import BinaryIO
+
+from megatron_datastates.errors import FormatError
+
+_LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip file's entry: signature, lengths of its name and extra
+_PICKLE = "data.pkl"
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """Where it lies, in bytes of the archive."""
+
+    offset: int
+    size: int
+    crc: int | None  # CRC-32; None: none was computed (torch.serialization.set_crc32_options)
+
+    def check(self, data: bytes | memoryview, name: str) -> None:
+        """Raises FormatError: these are not the bytes that were written."""
+        if self.crc is not None and zlib.crc32(data) != self.crc:
+            raise FormatError(f"the CRC-32 of its {name} differs: it is corrupt")
+
+
+def find_members(stream: BinaryIO) -> dict[str, Member]:
+    """By name, as torch.save names them (`data.pkl`, `data/0`), without the folder that they are in.
+
+    Raises:
+        FormatError: it is no such archive, or one that is compressed.
+    """
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            return _members(archive, stream)
+    except FormatError:
+        raise
+    except Exception as error:  # a damaged archive raises anything
+        raise FormatError(f"it is no archive of torch.save: {error}") from error
+
+
+def check_archive(data: bytes) -> None:
+    """Raises FormatError: it is no such archive, or a CRC-32 in it differs."""
+    for name, member in find_members(io.BytesIO(data)).items():
+        member.check(memoryview(data)[member.offset : member.offset + member.size], name)
+
+
+def _members(archive: zipfile.ZipFile, stream: BinaryIO) -> dict[str, Member]:
+    entries, found, total = archive.infolist(), {}, 0
+    prefix = next((e.filename for e in entries if e.filename.endswith(f"/{_PICKLE}")), None)
+    if prefix is None:
+        raise FormatError(f"it is no archive of torch.save: it has no {_PICKLE}")
+    folder = prefix.removesuffix(_PICKLE)
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise FormatError(f"{entry.filename} is compressed, which torch.save does not do")
+        total += entry.file_size
+        offset = _data_offset(stream, entry)
+        if offset + entry.file_size > archive.start_dir or total > archive.start_dir:
+            raise FormatError(f"{entry.filename} overlaps something else in the archive")
+        crc = entry.CRC or None
+        found[entry.filename.removeprefix(folder)] = Member(offset, entry.file_size, crc)
+    return found
+
+
+def _data_offset(stream: BinaryIO, entry: zipfile.ZipInfo) -> int:
+    stream.seek(entry.header_offset)
+    signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
+    if signature != b"PK\x03\x04":
+        raise zipfile.BadZipFile(f"no entry begins at byte {entry.header_offset}")
+    return entry.header_offset + _LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)

@@ -1,0 +1,362 @@
+"""The closed list: what a stored object may name, and with which arguments it may be made.
+
+Belongs here: kinds of the standard library and of numpy that run no code and take no more memory than their
+pickle does. Does not belong here: tensors (rebuilding.py), the machine that executes pickles (unpickling.py).
+
+A name stands for the object itself, as types are data too (`defaultdict(list)`), but only what is in CALLS is
+called, by a function that looks at its arguments. Nothing is looked up or imported by a name out of a pickle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import array
+import collections
+import datetime
+import decimal
+import io
+import pathlib
+import re
+import types
+import uuid
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol, cast
+
+import numpy as np
+
+from megatron_datastates.errors import UnsafeObjectError
+
+_MOST_KEY_NODES, _MOST_KEY_DEPTH = 10_000, 100  # tuples hash without a limit, and all that they hold
+_MOST_UNUSED_ITEM_BYTES = 1 << 20  # numpy keeps room for an element even where an array has none
+_DTYPE_TEXT = re.compile(r"(?:[biufc]\d{1,2}|[mM]8|[SUV]\d{1,10})")
+_UNITS = {"generic", *"YMWDhms", "ms", "us", "ns", "ps", "fs", "as"}
+
+
+class LongBytes:
+    """Stands for long bytes where a pickle is only looked at."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+
+class LongText(LongBytes):
+    """Stands for long text. `size` counts characters."""
+
+    def __init__(self, size: int, is_latin: bool) -> None:
+        super().__init__(size)
+        self.is_latin = is_latin
+
+
+class Machine(Protocol):
+    """What executes a pickle."""
+
+    def keep_fresh(self, made: Any) -> Any:
+        """Marks what has to get its state before it is used, and only once."""
+
+    def settle(self, made: Any) -> bool:
+        """Ends that; says whether it had no state so far."""
+
+
+def refuse(text: str) -> NoReturn:
+    """Raises UnsafeObjectError."""
+    raise UnsafeObjectError(text)
+
+
+def require(condition: object, what: str) -> None:
+    """Raises UnsafeObjectError: `what` is not made that way."""
+    if not condition:
+        raise UnsafeObjectError(f"it makes {what} in a way that is not accepted")
+
+
+def check_key(key: Any) -> None:
+    """Raises UnsafeObjectError: a key of a dictionary or set that would take too long to hash."""
+    if type(key) is not tuple:
+        return
+    nodes, level = 0, [key]
+    for _ in range(_MOST_KEY_DEPTH):
+        inner = [item for one in level for item in one if type(item) is tuple]
+        nodes += sum(map(len, level))
+        if nodes > _MOST_KEY_NODES:
+            break
+        if not inner:
+            return
+        level = inner
+    refuse("it has a key of too many nested tuples")
+
+
+# -- containers and scalars -----------------------------------------------------------------------------
+
+
+def _encode(machine: Machine, text: Any = None, encoding: Any = None) -> Any:
+    """How pickles of protocol 2 hold bytes."""
+    require(encoding in ("latin1", "latin-1"), "bytes")
+    if type(text) is LongText:
+        require(text.is_latin, "bytes")
+        return LongBytes(text.size)
+    require(type(text) is str, "bytes")
+    return text.encode("latin1")
+
+
+def _empty_bytes(machine: Machine) -> bytes:
+    return b""
+
+
+def _byte_array(machine: Machine, data: Any = b"", encoding: Any = None) -> Any:
+    if encoding is not None:
+        data = _encode(machine, data, encoding)
+    require(type(data) in (bytes, LongBytes), "a bytearray")
+    return bytearray() if type(data) is LongBytes else bytearray(data)
+
+
+def _of_list(kind: Callable[[Any], Any]) -> Callable[..., Any]:
+    def make(machine: Machine, items: Any = ()) -> Any:
+        require(type(items) in (list, tuple), f"a {kind}")
+        for item in items:
+            check_key(item)
+        return kind(items)
+
+    return make
+
+
+def _ordered(machine: Machine, items: Any = ()) -> Any:
+    require(type(items) in (list, tuple) and all(type(i) in (list, tuple) for i in items), "an OrderedDict")
+    for item in items:
+        check_key(item[0] if item else None)
+    return collections.OrderedDict(items)
+
+
+def _counter(machine: Machine, counts: Any = None) -> Any:
+    require(counts is None or type(counts) is dict, "a Counter")
+    return collections.Counter(counts)
+
+
+def _default_dict(machine: Machine, factory: Any = None) -> Any:
+    require(factory is None or callable(factory), "a defaultdict")
+    return collections.defaultdict(factory)
+
+
+def _deque(machine: Machine, items: Any = (), longest: Any = None) -> Any:
+    require(items == () and (longest is None or type(longest) is int), "a deque")
+    return collections.deque(maxlen=longest)
+
+
+def _of_plain(kind: Callable[..., Any], *allowed: type) -> Callable[..., Any]:
+    def make(machine: Machine, *arguments: Any) -> Any:
+        require(all(type(argument) in allowed for argument in arguments), f"a {kind}")
+        return kind(*arguments)
+
+    return make
+
+
+def _decimal(machine: Machine, text: Any = "0") -> Any:
+    require(type(text) is str, "a Decimal")
+    return decimal.Decimal(text)
+
+
+def _type_of(machine: Machine, value: Any = 0) -> Any:
+    require(value is None or value is ... or value is NotImplemented, "a type")
+    return type(value)
+
+
+def _array_array(machine: Machine, code: Any = None, items: Any = None) -> Any:
+    require(type(code) is str and type(items) in (list, str), "an array.array")
+    return array.array(code, items)
+
+
+def _named(machine: Machine) -> Any:
+    return types.SimpleNamespace()
+
+
+def _set_attributes(machine: Machine, made: Any, state: Any) -> None:
+    named = type(state) is dict and all(type(key) is str for key in state)
+    require(named, f"a {type(made).__name__}")
+    vars(made).update(state)
+
+
+def _set_uuid(machine: Machine, made: uuid.UUID, state: Any) -> None:
+    number = state.get("int") if type(state) is dict else None
+    require(type(number) is int and 0 <= number < 1 << 128, "a UUID")
+    require(set(state) <= {"int", "is_safe"} and type(state.get("is_safe", 0)) is int, "a UUID")
+    made.__setstate__(state)  # type: ignore[attr-defined]
+
+
+def _set_buffer(machine: Machine, made: Any, state: Any) -> None:
+    require(type(state) is tuple and len(state) == 3, "a BytesIO")
+    data, position, attributes = state
+    require(type(data) in (bytes, LongBytes) and type(position) is int and attributes is None, "a BytesIO")
+    require(0 <= position < 1 << 62, "a BytesIO")
+    if type(data) is bytes:
+        made.__setstate__(state)
+
+
+# -- numpy ----------------------------------------------------------------------------------------------
+
+
+def _reconstruct(machine: Machine, kind: Any = None, shape: Any = None, code: Any = None) -> Any:
+    """Numpy's first half of an array; its state is the second."""
+    require(kind is np.ndarray and shape == (0,) and code == b"b", "an array")
+    return machine.keep_fresh(np.empty(0, np.int8))
+
+
+def _dtype(machine: Machine, text: Any = None, align: Any = False, copy: Any = True) -> Any:
+    require(type(text) is str and type(align) is type(copy) is bool, "a dtype")
+    if _DTYPE_TEXT.fullmatch(text) is None:
+        refuse(f"it holds an array or a scalar of dtype {text!r}, not of numbers, times, text or bytes")
+    return machine.keep_fresh(np.dtype(text, copy=True))
+
+
+def _set_dtype(machine: Machine, made: Any, state: Any) -> None:
+    require(machine.settle(made), "a dtype")
+    require(type(state) is tuple and len(state) in (8, 9) and state[0] in (3, 4), "a dtype")
+    _, order, part, names, fields, size, _, flags, *more = state
+    if made.kind in "mM":
+        found = _time_dtype(made, *more)
+    elif part is not None:
+        require(type(part) is tuple and len(part) == 2 and _is_shape(part[1]), "a dtype")
+        found = np.dtype((_used(machine, part[0]), part[1]))
+    elif names is not None:
+        found = _structured(machine, names, fields, size, flags)
+    else:
+        found = np.dtype(made.str)
+    if made.kind not in "mM":
+        require(not more or more[0] in (None, {}), "a dtype with metadata")
+    if order in ("<", ">") and names is None and part is None:
+        found = found.newbyteorder(order)
+    require(not found.hasobject and found.itemsize == made.itemsize, "a dtype")
+    # What numpy itself says of that dtype: of a pickle's own word for it, it believes anything.
+    made.__setstate__(found.__reduce__()[2])
+
+
+def _time_dtype(made: np.dtype[Any], details: Any = None) -> np.dtype[Any]:
+    require(type(details) is tuple and len(details) == 2 and details[0] in (None, {}), "a dtype of times")
+    require(type(details[1]) is tuple and len(details[1]) == 4, "a dtype of times")
+    unit, count, divisor, _ = details[1]
+    unit = unit.decode("ascii") if type(unit) is bytes else unit
+    require(
+        unit in _UNITS and type(count) is int and 0 < count < 1 << 31 and divisor == 1, "a dtype of times"
+    )
+    return np.dtype(f"{made.kind}8" if unit == "generic" else f"{made.kind}8[{count}{unit}]")
+
+
+def _structured(machine: Machine, names: Any, fields: Any, size: Any, flags: Any) -> np.dtype[Any]:
+    require(type(names) is tuple and type(fields) is dict and type(size) is type(flags) is int, "a dtype")
+    columns = [fields.get(name) for name in names]
+    require(all(type(c) is tuple and len(c) in (2, 3) and type(c[1]) is int for c in columns), "a dtype")
+    described: dict[str, Any] = {
+        "names": list(names),
+        "formats": [_used(machine, column[0]) for column in columns],
+        "offsets": [column[1] for column in columns],
+        "itemsize": size,
+    }
+    if any(len(column) == 3 for column in columns):
+        described["titles"] = [column[2] if len(column) == 3 else None for column in columns]
+    structured: Any = np.dtype
+    return cast(np.dtype[Any], structured(described, align=bool(flags & 0x80)))
+
+
+def _used(machine: Machine, dtype: Any) -> np.dtype[Any]:
+    """A dtype that changes no more: whatever is made of it relies on that."""
+    require(isinstance(dtype, np.dtype) and not dtype.hasobject, "an array of a dtype")
+    machine.settle(dtype)
+    return dtype  # type: ignore[no-any-return]
+
+
+def _is_shape(shape: Any) -> bool:
+    return type(shape) is tuple and all(type(length) is int and 0 <= length < 1 << 62 for length in shape)
+
+
+def _set_array(machine: Machine, made: np.ndarray, state: Any) -> None:
+    require(machine.settle(made) and type(state) is tuple and len(state) == 5, "an array")
+    version, shape, dtype, is_fortran, data = state
+    require(version == 1 and _is_shape(shape) and len(shape) <= 64 and type(is_fortran) is bool, "an array")
+    item, count = _used(machine, dtype).itemsize, 1
+    for length in shape:
+        count *= length
+    require(type(data) in (bytes, LongBytes) and len(data) == count * item and count < 1 << 62, "an array")
+    require(count or item <= _MOST_UNUSED_ITEM_BYTES, "an array")
+    if type(data) is bytes:
+        made.__setstate__(state)
+
+
+def _scalar(machine: Machine, dtype: Any = None, data: Any = None) -> Any:
+    item = _used(machine, dtype).itemsize
+    require(type(data) in (bytes, LongBytes) and len(data) == item and dtype.subdtype is None, "a scalar")
+    if type(data) is LongBytes or not item:
+        return np.zeros((), dtype)[()] if not item else np.zeros((), "V0")[()]
+    return np.frombuffer(data, dtype, 1).copy()[0]
+
+
+# -- the list -------------------------------------------------------------------------------------------
+
+_TYPES: list[type] = [
+    *(bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset, range, slice),
+    *(object, type, collections.OrderedDict, collections.Counter, collections.defaultdict, collections.deque),
+    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+    *(decimal.Decimal, uuid.UUID, argparse.Namespace, types.SimpleNamespace, array.array),
+    *(np.ndarray, np.dtype),
+]
+_PATHS = [pathlib.PurePosixPath, pathlib.PureWindowsPath, pathlib.PosixPath, pathlib.PurePath, pathlib.Path]
+
+
+def _values() -> dict[str, Any]:
+    found: dict[str, Any] = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in _TYPES}
+    found |= {"_io.BytesIO": io.BytesIO, "io.BytesIO": io.BytesIO}
+    found |= {"builtins.Ellipsis": ..., "builtins.NotImplemented": NotImplemented}
+    found["_codecs.encode"] = _encode
+    for module in ("pathlib", "pathlib._local"):  # of Python 3.13 alone
+        found |= {f"{module}.{kind.__name__}": kind for kind in _PATHS}
+    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):  # numpy 1 and 2
+        found |= {f"{module}._reconstruct": _reconstruct, f"{module}.scalar": _scalar}
+    plain: set[type] = {kind for kind in np.sctypeDict.values() if kind is not np.object_}
+    for kind in plain:
+        found[f"numpy.{kind.__name__}"] = kind
+    return found | {"numpy.bool": np.bool_, "numpy.bool_": np.bool_}
+
+
+VALUES: dict[str, Any] = _values()  # by module and name
+_GUARDED: list[tuple[Any, Callable[..., Any]]] = [
+    (_encode, _encode),
+    (_reconstruct, _reconstruct),
+    (_scalar, _scalar),
+    (np.dtype, _dtype),
+    (bytes, _empty_bytes),
+    (bytearray, _byte_array),
+    (set, _of_list(set)),
+    (frozenset, _of_list(frozenset)),
+    (complex, _of_plain(complex, int, float)),
+    (range, _of_plain(range, int)),
+    (slice, _of_plain(slice, type(None), bool, int, float, str)),
+    (type, _type_of),
+    (collections.OrderedDict, _ordered),
+    (collections.Counter, _counter),
+    (collections.defaultdict, _default_dict),
+    (collections.deque, _deque),
+    (datetime.date, _of_plain(datetime.date, bytes)),
+    (datetime.datetime, _of_plain(datetime.datetime, bytes, datetime.timezone)),
+    (datetime.time, _of_plain(datetime.time, bytes, datetime.timezone)),
+    (datetime.timedelta, _of_plain(datetime.timedelta, int)),
+    (datetime.timezone, _of_plain(datetime.timezone, datetime.timedelta, str)),
+    (decimal.Decimal, _decimal),
+    (types.SimpleNamespace, _named),
+    (array.array, _array_array),
+    *((kind, _of_plain(kind, str)) for kind in _PATHS),
+]
+CALLS = {id(called): guard for called, guard in _GUARDED}
+# Made empty, then given a state.
+EMPTY: frozenset[type] = frozenset({argparse.Namespace, uuid.UUID, io.BytesIO, types.SimpleNamespace})
+STATES: dict[type, Callable[[Machine, Any, Any], None]] = {
+    argparse.Namespace: _set_attributes,
+    types.SimpleNamespace: _set_attributes,
+    collections.OrderedDict: _set_attributes,
+    uuid.UUID: _set_uuid,
+    io.BytesIO: _set_buffer,
+    np.ndarray: _set_array,
+}
+
+
+def state_setter(made: Any) -> Callable[[Machine, Any, Any], None] | None:
+    """What gives something its state; None if nothing may."""
+    return _set_dtype if isinstance(made, np.dtype) else STATES.get(type(made))

@@ -1,0 +1,227 @@
+"""Tensors in a stored object: what their pickles call, with arguments that were looked at.
+
+torch's own functions trust them: a tensor that is larger than its storage makes that storage grow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.serialization
+
+from megatron_datastates.providers.plain import refuse, require
+
+# Storages of old, by which torch.save names dtypes up to a point; later ones are named themselves.
+STORAGES = {
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "ByteStorage": torch.uint8,
+    "CharStorage": torch.int8,
+    "ShortStorage": torch.int16,
+    "IntStorage": torch.int32,
+    "LongStorage": torch.int64,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "QInt8Storage": torch.qint8,
+    "QInt32Storage": torch.qint32,
+    "QUInt8Storage": torch.quint8,
+    "QUInt4x2Storage": torch.quint4x2,
+    "QUInt2x4Storage": torch.quint2x4,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class StorageKind:
+    """What a pickle names to say of which dtype a storage is."""
+
+    dtype: torch.dtype | None  # None: its tensor says
+
+
+@dataclasses.dataclass(frozen=True)
+class SeenStorage:
+    """Stands for a storage where a pickle is only looked at."""
+
+    dtype: torch.dtype
+    bytes: int
+
+
+class Seen:
+    """Stands for a tensor, or for something of a trusted class, where a pickle is only looked at."""
+
+
+class Named(Seen):
+    """Stands for a trusted class itself."""
+
+    def __call__(self, *arguments: Any) -> Seen:
+        return Seen()
+
+
+class Machine(Protocol):
+    """What executes a pickle."""
+
+    only_looks: bool
+
+    def is_trusted(self, kind: Any) -> bool:
+        """Whether it is a class that the user vouches for."""
+
+    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        """Calls what may be called. Raises UnsafeObjectError."""
+
+
+def _made(machine: Machine, function: Callable[..., Any], *arguments: Any) -> Any:
+    return Seen() if machine.only_looks else function(*arguments)
+
+
+def _facts(storage: Any) -> tuple[torch.dtype, int]:
+    if isinstance(storage, SeenStorage):
+        return storage.dtype, storage.bytes
+    require(isinstance(storage, torch.storage.TypedStorage), "a tensor")
+    return storage.dtype, storage._untyped_storage.nbytes()
+
+
+def _check_reach(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> int:
+    """Returns the bytes of all elements. Raises UnsafeObjectError: not all lie in the storage."""
+    found, stored_bytes = _facts(storage)
+    dtype = found if dtype is None else dtype
+    require(
+        isinstance(dtype, torch.dtype) and isinstance(shape, tuple) and isinstance(strides, tuple), "a tensor"
+    )
+    require(len(shape) == len(strides), "a tensor")
+    require(all(type(n) is int and 0 <= n < 1 << 62 for n in (offset, *shape, *strides)), "a tensor")
+    count, reach = 1, 0
+    for length, stride in zip(shape, strides, strict=True):
+        count *= length
+        reach += (length - 1) * stride
+    require(count < 1 << 62, "a tensor")
+    if count and (offset + reach + 1) * dtype.itemsize > stored_bytes:
+        refuse(f"it has a tensor of shape {tuple(shape)} in a storage of {stored_bytes} bytes: too small")
+    return count * int(dtype.itemsize)
+
+
+def _tensor(machine: Machine, storage: Any, offset: Any, shape: Any, strides: Any) -> Any:
+    _check_reach(storage, None, offset, shape, strides)
+    return _made(machine, torch._utils._rebuild_tensor, storage, offset, shape, strides)
+
+
+def _tensor_v2(
+    machine: Machine, storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, *more: Any
+) -> Any:
+    _check_reach(storage, None, offset, shape, strides)
+    require(not hooks and type(grad) is bool, "a tensor")
+    arguments = (storage, offset, shape, strides, grad, hooks, *more)
+    return _made(machine, torch._utils._rebuild_tensor_v2, *arguments)
+
+
+def _tensor_v3(
+    machine: Machine,
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    grad: Any,
+    hooks: Any,
+    dtype: Any,
+    *more: Any,
+) -> Any:
+    _check_reach(storage, dtype, offset, shape, strides)
+    require(not hooks and type(grad) is bool, "a tensor")
+    arguments = (storage, offset, shape, strides, grad, hooks, dtype, *more)
+    return _made(machine, torch._utils._rebuild_tensor_v3, *arguments)
+
+
+def _quantized(
+    machine: Machine, storage: Any, offset: Any, shape: Any, strides: Any, scheme: Any, grad: Any, hooks: Any
+) -> Any:
+    needed = _check_reach(storage, None, offset, shape, strides)
+    require(not hooks and type(scheme) is tuple and needed <= _facts(storage)[1], "a quantized tensor")
+    arguments = (storage, offset, shape, strides, scheme, grad, hooks)
+    return _made(machine, torch._utils._rebuild_qtensor, *arguments)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | Seen)
+
+
+def _sparse(machine: Machine, layout: Any, parts: Any) -> Any:
+    require(type(layout) in (torch.layout, Seen) and type(parts) is tuple, "a sparse tensor")
+    require(
+        all(_is_tensor(part) or type(part) in (torch.Size, tuple, bool) for part in parts), "a sparse tensor"
+    )
+    return _made(machine, torch._utils._rebuild_sparse_tensor, layout, parts)
+
+
+def _meta(machine: Machine, *arguments: Any) -> Any:
+    return _made(machine, torch._utils._rebuild_meta_tensor_no_storage, *arguments)
+
+
+def _parameter(machine: Machine, data: Any, grad: Any, hooks: Any, *state: Any) -> Any:
+    require(_is_tensor(data) and type(grad) is bool and not hooks, "a parameter")
+    rebuild: Any = torch._utils._rebuild_parameter_with_state if state else torch._utils._rebuild_parameter
+    return _made(machine, rebuild, data, grad, hooks, *state)
+
+
+def _wrapper(machine: Machine, kind: Any, *arguments: Any) -> Any:
+    require(machine.is_trusted(kind), "a tensor of a class")
+    return _made(machine, torch._utils._rebuild_wrapper_subclass, kind, *arguments)
+
+
+def _from_type(machine: Machine, function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    known = kind is torch.Tensor or kind is torch.nn.Parameter or machine.is_trusted(kind)
+    require(known and type(arguments) is tuple, "a tensor of a class")
+    data = machine.call(function, arguments)
+    require(_is_tensor(data), "a tensor of a class")
+    return _made(machine, torch._tensor._rebuild_from_type_v2, lambda: data, kind, (), state)
+
+
+def _size(machine: Machine, lengths: Any = ()) -> Any:
+    require(type(lengths) is tuple and all(type(n) is int for n in lengths), "a torch.Size")
+    return torch.Size(lengths)
+
+
+def _device(machine: Machine, *arguments: Any) -> Any:
+    require(all(type(argument) in (str, int) for argument in arguments), "a torch.device")
+    return torch.device(*arguments)
+
+
+def _layout(machine: Machine, name: Any = None) -> Any:
+    require(type(name) is str, "a layout")
+    return torch.serialization._get_layout(name)
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor_v2": _tensor_v2,
+    "torch._utils._rebuild_tensor_v3": _tensor_v3,
+    "torch._utils._rebuild_qtensor": _quantized,
+    "torch._utils._rebuild_sparse_tensor": _sparse,
+    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._utils._rebuild_parameter": _parameter,
+    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_wrapper_subclass": _wrapper,
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    "torch.serialization._get_layout": _layout,
+}
+
+
+def _values() -> dict[str, Any]:
+    found: dict[str, Any] = {f"torch.{name}": StorageKind(dtype) for name, dtype in STORAGES.items()}
+    found |= {"torch.storage.UntypedStorage": StorageKind(None), "torch.UntypedStorage": StorageKind(None)}
+    found |= {
+        str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype | torch.qscheme)
+    }
+    found |= {"torch.Tensor": torch.Tensor, "torch.nn.parameter.Parameter": torch.nn.Parameter}
+    return found | {"torch.Size": torch.Size, "torch.device": torch.device} | _FUNCTIONS
+
+
+VALUES: dict[str, Any] = _values()  # by module and name
+CALLS: dict[int, Callable[..., Any]] = {
+    **{id(function): function for function in _FUNCTIONS.values()},
+    id(torch.Size): _size,
+    id(torch.device): _device,
+}

@@ -1,0 +1,230 @@
+"""A machine that executes the pickles of stored objects, and can do nothing that is not on a closed list.
+
+As torch.load with weights_only=True, but with more plain kinds, and with an eye on what each call would take:
+a pickle of n bytes makes no more than a small multiple of n. It knows the opcodes that torch.save writes
+(protocol 2). A name is looked up in plain.py, rebuilding.py and among the user's own safe globals
+(torch.serialization.add_safe_globals); none is imported.
+
+A machine that only looks makes no tensor and calls no class of the user's: it finds whether another one would
+accept the pickle.
+"""
+
+from __future__ import annotations
+
+import _compat_pickle
+import codecs
+import collections
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_datastates.errors import UnsafeObjectError, UntrustedClassError
+from megatron_datastates.providers import plain, rebuilding
+from megatron_datastates.providers.plain import LongText, check_key, require
+from megatron_datastates.providers.rebuilding import Named, Seen, StorageKind
+
+_LONG_TEXT_BYTES = 64 << 10
+_PART_BYTES = 1 << 20
+_CALLS = plain.CALLS | rebuilding.CALLS
+_OURS = {id(value) for value in (*plain.VALUES.values(), *rebuilding.VALUES.values())}  # which live forever
+_DICTIONARIES = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
+_NEVER = {"sys", "os", "posix", "nt"}  # as torch has it, whatever the user says
+
+Storages = Callable[[StorageKind, str, int], Any]  # of kind, name and bytes
+
+
+def trusted_globals() -> dict[str, Any]:
+    """Returns what the user vouches for, by module and name, but for what our own lists guard."""
+    found = {}
+    for entry in torch.serialization.get_safe_globals():
+        value, name = entry if isinstance(entry, tuple) else (entry, None)
+        if id(value) not in _OURS:
+            found[name or f"{value.__module__}.{value.__qualname__}"] = value
+    return found
+
+
+_Machine: Any = pickle._Unpickler  # in Python: only so can calls be looked at
+
+
+class Unpickler(_Machine):  # type: ignore[misc]
+    """See the module.
+
+    Args:
+        storages: finds a storage; SeenStorage for a machine that only looks.
+        trusted: what the user vouches for, by module and name; by default trusted_globals().
+        stand_in: makes what stands for a class that nobody vouches for; by default it is refused.
+    """
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        storages: Storages,
+        *,
+        only_looks: bool = False,
+        trusted: dict[str, Any] | None = None,
+        stand_in: Callable[[str], Any] | None = None,
+    ) -> None:
+        super().__init__(file)
+        self.only_looks = only_looks
+        self._storages, self._stand_in = storages, stand_in
+        trusted = trusted_globals() if trusted is None else trusted
+        self._trusted: dict[str, Any] = {name: Named() for name in trusted} if only_looks else dict(trusted)
+        self._trusted_ids = {id(value) for value in self._trusted.values()}
+        self._fresh: dict[int, Any] = {}
+
+    # -- what guards ask ------------------------------------------------------------------------------
+
+    def keep_fresh(self, made: Any) -> Any:
+        self._fresh[id(made)] = made
+        return made
+
+    def settle(self, made: Any) -> bool:
+        return self._fresh.pop(id(made), None) is not None
+
+    def is_trusted(self, kind: Any) -> bool:
+        return id(kind) in self._trusted_ids
+
+    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        guard = _CALLS.get(id(function))
+        if guard is not None:
+            return guard(self, *arguments)
+        if not self.is_trusted(function):
+            raise UnsafeObjectError(f"it calls {function!r}, which is not accepted")
+        return function(*arguments)
+
+    # -- names ----------------------------------------------------------------------------------------
+
+    def find_class(self, module: str, name: str) -> Any:
+        module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
+        module = _compat_pickle.IMPORT_MAPPING.get(module, module)
+        full = f"{module}.{name}"
+        for known in (plain.VALUES, rebuilding.VALUES, {} if module in _NEVER else self._trusted):
+            if full in known:
+                return known[full]
+        if self._stand_in is None:
+            raise UntrustedClassError(full)
+        made = self._trusted[full] = self._stand_in(full)
+        self._trusted_ids.add(id(made))
+        return made
+
+    def persistent_load(self, pid: Any) -> Any:
+        require(type(pid) is tuple and len(pid) == 5, "a storage")
+        word, kind, name, _, count = pid
+        require(word == "storage" and isinstance(kind, StorageKind) and type(count) is int, "a storage")
+        require(type(name) is str and 0 <= count < 1 << 62, "a storage")
+        return self._storages(kind, name, count)
+
+    # -- opcodes --------------------------------------------------------------------------------------
+
+    def _reduce(self) -> None:
+        arguments = self.stack.pop()
+        require(type(arguments) is tuple, "something")
+        self.stack[-1] = self.call(self.stack[-1], arguments)
+
+    def _new_object(self) -> None:
+        arguments, kind = self.stack.pop(), self.stack.pop()
+        require(type(arguments) is tuple, "something")
+        if self.is_trusted(kind):
+            self.append(kind(*arguments) if self.only_looks else kind.__new__(kind, *arguments))
+            return
+        known = isinstance(kind, type) and kind in plain.EMPTY and arguments == ()
+        if not known:
+            raise UnsafeObjectError(f"it makes an instance of {kind!r}, which is not accepted")
+        self.append(kind.__new__(kind))
+
+    def _build(self) -> None:
+        state, made = self.stack.pop(), self.stack[-1]
+        setter = plain.state_setter(made)
+        if setter is not None:
+            setter(self, made, state)
+        elif isinstance(made, Seen):
+            require(not isinstance(made, Named), "a class")
+        elif id(type(made)) in self._trusted_ids:
+            self.append(state)
+            super().load_build()
+        else:
+            raise UnsafeObjectError(f"it gives a {type(made).__name__} a state, which is not accepted")
+
+    def _append(self) -> None:
+        items = [self.stack.pop()]
+        self._extend(items)
+
+    def _appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def _extend(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        require(type(target) in (list, collections.deque), f"a list of a {type(target).__name__}")
+        target.extend(items)
+
+    def _set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._update([key, value])
+
+    def _set_items(self) -> None:
+        self._update(self.pop_mark())
+
+    def _update(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        require(type(target) in _DICTIONARIES and len(items) % 2 == 0, f"a dict of a {type(target).__name__}")
+        for at in range(0, len(items), 2):
+            check_key(items[at])
+            target[items[at]] = items[at + 1]
+
+    def _text(self) -> None:
+        size = int.from_bytes(self.read(4), "little")
+        if not self.only_looks or size <= _LONG_TEXT_BYTES:
+            self.append(str(self._exactly(size), "utf-8", "surrogatepass"))
+            return
+        decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")
+        characters, is_latin = 0, True
+        for begin in range(0, size, _PART_BYTES):
+            count = min(_PART_BYTES, size - begin)
+            part = decoder.decode(self._exactly(count), begin + count == size)
+            characters += len(part)
+            is_latin = is_latin and (part.isascii() or max(part, default="") <= "\xff")
+        self.append(LongText(characters, is_latin))
+
+    def _exactly(self, size: int) -> bytes:
+        data: bytes = self.read(size)
+        if len(data) != size:
+            raise EOFError("it ends too early")
+        return data
+
+    def _number(self) -> None:
+        self._long(self.read(1)[0])
+
+    def _long_number(self) -> None:
+        self._long(int.from_bytes(self.read(4), "little"))
+
+    def _long(self, size: int) -> None:
+        self.append(pickle.decode_long(self._exactly(size)))
+
+    def _unknown(self) -> None:
+        raise UnsafeObjectError("it has an opcode that torch.save does not write")
+
+    dispatch = dict.fromkeys(range(256), _unknown) | {
+        code[0]: _Machine.dispatch[code[0]]
+        for code in (
+            *(pickle.PROTO, pickle.STOP, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINFLOAT),
+            *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.EMPTY_TUPLE, pickle.EMPTY_LIST),
+            *(pickle.EMPTY_DICT, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.MARK),
+            *(pickle.POP, pickle.POP_MARK, pickle.BINGET, pickle.LONG_BINGET, pickle.BINPUT),
+            *(pickle.LONG_BINPUT, pickle.GLOBAL, pickle.BINPERSID),
+        )
+    }
+    dispatch |= {
+        pickle.REDUCE[0]: _reduce,
+        pickle.NEWOBJ[0]: _new_object,
+        pickle.BUILD[0]: _build,
+        pickle.APPEND[0]: _append,
+        pickle.APPENDS[0]: _appends,
+        pickle.SETITEM[0]: _set_item,
+        pickle.SETITEMS[0]: _set_items,
+        pickle.BINUNICODE[0]: _text,
+        pickle.LONG1[0]: _number,
+        pickle.LONG4[0]: _long_number,
+    }
