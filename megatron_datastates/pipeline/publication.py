@@ -12,9 +12,12 @@ Protocol (all of it on the trainer's thread, but for step 4):
      go to rank 0.
   4. Rank 0's publishing thread awaits those and writes the index. It looks whether
      every file that the manifest will name is in the directory with its size. Then it writes the manifest
-     (engine/commit.py) and Megatron's metadata.json, and removes what that manifest replaced.
+     (engine/commit.py), looks once more, writes Megatron's metadata.json, and removes what that manifest
+     replaced. From the rename of the manifest on, no failure removes a file that it names, not even where
+     another manifest is in its place by then: a crash may bring it back.
   5. Polls go on until rank 0 says that it is published.
 A directory without a manifest is not a checkpoint; one with a manifest is complete.
+tests/model/ searches all interleavings of this protocol between two runs, with crashes, failures and prune.
 """
 
 from __future__ import annotations
@@ -81,6 +84,9 @@ class LayoutStore:
 
     def __init__(self) -> None:
         self.known: set[bytes] = set()
+        # One at a time: a save removes what earlier ones of its run have left, and must not do so between
+        # the look and the rename of one of them.
+        self.publishing = threading.Lock()
         self._parts: dict[tuple[int, bytes], bytes] = {}
         self._merged: dict[tuple[tuple[int, bytes], ...], MergedIndex] = {}
 
@@ -293,24 +299,40 @@ class Publication:
     # -- rank 0's publishing thread ---------------------------------------------------------------------
 
     def _publish(self) -> None:
-        context = self.save.context
-        directory, encoded = context.directory, b""
         try:
             self._await_indexes()
+        except Exception as error:
+            self._manifest_in_place = False
+            self.save.fail(error)
+            return
+        with self._layouts.publishing:
+            self._publish_alone()
+
+    def _publish_alone(self) -> None:
+        context = self.save.context
+        directory, encoded, own_index = context.directory, b"", ""
+        renamed = threading.Event()
+        try:
             manifest, index = self._manifest()
             if not manifest.files:
                 directory.mkdir(parents=True, exist_ok=True)  # no rank had anything to write
             elif not directory.is_dir():
                 raise DataStatesError(f"{directory} is gone, and with it all that ranks have written")
-            write_whole(directory / manifest.index.name, index.encoded, self._faults, context.save_id)
+            own_index = manifest.index.name
+            write_whole(directory / own_index, index.encoded, self._faults, context.save_id)
             require_files(directory, manifest)
             replaced = _files_of(directory / MANIFEST_NAME)
             encoded = manifest.encode()
             _sync_above(directory)
-            write_whole(directory / MANIFEST_NAME, encoded, self._faults, context.save_id)
+            write_whole(directory / MANIFEST_NAME, encoded, self._faults, context.save_id, renamed.set)
+            require_published(directory, manifest, encoded)
             self._write_metadata(directory / METADATA_NAME)
         except Exception as error:
-            self._manifest_in_place = _has_whole(directory / MANIFEST_NAME, encoded)
+            in_place = renamed.is_set() or _has_whole(directory / MANIFEST_NAME, encoded)
+            if own_index and not in_place:
+                with contextlib.suppress(OSError):
+                    (directory / own_index).unlink()
+            self._manifest_in_place = in_place
             self.save.fail(error)
             return
         try:
@@ -408,6 +430,29 @@ def require_files(directory: Path, manifest: Manifest) -> None:
                 "save or prune there?)"
             )
         time.sleep(_VISIBLE_SECONDS / 10)
+
+
+def require_published(directory: Path, manifest: Manifest, encoded: bytes) -> None:
+    """Looks once more, after the rename: `datastates prune` may have removed something since `require_files`.
+
+    A manifest of another save has replaced this one, and may have had its files removed: that is no failure.
+
+    Raises:
+        DataStatesError: there is no manifest, or this one, and not all that it names.
+    """
+    wrong = _missing_files(directory, manifest)
+    try:
+        found = (directory / MANIFEST_NAME).read_bytes()
+    except FileNotFoundError:
+        raise DataStatesError(
+            f"the manifest of {directory} was taken away right after it was written: does "
+            "`datastates prune` remove this checkpoint?"
+        ) from None
+    if wrong and found == encoded:
+        raise DataStatesError(
+            f"{directory} was published, and then files were not to be found there: {', '.join(wrong[:3])}: "
+            "save it again (does `datastates prune` run there?)"
+        )
 
 
 def _missing_files(directory: Path, manifest: Manifest) -> list[str]:
