@@ -24,7 +24,8 @@ from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trai
 from megatron_datastates.format.header import HEADER_BYTES, Header
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, Extent, SaveId
-from megatron_datastates.pipeline.publication import described, merge_layouts, releases
+from megatron_datastates.pipeline.presence import described
+from megatron_datastates.pipeline.publication import merge_layouts, releases
 from megatron_datastates.plan.layout import Layout, align_up, place_objects, plan_layout
 from megatron_datastates.providers.objects import check_stored
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from megatron_datastates.engine import native
@@ -27,8 +27,17 @@ from megatron_datastates.files import OBJECT_BYTES, open_regular, size_of
 from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME, SaveId
 
 
-def write_whole(path: Path, data: bytes, faults: Faults, save_id: SaveId) -> None:
+def write_whole(
+    path: Path,
+    data: bytes,
+    faults: Faults,
+    save_id: SaveId,
+    on_renamed: Callable[[], None] = lambda: None,
+) -> None:
     """Makes `path` hold exactly `data`, durably.
+
+    Args:
+        on_renamed: called as soon as `path` names `data`, which a failure after that does not undo.
 
     Raises:
         OSError: with the name of the file. `path` holds what it held before, or (if its directory could not
@@ -36,7 +45,7 @@ def write_whole(path: Path, data: bytes, faults: Faults, save_id: SaveId) -> Non
     """
     temporary = path.parent / f".datastates-{path.name}-{save_id}.tmp"
     try:
-        _write_whole(path, data, faults, temporary)
+        _write_whole(path, data, faults, temporary, on_renamed)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -45,7 +54,9 @@ def write_whole(path: Path, data: bytes, faults: Faults, save_id: SaveId) -> Non
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
-def _write_whole(path: Path, data: bytes, faults: Faults, temporary: Path) -> None:
+def _write_whole(
+    path: Path, data: bytes, faults: Faults, temporary: Path, on_renamed: Callable[[], None]
+) -> None:
     faults.point(f"write {_kind(path)}")
     with _opened(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY) as descriptor:
         view = memoryview(data)
@@ -54,6 +65,7 @@ def _write_whole(path: Path, data: bytes, faults: Faults, temporary: Path) -> No
         os.fsync(descriptor)
     faults.point(f"rename {_kind(path)}")
     os.replace(temporary, path)
+    on_renamed()
     faults.point(f"sync directory of {_kind(path)}")
     sync_directory(path.parent)
     faults.point(f"committed {_kind(path)}")

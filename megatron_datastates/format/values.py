@@ -83,11 +83,8 @@ class SaveId:
 
     def follows(self, name: str) -> bool:
         """Whether `name` is that of a file which an earlier save of the same run has made."""
-        kinds = (_DATA_NAME, _INDEX_NAME, _TEMPORARY_NAME)
-        match = next(filter(None, (kind.fullmatch(name) for kind in kinds)), None)
-        if match is None or match["run"] is None:
-            return False
-        return int(match["run"], 16) == self.run_id and int(match["ordinal"]) < self.ordinal
+        other = save_id_in_name(name)
+        return other is not None and other.run_id == self.run_id and other.ordinal < self.ordinal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -120,6 +117,15 @@ def decode_name(data: bytes, where: str) -> str:
         return data.decode()
     except UnicodeDecodeError:
         raise FormatError(f"{where} is damaged: the name {data!r} is not UTF-8") from None
+
+
+def save_id_in_name(name: str) -> SaveId | None:
+    """The save that a file of ours belongs to, by its name; None for any other file."""
+    kinds = (_DATA_NAME, _INDEX_NAME, _TEMPORARY_NAME)
+    match = next(filter(None, (kind.fullmatch(name) for kind in kinds)), None)
+    if match is None or match["run"] is None:
+        return None
+    return SaveId(int(match["run"], 16), int(match["ordinal"]))
 
 
 def is_data_file_name(name: str) -> bool:

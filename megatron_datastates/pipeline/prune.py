@@ -1,19 +1,33 @@
-"""Removing old checkpoints of a run, by rules.
+"""Removing old checkpoints of a run, by rules, and what saves that were killed have left beside others.
 
 Kept, whatever the rules say: the newest checkpoint that is complete; the one that the tracker names; what is
 in another format, damaged, a link, or what a link beside it points to; whatever a save may be writing to:
-directories with data files that no manifest names, unless both the tracker and a complete checkpoint are
-newer (then a crash left them). Of these, one with an index stays all the same: the index is written once all
-ranks are durable, so all that is lost may be the manifest, which `repair` makes anew.
+directories with files of ours that no manifest names and that are younger than MIN_AGE_SECONDS, and those
+without a manifest however old, unless both the tracker and a complete checkpoint are newer (then a crash left
+them). Of these, one with an index stays all the same: the index is written once all ranks are durable, so all
+that is lost may be the manifest, which `repair` makes anew.
 
 Protocol, for each directory, oldest first:
-  1. look again whether it may go;
-  2. rename the manifest to REMOVAL_NAME, sync the directory: from here on it is no checkpoint, and the next
-     call knows who left it so, index and all;
-  3. remove all else in it, that file last, then the directory itself, and sync its parent.
-A kill leaves a complete checkpoint, or an incomplete directory that the next call removes.
-No lock keeps a trainer away: a save that begins between 1 and 2 into the very directory is lost. That takes a
-trainer that saves an old iteration again.
+  1. list it and read its manifest; then look again whether it may go. A save that begins after that has files
+     that are not on the list, and the look sees the files of one that began before;
+  2. rename the manifest to REMOVAL_NAME. If it is not the one that was read, a save has published meanwhile:
+     put it back (never in place of a newer one), and the directory stays;
+  3. sync the directory: from here on it is no checkpoint, and the next call knows who left it so, index and
+     all;
+  4. remove what is on the list, REMOVAL_NAME last, then the directory itself, and sync its parent. Where a
+     save has begun, its files stay, and so do the directory and what is not ours.
+A kill leaves a complete checkpoint, or an incomplete directory that a later call removes. Only a kill (or a
+crash of the machine) within step 2 while a save publishes at that moment takes away what that save has
+published: its files stay until they are MIN_AGE_SECONDS old, and `repair` makes its manifest anew.
+
+Left-overs lie beside a complete checkpoint that stays: data files, indexes and temporary files of saves that
+its manifest does not name. They go if nothing of their save is younger than MIN_AGE_SECONDS:
+  1. read the manifest, then sync the directory: a crash must not bring back an older one that names them;
+  2. right before each file is removed, look again whether the manifest is the same, and how old the file is.
+A save looks before and after it writes its manifest whether all is there, so one that was silent for longer
+than MIN_AGE_SECONDS and goes on just then fails rather than lose files unseen (but for the moment between the
+look of step 2 and the removal). The age is by this machine's clock and the file system's.
+tests/model/ searches all interleavings of these protocols with saves.
 """
 
 from __future__ import annotations
@@ -22,13 +36,21 @@ import contextlib
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_datastates.engine.commit import sync_directory
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError, StorageError
-from megatron_datastates.format.values import MANIFEST_NAME, is_data_file_name, is_own_file_name
+from megatron_datastates.errors import (
+    DataStatesError,
+    FormatError,
+    NotACheckpointError,
+    OptionError,
+    StorageError,
+)
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name, save_id_in_name
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.runs import (
     BACKEND,
@@ -39,6 +61,7 @@ from megatron_datastates.pipeline.runs import (
 )
 
 REMOVAL_NAME = ".datastates-removal.tmp"  # what was the manifest of a checkpoint that is being removed
+MIN_AGE_SECONDS = 3600.0  # of files that no manifest names, before they count as left by a save that is dead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +70,23 @@ class Rules:
 
     keep_last: int | None = None  # so many of the newest complete checkpoints
     keep_every: int | None = None  # iterations that are a multiple of this
+    min_age_seconds: float = MIN_AGE_SECONDS
 
     def __post_init__(self) -> None:
+        if not self.min_age_seconds >= 0.0:
+            raise OptionError(f"an age is at least 0, not {self.min_age_seconds:g}")
         given = [number for number in (self.keep_last, self.keep_every) if number is not None]
         if not given or min(given) < 1:
             raise OptionError("say what to keep: so many of the last, every so many iterations, or both")
+
+
+@dataclasses.dataclass(frozen=True)
+class Unnamed:
+    """A file of ours that no manifest names."""
+
+    path: Path
+    bytes: int
+    age_seconds: float  # of the youngest file of its save in its directory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +95,7 @@ class PrunePlan:
 
     removed: list[Iteration]
     kept: list[tuple[Iteration, str]]
+    left_overs: list[Unnamed]  # that go from directories that stay
 
 
 def plan_prune(root: str | os.PathLike[str], rules: Rules) -> PrunePlan:
@@ -81,14 +117,64 @@ def plan_prune(root: str | os.PathLike[str], rules: Rules) -> PrunePlan:
     tracked = require_tracked(path / TRACKER_NAME)
     complaints = {one.path: _complaint(one) for one in found}
     whole = [one.number for one in found if one.complete and complaints[one.path] is None]
-    plan = PrunePlan([], [])
+    plan = PrunePlan([], [], [])
     for one in found:
         why = complaints[one.path] or _reason(one, whole, tracked, rules) or _link_to(one, linked)
+        unnamed = _unnamed(one.path) if one.format == BACKEND and not one.path.is_symlink() else []
+        why = why or _under_way(unnamed, rules)
         if why is None:
             plan.removed.append(one)
-        else:
-            plan.kept.append((one, why))
+            continue
+        plan.kept.append((one, why))
+        if one.complete and complaints[one.path] is None:
+            plan.left_overs.extend(file for file in unnamed if file.age_seconds >= rules.min_age_seconds)
     return plan
+
+
+def _under_way(unnamed: Sequence[Unnamed], rules: Rules) -> str | None:
+    young = min(unnamed, key=lambda file: file.age_seconds, default=None)
+    if young is None or young.age_seconds >= rules.min_age_seconds:
+        return None
+    return (
+        f"a save into it may be under way: {young.path.name}, which no manifest names, is "
+        f"{age_text(young.age_seconds)} old"
+    )
+
+
+def age_text(seconds: float) -> str:
+    """An age as people read it; what the clock of another machine puts into the future is 0 s old."""
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{max(seconds, 0.0):.0f} s"
+
+
+def _unnamed(path: Path) -> list[Unnamed]:
+    """Files of ours in a directory that its manifest does not name; all of them if there is none."""
+    named = {REMOVAL_NAME} | _named_by(path / MANIFEST_NAME)
+    found: list[tuple[os.DirEntry[str], os.stat_result]] = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if is_own_file_name(entry.name) and entry.name not in named:
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((entry, entry.stat(follow_symlinks=False)))
+    last_change: dict[SaveId | str, float] = {}
+    for entry, status in found:
+        save = save_id_in_name(entry.name) or entry.name
+        last_change[save] = max(last_change.get(save, status.st_mtime), status.st_mtime)
+    now = time.time()
+    return [
+        Unnamed(path / name, status.st_size, now - last_change[save_id_in_name(name) or name])
+        for name, status in sorted((entry.name, status) for entry, status in found)
+    ]
+
+
+def _named_by(manifest_path: Path) -> set[str]:
+    try:
+        manifest = Manifest.decode(manifest_path.read_bytes(), os.fspath(manifest_path))
+    except (OSError, FormatError):
+        return set()
+    return {manifest.index.name, *(file.name for file in manifest.files)}
 
 
 def _link_targets(root: Path) -> dict[str, str]:
@@ -124,10 +210,9 @@ def _damage(path: Path) -> str | None:
             return "damaged: see datastates verify"
         for other in checkpoint.manifest.others:
             checkpoint.read_other(other.name)
-        unnamed = [name for name in os.listdir(path) if is_data_file_name(name) and name not in sizes]
     except (DataStatesError, OSError):
         return "damaged: see datastates verify"
-    return "a save into it may be under way" if unnamed else None
+    return None
 
 
 def _reason(one: Iteration, whole: list[int], tracked: int | None, rules: Rules) -> str | None:
@@ -159,9 +244,12 @@ def prune(
     rules: Rules,
     *,
     progress: Callable[[Iteration], None] = lambda removed: None,
+    stays: Callable[[Iteration, str], None] = lambda one, why: None,
     faults: str = "",
 ) -> list[Iteration]:
-    """Removes what `plan_prune` gives; tells `progress` of each; gives those that are gone.
+    """Removes the checkpoints that `plan_prune` returns; reports each to `progress`; returns those gone.
+
+    What a save began to write to since the plan was made is reported to `stays`, with the reason.
 
     Raises:
         StorageError: something cannot be removed. What was removed before stays so.
@@ -169,12 +257,16 @@ def prune(
     """
     points, gone = Faults(faults), []
     for one in plan_prune(root, rules).removed:
-        if one not in plan_prune(root, rules).removed:
-            continue
         try:
-            _remove(one.path, points)
+            names, manifest = _listed(one.path), _content(one.path / MANIFEST_NAME)
+            if one not in plan_prune(root, rules).removed:
+                continue
+            why = _remove(one.path, names, manifest, points)
         except OSError as error:
             raise StorageError(f"{one.path} was not removed: {error}. {_state(one.path)}") from error
+        if why is not None:
+            stays(one, why)
+            continue
         gone.append(one)
         progress(one)
     return gone
@@ -184,23 +276,118 @@ def _state(path: Path) -> str:
     return "It is still complete" if (path / MANIFEST_NAME).exists() else "It is no checkpoint any more"
 
 
+def _listed(path: Path) -> list[str]:
+    """What is to be removed, in turn; nothing where another call has removed the directory meanwhile."""
+    try:
+        return sorted(os.listdir(path), key=_turn)
+    except FileNotFoundError:
+        return []
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
 def _turn(name: str) -> tuple[bool, bool, str]:
     """Ours go last: while anything is left, they tell the next call whose it is, and that it may go."""
     return (name == REMOVAL_NAME, is_own_file_name(name), name)
 
 
-def _remove(path: Path, faults: Faults) -> None:
+def _remove(path: Path, names: Sequence[str], manifest: bytes | None, faults: Faults) -> str | None:
+    """Steps 2 to 4 of the protocol, for what was listed and read in step 1; returns why the rest stays."""
     faults.point("remove manifest")
-    with contextlib.suppress(FileNotFoundError):
-        (path / MANIFEST_NAME).rename(path / REMOVAL_NAME)
+    if _rename_manifest(path) and _content(path / REMOVAL_NAME) != manifest:
+        _put_back(path)
+        return "a save has published into it meanwhile"
     faults.point("sync removal of manifest")
     sync_directory(path)
-    for entry in sorted(os.scandir(path), key=lambda entry: _turn(entry.name)):
+    seen = {*names, REMOVAL_NAME}
+    for name in [name for name in names if name not in (MANIFEST_NAME, REMOVAL_NAME)]:
         faults.point("remove file")
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        else:
-            Path(entry.path).unlink()
+        if is_own_file_name(name) or not _has_begun(path, seen):
+            _remove_entry(path / name)
+    if REMOVAL_NAME in names or manifest is not None:
+        faults.point("remove file")
+        _remove_entry(path / REMOVAL_NAME)
     faults.point("remove directory")
-    path.rmdir()
+    try:
+        path.rmdir()
+    except OSError:
+        if _has_begun(path, seen):
+            return "the old checkpoint is gone; a save into it has begun meanwhile"
+        raise
     sync_directory(path.parent)
+    return None
+
+
+def _rename_manifest(path: Path) -> bool:
+    try:
+        (path / MANIFEST_NAME).rename(path / REMOVAL_NAME)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _put_back(path: Path) -> None:
+    """Renames the manifest back, unless a newer one is in its place, which a link never replaces."""
+    try:
+        os.link(path / REMOVAL_NAME, path / MANIFEST_NAME)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without links
+        if not (path / MANIFEST_NAME).exists():
+            (path / REMOVAL_NAME).rename(path / MANIFEST_NAME)
+    (path / REMOVAL_NAME).unlink(missing_ok=True)
+    sync_directory(path)
+
+
+def _has_begun(path: Path, seen: set[str]) -> bool:
+    """Whether a save has made files since the directory was listed. Their names are its own."""
+    names = set(os.listdir(path))
+    return MANIFEST_NAME in names or any(is_own_file_name(name) for name in names - seen)
+
+
+def _remove_entry(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_left_overs(
+    left_overs: Sequence[Unnamed], min_age_seconds: float = MIN_AGE_SECONDS, *, faults: str = ""
+) -> list[Unnamed]:
+    """Removes what `PrunePlan.left_overs` lists, unless it has changed since; returns what is gone.
+
+    Raises:
+        StorageError: something cannot be removed. What was removed before stays so.
+    """
+    points, gone = Faults(faults), []
+    for directory in dict.fromkeys(file.path.parent for file in left_overs):
+        try:
+            manifest = _content(directory / MANIFEST_NAME)
+            still = {file.path for file in _unnamed(directory) if file.age_seconds >= min_age_seconds}
+            sync_directory(directory)
+            for file in left_overs:
+                if file.path.parent == directory and file.path in still:
+                    points.point("look at left-over")
+                    if _may_go(file.path, manifest, min_age_seconds):
+                        points.point("remove left-over")
+                        file.path.unlink()
+                        gone.append(file)
+        except OSError as error:
+            raise StorageError(f"left-overs were not removed from {directory}: {error}") from error
+    return gone
+
+
+def _may_go(path: Path, manifest: bytes | None, min_age_seconds: float) -> bool:
+    """Right before a removal. The manifest is there and the same, so it does not name the file."""
+    if manifest is None or _content(path.parent / MANIFEST_NAME) != manifest:
+        return False
+    try:
+        return time.time() - path.lstat().st_mtime >= min_age_seconds
+    except FileNotFoundError:
+        return False

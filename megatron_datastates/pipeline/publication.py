@@ -12,9 +12,12 @@ Protocol (all of it on the trainer's thread, but for step 4):
      go to rank 0.
   4. Rank 0's publishing thread awaits those (polls see that they are there) and writes the index. It looks
      whether every file that the manifest will name is in the directory with its size. Then it writes the
-     manifest (engine/commit.py) and Megatron's metadata.json, and removes what that manifest replaced.
+     manifest (engine/commit.py), looks once more, writes Megatron's metadata.json, and removes what that
+     manifest replaced. From the rename of the manifest on, no failure removes a file that it names, not even
+     where another manifest is in its place by then: a crash may bring it back.
   5. Polls go on until rank 0 says that it is published.
 A directory without a manifest is not a checkpoint; one with a manifest is complete.
+tests/model/ searches all interleavings of this protocol between two runs, with crashes, failures and prune.
 """
 
 from __future__ import annotations
@@ -23,36 +26,38 @@ import contextlib
 import dataclasses
 import datetime
 import enum
-import hashlib
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 
-import msgspec
-
-from megatron_datastates.engine.commit import remove_replaced, sync_directory, sync_file, write_whole
+from megatron_datastates.engine.commit import remove_replaced, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, FormatError
-from megatron_datastates.files import MANIFEST_BYTES, read_regular
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.index import Index, index_entry, merge_indexes
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
-from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME, SaveId
+from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME
 from megatron_datastates.pipeline.agreement import Arriving, Collectives, Pending
 from megatron_datastates.pipeline.held import holding
+from megatron_datastates.pipeline.presence import (
+    described,
+    files_of,
+    has_whole,
+    named_by_save,
+    require_files,
+    require_published,
+    sync_above,
+)
 from megatron_datastates.pipeline.records import RankRecord, decode_failure, encode_failure
 from megatron_datastates.pipeline.save import RankSave, State
 from megatron_datastates.plan.coverage import coverage_faults
-from megatron_datastates.providers.objects import COMMON_FILE
 
 logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002
-_VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0
 _PATIENCE_SECONDS = 10.0  # with a device, once the save is abandoned or has failed
 _KEPT_INDEXES = 2  # persistent and non-persistent saves alternate
 _NOTHING = "Nothing was published; earlier checkpoints are as they were."
@@ -83,6 +88,9 @@ class LayoutStore:
 
     def __init__(self) -> None:
         self.known: set[bytes] = set()
+        # One at a time: a save removes what earlier ones of its run have left, and must not do so between
+        # the look and the rename of one of them.
+        self.publishing = threading.Lock()
         self._parts: dict[tuple[int, bytes], bytes] = {}
         self._merged: dict[tuple[tuple[int, bytes], ...], MergedIndex] = {}
 
@@ -303,24 +311,40 @@ class Publication:
     # -- rank 0's publishing thread ---------------------------------------------------------------------
 
     def _publish(self) -> None:
-        context = self.save.context
-        directory, encoded = context.directory, b""
         try:
             self._await_indexes()
+        except Exception as error:
+            self._manifest_in_place = False
+            self.save.fail(error)
+            return
+        with self._layouts.publishing:
+            self._publish_alone()
+
+    def _publish_alone(self) -> None:
+        context = self.save.context
+        directory, encoded, own_index = context.directory, b"", ""
+        renamed = threading.Event()
+        try:
             manifest, index = self._manifest()
             if not manifest.files:
                 directory.mkdir(parents=True, exist_ok=True)  # no rank had anything to write
             elif not directory.is_dir():
                 raise DataStatesError(f"{directory} is gone, and with it all that ranks have written")
-            write_whole(directory / manifest.index.name, index.encoded, self._faults, context.save_id)
+            own_index = manifest.index.name
+            write_whole(directory / own_index, index.encoded, self._faults, context.save_id)
             require_files(directory, manifest)
-            replaced = _files_of(directory / MANIFEST_NAME)
+            replaced = files_of(directory / MANIFEST_NAME)
             encoded = manifest.encode()
-            _sync_above(directory)
-            write_whole(directory / MANIFEST_NAME, encoded, self._faults, context.save_id)
+            sync_above(directory)
+            write_whole(directory / MANIFEST_NAME, encoded, self._faults, context.save_id, renamed.set)
+            require_published(directory, manifest, encoded)
             self._write_metadata(directory / METADATA_NAME)
         except Exception as error:
-            self._manifest_in_place = _has_whole(directory / MANIFEST_NAME, encoded)
+            in_place = renamed.is_set() or has_whole(directory / MANIFEST_NAME, encoded)
+            if own_index and not in_place:
+                with contextlib.suppress(OSError):
+                    (directory / own_index).unlink()
+            self._manifest_in_place = in_place
             self.save.fail(error)
             return
         try:
@@ -333,7 +357,7 @@ class Publication:
 
     def _write_metadata(self, path: Path) -> None:
         content = self._labels.metadata
-        if content and not _has_whole(path, content):
+        if content and not has_whole(path, content):
             write_whole(path, content, self._faults, self.save.context.save_id)
 
     def _await_indexes(self) -> None:
@@ -395,88 +419,6 @@ class Publication:
         """Waits until a manifest that is being written is in place, or has failed."""
         if self._publisher is not None:
             self._publisher.join()
-
-
-def named_by_save(entry: IndexEntry, save_id: SaveId) -> IndexEntry:
-    """The entry of an index whose file is that save's own."""
-    return msgspec.structs.replace(entry, name=save_id.index_file_name(entry.sha256))
-
-
-def require_files(directory: Path, manifest: Manifest) -> None:
-    """Looks whether all that `manifest` names is in `directory`, with its size.
-
-    Another run or a deletion may have taken files away that ranks know to be durable, or each node has a
-    directory of its own. Where the file system is slow to show other nodes' files, this waits for a while.
-
-    Raises:
-        DataStatesError: it is not.
-    """
-    deadline = time.monotonic() + _VISIBLE_SECONDS
-    while wrong := _missing_files(directory, manifest):
-        if time.monotonic() > deadline:
-            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise DataStatesError(
-                f"files that ranks have written are not to be found in {directory}: "
-                f"{', '.join(wrong[:3])}{more} (is --save on storage that all ranks share? does another run "
-                "save or prune there?)"
-            )
-        time.sleep(_VISIBLE_SECONDS / 10)
-
-
-def _missing_files(directory: Path, manifest: Manifest) -> list[str]:
-    """What of the manifest's files is wrong, by rank."""
-    wanted = {file.name: (file.bytes, f" of rank {file.rank}") for file in manifest.files}
-    wanted[manifest.index.name] = (manifest.index.bytes, "")
-    try:
-        with os.scandir(directory) as entries:
-            sizes = {
-                entry.name: entry.stat(follow_symlinks=False).st_size
-                for entry in entries
-                if entry.name in wanted and entry.is_file(follow_symlinks=False)
-            }
-    except FileNotFoundError:
-        sizes = {}
-    wrong = []
-    for name, (size, whose) in wanted.items():
-        if name not in sizes:
-            wrong.append(f"{name}{whose}")
-        elif sizes[name] != size:
-            wrong.append(f"{name}{whose} (of {sizes[name]} instead of {size} bytes)")
-    return wrong
-
-
-def _files_of(path: Path) -> set[str]:
-    """Files of ours that a manifest names; none if there is no manifest, or none that can be read."""
-    try:
-        manifest = Manifest.decode(read_regular(path, MANIFEST_BYTES), os.fspath(path))
-    except (OSError, FormatError):
-        return set()
-    return {manifest.index.name, *(file.name for file in manifest.files)}
-
-
-def _sync_above(directory: Path) -> None:
-    """Makes the directory's own name durable, and its parent's: Megatron made them, and synced neither."""
-    for above in (directory.parent, directory.parent.parent):
-        with contextlib.suppress(PermissionError):  # what cannot be opened, somebody else has made
-            sync_directory(above)
-
-
-def described(path: Path, check: Callable[[bytes, str], None]) -> OtherFile:
-    """A file of somebody else's, made durable: the manifest is going to vouch for it.
-
-    `check` looks at the object in it, if it is the common state: a load is going to want it.
-    """
-    data = sync_file(path)
-    if path.name == COMMON_FILE:
-        check(data, path.name)
-    return OtherFile(path.name, len(data), hashlib.sha256(data).hexdigest())
-
-
-def _has_whole(path: Path, data: bytes) -> bool:
-    try:
-        return read_regular(path, len(data)) == data
-    except OSError:
-        return False
 
 
 def releases() -> dict[str, str]:

@@ -20,7 +20,7 @@ from megatron_datastates.convert.source import DataStatesSource, Source, open_so
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.publication import described
+from megatron_datastates.pipeline.presence import described
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability, Place, Tensors
 from megatron_datastates.providers.objects import PickledObject, check_stored

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import time
 from fractions import Fraction
 from pathlib import Path
 
@@ -389,6 +390,24 @@ def test_prune_removes_nothing_without_yes(root):
     assert "removed 1 of 1" in told("prune", root, "--keep-last", 1, "--yes")
     assert [path.name for path in root.iterdir()] == ["iter_0000010"]
     assert json.loads(told("prune", root, "--keep-last", 1, "--yes", "--json"))["removed"] == []
+
+
+def test_prune_says_how_old_left_overs_are(root):
+    directory = root / "iter_0000010"
+    for name, age in (
+        ("data-00000-0000000000000001-1.bin", 7200),
+        (".datastates-x-0000000000000002-1.tmp", 5),
+    ):
+        (directory / name).write_bytes(b"123")
+        os.utime(directory / name, (time.time() - age,) * 2)
+    text = told("prune", root, "--keep-last", 9)
+    assert (
+        "-1.bin  3 B  (no manifest names it; 2 h old)" in text and "add --yes" in text and ".tmp" not in text
+    )
+    assert len(json.loads(told("prune", root, "--keep-last", 9, "--json", "--min-age", 0))["left_overs"]) == 2
+    assert "and 1 of 1 left-over files" in told("prune", root, "--keep-last", 9, "--yes")
+    assert not (directory / "data-00000-0000000000000001-1.bin").exists()
+    assert ": good" in told("verify", directory)
 
 
 # -- bad input --------------------------------------------------------------------------------------------

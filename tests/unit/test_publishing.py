@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from megatron_datastates.errors import StorageError
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME
 from megatron_datastates.pipeline import load as load_module
+from megatron_datastates.pipeline import presence
 from megatron_datastates.pipeline import publication as publication_module
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Labels, Outcome, Publication
@@ -25,7 +28,7 @@ from tests.unit.states import State, new_saver, save
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(publication_module, "_VISIBLE_SECONDS", 0.05)
+    monkeypatch.setattr(presence, "_VISIBLE_SECONDS", 0.05)
 
 
 def tensors(number: int) -> dict[str, torch.Tensor]:
@@ -121,10 +124,10 @@ def test_an_earlier_checkpoint_survives_a_save_that_lost_its_files(tmp_path, mon
 
 
 def test_files_that_appear_late_are_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(publication_module, "_VISIBLE_SECONDS", 10.0)
-    missing, looks = publication_module._missing_files, itertools.count()
+    monkeypatch.setattr(presence, "_VISIBLE_SECONDS", 10.0)
+    missing, looks = presence._missing_files, itertools.count()
     monkeypatch.setattr(
-        publication_module, "_missing_files", lambda *args: ["data"] if next(looks) < 2 else missing(*args)
+        presence, "_missing_files", lambda *args: ["data"] if next(looks) < 2 else missing(*args)
     )
     saver = new_saver()
     assert save(saver, tmp_path, tensors(1)).outcome is Outcome.PUBLISHED
@@ -143,8 +146,8 @@ def test_metadata_json_is_written_whole_with_the_manifest(tmp_path):
 def test_names_above_the_directory_are_made_durable(tmp_path, monkeypatch):
     """Megatron makes the directory of an iteration, and syncs nothing."""
     synced: list[Path] = []
-    sync = publication_module.sync_directory
-    monkeypatch.setattr(publication_module, "sync_directory", lambda path: (synced.append(path), sync(path)))
+    sync = presence.sync_directory
+    monkeypatch.setattr(presence, "sync_directory", lambda path: (synced.append(path), sync(path)))
     directory = tmp_path / "run" / "iter_0000001"
     directory.mkdir(parents=True)
     saver = new_saver()
@@ -258,3 +261,84 @@ def test_an_empty_metadata_json_is_a_missing_one(tmp_path):
     verdict = verify(tmp_path)
     assert verdict.good and "is empty: the save was killed" in " ".join(verdict.notes)
     assert metadata_members(tmp_path) == {}
+
+
+# -- what tests/model has found -----------------------------------------------------------------------------
+
+
+def test_files_stay_once_a_manifest_named_them_though_another_one_is_in_its_place(runs, monkeypatch):
+    """The other run's manifest is not durable yet: a crash would bring the first one back."""
+    first = runs.start(0, 1)
+    monkeypatch.setattr(Publication, "_write_metadata", lambda *args: replaced_and_then_failing(runs))
+    assert first.wait() is Outcome.FAILED
+    assert "No space left" in str(first.error) and "its files were kept" in str(first.error)
+    (runs.directory / "first").rename(runs.directory / MANIFEST_NAME)  # as a crash may
+    assert_holds(runs.directory, 1)
+
+
+def replaced_and_then_failing(runs: TwoRuns) -> None:
+    (runs.directory / MANIFEST_NAME).rename(runs.directory / "first")
+    (runs.directory / MANIFEST_NAME).write_bytes(b"of another run, not synced")
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_failed_save_leaves_no_index(tmp_path, monkeypatch):
+    meanwhile(monkeypatch, remove_a_file)
+    saver = new_saver()
+    assert save(saver, tmp_path, tensors(1)).outcome is Outcome.FAILED
+    saver.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saves_of_one_run_that_overlap_are_published_one_after_the_other(tmp_path, monkeypatch):
+    """The later one removes what the earlier has left: not between the earlier one's look and its rename."""
+    later_is_published, look = threading.Event(), publication_module.require_files
+
+    def dawdling(directory, manifest):
+        look(directory, manifest)
+        if manifest.ordinal == 1:
+            later_is_published.wait(1.0)
+
+    monkeypatch.setattr(publication_module, "require_files", dawdling)
+    saver = new_saver()
+    first, second = (saver.start(tmp_path, State(tensors(number))) for number in (1, 2))
+    while first._publisher is None:
+        first.poll()
+    assert second.wait() is Outcome.PUBLISHED
+    later_is_published.set()
+    assert first.wait() is Outcome.PUBLISHED, first.error
+    saver.close()
+    assert_holds(tmp_path, 2)
+
+
+def test_what_is_taken_away_after_the_look_is_reported(tmp_path, monkeypatch):
+    """Nobody may believe in a checkpoint that prune has removed while it was being published."""
+    sync_above = publication_module.sync_above
+    for remove in (remove_a_file, remove_the_index):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                publication_module,
+                "sync_above",
+                lambda path, remove=remove: (sync_above(path), remove(path)),
+            )
+            saver = new_saver()
+            publication = save(saver, tmp_path / remove.__name__, tensors(1))
+            saver.close()
+        assert publication.outcome is Outcome.FAILED
+        assert "was published, and then files were not to be found" in str(publication.error)
+
+
+def test_a_manifest_that_is_taken_away_is_reported_and_its_files_stay(tmp_path, monkeypatch):
+    check = publication_module.require_published
+
+    def late(directory, *args):
+        (directory / MANIFEST_NAME).rename(directory / "taken")
+        check(directory, *args)
+
+    monkeypatch.setattr(publication_module, "require_published", late)
+    saver = new_saver()
+    publication = save(saver, tmp_path, tensors(1))
+    saver.close()
+    assert publication.outcome is Outcome.FAILED and "was taken away" in str(publication.error)
+    (tmp_path / "taken").rename(tmp_path / MANIFEST_NAME)
+    assert_holds(tmp_path, 1)

@@ -1,0 +1,127 @@
+"""What rank 0 looks at in a checkpoint's directory before and after it publishes: whether all is there."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from megatron_datastates.engine.commit import sync_directory, sync_file
+from megatron_datastates.errors import DataStatesError, FormatError
+from megatron_datastates.files import MANIFEST_BYTES, read_regular
+from megatron_datastates.format.manifest import IndexEntry, Manifest, OtherFile
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.providers.objects import COMMON_FILE
+
+_VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0
+
+
+def named_by_save(entry: IndexEntry, save_id: SaveId) -> IndexEntry:
+    """The entry of an index whose file is that save's own."""
+    return msgspec.structs.replace(entry, name=save_id.index_file_name(entry.sha256))
+
+
+def require_files(directory: Path, manifest: Manifest) -> None:
+    """Looks whether all that `manifest` names is in `directory`, with its size.
+
+    Another run or a deletion may have taken files away that ranks know to be durable, or each node has a
+    directory of its own. Where the file system is slow to show other nodes' files, this waits for a while.
+
+    Raises:
+        DataStatesError: it is not.
+    """
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while wrong := _missing_files(directory, manifest):
+        if time.monotonic() > deadline:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise DataStatesError(
+                f"files that ranks have written are not to be found in {directory}: "
+                f"{', '.join(wrong[:3])}{more} (is --save on storage that all ranks share? does another run "
+                "save or prune there?)"
+            )
+        time.sleep(_VISIBLE_SECONDS / 10)
+
+
+def require_published(directory: Path, manifest: Manifest, encoded: bytes) -> None:
+    """Looks once more, after the rename: `datastates prune` may have removed something since `require_files`.
+
+    A manifest of another save has replaced this one, and may have had its files removed: that is no failure.
+
+    Raises:
+        DataStatesError: there is no manifest, or this one, and not all that it names.
+    """
+    wrong = _missing_files(directory, manifest)
+    try:
+        found = (directory / MANIFEST_NAME).read_bytes()
+    except FileNotFoundError:
+        raise DataStatesError(
+            f"the manifest of {directory} was taken away right after it was written: does "
+            "`datastates prune` remove this checkpoint?"
+        ) from None
+    if wrong and found == encoded:
+        raise DataStatesError(
+            f"{directory} was published, and then files were not to be found there: {', '.join(wrong[:3])}: "
+            "save it again (does `datastates prune` run there?)"
+        )
+
+
+def _missing_files(directory: Path, manifest: Manifest) -> list[str]:
+    """What of the manifest's files is wrong, by rank."""
+    wanted = {file.name: (file.bytes, f" of rank {file.rank}") for file in manifest.files}
+    wanted[manifest.index.name] = (manifest.index.bytes, "")
+    try:
+        with os.scandir(directory) as entries:
+            sizes = {
+                entry.name: entry.stat(follow_symlinks=False).st_size
+                for entry in entries
+                if entry.name in wanted and entry.is_file(follow_symlinks=False)
+            }
+    except FileNotFoundError:
+        sizes = {}
+    wrong = []
+    for name, (size, whose) in wanted.items():
+        if name not in sizes:
+            wrong.append(f"{name}{whose}")
+        elif sizes[name] != size:
+            wrong.append(f"{name}{whose} (of {sizes[name]} instead of {size} bytes)")
+    return wrong
+
+
+def files_of(path: Path) -> set[str]:
+    """Files of ours that a manifest names; none if there is no manifest, or none that can be read."""
+    try:
+        manifest = Manifest.decode(read_regular(path, MANIFEST_BYTES), os.fspath(path))
+    except (OSError, FormatError):
+        return set()
+    return {manifest.index.name, *(file.name for file in manifest.files)}
+
+
+def sync_above(directory: Path) -> None:
+    """Makes the directory's own name durable, and its parent's: Megatron made them, and synced neither."""
+    for above in (directory.parent, directory.parent.parent):
+        with contextlib.suppress(PermissionError):  # what cannot be opened, somebody else has made
+            sync_directory(above)
+
+
+def described(path: Path, check: Callable[[bytes, str], None]) -> OtherFile:
+    """A file of somebody else's, made durable: the manifest is going to vouch for it.
+
+    `check` looks at the object in it, if it is the common state: a load is going to want it.
+    """
+    data = sync_file(path)
+    if path.name == COMMON_FILE:
+        check(data, path.name)
+    return OtherFile(path.name, len(data), hashlib.sha256(data).hexdigest())
+
+
+def has_whole(path: Path, data: bytes) -> bool:
+    """Returns whether a file holds exactly `data`."""
+    try:
+        return read_regular(path, len(data)) == data
+    except OSError:
+        return False
