@@ -83,7 +83,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
     stream waited for copies, by the device's clock; a wait that is not over yet is left out.
     `slot_wait_ms` adds up what the
     copying threads waited for a free slot: behind the `saves_before` that were not finished when this one
-    started, and behind its own writes where the pool is smaller than the shard. `memory_wait_ms` is the part
+    started, and for its own writes where the pool is smaller than the shard. `memory_wait_ms` is the part
     of it in which the pool was still being made: this save came before its memory.
     """
     save = publication.save

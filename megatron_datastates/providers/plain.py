@@ -358,5 +358,5 @@ STATES: dict[type, Callable[[Machine, Any, Any], None]] = {
 
 
 def state_setter(made: Any) -> Callable[[Machine, Any, Any], None] | None:
-    """What gives something its state; None if nothing may."""
+    """What sets the state of something; None if nothing may."""
     return _set_dtype if isinstance(made, np.dtype) else STATES.get(type(made))

@@ -146,7 +146,7 @@ class Unpickler(_Machine):  # type: ignore[misc]
             self.append(state)
             super().load_build()
         else:
-            raise UnsafeObjectError(f"it gives a {type(made).__name__} a state, which is not accepted")
+            raise UnsafeObjectError(f"it sets the state of a {type(made).__name__}, which is not accepted")
 
     def _append(self) -> None:
         items = [self.stack.pop()]

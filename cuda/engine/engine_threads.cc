@@ -1,0 +1,332 @@
+// What the engine's threads do: stage, await the device, write.
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "engine/crc32c.h"
+#include "engine/engine.h"
+#include "engine/host_copy.h"
+#include "os/aligned.h"
+#include "os/numa.h"
+#include "os/threads.h"
+
+namespace datastates {
+namespace {
+
+// How often a chunk that waits for its time is looked at.
+constexpr auto kLook = std::chrono::milliseconds(100);
+
+// Aligned copy of the footer; it has memory of its own, so sealing never waits for a slot.
+class AlignedCopy {
+ public:
+  explicit AlignedCopy(const std::string& bytes) : mapping_(std::max<size_t>(bytes.size(), 1)) {
+    std::memcpy(mapping_.data(), bytes.data(), bytes.size());
+  }
+  const uint8_t* data() const { return mapping_.data(); }
+
+ private:
+  PrivateMapping mapping_;
+};
+
+}  // namespace
+
+// Whether the next chunk's time has not come.
+bool Engine::MustWait(const Stretch& stretch) const {
+  if (stretch.opens || stretch.rehearsal || stretch.next == stretch.batch->chunks().size()) return false;
+  const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
+  return chunk.device && !chunk.eager && Clock::now() < stretch.lazy_from && !stretch.job->failed();
+}
+
+// Takes the next chunk in the order of the queue, or the opening of a file. A stretch whose file is
+// being opened, whose rehearsal ends, or whose next chunk must wait (`later` says that there is one), is
+// passed over with everything of its job after it, so that no chunk comes before it.
+bool Engine::TakeChunk(Stretch* taken, bool* open, bool* later) {
+  std::vector<const SaveJob*> blocked;
+  for (auto at = stretches_.begin(); at != stretches_.end(); ++at) {
+    if (std::find(blocked.begin(), blocked.end(), at->job.get()) != blocked.end()) continue;
+    const size_t chunks = at->batch->chunks().size();
+    const bool waits = MustWait(*at);
+    *later |= waits;
+    if (at->opening || (at->rehearsal && at->next == chunks) || waits) {
+      blocked.push_back(at->job.get());
+      continue;
+    }
+    *open = at->opens;
+    if (at->opens) at->opening = true;
+    *taken = *at;
+    if (!at->opens && ++at->next >= chunks && !at->rehearsal) {
+      at->job->Done();
+      stretches_.erase(at);
+    }
+    return true;
+  }
+  return false;
+}
+
+void Engine::StageLoop() {
+  NameThread("ds-stage");
+  std::unique_lock<std::mutex> lock(mutex_);
+  ++staging_;
+  while (true) {
+    Stretch taken;
+    bool open = false, later = false;
+    if (!TakeChunk(&taken, &open, &later)) {
+      if (later) {
+        stage_wake_.wait_for(lock, kLook);
+      } else if (stop_staging_) {
+        break;
+      } else {
+        stage_wake_.wait(lock);
+      }
+      continue;
+    }
+    lock.unlock();
+    if (open) {
+      OpenFile(taken);
+    } else {
+      Stage(taken);
+    }
+    taken = Stretch();
+    lock.lock();
+  }
+  --staging_;
+  ended_.notify_all();
+}
+
+void Engine::OpenFile(const Stretch& stretch) {
+  try {
+    if (!stretch.job->failed()) stretch.job->Open(stretch.reserve_bytes, backend_, &faults_);
+  } catch (const Failure& failure) {
+    stretch.job->Fail(failure);
+  } catch (const std::exception& error) {
+    stretch.job->Fail(Failure("open", "", 0, error.what()));
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto at = stretches_.begin(); at != stretches_.end(); ++at) {
+    if (at->batch != stretch.batch) continue;
+    at->opens = at->opening = false;
+    if (at->batch->chunks().empty()) {
+      at->job->Done();
+      stretches_.erase(at);
+    }
+    break;
+  }
+  stage_wake_.notify_all();
+}
+
+void Engine::EnterDevice(const SaveJob& job) {
+  thread_local const DeviceCopier* entered = nullptr;
+  if (!job.copier() || entered == job.copier().get()) return;
+  job.copier()->EnterThread();
+  MoveNearDevice(job);
+  entered = job.copier().get();
+}
+
+// Threads that read or write slots run where the slots are.
+void Engine::MoveNearDevice(const SaveJob& job) {
+  thread_local bool moved = false;
+  if (!job.copier() || moved) return;
+  BindThread(node_);
+  moved = true;
+}
+
+void Engine::FillSlot(const Stretch& stretch, const Batch::Chunk& chunk, uint8_t* target, bool* device) {
+  std::vector<DeviceCopier::Piece> pieces;
+  const auto copy = [&](uint8_t* to, const Run& run, uint64_t source, uint64_t bytes, uint64_t count) {
+    if (!run.device) {
+      CopyPieces(to, bytes, reinterpret_cast<const uint8_t*>(source), run.step_bytes, bytes, count);
+      return;
+    }
+    *device = true;  // before a copy that may be the first of several to be enqueued, and the next fail
+    if (count == 1) {
+      pieces.push_back({to, source, bytes});
+    } else {
+      stretch.job->copier()->CopyPieces(to, source, bytes, run.step_bytes, count);
+    }
+  };
+  stretch.batch->Fill(chunk, target, copy);
+  if (!pieces.empty()) stretch.job->copier()->Copy(pieces);
+}
+
+void Engine::Stage(const Stretch& stretch) {
+  SaveJob& job = *stretch.job;
+  const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
+  Slot slot;
+  bool device = false;
+  try {
+    slot = SlotFor(job, chunk);
+    if (slot) {
+      EnterDevice(job);
+      FillSlot(stretch, chunk, slot.data(), &device);
+      if (!stretch.rehearsal) return PassOn(stretch, device, &slot);
+      if (device) job.copier()->WaitFor(job.copier()->Enqueued());
+      device = false;
+      job.Rehearsed(stretch.next, Crc32c(0, slot.data(), chunk.bytes));
+    }
+  } catch (const Failure& failure) {
+    job.Fail(failure);
+  } catch (const std::exception& error) {
+    job.Fail(Failure("stage", "", 0, error.what()));
+  }
+  if (device) AwaitDevice(job);
+  slot.Return();
+  if (stretch.rehearsal) EndRehearsal(stretch);
+  job.Done();
+}
+
+void Engine::PassOn(const Stretch& stretch, bool device, Slot* slot) {
+  const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
+  stretch.job->Staged(*stretch.batch, chunk);
+  if (!device) stretch.job->Copied(*stretch.batch, chunk);
+  FilledChunk filled{stretch.job, stretch.batch, stretch.next, std::move(*slot)};
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (device) {
+    in_flight_.push_back({std::move(filled), stretch.job->copier()->Enqueued()});
+    await_wake_.notify_one();
+  } else {
+    filled_.push_back(std::move(filled));
+    write_wake_.notify_one();
+  }
+}
+
+void Engine::EndRehearsal(const Stretch& stretch) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto at = std::find_if(stretches_.begin(), stretches_.end(), [&](const Stretch& other) {
+    return other.rehearsal && other.batch == stretch.batch;
+  });
+  if (++at->rehearsed < at->batch->chunks().size()) return;
+  at->job->Done();
+  stretches_.erase(at);
+  stage_wake_.notify_all();
+}
+
+Slot Engine::SlotFor(SaveJob& job, const Batch::Chunk& chunk) {
+  const auto give_up = [&job] { return job.failed(); };
+  copy_rate_.Spend(chunk.bytes, give_up);
+  if (job.failed()) return Slot();
+  const auto before = std::chrono::steady_clock::now();
+  double growing = 0;
+  Slot slot = pool_->Acquire(give_up, &growing);
+  job.SlotWait(std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count(), growing);
+  return slot;
+}
+
+// After an error: copies already enqueued may still read their sources, and write to the slot or the samples.
+void Engine::AwaitDevice(const SaveJob& job) {
+  try {
+    job.copier()->driver()->CurrentContext();  // throws on a thread that could not enter it
+    job.copier()->WaitForAll();
+  } catch (const Failure&) {
+    // The context is gone, and with it every copy. The first error has been kept.
+  }
+}
+
+void Engine::AwaitLoop() {
+  NameThread("ds-await");
+  std::unique_lock<std::mutex> lock(mutex_);
+  ++awaiting_;
+  while (true) {
+    if (in_flight_.empty()) {
+      if (stop_awaiting_) break;
+      await_wake_.wait(lock);
+      continue;
+    }
+    CopiedChunk copied = std::move(in_flight_.front());
+    in_flight_.pop_front();
+    lock.unlock();
+    const bool is_whole = Await(copied);
+    if (!is_whole) copied.filled.slot.Return();
+    if (!is_whole || !copied.filled.batch) copied.filled.job->Done();
+    lock.lock();
+    if (is_whole && copied.filled.batch) {
+      filled_.push_back(std::move(copied.filled));
+      write_wake_.notify_one();
+    }
+    lock.unlock();
+    copied = CopiedChunk();
+    lock.lock();
+  }
+  --awaiting_;
+  ended_.notify_all();
+}
+
+// Whatever fails: the device must be done with the slot before anybody else gets it.
+bool Engine::Await(const CopiedChunk& copied) {
+  const FilledChunk& filled = copied.filled;
+  SaveJob& job = *filled.job;
+  try {
+    EnterDevice(job);
+    job.copier()->WaitFor(copied.place);
+    if (filled.batch) job.Copied(*filled.batch, filled.batch->chunks()[filled.chunk]);
+    return true;
+  } catch (const Failure& failure) {
+    job.Fail(failure);
+  } catch (const std::exception& error) {
+    job.Fail(Failure("await copies", "", 0, error.what()));
+  }
+  AwaitDevice(job);
+  return false;
+}
+
+void Engine::WriteLoop() {
+  NameThread("ds-write");
+  std::unique_lock<std::mutex> lock(mutex_);
+  ++writing_;
+  while (true) {
+    if (!footers_.empty()) {  // first: one save is not to wait for all data of the next
+      Footer footer = std::move(footers_.front());
+      footers_.pop_front();
+      lock.unlock();
+      WriteFooter(footer);
+      footer = Footer();
+      lock.lock();
+    } else if (!filled_.empty()) {
+      FilledChunk chunk = std::move(filled_.front());
+      filled_.pop_front();
+      lock.unlock();
+      Write(std::move(chunk));
+      chunk = FilledChunk();
+      lock.lock();
+    } else if (stop_writing_) {
+      break;
+    } else {
+      write_wake_.wait(lock);
+    }
+  }
+  --writing_;
+  ended_.notify_all();
+}
+
+void Engine::Write(FilledChunk filled) {
+  SaveJob& job = *filled.job;
+  MoveNearDevice(job);
+  const Batch::Chunk& chunk = filled.batch->chunks()[filled.chunk];
+  try {
+    write_rate_.Spend(chunk.bytes, [&job] { return job.failed(); });
+    if (!job.failed() && job.Verify(*filled.batch, filled.chunk, filled.slot.data())) {
+      job.Written(chunk, filled.slot.data());
+    }
+  } catch (const Failure& failure) {
+    job.Fail(failure);
+  } catch (const std::exception& error) {
+    job.Fail(Failure("write", "", 0, error.what()));
+  }
+  filled.slot.Return();
+  job.Done();
+}
+
+void Engine::WriteFooter(const Footer& footer) {
+  try {
+    if (!footer.job->failed()) {
+      const AlignedCopy copy(footer.bytes);
+      footer.job->WriteFooter(copy.data(), footer.bytes.size(), footer.offset);
+    }
+  } catch (const Failure& failure) {
+    footer.job->Fail(failure);
+  } catch (const std::exception& error) {
+    footer.job->Fail(Failure("write footer", "", 0, error.what()));
+  }
+  footer.job->Done();
+}
+
+}  // namespace datastates
