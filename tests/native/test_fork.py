@@ -84,17 +84,14 @@ def test_a_child_has_no_data_file_open(engines: Engines, tmp_path: Path) -> None
 
 
 def test_a_child_of_a_reader_has_no_data_file_open(tmp_path: Path) -> None:
-    """Read through a pipe, so that the reader stands still while this process forks."""
-    path = tmp_path / "fifo"
-    os.mkfifo(path)
-    keep = os.open(path, os.O_RDWR)
-    target = np.zeros(10, np.uint8)
-    reader = make_reader(faults="read:1:stall=200")
+    """Its first read stands still while this process forks."""
+    path, target = tmp_path / "data", np.zeros(10, np.uint8)
+    path.write_bytes(bytes(ALIGNMENT))
+    reader = make_reader(faults="read:1:stall=1000")
     job = start_read(reader, [(str(path), ALIGNMENT, b"")], [Request(0, 10, target.ctypes.data)])
-    eventually(lambda: len(descriptors_of(path)) == 2, "the reader has opened it")
-    assert in_child(lambda: len(descriptors_of(path))) == "1"
-    assert "read" in finish_read(job)[2]
-    os.close(keep)
+    eventually(lambda: len(descriptors_of(path)) == 1, "the reader has opened it")
+    assert in_child(lambda: len(descriptors_of(path))) == "0"
+    assert finish_read(job)[2] == ""
 
 
 def test_a_child_of_a_reader_may_drop_it_and_is_told_that_it_is_not_its_own(tmp_path: Path) -> None:
