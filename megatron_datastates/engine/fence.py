@@ -21,6 +21,10 @@ class Fenced(Protocol):
         """The memory changed before the save was fenced: it fails."""
         ...
 
+    def polled(self) -> None:
+        """The trainer polls, for this save or for another: what was put off until then may begin."""
+        ...
+
 
 class Fence:
     """The saves of this process that must be waited for. Used by the trainer's thread alone."""
@@ -47,6 +51,11 @@ class Fence:
         for _ in range(len(self._standing)):
             if self._standing:
                 self._standing.pop(0).torn(reason)
+
+    def polled(self) -> None:
+        """Lets every standing save know of a poll: Megatron's queue asks for the oldest save alone."""
+        for save in self._standing:
+            save.polled()
 
     def forget(self) -> None:
         """In a forked child, whose copies of the saves nobody works on."""

@@ -36,6 +36,7 @@ from pathlib import Path
 
 from megatron_datastates.engine.commit import remove_replaced, write_whole
 from megatron_datastates.engine.faults import Faults
+from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError, FormatError
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.index import Index, index_entry, merge_indexes
@@ -197,6 +198,7 @@ class Publication:
         if self.outcome is not Outcome.PENDING:
             return self.outcome
         with holding("polls", self.save):
+            FENCE.polled()
             self.save.advance()
             self._look_for_indexes()
             if self._errors_asked is not None:

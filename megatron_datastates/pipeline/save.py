@@ -193,11 +193,10 @@ class RankSave:
 
     def advance(self) -> None:
         """Looks after the save: confirms copies that are done and drops the sources."""
-        self._see_first_poll()
+        self.polled()
         save = self._save
         if save is None:
             return
-        save.allow_lazy_copies()
         if save.sources_copied():
             # Seen on the trainer's thread, before anything behind it in the program could change them.
             self._confirmed.set()
@@ -205,9 +204,12 @@ class RankSave:
         if save.error:
             self.fail(DataStatesError(save.error))
 
-    def _see_first_poll(self) -> None:
+    def polled(self) -> None:
+        """See engine.fence.Fenced."""
         # Megatron polls at the top of its next iteration. What comes before (timers that synchronize the
         # device, a barrier) it waits for because of the save.
+        if self._save is not None:
+            self._save.allow_lazy_copies()
         if self._let_go_at is not None and "save_checkpoint" in self.held.parts:
             self.held.add("until_poll", time.perf_counter() - self._let_go_at)
         self._let_go_at = None

@@ -219,6 +219,9 @@ class _AtFirstFences:
     def torn(self, reason: str) -> None:
         self._prepare(has_stepped=True)
 
+    def polled(self) -> None:
+        """Waits for nothing."""
+
     def _prepare(self, *, has_stepped: bool) -> None:
         engine = self._engine
         self._fences_seen += 1

@@ -467,3 +467,16 @@ def test_a_child_that_goes_on_with_its_parents_save_harms_nothing(trainer: Train
 
     assert in_child(go_on) == "this save belongs to the parent of this process"
     assert_published(publication, tmp_path, trainer.initial)
+
+
+def test_a_poll_for_an_earlier_save_lets_a_later_ones_copies_begin(trainer: Trainer, tmp_path: Path) -> None:
+    """Megatron's queue polls its head alone."""
+    saver = trainer.saver(lazy_delay=3600.0)
+    first = saver.start(tmp_path / "first", DeviceTensors(trainer.model))
+    with holding("save_checkpoint"):
+        second = saver.start(tmp_path / "second", DeviceTensors(trainer.model))
+    first.poll()
+    eventually(lambda: second.save.times()["staging"] > 0, "the later save's copies are over")
+    assert "until_poll" in second.save.held.parts
+    for publication in (first, second):
+        assert publication.wait() is Outcome.PUBLISHED
