@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from saving_rank import assert_loads, clear_faults, failure_of, join, save, set_faults, state, tell, wait_for
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron_datastates.config import Options
 from megatron_datastates.mcore import DataStatesSaveStrategy
 
 STRICT, VERIFIED = {"strict": "raise_unexpected"}, {"verify_integrity": True}
@@ -138,6 +139,7 @@ def save_and_load_malicious(directory: str, marker: str, hows: list[str], folder
     join()
     sharded = state(1)
     sharded["object"].data = Malicious(marker)
-    save(Path(directory), sharded, DataStatesSaveStrategy(), "sync")
+    trusting = DataStatesSaveStrategy(options=Options(trust_objects=True))  # as an attacker's own program
+    save(Path(directory), sharded, trusting, "sync")
     failures = {how: load(directory, how) for how in hows}
     tell(folder, failures=failures, ran=Path(marker).is_dir())
