@@ -1,0 +1,52 @@
+"""What a part of the campaign found: how many rounds ended in which way, and what must never happen."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.support.ranks import RankForge
+
+
+@dataclasses.dataclass
+class Tally:
+    """Counts of one part. A violation fails the campaign; its text names what repeats it."""
+
+    part: str
+    rounds: int = 0
+    outcomes: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    violations: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0
+
+    def count(self, outcome: str) -> None:
+        self.outcomes[outcome] += 1
+
+    def violate(self, round_: int, what: str) -> None:
+        self.violations.append(f"{self.part} round {round_}: {what}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Campaign:
+    """What all parts share."""
+
+    seed: int
+    folder: Path  # each part makes a folder of its own in it
+    forge: RankForge  # forks ranks that have imported torch and Megatron
+    rounds: int | None = None  # in place of a part's own number
+    only: int | None = None  # this round alone: how a violation is repeated
+
+    def each_round(self, tally: Tally, default: int) -> Iterator[tuple[int, random.Random]]:
+        """Yields (round, its own random numbers), which depend on nothing but seed, part and round."""
+        start = time.monotonic()
+        total = self.rounds if self.rounds is not None else default
+        for round_ in [self.only] if self.only is not None else range(total):
+            yield round_, random.Random(f"{self.seed}/{tally.part}/{round_}")
+            tally.rounds += 1
+            tally.seconds = time.monotonic() - start
+
+
+Part = Callable[[Campaign], Tally]
