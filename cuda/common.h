@@ -1,13 +1,10 @@
-// What every folder of the native core shares: the error type and the annotations. Nothing else.
+// What every folder of the native core shares: the error type. Nothing else.
 #pragma once
 
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
 #include <string>
-
-// Names the mutex that protects a member. Clang checks nothing here; the reader does.
-#define GUARDED_BY(mutex)
 
 namespace datastates {
 

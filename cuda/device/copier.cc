@@ -107,7 +107,7 @@ void DeviceCopier::Count(size_t copies, bool bounded) {
   const Place now = enqueued_ += copies;
   if (!bounded) return;
   {
-    std::lock_guard<std::mutex> lock(marking_);
+    const MutexLock lock(marking_);
     if (now >= marked_ + kCopiesPerEvent) MarkHere();
   }
   if (now > kMostInFlight) WaitFor(now - kMostInFlight);
@@ -124,14 +124,14 @@ void DeviceCopier::MarkHere() {
 void DeviceCopier::WaitFor(Place place) {
   Mark mark;
   {
-    std::lock_guard<std::mutex> lock(marking_);
+    const MutexLock lock(marking_);
     if (done_ >= place) return;
     if (marked_ < place) MarkHere();
     mark = *std::find_if(marks_.begin(), marks_.end(), [=](const Mark& m) { return m.place >= place; });
   }
   driver_->Synchronize(mark.event->get());
   std::deque<Mark> over;  // destroyed after the lock
-  std::lock_guard<std::mutex> lock(marking_);
+  const MutexLock lock(marking_);
   done_ = std::max(done_, mark.place);
   while (!marks_.empty() && marks_.front().place <= done_) {
     over.push_back(std::move(marks_.front()));
@@ -140,7 +140,7 @@ void DeviceCopier::WaitFor(Place place) {
 }
 
 void DeviceCopier::WaitForAll() {
-  std::lock_guard<std::mutex> lock(waiting_for_all_);
+  const MutexLock lock(waiting_for_all_);
   driver_->Record(last_.get(), stream_);
   driver_->Synchronize(last_.get());
 }

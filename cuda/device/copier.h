@@ -4,10 +4,10 @@
 #include <atomic>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "device/driver.h"
+#include "os/mutex.h"
 
 namespace datastates {
 
@@ -97,18 +97,18 @@ class DeviceCopier {
   void Enqueue(const std::vector<Piece>& pieces, bool bounded);
   bool EnqueueBatch(CuPointer* targets, CuPointer* sources, size_t* bytes, size_t count);
   void Count(size_t copies, bool bounded);
-  void MarkHere();  // under marking_
+  void MarkHere() REQUIRES(marking_);
 
   const std::shared_ptr<Driver> driver_;
   const CuContext context_;
   const int device_;
-  std::mutex waiting_for_all_;  // one at a time records last_
+  Mutex waiting_for_all_;  // one at a time records last_
   const Event last_;
   CuStream stream_;  // constant after construction
 
   // Counted after the driver's call, so an event that is recorded after reading it covers so many copies.
   std::atomic<Place> enqueued_{0};
-  std::mutex marking_;
+  Mutex marking_;
   std::deque<Mark> marks_ GUARDED_BY(marking_);  // in the order of their places
   Place marked_ GUARDED_BY(marking_) = 0;        // of the last mark that there was
   Place done_ GUARDED_BY(marking_) = 0;

@@ -14,6 +14,7 @@
 
 #include "engine/rate.h"
 #include "engine/save_job.h"
+#include "os/mutex.h"
 #include "staging/pool.h"
 #include "staging/sample_memory.h"
 
@@ -108,8 +109,10 @@ class Engine {
   void StageLoop();
   void AwaitLoop();
   void WriteLoop();
-  bool TakeChunk(Stretch* taken, bool* open, bool* later);  // under mutex_
-  bool MustWait(const Stretch& stretch) const;              // under mutex_
+  bool TakeChunk(Stretch* taken, bool* open, bool* later) REQUIRES(mutex_);
+  bool MustWait(const Stretch& stretch) const REQUIRES(mutex_);
+  // Waits until none of these threads is in its loop; returns false if that takes too long.
+  bool AwaitEnd(const int& threads, Clock::time_point deadline) REQUIRES(mutex_);
   void OpenFile(const Stretch& stretch);
   void Stage(const Stretch& stretch);
   void PassOn(const Stretch& stretch, bool device, Slot* slot);
@@ -134,8 +137,8 @@ class Engine {
   std::shared_ptr<SampleMemory> sample_memory_;
   NumaNode node_;  // of the copier's device; constant from its first job on
 
-  std::mutex mutex_;
-  std::condition_variable stage_wake_, await_wake_, write_wake_, ended_;
+  Mutex mutex_;
+  CondVar stage_wake_, await_wake_, write_wake_, ended_;
   std::deque<Stretch> stretches_ GUARDED_BY(mutex_);
   std::deque<CopiedChunk> in_flight_ GUARDED_BY(mutex_);
   std::deque<FilledChunk> filled_ GUARDED_BY(mutex_);

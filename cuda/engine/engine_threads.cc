@@ -65,32 +65,32 @@ bool Engine::TakeChunk(Stretch* taken, bool* open, bool* later) {
 
 void Engine::StageLoop() {
   NameThread("ds-stage");
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   ++staging_;
   while (true) {
     Stretch taken;
     bool open = false, later = false;
     if (!TakeChunk(&taken, &open, &later)) {
       if (later) {
-        stage_wake_.wait_for(lock, kLook);
+        stage_wake_.WaitUntil(mutex_, Clock::now() + kLook);
       } else if (stop_staging_) {
         break;
       } else {
-        stage_wake_.wait(lock);
+        stage_wake_.Wait(mutex_);
       }
       continue;
     }
-    lock.unlock();
+    lock.Unlock();
     if (open) {
       OpenFile(taken);
     } else {
       Stage(taken);
     }
     taken = Stretch();
-    lock.lock();
+    lock.Lock();
   }
   --staging_;
-  ended_.notify_all();
+  ended_.NotifyAll();
 }
 
 void Engine::OpenFile(const Stretch& stretch) {
@@ -101,7 +101,7 @@ void Engine::OpenFile(const Stretch& stretch) {
   } catch (const std::exception& error) {
     stretch.job->Fail(Failure("open", "", 0, error.what()));
   }
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   for (auto at = stretches_.begin(); at != stretches_.end(); ++at) {
     if (at->batch != stretch.batch) continue;
     at->opens = at->opening = false;
@@ -111,7 +111,7 @@ void Engine::OpenFile(const Stretch& stretch) {
     }
     break;
   }
-  stage_wake_.notify_all();
+  stage_wake_.NotifyAll();
 }
 
 void Engine::EnterDevice(const SaveJob& job) {
@@ -179,25 +179,25 @@ void Engine::PassOn(const Stretch& stretch, bool device, Slot* slot) {
   stretch.job->Staged(*stretch.batch, chunk);
   if (!device) stretch.job->Copied(*stretch.batch, chunk);
   FilledChunk filled{stretch.job, stretch.batch, stretch.next, std::move(*slot)};
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   if (device) {
     in_flight_.push_back({std::move(filled), stretch.job->copier()->Enqueued()});
-    await_wake_.notify_one();
+    await_wake_.NotifyOne();
   } else {
     filled_.push_back(std::move(filled));
-    write_wake_.notify_one();
+    write_wake_.NotifyOne();
   }
 }
 
 void Engine::EndRehearsal(const Stretch& stretch) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   const auto at = std::find_if(stretches_.begin(), stretches_.end(), [&](const Stretch& other) {
     return other.rehearsal && other.batch == stretch.batch;
   });
   if (++at->rehearsed < at->batch->chunks().size()) return;
   at->job->Done();
   stretches_.erase(at);
-  stage_wake_.notify_all();
+  stage_wake_.NotifyAll();
 }
 
 Slot Engine::SlotFor(SaveJob& job, const Batch::Chunk& chunk) {
@@ -223,31 +223,31 @@ void Engine::AwaitDevice(const SaveJob& job) {
 
 void Engine::AwaitLoop() {
   NameThread("ds-await");
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   ++awaiting_;
   while (true) {
     if (in_flight_.empty()) {
       if (stop_awaiting_) break;
-      await_wake_.wait(lock);
+      await_wake_.Wait(mutex_);
       continue;
     }
     CopiedChunk copied = std::move(in_flight_.front());
     in_flight_.pop_front();
-    lock.unlock();
+    lock.Unlock();
     const bool is_whole = Await(copied);
     if (!is_whole) copied.filled.slot.Return();
     if (!is_whole || !copied.filled.batch) copied.filled.job->Done();
-    lock.lock();
+    lock.Lock();
     if (is_whole && copied.filled.batch) {
       filled_.push_back(std::move(copied.filled));
-      write_wake_.notify_one();
+      write_wake_.NotifyOne();
     }
-    lock.unlock();
+    lock.Unlock();
     copied = CopiedChunk();
-    lock.lock();
+    lock.Lock();
   }
   --awaiting_;
-  ended_.notify_all();
+  ended_.NotifyAll();
 }
 
 // Whatever fails: the device must be done with the slot before anybody else gets it.
@@ -270,31 +270,31 @@ bool Engine::Await(const CopiedChunk& copied) {
 
 void Engine::WriteLoop() {
   NameThread("ds-write");
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   ++writing_;
   while (true) {
     if (!footers_.empty()) {  // first: one save is not to wait for all data of the next
       Footer footer = std::move(footers_.front());
       footers_.pop_front();
-      lock.unlock();
+      lock.Unlock();
       WriteFooter(footer);
       footer = Footer();
-      lock.lock();
+      lock.Lock();
     } else if (!filled_.empty()) {
       FilledChunk chunk = std::move(filled_.front());
       filled_.pop_front();
-      lock.unlock();
+      lock.Unlock();
       Write(std::move(chunk));
       chunk = FilledChunk();
-      lock.lock();
+      lock.Lock();
     } else if (stop_writing_) {
       break;
     } else {
-      write_wake_.wait(lock);
+      write_wake_.Wait(mutex_);
     }
   }
   --writing_;
-  ended_.notify_all();
+  ended_.NotifyAll();
 }
 
 void Engine::Write(FilledChunk filled) {

@@ -5,9 +5,7 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -16,6 +14,7 @@
 #include "engine/batch.h"
 #include "engine/tripwire.h"
 #include "os/data_file.h"
+#include "os/mutex.h"
 
 namespace datastates {
 
@@ -108,7 +107,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
 
   void Torn(uint64_t offset, uint64_t bytes);
   double Elapsed() const { return std::chrono::duration<double>(Clock::now() - born_).count(); }
-  bool Reached(Milestone milestone) const;  // under mutex_
+  bool Reached(Milestone milestone) const REQUIRES(mutex_);
   DataFile* file() const;
 
   const HomeProcess home_;
@@ -119,12 +118,11 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   const Clock::time_point born_ = Clock::now();
   std::optional<Tripwire> tripwire_;  // constant from TakeSamples until nothing of the job is queued
 
-  std::mutex
-      holding_;  // apart from mutex_, under which the driver, which may make its caller wait, is not called
+  Mutex holding_;  // apart from mutex_, under which the driver, which may make its caller wait, is not called
   std::vector<Hold> holds_ GUARDED_BY(holding_);
   double stream_waited_ GUARDED_BY(holding_) = 0;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  mutable Mutex mutex_;
+  CondVar changed_;
   std::unique_ptr<DataFile> file_ GUARDED_BY(mutex_);  // the file itself is thread-safe
   std::optional<Failure> failure_ GUARDED_BY(mutex_);
   Status status_ GUARDED_BY(mutex_);
