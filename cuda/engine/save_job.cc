@@ -20,7 +20,7 @@ SaveJob::SaveJob(std::string path, bool direct, bool checksums, std::shared_ptr<
 
 bool SaveJob::Reached(Milestone milestone) const {
   if (milestone == Milestone::kReleased) return tasks_ == 0;
-  if (failure_) return true;
+  if (failure_) return milestone != Milestone::kCopied || reads_ == 0;
   switch (milestone) {
     case Milestone::kEager:
       return eager_left_ == 0;
@@ -127,6 +127,19 @@ bool SaveJob::TakeSamples(const Batch& batch, std::shared_ptr<uint8_t> device_me
     Fail(failure);
   }
   return device;
+}
+
+bool SaveJob::BeginRead() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (failure_) return false;
+  ++reads_;
+  return true;
+}
+
+void SaveJob::EndRead() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  --reads_;
+  changed_.notify_all();
 }
 
 void SaveJob::PlanRehearsal(const Batch& batch) {
