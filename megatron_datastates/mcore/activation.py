@@ -50,6 +50,29 @@ def attach(module: Any) -> None:
         logging.getLogger(__name__).warning(
             "megatron_datastates is not available in %s: %s: %s", module.__name__, type(error).__name__, error
         )
+        _refuse_saves(module, error)
+
+
+def _refuse_saves(module: Any, error: Exception) -> None:
+    """Sees that nothing asked for as datastates is saved as something else, where ours is not in place."""
+    original = getattr(module, "save_checkpoint", None)
+    if original is None or getattr(original, "_of_datastates", False):
+        return
+
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        from megatron_datastates.errors import HookPointError
+
+        found = get_args()
+        if "datastates" in (getattr(found, "ckpt_backend", None), getattr(found, "ckpt_format", None)):
+            raise HookPointError(
+                "--ckpt-format datastates cannot be had: megatron_datastates did not attach to "
+                f"{module.__name__} when that was imported ({type(error).__name__}: {error})"
+            ) from error
+        return original(*args, **kwargs)
+
+    module.save_checkpoint = save_checkpoint
 
 
 def autoload() -> None:
