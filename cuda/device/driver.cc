@@ -27,8 +27,8 @@ constexpr unsigned kPreferOverlapWithCompute = 1;
 
 // Of a copy whose addresses and sizes the plan has checked.
 constexpr const char* kNotMapped =
-    "invalid argument (CUDA error 1): has the memory of a tensor been freed or unmapped since the save or the "
-    "load began? What does that has to call the fence first";
+    "invalid argument (CUDA error 1): has the memory of a tensor been freed or unmapped since the save "
+    "or the load began? What does that has to call the fence first";
 constexpr const char* kAllIsLost =
     ". After this error every CUDA call of this process fails, the trainer's too: it has to be started anew";
 

@@ -74,8 +74,8 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   // the job. Before anything of the batch is queued.
   bool TakeSamples(const Batch& batch, std::shared_ptr<uint8_t> device_memory);
 
-  // Around every time in which a source is read, on the host or by copies that are enqueued. No reading begins
-  // once the job has failed: false says so, and EndRead is not called then.
+  // Around every time in which a source is read, on the host or by copies that are enqueued. No reading
+  // begins once the job has failed: false says so, and EndRead is not called then.
   bool BeginRead();
   void EndRead();
 

@@ -1,4 +1,4 @@
-"""Memory that is freed, moved or unmapped while a lazy save reads it: whoever does so waits for the copies."""
+"""Memory freed, moved or unmapped while a lazy save reads it: whoever does that waits for the copies."""
 
 import importlib
 import logging
@@ -18,7 +18,7 @@ from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
 from tests.native.fake_cuda.provider import DeviceTensors
 from tests.native.test_device_saves import SLOT, Trainer, assert_published, failure
-from tests.native.test_device_saves import trainer as trainer  # noqa: PLC0414
+from tests.native.test_device_saves import trainer as trainer
 
 WAYS: dict[str, Callable[[torch.Tensor], object]] = {
     "untyped": lambda tensor: tensor.untyped_storage().resize_(0),

@@ -5,8 +5,8 @@
 // enqueued, so a source overwritten too early shows in the target. Copies from or to memory that is not
 // page-locked make the caller wait, and every call needs a current context, as cuda.h says. A copy that
 // leaves an allocation of device memory is refused, one that runs when the memory was freed is a misuse, one
-// that runs into unmapped memory ends the context (all calls but those that clean up fail from then on), and a
-// stream that holds a thousand operations makes whoever launches more wait. What tests order (failures,
+// that runs into unmapped memory ends the context (all calls but those that clean up fail from then on), and
+// a stream that holds a thousand operations makes whoever launches more wait. What tests order (failures,
 // delays, held streams) comes in through the functions of orders.cc.
 #include <algorithm>
 #include <chrono>

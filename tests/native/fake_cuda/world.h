@@ -98,7 +98,7 @@ bool IsPageLocked(const void* memory, size_t bytes);
 bool IsRegistered(const World& world, const void* memory, size_t bytes);  // with the lock
 // Whether these bytes are of one allocation of device memory.
 bool IsAllocated(unsigned long long address, size_t bytes);
-bool Touches(const std::map<uintptr_t, size_t>& ranges, uintptr_t address, size_t bytes);  // with the lock
+bool Touches(const std::map<uintptr_t, size_t>& ranges, uintptr_t address, size_t bytes);   // with the lock
 bool IsWithin(const std::map<uintptr_t, size_t>& ranges, uintptr_t address, size_t bytes);  // with the lock
 
 }  // namespace fake
