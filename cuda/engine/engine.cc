@@ -150,11 +150,13 @@ void Engine::AllowLazyCopies(const SaveJob& job, double seconds) {
 void Engine::TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch) {
   const bool device = std::any_of(batch.samples().begin(), batch.samples().end(),
                                   [](const auto& sample) { return sample.device; });
-  if (!job->TakeSamples(batch, device ? sample_memory_->Borrow() : nullptr)) return;
+  if (!job->BeginRead()) return;
+  if (!job->TakeSamples(batch, device ? sample_memory_->Borrow() : nullptr)) return job->EndRead();
   MutexLock lock(mutex_);
   if (stop_awaiting_) {
     lock.Unlock();
-    return AwaitDevice(*job);
+    AwaitDevice(*job);
+    return job->EndRead();
   }
   // Nobody may take the job for released, nor its memory back, while the device is still at its samples.
   job->Begin();

@@ -152,10 +152,11 @@ void Engine::Stage(const Stretch& stretch) {
   SaveJob& job = *stretch.job;
   const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
   Slot slot;
-  bool device = false;
+  bool device = false, reads = false;
   try {
     slot = SlotFor(job, chunk);
-    if (slot) {
+    reads = slot && job.BeginRead();
+    if (reads) {
       EnterDevice(job);
       FillSlot(stretch, chunk, slot.data(), &device);
       if (!stretch.rehearsal) return PassOn(stretch, device, &slot);
@@ -169,6 +170,7 @@ void Engine::Stage(const Stretch& stretch) {
     job.Fail(Failure("stage", "", 0, error.what()));
   }
   if (device) AwaitDevice(job);
+  if (reads) job.EndRead();
   slot.Return();
   if (stretch.rehearsal) EndRehearsal(stretch);
   job.Done();
@@ -177,7 +179,10 @@ void Engine::Stage(const Stretch& stretch) {
 void Engine::PassOn(const Stretch& stretch, bool device, Slot* slot) {
   const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
   stretch.job->Staged(*stretch.batch, chunk);
-  if (!device) stretch.job->Copied(*stretch.batch, chunk);
+  if (!device) {
+    stretch.job->Copied(*stretch.batch, chunk);
+    stretch.job->EndRead();
+  }
   FilledChunk filled{stretch.job, stretch.batch, stretch.next, std::move(*slot)};
   const MutexLock lock(mutex_);
   if (device) {
@@ -235,6 +240,7 @@ void Engine::AwaitLoop() {
     in_flight_.pop_front();
     lock.Unlock();
     const bool is_whole = Await(copied);
+    copied.filled.job->EndRead();
     if (!is_whole) copied.filled.slot.Return();
     if (!is_whole || !copied.filled.batch) copied.filled.job->Done();
     lock.Lock();

@@ -20,7 +20,7 @@ SaveJob::SaveJob(std::string path, bool direct, bool checksums, std::shared_ptr<
 
 bool SaveJob::Reached(Milestone milestone) const {
   if (milestone == Milestone::kReleased) return tasks_ == 0;
-  if (failure_) return true;
+  if (failure_) return milestone != Milestone::kCopied || reads_ == 0;
   switch (milestone) {
     case Milestone::kEager:
       return eager_left_ == 0;
@@ -129,6 +129,19 @@ bool SaveJob::TakeSamples(const Batch& batch, std::shared_ptr<uint8_t> device_me
     Fail(failure);
   }
   return device;
+}
+
+bool SaveJob::BeginRead() {
+  const MutexLock lock(mutex_);
+  if (failure_) return false;
+  ++reads_;
+  return true;
+}
+
+void SaveJob::EndRead() {
+  const MutexLock lock(mutex_);
+  --reads_;
+  changed_.NotifyAll();
 }
 
 void SaveJob::PlanRehearsal(const Batch& batch) {

@@ -20,11 +20,12 @@ namespace datastates {
 
 constexpr uint64_t kBlockBytes = uint64_t{1} << 20;  // covered by one checksum (FORMAT.md)
 
-// What a wait can be for. Every wait also ends when the job fails, but kReleased.
+// What a wait can be for. When the job fails, every wait ends: that for kCopied once nothing reads a source
+// any more, that for kReleased as ever, the others at once.
 enum class Milestone {
   kEager,     // samples and eager chunks are enqueued: on the device's stream, or copied from host memory
   kStaged,    // fenced chunks are enqueued, likewise
-  kCopied,    // no fenced source will be read any more
+  kCopied,    // no fenced source will be read any more: it may be freed, or unmapped
   kWritten,   // the input is closed and every chunk is in the file
   kDurable,   // the footer is written and the file and its directories are synced
   kReleased,  // nothing of this job is queued or running, no source is read, no slot is held
@@ -71,6 +72,11 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   // Takes the samples of a fenced batch; returns whether the device was asked for any. What goes wrong fails
   // the job. Before anything of the batch is queued.
   bool TakeSamples(const Batch& batch, std::shared_ptr<uint8_t> device_memory);
+
+  // Around every time in which a source is read, on the host or by copies that are enqueued. No reading
+  // begins once the job has failed: false says so, and EndRead is not called then.
+  bool BeginRead();
+  void EndRead();
 
   // Used by the engine's workers.
   void PlanRehearsal(const Batch& batch);
@@ -132,6 +138,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   size_t staged_left_ GUARDED_BY(mutex_) = 0;
   size_t copied_left_ GUARDED_BY(mutex_) = 0;
   size_t written_left_ GUARDED_BY(mutex_) = 0;
+  size_t reads_ GUARDED_BY(mutex_) = 0;  // begun and not ended
   size_t tasks_ GUARDED_BY(mutex_) = 0;  // queued or running in the engine, failed or not
   bool input_closed_ GUARDED_BY(mutex_) = false;
   bool durable_ GUARDED_BY(mutex_) = false;

@@ -46,7 +46,7 @@ def is_ours(directory: str | os.PathLike[str]) -> bool:
     except (OSError, ValueError):
         config = None
     backend = config.get("sharded_backend") if isinstance(config, dict) else None
-    if backend not in (None, "torch_dist"):
+    if isinstance(backend, str) and backend != "torch_dist":
         return bool(backend == BACKEND)
     return has_manifest(directory) and not (Path(directory) / _TORCH_DIST_INDEX).exists()
 
@@ -103,17 +103,24 @@ def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `maybe_load_config`."""
 
     def maybe_load_config(checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
+        from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
+
         LOOKED_AT.set(checkpoint_dir)
         try:
             config = original(checkpoint_dir, *args, **kwargs)
-        except (ValueError, TypeError, AttributeError):  # cut short by a crash, or damaged otherwise
-            if not has_manifest(checkpoint_dir):
-                raise
-            config = None
-        if config is None and checkpoint_dir and has_manifest(checkpoint_dir):
-            from megatron.core.dist_checkpointing.core import CheckpointingConfig
-
+            is_damaged = config is not None and not isinstance(config.sharded_backend, str)
+            problem: Exception | None = TypeError("it names no backend") if is_damaged else None
+        except (ValueError, TypeError, AttributeError) as error:  # cut short by a crash, or damaged otherwise
+            config, problem, is_damaged = None, error, True
+        if (is_damaged or config is None) and checkpoint_dir and has_manifest(checkpoint_dir):
             return CheckpointingConfig(BACKEND, 1)
+        if is_damaged and may_be_ours(checkpoint_dir):
+            raise CheckpointingException(
+                f"{Path(checkpoint_dir, METADATA_NAME)} is damaged ({type(problem).__name__}: {problem}), "
+                f"and there is no {MANIFEST_NAME}: a save there was not published; load another checkpoint"
+            ) from problem
+        if config is None and problem is not None:
+            raise problem
         return config
 
     return maybe_load_config
