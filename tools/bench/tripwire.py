@@ -4,7 +4,7 @@ A change comes when the save has begun and nothing has been copied: `at once`, o
 look that sources in host memory get. No time decides that: the threads that copy are held until the change is
 made. The device is the fake driver's, so its shares mean what they say and it has no times.
 
-    python tools/bench/tripwire.py --out results.json        # about 5 minutes, 2 GiB of memory, no disk
+    python tools/bench/tripwire.py --out results.json        # about 5 minutes, 1 GiB of memory, no disk
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ Result = dict[str, Any]
 Part = tuple[int, int]  # begin and size, in a source
 Flip = Callable[[], None]
 HOST_SLOT, DEVICE_SLOT = 2 * MIB, 8 * MIB  # the defaults
-LARGE, SMALL, SMALLS = 64 * MIB, 16 * KIB, 200
+LARGE, SMALL, SMALLS = 32 * MIB, 16 * KIB, 200
 ROW = 4 * KIB
 notes = Console(stderr=True)
 
