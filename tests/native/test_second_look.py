@@ -188,7 +188,7 @@ def test_look_at_untouched_sources_raises_no_alarm(
 
 
 def test_change_of_any_of_them_is_found(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
-    """That the test above looks at them."""
+    """At the start or by the look: none of them is left out."""
     for number in range(1, len(odd_sources())):  # the first has no bytes
         copies = odd_sources()
         engine = device_engines(slot_bytes=SLOT, most_slots=2)
