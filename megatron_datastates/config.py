@@ -197,6 +197,8 @@ class Options:
     sysfs: str = dataclasses.field(default="/sys", metadata={})
     backend: str = dataclasses.field(default="pwrite", metadata={})  # "discard" drops what is written
     tripwire: bool = dataclasses.field(default=True, metadata={"parse": _on_off})
+    # Where the tripwire samples the first save, the next has the next number; 0: somewhere else in each run.
+    sample_seed: int = dataclasses.field(default=0, metadata={"parse": int})
     # After which lazy copies from a device begin in a loop that neither polls nor fences, in seconds.
     lazy_delay: float = dataclasses.field(default=0.1, metadata={"parse": _seconds})
 

@@ -41,6 +41,12 @@ void DeviceCopier::EnterThread() const {
 
 void DeviceCopier::CopyAtOnce(const std::vector<Piece>& pieces) { Enqueue(pieces, false); }
 
+void DeviceCopier::CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t bytes, size_t step_bytes,
+                                  size_t rows) {
+  driver_->CopyRowsToHost(target, source, bytes, step_bytes, rows, stream_);
+  Count(1, false);
+}
+
 void DeviceCopier::Copy(const std::vector<Piece>& pieces) { Enqueue(pieces, true); }
 
 void DeviceCopier::Enqueue(const std::vector<Piece>& pieces, bool bounded) {

@@ -65,6 +65,8 @@ class DeviceCopier {
   void HoldBack(CuStream trainer) const;
   // Enqueues copies beyond the bound: for a number of them that is bounded otherwise.
   void CopyAtOnce(const std::vector<Piece>& pieces);
+  // The same for `rows` pieces of `bytes`, `step_bytes` apart on the device: one copy.
+  void CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t bytes, size_t step_bytes, size_t rows);
   // The place after everything that this thread has enqueued.
   Place Enqueued() const { return enqueued_; }
 

@@ -1,6 +1,7 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <random>
 #include <system_error>
 
 #include "os/aligned.h"
@@ -12,6 +13,17 @@ namespace {
 
 constexpr const char* kClosed = "the engine was closed";
 
+uint64_t RandomSeed() {
+  std::random_device device;
+  return (uint64_t{device()} << 32) | device();
+}
+
+// Whether there is something for the tripwire's second look.
+bool HasLazyHostRuns(const Batch& batch) {
+  return std::any_of(batch.runs().begin(), batch.runs().end(),
+                     [](const Run& run) { return !run.eager && !run.device; });
+}
+
 }  // namespace
 
 Engine::Engine(const Options& options)
@@ -19,7 +31,8 @@ Engine::Engine(const Options& options)
       backend_(WriteBackend::Named(options.backend)),
       faults_(options.faults),
       copy_rate_(options.copy_bytes_per_second),
-      write_rate_(options.write_bytes_per_second) {
+      write_rate_(options.write_bytes_per_second),
+      next_seed_(options.sample_seed != 0 ? options.sample_seed : RandomSeed()) {
   if (options.slot_bytes == 0 || options.slot_bytes % kAlignment != 0 || options.most_slots == 0 ||
       options.copy_threads < 1 || options.write_threads < 1) {
     throw Failure("start engine", "", 0,
@@ -131,6 +144,7 @@ std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve
     Queue(std::move(rehearsal));
   }
   stretch.opens = true;
+  stretch.looks = options_.tripwire && !options_.paranoid && HasLazyHostRuns(*stretch.batch);
   stretch.reserve_bytes = reserve_bytes;
   stretch.lazy_from = DeadlineAfter(lazy_seconds);
   Queue(std::move(stretch));
@@ -148,8 +162,7 @@ void Engine::AllowLazyCopies(const SaveJob& job, double seconds) {
 }
 
 void Engine::TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch) {
-  const bool device = std::any_of(batch.samples().begin(), batch.samples().end(),
-                                  [](const auto& sample) { return sample.device; });
+  const bool device = batch.samples().all.size() > batch.samples().host;
   if (!job->BeginRead()) return;
   if (!job->TakeSamples(batch, device ? sample_memory_->Borrow() : nullptr)) return job->EndRead();
   MutexLock lock(mutex_);

@@ -30,31 +30,38 @@ class AlignedCopy {
 
 }  // namespace
 
+Engine::Task Engine::NextOf(const Stretch& stretch) {
+  if (stretch.opens) return Task::kOpen;
+  const bool looks = stretch.looks && !stretch.batch->chunks()[stretch.next].eager;
+  return looks ? Task::kLook : Task::kStage;
+}
+
 // Whether the next chunk's time has not come.
 bool Engine::MustWait(const Stretch& stretch) const {
-  if (stretch.opens || stretch.rehearsal || stretch.next == stretch.batch->chunks().size()) return false;
+  if (NextOf(stretch) != Task::kStage || stretch.rehearsal) return false;
   const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
   return chunk.device && !chunk.eager && Clock::now() < stretch.lazy_from && !stretch.job->failed();
 }
 
-// Takes the next chunk in the order of the queue, or the opening of a file. A stretch whose file is
-// being opened, whose rehearsal ends, or whose next chunk must wait (`later` says that there is one), is
-// passed over with everything of its job after it, so that no chunk comes before it.
-bool Engine::TakeChunk(Stretch* taken, bool* open, bool* later) {
+// Takes the next chunk in the order of the queue, or what comes before it. A stretch whose file is being
+// opened, whose sources are being looked at, whose rehearsal ends, or whose next chunk must wait (`later`
+// says that there is one), is passed over with everything of its job after it, so that no chunk comes before
+// it.
+bool Engine::TakeTask(Stretch* taken, Task* task, bool* later) {
   std::vector<const SaveJob*> blocked;
   for (auto at = stretches_.begin(); at != stretches_.end(); ++at) {
     if (std::find(blocked.begin(), blocked.end(), at->job.get()) != blocked.end()) continue;
     const size_t chunks = at->batch->chunks().size();
     const bool waits = MustWait(*at);
     *later |= waits;
-    if (at->opening || (at->rehearsal && at->next == chunks) || waits) {
+    if (at->busy || (at->rehearsal && at->next == chunks) || waits) {
       blocked.push_back(at->job.get());
       continue;
     }
-    *open = at->opens;
-    if (at->opens) at->opening = true;
+    *task = NextOf(*at);
+    at->busy = *task != Task::kStage;
     *taken = *at;
-    if (!at->opens && ++at->next >= chunks && !at->rehearsal) {
+    if (!at->busy && ++at->next >= chunks && !at->rehearsal) {
       at->job->Done();
       stretches_.erase(at);
     }
@@ -69,8 +76,9 @@ void Engine::StageLoop() {
   ++staging_;
   while (true) {
     Stretch taken;
-    bool open = false, later = false;
-    if (!TakeChunk(&taken, &open, &later)) {
+    Task task = Task::kStage;
+    bool later = false;
+    if (!TakeTask(&taken, &task, &later)) {
       if (later) {
         stage_wake_.WaitUntil(mutex_, Clock::now() + kLook);
       } else if (stop_staging_) {
@@ -81,10 +89,15 @@ void Engine::StageLoop() {
       continue;
     }
     lock.Unlock();
-    if (open) {
-      OpenFile(taken);
-    } else {
-      Stage(taken);
+    switch (task) {
+      case Task::kOpen:
+        OpenFile(taken);
+        break;
+      case Task::kLook:
+        Look(taken);
+        break;
+      case Task::kStage:
+        Stage(taken);
     }
     taken = Stretch();
     lock.Lock();
@@ -102,16 +115,35 @@ void Engine::OpenFile(const Stretch& stretch) {
     stretch.job->Fail(Failure("open", "", 0, error.what()));
   }
   const MutexLock lock(mutex_);
-  for (auto at = stretches_.begin(); at != stretches_.end(); ++at) {
-    if (at->batch != stretch.batch) continue;
-    at->opens = at->opening = false;
-    if (at->batch->chunks().empty()) {
-      at->job->Done();
-      stretches_.erase(at);
-    }
-    break;
+  const auto at = Find(stretch);
+  at->opens = at->busy = false;
+  if (at->batch->chunks().empty()) {
+    at->job->Done();
+    stretches_.erase(at);
   }
   stage_wake_.NotifyAll();
+}
+
+void Engine::Look(const Stretch& stretch) {
+  if (stretch.job->BeginRead()) {
+    try {
+      stretch.job->Look(*stretch.batch);
+    } catch (const std::exception& error) {
+      stretch.job->Fail(Failure("look at sources", "", 0, error.what()));
+    }
+    stretch.job->EndRead();
+  }
+  const MutexLock lock(mutex_);
+  const auto at = Find(stretch);
+  at->looks = at->busy = false;
+  stage_wake_.NotifyAll();
+}
+
+// One that is busy is not taken from the queue by anybody else.
+std::deque<Engine::Stretch>::iterator Engine::Find(const Stretch& taken) {
+  return std::find_if(stretches_.begin(), stretches_.end(), [&](const Stretch& other) {
+    return other.batch == taken.batch && other.rehearsal == taken.rehearsal;
+  });
 }
 
 void Engine::EnterDevice(const SaveJob& job) {
@@ -196,9 +228,7 @@ void Engine::PassOn(const Stretch& stretch, bool device, Slot* slot) {
 
 void Engine::EndRehearsal(const Stretch& stretch) {
   const MutexLock lock(mutex_);
-  const auto at = std::find_if(stretches_.begin(), stretches_.end(), [&](const Stretch& other) {
-    return other.rehearsal && other.batch == stretch.batch;
-  });
+  const auto at = Find(stretch);
   if (++at->rehearsed < at->batch->chunks().size()) return;
   at->job->Done();
   stretches_.erase(at);

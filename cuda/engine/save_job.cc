@@ -159,12 +159,19 @@ void SaveJob::Rehearsed(size_t chunk, uint32_t crc) {
   changed_.NotifyAll();
 }
 
+void SaveJob::Look(const Batch& batch) {
+  if (!tripwire_) return;
+  tripwire_->Look(batch, [this] { return failed(); });
+  const MutexLock lock(mutex_);
+  status_.looked_at = Elapsed();
+}
+
 bool SaveJob::Verify(const Batch& batch, size_t number, const uint8_t* staged) {
   if (!batch.fenced()) return true;
   const Batch::Chunk& chunk = batch.chunks()[number];
   if (tripwire_) {
-    if (const auto offset = tripwire_->FindChange(batch, chunk, staged)) {
-      Torn(*offset, 1);
+    if (const auto change = tripwire_->FindChange(batch, number, staged)) {
+      Torn(change->offset, change->bytes);
       return false;
     }
   }

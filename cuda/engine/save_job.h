@@ -43,7 +43,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
     bool direct = false;
     uint64_t bytes_planned = 0, bytes_copied = 0, bytes_written = 0;
     // Seconds since the job began; negative while it has not happened.
-    double reserved_at = -1, staged_at = -1, copied_at = -1, written_at = -1, durable_at = -1;
+    double reserved_at = -1, looked_at = -1, staged_at = -1, copied_at = -1, written_at = -1, durable_at = -1;
     double waited_for_slots = 0;   // of all staging threads together
     double waited_for_memory = 0;  // the part of it in which the pool was still being made
     // Where in the file a source changed before its copy was done; torn_bytes is 0 if none did.
@@ -81,6 +81,9 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   // Used by the engine's workers.
   void PlanRehearsal(const Batch& batch);
   void Rehearsed(size_t chunk, uint32_t crc);  // the checksum of that chunk, copied before any change
+  // The tripwire's second look at what is in host memory, if there is a tripwire. Before the first chunk that
+  // is not eager is copied, so that nothing has changed for a good reason.
+  void Look(const Batch& batch);
   // Whether the fenced chunk was staged as it was when the save began, as far as samples and rehearsal can
   // tell. If not, the job fails.
   bool Verify(const Batch& batch, size_t chunk, const uint8_t* staged);
@@ -122,7 +125,9 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   const bool checksums_;
   const std::shared_ptr<DeviceCopier> copier_;
   const Clock::time_point born_ = Clock::now();
-  std::optional<Tripwire> tripwire_;  // constant from TakeSamples until nothing of the job is queued
+  // From TakeSamples until nothing of the job is queued; constant but for Look, which comes before every
+  // chunk that it looks at.
+  std::optional<Tripwire> tripwire_;
 
   Mutex holding_;  // apart from mutex_, under which the driver, which may make its caller wait, is not called
   std::vector<Hold> holds_ GUARDED_BY(holding_);

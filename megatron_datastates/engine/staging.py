@@ -46,6 +46,7 @@ class StagingEngine:
             tripwire=options.tripwire,
             paranoid=options.paranoid,
             sysfs=options.sysfs,
+            sample_seed=options.sample_seed,
         )
 
     def begin(
