@@ -54,7 +54,7 @@ format: env ## let ruff and clang-format rewrite the sources
 clean: ## remove what builds and tests left, but not .venv
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	rm -f megatron_datastates/engine/_native*.so
-	find megatron_datastates recipes tests tools -name __pycache__ -prune -exec rm -rf {} +
+	find benchmarks megatron_datastates recipes tests tools -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean ## remove .venv too
 	rm -rf .venv

@@ -217,9 +217,6 @@ void BindJob(nb::module_& module) {
           [](SaveJob& self, uintptr_t stream) { self.HoldBack(reinterpret_cast<CuStream>(stream)); },
           "stream"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("stream_waited", &SaveJob::StreamWaited, nb::call_guard<nb::gil_scoped_release>())
-      .def(
-          "fail", [](SaveJob& self, const std::string& reason) { self.Fail(Failure(reason, "", 0)); },
-          "reason"_a)
       .def("cancel", &SaveJob::Cancel, "reason"_a)
       .def("remove", &SaveJob::Remove, nb::call_guard<nb::gil_scoped_release>())
       .def("status", &StatusDict)

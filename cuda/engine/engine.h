@@ -23,22 +23,23 @@ namespace datastates {
 
 class Engine {
  public:
+  // The bindings pass every value; defaults are theirs and config.py's.
   struct Options {
-    size_t slot_bytes = size_t{4} << 20;
-    size_t most_slots = 64;
-    int copy_threads = 2;
-    int write_threads = 2;
-    bool direct = true;
-    bool checksums = true;
-    uint64_t copy_bytes_per_second = 0;   // 0: no limit
-    uint64_t write_bytes_per_second = 0;  // 0: no limit
-    std::string driver = "libcuda.so.1";
+    size_t slot_bytes;
+    size_t most_slots;
+    int copy_threads;
+    int write_threads;
+    bool direct;
+    bool checksums;
+    uint64_t copy_bytes_per_second;   // 0: no limit
+    uint64_t write_bytes_per_second;  // 0: no limit
+    std::string driver;
     std::string faults;
-    std::string backend = "pwrite";  // os/write_backend.h
-    bool tripwire = true;            // take samples: engine/tripwire.h
-    bool paranoid = false;           // copy every chunk twice, the first time eagerly, and compare checksums
-    std::string sysfs = "/sys";      // os/numa.h
-    uint64_t sample_seed = 0;        // of the first save's samples, the next has the next; 0: a random one
+    std::string backend;   // os/write_backend.h
+    bool tripwire;         // take samples: engine/tripwire.h
+    bool paranoid;         // copy every chunk twice, the first time eagerly, and compare checksums
+    std::string sysfs;     // os/numa.h
+    uint64_t sample_seed;  // of the first save's samples, the next has the next; 0: a random one
   };
 
   // Starts the threads. Throws Failure for options that make no sense, or if there are no threads to be had.

@@ -35,8 +35,8 @@ _Group = tuple[Path, bool]  # its folder, and whether it is of version 2
 def slot_bytes(options: Options, on_gpu_machine: bool) -> int:
     """The size of a slot: the option's, or one that suits the machine.
 
-    Writes are as fast with 2 MiB as with more (benchmark engine.py), and small slots need less memory. Copies
-    from a device want fewer and longer operations, unless memory is short.
+    Writes are as fast with 2 MiB as with more (benchmarks.engine, --only sweep), and small slots need less
+    memory. Copies from a device want fewer and longer operations, unless memory is short.
     """
     if options.slot_size:
         return options.slot_size

@@ -1,13 +1,14 @@
-"""The simulator of large checkpoints (tools/bench/scale_states.py) foretells what real ranks store."""
+"""The simulator of large checkpoints (benchmarks/scale) predicts what real ranks store."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
+from benchmarks.scale.models import Model, Parallel
+from benchmarks.scale.ranks import rank_states
 from megatron_datastates.pipeline.load import Checkpoint
 from tests.multirank.layouts import EP2, PP2, TP2, Layout
 from tests.support.world import World
-from tools.bench.scale_states import Model, Parallel, rank_states
 
 RANKS, BUCKET = 4, 4000
 PLAIN: Layout = {"num_query_groups": 2, "add_bias_linear": False, "normalization": "RMSNorm"}

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from tools.bench import gpu
+from benchmarks.gpu import benchmark, processes, results
+from benchmarks.gpu.__main__ import RESULTS, main, parse
+from benchmarks.gpu.environment import FAKE, ROOT
 
-SCRIPT = Path(gpu.__file__).with_name("gpu.sh")
+SCRIPT = ROOT / "benchmarks" / "gpu" / "run.sh"
 HELD: dict[str, Any] = {
     "cases": {"16 GiB": {"held_ms": 5.5}},
     "first_save": {"device_bytes_not_named": 0, "device_bytes_by_torch": 0},
@@ -32,28 +34,31 @@ MEASURED: dict[str, Any] = {
 
 ENDS_EARLY = """
 import pathlib, sys
-told = '{"part": "copies", "repeats": 1}\\n{"part": "copies", "repeats": 2}\\n{"part": "cop'
-pathlib.Path(sys.argv[sys.argv.index("--into") + 1]).write_text(told)
+report = '{"part": "copies", "repeats": 1}\\n{"part": "copies", "repeats": 2}\\n{"part": "cop'
+pathlib.Path(sys.argv[sys.argv.index("--into") + 1]).write_text(report)
 sys.exit(5 if sys.argv[1] == "copies" else 0)
 """
 
-# What would be bad, made bad: each value that it prints must show it.
+# Each thing that a save should not do, done on purpose: the values that are printed must show it.
 BAD_ON_PURPOSE = """
 import json, pathlib, sys, time
-import gpu_device, gpu_copies, gpu_held, gpu_saves, torch
-from gpu_driver import BareCopies
+from benchmarks.gpu import device as devices, copies, held, memory
+from benchmarks.gpu.context import Part
+from benchmarks.gpu.driver import BareCopies
+from benchmarks.gpu.saves import DeviceSaves
+import torch
 folder = pathlib.Path(sys.argv[1])
-device = gpu_device.Device(folder)
-shard = gpu_device.make_shard(8 << 20, 4)
+device = devices.Device(folder)
+shard = devices.make_shard(8 << 20, 4)
 found = {}
 
 slow = {
-    "discard": gpu_saves.Saving(device, folder, 64 << 20, backend="discard", copy_limit=20 << 20),
-    "small_pool": gpu_saves.Saving(device, folder, 64 << 20, backend="discard"),
+    "discard": DeviceSaves(device, folder, 64 << 20, backend="discard", copy_limit=20 << 20),
+    "small_pool": DeviceSaves(device, folder, 64 << 20, backend="discard"),
 }
-for saving in slow.values():
-    saving.make_pool()
-(values,) = gpu_copies._compare(slow, BareCopies(device.driver, 8 << 20, folder), shard, [0])
+for saves in slow.values():
+    saves.make_pool()
+(values,) = copies.compare(slow, BareCopies(device.driver, 8 << 20, folder), shard, [0])
 found |= {name: values[f"{name}_to_bare"] for name in slow}
 
 torch.cuda.synchronize = lambda: time.sleep(0.05)
@@ -63,21 +68,21 @@ torch.cuda.synchronize = lambda: None
 parts = slow["discard"].held(shard, synchronize=True, work=None)
 found["fenced_too_early"] = parts["fence"]
 
-taken, start = 0, gpu_saves.Saving.start
-gpu_device.Device.free_bytes = lambda self: (64 << 20) - taken
-def start_and_take(self, shard):
+taken, start = 0, DeviceSaves.start
+devices.Device.free_bytes = lambda self: (64 << 20) - taken
+def start_and_take(self, provider):
     global taken
     taken += 4096
-    return start(self, shard)
-gpu_saves.Saving.start = start_and_take
-saving = gpu_saves.Saving(device, folder, 64 << 20, backend="discard")
-found["first_save"] = gpu_held._first_save(device, saving, shard, gpu_held.Work())
+    return start(self, provider)
+DeviceSaves.start = start_and_take
+saves = DeviceSaves(device, folder, 64 << 20, backend="discard")
+found["first_save"] = held.measure_first_save(device, saves, shard, held.Work())
 
-gpu_saves.free_bytes = lambda: 10 << 20
-told = {}
-gpu_held.measure_held(device, folder, True, time.monotonic(), lambda **values: told.update(values))
-found |= {"cases": list(told["cases"]), "left_out": told["left_out"]}
-found["least"] = gpu_saves.fitting([1 << 40], device, folder)
+memory.free_bytes = lambda: 10 << 20
+report = {}
+held.measure_held(Part(device, folder, True, time.monotonic(), lambda **values: report.update(values)))
+found |= {"cases": list(report["cases"]), "left_out": report["left_out"]}
+found["least"] = memory.fitting([1 << 40], device, folder)
 print(json.dumps(found))
 """
 
@@ -88,22 +93,28 @@ def run_script(*arguments: object, **environment: str) -> subprocess.CompletedPr
     return subprocess.run(command, env=settings, capture_output=True, text=True, timeout=280)
 
 
+def run_as_part(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
+    """Makes parts run a program of the test's."""
+    (folder / "part.py").write_text(program)
+    monkeypatch.setattr(benchmark, "PART_COMMAND", (sys.executable, str(folder / "part.py")))
+
+
 def test_both_calls_run_on_the_fake_driver_and_become_one(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    for call in gpu.CALLS:
+    for call in benchmark.CALLS:
         options = ("--fake", "--call", call, "--out", out, "--folder", tmp_path)
         ran = run_script(*options, OUT=str(tmp_path / "not here"))
         assert ran.returncode == 0, ran.stdout + ran.stderr
-        assert gpu.MEANINGLESS in ran.stdout
+        assert benchmark.MEANINGLESS in ran.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing is left of what was measured
     assert not list(Path("/dev/shm").glob("datastates-bench-*"))
     first, second, whole = sorted(out.iterdir())
     assert first.stem.endswith("-call1") and second.stem.endswith("-call2")
-    results = json.loads(whole.read_text())
-    assert results["of"] == gpu.MEANINGLESS and results["native_module"] == "as found"
-    parts = results["parts"]
+    whole_results = json.loads(whole.read_text())
+    assert whole_results["of"] == benchmark.MEANINGLESS and whole_results["native_module"] == "as found"
+    parts = whole_results["parts"]
     assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(
-        gpu.PART_SECONDS.keys() - {"tests"}, "done"
+        benchmark.PART_SECONDS.keys() - {"tests"}, "done"
     )
     assert parts["page_locking"]["collapsed"]["4_threads"]["lock_gb_per_s"] > 0
     assert parts["page_locking"]["pools"]["0.125 GiB"]["seconds"] > 0
@@ -131,8 +142,8 @@ def test_both_calls_run_on_the_fake_driver_and_become_one(tmp_path: Path) -> Non
 
 def test_what_is_bad_shows(tmp_path: Path) -> None:
     """Slow copies, a synchronize that waits, an early fence, memory of the device, little host memory."""
-    path = os.pathsep.join([str(SCRIPT.parent), str(gpu.ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {gpu.FAKE: "1", "PYTHONPATH": path}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {FAKE: "1", "PYTHONPATH": path}
     command = [sys.executable, "-c", BAD_ON_PURPOSE, str(tmp_path)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -156,7 +167,7 @@ def test_a_module_that_was_carried_serves_where_it_is_asked_for(tmp_path: Path) 
 def test_a_process_that_is_late_ends_with_all_that_it_started(tmp_path: Path) -> None:
     begin = time.monotonic()
     hangs = f"sleep 1000 & echo $! > {tmp_path}/child; wait"
-    assert gpu.run_process(["sh", "-c", hangs], 1.0, tmp_path / "log") == "ended after its 1 s"
+    assert processes.run_process(["sh", "-c", hangs], 1.0, tmp_path / "log") == "ended after its 1 s"
     assert time.monotonic() - begin < 60
     stat = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
     deadline = time.monotonic() + 20
@@ -165,52 +176,51 @@ def test_a_process_that_is_late_ends_with_all_that_it_started(tmp_path: Path) ->
         time.sleep(0.01)
 
 
-def test_a_process_that_fails_tells_why(tmp_path: Path) -> None:
+def test_a_process_that_fails_leaves_its_last_lines(tmp_path: Path) -> None:
     command = ["sh", "-c", "echo no such thing >&2; exit 7"]
-    assert gpu.run_process(command, 60.0, tmp_path / "log") == "failed with 7: no such thing"
+    assert processes.run_process(command, 60.0, tmp_path / "log") == "failed with 7: no such thing"
 
 
-def test_a_part_that_ends_in_its_middle_keeps_what_it_told_and_loses_no_other(
+def test_a_part_that_ends_early_keeps_its_results_and_affects_no_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "gpu_part.py").write_text(ENDS_EARLY)
-    monkeypatch.setattr(gpu, "HERE", tmp_path)
+    run_as_part(monkeypatch, tmp_path, ENDS_EARLY)
     monkeypatch.setenv("OUT", "set")
-    benchmark = gpu.Benchmark(gpu.parse(["--out", str(tmp_path / "out"), "--folder", str(tmp_path)]))
-    benchmark.run(["copies"])
-    benchmark.run(["held"])
-    path = benchmark.write()
-    benchmark.close()
+    running = benchmark.Benchmark(parse(["--out", str(tmp_path / "out"), "--folder", str(tmp_path)]))
+    running.run(["copies"])
+    running.run(["held"])
+    path = running.write()
+    running.close()
     assert {file.name for file in path.parent.iterdir()} == {path.name, "gpu-failed.log"}
-    results = json.loads(path.read_text())
-    assert results["parts"]["copies"]["status"].startswith("failed with 5")
-    assert results["parts"]["copies"]["repeats"] == 2
-    assert results["parts"]["held"]["status"].startswith("failed")  # it never said that it had measured
-    assert all(row["met"] is None for row in results["bars"])
+    written = json.loads(path.read_text())
+    assert written["parts"]["copies"]["status"].startswith("failed with 5")
+    assert written["parts"]["copies"]["repeats"] == 2
+    assert written["parts"]["held"]["status"].startswith("failed")  # it did not report that it was complete
+    assert all(row["met"] is None for row in written["bars"])
 
 
 def test_parts_for_which_no_time_is_left_are_named(tmp_path: Path) -> None:
-    benchmark = gpu.Benchmark(gpu.parse(["--out", str(tmp_path), "--budget", "5"]))
-    benchmark.run(["steps"])
-    benchmark.close()
-    assert benchmark.parts == {"steps": {"status": "left out: no time was left"}}
+    running = benchmark.Benchmark(parse(["--out", str(tmp_path), "--budget", "5"]))
+    running.run(["steps"])
+    running.close()
+    assert running.parts == {"steps": {"status": "left out: no time was left"}}
 
 
 def test_results_are_there_while_a_part_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "gpu_part.py").write_text(ENDS_EARLY.replace("sys.exit(", "import time; time.sleep(1.5); ("))
-    monkeypatch.setattr(gpu, "HERE", tmp_path)
-    monkeypatch.setattr(gpu, "_LOOK_SECONDS", 0.3)
-    benchmark = gpu.Benchmark(gpu.parse(["--out", str(tmp_path / "out"), "--folder", str(tmp_path)]))
+    slow = ENDS_EARLY.replace("sys.exit(", "import time; time.sleep(1.5); (")
+    run_as_part(monkeypatch, tmp_path, slow)
+    monkeypatch.setattr(processes, "_LOOK_SECONDS", 0.3)
+    running = benchmark.Benchmark(parse(["--out", str(tmp_path / "out"), "--folder", str(tmp_path)]))
     seen: list[Any] = []
-    write = benchmark.write
-    monkeypatch.setattr(benchmark, "write", lambda: seen.append(json.loads(write().read_text())["parts"]))
-    benchmark.run(["copies"])
-    benchmark.close()
+    write = running.write
+    monkeypatch.setattr(running, "write", lambda: seen.append(json.loads(write().read_text())["parts"]))
+    running.run(["copies"])
+    running.close()
     assert seen[-1] == {"copies": {"status": "under way", "repeats": 2}}
 
 
 def test_bars_are_met_missed_or_not_measured() -> None:
-    met = {row["bar"]: row["met"] for row in gpu.check_bars(MEASURED) if row["met"] is not None}
+    met = {row["bar"]: row["met"] for row in results.check_requirements(MEASURED) if row["met"] is not None}
     assert met == {
         "copies of large tensors >= 95%": True,
         "copies of 32 KiB >= 95%": False,
@@ -226,7 +236,7 @@ def test_bars_are_met_missed_or_not_measured() -> None:
         "loads to the device >= 85% of the disk": False,
         "trainer held <= 5 ms for 16 GiB, one connection": True,
     }
-    assert all(row["met"] is None for row in gpu.check_bars({}))
+    assert all(row["met"] is None for row in results.check_requirements({}))
 
 
 def results_of(date: str, parts: dict[str, Any], **values: str) -> dict[str, Any]:
@@ -241,37 +251,37 @@ def test_results_of_two_calls_merge_and_the_latest_that_was_done_stays(tmp_path:
         results_of("1", {"copies": {"status": "done"} | MEASURED["copies"], "held": done, "steps": done}),
     ]
     paths = [tmp_path / f"{number}.json" for number in range(2)]
-    for path, results in zip(paths, found, strict=True):
-        path.write_text(json.dumps(results))
-    merged, path = gpu.merge_files(paths, tmp_path)
+    for path, one in zip(paths, found, strict=True):
+        path.write_text(json.dumps(one))
+    merged, path = benchmark.merge_files(paths, tmp_path)
     assert json.loads(path.read_text()) == merged and path.name.startswith("gpu-x1-")
     assert merged["parts"]["held"] == done and merged["parts"]["steps"]["repeats"] == 2
     assert merged["native_module"] == ["built here", "as found"]
     assert [row["met"] for row in merged["bars"]][:2] == [True, False]
-    assert gpu.main(["--merge", *map(str, paths), "--out", str(tmp_path)]) == 0
+    assert main(["--merge", *map(str, paths), "--out", str(tmp_path)]) == 0
 
 
 def test_results_of_different_gpus_do_not_merge() -> None:
     with pytest.raises(ValueError, match=r"different machines: NVIDIA X1, NVIDIA X2"):
-        gpu.merge([results_of("1", {}), results_of("2", {}, gpu="NVIDIA X2")])
+        results.merge([results_of("1", {}), results_of("2", {}, gpu="NVIDIA X2")])
 
 
 def test_a_call_is_over_within_8_minutes_and_both_are_all() -> None:
-    assert gpu.CALL_SECONDS < 460
-    assert set(gpu.CALLS[1]) | set(gpu.CALLS[2]) == gpu.PART_SECONDS.keys()
-    for call in gpu.CALLS:
-        parsed = gpu.parse(["--call", str(call), "--spent", "40"])
-        assert tuple(parsed.parts) == gpu.CALLS[call]
-        *others, last = (gpu.PART_SECONDS[part] for part in parsed.parts)
-        assert gpu.CALL_SECONDS - 35 - sum(others) >= min(last, 150)  # 35 s for the build
+    assert benchmark.CALL_SECONDS < 460
+    assert set(benchmark.CALLS[1]) | set(benchmark.CALLS[2]) == benchmark.PART_SECONDS.keys()
+    for call in benchmark.CALLS:
+        parsed = parse(["--call", str(call), "--spent", "40"])
+        assert tuple(parsed.parts) == benchmark.CALLS[call]
+        *others, last = (benchmark.PART_SECONDS[part] for part in parsed.parts)
+        assert benchmark.CALL_SECONDS - 35 - sum(others) >= min(last, 150)  # 35 s for the build
         assert parsed.budget == 415
-    assert gpu.parse([]).budget == sum(gpu.PART_SECONDS.values())
+    assert parse([]).budget == sum(benchmark.PART_SECONDS.values())
 
 
 def test_results_of_a_gpu_go_where_they_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OUT", raising=False)
-    assert gpu.parse([]).out == SCRIPT.parent / "results"
-    assert gpu.parse(["--fake"]).out == gpu.ROOT / "build" / "bench"
+    assert parse([]).out == RESULTS
+    assert parse(["--fake"]).out == ROOT / "build" / "bench"
     monkeypatch.setenv("OUT", "/elsewhere")
-    assert gpu.parse([]).out == Path("/elsewhere")
-    assert gpu.parse(["--fake"]).out == gpu.ROOT / "build" / "bench"
+    assert parse([]).out == Path("/elsewhere")
+    assert parse(["--fake"]).out == ROOT / "build" / "bench"

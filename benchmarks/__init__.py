@@ -1,0 +1,12 @@
+"""Benchmarks of megatron_datastates, each a package that runs with `python -m`.
+
+- `benchmarks.engine`: saves on this machine's CPU and disk, compared with fio.
+- `benchmarks.load`: loads through Megatron, compared with torch_dist and fio.
+- `benchmarks.scale`: planning, publishing and opening checkpoints of up to 16,384 simulated ranks.
+- `benchmarks.gpu`: what a save costs a GPU that trains; `benchmarks/gpu/run.sh` prepares the machine.
+
+This folder holds what they share: interleaved rounds (`rounds`), the description of the machine (`machine`),
+the limit of the disk (`disk`), states and saves (`states`, `saves`), command lines (`command`) and pictures
+(`picture`). Results that the README cites are in `results/`. This module imports nothing: part of
+`benchmarks.gpu` has to run without torch.
+"""

@@ -1,0 +1,1 @@
+"""Measures what a save costs a GPU that trains. Importing this package imports no torch."""

@@ -1,0 +1,36 @@
+"""What every part of benchmarks.gpu gets: the device, a folder, its time, and where to report."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from benchmarks.gpu.device import Device
+
+Report = Callable[
+    ..., None
+]  # records values under the names of keyword arguments; later ones replace earlier
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The arguments of a part."""
+
+    device: Device
+    folder: Path
+    is_small: bool  # a try on the fake device
+    deadline: float  # of time.monotonic(), for the last round's end
+    report: Report
+
+    def rounds(self, most: int, deadline: float | None = None) -> Iterator[int]:
+        """Yields numbers of rounds while there is time for another, by the longest so far; at least one."""
+        deadline = self.deadline if deadline is None else deadline
+        longest = 0.0
+        for number in range(most):
+            begin = time.monotonic()
+            if number and begin + longest > deadline:
+                return
+            yield number
+            longest = max(longest, time.monotonic() - begin)

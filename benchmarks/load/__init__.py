@@ -1,0 +1,1 @@
+"""Measures loads through Megatron: rates by sharding, against torch_dist and the disk's limit."""

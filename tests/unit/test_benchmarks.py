@@ -1,0 +1,132 @@
+"""The benchmarks' command lines, and tries with tiny states: that they run, and what they report.
+
+benchmarks.gpu has its own test: tests/native/test_gpu_benchmark.py.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.rounds import Bar, Rates, interleave
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PARTS = ("plan", "commit", "load", "load_traced", "reshard", "reshard_traced")
+
+
+def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+
+
+def try_out(name: str, tmp_path: Path, *arguments: object) -> dict[str, Any]:
+    """Returns the results of a quick try, which has to leave nothing else behind."""
+    scratch, out = tmp_path / "in", tmp_path / f"{name}.json"
+    scratch.mkdir()
+    ran = run(name, "--quick", "--folder", scratch, "--out", out, *arguments)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert not any(scratch.iterdir()), "nothing is left of what was measured"
+    results: dict[str, Any] = json.loads(out.read_text())
+    return results
+
+
+@pytest.mark.parametrize("name", ["engine", "load", "scale", "gpu"])
+def test_help_has_examples_of_commands_that_exist(name: str) -> None:
+    ran = run(name, "--help")
+    assert ran.returncode == 0, ran.stderr
+    assert f"python -m benchmarks.{name} " in ran.stdout and "--quick" in ran.stdout
+
+
+@pytest.mark.parametrize("name", ["engine", "load", "scale"])
+def test_an_unknown_part_is_refused_before_anything_is_measured(name: str, tmp_path: Path) -> None:
+    ran = run(name, "--only", "nothing", "--out", tmp_path / "out.json")
+    assert ran.returncode == 2 and "nothing; expected one of" in " ".join(ran.stderr.split())
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_engine_benchmark_reports_what_its_committed_results_have(tmp_path: Path) -> None:
+    parts = ("write", "start", "tiny", "objects")
+    results = try_out("engine", tmp_path, *(word for part in parts for word in ("--only", part)))
+    committed = json.loads((RESULTS / "engine.json").read_text())
+    assert results.keys() == committed.keys() - {"date", "memory", "interference", "sweep"}
+    for part in ("write", "tiny", "objects", "options", "machine"):
+        assert results[part].keys() == committed[part].keys()
+    assert {frozenset(start) for start in results["start"].values()} == {frozenset(("held_ms", "spread_ms"))}
+    assert results["write"]["gb_per_s"]["datastates"] > 0
+    assert len(results["bars"]) == 1 + len(results["start"]) + 2
+    assert "<svg" in (tmp_path / "engine.svg").read_text()
+
+
+def test_the_load_benchmark_reports_what_its_committed_results_have(tmp_path: Path) -> None:
+    results = try_out("load", tmp_path)
+    committed = json.loads((RESULTS / "load.json").read_text())
+    assert results.keys() == committed.keys()
+    for part in ("loads", "again", "verify", "machine"):
+        assert results[part].keys() == committed[part].keys()
+    loads = results["loads"]
+    assert loads["gb_per_s"]["plain, datastates"] > 0 < loads["gb_per_s"]["plain, torch_dist"]
+    assert loads["bytes"]["plain, datastates"] == loads["bytes"]["plain, torch_dist"]
+    assert "<svg" in (tmp_path / "load.svg").read_text()
+
+
+def test_contenders_take_turns_and_the_first_round_does_not_count() -> None:
+    calls: list[str] = []
+
+    def contender(name: str) -> float:
+        calls.append(name)
+        return len(calls)
+
+    found = interleave(2, {"a": lambda: contender("a"), "b": lambda: contender("b")})
+    assert calls == ["a", "b"] * 3
+    assert found == {"a": [3, 5], "b": [4, 6]}
+
+
+def test_rates_are_compared_with_the_disks_best_and_what_cannot_run_is_left_out() -> None:
+    rates = Rates(
+        {"ours": [2e9, 4e9, 9e9], "slow": [1e9], "fast": [8e9], "broken": [0.0]}, frozenset({"ours"})
+    )
+    assert rates.best_of_disk == "fast" and rates.of_disk("ours") == 0.5
+    plain = rates.plain()
+    assert plain["gb_per_s"] == {"ours": 4, "slow": 1, "fast": 8}
+    assert plain["spread_gb_per_s"]["ours"] == [2, 9]
+
+
+def test_a_bar_is_met_on_its_limit() -> None:
+    assert (
+        Bar("rate", 0.95, 0.95, "", at_least=True).met and not Bar("rate", 0.94, 0.95, "", at_least=True).met
+    )
+    assert Bar("time", 5, 5, "ms", at_least=False).met and not Bar("time", 6, 5, "ms", at_least=False).met
+
+
+def test_every_measure_of_every_layout_is_reported(tmp_path: Path) -> None:
+    results = try_out("scale", tmp_path)
+    assert results["machine"]["packages"]["megatron-core"]
+    assert results["layouts"].keys() == {"tiny-8", "tiny-MoE-16"}
+    for name, layout in results["layouts"].items():
+        assert str(layout["ranks"]) == name.rpartition("-")[2]
+        assert all(layout[part]["status"] == "done" for part in PARTS), layout
+        assert_planned(layout["plan"])
+        assert_committed_and_opened(layout)
+    assert results["bars"] == [], "promises are about 16,384 ranks"
+    assert "<svg" in (tmp_path / "scale.svg").read_text()
+
+
+def assert_planned(plan: dict[str, Any]) -> None:
+    assert plan["fragments"] > plan["largest_fragments"] >= plan["median_fragments"] > 0
+    assert plan["largest_rank_ms"] > 0 < plan["median_rank_ms"]
+    counts = [int(count) for count in plan["ms_by_fragments"]]
+    assert counts == [counts[0] * factor for factor in (1, 2, 4, 8)]
+    assert plan["steepness"] > 0
+
+
+def assert_committed_and_opened(layout: dict[str, Any]) -> None:
+    commit, load, reshard = layout["commit"], layout["load"], layout["reshard"]
+    assert commit["merged_index_bytes"] > layout["plan"]["largest_index_bytes"]
+    assert commit["cached_seconds"] > 0 < commit["merge_seconds"]
+    assert load["seconds"] > 0 < reshard["seconds"]
+    assert load["reads"] >= load["requested"] > reshard["requested"] > 0
+    assert layout["load_traced"]["mib"] > 0 < layout["reshard_traced"]["mib"]
