@@ -37,7 +37,7 @@ class Footer:
     rank: int
     world_size: int
     data_bytes: int  # everything before the footer
-    layout_hash: bytes  # 16 bytes: the rank's index of tensors this file was written by
+    layout_digest: bytes  # 16 bytes: the rank's index of tensors this file was written by
     objects: dict[str, Extent]  # unique key -> bytes; Extent.file is 0
     block_checksums: bytes  # CRC-32C, little-endian u32 a block of BLOCK_BYTES; empty if switched off
     incompatible: int = 0
@@ -61,7 +61,7 @@ class Footer:
                 self.world_size,
                 len(self.objects),
                 len(self.block_checksums) // 4,
-                self.layout_hash,
+                self.layout_digest,
             )
         ]
         for key, extent in self.objects.items():
@@ -89,7 +89,7 @@ class Footer:
         if len(body) < _FIELDS.size or body[:8] != _MAGIC:
             raise FormatError(f"the footer of {name} does not begin as a footer does")
         (_, version, incompatible, compatible, block_bytes, data_bytes, run_id, ordinal, rank, world,
-         objects, blocks, layout_hash) = _FIELDS.unpack_from(body)  # fmt: skip
+         objects, blocks, layout_digest) = _FIELDS.unpack_from(body)  # fmt: skip
         check_readable(name, version, incompatible)
         aligned = data_bytes % ALIGNMENT == 0 and total % ALIGNMENT == 0 and data_bytes >= HEADER_BYTES
         if data_bytes != offset or block_bytes != BLOCK_BYTES or not aligned:
@@ -100,7 +100,7 @@ class Footer:
             raise FormatError(f"the footer of {name} has {blocks} checksums for {data_bytes} bytes")
         save_id = SaveId(run_id, ordinal)
         return cls(
-            save_id, rank, world, data_bytes, layout_hash, found, checksums,
+            save_id, rank, world, data_bytes, layout_digest, found, checksums,
             incompatible, compatible, version, crc
         )  # fmt: skip
 

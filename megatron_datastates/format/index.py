@@ -33,7 +33,7 @@ from megatron_datastates.format.tables import (
 )
 from megatron_datastates.format.values import DTYPE_NAMES, DTYPES, Extent, Fragment
 
-_MOST_BYTES = 1 << 62  # of a tensor, and of a file: sums and products of offsets stay within 64 bits
+_MAX_BYTES = 1 << 62  # of a tensor, and of a file: sums and products of offsets stay within 64 bits
 # Gives the bytes of ranges (offset, size) of the index file, which are in the order of the file.
 ReadRanges = Callable[[Sequence[tuple[int, int]]], Iterable[bytes]]
 
@@ -132,7 +132,7 @@ class Index:
 
     @classmethod
     def from_directory(
-        cls, directory: Directory, files: int, read: ReadRanges, known: Decoded | None = None
+        cls, directory: Directory, files: int, read: ReadRanges, known: DecodedEntries | None = None
     ) -> Index:
         """Reads sections when they are asked for. Raises as `decode`; so does asking.
 
@@ -146,17 +146,17 @@ class Index:
         objects = dict(zip(names, directory.objects["file"].tolist(), strict=True))
         if len(objects) != len(names):
             raise FormatError(f"{name} is damaged: it names an object twice")
-        return cls(StoredTensors(directory, read, Decoded() if known is None else known), objects)
+        return cls(StoredTensors(directory, read, DecodedEntries() if known is None else known), objects)
 
 
-class Decoded(dict[str, TensorEntry]):
+class DecodedEntries(dict[str, TensorEntry]):
     """Entries that have been decoded, by key. A type of its own, since no dict can be referred to weakly."""
 
 
 class StoredTensors(Mapping[str, TensorEntry]):
     """Reads and decodes an entry when it is asked for, and keeps it."""
 
-    def __init__(self, directory: Directory, read: ReadRanges, decoded: Decoded) -> None:
+    def __init__(self, directory: Directory, read: ReadRanges, decoded: DecodedEntries) -> None:
         self.directory, self.read, self._decoded = directory, read, decoded
 
     @functools.cached_property
@@ -211,7 +211,7 @@ class StoredTensors(Mapping[str, TensorEntry]):
         dtype = DTYPE_NAMES[row.dtype_code]
         # A size of 0 must not hide absurd ones beside it: strides are products of the others.
         elements = math.prod(max(size, 1) for size in row.global_shape)
-        if min(row.global_shape, default=0) < 0 or elements * DTYPES[dtype][1] >= _MOST_BYTES:
+        if min(row.global_shape, default=0) < 0 or elements * DTYPES[dtype][1] >= _MAX_BYTES:
             raise FormatError(f"{name} is damaged: {key!r} cannot have the shape {row.global_shape}")
         return dtype
 
@@ -229,7 +229,7 @@ def _checked_entry(
         # So every fragment is smaller than its tensor, and its bytes fit 64 bits.
         and (shapes <= whole - offsets).all()
         and (columns[-1] >= HEADER_BYTES).all()
-        and (columns[-1] < _MOST_BYTES).all()
+        and (columns[-1] < _MAX_BYTES).all()
     )
     if not inside:
         raise FormatError(f"{name} is damaged: a fragment of {key!r} does not fit its tensor")
@@ -285,7 +285,7 @@ def merge_indexes(parts: Iterable[tuple[Index, int]]) -> Index:
     objects = _merge_objects(plain)
     rows = Rows.of(plain)
     order = np.argsort(rows.ids, kind="stable")  # by key; of one key, as the parts come
-    rows.refuse_contradictions(order)
+    rows.check_consistent(order)
     files = max((file for _, file in plain), default=-1) + 1
     tensors: dict[str, TensorEntry] = {}
     for dims in np.unique(rows.ndim).tolist():

@@ -14,7 +14,7 @@ import msgspec
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.features import check_readable
-from megatron_datastates.format.values import FORMAT_VERSION, SaveId, hash_in_index_name, is_data_file_name
+from megatron_datastates.format.values import FORMAT_VERSION, SaveId, digest_in_index_name, is_data_file_name
 
 _LINE = re.compile(rb"datastates-manifest (\d{1,9}) (\d{1,12}) ([0-9a-f]{8})\n")
 
@@ -115,7 +115,7 @@ def _check(manifest: Manifest, name: str) -> None:
     if re.fullmatch(r"[0-9a-f]{16}", manifest.run_id) is None or not 1 <= manifest.ordinal < 1 << 64:
         refuse("its save id is malformed")
     index = manifest.index
-    if hash_in_index_name(index.name) != index.sha256[:32]:
+    if digest_in_index_name(index.name) != index.sha256[:32]:
         refuse(f"index name {index.name!r}")
     if not 0 < index.directory_bytes <= index.bytes:
         refuse(f"entry of {index.name}")

@@ -16,10 +16,10 @@ import msgspec
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
 
 MAP_FORMAT_VERSION = 1
-_MOST_ELEMENTS = 1 << 62  # sums and products of offsets stay within 64 bits
-_MOST_DIMENSIONS = 64
-Elements = Annotated[int, msgspec.Meta(ge=0, lt=_MOST_ELEMENTS)]
-Sizes = Annotated[tuple[Elements, ...], msgspec.Meta(max_length=_MOST_DIMENSIONS)]
+_MAX_ELEMENTS = 1 << 62  # sums and products of offsets stay within 64 bits
+_MAX_DIMENSIONS = 64
+Elements = Annotated[int, msgspec.Meta(ge=0, lt=_MAX_ELEMENTS)]
+Sizes = Annotated[tuple[Elements, ...], msgspec.Meta(max_length=_MAX_DIMENSIONS)]
 
 
 class ParameterShard(msgspec.Struct, frozen=True):
@@ -118,13 +118,13 @@ def _check_bucket(bucket: Bucket, key: str) -> None:
 
 def _fits(shard: ParameterShard, elements: int) -> bool:
     boxes = (shard.global_shape, shard.offset, shard.shape, shard.strides)
-    if len({len(sizes) for sizes in boxes}) != 1 or _most(shard.global_shape) >= _MOST_ELEMENTS:
+    if len({len(sizes) for sizes in boxes}) != 1 or _most(shard.global_shape) >= _MAX_ELEMENTS:
         return False
     if any(o + n > s for s, o, n in zip(*boxes[:3], strict=True)):
         return False
     if 0 in shard.shape:
         return True
-    return shard.start + span_elements(shard.shape, shard.strides) <= elements
+    return shard.start + footprint_elements(shard.shape, shard.strides) <= elements
 
 
 def _most(sizes: Iterable[int]) -> int:
@@ -132,6 +132,6 @@ def _most(sizes: Iterable[int]) -> int:
     return math.prod(max(size, 1) for size in sizes)
 
 
-def span_elements(shape: Iterable[int], strides: Iterable[int]) -> int:
+def footprint_elements(shape: Iterable[int], strides: Iterable[int]) -> int:
     """From the first element of a strided box, which is not empty, to behind its last."""
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))

@@ -60,7 +60,7 @@ class Rows:
         shape = tuple(self.shapes[at : at + int(self.ndim[row])].tolist())
         return self.names[self.ids[row]].decode(), DTYPE_NAMES[int(self.dtypes[row])], shape
 
-    def refuse_contradictions(self, order: npt.NDArray[np.int64]) -> None:
+    def check_consistent(self, order: npt.NDArray[np.int64]) -> None:
         """Rows of one key, which are neighbours in `order`, say the same."""
         same = self.ids[order[1:]] == self.ids[order[:-1]]
         one, other = order[:-1][same], order[1:][same]

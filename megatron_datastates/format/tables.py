@@ -32,7 +32,7 @@ KEY = np.dtype(
 _OBJECT = np.dtype([("name_bytes", "<u4"), ("file", "<u4")])
 _ALIGNMENT = 8
 _MAX_DIMENSIONS = 64
-_MOST_EXPANSION = 1032  # of DEFLATE: two bits for 258 bytes
+_MAX_EXPANSION = 1032  # of DEFLATE: two bits for 258 bytes
 
 
 def column_count(ndim: int) -> int:
@@ -187,7 +187,7 @@ def decode_section(data: bytes, row: Row, what: str) -> Words:
         FormatError: `data` is not what `row` says. Nothing is allocated beyond what so many bytes can hold.
     """
     size = row.plain_bytes
-    if not len(data) == row.stored_bytes <= size <= _MOST_EXPANSION * len(data):
+    if not len(data) == row.stored_bytes <= size <= _MAX_EXPANSION * len(data):
         raise FormatError(f"{what} is damaged: {len(data)} bytes cannot hold {row.fragments} fragments")
     if hashlib.sha256(data).digest()[:16] != row.digest:
         raise FormatError(f"{what} is damaged: its SHA-256 differs")

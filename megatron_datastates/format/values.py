@@ -133,7 +133,7 @@ def is_data_file_name(name: str) -> bool:
     return _DATA_NAME.fullmatch(name) is not None
 
 
-def hash_in_index_name(name: str) -> str | None:
+def digest_in_index_name(name: str) -> str | None:
     """The hexadecimal digits of a hash that an index's name begins with; None for any other name."""
     match = _INDEX_NAME.fullmatch(name)
     return match["sha256"] if match else None

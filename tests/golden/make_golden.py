@@ -155,7 +155,7 @@ def replace_index(directory: Path, index: Index) -> None:
         path, at = directory / file["name"], file["footer_offset"]
         footer = Footer.decode(path.read_bytes()[at:], file["name"])
         digest = hashlib.sha256(index.own_index(number)).digest()[:16]
-        changed = dataclasses.replace(footer, layout_hash=digest).encode()
+        changed = dataclasses.replace(footer, layout_digest=digest).encode()
         path.write_bytes(path.read_bytes()[:at] + changed)
         file["footer_crc"] = decode_trailer(changed[-TRAILER_BYTES:], file["name"])[2]
     manifest = msgspec.convert(fields, Manifest)

@@ -138,7 +138,7 @@ def test_footers_prove_that_the_index_belongs_to_the_data_files(directory):
     checkpoint = opened(directory)
     for file in range(len(checkpoint.manifest.files)):
         own = hashlib.sha256(checkpoint.index.own_index(file)).digest()
-        assert checkpoint.footer(file).layout_hash == own[:16]
+        assert checkpoint.footer(file).layout_digest == own[:16]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ class StoredObject:
     key: str
     data: bytes
 
-    def secured(self) -> StoredObject:
+    def snapshot(self) -> StoredObject:
         return self
 
     def serialize(self) -> bytes:

@@ -102,5 +102,5 @@ def test_bytes_that_are_no_archive_are_refused(tmp_path: Path) -> None:
         except (FormatError, StorageError):
             pass
     path.write_bytes(data[:-40])
-    with pytest.raises(FormatError, match=r"no archive of torch\.save"):
+    with pytest.raises(FormatError, match=r"not an archive of torch\.save"):
         good()

@@ -143,7 +143,7 @@ def test_names_in_the_directory_have_the_forms_given():
 
 def test_limits_are_the_codes():
     assert f"at most {tables._MAX_DIMENSIONS}" in TEXT
-    assert f"more than {tables._MOST_EXPANSION} bytes for one" in TEXT
+    assert f"more than {tables._MAX_EXPANSION} bytes for one" in TEXT
     assert f"multiple of {tables._ALIGNMENT}" in TEXT
-    assert index._MOST_BYTES == 2**62
+    assert index._MAX_BYTES == 2**62
     assert "2^62" in TEXT

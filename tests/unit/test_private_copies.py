@@ -181,26 +181,26 @@ def test_empty_tensors_share_nothing() -> None:
 
 def test_a_secured_object_is_serialized_later_as_it_was() -> None:
     value = {"step": 1, "state": torch.zeros(2)}
-    secured = PickledObject("key", value, Mutability.NOW).secured()
+    snapshot = PickledObject("key", value, Mutability.NOW).snapshot()
     value["step"] = 2
     value["state"].add_(1)
-    found = torch.load(io.BytesIO(secured.serialize()), weights_only=True)
+    found = torch.load(io.BytesIO(snapshot.serialize()), weights_only=True)
     assert found["step"] == 1 and found["state"].tolist() == [0, 0]
 
 
 def test_an_object_that_cannot_be_copied_is_serialized_at_once() -> None:
     value = {"state": torch.ones(2, requires_grad=True), "step": 1}
-    secured = PickledObject("key", value, Mutability.NOW).secured()
+    snapshot = PickledObject("key", value, Mutability.NOW).snapshot()
     value["step"] = 2
-    assert isinstance(secured, SerializedObject) and secured.secured() is secured
-    assert torch.load(io.BytesIO(secured.serialize()), weights_only=True)["step"] == 1
+    assert isinstance(snapshot, SerializedObject) and snapshot.snapshot() is snapshot
+    assert torch.load(io.BytesIO(snapshot.serialize()), weights_only=True)["step"] == 1
 
 
 def test_an_object_that_can_be_neither_copied_nor_serialized_is_told() -> None:
     with pytest.raises(TypeError):
-        PickledObject("key", threading.Lock(), Mutability.NOW).secured()
+        PickledObject("key", threading.Lock(), Mutability.NOW).snapshot()
 
 
 def test_an_object_that_nobody_changes_is_not_copied() -> None:
     item = PickledObject("key", [1], Mutability.NEVER)
-    assert item.secured() is item
+    assert item.snapshot() is item

@@ -180,7 +180,7 @@ def test_a_shard_is_a_fragment_of_its_global_tensor():
 
 
 def test_a_shape_of_another_number_of_elements_is_refused():
-    with pytest.raises(MismatchError, match=r"\(2, 4\).*as shape \(1, 2, 5\)"):
+    with pytest.raises(MismatchError, match=r"\(2, 4\).*of shape \(1, 2, 5\)"):
         Source("w", torch.ones(2, 4), LAZY, Place((1, 2, 5), (0, 0, 0), (1, 2, 5)))
 
 

@@ -300,7 +300,7 @@ def measure_objects(repeats: int) -> tuple[Result, list[Bar]]:
     found = in_turns(
         repeats,
         {
-            "copied": lambda: timed(lambda item: item.secured()),
+            "copied": lambda: timed(lambda item: item.snapshot()),
             "torch.save": lambda: timed(lambda item: item.serialize()),
         },
     )
