@@ -47,7 +47,7 @@ class OtherFile(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """All files of a checkpoint, and what they are of."""
+    """The files of a checkpoint, and the save that wrote them."""
 
     run_id: str  # 16 hexadecimal digits
     ordinal: int

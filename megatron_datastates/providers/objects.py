@@ -225,7 +225,7 @@ class _Archive:
 
 
 def _unpickle(data: bytes, **how: Any) -> Any:
-    """Returns the object, or raises UnsafeObjectError whatever is wrong with `data`."""
+    """Returns the object. Raises UnsafeObjectError for damage of any kind, too."""
     try:
         return _Archive(data).execute(**how)
     except UnsafeObjectError:
