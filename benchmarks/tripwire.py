@@ -10,6 +10,7 @@ made. The device is the fake driver's, so its shares mean what they say and it h
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import tempfile
 import time
@@ -233,7 +234,8 @@ def measure_cost(repeats: int) -> Result:
     result: Result = {}
     with tempfile.TemporaryDirectory(prefix="datastates-bench-") as folder:
         for name, (count, size) in states.items():
-            copies, looks = _state_of(count, size), []
+            copies = _state_of(count, size)
+            looks: list[float] = []
 
             def once(tripwire: bool, copies: list[Copy] = copies, looks: list[float] = looks) -> float:
                 held, looked = _timings(copies, Path(folder), tripwire)
@@ -241,7 +243,9 @@ def measure_cost(repeats: int) -> Result:
                     looks.append(looked)
                 return held
 
-            held = interleave(repeats, {"with": lambda f=once: f(True), "without": lambda f=once: f(False)})
+            held = interleave(
+                repeats, {"with": functools.partial(once, True), "without": functools.partial(once, False)}
+            )
             result[name] = {
                 "start_cpu_ms": {key: round(median(values), 3) for key, values in held.items()},
                 "start_cpu_spread_ms": {key: spread(values) for key, values in held.items()},

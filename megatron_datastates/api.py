@@ -21,7 +21,7 @@ from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.saver import saver_for
 from megatron_datastates.providers.base import Mutability
-from megatron_datastates.providers.named import NamedState, Shard, named_values, replaced
+from megatron_datastates.providers.named import NamedState, Shard, map_leaves, named_values
 
 __all__ = ["SaveHandle", "Shard", "async_save", "fence", "load", "open", "save"]
 
@@ -160,7 +160,7 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
     shards = {name: shard for name, value in wanted.items() if (shard := _as_shard(value)) is not None}
     checkpoint.read_into({name: (shard.place, shard.tensor) for name, shard in shards.items()})
     objects = checkpoint.read_objects(name for name in wanted if name not in shards)
-    return replaced(into, lambda name: wanted[name] if name in shards else objects[name])
+    return map_leaves(into, lambda name: wanted[name] if name in shards else objects[name])
 
 
 def _whole_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

@@ -29,7 +29,7 @@ from megatron_datastates.convert.slices import Slice, parse_slice
 from megatron_datastates.convert.source import Source, open_source
 from megatron_datastates.errors import DataStatesError, FormatError, MismatchError, OptionError
 from megatron_datastates.format.values import element_bytes
-from megatron_datastates.providers.objects import deserialize_for_people
+from megatron_datastates.providers.objects import deserialize_for_display
 
 _MOST_PRINTED = 1 << 20  # elements
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -80,7 +80,7 @@ def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
     if refused:
         raise OptionError(f"{key!r} is an object: a slice, --out and --as are for tensors")
     data = source.read_object(key)
-    value = deserialize_for_people(data, key, _stand_in)
+    value = deserialize_for_display(data, key, _stand_in)
     if isinstance(value, list) and len(value) == 1:
         value = value[0]  # Megatron's objects are one-element arrays
     try:
@@ -93,7 +93,7 @@ def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
 
 
 def _stand_in(name: str) -> type:
-    """For a class that a pickle names and nobody vouches for: arguments and attributes, no code."""
+    """Returns a stand-in for a class that is not on the allow list: arguments and attributes, no code."""
 
     def initialize(self: types.SimpleNamespace, *arguments: Any) -> None:
         if arguments:

@@ -1,7 +1,7 @@
-"""Feature bits and format versions: what may be read, what must be refused.
+"""Feature bits and format versions: what this release reads, and what it refuses.
 
-Incompatible bits change what the bytes mean: a reader that does not know one must refuse. Compatible
-bits only add: unknown ones are ignored.
+Incompatible bits change what the bytes mean: a reader refuses those that it does not know. Compatible bits
+only add something: a reader ignores those that it does not know.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from megatron_datastates.errors import UnsupportedFormatError
 from megatron_datastates.format.values import FORMAT_VERSION
 
 KNOWN_INCOMPATIBLE = 0
-COMPATIBLE_CHECKSUMS = 1 << 0  # block checksums are there
+COMPATIBLE_CHECKSUMS = 1 << 0  # footers may have block checksums
 
 
 def check_readable(what: str, format_version: int, incompatible: int) -> None:
-    """Raises UnsupportedFormatError if this release cannot know what the bytes of `what` mean."""
+    """Raises UnsupportedFormatError if `what` has another format version or unknown incompatible bits."""
     unknown = incompatible & ~KNOWN_INCOMPATIBLE
     if format_version == FORMAT_VERSION and unknown == 0:
         return
     found = f"format {format_version}" + (f" with features {unknown:#x}" if unknown else "")
     raise UnsupportedFormatError(
         f"{what} has {found}; this release reads format {FORMAT_VERSION}. "
-        "It was written by a later release of megatron_datastates: update it here."
+        "It was written by a later release of megatron_datastates: update this installation."
     )

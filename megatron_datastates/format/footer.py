@@ -1,6 +1,6 @@
-"""The end of a data file: where its objects are and what its blocks' checksums are.
+"""The footer, which ends a data file: where its objects are, and the checksums of its blocks.
 
-A data file without a valid footer was never sealed: its save was torn, killed or failed.
+A data file without a valid footer was never sealed: its save failed, or its process was killed.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ TRAILER_BYTES = _TRAILER.size + 4
 
 @dataclasses.dataclass(frozen=True)
 class Footer:
-    """What a sealed data file says of itself."""
+    """Everything that a sealed data file says about itself."""
 
     save_id: SaveId
     rank: int
     world_size: int
-    data_bytes: int  # everything before the footer
-    layout_hash: bytes  # 16 bytes: the rank's index of tensors this file was written by
-    objects: dict[str, Extent]  # unique key -> bytes; Extent.file is 0
-    block_checksums: bytes  # CRC-32C, little-endian u32 a block of BLOCK_BYTES; empty if switched off
+    data_bytes: int  # of everything before the footer
+    layout_digest: bytes  # 16 bytes: half of the SHA-256 of the rank's own index
+    objects: dict[str, Extent]  # key -> where its bytes are; Extent.file is 0
+    block_checksums: bytes  # a little-endian u32 CRC-32C per block; empty if switched off
     incompatible: int = 0
     compatible: int = 0
     format_version: int = FORMAT_VERSION
-    crc: int = dataclasses.field(default=0, compare=False)  # as decoded; `encode` computes it anew
+    crc: int = dataclasses.field(default=0, compare=False)  # as decoded; `encode` does not use it
 
     def encode(self) -> bytes:
-        """The bytes from `data_bytes` to the end of the file; a multiple of ALIGNMENT long."""
+        """Returns the file's bytes from `data_bytes` on, trailer included: a multiple of ALIGNMENT."""
         parts = [
             _FIELDS.pack(
                 _MAGIC,
@@ -61,7 +61,7 @@ class Footer:
                 self.world_size,
                 len(self.objects),
                 len(self.block_checksums) // 4,
-                self.layout_hash,
+                self.layout_digest,
             )
         ]
         for key, extent in self.objects.items():
@@ -76,40 +76,52 @@ class Footer:
 
     @classmethod
     def decode(cls, data: bytes, name: str) -> Footer:
-        """Reads what `encode` gave, trailer included, of the file `name`.
+        """Returns the footer of the file `name`.
+
+        Args:
+            data: all bytes from where the footer begins to the end of the file.
 
         Raises:
-            FormatError: damaged, or not a footer.
-            UnsupportedFormatError: written by a later release.
+            FormatError: `data` is damaged, or is not a footer.
+            UnsupportedFormatError: a later release wrote it.
         """
         offset, total, crc = decode_trailer(data[-TRAILER_BYTES:], name)
         body = data[:-TRAILER_BYTES]
         if total != len(data) or zlib.crc32(body) != crc:
             raise FormatError(f"the footer of {name} is damaged: its checksum differs")
         if len(body) < _FIELDS.size or body[:8] != _MAGIC:
-            raise FormatError(f"the footer of {name} does not begin as a footer does")
+            raise FormatError(f"the footer of {name} is damaged: it does not begin as a footer does")
         (_, version, incompatible, compatible, block_bytes, data_bytes, run_id, ordinal, rank, world,
-         objects, blocks, layout_hash) = _FIELDS.unpack_from(body)  # fmt: skip
+         objects, blocks, layout_digest) = _FIELDS.unpack_from(body)  # fmt: skip
         check_readable(name, version, incompatible)
         aligned = data_bytes % ALIGNMENT == 0 and total % ALIGNMENT == 0 and data_bytes >= HEADER_BYTES
         if data_bytes != offset or block_bytes != BLOCK_BYTES or not aligned:
-            raise FormatError(f"the footer of {name} contradicts itself")
+            raise FormatError(
+                f"the footer of {name} contradicts itself: found {data_bytes} and {offset} bytes of data, "
+                f"{total} bytes of footer and blocks of {block_bytes} bytes; expected the first two to be "
+                f"equal, multiples of {ALIGNMENT}, and blocks of {BLOCK_BYTES} bytes"
+            )
         found, at = _decode_objects(body, objects, data_bytes, name)
         checksums = body[at : at + 4 * blocks]
         if len(checksums) != 4 * blocks or blocks not in (0, -(-data_bytes // BLOCK_BYTES)):
-            raise FormatError(f"the footer of {name} has {blocks} checksums for {data_bytes} bytes")
+            raise FormatError(
+                f"the footer of {name} is damaged: it has {blocks} checksums for {data_bytes} bytes of data"
+            )
         save_id = SaveId(run_id, ordinal)
         return cls(
-            save_id, rank, world, data_bytes, layout_hash, found, checksums,
+            save_id, rank, world, data_bytes, layout_digest, found, checksums,
             incompatible, compatible, version, crc
         )  # fmt: skip
 
 
 def decode_trailer(data: bytes, name: str) -> tuple[int, int, int]:
-    """(footer offset, footer bytes, footer CRC) from the last TRAILER_BYTES of the file `name`.
+    """Returns (footer offset, footer bytes, footer CRC) of the file `name`.
+
+    Args:
+        data: the last TRAILER_BYTES of the file.
 
     Raises:
-        FormatError: the file ends in anything else: it was never sealed, or truncated.
+        FormatError: `data` is not a trailer: the file was never sealed, was truncated, or is damaged.
     """
     if len(data) != TRAILER_BYTES or data[:8] != _TRAILER_MAGIC:
         raise FormatError(f"{name} has no footer at its end: it was never sealed, or it was truncated")
@@ -122,18 +134,23 @@ def decode_trailer(data: bytes, name: str) -> tuple[int, int, int]:
 def _decode_objects(body: bytes, count: int, data_bytes: int, name: str) -> tuple[dict[str, Extent], int]:
     at = _FIELDS.size
     if count > len(body) // _OBJECT.size:
-        raise FormatError(f"the footer of {name} names {count} objects, more than it has room for")
+        raise FormatError(
+            f"the footer of {name} is damaged: it names {count} objects, more than it has room for"
+        )
     objects: dict[str, Extent] = {}
     for _ in range(count):
         if at + _OBJECT.size > len(body):
-            raise FormatError(f"the footer of {name} ends within its objects")
+            raise FormatError(f"the footer of {name} is damaged: it ends within its objects")
         offset, size, length = _OBJECT.unpack_from(body, at)
         key_end = at + _OBJECT.size + length
         if key_end > len(body) or offset < HEADER_BYTES or offset + size > data_bytes:
-            raise FormatError(f"an object in the footer of {name} leaves the data")
+            raise FormatError(
+                f"the footer of {name} is damaged: an object of {size} bytes at {offset} leaves the data, "
+                f"bytes [{HEADER_BYTES}, {data_bytes})"
+            )
         key = decode_name(body[at + _OBJECT.size : key_end], f"the footer of {name}")
         objects[key] = Extent(0, offset, size)
         at = key_end
     if len(objects) != count:
-        raise FormatError(f"the footer of {name} names an object twice")
+        raise FormatError(f"the footer of {name} is damaged: it names an object twice")
     return objects, at

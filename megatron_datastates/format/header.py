@@ -1,4 +1,4 @@
-"""The first 4 KiB of a data file: whose it is."""
+"""The header, the first 4 KiB of a data file: which rank wrote it in which save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CRC = struct.Struct("<I")
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """Identity of a data file."""
+    """The identity of a data file."""
 
     save_id: SaveId
     rank: int
@@ -28,6 +28,7 @@ class Header:
     format_version: int = FORMAT_VERSION
 
     def encode(self) -> bytes:
+        """Returns HEADER_BYTES bytes."""
         fields = _FIELDS.pack(
             _MAGIC,
             self.format_version,
@@ -44,11 +45,14 @@ class Header:
 
     @classmethod
     def decode(cls, data: bytes, name: str) -> Header:
-        """Reads the first HEADER_BYTES of the file `name`.
+        """Returns the header of the file `name`.
+
+        Args:
+            data: the first HEADER_BYTES of the file; more are ignored.
 
         Raises:
-            FormatError: not a data file, or damaged.
-            UnsupportedFormatError: written by a later release.
+            FormatError: the file is not a data file, or is damaged.
+            UnsupportedFormatError: a later release wrote it.
         """
         if len(data) < HEADER_BYTES or data[:8] != _MAGIC:
             raise FormatError(f"{name} does not begin as a datastates data file does")

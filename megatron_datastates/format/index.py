@@ -1,9 +1,10 @@
 """The index of tensors: where every fragment of every tensor lies.
 
-A rank's own index (one data file, number 0; nothing packed) is what ranks exchange when a layout is new, and
-what the layout digest in each footer is the hash of. Rank 0 merges own indexes into the index of a
-checkpoint, from which each of them can be had again. That file is named after its bytes and therefore never
-changes in place. A reader looks at its directory; fragments are read and decoded key by key, on demand.
+A rank's *own index* describes its data file alone, as number 0, with nothing packed. Ranks exchange own
+indexes when a layout is new, and the layout digest in a footer is that of the rank's own index. Rank 0
+merges them into the index of the checkpoint, from which `own_index` makes each of them again. The file is
+named after the digest of its bytes, so it never changes in place. A reader reads the directory whole, and the
+fragments of a key on demand.
 """
 
 from __future__ import annotations
@@ -33,32 +34,32 @@ from megatron_datastates.format.tables import (
 )
 from megatron_datastates.format.values import DTYPE_NAMES, DTYPES, Extent, Fragment
 
-_MOST_BYTES = 1 << 62  # of a tensor, and of a file: sums and products of offsets stay within 64 bits
-# Gives the bytes of ranges (offset, size) of the index file, which are in the order of the file.
+_MAX_BYTES = 1 << 62  # of a tensor, and of a file: sums and products of offsets stay within 64 bits
+# Yields the bytes of each range (offset, size) of the index file. The ranges are in the order of the file.
 ReadRanges = Callable[[Sequence[tuple[int, int]]], Iterable[bytes]]
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorEntry:
-    """One global tensor and its stored fragments (n of them, d dimensions)."""
+    """One global tensor of d dimensions, and its n stored fragments."""
 
     dtype: str
     global_shape: tuple[int, ...]
     offsets: npt.NDArray[np.int64]  # (n, d), elements
     shapes: npt.NDArray[np.int64]  # (n, d), elements
-    files: npt.NDArray[np.uint32]  # (n,), ordinals
+    files: npt.NDArray[np.uint32]  # (n,), positions in the manifest's list
     file_offsets: npt.NDArray[np.uint64]  # (n,), bytes
     file_bytes: npt.NDArray[np.uint64]  # (n,)
 
     def fragments(self, key: str) -> Iterator[tuple[Fragment, Extent]]:
-        """The same, one by one."""
+        """Yields the fragments and their extents, one by one."""
         for i in range(len(self.files)):
             offset, shape = tuple(self.offsets[i].tolist()), tuple(self.shapes[i].tolist())
             extent = Extent(int(self.files[i]), int(self.file_offsets[i]), int(self.file_bytes[i]))
             yield Fragment(key, self.dtype, self.global_shape, offset, shape), extent
 
     def columns(self) -> Words:
-        """As a section has them."""
+        """Returns the fragments as the columns of a section."""
         dims = len(self.global_shape)
         columns = np.empty((column_count(dims), len(self.files)), np.uint64)
         columns[:dims], columns[dims : 2 * dims] = self.offsets.T, self.shapes.T
@@ -67,31 +68,35 @@ class TensorEntry:
 
 
 class Index:
-    """Read-only: key -> TensorEntry, and object key -> file ordinal."""
+    """Where tensors and objects lie: key -> TensorEntry, and object key -> data file. Read-only."""
 
     def __init__(self, tensors: Mapping[str, TensorEntry], objects: Mapping[str, int]) -> None:
         self.tensors = tensors
         self.objects = objects
 
     def tensor(self, key: str) -> TensorEntry:
-        """Raises MissingKeyError."""
+        """Returns a tensor's entry. Raises MissingKeyError, and what `from_directory` raises on demand."""
         if key not in self.tensors:
             raise MissingKeyError(f"there is no tensor {key!r} in this checkpoint")
         return self.tensors[key]
 
     def describe(self, key: str) -> tuple[str, tuple[int, ...]]:
-        """The dtype and global shape of a tensor, without its fragments. Raises KeyError."""
+        """Returns the dtype and global shape of a tensor without reading its fragments. Raises KeyError."""
         if isinstance(self.tensors, StoredTensors):
             return self.tensors.describe(key)
         return self.tensors[key].dtype, self.tensors[key].global_shape
 
     def preload(self, keys: Iterable[str]) -> None:
-        """Reads what is not there yet of these tensors, in the order of the file. Ignores unknown keys."""
+        """Reads those tensors that are not decoded yet, in the order of the file. Ignores unknown keys."""
         if isinstance(self.tensors, StoredTensors):
             self.tensors.preload(keys)
 
     def encode(self, *, packed: bool = False) -> bytes:
-        """Keys are sorted, so that equal indexes have equal bytes. Only what is stored is packed."""
+        """Returns the bytes of the index file. Keys are sorted, so equal indexes have equal bytes.
+
+        Args:
+            packed: compress sections, as in a stored index; own indexes are plain.
+        """
         files = max(self.objects.values(), default=-1) + 1
         keys = []
         for key in sorted(self.tensors):
@@ -102,7 +107,7 @@ class Index:
         return encode_tables(keys, [(key.encode(), self.objects[key]) for key in sorted(self.objects)], files)
 
     def own_index(self, file: int) -> bytes:
-        """The own index of the rank that wrote this data file: its hash is in the file's footer."""
+        """Returns the own index of the rank that wrote this data file; its digest is in the file's footer."""
         tensors = {}
         for key, entry in self.tensors.items():
             mine = np.flatnonzero(entry.files == file)
@@ -120,11 +125,14 @@ class Index:
 
     @classmethod
     def decode(cls, data: bytes, name: str, files: int) -> Index:
-        """Reads the whole file `name` of a checkpoint with so many data files.
+        """Returns the index in `data`, all bytes of the file `name`.
+
+        Args:
+            files: number of data files in the manifest.
 
         Raises:
-            FormatError: damaged, or it points outside itself or outside the file table.
-            UnsupportedFormatError: written by a later release.
+            FormatError: the index is damaged, or names data files that the manifest does not.
+            UnsupportedFormatError: a later release wrote it.
         """
         return cls.from_directory(
             Directory(data, name, len(data)), files, lambda ranges: (data[at : at + n] for at, n in ranges)
@@ -132,36 +140,39 @@ class Index:
 
     @classmethod
     def from_directory(
-        cls, directory: Directory, files: int, read: ReadRanges, known: Decoded | None = None
+        cls, directory: Directory, files: int, read: ReadRanges, known: DecodedEntries | None = None
     ) -> Index:
-        """Reads sections when they are asked for. Raises as `decode`; so does asking.
+        """Returns an index that reads sections on demand. Raises what `decode` raises; so does each access.
 
         Args:
-            known: entries of an index with the same bytes; may be shared.
+            read: reads ranges of the file.
+            known: entries that were decoded from the same bytes before; this index adds to them.
         """
         name = directory.name
         if directory.files > files:
-            raise FormatError(f"{name} names {directory.files} data files, and the manifest {files}")
+            raise FormatError(
+                f"{name} is damaged: it names {directory.files} data files, and the manifest {files}"
+            )
         names = [directory.text(key) for key in directory.object_names()]
         objects = dict(zip(names, directory.objects["file"].tolist(), strict=True))
         if len(objects) != len(names):
             raise FormatError(f"{name} is damaged: it names an object twice")
-        return cls(StoredTensors(directory, read, Decoded() if known is None else known), objects)
+        return cls(StoredTensors(directory, read, DecodedEntries() if known is None else known), objects)
 
 
-class Decoded(dict[str, TensorEntry]):
-    """Entries that have been decoded, by key. A type of its own, since no dict can be referred to weakly."""
+class DecodedEntries(dict[str, TensorEntry]):
+    """Decoded entries by key. A class, since weak references to a plain dict are not possible."""
 
 
 class StoredTensors(Mapping[str, TensorEntry]):
-    """Reads and decodes an entry when it is asked for, and keeps it."""
+    """A mapping that reads and decodes an entry at its first access."""
 
-    def __init__(self, directory: Directory, read: ReadRanges, decoded: Decoded) -> None:
+    def __init__(self, directory: Directory, read: ReadRanges, decoded: DecodedEntries) -> None:
         self.directory, self.read, self._decoded = directory, read, decoded
 
     @functools.cached_property
     def _numbers(self) -> dict[str, int]:
-        """Key -> row. Merging many indexes needs none."""
+        """Key -> row. Made on demand, since merging many indexes does not need it."""
         names = [self.directory.text(name) for name in self.directory.key_names()]
         numbers = {key: number for number, key in enumerate(names)}
         if len(numbers) != len(names):
@@ -183,12 +194,12 @@ class StoredTensors(Mapping[str, TensorEntry]):
         return len(self._numbers)
 
     def describe(self, key: str) -> tuple[str, tuple[int, ...]]:
-        """As Index.describe."""
+        """See Index.describe."""
         row = self.directory.row(self._numbers[key])
         return self._dtype(row, key), row.global_shape
 
     def preload(self, keys: Iterable[str]) -> None:
-        """As Index.preload."""
+        """See Index.preload."""
         self._load({k: self._numbers[k] for k in keys if k in self._numbers and k not in self._decoded})
 
     def _load(self, numbers: Mapping[str, int]) -> None:
@@ -201,17 +212,17 @@ class StoredTensors(Mapping[str, TensorEntry]):
             self._decoded[key] = _checked_entry(dtype, row.global_shape, columns, files, key, name)
 
     def _dtype(self, row: Row, key: str) -> str:
-        """Of a tensor whose shape has been checked."""
+        """Returns a tensor's dtype, after checking its global shape."""
         name = self.directory.name
         if row.dtype_code not in DTYPE_NAMES:
             raise UnsupportedFormatError(
-                f"{name}: tensor {key!r} has a dtype of code {row.dtype_code}, which this "
-                "release does not know. A later release of megatron_datastates may: update it here."
+                f"{name}: tensor {key!r} has the dtype code {row.dtype_code}, which this release does not "
+                "know: update this installation of megatron_datastates."
             )
         dtype = DTYPE_NAMES[row.dtype_code]
-        # A size of 0 must not hide absurd ones beside it: strides are products of the others.
+        # With 1 for 0: a size of 0 must not hide absurd ones beside it, whose products are strides.
         elements = math.prod(max(size, 1) for size in row.global_shape)
-        if min(row.global_shape, default=0) < 0 or elements * DTYPES[dtype][1] >= _MOST_BYTES:
+        if min(row.global_shape, default=0) < 0 or elements * DTYPES[dtype][1] >= _MAX_BYTES:
             raise FormatError(f"{name} is damaged: {key!r} cannot have the shape {row.global_shape}")
         return dtype
 
@@ -219,30 +230,31 @@ class StoredTensors(Mapping[str, TensorEntry]):
 def _checked_entry(
     dtype: str, shape: tuple[int, ...], columns: Words, files: int, key: str, name: str
 ) -> TensorEntry:
-    """An entry of columns as a section has them, in an index that counts so many data files."""
+    """Returns the entry with these columns of a section. Raises FormatError if they cannot be true."""
     dims, whole = len(shape), np.array(shape, np.int64)
     offsets, shapes = columns[:dims].view(np.int64).T, columns[dims : 2 * dims].view(np.int64).T
     inside = (
         (offsets >= 0).all()
         and (shapes >= 0).all()
         and (offsets <= whole).all()
-        # So every fragment is smaller than its tensor, and its bytes fit 64 bits.
+        # So no fragment is larger than its tensor, and its bytes fit 64 bits.
         and (shapes <= whole - offsets).all()
         and (columns[-1] >= HEADER_BYTES).all()
-        and (columns[-1] < _MOST_BYTES).all()
+        and (columns[-1] < _MAX_BYTES).all()
     )
     if not inside:
         raise FormatError(f"{name} is damaged: a fragment of {key!r} does not fit its tensor")
     if (columns[-2] >= files).any():
         raise FormatError(
-            f"{name} is damaged: a fragment of {key!r} lies in a data file that it does not count"
+            f"{name} is damaged: a fragment of {key!r} lies in data file {int(columns[-2].max())}, expected "
+            f"a number below {files}"
         )
     sizes = np.prod(shapes, axis=1, dtype=np.uint64) * np.uint64(DTYPES[dtype][1])
     return TensorEntry(dtype, shape, offsets, shapes, columns[-2].astype(np.uint32), columns[-1], sizes)
 
 
 def build_index(entries: Iterable[tuple[Fragment, Extent]], objects: Mapping[str, int]) -> Index:
-    """Groups fragments by key.
+    """Returns the index of these fragments and of objects, given as key -> data file.
 
     Raises:
         FormatError: two fragments of one key disagree on dtype or global shape.
@@ -274,9 +286,9 @@ def _entry(key: str, group: Sequence[tuple[Fragment, Extent]]) -> TensorEntry:
 
 
 def merge_indexes(parts: Iterable[tuple[Index, int]]) -> Index:
-    """The index of a checkpoint from ranks' own indexes, each with the ordinal of its file.
+    """Returns the index of a checkpoint, given ranks' own indexes and the position of each rank's data file.
 
-    All ranks' tables are sorted by key at once: a loop over ranks and keys takes minutes for many ranks.
+    It sorts the tables of all ranks at once: with many ranks, a loop over ranks and keys takes minutes.
 
     Raises:
         FormatError: ranks disagree on a tensor's dtype or global shape, or store one object twice.
@@ -284,8 +296,8 @@ def merge_indexes(parts: Iterable[tuple[Index, int]]) -> Index:
     plain = [(_plain(index), file) for index, file in parts]
     objects = _merge_objects(plain)
     rows = Rows.of(plain)
-    order = np.argsort(rows.ids, kind="stable")  # by key; of one key, as the parts come
-    rows.refuse_contradictions(order)
+    order = np.argsort(rows.ids, kind="stable")  # by key, and within a key in the order of the parts
+    rows.check_consistent(order)
     files = max((file for _, file in plain), default=-1) + 1
     tensors: dict[str, TensorEntry] = {}
     for dims in np.unique(rows.ndim).tolist():
@@ -300,7 +312,7 @@ def merge_indexes(parts: Iterable[tuple[Index, int]]) -> Index:
 
 
 def _plain(index: Index) -> Directory:
-    """An index as bytes without anything packed."""
+    """Returns the directory of an index of which no section is packed, with its sections."""
     tensors = index.tensors
     if isinstance(tensors, StoredTensors) and tensors.directory.is_plain() and tensors.directory.sections:
         return tensors.directory
@@ -320,12 +332,12 @@ def _merge_objects(parts: Iterable[tuple[Directory, int]]) -> dict[str, int]:
 
 
 def index_name(sha256: str) -> str:
-    """The file name of an index: half of the SHA-256 of its directory, which has hashes of all sections."""
+    """Returns the file name of an index without a save id, given the SHA-256 of its directory."""
     return f"index-{sha256[:32]}"
 
 
 def index_entry(encoded: bytes) -> IndexEntry:
-    """What a manifest says of an index."""
+    """Returns a manifest's entry for an index, given its bytes."""
     directory = Directory(encoded, "the index", len(encoded)).bytes
     sha256 = hashlib.sha256(encoded[:directory]).hexdigest()
     return IndexEntry(index_name(sha256), len(encoded), directory, sha256)

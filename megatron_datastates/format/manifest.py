@@ -1,7 +1,7 @@
 """The manifest: the one file whose presence makes a directory a checkpoint.
 
-One line of ASCII (`datastates-manifest <format> <bytes of JSON> <crc32 of JSON>`), then JSON, so that
-people can read it and nobody can read a damaged one.
+One line of ASCII (`datastates-manifest <format> <bytes of JSON> <crc32 of JSON>`), then JSON: people can read
+it, and no program accepts a damaged one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.features import check_readable
-from megatron_datastates.format.values import FORMAT_VERSION, SaveId, hash_in_index_name, is_data_file_name
+from megatron_datastates.format.values import FORMAT_VERSION, SaveId, digest_in_index_name, is_data_file_name
 
 _LINE = re.compile(rb"datastates-manifest (\d{1,9}) (\d{1,12}) ([0-9a-f]{8})\n")
 
@@ -30,16 +30,16 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class IndexEntry(msgspec.Struct, frozen=True):
-    """The file that says where every tensor lies."""
+    """The index: the file that says where every tensor lies."""
 
     name: str
     bytes: int
     directory_bytes: int
-    sha256: str  # of its directory, which has hashes of all the rest
+    sha256: str  # of its directory, which has the SHA-256 of each section
 
 
 class OtherFile(msgspec.Struct, frozen=True):
-    """A file that somebody else wrote and that belongs to the checkpoint."""
+    """A file that another program wrote and that belongs to the checkpoint."""
 
     name: str
     bytes: int
@@ -47,7 +47,7 @@ class OtherFile(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint consists of."""
+    """The files of a checkpoint, and the save that wrote them."""
 
     run_id: str  # 16 hexadecimal digits
     ordinal: int
@@ -65,24 +65,26 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def save_id(self) -> SaveId:
+        """The save that wrote the checkpoint."""
         return SaveId(int(self.run_id, 16), self.ordinal)
 
     @property
     def data_bytes(self) -> int:
-        """Of all data files together."""
+        """The size of all data files together."""
         return sum(file.bytes for file in self.files)
 
     def encode(self) -> bytes:
+        """Returns the bytes of the manifest file."""
         body = msgspec.json.format(msgspec.json.encode(self), indent=1)
         return b"datastates-manifest %d %d %08x\n" % (self.format_version, len(body), zlib.crc32(body)) + body
 
     @classmethod
     def decode(cls, data: bytes, name: str) -> Manifest:
-        """Reads the file `name`.
+        """Returns the manifest in `data`, all bytes of the file `name`.
 
         Raises:
-            FormatError: damaged, or something else.
-            UnsupportedFormatError: written by a later release.
+            FormatError: the file is damaged, or is not a manifest.
+            UnsupportedFormatError: a later release wrote it.
         """
         line = _LINE.match(data)
         if line is None:
@@ -92,41 +94,46 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise FormatError(f"{name} is damaged: its length or checksum differs")
         version = int(line[1])
         if version != FORMAT_VERSION:
-            check_readable(name, version, 0)  # before the fields of an unknown format are looked at
+            check_readable(name, version, 0)  # before decoding fields that may have another meaning
         try:
             manifest = _DECODER.decode(body)
-        except (ValueError, RecursionError) as error:  # msgspec's own, bytes not in UTF-8, absurd nesting
+        except (ValueError, RecursionError) as error:  # msgspec's own errors, invalid UTF-8, absurd nesting
             raise FormatError(f"{name} is not a valid manifest: {error}") from None
         check_readable(name, manifest.format_version, manifest.incompatible)
         _check(manifest, name)
         return manifest
 
 
-# Made once, here: msgspec looks at a type when it is first used, and not safely if threads do so at once.
+# Made at import: msgspec inspects a type at its first use, which is not thread-safe.
 _DECODER = msgspec.json.Decoder(Manifest)
 
 
 def _check(manifest: Manifest, name: str) -> None:
-    """Refuses what would send a reader elsewhere or into absurd allocations."""
+    """Raises FormatError for what would lead a reader out of the directory or into absurd allocations."""
 
     def refuse(why: Any) -> None:
         raise FormatError(f"{name} is not a valid manifest: {why}")
 
     if re.fullmatch(r"[0-9a-f]{16}", manifest.run_id) is None or not 1 <= manifest.ordinal < 1 << 64:
-        refuse("its save id is malformed")
+        refuse(f"run id {manifest.run_id!r} and ordinal {manifest.ordinal} are not a save id")
     index = manifest.index
-    if hash_in_index_name(index.name) != index.sha256[:32]:
-        refuse(f"index name {index.name!r}")
+    if digest_in_index_name(index.name) != index.sha256[:32]:
+        refuse(f"index name {index.name!r} is not index-{index.sha256[:32]}, alone or with a save id")
     if not 0 < index.directory_bytes <= index.bytes:
-        refuse(f"entry of {index.name}")
+        refuse(
+            f"the entry of {index.name} has {index.directory_bytes} of {index.bytes} bytes for its directory"
+        )
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
         refuse("a data file is named twice")
     for file in manifest.files:
         if not is_data_file_name(file.name):
-            refuse(f"data file name {file.name!r}")
+            refuse(f"data file name {file.name!r} is not the name of a data file")
         if not 0 <= file.footer_offset < file.bytes or not 0 <= file.rank < manifest.world_size:
-            refuse(f"entry of {file.name}")
+            refuse(
+                f"the entry of {file.name} has rank {file.rank} of {manifest.world_size}, and a footer at "
+                f"byte {file.footer_offset} of {file.bytes}"
+            )
     for other in manifest.others:
         if "/" in other.name or "\0" in other.name or other.name in ("", ".", ".."):
-            refuse(f"file name {other.name!r}")
+            refuse(f"file name {other.name!r} is not a plain name")

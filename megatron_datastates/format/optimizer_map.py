@@ -1,8 +1,8 @@
-"""The optimizer map: which parameter lies where in the buckets of Megatron's distributed optimizer.
+"""The optimizer map: where each parameter lies in the buckets of Megatron's distributed optimizer.
 
-A checkpoint object for each data-parallel group, a text in JSON. Bucket names are without what comes before
-them in their keys, which the map's own key begins with. What belongs here: the values, their codec, and what
-can be checked without the checkpoint around them.
+One object per data-parallel group, as JSON text. A bucket's name is a part of its tensors' keys: the prefix
+before it is the one of the map's own key. Belongs here: the values, their codec, and the checks that need
+nothing else of the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import msgspec
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
 
 MAP_FORMAT_VERSION = 1
-_MOST_ELEMENTS = 1 << 62  # sums and products of offsets stay within 64 bits
-_MOST_DIMENSIONS = 64
-Elements = Annotated[int, msgspec.Meta(ge=0, lt=_MOST_ELEMENTS)]
-Sizes = Annotated[tuple[Elements, ...], msgspec.Meta(max_length=_MOST_DIMENSIONS)]
+_MAX_ELEMENTS = 1 << 62  # sums and products of offsets stay within 64 bits
+_MAX_DIMENSIONS = 64
+Elements = Annotated[int, msgspec.Meta(ge=0, lt=_MAX_ELEMENTS)]
+Sizes = Annotated[tuple[Elements, ...], msgspec.Meta(max_length=_MAX_DIMENSIONS)]
 
 
 class ParameterShard(msgspec.Struct, frozen=True):
-    """A shard of a global tensor of the model, and where it lies in a parameter (counted in elements)."""
+    """A shard of a global tensor of the model, and where it lies in a parameter. All numbers are elements."""
 
     key: str  # of the global tensor
     global_shape: Sizes
     offset: Sizes  # of the shard in it
     shape: Sizes  # of the shard, prepended axes included
-    start: Elements  # of its first element, from the parameter's first
-    strides: Sizes
-    main: bool  # False: another parameter holds the main replica
+    start: Elements  # its first element, counted from the parameter's first
+    strides: Sizes  # in the parameter
+    main: bool  # False: a replica; another parameter holds the main one
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """Elements [begin, end) of a bucket. Without shards if nothing is known of what they are in the model."""
+    """Elements [begin, end) of a bucket. It has no shards if its place in the model is not known."""
 
     name: str  # in the sharded state dict of the rank that stored it
     begin: Elements
@@ -44,7 +44,7 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Bucket(msgspec.Struct, frozen=True):
-    """One bucket. The states of its parameters are the tensors NAME.STATE, each of `elements` elements."""
+    """One bucket, stored as the tensors NAME.STATE of `elements` elements each."""
 
     name: str
     elements: Elements  # without the padding at its end
@@ -59,23 +59,24 @@ class OptimizerMap(msgspec.Struct, frozen=True):
     buckets: tuple[Bucket, ...]
 
     def encode(self) -> str:
+        """Returns the map as JSON text."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def decode(cls, text: str, key: str) -> OptimizerMap:
-        """What the object `key` of a checkpoint says.
+        """Returns the map in `text`, the object `key` of a checkpoint.
 
         Raises:
-            FormatError: damaged: parameters leave their bucket or overlap, shards leave their parameter
-                or their global tensor.
-            UnsupportedFormatError: written by a later release.
+            FormatError: the text is damaged, parameters leave their bucket or overlap, or shards leave their
+                parameter or their global tensor.
+            UnsupportedFormatError: a later release wrote it.
         """
         try:
             found = _HEAD_DECODER.decode(text).format_version
             if found != MAP_FORMAT_VERSION:
                 raise UnsupportedFormatError(
                     f"the optimizer map {key!r} has format {found}; this release reads format "
-                    f"{MAP_FORMAT_VERSION}. Update megatron_datastates here."
+                    f"{MAP_FORMAT_VERSION}: update this installation of megatron_datastates."
                 )
             decoded = _DECODER.decode(text)
         except (ValueError, RecursionError) as error:
@@ -89,7 +90,7 @@ class _Head(msgspec.Struct):
     format_version: int
 
 
-# See format/manifest.py.
+# Made at import, as in manifest.py.
 _DECODER, _HEAD_DECODER = msgspec.json.Decoder(OptimizerMap), msgspec.json.Decoder(_Head)
 
 
@@ -105,7 +106,7 @@ def _check_bucket(bucket: Bucket, key: str) -> None:
             raise FormatError(f"{place} begins at {parameter.begin}, and the one before it ends at {end}")
         end = parameter.end
         elements = parameter.end - parameter.begin
-        # Few stored elements must not pass for many: memory is asked for by what a map says.
+        # Readers allocate what a map claims, so it must not claim more elements than are stored.
         if sum(math.prod(shard.shape) for shard in parameter.shards) > elements:
             raise FormatError(f"{place}: its shards have more than its {elements} elements")
         for shard in parameter.shards:
@@ -118,20 +119,20 @@ def _check_bucket(bucket: Bucket, key: str) -> None:
 
 def _fits(shard: ParameterShard, elements: int) -> bool:
     boxes = (shard.global_shape, shard.offset, shard.shape, shard.strides)
-    if len({len(sizes) for sizes in boxes}) != 1 or _most(shard.global_shape) >= _MOST_ELEMENTS:
+    if len({len(sizes) for sizes in boxes}) != 1 or _product(shard.global_shape) >= _MAX_ELEMENTS:
         return False
     if any(o + n > s for s, o, n in zip(*boxes[:3], strict=True)):
         return False
     if 0 in shard.shape:
         return True
-    return shard.start + span_elements(shard.shape, shard.strides) <= elements
+    return shard.start + footprint_elements(shard.shape, shard.strides) <= elements
 
 
-def _most(sizes: Iterable[int]) -> int:
-    """The product; a size of 0 must not hide absurd ones beside it."""
+def _product(sizes: Iterable[int]) -> int:
+    """Returns the product of sizes, with 1 for 0: a size of 0 must not hide absurd ones beside it."""
     return math.prod(max(size, 1) for size in sizes)
 
 
-def span_elements(shape: Iterable[int], strides: Iterable[int]) -> int:
-    """From the first element of a strided box, which is not empty, to behind its last."""
+def footprint_elements(shape: Iterable[int], strides: Iterable[int]) -> int:
+    """Returns how many elements a strided box reaches over, first to last. The box is not empty."""
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))

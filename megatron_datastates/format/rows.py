@@ -1,7 +1,6 @@
-"""The tables of many indexes as one, for numpy: what a loop over ranks and keys takes minutes for.
+"""The tables of many indexes as one table for numpy: a loop over many ranks and their keys takes minutes.
 
-What belongs here: rows of several directories side by side, and the columns behind them. What does not: what
-becomes of them (index.py).
+Belongs here: the rows of several directories, and their sections. Does not belong here: merging (index.py).
 """
 
 from __future__ import annotations
@@ -21,21 +20,22 @@ from megatron_datastates.format.values import DTYPE_NAMES
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The rows of several directories one behind the other, and the sections that they tell of."""
+    """The rows of several directories and their sections. Arrays have one item per row."""
 
     names: list[bytes]  # of all keys, in the order of their numbers
-    ids: npt.NDArray[np.int64]  # per row, like what follows: the key's number
+    ids: npt.NDArray[np.int64]  # the key's number
     ndim: npt.NDArray[np.uint16]
     dtypes: npt.NDArray[np.uint16]  # codes
     counts: npt.NDArray[np.int64]  # fragments
-    files: npt.NDArray[np.int64]
-    shape_starts: npt.NDArray[np.int64]
-    section_starts: npt.NDArray[np.int64]  # in words
-    shapes: npt.NDArray[np.int64]
+    files: npt.NDArray[np.int64]  # ordinals of data files
+    shape_starts: npt.NDArray[np.int64]  # where its global shape begins in `shapes`
+    section_starts: npt.NDArray[np.int64]  # where its section begins in `words`
+    shapes: npt.NDArray[np.int64]  # of all rows together, like `words`
     words: Words
 
     @classmethod
     def of(cls, parts: Sequence[tuple[Directory, int]]) -> Rows:
+        """Returns the rows of directories without packed sections, each with the ordinal of its data file."""
         directories = [directory for directory, _ in parts]
         names, ids = _number_keys(directories)
         keys = np.concatenate([np.zeros(0, KEY), *(directory.keys for directory in directories)])
@@ -55,13 +55,13 @@ class Rows:
         )
 
     def describe(self, row: int) -> tuple[str, str, tuple[int, ...]]:
-        """Key, dtype, global shape."""
+        """Returns key, dtype and global shape."""
         at = int(self.shape_starts[row])
         shape = tuple(self.shapes[at : at + int(self.ndim[row])].tolist())
         return self.names[self.ids[row]].decode(), DTYPE_NAMES[int(self.dtypes[row])], shape
 
-    def refuse_contradictions(self, order: npt.NDArray[np.int64]) -> None:
-        """Rows of one key, which are neighbours in `order`, say the same."""
+    def check_consistent(self, order: npt.NDArray[np.int64]) -> None:
+        """Raises FormatError if two rows of one key, neighbours in `order`, differ in dtype or shape."""
         same = self.ids[order[1:]] == self.ids[order[:-1]]
         one, other = order[:-1][same], order[1:][same]
         wrong = (self.dtypes[one] != self.dtypes[other]) | (self.ndim[one] != self.ndim[other])
@@ -79,20 +79,20 @@ class Rows:
             )
 
     def columns(self, rows: npt.NDArray[np.int64], dims: int) -> Words:
-        """The sections of these rows, all of so many dimensions, one behind the other."""
+        """Returns the sections of these rows, which have `dims` dimensions each, as one table."""
         counts = self.counts[rows]
         steps = np.repeat(counts, counts)
         at = np.repeat(self.section_starts[rows] - starts(counts), counts) + np.arange(len(steps))
         columns = np.empty((column_count(dims), len(steps)), np.uint64)
         for column in columns:
-            np.take(self.words, at, out=column, mode="clip")  # any other mode copies first
+            np.take(self.words, at, out=column, mode="clip")  # numpy's default mode buffers `out`
             at += steps
         columns[-2] = np.repeat(self.files[rows], counts)
         return columns
 
 
 def _number_keys(directories: Sequence[Directory]) -> tuple[list[bytes], npt.NDArray[np.int64]]:
-    """All keys, and for each row of all directories its key's number."""
+    """Returns all keys, and the number of its key for each row of all directories."""
     numbers: dict[bytes, int] = defaultdict(itertools.count().__next__)
     known: dict[tuple[memoryview, bytes], npt.NDArray[np.int64]] = {}  # many ranks have the same keys
     found = []

@@ -1,8 +1,8 @@
-"""The bytes of an index: a directory of what there is, then a section of fragments for every tensor.
+"""The bytes of an index: a directory of tensors and objects, then a section of fragments for each tensor.
 
-What belongs here: how tables and sections lie in bytes, and refusing bytes that lie. What does not: what
+Belongs here: how tables and sections are encoded, and refusing false claims. Does not belong here: what
 tensors mean (index.py), files. A directory is small and read whole. A section is read when its tensor is
-asked for; it is a table of columns, each one number a fragment, so that what repeats packs well.
+requested; it is a table of columns with one number per fragment, since similar numbers compress well.
 """
 
 from __future__ import annotations
@@ -32,35 +32,42 @@ KEY = np.dtype(
 _OBJECT = np.dtype([("name_bytes", "<u4"), ("file", "<u4")])
 _ALIGNMENT = 8
 _MAX_DIMENSIONS = 64
-_MOST_EXPANSION = 1032  # of DEFLATE: two bits for 258 bytes
+_MAX_EXPANSION = 1032  # of DEFLATE: 258 bytes from two bits
 
 
 def column_count(ndim: int) -> int:
-    """Columns of a section: offsets and shapes of the fragments, data files, offsets in them."""
+    """Returns the number of columns of a section: fragments' offsets and shapes, data files, file offsets."""
     return 2 * ndim + 2
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One tensor in a directory."""
+    """One tensor of a directory, and where its section is."""
 
     dtype_code: int
     global_shape: tuple[int, ...]
     fragments: int
-    at: int  # of its section, from the beginning of the file
-    stored_bytes: int
-    digest: bytes
+    at: int  # offset of its section in the file
+    stored_bytes: int  # of its section, packed or plain
+    digest: bytes  # half of the section's SHA-256
 
     @property
     def plain_bytes(self) -> int:
+        """The size of its section when it is not packed."""
         return 8 * column_count(len(self.global_shape)) * self.fragments
 
 
 class Directory:
-    """The tables of an index file of `total_bytes`. What they say stays within the file.
+    """The decoded tables of an index; all that they claim lies within the file.
+
+    Args:
+        data: the file's first bytes, at least the directory.
+        name: the file's name, for messages.
+        total_bytes: the file's size.
 
     Raises:
-        FormatError, UnsupportedFormatError: `data` is no such directory.
+        FormatError: `data` is damaged, or is not a directory.
+        UnsupportedFormatError: a later release wrote it.
     """
 
     def __init__(self, data: bytes, name: str, total_bytes: int) -> None:
@@ -82,13 +89,13 @@ class Directory:
         self.objects = np.frombuffer(data, _OBJECT, counts[2], at)
         at += lengths[2]
         self.names = memoryview(data)[at : at + counts[3]]
-        self.sections = memoryview(data)[self.bytes :]  # all of them or, of a directory alone, none
+        self.sections = memoryview(data)[self.bytes :]  # as far as `data` has them
         self._check(total_bytes)
         self.shape_starts = starts(self.keys["ndim"])
         self.section_starts = self.bytes + starts(self.keys["stored_bytes"])
 
     def _check(self, total_bytes: int) -> None:
-        """Sums are of Python's integers: no lie overflows them."""
+        """Checks sums in Python's integers, which no claim can overflow."""
         lengths = [*self.keys["name_bytes"].tolist(), *self.objects["name_bytes"].tolist()]
         if (
             self.bytes + sum(self.keys["stored_bytes"].tolist()) != total_bytes
@@ -99,14 +106,17 @@ class Directory:
         if (self.keys["ndim"] > _MAX_DIMENSIONS).any():
             raise FormatError(f"{self.name} is damaged: a tensor has more than {_MAX_DIMENSIONS} dimensions")
         if (self.objects["file"] >= self.files).any():
-            raise FormatError(f"{self.name} is damaged: an object lies in a data file that it does not count")
+            raise FormatError(
+                f"{self.name} is damaged: an object lies in data file {int(self.objects['file'].max())}, "
+                f"expected a number below {self.files}"
+            )
 
     def key_names(self) -> list[bytes]:
-        """In the order of the rows."""
+        """Returns the keys of tensors in the order of the rows."""
         return self._names(0, self.keys["name_bytes"])
 
     def object_names(self) -> list[bytes]:
-        """In the order of the rows."""
+        """Returns the keys of objects in the order of their table."""
         return self._names(int(self.keys["name_bytes"].sum()), self.objects["name_bytes"])
 
     def _names(self, at: int, lengths: npt.NDArray[np.uint32]) -> list[bytes]:
@@ -114,9 +124,11 @@ class Directory:
         return [self.names[start:end].tobytes() for start, end in zip([at, *ends], ends, strict=False)]
 
     def text(self, name: bytes) -> str:
+        """Returns a name as text. Raises FormatError if it is not UTF-8."""
         return decode_name(name, self.name)
 
     def row(self, number: int) -> Row:
+        """Returns one row of the key table."""
         row, shape = self.keys[number], int(self.shape_starts[number])
         return Row(
             int(row["dtype"]),
@@ -128,7 +140,7 @@ class Directory:
         )
 
     def is_plain(self) -> bool:
-        """Whether no section is packed, as in a rank's own index."""
+        """Returns whether no section is packed, as in a rank's own index."""
         keys = self.keys
         few = (keys["fragments"] <= keys["stored_bytes"]).all()  # so that the product below fits
         plain = 16 * keys["fragments"] * (keys["ndim"].astype(np.uint64) + np.uint64(1))
@@ -136,7 +148,7 @@ class Directory:
 
 
 def starts(lengths: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
-    """Where each of many things begins that stand without gaps."""
+    """Returns where each of many neighbours begins, given their lengths."""
     return np.cumsum(lengths, dtype=np.int64) - lengths.astype(np.int64)
 
 
@@ -149,12 +161,12 @@ def encode_tables(
     objects: Sequence[tuple[bytes, int]],
     files: int,
 ) -> bytes:
-    """An index of tensors and objects, both in the order of their names.
+    """Returns the bytes of an index.
 
     Args:
-        keys: name, dtype's code, global shape, number of fragments, section.
-        objects: name, data file.
-        files: how many data files there are.
+        keys: per tensor, in the order of names: name, dtype code, global shape, number of fragments, section.
+        objects: per object, in the order of names: name, number of its data file.
+        files: number of data files.
     """
     rows = [
         (len(name), code, len(shape), count, len(section), hashlib.sha256(section).digest()[:16])
@@ -170,7 +182,7 @@ def encode_tables(
 
 
 def encode_section(columns: Words, packed: bool) -> bytes:
-    """A section of (columns, fragments). Packed are the steps from fragment to fragment, where it pays."""
+    """Returns the section of a (columns, fragments) table, packed as differences if that is smaller."""
     plain = columns.astype("<u8", copy=False).tobytes()
     if not packed:
         return plain
@@ -181,13 +193,16 @@ def encode_section(columns: Words, packed: bool) -> bytes:
 
 
 def decode_section(data: bytes, row: Row, what: str) -> Words:
-    """The inverse: (columns, fragments).
+    """Returns the (columns, fragments) table of a section. Allocates no more than `data` can expand to.
+
+    Args:
+        what: names the section in messages.
 
     Raises:
-        FormatError: `data` is not what `row` says. Nothing is allocated beyond what so many bytes can hold.
+        FormatError: `data` is damaged, or does not agree with `row`.
     """
     size = row.plain_bytes
-    if not len(data) == row.stored_bytes <= size <= _MOST_EXPANSION * len(data):
+    if not len(data) == row.stored_bytes <= size <= _MAX_EXPANSION * len(data):
         raise FormatError(f"{what} is damaged: {len(data)} bytes cannot hold {row.fragments} fragments")
     if hashlib.sha256(data).digest()[:16] != row.digest:
         raise FormatError(f"{what} is damaged: its SHA-256 differs")

@@ -1,4 +1,4 @@
-"""The small values that the other codecs share."""
+"""Small values that several codecs use, and the names of files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from megatron_datastates.errors import FormatError
 
 FORMAT_VERSION = 1
-ALIGNMENT = 4096  # of chunks, objects' region, footer and file size
+ALIGNMENT = 4096  # of the header, the objects' region, the footer and the file's size
 BLOCK_BYTES = 1 << 20  # covered by one checksum
 SMALL_ALIGNMENT = 64  # of fragments below LARGE_BYTES
 LARGE_BYTES = 1 << 20  # fragments from this size on start at ALIGNMENT
@@ -52,12 +52,12 @@ _LEFT_BY_ANY = re.compile(r"\.datastates-[\w.-]+\.tmp", re.ASCII)
 
 
 def is_optimizer_map(key: str) -> bool:
-    """Whether an object is an optimizer map, which is for us alone: Megatron would call it unexpected."""
+    """Returns whether an object is an optimizer map, which Megatron must not see: it would be unexpected."""
     return key.endswith(f".{OPTIMIZER_MAP_NAME}/shard_0_1")
 
 
 def element_bytes(dtype: str) -> int:
-    """Bytes of one element. Raises FormatError for a dtype that format 1 cannot hold."""
+    """Returns the bytes of one element. Raises FormatError for a dtype without a code."""
     if dtype not in DTYPES:
         raise FormatError(f"dtype {dtype} has no code in format {FORMAT_VERSION}")
     return DTYPES[dtype][1]
@@ -65,7 +65,7 @@ def element_bytes(dtype: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class SaveId:
-    """One save attempt: a number drawn once per run, and a count that all ranks keep alike."""
+    """One save attempt: a number drawn once per run, and a count that is the same on every rank."""
 
     run_id: int  # 64 bits
     ordinal: int  # from 1
@@ -74,15 +74,15 @@ class SaveId:
         return f"{self.run_id:016x}-{self.ordinal}"
 
     def data_file_name(self, rank: int) -> str:
-        """The name of a rank's data file; no other save can ever have the same."""
+        """Returns the name of a rank's data file, which no other save uses."""
         return f"data-{rank:05d}-{self.run_id:016x}-{self.ordinal}.bin"
 
     def index_file_name(self, sha256: str) -> str:
-        """The name of this save's index: with half of the SHA-256 of its directory, and as unique."""
+        """Returns the name of this save's index, given its directory's SHA-256; no other save uses it."""
         return f"index-{sha256[:32]}-{self}"
 
     def follows(self, name: str) -> bool:
-        """Whether `name` is that of a file which an earlier save of the same run has made."""
+        """Returns whether `name` is the name of a file of an earlier save of the same run."""
         other = save_id_in_name(name)
         return other is not None and other.run_id == self.run_id and other.ordinal < self.ordinal
 
@@ -94,11 +94,12 @@ class Fragment:
     key: str
     dtype: str
     global_shape: tuple[int, ...]
-    offset: tuple[int, ...]  # of the slice in the global tensor, elements
+    offset: tuple[int, ...]  # in the global tensor, elements
     shape: tuple[int, ...]
 
     @property
     def bytes(self) -> int:
+        """Its size as stored."""
         return math.prod(self.shape) * element_bytes(self.dtype)
 
 
@@ -106,13 +107,17 @@ class Fragment:
 class Extent:
     """Contiguous bytes in a data file."""
 
-    file: int  # ordinal in the manifest's file table
+    file: int  # position in the manifest's list of files
     offset: int
     bytes: int
 
 
 def decode_name(data: bytes, where: str) -> str:
-    """A key as text. Raises FormatError: two keys must never look alike because bytes were replaced."""
+    """Returns a key as text.
+
+    Raises:
+        FormatError: it is not UTF-8. Replacing bytes could make two keys look alike.
+    """
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -120,7 +125,7 @@ def decode_name(data: bytes, where: str) -> str:
 
 
 def save_id_in_name(name: str) -> SaveId | None:
-    """The save that a file of ours belongs to, by its name; None for any other file."""
+    """Returns the save that wrote a file of this name; None if the name has no save id."""
     kinds = (_DATA_NAME, _INDEX_NAME, _TEMPORARY_NAME)
     match = next(filter(None, (kind.fullmatch(name) for kind in kinds)), None)
     if match is None or match["run"] is None:
@@ -129,16 +134,16 @@ def save_id_in_name(name: str) -> SaveId | None:
 
 
 def is_data_file_name(name: str) -> bool:
-    """Whether `name` is a plain data file name (no path, so nothing outside the directory)."""
+    """Returns whether `name` is a data file's: a plain name, so nothing outside the directory."""
     return _DATA_NAME.fullmatch(name) is not None
 
 
-def hash_in_index_name(name: str) -> str | None:
-    """The hexadecimal digits of a hash that an index's name begins with; None for any other name."""
+def digest_in_index_name(name: str) -> str | None:
+    """Returns the hexadecimal digits of the digest in an index's name; None for any other name."""
     match = _INDEX_NAME.fullmatch(name)
     return match["sha256"] if match else None
 
 
 def is_own_file_name(name: str) -> bool:
-    """Whether a file of this name, not named by the manifest, is a left-over of ours."""
+    """Returns whether saves make files of this name: one that no manifest names is a left-over."""
     return any(kind.fullmatch(name) for kind in (_DATA_NAME, _INDEX_NAME, _LEFT_BY_ANY))

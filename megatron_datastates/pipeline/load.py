@@ -36,7 +36,7 @@ from megatron_datastates.errors import (
 )
 from megatron_datastates.files import MANIFEST_BYTES, OBJECT_BYTES
 from megatron_datastates.format.footer import Footer
-from megatron_datastates.format.index import Decoded, Index, TensorEntry
+from megatron_datastates.format.index import DecodedEntries, Index, TensorEntry
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.tables import Directory
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, Extent, is_own_file_name
@@ -49,7 +49,7 @@ _FOOTER_THREADS = 8  # a footer is small, and a network file system answers late
 _TEMPORARY_ELEMENTS = 1 << 20  # of a tensor that cannot be read in place: 16 MiB at most
 _MOST_NAMED = 4  # of what is corrupt, in one message
 # Of the indexes of open checkpoints, by SHA-256: most checkpoints of a run have the same.
-_decoded: weakref.WeakValueDictionary[str, Decoded] = weakref.WeakValueDictionary()
+_decoded: weakref.WeakValueDictionary[str, DecodedEntries] = weakref.WeakValueDictionary()
 
 
 def is_published(directory: str | os.PathLike[str]) -> bool:
@@ -371,7 +371,7 @@ class Checkpoint:
         return reads
 
     def read_objects(self, keys: Iterable[str]) -> dict[str, Any]:
-        """Objects, unpickled by a closed list of names (providers/objects.py).
+        """Returns objects, unpickled with an allow list of names (providers/objects.py).
 
         Raises:
             MissingKeyError: no such object.
@@ -485,7 +485,7 @@ def _open_index(path: Path, manifest: Manifest, reuse: bool) -> Index:
     directory = Directory(data, str(path), entry.bytes)
     if directory.bytes != entry.directory_bytes:
         raise FormatError(f"{path} is damaged: its directory has not the size that the manifest says")
-    known = _decoded.setdefault(entry.sha256, Decoded()) if reuse else Decoded()
+    known = _decoded.setdefault(entry.sha256, DecodedEntries()) if reuse else DecodedEntries()
 
     def read_sections(ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
         try:

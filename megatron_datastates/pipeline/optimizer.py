@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from megatron_datastates.errors import FormatError, MismatchError
-from megatron_datastates.format.optimizer_map import Bucket, OptimizerMap, ParameterShard, span_elements
+from megatron_datastates.format.optimizer_map import Bucket, OptimizerMap, ParameterShard, footprint_elements
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME, is_optimizer_map
 from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
 from megatron_datastates.plan.boxes import first_overlap, intersect
@@ -39,7 +39,7 @@ class BucketBox:
     @property
     def elements(self) -> int:
         """Of the bucket, from the box's first to behind its last."""
-        return span_elements(self.shape, self.strides)
+        return footprint_elements(self.shape, self.strides)
 
 
 @dataclasses.dataclass(frozen=True)

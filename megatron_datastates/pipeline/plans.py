@@ -11,10 +11,10 @@ from megatron_datastates.providers.base import Tensors
 from megatron_datastates.providers.tensors import (
     Memory,
     Structure,
-    are_plain,
-    look_up,
+    has_unresolved_views,
+    locate,
+    resolve_views,
     structure_of,
-    with_plain_values,
 )
 
 
@@ -61,20 +61,20 @@ class Plans:
         """The plan for `tensors`, made if there is none yet, and where they are.
 
         Raises:
-            MismatchError: as plan_state and look_up.
+            MismatchError: as plan_state and locate.
             FormatError: as plan_state.
         """
         seen = describe(tensors.tensors)
-        if not are_plain(tensors, seen is None or seen.has_complex):
-            tensors = with_plain_values(tensors)
+        if has_unresolved_views(tensors, seen is None or seen.has_complex):
+            tensors = resolve_views(tensors)
             seen = describe(tensors.tensors)
         addresses, description = (seen.addresses, seen.description) if seen is not None else (None, None)
         plan = next((p for p in reversed(self._plans) if _fits(p, tensors, object_keys, description)), None)
         if plan is None:
             plan = plan_state(tensors, object_keys, description)
         self._plans = [*(p for p in self._plans if p is not plan), plan][-self._most :]
-        return plan, look_up(tensors, addresses)
+        return plan, locate(tensors, addresses)
 
 
 def _fits(plan: StatePlan, tensors: Tensors, object_keys: list[str], description: bytes | None) -> bool:
-    return plan.object_keys == object_keys and plan.structure.is_of(tensors, description)
+    return plan.object_keys == object_keys and plan.structure.matches(tensors, description)

@@ -45,7 +45,7 @@ from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest,
 from megatron_datastates.format.values import (
     MANIFEST_NAME,
     METADATA_NAME,
-    hash_in_index_name,
+    digest_in_index_name,
     is_data_file_name,
 )
 from megatron_datastates.pipeline.load import Checkpoint
@@ -199,7 +199,7 @@ def _last_change(path: Path, names: Mapping[str, Footer], notes: list[str]) -> s
 def _proven_index(path: Path, footers: Sequence[Footer]) -> tuple[Index, IndexEntry]:
     """The index that these footers were written with."""
     reasons = []
-    for name in sorted(name for name in os.listdir(path) if hash_in_index_name(name)):
+    for name in sorted(name for name in os.listdir(path) if digest_in_index_name(name)):
         try:
             index, entry = _decoded(path / name, len(footers))
         except DataStatesError as error:
@@ -221,7 +221,7 @@ def _decoded(path: Path, files: int) -> tuple[Index, IndexEntry]:
     data = read_small(path, INDEX_BYTES)
     index = Index.decode(data, str(path), _ANY_FILES)
     entry = msgspec.structs.replace(index_entry(data), name=path.name)
-    if hash_in_index_name(path.name) != entry.sha256[:32]:
+    if digest_in_index_name(path.name) != entry.sha256[:32]:
         raise FormatError(f"{path} is damaged: its SHA-256 differs")
     index.preload(index.tensors)
     holders = {*index.objects.values(), *(int(file) for e in index.tensors.values() for file in e.files)}
@@ -231,7 +231,7 @@ def _decoded(path: Path, files: int) -> tuple[Index, IndexEntry]:
 
 
 def _belongs(index: Index, file: int, footer: Footer) -> bool:
-    return hashlib.sha256(index.own_index(file)).digest()[:16] == footer.layout_hash
+    return hashlib.sha256(index.own_index(file)).digest()[:16] == footer.layout_digest
 
 
 # -- what the manifest tells beside ---------------------------------------------------------------------

@@ -114,7 +114,7 @@ class RankSave:
         """Starts the copies of what is in `memory`; secures the objects. Never raises: see `failure`."""
         self.plan = plan
         try:
-            secured = [item.secured() for item in objects]
+            snapshots = [item.snapshot() for item in objects]
             if not memory.owners and not objects:
                 self._durable.set()
                 return
@@ -138,7 +138,7 @@ class RankSave:
                 self._confirmed.set()  # nothing that it still reads can change
             finisher = threading.Thread(
                 target=self._finish,
-                args=(self._save, plan, secured),
+                args=(self._save, plan, snapshots),
                 name="datastates-finish",
                 daemon=True,  # joined by Saver.close; the interpreter must not wait for it before that
             )

@@ -1,4 +1,4 @@
-"""What every provider offers."""
+"""The interface of state providers, and the values that they return."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import torch
 
 
 class Mutability(enum.Enum):
-    """Until when the bytes of a source stay as they are."""
+    """How long the bytes of a source stay unchanged."""
 
-    NOW = "may change as soon as the save returns"  # copied, or serialized, before that
-    AT_FENCE = "do not change before the next fence"  # copied behind the trainer, fenced
-    NEVER = "belong to nobody else"  # copied at any time
+    NOW = "may change as soon as the save returns"  # so they are copied or serialized before it returns
+    AT_FENCE = "do not change before the next fence"  # copied while the trainer runs on to the fence
+    NEVER = "never change"  # nobody else has them: copied at any time
 
 
 class Place(NamedTuple):
-    """The part of a global tensor that a fragment is, in elements."""
+    """Where a fragment lies in its global tensor, in elements."""
 
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]
@@ -28,26 +28,28 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Tensors:
-    """Tensors in memory, each of which is one fragment. Column by column: every save goes through them anew.
+    """Tensors in memory, each of which is one fragment: element i of each list describes tensor i.
 
-    Element i of each list is about tensor i.
+    Lists and not objects, since every save compares all of them with the last one's.
     """
 
     keys: list[str] = dataclasses.field(default_factory=list)
     tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
     mutability: list[Mutability] = dataclasses.field(default_factory=list)
-    places: list[Place | None] = dataclasses.field(default_factory=list)  # None: a global tensor of its own
+    places: list[Place | None] = dataclasses.field(default_factory=list)  # None: the whole global tensor
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def add(self, key: str, tensor: torch.Tensor, mutability: Mutability, place: Place | None = None) -> None:
+        """Adds one tensor; without a place it is the whole global tensor `key`."""
         self.keys.append(key)
         self.tensors.append(tensor)
         self.mutability.append(mutability)
         self.places.append(place)
 
     def extend(self, others: Tensors) -> None:
+        """Adds all tensors of `others`, in their order."""
         self.keys.extend(others.keys)
         self.tensors.extend(others.tensors)
         self.mutability.extend(others.mutability)
@@ -55,30 +57,34 @@ class Tensors:
 
 
 class ObjectSource(Protocol):
-    """A Python object; its size is known when it has been serialized."""
+    """A Python object. Its size is unknown until it is serialized."""
 
     @property
     def key(self) -> str: ...
 
-    def secured(self) -> ObjectSource:
-        """The same object as it is now, which nobody changes any more."""
+    def snapshot(self) -> ObjectSource:
+        """Returns the object as it is now: nothing that its owner does later changes what is returned."""
         ...
 
     def serialize(self) -> bytes:
-        """Called on another thread, of what `secured` gave."""
+        """Returns the object's bytes. Called on the finishing thread, only on what `snapshot` returned."""
         ...
 
 
 class StateProvider(Protocol):
-    """Yields one kind of state."""
+    """One kind of state, as tensors and objects under keys that are unique on this rank."""
 
-    def tensors(self) -> Tensors: ...
+    def tensors(self) -> Tensors:
+        """Returns the tensors as they are at the time of the call."""
+        ...
 
-    def objects(self) -> Iterable[ObjectSource]: ...
+    def objects(self) -> Iterable[ObjectSource]:
+        """Returns the objects as they are at the time of the call."""
+        ...
 
 
 class CompositeProvider:
-    """Several providers as one."""
+    """Several providers as one, in their order."""
 
     def __init__(self, *providers: StateProvider) -> None:
         self._providers = providers

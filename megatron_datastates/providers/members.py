@@ -1,6 +1,7 @@
-"""The members of an archive as torch.save makes it: a zip file in which nothing is compressed.
+"""The members of an archive as torch.save writes it: a zip file in which nothing is compressed.
 
-Whatever is claimed of sizes, all members together are no larger than the archive.
+The members that `find_members` returns are together no larger than the archive, even if its directory claims
+more.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ _PICKLE = "data.pkl"
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """Where it lies, in bytes of the archive."""
+    """One member: where its bytes are in the archive, and their checksum."""
 
     offset: int
     size: int
-    crc: int | None  # CRC-32; None: none was computed (torch.serialization.set_crc32_options)
+    crc: int | None  # CRC-32; None: it was switched off (torch.serialization.set_crc32_options)
 
     def check(self, data: bytes | memoryview, name: str) -> None:
-        """Raises FormatError: these are not the bytes that were written."""
+        """Raises FormatError if `data` does not have the CRC-32 that the archive has for it."""
         if self.crc is not None and zlib.crc32(data) != self.crc:
             raise FormatError(f"the CRC-32 of its {name} differs: it is corrupt")
 
 
 def find_members(stream: BinaryIO) -> dict[str, Member]:
-    """By name, as torch.save names them (`data.pkl`, `data/0`), without the folder that they are in.
+    """Returns the members by torch.save's names (`data.pkl`, `data/0`), without the folder that they are in.
 
     Raises:
-        FormatError: it is no such archive, or one that is compressed.
+        FormatError: `stream` is not an archive of torch.save, is damaged, or is compressed.
     """
     try:
         with zipfile.ZipFile(stream) as archive:
@@ -44,11 +45,11 @@ def find_members(stream: BinaryIO) -> dict[str, Member]:
     except FormatError:
         raise
     except Exception as error:  # a damaged archive raises anything
-        raise FormatError(f"it is no archive of torch.save: {error}") from error
+        raise FormatError(f"it is not an archive of torch.save: {error}") from error
 
 
 def check_archive(data: bytes) -> None:
-    """Raises FormatError: it is no such archive, or a CRC-32 in it differs."""
+    """Raises FormatError if `data` is not an archive of torch.save, or if a CRC-32 in it differs."""
     for name, member in find_members(io.BytesIO(data)).items():
         member.check(memoryview(data)[member.offset : member.offset + member.size], name)
 
@@ -57,15 +58,15 @@ def _members(archive: zipfile.ZipFile, stream: BinaryIO) -> dict[str, Member]:
     entries, found, total = archive.infolist(), {}, 0
     prefix = next((e.filename for e in entries if e.filename.endswith(f"/{_PICKLE}")), None)
     if prefix is None:
-        raise FormatError(f"it is no archive of torch.save: it has no {_PICKLE}")
+        raise FormatError(f"it is not an archive of torch.save: it has no {_PICKLE}")
     folder = prefix.removesuffix(_PICKLE)
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-            raise FormatError(f"{entry.filename} is compressed, which torch.save does not do")
+            raise FormatError(f"{entry.filename} is compressed: expected a member that is stored as it is")
         total += entry.file_size
         offset = _data_offset(stream, entry)
         if offset + entry.file_size > archive.start_dir or total > archive.start_dir:
-            raise FormatError(f"{entry.filename} overlaps something else in the archive")
+            raise FormatError(f"{entry.filename} overlaps another part of the archive")
         crc = entry.CRC or None
         found[entry.filename.removeprefix(folder)] = Member(offset, entry.file_size, crc)
     return found
@@ -75,5 +76,5 @@ def _data_offset(stream: BinaryIO, entry: zipfile.ZipInfo) -> int:
     stream.seek(entry.header_offset)
     signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
     if signature != b"PK\x03\x04":
-        raise zipfile.BadZipFile(f"no entry begins at byte {entry.header_offset}")
+        raise zipfile.BadZipFile(f"expected a member at byte {entry.header_offset}, found none")
     return entry.header_offset + _LOCAL_HEADER.size + int(name_bytes) + int(extra_bytes)

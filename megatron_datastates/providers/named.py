@@ -1,4 +1,4 @@
-"""State as nested mappings: tensors and objects under names, which a program saves without Megatron."""
+"""State as nested mappings of tensors and objects, which a program saves without Megatron."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Shard(NamedTuple):
 
     Attributes:
         tensor: this rank's part, on the host or on a CUDA device.
-        global_shape: of the whole tensor, in elements.
-        offset: of the part's first element in each dimension, in elements.
+        global_shape: shape of the whole tensor.
+        offset: position of the part's first element in the whole tensor, in elements per dimension.
     """
 
     tensor: torch.Tensor
@@ -29,21 +29,23 @@ class Shard(NamedTuple):
 
     @property
     def place(self) -> Place:
+        """Where the part lies in the global tensor."""
         return Place(tuple(self.global_shape), tuple(self.offset), tuple(self.tensor.shape))
 
 
 def leaves(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (name, value) for each value of nested mappings; the keys on the way are joined by dots.
+    """Yields (name, value) for each value of nested mappings; a name joins the keys that lead to it by dots.
 
-    A mapping that is empty is a value itself, and so are lists and tuples.
+    An empty mapping is a value itself, and so are lists and tuples.
 
     Raises:
-        MismatchError: a key is neither text nor a whole number.
+        MismatchError: a key is neither a str nor an int.
     """
     for key, value in state.items():
         if not isinstance(key, str | int):
             raise MismatchError(
-                f"the state has the key {key!r} at {prefix or 'its top'!r}: expected text or a whole number"
+                f"the state has the key {key!r} of type {type(key).__name__} in "
+                f"{repr(prefix) if prefix else 'its outermost mapping'}: expected str or int; rename it"
             )
         name = f"{prefix}.{key}" if prefix else str(key)
         if isinstance(value, Mapping) and value:
@@ -52,13 +54,13 @@ def leaves(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield name, value
 
 
-def replaced(state: Mapping[Any, Any], value_of: Callable[[str], Any], prefix: str = "") -> dict[Any, Any]:
-    """Returns nested dictionaries of the same keys, with `value_of(name)` in place of each value."""
+def map_leaves(state: Mapping[Any, Any], value_of: Callable[[str], Any], prefix: str = "") -> dict[Any, Any]:
+    """Returns nested dictionaries with the same keys, and `value_of(name)` instead of each value."""
     found = {}
     for key, value in state.items():
         name = f"{prefix}.{key}" if prefix else str(key)
         is_inner = isinstance(value, Mapping) and value
-        found[key] = replaced(value, value_of, name) if is_inner else value_of(name)
+        found[key] = map_leaves(value, value_of, name) if is_inner else value_of(name)
     return found
 
 
@@ -66,23 +68,23 @@ def named_values(state: Mapping[Any, Any]) -> dict[str, Any]:
     """Returns the values of nested mappings by name.
 
     Raises:
-        MismatchError: two values have the same name, or one has a name that is not free.
+        MismatchError: two values have the same name, a name is reserved, or a key is neither str nor int.
     """
     found: dict[str, Any] = {}
     for name, value in leaves(state):
         if name in found:
             raise MismatchError(f"two values of the state are both called {name!r}: rename one of them")
         if is_optimizer_map(name):
-            raise MismatchError(f"the name {name!r} is reserved: rename that value")
+            raise MismatchError(f"the name {name!r} is reserved for optimizer maps: rename that value")
         found[name] = value
     return found
 
 
 class NamedState:
-    """Tensors, shards and objects under names. See `leaves` for the names.
+    """The tensors, shards and objects of nested mappings, under the names that `leaves` yields.
 
     Args:
-        mutability: until when tensors stay as they are. Objects are always copied before the save returns.
+        mutability: how long the tensors stay unchanged. Objects are always copied before the save returns.
     """
 
     def __init__(self, state: Mapping[Any, Any], mutability: Mutability = Mutability.NOW) -> None:
@@ -91,7 +93,7 @@ class NamedState:
 
     @functools.cached_property
     def _values(self) -> dict[str, Any]:
-        return named_values(self._state)  # raises in the save, which then fails on all ranks
+        return named_values(self._state)  # here, not in __init__: an error then fails the save on all ranks
 
     def tensors(self) -> Tensors:
         found = Tensors()

@@ -1,10 +1,10 @@
-"""Python objects: serialized with torch.save, and read back by a machine with a closed list of names.
+"""Python objects: serialized with torch.save, and read back by an unpickler with an allow list.
 
-**What is saved can be loaded**: a save looks at what it has serialized as a load would, and fails for what no
-load would accept. Plain data of the standard library, numpy and torch needs nothing. Classes of others are
-loaded if the user vouches for them (torch.serialization.add_safe_globals), or for all objects
-(--datastates-trust-objects on), which then are unpickled by torch.load with weights_only=False: *whoever
-wrote such a checkpoint can run any code in the program that loads it*.
+**What was saved can be loaded**: a save checks what it has serialized as a load would, and fails if a load
+would refuse it. Plain data of the standard library, numpy and torch is always accepted. Other classes are
+accepted if the user trusts them (torch.serialization.add_safe_globals), or trusts all objects
+(--datastates-trust-objects on). Then torch.load unpickles them with weights_only=False: *whoever wrote such a
+checkpoint can run any code in the program that loads it*.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from megatron_datastates.errors import FormatError, UnsafeObjectError, Untrusted
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.members import Member, find_members
 from megatron_datastates.providers.private import NotPlainError, private_copy
-from megatron_datastates.providers.rebuilding import Named, SeenStorage, StorageKind
+from megatron_datastates.providers.rebuilding import ClassPlaceholder, StorageKind, StoragePlaceholder
 from megatron_datastates.providers.unpickling import Unpickler
 
 logger = logging.getLogger(__name__)
 _PICKLE = "data.pkl"
 COMMON_FILE = "common.pt"  # of Megatron before 0.19: a file of torch.save's, loaded as objects are
-WAYS_OUT = (
-    "Plain data of Python, numpy and torch is stored and loaded. For anything else: store a state_dict() of "
-    "plain data; or vouch for a class by torch.serialization.add_safe_globals([...]), in the programs that "
-    "save and load; or vouch for all objects by --datastates-trust-objects on "
-    "(MEGATRON_DATASTATES_TRUST_OBJECTS=on), which lets whoever wrote a checkpoint run any code where it is "
-    "loaded"
+REMEDIES = (
+    "Plain data of Python, numpy and torch is always accepted. For other classes: store a state_dict() of "
+    "plain data instead; or trust the class with torch.serialization.add_safe_globals([...]) in the programs "
+    "that save and load; or trust all objects with --datastates-trust-objects on "
+    "(MEGATRON_DATASTATES_TRUST_OBJECTS=on), which lets whoever wrote a checkpoint run any code in the "
+    "program that loads it"
 )
-# What Megatron vouches for when it is imported (megatron/core/safe_globals.py), as it is to be found in
-# checkpoints that a process without Megatron looks at.
-_OF_MEGATRON = frozenset(
+# Classes that Megatron adds to torch's safe globals when it is imported (megatron/core/safe_globals.py). A
+# process without Megatron meets them in checkpoints, too.
+_MEGATRON_CLASSES = frozenset(
     {
         "megatron.core.enums.ModelType",
         "megatron.core.optimizer.optimizer_config.OptimizerConfig",
@@ -56,14 +56,14 @@ _OF_MEGATRON = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PickledObject:
-    """One object under one key."""
+    """An object that torch.save serializes."""
 
     key: str
     value: Any
     mutability: Mutability
 
-    def secured(self) -> PickledObject | SerializedObject:
-        """The object as it is now, whatever its owner does next: copied, or serialized where it cannot be."""
+    def snapshot(self) -> PickledObject | SerializedObject:
+        """Returns the object as it is now: a copy or, if it cannot be copied, its bytes."""
         if self.mutability is Mutability.NEVER:
             return self
         try:
@@ -72,6 +72,7 @@ class PickledObject:
             return SerializedObject(self.key, self.serialize())
 
     def serialize(self) -> bytes:
+        """Returns what torch.save writes. Raises what torch.save raises."""
         buffer = io.BytesIO()
         torch.save(self.value, buffer)
         return buffer.getvalue()
@@ -79,12 +80,12 @@ class PickledObject:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SerializedObject:
-    """One object that has been serialized."""
+    """An object that is serialized already."""
 
     key: str
     data: bytes
 
-    def secured(self) -> SerializedObject:
+    def snapshot(self) -> SerializedObject:
         return self
 
     def serialize(self) -> bytes:
@@ -92,22 +93,23 @@ class SerializedObject:
 
 
 def deserialize(data: bytes, key: str, *, trust: bool = False) -> Any:
-    """Makes what `serialize` was given.
+    """Returns the object that was serialized to `data`.
 
     Args:
-        trust: what is not accepted is unpickled all the same, whatever code that runs.
+        key: the object's key, for messages.
+        trust: unpickle what the allow list refuses by torch.load, which runs any code that the pickle names.
 
     Raises:
-        UnsafeObjectError: the bytes name a class that is not accepted, or are no pickle of ours.
+        UnsafeObjectError: `data` names a class that is not accepted, or is not what torch.save writes.
     """
     try:
-        return _executed(data)
+        return _unpickle(data)
     except UnsafeObjectError as error:
         if not trust:
             raise _refusal(f"object {key!r} was not loaded", error) from error
     logger.warning(
         "object %r is unpickled without any check, as --datastates-trust-objects is on: whoever wrote the "
-        "checkpoint runs code in this program",
+        "checkpoint can run any code in this program",
         key,
     )
     try:
@@ -116,19 +118,25 @@ def deserialize(data: bytes, key: str, *, trust: bool = False) -> Any:
         raise UnsafeObjectError(f"object {key!r} was not loaded: {type(error).__name__}: {error}") from error
 
 
-def deserialize_for_people(data: bytes, key: str, stand_in: Callable[[str], type]) -> Any:
-    """Makes it with `stand_in(name)` for each class that is on no list of ours; no class is vouched for."""
+def deserialize_for_display(data: bytes, key: str, stand_in: Callable[[str], type]) -> Any:
+    """Returns the object with `stand_in(name)` instead of each class that the allow list lacks.
+
+    The user's trusted classes are replaced, too: nothing outside the allow list runs.
+
+    Raises:
+        UnsafeObjectError: `data` is not what torch.save writes, or does what no stand-in can do.
+    """
     try:
-        return _executed(data, trusted={}, stand_in=stand_in)
+        return _unpickle(data, trusted={}, stand_in=stand_in)
     except UnsafeObjectError as error:
         raise _refusal(f"object {key!r} was not loaded", error) from error
 
 
 def check_saved(data: bytes, key: str, *, trust: bool = False) -> None:
-    """Looks at an object as a load in this process would; makes no tensor, and runs no code of users.
+    """Checks that a load in this process would accept an object; makes no tensor and runs no code of users.
 
     Args:
-        trust: what is not accepted is warned of, and no error.
+        trust: log a warning instead of raising.
 
     Raises:
         UnsafeObjectError: a load would not accept it.
@@ -137,38 +145,38 @@ def check_saved(data: bytes, key: str, *, trust: bool = False) -> None:
 
 
 def check_stored(data: bytes, key: str, *, trust: bool = False) -> None:
-    """Looks at what was stored before, perhaps by a program that has Megatron, likewise."""
-    _check(data, f"object {key!r} cannot be loaded", trust, stand_in=_named_by_megatron)
+    """Checks a stored object as `check_saved` does, but always accepts Megatron's classes."""
+    _check(data, f"object {key!r} cannot be loaded", trust, stand_in=_megatron_class)
 
 
 def _check(data: bytes, what: str, trust: bool, **how: Any) -> None:
     try:
-        _executed(data, only_looks=True, **how)
+        _unpickle(data, dry_run=True, **how)
     except UnsafeObjectError as error:
         if not trust:
             raise _refusal(what, error) from error
-        logger.warning("--datastates-trust-objects is on, so this is no error: %s: %s", what, error)
+        logger.warning("--datastates-trust-objects is on, so this is only a warning: %s: %s", what, error)
 
 
-def _named_by_megatron(name: str) -> Named:
-    if name not in _OF_MEGATRON:
+def _megatron_class(name: str) -> ClassPlaceholder:
+    if name not in _MEGATRON_CLASSES:
         raise UntrustedClassError(name)
-    return Named()
+    return ClassPlaceholder()
 
 
 def _refusal(what: str, error: UnsafeObjectError) -> UnsafeObjectError:
     if isinstance(error, UntrustedClassError):
-        return UntrustedClassError(f"{what}: it holds {error}, which nobody vouches for. {WAYS_OUT}")
-    advice = "" if isinstance(error, _DamagedError) else f". {WAYS_OUT}"
+        return UntrustedClassError(f"{what}: it contains {error}, which is not trusted. {REMEDIES}")
+    advice = "" if isinstance(error, _DamagedError) else f". {REMEDIES}"
     return UnsafeObjectError(f"{what}: {error}{advice}")
 
 
 class _DamagedError(UnsafeObjectError):
-    """No option makes an object of it."""
+    """The bytes are damaged or not an object: no option makes them load."""
 
 
 class _Archive:
-    """An object as it is stored. Raises FormatError when it is made: it is no archive of torch.save."""
+    """A stored object. Its constructor raises FormatError if `data` is not an archive of torch.save."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -176,33 +184,35 @@ class _Archive:
         self._found: dict[str, torch.UntypedStorage] = {}
         order = self._members.get("byteorder")
         if order is not None and bytes(self._view(order)) != b"little":
-            raise FormatError("it was written by a machine of another byte order")
+            raise FormatError("it was written on a big-endian machine: expected little-endian")
 
     def _view(self, member: Member) -> memoryview:
         return memoryview(self._data)[member.offset : member.offset + member.size]
 
     def execute(self, **how: Any) -> Any:
-        """The object, or what stands for it where the pickle is only looked at (see Unpickler)."""
+        """Returns the object or, in a dry run, placeholders. Arguments and errors are Unpickler's."""
         member = self._members[_PICKLE]
         member.check(self._view(member), _PICKLE)
-        stream = io.BytesIO(self._data)  # shares them
+        stream = io.BytesIO(self._data)  # shares the bytes, copies none
         stream.seek(member.offset)
-        storages = self._seen if how.get("only_looks") else self._storage
+        storages = self._placeholder if how.get("dry_run") else self._storage
         value = Unpickler(stream, storages, **how).load()
         if stream.tell() > member.offset + member.size:
-            raise FormatError(f"its {_PICKLE} does not end")
+            raise FormatError(f"its {_PICKLE} runs past its end")
         torch._utils._validate_loaded_sparse_tensors()
         return value
 
     def _member(self, kind: StorageKind, name: str, count: int) -> tuple[torch.dtype, Member]:
         dtype, member = kind.dtype or torch.uint8, self._members.get(f"data/{name}")
         if member is None or member.size != count * torch._utils._element_size(dtype):
-            raise FormatError(f"its storage {name!r} is missing, or is not of {count} elements of {dtype}")
+            raise FormatError(
+                f"its storage {name!r} is missing, or its size is not that of {count} elements of {dtype}"
+            )
         return dtype, member
 
-    def _seen(self, kind: StorageKind, name: str, count: int) -> SeenStorage:
+    def _placeholder(self, kind: StorageKind, name: str, count: int) -> StoragePlaceholder:
         dtype, member = self._member(kind, name, count)
-        return SeenStorage(dtype, member.size)
+        return StoragePlaceholder(dtype, member.size)
 
     def _storage(self, kind: StorageKind, name: str, count: int) -> Any:
         dtype, member = self._member(kind, name, count)
@@ -214,12 +224,12 @@ class _Archive:
         return torch.storage.TypedStorage(wrap_storage=self._found[name], dtype=dtype, _internal=True)
 
 
-def _executed(data: bytes, **how: Any) -> Any:
-    """Raises UnsafeObjectError."""
+def _unpickle(data: bytes, **how: Any) -> Any:
+    """Returns the object. Raises UnsafeObjectError for damage of any kind, too."""
     try:
         return _Archive(data).execute(**how)
     except UnsafeObjectError:
         raise
-    except Exception as error:  # a damaged pickle raises anything
+    except Exception as error:  # a damaged pickle may raise anything
         text = str(error) if isinstance(error, FormatError) else f"{type(error).__name__}: {error}"
         raise _DamagedError(text) from error

@@ -1,10 +1,11 @@
-"""The closed list: what a stored object may name, and with which arguments it may be made.
+"""The allow list: which names a stored object may use, and with which arguments they may be called.
 
-Belongs here: kinds of the standard library and of numpy that run no code and take no more memory than their
-pickle does. Does not belong here: tensors (rebuilding.py), the machine that executes pickles (unpickling.py).
+Belongs here: types of the standard library and of numpy that run no code and take no more memory than their
+pickle does. Does not belong here: tensors (rebuilding.py), executing pickles (unpickling.py).
 
-A name stands for the object itself, as types are data too (`defaultdict(list)`), but only what is in CALLS is
-called, by a function that looks at its arguments. Nothing is looked up or imported by a name out of a pickle.
+A name in VALUES yields the object itself, since types are data, too (`defaultdict(list)`). Only what is in
+CALLS is ever called: by its *guard*, a function that checks the arguments and makes the call. No name in a
+pickle is imported.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ import numpy as np
 
 from megatron_datastates.errors import UnsafeObjectError
 
-_MOST_KEY_NODES, _MOST_KEY_DEPTH = 10_000, 100  # tuples hash without a limit, and all that they hold
-_MOST_UNUSED_ITEM_BYTES = 1 << 20  # numpy keeps room for an element even where an array has none
+_MAX_KEY_NODES, _MAX_KEY_DEPTH = 10_000, 100  # hashing a tuple hashes all that it holds, however nested
+_MAX_UNUSED_ITEM_BYTES = 1 << 20  # numpy allocates one element even for an empty array
 _DTYPE_TEXT = re.compile(r"(?:[biufc]\d{1,2}|[mM]8|[SUV]\d{1,10})")
 _UNITS = {"generic", *"YMWDhms", "ms", "us", "ns", "ps", "fs", "as"}
 
 
-class LongBytes:
-    """Stands for long bytes where a pickle is only looked at."""
+class BytesPlaceholder:
+    """Stands for long bytes in a dry run."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -42,77 +43,88 @@ class LongBytes:
         return self.size
 
 
-class LongText(LongBytes):
-    """Stands for long text. `size` counts characters."""
+class TextPlaceholder(BytesPlaceholder):
+    """Stands for long text in a dry run. `size` counts characters."""
 
     def __init__(self, size: int, is_latin: bool) -> None:
         super().__init__(size)
         self.is_latin = is_latin
 
 
-class Machine(Protocol):
-    """What executes a pickle."""
+class PickleContext(Protocol):
+    """What guards may ask of the unpickler that executes a pickle."""
 
-    def keep_fresh(self, made: Any) -> Any:
-        """Marks what has to get its state before it is used, and only once."""
+    dry_run: bool
 
-    def settle(self, made: Any) -> bool:
-        """Ends that; says whether it had no state so far."""
+    def mark_unfinished(self, made: Any) -> Any:
+        """Marks `made`, whose state has to be set once and before it is used, and returns it."""
+
+    def mark_finished(self, made: Any) -> bool:
+        """Forbids to set the state of `made` from now on. Returns whether it was allowed until now."""
+
+    def is_trusted(self, kind: Any) -> bool:
+        """Returns whether the user trusts this class."""
+
+    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        """Calls what may be called. Raises UnsafeObjectError."""
 
 
 def refuse(text: str) -> NoReturn:
-    """Raises UnsafeObjectError."""
+    """Raises UnsafeObjectError with this text."""
     raise UnsafeObjectError(text)
 
 
 def require(condition: object, what: str) -> None:
-    """Raises UnsafeObjectError: `what` is not made that way."""
+    """Raises UnsafeObjectError unless `condition` holds; `what` is what the pickle makes."""
     if not condition:
-        raise UnsafeObjectError(f"it makes {what} in a way that is not accepted")
+        raise UnsafeObjectError(f"it makes {what} with arguments that are not accepted")
 
 
 def check_key(key: Any) -> None:
-    """Raises UnsafeObjectError: a key of a dictionary or set that would take too long to hash."""
+    """Raises UnsafeObjectError if a key of a dictionary or set would take too long to hash."""
     if type(key) is not tuple:
         return
     nodes, level = 0, [key]
-    for _ in range(_MOST_KEY_DEPTH):
+    for _ in range(_MAX_KEY_DEPTH):
         inner = [item for one in level for item in one if type(item) is tuple]
         nodes += sum(map(len, level))
-        if nodes > _MOST_KEY_NODES:
+        if nodes > _MAX_KEY_NODES:
             break
         if not inner:
             return
         level = inner
-    refuse("it has a key of too many nested tuples")
+    refuse(
+        f"it has a key of nested tuples: expected at most {_MAX_KEY_NODES} items and a depth of "
+        f"{_MAX_KEY_DEPTH}"
+    )
 
 
 # -- containers and scalars -----------------------------------------------------------------------------
 
 
-def _encode(machine: Machine, text: Any = None, encoding: Any = None) -> Any:
-    """How pickles of protocol 2 hold bytes."""
+def _encode(context: PickleContext, text: Any = None, encoding: Any = None) -> Any:
+    """Makes bytes, which pickles of protocol 2 hold as text."""
     require(encoding in ("latin1", "latin-1"), "bytes")
-    if type(text) is LongText:
+    if type(text) is TextPlaceholder:
         require(text.is_latin, "bytes")
-        return LongBytes(text.size)
+        return BytesPlaceholder(text.size)
     require(type(text) is str, "bytes")
     return text.encode("latin1")
 
 
-def _empty_bytes(machine: Machine) -> bytes:
+def _empty_bytes(context: PickleContext) -> bytes:
     return b""
 
 
-def _byte_array(machine: Machine, data: Any = b"", encoding: Any = None) -> Any:
+def _byte_array(context: PickleContext, data: Any = b"", encoding: Any = None) -> Any:
     if encoding is not None:
-        data = _encode(machine, data, encoding)
-    require(type(data) in (bytes, LongBytes), "a bytearray")
-    return bytearray() if type(data) is LongBytes else bytearray(data)
+        data = _encode(context, data, encoding)
+    require(type(data) in (bytes, BytesPlaceholder), "a bytearray")
+    return bytearray() if type(data) is BytesPlaceholder else bytearray(data)
 
 
-def _of_list(kind: Callable[[Any], Any]) -> Callable[..., Any]:
-    def make(machine: Machine, items: Any = ()) -> Any:
+def _guard_list(kind: Callable[[Any], Any]) -> Callable[..., Any]:
+    def make(context: PickleContext, items: Any = ()) -> Any:
         require(type(items) in (list, tuple), f"a {kind}")
         for item in items:
             check_key(item)
@@ -121,72 +133,74 @@ def _of_list(kind: Callable[[Any], Any]) -> Callable[..., Any]:
     return make
 
 
-def _ordered(machine: Machine, items: Any = ()) -> Any:
+def _ordered(context: PickleContext, items: Any = ()) -> Any:
     require(type(items) in (list, tuple) and all(type(i) in (list, tuple) for i in items), "an OrderedDict")
     for item in items:
         check_key(item[0] if item else None)
     return collections.OrderedDict(items)
 
 
-def _counter(machine: Machine, counts: Any = None) -> Any:
+def _counter(context: PickleContext, counts: Any = None) -> Any:
     require(counts is None or type(counts) is dict, "a Counter")
     return collections.Counter(counts)
 
 
-def _default_dict(machine: Machine, factory: Any = None) -> Any:
+def _default_dict(context: PickleContext, factory: Any = None) -> Any:
     require(factory is None or callable(factory), "a defaultdict")
     return collections.defaultdict(factory)
 
 
-def _deque(machine: Machine, items: Any = (), longest: Any = None) -> Any:
+def _deque(context: PickleContext, items: Any = (), longest: Any = None) -> Any:
     require(items == () and (longest is None or type(longest) is int), "a deque")
     return collections.deque(maxlen=longest)
 
 
-def _of_plain(kind: Callable[..., Any], *allowed: type) -> Callable[..., Any]:
-    def make(machine: Machine, *arguments: Any) -> Any:
+def _guard_types(kind: Callable[..., Any], *allowed: type) -> Callable[..., Any]:
+    def make(context: PickleContext, *arguments: Any) -> Any:
         require(all(type(argument) in allowed for argument in arguments), f"a {kind}")
         return kind(*arguments)
 
     return make
 
 
-def _decimal(machine: Machine, text: Any = "0") -> Any:
+def _decimal(context: PickleContext, text: Any = "0") -> Any:
     require(type(text) is str, "a Decimal")
     return decimal.Decimal(text)
 
 
-def _type_of(machine: Machine, value: Any = 0) -> Any:
+def _type_of(context: PickleContext, value: Any = 0) -> Any:
     require(value is None or value is ... or value is NotImplemented, "a type")
     return type(value)
 
 
-def _array_array(machine: Machine, code: Any = None, items: Any = None) -> Any:
+def _array_array(context: PickleContext, code: Any = None, items: Any = None) -> Any:
     require(type(code) is str and type(items) in (list, str), "an array.array")
     return array.array(code, items)
 
 
-def _named(machine: Machine) -> Any:
+def _simple_namespace(context: PickleContext) -> Any:
     return types.SimpleNamespace()
 
 
-def _set_attributes(machine: Machine, made: Any, state: Any) -> None:
+def _set_attributes(context: PickleContext, made: Any, state: Any) -> None:
     named = type(state) is dict and all(type(key) is str for key in state)
     require(named, f"a {type(made).__name__}")
     vars(made).update(state)
 
 
-def _set_uuid(machine: Machine, made: uuid.UUID, state: Any) -> None:
+def _set_uuid(context: PickleContext, made: uuid.UUID, state: Any) -> None:
     number = state.get("int") if type(state) is dict else None
     require(type(number) is int and 0 <= number < 1 << 128, "a UUID")
     require(set(state) <= {"int", "is_safe"} and type(state.get("is_safe", 0)) is int, "a UUID")
     made.__setstate__(state)  # type: ignore[attr-defined]
 
 
-def _set_buffer(machine: Machine, made: Any, state: Any) -> None:
+def _set_buffer(context: PickleContext, made: Any, state: Any) -> None:
     require(type(state) is tuple and len(state) == 3, "a BytesIO")
     data, position, attributes = state
-    require(type(data) in (bytes, LongBytes) and type(position) is int and attributes is None, "a BytesIO")
+    require(
+        type(data) in (bytes, BytesPlaceholder) and type(position) is int and attributes is None, "a BytesIO"
+    )
     require(0 <= position < 1 << 62, "a BytesIO")
     if type(data) is bytes:
         made.__setstate__(state)
@@ -195,30 +209,30 @@ def _set_buffer(machine: Machine, made: Any, state: Any) -> None:
 # -- numpy ----------------------------------------------------------------------------------------------
 
 
-def _reconstruct(machine: Machine, kind: Any = None, shape: Any = None, code: Any = None) -> Any:
-    """Numpy's first half of an array; its state is the second."""
+def _reconstruct(context: PickleContext, kind: Any = None, shape: Any = None, code: Any = None) -> Any:
+    """Makes an empty array, whose state is set afterwards: numpy pickles arrays in these two steps."""
     require(kind is np.ndarray and shape == (0,) and code == b"b", "an array")
-    return machine.keep_fresh(np.empty(0, np.int8))
+    return context.mark_unfinished(np.empty(0, np.int8))
 
 
-def _dtype(machine: Machine, text: Any = None, align: Any = False, copy: Any = True) -> Any:
+def _dtype(context: PickleContext, text: Any = None, align: Any = False, copy: Any = True) -> Any:
     require(type(text) is str and type(align) is type(copy) is bool, "a dtype")
     if _DTYPE_TEXT.fullmatch(text) is None:
-        refuse(f"it holds an array or a scalar of dtype {text!r}, not of numbers, times, text or bytes")
-    return machine.keep_fresh(np.dtype(text, copy=True))
+        refuse(f"it holds an array or a scalar of dtype {text!r}: expected numbers, times, text or bytes")
+    return context.mark_unfinished(np.dtype(text, copy=True))
 
 
-def _set_dtype(machine: Machine, made: Any, state: Any) -> None:
-    require(machine.settle(made), "a dtype")
+def _set_dtype(context: PickleContext, made: Any, state: Any) -> None:
+    require(context.mark_finished(made), "a dtype")
     require(type(state) is tuple and len(state) in (8, 9) and state[0] in (3, 4), "a dtype")
     _, order, part, names, fields, size, _, flags, *more = state
     if made.kind in "mM":
         found = _time_dtype(made, *more)
     elif part is not None:
         require(type(part) is tuple and len(part) == 2 and _is_shape(part[1]), "a dtype")
-        found = np.dtype((_used(machine, part[0]), part[1]))
+        found = np.dtype((_finished_dtype(context, part[0]), part[1]))
     elif names is not None:
-        found = _structured(machine, names, fields, size, flags)
+        found = _structured(context, names, fields, size, flags)
     else:
         found = np.dtype(made.str)
     if made.kind not in "mM":
@@ -226,7 +240,7 @@ def _set_dtype(machine: Machine, made: Any, state: Any) -> None:
     if order in ("<", ">") and names is None and part is None:
         found = found.newbyteorder(order)
     require(not found.hasobject and found.itemsize == made.itemsize, "a dtype")
-    # What numpy itself says of that dtype: of a pickle's own word for it, it believes anything.
+    # The state that numpy itself makes for this dtype: numpy does not check the one in the pickle.
     made.__setstate__(found.__reduce__()[2])
 
 
@@ -241,13 +255,13 @@ def _time_dtype(made: np.dtype[Any], details: Any = None) -> np.dtype[Any]:
     return np.dtype(f"{made.kind}8" if unit == "generic" else f"{made.kind}8[{count}{unit}]")
 
 
-def _structured(machine: Machine, names: Any, fields: Any, size: Any, flags: Any) -> np.dtype[Any]:
+def _structured(context: PickleContext, names: Any, fields: Any, size: Any, flags: Any) -> np.dtype[Any]:
     require(type(names) is tuple and type(fields) is dict and type(size) is type(flags) is int, "a dtype")
     columns = [fields.get(name) for name in names]
     require(all(type(c) is tuple and len(c) in (2, 3) and type(c[1]) is int for c in columns), "a dtype")
     described: dict[str, Any] = {
         "names": list(names),
-        "formats": [_used(machine, column[0]) for column in columns],
+        "formats": [_finished_dtype(context, column[0]) for column in columns],
         "offsets": [column[1] for column in columns],
         "itemsize": size,
     }
@@ -257,10 +271,10 @@ def _structured(machine: Machine, names: Any, fields: Any, size: Any, flags: Any
     return cast(np.dtype[Any], structured(described, align=bool(flags & 0x80)))
 
 
-def _used(machine: Machine, dtype: Any) -> np.dtype[Any]:
-    """A dtype that changes no more: whatever is made of it relies on that."""
+def _finished_dtype(context: PickleContext, dtype: Any) -> np.dtype[Any]:
+    """Returns `dtype`, which can no longer be changed: what is made of it relies on that."""
     require(isinstance(dtype, np.dtype) and not dtype.hasobject, "an array of a dtype")
-    machine.settle(dtype)
+    context.mark_finished(dtype)
     return dtype  # type: ignore[no-any-return]
 
 
@@ -268,23 +282,27 @@ def _is_shape(shape: Any) -> bool:
     return type(shape) is tuple and all(type(length) is int and 0 <= length < 1 << 62 for length in shape)
 
 
-def _set_array(machine: Machine, made: np.ndarray, state: Any) -> None:
-    require(machine.settle(made) and type(state) is tuple and len(state) == 5, "an array")
+def _set_array(context: PickleContext, made: np.ndarray, state: Any) -> None:
+    require(context.mark_finished(made) and type(state) is tuple and len(state) == 5, "an array")
     version, shape, dtype, is_fortran, data = state
     require(version == 1 and _is_shape(shape) and len(shape) <= 64 and type(is_fortran) is bool, "an array")
-    item, count = _used(machine, dtype).itemsize, 1
+    item, count = _finished_dtype(context, dtype).itemsize, 1
     for length in shape:
         count *= length
-    require(type(data) in (bytes, LongBytes) and len(data) == count * item and count < 1 << 62, "an array")
-    require(count or item <= _MOST_UNUSED_ITEM_BYTES, "an array")
+    require(
+        type(data) in (bytes, BytesPlaceholder) and len(data) == count * item and count < 1 << 62, "an array"
+    )
+    require(count or item <= _MAX_UNUSED_ITEM_BYTES, "an array")
     if type(data) is bytes:
         made.__setstate__(state)
 
 
-def _scalar(machine: Machine, dtype: Any = None, data: Any = None) -> Any:
-    item = _used(machine, dtype).itemsize
-    require(type(data) in (bytes, LongBytes) and len(data) == item and dtype.subdtype is None, "a scalar")
-    if type(data) is LongBytes or not item:
+def _scalar(context: PickleContext, dtype: Any = None, data: Any = None) -> Any:
+    item = _finished_dtype(context, dtype).itemsize
+    require(
+        type(data) in (bytes, BytesPlaceholder) and len(data) == item and dtype.subdtype is None, "a scalar"
+    )
+    if type(data) is BytesPlaceholder or not item:
         return np.zeros((), dtype)[()] if not item else np.zeros((), "V0")[()]
     return np.frombuffer(data, dtype, 1).copy()[0]
 
@@ -306,7 +324,7 @@ def _values() -> dict[str, Any]:
     found |= {"_io.BytesIO": io.BytesIO, "io.BytesIO": io.BytesIO}
     found |= {"builtins.Ellipsis": ..., "builtins.NotImplemented": NotImplemented}
     found["_codecs.encode"] = _encode
-    for module in ("pathlib", "pathlib._local"):  # of Python 3.13 alone
+    for module in ("pathlib", "pathlib._local"):  # the second is where only Python 3.13 has them
         found |= {f"{module}.{kind.__name__}": kind for kind in _PATHS}
     for module in ("numpy.core.multiarray", "numpy._core.multiarray"):  # numpy 1 and 2
         found |= {f"{module}._reconstruct": _reconstruct, f"{module}.scalar": _scalar}
@@ -316,7 +334,7 @@ def _values() -> dict[str, Any]:
     return found | {"numpy.bool": np.bool_, "numpy.bool_": np.bool_}
 
 
-VALUES: dict[str, Any] = _values()  # by module and name
+VALUES: dict[str, Any] = _values()  # module.name -> object
 _GUARDED: list[tuple[Any, Callable[..., Any]]] = [
     (_encode, _encode),
     (_reconstruct, _reconstruct),
@@ -324,30 +342,30 @@ _GUARDED: list[tuple[Any, Callable[..., Any]]] = [
     (np.dtype, _dtype),
     (bytes, _empty_bytes),
     (bytearray, _byte_array),
-    (set, _of_list(set)),
-    (frozenset, _of_list(frozenset)),
-    (complex, _of_plain(complex, int, float)),
-    (range, _of_plain(range, int)),
-    (slice, _of_plain(slice, type(None), bool, int, float, str)),
+    (set, _guard_list(set)),
+    (frozenset, _guard_list(frozenset)),
+    (complex, _guard_types(complex, int, float)),
+    (range, _guard_types(range, int)),
+    (slice, _guard_types(slice, type(None), bool, int, float, str)),
     (type, _type_of),
     (collections.OrderedDict, _ordered),
     (collections.Counter, _counter),
     (collections.defaultdict, _default_dict),
     (collections.deque, _deque),
-    (datetime.date, _of_plain(datetime.date, bytes)),
-    (datetime.datetime, _of_plain(datetime.datetime, bytes, datetime.timezone)),
-    (datetime.time, _of_plain(datetime.time, bytes, datetime.timezone)),
-    (datetime.timedelta, _of_plain(datetime.timedelta, int)),
-    (datetime.timezone, _of_plain(datetime.timezone, datetime.timedelta, str)),
+    (datetime.date, _guard_types(datetime.date, bytes)),
+    (datetime.datetime, _guard_types(datetime.datetime, bytes, datetime.timezone)),
+    (datetime.time, _guard_types(datetime.time, bytes, datetime.timezone)),
+    (datetime.timedelta, _guard_types(datetime.timedelta, int)),
+    (datetime.timezone, _guard_types(datetime.timezone, datetime.timedelta, str)),
     (decimal.Decimal, _decimal),
-    (types.SimpleNamespace, _named),
+    (types.SimpleNamespace, _simple_namespace),
     (array.array, _array_array),
-    *((kind, _of_plain(kind, str)) for kind in _PATHS),
+    *((kind, _guard_types(kind, str)) for kind in _PATHS),
 ]
 CALLS = {id(called): guard for called, guard in _GUARDED}
-# Made empty, then given a state.
-EMPTY: frozenset[type] = frozenset({argparse.Namespace, uuid.UUID, io.BytesIO, types.SimpleNamespace})
-STATES: dict[type, Callable[[Machine, Any, Any], None]] = {
+# Types of which a pickle makes an empty instance and then sets the state.
+CREATED_EMPTY: frozenset[type] = frozenset({argparse.Namespace, uuid.UUID, io.BytesIO, types.SimpleNamespace})
+STATE_SETTERS: dict[type, Callable[[PickleContext, Any, Any], None]] = {
     argparse.Namespace: _set_attributes,
     types.SimpleNamespace: _set_attributes,
     collections.OrderedDict: _set_attributes,
@@ -357,6 +375,6 @@ STATES: dict[type, Callable[[Machine, Any, Any], None]] = {
 }
 
 
-def state_setter(made: Any) -> Callable[[Machine, Any, Any], None] | None:
-    """What sets the state of something; None if nothing may."""
-    return _set_dtype if isinstance(made, np.dtype) else STATES.get(type(made))
+def state_setter(made: Any) -> Callable[[PickleContext, Any, Any], None] | None:
+    """Returns the function that sets the state of `made`; None if a pickle may not set it."""
+    return _set_dtype if isinstance(made, np.dtype) else STATE_SETTERS.get(type(made))

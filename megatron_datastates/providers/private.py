@@ -1,6 +1,6 @@
-"""Private copies of plain data, so that it can be serialized later while its owner changes it.
+"""Private copies of plain data, which are serialized later while the owner changes the original.
 
-Copying takes a tenth of the time of serializing, which is what the trainer would wait for.
+The trainer waits for the copy, which takes a tenth of the time of serializing.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch
 
 
 class NotPlainError(Exception):
-    """The data holds something of which no private copy is made here."""
+    """The data holds something that is not copied here."""
 
 
-# Nobody can change these, or (classes, members of enumerations) they are stored by name.
+# These cannot be changed or, as classes and members of enumerations, are stored by name.
 _UNCHANGING = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type}
 _Memo = dict[int, Any]
 
 
 def private_copy(value: Any) -> Any:
-    """A copy that shares nothing changeable with `value` and serializes to an equal object.
+    """Returns a copy that shares nothing mutable with `value` and serializes to an equal object.
 
-    What `value` refers to twice, the copy refers to twice.
+    An object that `value` refers to twice is copied once, and the copy refers to it twice.
 
     Raises:
-        NotPlainError: there is something other than plain containers, scalars, arrays and host tensors.
+        NotPlainError: `value` holds something other than plain containers, scalars, arrays and host tensors.
     """
     try:
         return _copy(value, {})
@@ -48,7 +48,7 @@ def _copy(value: Any, memo: _Memo) -> Any:
         if isinstance(value, enum.Enum | np.generic):
             return value
         raise NotPlainError(f"a {kind.__qualname__}")
-    # By address: `value` and all in it live as long as the caller holds it.
+    # The memo is by address: `value` and all in it stay alive while the caller holds it.
     if id(value) in memo:
         return memo[id(value)]
     return copy(value, memo)
@@ -62,7 +62,7 @@ def _copy_list(value: list[Any], memo: _Memo) -> list[Any]:
 
 def _copy_tuple(value: tuple[Any, ...], memo: _Memo) -> tuple[Any, ...]:
     copied = tuple([_copy(item, memo) for item in value])
-    if id(value) not in memo:  # one of the items may hold it, and have copied it
+    if id(value) not in memo:  # else an item that refers back to the tuple has copied it
         memo[id(value)] = copied
     return cast(tuple[Any, ...], memo[id(value)])
 
@@ -108,12 +108,12 @@ def _copy_array(value: np.ndarray, memo: _Memo) -> np.ndarray:
 def _copy_tensor(value: torch.Tensor, memo: _Memo) -> torch.Tensor:
     if value.is_cuda or value.requires_grad or value.layout is not torch.strided or value.__dict__:
         raise NotPlainError("a tensor that is not plain host memory")
-    # torch.save keeps it that two tensors share memory; separate copies would not.
+    # torch.save keeps memory that two tensors share shared; separate copies would not share it.
     address = value.untyped_storage().data_ptr()
     if address in memo:
         raise NotPlainError("two tensors that share memory")
     if address:
-        memo[address] = None  # no object of Python's has an address within
+        memo[address] = None  # cannot be the id of an object: none lies in a storage
     memo[id(value)] = copied = value.clone()
     return copied
 

@@ -1,20 +1,20 @@
-"""Tensors in a stored object: what their pickles call, with arguments that were looked at.
+"""Tensors in stored objects: the functions that their pickles call, with checks of the arguments.
 
-torch's own functions trust them: a tensor that is larger than its storage makes that storage grow.
+torch's own functions check nothing: a tensor that is larger than its storage makes the storage grow.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.serialization
 
-from megatron_datastates.providers.plain import refuse, require
+from megatron_datastates.providers.plain import PickleContext, refuse, require
 
-# Storages of old, by which torch.save names dtypes up to a point; later ones are named themselves.
+# The typed storages of old torch: torch.save still writes their names for these dtypes.
 STORAGES = {
     "FloatStorage": torch.float32,
     "DoubleStorage": torch.float64,
@@ -38,56 +38,44 @@ STORAGES = {
 
 @dataclasses.dataclass(frozen=True)
 class StorageKind:
-    """What a pickle names to say of which dtype a storage is."""
+    """The dtype of a storage, as a pickle names it."""
 
-    dtype: torch.dtype | None  # None: its tensor says
+    dtype: torch.dtype | None  # None: bytes, whose tensor has a dtype
 
 
 @dataclasses.dataclass(frozen=True)
-class SeenStorage:
-    """Stands for a storage where a pickle is only looked at."""
+class StoragePlaceholder:
+    """Stands for a storage in a dry run."""
 
     dtype: torch.dtype
     bytes: int
 
 
-class Seen:
-    """Stands for a tensor, or for something of a trusted class, where a pickle is only looked at."""
+class Placeholder:
+    """Stands for a tensor, or for an instance of a trusted class, in a dry run."""
 
 
-class Named(Seen):
-    """Stands for a trusted class itself."""
+class ClassPlaceholder(Placeholder):
+    """Stands for a trusted class itself in a dry run."""
 
-    def __call__(self, *arguments: Any) -> Seen:
-        return Seen()
-
-
-class Machine(Protocol):
-    """What executes a pickle."""
-
-    only_looks: bool
-
-    def is_trusted(self, kind: Any) -> bool:
-        """Whether it is a class that the user vouches for."""
-
-    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """Calls what may be called. Raises UnsafeObjectError."""
+    def __call__(self, *arguments: Any) -> Placeholder:
+        return Placeholder()
 
 
-def _made(machine: Machine, function: Callable[..., Any], *arguments: Any) -> Any:
-    return Seen() if machine.only_looks else function(*arguments)
+def _make(context: PickleContext, function: Callable[..., Any], *arguments: Any) -> Any:
+    return Placeholder() if context.dry_run else function(*arguments)
 
 
-def _facts(storage: Any) -> tuple[torch.dtype, int]:
-    if isinstance(storage, SeenStorage):
+def _dtype_and_bytes(storage: Any) -> tuple[torch.dtype, int]:
+    if isinstance(storage, StoragePlaceholder):
         return storage.dtype, storage.bytes
     require(isinstance(storage, torch.storage.TypedStorage), "a tensor")
     return storage.dtype, storage._untyped_storage.nbytes()
 
 
 def _check_reach(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> int:
-    """Returns the bytes of all elements. Raises UnsafeObjectError: not all lie in the storage."""
-    found, stored_bytes = _facts(storage)
+    """Returns the bytes of all elements. Raises UnsafeObjectError if one is outside of the storage."""
+    found, stored_bytes = _dtype_and_bytes(storage)
     dtype = found if dtype is None else dtype
     require(
         isinstance(dtype, torch.dtype) and isinstance(shape, tuple) and isinstance(strides, tuple), "a tensor"
@@ -100,26 +88,33 @@ def _check_reach(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any
         reach += (length - 1) * stride
     require(count < 1 << 62, "a tensor")
     if count and (offset + reach + 1) * dtype.itemsize > stored_bytes:
-        refuse(f"it has a tensor of shape {tuple(shape)} in a storage of {stored_bytes} bytes: too small")
+        refuse(f"it has a tensor of shape {tuple(shape)} in a storage of only {stored_bytes} bytes")
     return count * int(dtype.itemsize)
 
 
-def _tensor(machine: Machine, storage: Any, offset: Any, shape: Any, strides: Any) -> Any:
+def _tensor(context: PickleContext, storage: Any, offset: Any, shape: Any, strides: Any) -> Any:
     _check_reach(storage, None, offset, shape, strides)
-    return _made(machine, torch._utils._rebuild_tensor, storage, offset, shape, strides)
+    return _make(context, torch._utils._rebuild_tensor, storage, offset, shape, strides)
 
 
 def _tensor_v2(
-    machine: Machine, storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any, *more: Any
+    context: PickleContext,
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    grad: Any,
+    hooks: Any,
+    *more: Any,
 ) -> Any:
     _check_reach(storage, None, offset, shape, strides)
     require(not hooks and type(grad) is bool, "a tensor")
     arguments = (storage, offset, shape, strides, grad, hooks, *more)
-    return _made(machine, torch._utils._rebuild_tensor_v2, *arguments)
+    return _make(context, torch._utils._rebuild_tensor_v2, *arguments)
 
 
 def _tensor_v3(
-    machine: Machine,
+    context: PickleContext,
     storage: Any,
     offset: Any,
     shape: Any,
@@ -132,64 +127,73 @@ def _tensor_v3(
     _check_reach(storage, dtype, offset, shape, strides)
     require(not hooks and type(grad) is bool, "a tensor")
     arguments = (storage, offset, shape, strides, grad, hooks, dtype, *more)
-    return _made(machine, torch._utils._rebuild_tensor_v3, *arguments)
+    return _make(context, torch._utils._rebuild_tensor_v3, *arguments)
 
 
 def _quantized(
-    machine: Machine, storage: Any, offset: Any, shape: Any, strides: Any, scheme: Any, grad: Any, hooks: Any
+    context: PickleContext,
+    storage: Any,
+    offset: Any,
+    shape: Any,
+    strides: Any,
+    scheme: Any,
+    grad: Any,
+    hooks: Any,
 ) -> Any:
     needed = _check_reach(storage, None, offset, shape, strides)
-    require(not hooks and type(scheme) is tuple and needed <= _facts(storage)[1], "a quantized tensor")
+    require(
+        not hooks and type(scheme) is tuple and needed <= _dtype_and_bytes(storage)[1], "a quantized tensor"
+    )
     arguments = (storage, offset, shape, strides, scheme, grad, hooks)
-    return _made(machine, torch._utils._rebuild_qtensor, *arguments)
+    return _make(context, torch._utils._rebuild_qtensor, *arguments)
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | Seen)
+    return isinstance(value, torch.Tensor | Placeholder)
 
 
-def _sparse(machine: Machine, layout: Any, parts: Any) -> Any:
-    require(type(layout) in (torch.layout, Seen) and type(parts) is tuple, "a sparse tensor")
+def _sparse(context: PickleContext, layout: Any, parts: Any) -> Any:
+    require(type(layout) in (torch.layout, Placeholder) and type(parts) is tuple, "a sparse tensor")
     require(
         all(_is_tensor(part) or type(part) in (torch.Size, tuple, bool) for part in parts), "a sparse tensor"
     )
-    return _made(machine, torch._utils._rebuild_sparse_tensor, layout, parts)
+    return _make(context, torch._utils._rebuild_sparse_tensor, layout, parts)
 
 
-def _meta(machine: Machine, *arguments: Any) -> Any:
-    return _made(machine, torch._utils._rebuild_meta_tensor_no_storage, *arguments)
+def _meta(context: PickleContext, *arguments: Any) -> Any:
+    return _make(context, torch._utils._rebuild_meta_tensor_no_storage, *arguments)
 
 
-def _parameter(machine: Machine, data: Any, grad: Any, hooks: Any, *state: Any) -> Any:
+def _parameter(context: PickleContext, data: Any, grad: Any, hooks: Any, *state: Any) -> Any:
     require(_is_tensor(data) and type(grad) is bool and not hooks, "a parameter")
     rebuild: Any = torch._utils._rebuild_parameter_with_state if state else torch._utils._rebuild_parameter
-    return _made(machine, rebuild, data, grad, hooks, *state)
+    return _make(context, rebuild, data, grad, hooks, *state)
 
 
-def _wrapper(machine: Machine, kind: Any, *arguments: Any) -> Any:
-    require(machine.is_trusted(kind), "a tensor of a class")
-    return _made(machine, torch._utils._rebuild_wrapper_subclass, kind, *arguments)
+def _wrapper(context: PickleContext, kind: Any, *arguments: Any) -> Any:
+    require(context.is_trusted(kind), "a tensor of a class")
+    return _make(context, torch._utils._rebuild_wrapper_subclass, kind, *arguments)
 
 
-def _from_type(machine: Machine, function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    known = kind is torch.Tensor or kind is torch.nn.Parameter or machine.is_trusted(kind)
+def _from_type(context: PickleContext, function: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    known = kind is torch.Tensor or kind is torch.nn.Parameter or context.is_trusted(kind)
     require(known and type(arguments) is tuple, "a tensor of a class")
-    data = machine.call(function, arguments)
+    data = context.call(function, arguments)
     require(_is_tensor(data), "a tensor of a class")
-    return _made(machine, torch._tensor._rebuild_from_type_v2, lambda: data, kind, (), state)
+    return _make(context, torch._tensor._rebuild_from_type_v2, lambda: data, kind, (), state)
 
 
-def _size(machine: Machine, lengths: Any = ()) -> Any:
+def _size(context: PickleContext, lengths: Any = ()) -> Any:
     require(type(lengths) is tuple and all(type(n) is int for n in lengths), "a torch.Size")
     return torch.Size(lengths)
 
 
-def _device(machine: Machine, *arguments: Any) -> Any:
+def _device(context: PickleContext, *arguments: Any) -> Any:
     require(all(type(argument) in (str, int) for argument in arguments), "a torch.device")
     return torch.device(*arguments)
 
 
-def _layout(machine: Machine, name: Any = None) -> Any:
+def _layout(context: PickleContext, name: Any = None) -> Any:
     require(type(name) is str, "a layout")
     return torch.serialization._get_layout(name)
 
@@ -219,7 +223,7 @@ def _values() -> dict[str, Any]:
     return found | {"torch.Size": torch.Size, "torch.device": torch.device} | _FUNCTIONS
 
 
-VALUES: dict[str, Any] = _values()  # by module and name
+VALUES: dict[str, Any] = _values()  # module.name -> object
 CALLS: dict[int, Callable[..., Any]] = {
     **{id(function): function for function in _FUNCTIONS.values()},
     id(torch.Size): _size,

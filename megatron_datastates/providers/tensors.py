@@ -1,4 +1,4 @@
-"""Tensors in device or host memory: what they are, and where they are at the time of a save."""
+"""Tensors in device or host memory: their structure, and where they are at the time of a save."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _facts = attrgetter("dtype", "shape", "device")
 
 @dataclasses.dataclass(frozen=True)
 class Structure:
-    """All about tensors but where they are: tensors that have the same structure are saved alike.
+    """Everything that a plan depends on: all about tensors but their addresses.
 
-    Element i of each list is about tensor i.
+    Element i of each list describes tensor i.
     """
 
     keys: list[str]
@@ -33,11 +33,14 @@ class Structure:
     strides: list[tuple[int, ...]]  # elements
     description: bytes | None  # of dtypes, devices, shapes and strides, if there is one
 
-    def is_of(self, tensors: Tensors, description: bytes | None) -> bool:
-        """Whether `tensors` have this structure. `description` as in engine/exchange.py, or None.
+    def matches(self, tensors: Tensors, description: bytes | None) -> bool:
+        """Returns whether `tensors` have this structure.
 
-        The trainer waits for this at every save, so what loops there are, are the interpreter's own: about a
-        microsecond a tensor, or one comparison of bytes where both have a description.
+        The trainer waits for this at every save. With descriptions it is one comparison of bytes; without,
+        loops in C (`map`) take about a microsecond a tensor.
+
+        Args:
+            description: of `tensors`, as engine/exchange.py makes it; None if torch is too old for one.
         """
         if (self.keys, self.mutability, self.places) != (tensors.keys, tensors.mutability, tensors.places):
             return False
@@ -48,32 +51,35 @@ class Structure:
         )
 
     def fragments(self) -> list[Fragment]:
-        """One of each tensor.
+        """Returns one fragment for each tensor.
 
         Raises:
-            MismatchError: a tensor has another number of elements than its place, or is neither on the host
-                nor on a CUDA device.
+            MismatchError: a tensor and its place differ in the number of elements, or a tensor is neither on
+                the host nor on a CUDA device.
         """
         return [_fragment(*one) for one in zip(self.keys, self.facts, self.places, strict=True)]
 
     def runs(self) -> list[Runs]:
-        """Where the bytes of each tensor are, relative to its first element."""
+        """Returns where the bytes of each tensor are, relative to its first element."""
         return [
             strided_runs(shape, strides, dtype.itemsize)
             for (dtype, shape, _), strides in zip(self.facts, self.strides, strict=True)
         ]
 
     def eager(self) -> list[bool]:
-        """Which tensors must be copied before the trainer goes on."""
+        """Returns, for each tensor, whether it has to be copied before the save returns."""
         return [mutability is Mutability.NOW for mutability in self.mutability]
 
     def devices(self) -> list[int | None]:
-        """The CUDA device that each tensor is on; None for host memory."""
+        """Returns the number of the CUDA device that each tensor is on; None for host memory."""
         return [device.index if device.type == "cuda" else None for _, _, device in self.facts]
 
 
 def structure_of(tensors: Tensors, description: bytes | None = None) -> Structure:
-    """The structure of `tensors`.
+    """Returns the structure of `tensors`.
+
+    Args:
+        description: as in Structure.matches.
 
     Raises:
         MismatchError: a tensor is sparse, or otherwise without strides.
@@ -81,7 +87,9 @@ def structure_of(tensors: Tensors, description: bytes | None = None) -> Structur
     strides = []
     for key, tensor in zip(tensors.keys, tensors.tensors, strict=True):
         if tensor.layout is not torch.strided:
-            raise MismatchError(f"tensor {key!r} is {tensor.layout}: only strided tensors can be saved")
+            raise MismatchError(
+                f"tensor {key!r} has layout {tensor.layout}: only strided tensors can be saved"
+            )
         strides.append(tensor.stride())
     facts = list(map(_facts, tensors.tensors))
     return Structure(tensors.keys, tensors.mutability, tensors.places, facts, strides, description)
@@ -95,47 +103,58 @@ def _fragment(key: str, facts: tuple[torch.dtype, torch.Size, torch.device], pla
         place = Place(tuple(shape), (0,) * len(shape), tuple(shape))
     fragment = Fragment(key, dtype_name(dtype), *place)
     if fragment.bytes != shape.numel() * dtype.itemsize:
-        raise MismatchError(f"tensor {key!r}: cannot store {tuple(shape)} as shape {place.shape}")
+        raise MismatchError(
+            f"tensor {key!r} has shape {tuple(shape)}: expected as many elements as its place of shape "
+            f"{place.shape}"
+        )
     return fragment
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> `bfloat16`."""
+    """Returns a dtype's name without torch's prefix: `bfloat16` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
 
 
-def are_plain(tensors: Tensors, has_complex: bool = True) -> bool:
-    """Whether the bytes in memory are the values: no view is negated or, if some are complex, conjugated."""
+def has_unresolved_views(tensors: Tensors, has_complex: bool = True) -> bool:
+    """Returns whether a tensor is a negated or conjugated view: then its bytes in memory are not its values.
+
+    Args:
+        has_complex: False if no tensor is complex, so that none can be conjugated.
+    """
     views = tensors.tensors
-    return not any(map(torch.Tensor.is_neg, views)) and not (
-        has_complex and any(map(torch.Tensor.is_conj, views))
-    )
+    return any(map(torch.Tensor.is_neg, views)) or (has_complex and any(map(torch.Tensor.is_conj, views)))
 
 
-def with_plain_values(tensors: Tensors) -> Tensors:
-    """The same, with a tensor of its own in place of a negated or conjugated view."""
-    plain = Tensors()
+def resolve_views(tensors: Tensors) -> Tensors:
+    """Returns the tensors with a copy instead of each negated or conjugated view."""
+    resolved = Tensors()
     columns = (tensors.keys, tensors.tensors, tensors.mutability, tensors.places)
     for key, tensor, mutability, place in zip(*columns, strict=True):
         if tensor.is_neg() or tensor.is_conj():
-            tensor, mutability = tensor.resolve_conj().resolve_neg(), Mutability.NEVER  # nobody else has it
-        plain.add(key, tensor, mutability, place)
-    return plain
+            tensor, mutability = (
+                tensor.resolve_conj().resolve_neg(),
+                Mutability.NEVER,
+            )  # nobody else has the copy
+        resolved.add(key, tensor, mutability, place)
+    return resolved
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Where tensors are now. Element i is about tensor i."""
+    """Where tensors are at the time of a save. Element i is about tensor i."""
 
     addresses: Words  # of the first elements
-    owners: list[Any]  # keep the memory: a tensor may be given other memory while this is being copied
+    owners: list[Any]  # storages, held until they are copied: a tensor may be given another one meanwhile
 
 
-def look_up(tensors: Tensors, addresses: Words | None = None) -> Memory:
-    """Where `tensors` are: at `addresses`, if these are known. The trainer waits for this, too.
+def locate(tensors: Tensors, addresses: Words | None = None) -> Memory:
+    """Returns where `tensors` are. The trainer waits for this at every save.
+
+    Args:
+        addresses: of the first elements, if engine/exchange.py has found them already.
 
     Raises:
-        MismatchError: a tensor has no memory at present.
+        MismatchError: a tensor has elements but no memory.
     """
     storages = list(map(torch.Tensor.untyped_storage, tensors.tensors))
     if addresses is None:
@@ -150,17 +169,17 @@ def _check_memory(tensors: Tensors, storages: list[Any], addresses: Words) -> No
     for key, tensor, storage, address in zip(*columns, strict=True):
         if tensor.numel() and not storage.nbytes():
             raise MismatchError(
-                f"tensor {key!r} has no memory: it was offloaded; bring it back before a save"
+                f"tensor {key!r} has no memory: it was offloaded; bring it back before the save"
             )
         if tensor.numel() and not address:
             raise MismatchError(
                 f"tensor {key!r} has no memory of its own: it is a {type(tensor).__qualname__} that wraps "
-                "others; save those"
+                "other tensors; save those instead"
             )
 
 
 class TensorProvider:
-    """Plain named tensors, each a global tensor of its own."""
+    """Named tensors, each a whole global tensor."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], mutability: Mutability) -> None:
         self._tensors = tensors

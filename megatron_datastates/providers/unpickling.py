@@ -1,12 +1,12 @@
-"""A machine that executes the pickles of stored objects, and can do nothing that is not on a closed list.
+"""An unpickler for stored objects that accepts only what is on an allow list.
 
-As torch.load with weights_only=True, but with more plain kinds, and with an eye on what each call would take:
-a pickle of n bytes makes no more than a small multiple of n. It knows the opcodes that torch.save writes
-(protocol 2). A name is looked up in plain.py, rebuilding.py and among the user's own safe globals
-(torch.serialization.add_safe_globals); none is imported.
+It is as strict as torch.load with weights_only=True, knows more plain types, and limits memory: a pickle of n
+bytes makes no more than a small multiple of n bytes. It knows the opcodes that torch.save writes (protocol
+2). A name is looked up in plain.py, in rebuilding.py and among the user's own safe globals
+(torch.serialization.add_safe_globals); nothing is imported.
 
-A machine that only looks makes no tensor and calls no class of the user's: it finds whether another one would
-accept the pickle.
+A *dry run* makes placeholders instead of tensors, long bytes and instances of the user's classes: it finds
+whether a load would accept the pickle, runs no code of users and takes little memory.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ import torch
 
 from megatron_datastates.errors import UnsafeObjectError, UntrustedClassError
 from megatron_datastates.providers import plain, rebuilding
-from megatron_datastates.providers.plain import LongText, check_key, require
-from megatron_datastates.providers.rebuilding import Named, Seen, StorageKind
+from megatron_datastates.providers.plain import TextPlaceholder, check_key, require
+from megatron_datastates.providers.rebuilding import ClassPlaceholder, Placeholder, StorageKind
 
 _LONG_TEXT_BYTES = 64 << 10
 _PART_BYTES = 1 << 20
 _CALLS = plain.CALLS | rebuilding.CALLS
-_OURS = {id(value) for value in (*plain.VALUES.values(), *rebuilding.VALUES.values())}  # which live forever
+# Ids are unique, since these values live forever.
+_OURS = {id(value) for value in (*plain.VALUES.values(), *rebuilding.VALUES.values())}
 _DICTIONARIES = (dict, collections.OrderedDict, collections.Counter, collections.defaultdict)
-_NEVER = {"sys", "os", "posix", "nt"}  # as torch has it, whatever the user says
+_NEVER = {"sys", "os", "posix", "nt"}  # never trusted, as in torch, even if the user adds them
 
-Storages = Callable[[StorageKind, str, int], Any]  # of kind, name and bytes
+Storages = Callable[[StorageKind, str, int], Any]  # (kind, name, elements) -> storage
 
 
 def trusted_globals() -> dict[str, Any]:
-    """Returns what the user vouches for, by module and name, but for what our own lists guard."""
+    """Returns what the user trusts, by module and name, without what the allow list has itself."""
     found = {}
     for entry in torch.serialization.get_safe_globals():
         value, name = entry if isinstance(entry, tuple) else (entry, None)
@@ -46,16 +47,22 @@ def trusted_globals() -> dict[str, Any]:
     return found
 
 
-_Machine: Any = pickle._Unpickler  # in Python: only so can calls be looked at
+_PythonUnpickler: Any = pickle._Unpickler  # the one in C does not let calls be checked
 
 
-class Unpickler(_Machine):  # type: ignore[misc]
-    """See the module.
+class Unpickler(_PythonUnpickler):  # type: ignore[misc]
+    """Executes one pickle and accepts only what is on the allow list, as the module describes.
+
+    `load` returns the object, or placeholders in a dry run. It raises UnsafeObjectError for what is refused,
+    and may raise anything else for damaged bytes.
 
     Args:
-        storages: finds a storage; SeenStorage for a machine that only looks.
-        trusted: what the user vouches for, by module and name; by default trusted_globals().
-        stand_in: makes what stands for a class that nobody vouches for; by default it is refused.
+        file: the pickle.
+        storages: returns the storage of a tensor; in a dry run, a StoragePlaceholder.
+        dry_run: make placeholders.
+        trusted: what the user trusts, by module and name; by default trusted_globals().
+        stand_in: makes a stand-in, which is called like the class, for a class that is not trusted, by its
+            name; by default such a class is refused.
     """
 
     def __init__(
@@ -63,26 +70,28 @@ class Unpickler(_Machine):  # type: ignore[misc]
         file: io.BytesIO,
         storages: Storages,
         *,
-        only_looks: bool = False,
+        dry_run: bool = False,
         trusted: dict[str, Any] | None = None,
         stand_in: Callable[[str], Any] | None = None,
     ) -> None:
         super().__init__(file)
-        self.only_looks = only_looks
+        self.dry_run = dry_run
         self._storages, self._stand_in = storages, stand_in
         trusted = trusted_globals() if trusted is None else trusted
-        self._trusted: dict[str, Any] = {name: Named() for name in trusted} if only_looks else dict(trusted)
+        self._trusted: dict[str, Any] = (
+            {name: ClassPlaceholder() for name in trusted} if dry_run else dict(trusted)
+        )
         self._trusted_ids = {id(value) for value in self._trusted.values()}
-        self._fresh: dict[int, Any] = {}
+        self._unfinished: dict[int, Any] = {}
 
-    # -- what guards ask ------------------------------------------------------------------------------
+    # -- for guards: see PickleContext ----------------------------------------------------------------
 
-    def keep_fresh(self, made: Any) -> Any:
-        self._fresh[id(made)] = made
+    def mark_unfinished(self, made: Any) -> Any:
+        self._unfinished[id(made)] = made
         return made
 
-    def settle(self, made: Any) -> bool:
-        return self._fresh.pop(id(made), None) is not None
+    def mark_finished(self, made: Any) -> bool:
+        return self._unfinished.pop(id(made), None) is not None
 
     def is_trusted(self, kind: Any) -> bool:
         return id(kind) in self._trusted_ids
@@ -92,7 +101,7 @@ class Unpickler(_Machine):  # type: ignore[misc]
         if guard is not None:
             return guard(self, *arguments)
         if not self.is_trusted(function):
-            raise UnsafeObjectError(f"it calls {function!r}, which is not accepted")
+            raise UnsafeObjectError(f"it calls {function!r}, which is not on the allow list")
         return function(*arguments)
 
     # -- names ----------------------------------------------------------------------------------------
@@ -128,11 +137,11 @@ class Unpickler(_Machine):  # type: ignore[misc]
         arguments, kind = self.stack.pop(), self.stack.pop()
         require(type(arguments) is tuple, "something")
         if self.is_trusted(kind):
-            self.append(kind(*arguments) if self.only_looks else kind.__new__(kind, *arguments))
+            self.append(kind(*arguments) if self.dry_run else kind.__new__(kind, *arguments))
             return
-        known = isinstance(kind, type) and kind in plain.EMPTY and arguments == ()
+        known = isinstance(kind, type) and kind in plain.CREATED_EMPTY and arguments == ()
         if not known:
-            raise UnsafeObjectError(f"it makes an instance of {kind!r}, which is not accepted")
+            raise UnsafeObjectError(f"it makes an instance of {kind!r}, which is not on the allow list")
         self.append(kind.__new__(kind))
 
     def _build(self) -> None:
@@ -140,8 +149,8 @@ class Unpickler(_Machine):  # type: ignore[misc]
         setter = plain.state_setter(made)
         if setter is not None:
             setter(self, made, state)
-        elif isinstance(made, Seen):
-            require(not isinstance(made, Named), "a class")
+        elif isinstance(made, Placeholder):
+            require(not isinstance(made, ClassPlaceholder), "a class")
         elif id(type(made)) in self._trusted_ids:
             self.append(state)
             super().load_build()
@@ -157,7 +166,7 @@ class Unpickler(_Machine):  # type: ignore[misc]
 
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        require(type(target) in (list, collections.deque), f"a list of a {type(target).__name__}")
+        require(type(target) in (list, collections.deque), f"a list out of a {type(target).__name__}")
         target.extend(items)
 
     def _set_item(self) -> None:
@@ -169,14 +178,16 @@ class Unpickler(_Machine):  # type: ignore[misc]
 
     def _update(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        require(type(target) in _DICTIONARIES and len(items) % 2 == 0, f"a dict of a {type(target).__name__}")
+        require(
+            type(target) in _DICTIONARIES and len(items) % 2 == 0, f"a dict out of a {type(target).__name__}"
+        )
         for at in range(0, len(items), 2):
             check_key(items[at])
             target[items[at]] = items[at + 1]
 
     def _text(self) -> None:
         size = int.from_bytes(self.read(4), "little")
-        if not self.only_looks or size <= _LONG_TEXT_BYTES:
+        if not self.dry_run or size <= _LONG_TEXT_BYTES:
             self.append(str(self._exactly(size), "utf-8", "surrogatepass"))
             return
         decoder = codecs.getincrementaldecoder("utf-8")("surrogatepass")
@@ -186,12 +197,12 @@ class Unpickler(_Machine):  # type: ignore[misc]
             part = decoder.decode(self._exactly(count), begin + count == size)
             characters += len(part)
             is_latin = is_latin and (part.isascii() or max(part, default="") <= "\xff")
-        self.append(LongText(characters, is_latin))
+        self.append(TextPlaceholder(characters, is_latin))
 
     def _exactly(self, size: int) -> bytes:
         data: bytes = self.read(size)
         if len(data) != size:
-            raise EOFError("it ends too early")
+            raise EOFError(f"expected {size} more bytes, found {len(data)}")
         return data
 
     def _number(self) -> None:
@@ -204,10 +215,10 @@ class Unpickler(_Machine):  # type: ignore[misc]
         self.append(pickle.decode_long(self._exactly(size)))
 
     def _unknown(self) -> None:
-        raise UnsafeObjectError("it has an opcode that torch.save does not write")
+        raise UnsafeObjectError("it has an opcode that torch.save never writes")
 
     dispatch = dict.fromkeys(range(256), _unknown) | {
-        code[0]: _Machine.dispatch[code[0]]
+        code[0]: _PythonUnpickler.dispatch[code[0]]
         for code in (
             *(pickle.PROTO, pickle.STOP, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINFLOAT),
             *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.EMPTY_TUPLE, pickle.EMPTY_LIST),

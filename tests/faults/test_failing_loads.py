@@ -187,7 +187,7 @@ def test_object_that_would_run_code_fails_all_and_does_not_run(world: World, tmp
         assert not each["ran"]
         assert each["failures"] == told[0]["failures"]
         for failure in each["failures"].values():
-            assert "'object/shard_0_1'" in failure["error"] and "nobody vouches for" in failure["error"]
+            assert "'object/shard_0_1'" in failure["error"] and "is not trusted" in failure["error"]
 
 
 def test_fully_parallel_load_by_itself_fails_on_all_ranks(world: World, saved: Callable[[int], Path]) -> None:

@@ -1,20 +1,20 @@
-"""Makes the golden checkpoints of a format: once per format, before its first release.
+"""Makes the golden checkpoints of a format, once per format and before its first release.
 
     .venv/bin/python -m tests.golden.make_golden NEW_DIRECTORY
     .venv/bin/python -m tests.golden.make_golden CHECKPOINT INDEX.json
 
-What is committed under tests/golden/format-N is never made again: it stands for files that users have.
+The files under tests/golden/format-N are never made again: they stand for files that users have.
 
-Before its first release the index of format 1 was given another form. The checkpoints of Megatron's releases
-(tests/golden/megatron-*) were not saved again: the second command gave them the new index, the layout digests
-of their footers, and the manifest that names all that. INDEX.json tells what their index said:
+The index of format 1 changed its form before the first release. The checkpoints of Megatron's releases
+(tests/golden/megatron-*) were not saved again: the second command replaced their index, the layout digests in
+their footers, and their manifest. INDEX.json has the contents of their old index:
 
     {"fragments": [[key, dtype, global shape, offset, shape, file, offset in the file], ...],
      "objects": {key: file}}
 
 one-rank   written by the saver: every dtype, a scalar, an empty tensor, objects, block checksums
-two-ranks  put together by hand: tensors cut into pieces over two files, one of them without checksums,
-           and compatible features that no release knows
+two-ranks  made by hand: tensors in fragments over two files, one of them without checksums, and
+           compatible features that no release knows
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ OBJECTS: dict[str, Any] = {
 
 
 def pattern(key: str) -> bytes:
-    """The bytes of a tensor of the first checkpoint. No random numbers: theirs may change with torch."""
+    """Returns the bytes of a tensor of the first checkpoint; not random, as torch's generators may change."""
     number, size = list(SHAPES).index(key), torch.Size(SHAPES[key]).numel() * dtype_of(key).itemsize
     data = bytes((7 * i + 13 * number + 1) % 251 for i in range(size))
     return bytes(byte % 2 for byte in data) if key == "bool" else data
@@ -75,7 +75,7 @@ def tensor(key: str) -> torch.Tensor:
 
 
 class Objects:
-    """A provider of objects alone."""
+    """A provider that has only objects."""
 
     def __init__(self, objects: list[ObjectSource]) -> None:
         self._objects = objects
@@ -88,7 +88,7 @@ class Objects:
 
 
 def one_rank_state(objects: list[ObjectSource]) -> StateProvider:
-    """In two groups, so that the order of the file is not that of the state."""
+    """Returns a state of two groups whose order in the file is the reverse of that in the state."""
     lazy = {key: tensor(key) for key in SHAPES if "float" in key}
     eager = {key: tensor(key) for key in SHAPES if "float" not in key}
     tensors = (TensorProvider(lazy, Mutability.AT_FENCE), TensorProvider(eager, Mutability.NOW))
@@ -117,7 +117,7 @@ PIECES: list[tuple[int, int, Fragment]] = [  # file, offset, fragment
 
 
 def whole(key: str) -> torch.Tensor:
-    """A tensor of the second checkpoint."""
+    """Returns a whole tensor of the second checkpoint."""
     fragment = next(piece for _, _, piece in PIECES if piece.key == key)
     count = torch.Size(fragment.global_shape).numel()
     return torch.arange(1, count + 1).to(getattr(torch, fragment.dtype)).reshape(fragment.global_shape)
@@ -146,7 +146,7 @@ def make_two_ranks(directory: Path) -> None:
 
 
 def replace_index(directory: Path, index: Index) -> None:
-    """Gives a checkpoint an index of the same contents in today's form."""
+    """Replaces the index of a checkpoint by one with the same contents in today's form."""
     fields = json.loads((directory / MANIFEST_NAME).read_bytes().split(b"\n", 1)[1])
     encoded = index.encode(packed=True)
     (directory / fields["index"]["name"]).unlink()
@@ -155,7 +155,7 @@ def replace_index(directory: Path, index: Index) -> None:
         path, at = directory / file["name"], file["footer_offset"]
         footer = Footer.decode(path.read_bytes()[at:], file["name"])
         digest = hashlib.sha256(index.own_index(number)).digest()[:16]
-        changed = dataclasses.replace(footer, layout_hash=digest).encode()
+        changed = dataclasses.replace(footer, layout_digest=digest).encode()
         path.write_bytes(path.read_bytes()[:at] + changed)
         file["footer_crc"] = decode_trailer(changed[-TRAILER_BYTES:], file["name"])[2]
     manifest = msgspec.convert(fields, Manifest)
@@ -163,9 +163,9 @@ def replace_index(directory: Path, index: Index) -> None:
     (directory / MANIFEST_NAME).write_bytes(manifest.encode())
 
 
-def read_index(told: Path) -> Index:
-    """What was told of an index, as above."""
-    fields = json.loads(told.read_text())
+def read_index(path: Path) -> Index:
+    """Returns the index that INDEX.json describes."""
+    fields = json.loads(path.read_text())
     entries = []
     for key, dtype, whole, offset, shape, file, at in fields["fragments"]:
         fragment = Fragment(key, dtype, tuple(whole), tuple(offset), tuple(shape))

@@ -1,7 +1,7 @@
 """Checkpoints of released formats: this release reads them bit for bit, and writes format 1 as it was.
 
-If a test here fails, users' checkpoints have become unreadable, or older releases cannot read new ones.
-Repair the code; never the golden files.
+If a test here fails, users' checkpoints have become unreadable, or older releases cannot read new ones:
+correct the code, never the golden files.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_every_object_is_read():
     assert opened(TWO).read_object("object") == {"rank": 1}
 
 
-def test_there_is_nothing_else():
+def test_golden_checkpoints_have_no_other_contents():
     assert set(opened(ONE).index.tensors) == set(made.SHAPES)
     assert set(opened(ONE).index.objects) == set(made.OBJECTS)
     assert set(opened(TWO).index.tensors) == {piece.key for _, _, piece in made.PIECES}
@@ -67,13 +67,13 @@ def test_there_is_nothing_else():
 
 
 @pytest.mark.parametrize("key", ["cut", "rows", "layers.0.weight"])
-def test_tensors_in_pieces_are_put_together(key):
+def test_a_tensor_in_several_fragments_is_read_whole(key):
     found = opened(TWO).read_tensor(key)
     assert found.dtype is made.whole(key).dtype
     assert torch.equal(found, made.whole(key))
 
 
-def test_a_slice_over_pieces_is_read():
+def test_a_slice_over_several_fragments_is_read():
     assert torch.equal(opened(TWO).read_tensor("cut", [1, 1], [2, 3]), made.whole("cut")[1:3, 1:4])
 
 
@@ -84,7 +84,7 @@ def test_golden_checkpoints_are_whole(directory, unchecked):
     assert verdict.unchecked_files == unchecked
 
 
-def test_manifests_say_what_they_said():
+def test_manifests_decode_to_the_same_values():
     one, two = opened(ONE).manifest, opened(TWO).manifest
     assert (one.save_id, one.iteration, one.parallel) == (
         SaveId(made.RUN_ID, 1),
@@ -138,17 +138,17 @@ def test_footers_prove_that_the_index_belongs_to_the_data_files(directory):
     checkpoint = opened(directory)
     for file in range(len(checkpoint.manifest.files)):
         own = hashlib.sha256(checkpoint.index.own_index(file)).digest()
-        assert checkpoint.footer(file).layout_hash == own[:16]
+        assert checkpoint.footer(file).layout_digest == own[:16]
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredObject:
-    """Gives the golden bytes: what torch.save makes of an object may change with torch."""
+    """An object with the golden bytes, since the output of torch.save may change with torch."""
 
     key: str
     data: bytes
 
-    def secured(self) -> StoredObject:
+    def snapshot(self) -> StoredObject:
         return self
 
     def serialize(self) -> bytes:

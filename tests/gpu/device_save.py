@@ -16,7 +16,7 @@ from megatron_datastates.pipeline.plans import plan_state
 from megatron_datastates.pipeline.save import RankSave, SaveContext
 from megatron_datastates.providers import base
 from megatron_datastates.providers.base import Mutability
-from megatron_datastates.providers.tensors import look_up
+from megatron_datastates.providers.tensors import locate
 
 Tensors = dict[str, torch.Tensor]
 _ORDINALS = itertools.count(1)
@@ -44,7 +44,7 @@ class DeviceSave:
         self.layout = plan.layout
         self.save = RankSave(SaveContext(self._save_id, folder, 0, 1), fence_deadline)
         begin = time.perf_counter()
-        self.save.start(engine, plan, look_up(state), [])
+        self.save.start(engine, plan, locate(state), [])
         self.start_seconds = time.perf_counter() - begin
 
     def fence(self) -> None:

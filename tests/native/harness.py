@@ -39,7 +39,7 @@ class Copy:
 
     @property
     def piece_bytes(self) -> int:
-        return self.source.shape[-1]
+        return int(self.source.shape[-1])
 
     @property
     def step_bytes(self) -> int:

@@ -21,7 +21,7 @@ from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.pipeline.plans import plan_state
 from megatron_datastates.providers.base import Mutability, Tensors
-from megatron_datastates.providers.tensors import look_up
+from megatron_datastates.providers.tensors import locate
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import label_as_device
 from tests.native.harness import ALIGNMENT, Copy, Save, random_bytes, save_whole
@@ -273,7 +273,7 @@ def test_any_strided_tensor_is_stored_as_its_elements_in_row_major_order(
         patch.setattr(staging, "_current_stream", lambda: stream)
         if device:
             label_as_device(patch)
-        plan, memory = plan_state(state, []), look_up(state)
+        plan, memory = plan_state(state, []), locate(state)
         layout = plan.layout
         header = b"h" * HEADER_BYTES
         save = engine.begin(path, header, layout, plan.copies, memory.addresses, memory.owners, 0)

@@ -49,7 +49,7 @@ def data_file(part: Part, rank: int, world_size: int, save_id: SaveId = SAVE, **
         data[offset : offset + len(piece)] = piece
     objects = {key: Extent(0, offset, len(piece)) for key, (offset, piece) in part.objects.items()}
     checksums = block_checksums(bytes(data)) if part.checksums else b""
-    digest = footer.pop("layout_hash", bytes(16))
+    digest = footer.pop("layout_digest", bytes(16))
     footer_bytes = Footer(save_id, rank, world_size, len(data), digest, objects, checksums, **footer).encode()
     return bytes(data) + footer_bytes
 

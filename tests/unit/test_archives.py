@@ -1,4 +1,4 @@
-"""Archives of torch.save, read and written in pieces."""
+"""Archives of torch.save: parts of them are read, and new ones are written piece by piece."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_torch_loads_an_archive_that_we_wrote(name: str, shape: tuple[int, ...],
     data = torch.frombuffer(bytearray(bits(tensor)), dtype=torch.uint8).numpy() if tensor.numel() else b""
     path = tmp_path / "file"
     with path.open("wb") as file:
-        file.write(b"before")  # an archive begins anywhere
+        file.write(b"before")  # an archive may begin at any offset
         write_archive(file, name, shape, [data[:1], data[1:]] if len(data) else [])  # type: ignore[list-item]
     loaded = torch.load(io.BytesIO(path.read_bytes()[6:]), weights_only=True)
     assert (loaded.dtype, loaded.shape, bits(loaded)) == (tensor.dtype, tensor.shape, bits(tensor))
@@ -88,7 +88,7 @@ def test_an_archive_of_another_byte_order_is_refused(tmp_path: Path) -> None:
         read()
 
 
-def test_bytes_that_are_no_archive_are_refused(tmp_path: Path) -> None:
+def test_damaged_archives_are_refused_or_stay_within_the_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     good = archive_of(torch.ones(8), tmp_path)
     data = path.read_bytes()
@@ -102,5 +102,5 @@ def test_bytes_that_are_no_archive_are_refused(tmp_path: Path) -> None:
         except (FormatError, StorageError):
             pass
     path.write_bytes(data[:-40])
-    with pytest.raises(FormatError, match=r"no archive of torch\.save"):
+    with pytest.raises(FormatError, match=r"not an archive of torch\.save"):
         good()

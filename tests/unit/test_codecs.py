@@ -1,6 +1,6 @@
-"""Header, footer, trailer, index and manifest: one body of tests over all of them.
+"""Header, footer, trailer and manifest: the same tests over all of them.
 
-Whatever happens to the bytes, decoding gives the value that was encoded or raises our own errors.
+Decoding damaged bytes returns the value that was encoded or raises our own errors.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ over_codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.n
 
 
 def flips(data: bytes) -> Iterator[bytes]:
-    """Every byte, once with all bits turned and once with one."""
+    """Yields copies of `data` with one byte changed: every byte, with all bits flipped and with one."""
     for at in range(len(data)):
         for mask in (0xFF, 1 << at % 8):
             yield data[:at] + bytes([data[at] ^ mask]) + data[at + 1 :]
@@ -93,7 +93,7 @@ def refused_or_equal(codec: Codec, data: bytes) -> bool:
 
 
 @over_codecs
-def test_what_was_encoded_is_decoded(codec):
+def test_decoding_returns_what_was_encoded(codec):
     assert codec.decode(codec.data) == codec.value
 
 
@@ -118,7 +118,7 @@ def test_other_bytes_are_refused(codec, data):
 
 @over_codecs
 @given(data=st.binary(max_size=200))
-def test_other_bytes_behind_the_magic_are_refused(codec, data):
+def test_other_bytes_after_the_magic_are_refused(codec, data):
     with pytest.raises(FormatError):
         codec.decode(codec.data[:8] + data)
 

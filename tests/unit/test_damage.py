@@ -218,7 +218,7 @@ def test_a_data_file_of_another_save_is_told_from_damage(spoiled, tmp_path):
 def test_a_valid_footer_that_is_not_the_published_one_is_refused(spoiled):
     (path,) = data_files(spoiled)
     footer = Checkpoint.open(spoiled, OPTIONS).footer(0)
-    forged = dataclasses.replace(footer, layout_hash=b"another layout..").encode()
+    forged = dataclasses.replace(footer, layout_digest=b"another layout..").encode()
     path.write_bytes(path.read_bytes()[: footer.data_bytes] + forged)
     both(spoiled, f"{path} has a footer of checksum .*its manifest says {footer.crc:08x}", StorageError)
 

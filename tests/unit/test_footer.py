@@ -1,4 +1,4 @@
-"""Footers whose checksums are right and whose contents lie."""
+"""Footers with valid checksums and false contents."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def crafted(
     block_bytes: int = BLOCK_BYTES,
     total: int = 4096,
     offset: int | None = None,
-    told_total: int | None = None,
+    claimed_total: int | None = None,
 ) -> bytes:
-    """A footer with valid checksums, written after FORMAT.md and not with the code under test."""
+    """Returns a footer with valid checksums, made as FORMAT.md says and not by the code under test."""
     fields = struct.pack(
         "<8sIIIIQQQIIQQ16s", b"DSFOOT\x00\x01", 1, 0, 0, block_bytes, data_bytes, 5, 1, 0, 1,
         object_count, checksum_count, bytes(16),
     )  # fmt: skip
     body = (fields + objects + checksums).ljust(total - 36, b"\0")
     at = data_bytes if offset is None else offset
-    end = len(body) + 36 if told_total is None else told_total
+    end = len(body) + 36 if claimed_total is None else claimed_total
     trailer = struct.pack("<8sQQII", b"DSTAIL\x00\x01", at, end, zlib.crc32(body), 0)
     return body + trailer + struct.pack("<I", zlib.crc32(trailer))
 
@@ -41,7 +41,7 @@ def stored(key: bytes, offset: int, size: int, length: int | None = None) -> byt
     return struct.pack("<QQI", offset, size, len(key) if length is None else length) + key
 
 
-def test_a_footer_written_after_the_document_is_read():
+def test_a_footer_made_as_the_document_says_is_read():
     data = crafted(stored(b"key", 4096, 10), 1, bytes(range(8)), 2)
     footer = Footer.decode(data, "it")
     assert (footer.objects["key"].offset, footer.objects["key"].bytes) == (4096, 10)
@@ -104,10 +104,10 @@ def test_a_footer_that_contradicts_itself_is_refused(lie):
         Footer.decode(crafted(**lie), "it")
 
 
-@pytest.mark.parametrize("told", [0, 36, 8192, 2**64 - 1])
-def test_a_footer_of_another_length_than_its_trailer_says_is_refused(told):
+@pytest.mark.parametrize("claimed", [0, 36, 8192, 2**64 - 1])
+def test_a_footer_of_another_length_than_its_trailer_says_is_refused(claimed):
     with pytest.raises(FormatError, match="damaged"):
-        Footer.decode(crafted(told_total=told), "it")
+        Footer.decode(crafted(claimed_total=claimed), "it")
 
 
 def test_a_footer_shorter_than_its_fields_is_refused():

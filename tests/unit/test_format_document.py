@@ -1,4 +1,4 @@
-"""FORMAT.md says what the code does: tables of fields, codes, constants and names."""
+"""FORMAT.md agrees with the code: tables of fields, codes, constants and names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = (Path(package.__file__).parent / "FORMAT.md").read_text()
 
 
 def rows_under(heading: str) -> list[list[str]]:
-    """Cells of the first table behind a heading, without its two head lines."""
+    """Returns the cells of the first table after a heading, without its two head lines."""
     section = re.split(r"\n#+ ", TEXT.split(f"# {heading}\n", 1)[1])[0]
     table = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
     assert table is not None, heading
@@ -29,7 +29,7 @@ def rows_under(heading: str) -> list[list[str]]:
 
 
 def fields_of(packing: struct.Struct | np.dtype) -> list[tuple[int, int, str]]:
-    """(offset, size, kind) of every field, as the code packs them."""
+    """Returns (offset, size, kind) of every field as the code packs it."""
     if isinstance(packing, np.dtype):
         layout = [(packing.fields[name][1], packing.fields[name][0]) for name in packing.names]
         return [(offset, kind.itemsize, kind.char) for offset, kind in layout]
@@ -54,7 +54,7 @@ PACKINGS = {
 
 
 @pytest.mark.parametrize("heading", PACKINGS)
-def test_tables_of_fields_are_what_the_code_packs(heading):
+def test_tables_of_fields_agree_with_what_the_code_packs(heading):
     documented = [(int(offset), int(size), kind) for offset, size, kind, _ in rows_under(heading)]
     assert documented == [(offset, size, KINDS[kind]) for offset, size, kind in fields_of(PACKINGS[heading])]
 
@@ -78,7 +78,7 @@ def test_dtype_codes_are_what_the_code_uses():
     assert documented == values.DTYPES
 
 
-def test_constants_are_the_codes():
+def test_constants_agree_with_the_code():
     for name, value, _ in rows_under("Format 1"):
         assert getattr(values, name.strip("`")) == int(value)
     assert header.HEADER_BYTES == 4096
@@ -87,12 +87,12 @@ def test_constants_are_the_codes():
     assert TEXT.startswith(f"# Format {values.FORMAT_VERSION}\n")
 
 
-def test_checksums_are_the_ones_named():
+def test_checksums_are_those_of_the_code():
     assert f"`{crc32c(b'123456789'):08x}`" in TEXT
     assert f"`{zlib.crc32(b'123456789'):08x}`" in TEXT
 
 
-def test_the_manifests_fields_are_the_codes():
+def test_fields_of_the_manifest_agree_with_the_code():
     documented = [row[0].strip("`") for row in rows_under("Manifest")]
     assert documented == list(manifest.Manifest.__struct_fields__)
     for struct_type in (manifest.IndexEntry, manifest.FileEntry, manifest.OtherFile):
@@ -100,7 +100,7 @@ def test_the_manifests_fields_are_the_codes():
         assert re.findall(pattern, TEXT, re.MULTILINE) == list(struct_type.__struct_fields__)
 
 
-def test_the_manifests_defaults_are_the_codes():
+def test_defaults_of_the_manifest_agree_with_the_code():
     defaults = {field.name: field for field in msgspec.structs.fields(manifest.Manifest)}
     for name, _, default, _ in rows_under("Manifest"):
         field = defaults[name.strip("`")]
@@ -110,7 +110,7 @@ def test_the_manifests_defaults_are_the_codes():
             assert msgspec.json.encode(value).decode() == default
 
 
-def test_the_optimizer_maps_fields_are_the_codes():
+def test_fields_of_the_optimizer_map_agree_with_the_code():
     documented = [tuple(cell.strip("`") for cell in row[:2]) for row in rows_under("Optimizer map")]
     kinds = (
         optimizer_map.OptimizerMap,
@@ -125,14 +125,14 @@ def test_the_optimizer_maps_fields_are_the_codes():
     assert not values.is_optimizer_map("x.optimizer/shard_0_1")
 
 
-def test_feature_bits_are_the_codes():
+def test_feature_bits_agree_with_the_code():
     rows = rows_under("Versions and features")
     known = {kind: sum(1 << int(bit) for k, bit, _ in rows if k == kind and bit != "none")
              for kind in ("incompatible", "compatible")}  # fmt: skip
     assert known == {"incompatible": KNOWN_INCOMPATIBLE, "compatible": COMPATIBLE_CHECKSUMS}
 
 
-def test_names_in_the_directory_have_the_forms_given():
+def test_names_in_the_directory_have_the_documented_forms():
     names = [row[0].strip("`") for row in rows_under("Directory")]
     save = values.SaveId(0x123, 45)
     assert names[0] == values.MANIFEST_NAME
@@ -141,9 +141,9 @@ def test_names_in_the_directory_have_the_forms_given():
     assert save.data_file_name(7) == examples[names[2]]
 
 
-def test_limits_are_the_codes():
+def test_limits_agree_with_the_code():
     assert f"at most {tables._MAX_DIMENSIONS}" in TEXT
-    assert f"more than {tables._MOST_EXPANSION} bytes for one" in TEXT
+    assert f"more than {tables._MAX_EXPANSION} bytes for one" in TEXT
     assert f"multiple of {tables._ALIGNMENT}" in TEXT
-    assert index._MOST_BYTES == 2**62
+    assert index._MAX_BYTES == 2**62
     assert "2^62" in TEXT

@@ -1,4 +1,4 @@
-"""Files that somebody else put in place: pipes, devices, and files that claim more than they hold."""
+"""Files that another program put in place: pipes, devices, and files that claim more than they hold."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from megatron_datastates.pipeline.verify import verify
 from tests.unit.converting import convert_to, save_with_dcp
 from tests.unit.states import OPTIONS, new_saver, save
 
-pytestmark = pytest.mark.timeout(60)  # what waits for a pipe fails
+pytestmark = pytest.mark.timeout(60)  # opening a pipe would wait forever
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ IN_PLACE = pytest.mark.parametrize("put", [pipe, device])
 
 @IN_PLACE
 @pytest.mark.parametrize("pattern", [MANIFEST_NAME, "index-*", "data-*", METADATA_NAME])
-def test_what_is_no_regular_file_is_refused_at_once(ours: Path, put, pattern: str) -> None:
+def test_a_file_that_is_not_regular_is_refused_at_once(ours: Path, put, pattern: str) -> None:
     (path,) = ours.glob(pattern)
     put(path)
     with contextlib.suppress(DataStatesError):
@@ -91,7 +91,7 @@ def test_what_is_no_regular_file_is_refused_at_once(ours: Path, put, pattern: st
 
 @IN_PLACE
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_what_is_no_regular_file_is_not_converted(theirs: Path, tmp_path: Path, put, name: str) -> None:
+def test_a_file_that_is_not_regular_is_not_converted(theirs: Path, tmp_path: Path, put, name: str) -> None:
     put(theirs / name)
     with pytest.raises(DataStatesError):
         convert_to(theirs, tmp_path / "made")
@@ -99,7 +99,7 @@ def test_what_is_no_regular_file_is_not_converted(theirs: Path, tmp_path: Path, 
 
 
 @IN_PLACE
-def test_a_companion_that_is_no_regular_file_is_not_converted(theirs: Path, tmp_path: Path, put) -> None:
+def test_a_companion_that_is_not_a_regular_file_is_not_converted(theirs: Path, tmp_path: Path, put) -> None:
     (theirs / "modelopt").mkdir()
     (theirs / "modelopt" / "state.pt").touch()
     put(theirs / "modelopt" / "state.pt")
@@ -109,7 +109,7 @@ def test_a_companion_that_is_no_regular_file_is_not_converted(theirs: Path, tmp_
 
 
 @IN_PLACE
-def test_a_tracker_that_is_no_regular_file_names_nothing(tmp_path: Path, put) -> None:
+def test_a_tracker_that_is_not_a_regular_file_names_no_iteration(tmp_path: Path, put) -> None:
     path = tmp_path / "latest_checkpointed_iteration.txt"
     path.write_text("5")
     put(path)
@@ -120,8 +120,8 @@ def test_a_tracker_that_is_no_regular_file_names_nothing(tmp_path: Path, put) ->
 
 
 @IN_PLACE
-def test_the_native_reader_refuses_what_is_no_regular_file(tmp_path: Path, put) -> None:
-    """Also if it took the place of a file whose footer has been read."""
+def test_the_native_reader_refuses_a_file_that_is_not_regular(tmp_path: Path, put) -> None:
+    """It replaces a data file whose footer has been read already."""
     saver = new_saver()
     save(saver, tmp_path / "c", {"w": torch.arange(5000)})
     checkpoint = Checkpoint.open(tmp_path / "c", OPTIONS)
@@ -132,7 +132,7 @@ def test_the_native_reader_refuses_what_is_no_regular_file(tmp_path: Path, put) 
 
 
 @pytest.mark.parametrize("read", [read_footer, read_header])
-def test_headers_and_footers_are_of_regular_files(tmp_path: Path, read) -> None:
+def test_headers_and_footers_are_read_from_regular_files_only(tmp_path: Path, read) -> None:
     os.mkfifo(tmp_path / "f")
     with pytest.raises(StorageError, match="no regular file but a pipe"):
         read(tmp_path / "f", 8192)
@@ -158,7 +158,7 @@ def test_a_file_that_claims_more_than_it_can_hold_is_not_read(ours: Path) -> Non
     assert tracked_iteration(ours / "tracker") is None
 
 
-def test_directories_and_missing_files_are_errors_of_the_system(tmp_path: Path) -> None:
+def test_directories_and_missing_files_raise_the_systems_errors(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         open_regular(tmp_path)
     with pytest.raises(FileNotFoundError):
@@ -166,8 +166,8 @@ def test_directories_and_missing_files_are_errors_of_the_system(tmp_path: Path) 
 
 
 HOSTILE_METADATA = {
-    "a far place in the memo": b"\x80\x04Nr\xfe\xff\xff\xff0.",
-    "a far place, in digits": b"\x80\x04Np4294967294\n0.",
+    "a large index in the memo": b"\x80\x04Nr\xfe\xff\xff\xff0.",
+    "a large index in digits": b"\x80\x04Np4294967294\n0.",
     "long bytes": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 32) + b".",
     "long array of bytes": b"\x80\x05\x96" + struct.pack("<Q", 1 << 32) + b".",
     "long text": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 32) + b".",
@@ -194,8 +194,8 @@ for directory in map(Path, sys.argv[1:]):
 """
 
 
-def test_hostile_files_of_torch_dist_take_next_to_nothing(tmp_path: Path, theirs: Path) -> None:
-    """In a process that may take 256 MiB more."""
+def test_hostile_files_of_torch_dist_take_little_memory(tmp_path: Path, theirs: Path) -> None:
+    """The process that reads them may take 256 MiB more."""
     directories = []
     for number, data in enumerate(HOSTILE_METADATA.values()):
         directories.append(tmp_path / f"metadata{number}")
@@ -211,7 +211,7 @@ def test_hostile_files_of_torch_dist_take_next_to_nothing(tmp_path: Path, theirs
 
 
 def deflate_pickle(path: Path, source: TorchDistSource) -> None:
-    """Makes the tensor's archive one whose pickle is half a GiB, compressed, and ends where it ended."""
+    """Replaces the tensor's archive by a compressed pickle of 512 MiB, which ends at the same byte."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02X" + struct.pack("<I", 1 << 29) + bytes(1 << 29))

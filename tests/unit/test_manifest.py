@@ -1,4 +1,4 @@
-"""Manifests whose checksum is right and whose contents lie."""
+"""Manifests with a valid checksum and false contents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def refuse(wrong: Manifest, why: str) -> None:
         Manifest.decode(wrong.encode(), "it")
 
 
-def test_people_can_read_it():
+def test_a_manifest_is_readable_text():
     lines = manifest().encode().decode().splitlines()
     assert lines[0].startswith("datastates-manifest 1 ")
     assert ' "iteration": 100,' in lines
@@ -150,7 +150,7 @@ def test_a_body_that_is_not_its_json_is_refused(body):
         Manifest.decode(enveloped(body), "it")
 
 
-def test_a_later_version_is_told_before_its_fields_are_looked_at():
+def test_a_later_version_is_refused_before_its_fields_are_decoded():
     with pytest.raises(UnsupportedFormatError, match="update"):
         Manifest.decode(enveloped(b'{"entirely": "different"}', version=b"2"), "it")
 
@@ -169,7 +169,7 @@ def test_a_malformed_first_line_is_refused(line):
         Manifest.decode(line, "it")
 
 
-def test_only_our_own_files_are_taken_for_left_overs():
+def test_only_names_of_our_own_files_are_left_overs():
     ours = [DATA_NAME, "index-" + "0" * 32, ".datastates-datastates.manifest.tmp"]
     others = ["metadata.json", "common.pt", ".metadata", "__0_0.distcp", "data-00001.bin", "index-0"]
     others += ["x" + DATA_NAME, "datastates.manifest", ".datastates-.tmp/x", DATA_NAME + ".bak"]

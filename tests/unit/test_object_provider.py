@@ -1,4 +1,4 @@
-"""Objects: what comes back, and what must never run."""
+"""Objects: plain data comes back equal, and code in a pickle never runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_tensors_in_objects_come_back_bit_by_bit():
     assert all(torch.equal(found[name], value[name]) for name in value)
 
 
-def test_an_object_is_serialized_as_it_is_at_the_time():
+def test_an_object_is_serialized_as_it_is_at_the_time_of_the_call():
     value = {"step": 1}
     item = PickledObject("key", value, Mutability.NOW)
     value["step"] = 2
@@ -76,13 +76,13 @@ def test_a_malicious_object_does_not_run(tmp_path, encode):
         deserialize(data, "key")
     assert not trace.exists()
     pickle.loads(pickle.dumps(Command(trace)))
-    assert trace.exists()  # so the test would have seen it
+    assert trace.exists()  # so the trace would have shown that the command ran
 
 
 def test_an_unknown_class_is_refused_with_advice():
     with pytest.raises(FormatError, match=r"'key'.*fractions.Fraction.*add_safe_globals") as caught:
         deserialize(serialized(fractions.Fraction(1, 3)), "key")
-    assert "set to `False`" not in str(caught.value)  # torch's other advice, which runs anything
+    assert "set to `False`" not in str(caught.value)  # torch's own advice, which runs any code
 
 
 def test_a_class_that_the_user_trusts_is_loaded():

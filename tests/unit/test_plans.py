@@ -163,7 +163,7 @@ def test_the_plans_used_last_are_kept() -> None:
 def test_a_plan_that_cannot_be_made_leaves_the_others(tmp_path: Path) -> None:
     plans = Plans(2)
     first = planned(plans, state())
-    with pytest.raises(Exception, match="cannot store"):
+    with pytest.raises(Exception, match="as many elements"):
         planned(plans, state(place=Place((5,), (0,), (5,))))
     assert planned(plans, state()) is first
 
@@ -189,7 +189,7 @@ class SlowObject:
     def __init__(self) -> None:
         self.tensors_written = threading.Event()
 
-    def secured(self) -> SlowObject:
+    def snapshot(self) -> SlowObject:
         return self
 
     def serialize(self) -> bytes:

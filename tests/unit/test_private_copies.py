@@ -1,4 +1,4 @@
-"""Private copies: equal to what was copied, whatever happens to the original afterwards."""
+"""Private copies: equal to the original as it was, however the original changes afterwards."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def plain_data() -> st.SearchStrategy[Any]:
 
 
 def described(value: Any) -> Any:
-    """Plain values that are equal if, and only if, two objects are, types included."""
+    """Returns a plain value, which is equal for two objects if and only if they are, types included."""
     kind = type(value).__name__
     if isinstance(value, torch.Tensor):
         return kind, value.dtype, value.tolist()
@@ -72,7 +72,7 @@ def described(value: Any) -> Any:
 
 
 def spoil(value: Any) -> None:
-    """Changes everything in place that can be changed."""
+    """Changes in place everything that can be changed."""
     if isinstance(value, torch.Tensor):
         value.add_(1)
     elif isinstance(value, np.ndarray):
@@ -98,14 +98,14 @@ def spoil(value: Any) -> None:
 
 
 @given(plain_data())
-def test_a_copy_is_what_the_original_was_when_it_was_made(value: Any) -> None:
+def test_a_copy_stays_as_the_original_was(value: Any) -> None:
     before = described(value)
     copy = private_copy(value)
     spoil(value)
     assert described(copy) == before
 
 
-def test_what_was_one_object_stays_one() -> None:
+def test_an_object_that_occurs_twice_is_copied_once() -> None:
     shared, tensor = [1], torch.ones(3)
     copy = private_copy({"a": shared, "b": (shared, tensor), "c": tensor})
     assert copy["a"] is copy["b"][0] and copy["b"][1] is copy["c"]
@@ -127,7 +127,7 @@ def test_a_tuple_that_holds_itself_is_copied() -> None:
     assert copy[0]["outer"] is copy and copy is not value
 
 
-def test_a_position_in_a_buffer_is_kept() -> None:
+def test_the_position_in_a_buffer_is_kept() -> None:
     buffer = io.BytesIO(b"abcdef")
     buffer.seek(2)
     assert private_copy(buffer).read() == b"cdef"
@@ -179,28 +179,28 @@ def test_empty_tensors_share_nothing() -> None:
     assert [len(t) for t in private_copy([torch.empty(0), torch.empty(0)])] == [0, 0]
 
 
-def test_a_secured_object_is_serialized_later_as_it_was() -> None:
+def test_a_snapshot_is_serialized_later_as_the_object_was() -> None:
     value = {"step": 1, "state": torch.zeros(2)}
-    secured = PickledObject("key", value, Mutability.NOW).secured()
+    snapshot = PickledObject("key", value, Mutability.NOW).snapshot()
     value["step"] = 2
     value["state"].add_(1)
-    found = torch.load(io.BytesIO(secured.serialize()), weights_only=True)
+    found = torch.load(io.BytesIO(snapshot.serialize()), weights_only=True)
     assert found["step"] == 1 and found["state"].tolist() == [0, 0]
 
 
 def test_an_object_that_cannot_be_copied_is_serialized_at_once() -> None:
     value = {"state": torch.ones(2, requires_grad=True), "step": 1}
-    secured = PickledObject("key", value, Mutability.NOW).secured()
+    snapshot = PickledObject("key", value, Mutability.NOW).snapshot()
     value["step"] = 2
-    assert isinstance(secured, SerializedObject) and secured.secured() is secured
-    assert torch.load(io.BytesIO(secured.serialize()), weights_only=True)["step"] == 1
+    assert isinstance(snapshot, SerializedObject) and snapshot.snapshot() is snapshot
+    assert torch.load(io.BytesIO(snapshot.serialize()), weights_only=True)["step"] == 1
 
 
-def test_an_object_that_can_be_neither_copied_nor_serialized_is_told() -> None:
+def test_an_object_that_can_be_neither_copied_nor_serialized_raises() -> None:
     with pytest.raises(TypeError):
-        PickledObject("key", threading.Lock(), Mutability.NOW).secured()
+        PickledObject("key", threading.Lock(), Mutability.NOW).snapshot()
 
 
 def test_an_object_that_nobody_changes_is_not_copied() -> None:
     item = PickledObject("key", [1], Mutability.NEVER)
-    assert item.secured() is item
+    assert item.snapshot() is item

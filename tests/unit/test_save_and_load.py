@@ -78,7 +78,7 @@ def test_the_data_file_has_the_form_that_the_document_gives(saver, tmp_path):
     footer, data = checkpoint.footer(0), path.read_bytes()
     assert len(data) % 4096 == footer.data_bytes % 4096 == 0
     assert footer.block_checksums == block_checksums(data[: footer.data_bytes])
-    assert footer.layout_hash == publication.save.plan.layout.digest
+    assert footer.layout_digest == publication.save.plan.layout.digest
     assert read_header(path, len(data)).save_id == footer.save_id == checkpoint.manifest.save_id
     covered = bytearray(footer.data_bytes)
     covered[:4096] = b"\1" * 4096

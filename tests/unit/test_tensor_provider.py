@@ -1,4 +1,4 @@
-"""Tensors as fragments: which bytes are copied, from where, and until when they stay as they are."""
+"""Tensors as fragments: which bytes are copied, from where, and how long they stay unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAZY = Mutability.AT_FENCE
 
 
 class Source:
-    """One tensor as a save would copy it."""
+    """One tensor with the plan that a save makes for it."""
 
     def __init__(
         self, key: str, tensor: torch.Tensor, mutability: Mutability, place: Place | None = None
@@ -36,7 +36,7 @@ class Source:
 
 
 def copied(source: Source) -> bytes:
-    """What the engine would copy: piece by piece, one behind the other."""
+    """Returns what the engine would copy: all pieces, one after another."""
     runs = source.runs
     starts = [source.address + int(start) for start in runs.starts]
     pieces = [start + i * runs.step_bytes for start in starts for i in range(runs.pieces)]
@@ -100,7 +100,7 @@ def test_every_dtype_is_copied_from_a_transposed_tensor(name):
 @pytest.mark.parametrize("mutability", Mutability)
 @pytest.mark.parametrize("tensor", VIEWS.values(), ids=VIEWS.keys())
 def test_every_tensor_is_read_in_place(tensor, mutability):
-    """Nothing is copied first, on a device least of all; so it changes as the original does."""
+    """No copy is made before the engine's own, which on a device would take memory there."""
     source = Source("w", tensor, mutability)
     assert source.mutability is mutability
     assert source.address == tensor.data_ptr()
@@ -113,7 +113,7 @@ def test_every_tensor_is_read_in_place(tensor, mutability):
         ("dense", (1, 1, 24000)),
         ("columns, long", (1, 6, 3200)),
         ("every other row", (1, 3, 4000)),
-        ("every other column", (1, 3000, 4)),  # rows go on where the row before ends
+        ("every other column", (1, 3000, 4)),  # a row continues at the distance of the one before
         ("transposed", (1000, 6, 4)),
         ("permuted", (4, 6, 4000)),
         ("channels last", (6, 20, 4)),
@@ -126,18 +126,18 @@ def test_every_tensor_is_read_in_place(tensor, mutability):
     ],
 )
 def test_strided_tensors_are_few_runs(name, runs):
-    """Runs, pieces of each, bytes of a piece."""
+    """The expected values are: runs, pieces per run, bytes per piece."""
     found = Source("w", VIEWS[name], LAZY).runs
     assert (len(found.starts), found.pieces, found.piece_bytes) == runs
 
 
-def test_a_conjugated_view_is_stored_as_what_it_means():
+def test_a_conjugated_view_is_stored_with_its_values():
     tensor = random_tensor(torch.complex64, (4, 100)).nan_to_num().conj()
     assert copied(Source("w", tensor, LAZY)) == bits(tensor) == bits(tensor.resolve_conj())
     assert copied(Source("w", tensor.t(), LAZY)) == bits(tensor.t())
 
 
-def test_a_negated_view_is_stored_as_what_it_means():
+def test_a_negated_view_is_stored_with_its_values():
     tensor = torch.tensor([1 + 2j, 3 - 4j]).conj().imag
     assert tensor.is_neg()
     assert copied(Source("w", tensor, LAZY)) == torch.tensor([-2.0, 4.0]).numpy().tobytes()
@@ -180,11 +180,11 @@ def test_a_shard_is_a_fragment_of_its_global_tensor():
 
 
 def test_a_shape_of_another_number_of_elements_is_refused():
-    with pytest.raises(MismatchError, match=r"\(2, 4\).*as shape \(1, 2, 5\)"):
+    with pytest.raises(MismatchError, match=r"\(2, 4\).*of shape \(1, 2, 5\)"):
         Source("w", torch.ones(2, 4), LAZY, Place((1, 2, 5), (0, 0, 0), (1, 2, 5)))
 
 
-def test_a_provider_yields_its_tensors_as_they_are_at_the_time():
+def test_a_provider_yields_its_tensors_as_they_are_at_the_time_of_the_call():
     tensors = {"a": torch.zeros(3)}
     provider = TensorProvider(tensors, LAZY)
     tensors["a"] = torch.ones(3)
@@ -193,7 +193,7 @@ def test_a_provider_yields_its_tensors_as_they_are_at_the_time():
     assert found.tensors[0] is tensors["a"]
 
 
-def test_a_composite_yields_everything_of_its_parts_in_order():
+def test_a_composite_yields_all_that_its_parts_yield_in_order():
     one = State({"a": torch.ones(1)}, {"x": 1}, LAZY)
     other = State({"b": torch.ones(1)}, {"y": 2}, Mutability.NEVER)
     both = CompositeProvider(one, other)

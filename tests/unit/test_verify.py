@@ -32,7 +32,7 @@ from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import PickledObject
 from tests.unit.by_hand import SAVE, Part, data_file, file_entry, fragment, index_of, write_checkpoint
 from tests.unit.states import OPTIONS, bits, save
-from tests.unit.test_index import crafted
+from tests.unit.test_hostile_index import crafted
 
 OBJECT = PickledObject("x", 7, Mutability.NEVER).serialize()
 A, B = bytes(range(1, 9)), bytes(range(11, 19))

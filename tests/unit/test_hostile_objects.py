@@ -1,0 +1,158 @@
+"""Pickles that were made to do harm: refused, in little memory."""
+
+from __future__ import annotations
+
+import collections
+import io
+import json
+import pickle
+import resource
+import struct
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_datastates.errors import FormatError, UnsafeObjectError
+from megatron_datastates.providers.objects import check_saved, deserialize
+from tests.unit.stored_objects import STRUCTURED, archive, stored
+
+
+def number(value: int) -> bytes:
+    return b"\x8a\x08" + struct.pack("<q", value)
+
+
+def text(value: bytes) -> bytes:
+    return b"X" + struct.pack("<I", len(value)) + value
+
+
+STORAGE = b"(" + text(b"storage") + b"ctorch\nFloatStorage\n" + text(b"0") + text(b"cpu") + b"K\x02tQ"
+DTYPE = b"cnumpy\ndtype\n" + text(b"V8") + b"\x89\x88\x87R"
+HOSTILE = {
+    "bytearray": b"c__builtin__\nbytearray\n" + number(2**31 - 1) + b"\x85R.",
+    "bytes": b"c__builtin__\nbytes\n" + number(2**31 - 1) + b"\x85R.",
+    "set of a range": b"c__builtin__\nset\nc__builtin__\nxrange\n" + number(1 << 40) + b"\x85R\x85R.",
+    "list of a range": b"c__builtin__\nlist\nc__builtin__\nxrange\n" + number(1 << 40) + b"\x85R\x85R.",
+    "deque of a range": b"ccollections\ndeque\nc__builtin__\nxrange\n" + number(1 << 40) + b"\x85R\x85R.",
+    "tensor by its class": b"ctorch\nTensor\n" + number(1 << 34) + b"\x85R.",
+    "storage by its class": b"ctorch.storage\nUntypedStorage\n" + number(1 << 34) + b"\x85R.",
+    "array by its class": b"cnumpy\nndarray\n" + number(1 << 34) + b"\x85R.",
+    "array of a shape": b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n"
+    + number(1 << 34)
+    + b"\x85c_codecs\nencode\n"
+    + text(b"b")
+    + text(b"latin1")
+    + b"\x86R\x87R.",
+    "array whose data is missing": b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85"
+    + b"c_codecs\nencode\n"
+    + text(b"b")
+    + text(b"latin1")
+    + b"\x86R\x87R(K\x01"
+    + number(1 << 34)
+    + b"\x85cnumpy\ndtype\n"
+    + text(b"f8")
+    + b"\x89\x88\x87R\x89c__builtin__\nbytes\n)Rtb.",
+    "field outside of its dtype": DTYPE
+    + b"(K\x03"
+    + text(b"|")
+    + b"N"
+    + text(b"a")
+    + b"\x85}"
+    + text(b"a")
+    + b"cnumpy\ndtype\n"
+    + text(b"f8")
+    + b"\x89\x88\x87RK\x10\x86sK\x08K\x01K\x10tb.",
+    "another codec": b"c_codecs\nencode\n" + text(b"a") + text(b"unicode_escape") + b"\x86R.",
+    "state of a type": b"c__builtin__\nint\n}" + text(b"a") + b"K\x01sb.",
+    "state of a function": b"c_codecs\nencode\n}" + text(b"a") + b"K\x01sb.",
+    "tensor larger than its storage": b"ctorch._utils\n_rebuild_tensor_v2\n("
+    + STORAGE
+    + b"K\x00"
+    + number(1 << 34)
+    + b"\x85K\x01\x85\x89ccollections\nOrderedDict\n)RtR.",
+    "text that is missing": b"X\xff\xff\xff\x7fabc.",
+    "number that is missing": b"\x8b\xff\xff\xff\x7fabc.",
+    "index in the memo": b"\x80\x04Nr\xff\xff\xff\xff0.",
+    "bytes of a later protocol": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".",
+    "array of bytes of a later protocol": b"\x80\x05\x96" + struct.pack("<Q", 1 << 33) + b".",
+    "attribute": b"\x80\x02c__builtin__\ngetattr\n.",
+    "name with dots": b"\x80\x02cnumpy\ndtype.type\n.",
+}
+
+
+def nested_key(depth: int, width: bytes) -> bytes:
+    """Returns the pickle of a dictionary whose key is nested tuples; with width 86h each holds two."""
+    levels = b"".join(b"q\x01h\x01\x86" if width == b"\x86" else b"\x85" for _ in range(depth))
+    return b"\x80\x02})" + levels + b"Ns."
+
+
+CHILD = """
+import json, resource, sys
+from megatron_datastates.errors import UnsafeObjectError
+from megatron_datastates.providers.objects import check_stored, deserialize
+cases = {name: bytes.fromhex(data) for name, data in json.load(sys.stdin).items()}
+before = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (before + (256 << 20),) * 2)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for name, data in cases.items():
+    for read in (deserialize, check_stored):
+        try:
+            read(data, "key")
+        except UnsafeObjectError as error:
+            assert "MemoryError" not in str(error), (name, error)
+        else:
+            raise AssertionError(f"{name} was accepted")
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak
+        assert grown < 64 << 10, (name, grown)
+"""
+
+
+def test_hostile_objects_are_refused_in_little_memory() -> None:
+    """All of them together may take 256 MiB of addresses and 64 MiB of memory."""
+    bomb = b"\x80\x02X" + struct.pack("<I", 1 << 29) + bytes(1 << 29)
+    cases = {name: archive(pickled, **{"0": bytes(8)}) for name, pickled in HOSTILE.items()}
+    cases["a key of 2^60 items"] = archive(nested_key(60, b"\x86"))
+    cases["a key that is deeper than a stack"] = archive(nested_key(300_000, b"\x85"))
+    cases["a compressed pickle"] = archive(bomb, zipfile.ZIP_DEFLATED)
+    encoded = json.dumps({name: data.hex() for name, data in cases.items()}).encode()
+    done = subprocess.run([sys.executable, "-c", CHILD], input=encoded, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+
+
+def test_a_dtype_cannot_change_after_an_array_has_it() -> None:
+    pickled = pickle.dumps(np.zeros(4, "V8"), 2)
+    # Sets the state of the array's dtype, which numpy's pickle has put into the memo, once more.
+    state = b"(K\x03" + text(b"|") + b"NNN" + number(8) + b"K\x01K\x00tb"
+    place = next(n for n in range(20) if isinstance(memo_of(pickled).get(n), np.dtype))
+    with pytest.raises(UnsafeObjectError, match="a dtype"):
+        deserialize(archive(pickled[:-1] + b"h" + bytes([place]) + state + b"0."), "key")
+
+
+def memo_of(pickled: bytes) -> dict[int, Any]:
+    unpickler = pickle._Unpickler(io.BytesIO(pickled))  # type: ignore[attr-defined]
+    unpickler.load()
+    return unpickler.memo  # type: ignore[no-any-return, attr-defined]
+
+
+def test_every_flipped_byte_is_refused_or_loads(tmp_path: Path) -> None:
+    data = pickle.dumps([np.zeros(2, STRUCTURED), {"a": (1, b"x")}, collections.deque([1], 2)], 2)
+    for at in range(len(data)):
+        for bit in range(8):
+            changed = bytearray(data)
+            changed[at] ^= 1 << bit
+            try:
+                deserialize(archive(bytes(changed)), "key")
+            except FormatError:
+                continue
+
+
+def test_checking_a_large_object_takes_little_memory() -> None:
+    data = stored([np.ones(64 << 20, np.uint8), torch.ones(16 << 20)])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    check_saved(data, "key")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10

@@ -1,0 +1,126 @@
+"""Kinds of objects that are refused: the save fails, unless the user trusts the class or all objects."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import enum
+import fractions
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_datastates.errors import UnsafeObjectError
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.providers.objects import check_saved, check_stored, deserialize
+from tests.unit.by_hand import Part, index_of, write_checkpoint
+from tests.unit.states import OPTIONS, new_saver, save
+from tests.unit.stored_objects import archive, stored
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclasses.dataclass
+class Config:
+    hidden: int = 8
+
+
+class Own:
+    pass
+
+
+class WithState(dict):  # type: ignore[type-arg]
+    pass
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "enumeration": (Colour.RED, "Colour"),
+    "dataclass": (Config(), "Config"),
+    "class": (Own(), "Own"),
+    "type": (Own, "Own"),
+    "subclass": (WithState(a=1), "WithState"),
+    "Fraction": (fractions.Fraction(1, 3), "fractions.Fraction"),
+    "function": (len, "builtins.len"),
+    "array of objects": (np.array([None]), "dtype 'O8'"),
+    "dtype of objects": (np.dtype("O"), "dtype 'O8'"),
+    "structured with objects": (np.zeros(1, [("a", "O")]), "dtype"),
+    "generator": (np.random.default_rng(0), "numpy.random"),
+    "masked array": (np.ma.array([1], mask=[True]), "numpy.ma"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_an_object_that_no_load_accepts_fails_the_save(tmp_path: Path, kind: str) -> None:
+    value, name = REFUSED[kind]
+    publication = save(new_saver(), tmp_path / "c", {"w": torch.ones(3)}, {"the key": [{"deep": (value,)}]})
+    assert publication.outcome is Outcome.FAILED and publication.error is not None
+    for words in ("'the key'", name, "state_dict()", "add_safe_globals", "--datastates-trust-objects on"):
+        assert words in publication.error
+    publication.save.join()  # the finishing thread reports the failure, then removes the file
+    assert list((tmp_path / "c").iterdir()) == []
+
+
+@pytest.mark.parametrize("value", [Colour.RED, Config(3), [Own], collections.defaultdict(Config)])
+def test_a_class_that_the_user_trusts_is_saved_and_loaded(tmp_path: Path, value: Any) -> None:
+    with torch.serialization.safe_globals([Colour, Config, Own]):
+        publication = save(new_saver(), tmp_path / "c", {}, {"x": [value, torch.ones(2)]})
+        assert publication.outcome is Outcome.PUBLISHED, publication.error
+        assert Checkpoint.open(tmp_path / "c", OPTIONS).read_object("x")[0] == value
+    with pytest.raises(UnsafeObjectError, match=r"'x' was not loaded.*(Colour|Config|Own).*add_safe_globals"):
+        Checkpoint.open(tmp_path / "c", OPTIONS).read_object("x")
+
+
+def test_a_check_calls_no_class_of_the_users() -> None:
+    calls: list[int] = []
+
+    class Loud:
+        def __setstate__(self, state: Any) -> None:
+            calls.append(1)
+
+    Loud.__qualname__ = "Loud"
+    globals()["Loud"] = Loud
+    loud = Loud()
+    loud.__dict__["a"] = 1
+    with torch.serialization.safe_globals([Loud]):
+        data = stored([loud])
+        check_saved(data, "key")
+        assert calls == []
+        deserialize(data, "key")
+        assert calls == [1]
+
+
+def test_objects_that_are_trusted_by_option_are_saved_and_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    publication = save(new_saver(trust_objects=True), tmp_path / "c", {}, {"x": [Colour.RED]})
+    assert publication.outcome is Outcome.PUBLISHED, publication.error
+    trusting = dataclasses.replace(OPTIONS, trust_objects=True)
+    assert Checkpoint.open(tmp_path / "c", trusting).read_object("x") == [Colour.RED]
+    assert sum("--datastates-trust-objects is on" in record.message for record in caplog.records) == 2
+    with pytest.raises(UnsafeObjectError, match="was not loaded"):
+        Checkpoint.open(tmp_path / "c", OPTIONS).read_object("x")
+    assert verify(tmp_path / "c", options=trusting).good
+    (fault,) = verify(tmp_path / "c", options=OPTIONS).faults
+    assert "'x' cannot be loaded" in fault and "Colour" in fault
+
+
+def test_verify_finds_an_object_that_cannot_be_loaded(tmp_path: Path) -> None:
+    data = stored([fractions.Fraction(1, 3)])
+    part = Part(data_bytes=8192, objects={"x": (4096, data)})
+    write_checkpoint(tmp_path, [part], index_of([], {"x": 0}))
+    (fault,) = verify(tmp_path, options=OPTIONS).faults
+    assert "'x' cannot be loaded" in fault and "fractions.Fraction" in fault
+
+
+def test_classes_that_megatron_trusts_are_no_fault_without_megatron() -> None:
+    pickled = b"\x80\x02cmegatron.core.transformer.enums\nAttnBackend\nK\x01\x85R."
+    check_stored(archive(pickled), "args")
+    with pytest.raises(UnsafeObjectError):
+        check_stored(archive(pickled.replace(b"AttnBackend", b"Others")), "args")
