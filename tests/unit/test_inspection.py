@@ -384,7 +384,7 @@ def test_repair_says_what_it_took_on_trust(checkpoint):
 
 def test_prune_removes_nothing_without_yes(root):
     before = all_files(root)
-    assert "would go" in told("prune", root, "--keep-last", 1)
+    assert "would remove" in told("prune", root, "--keep-last", 1)
     assert json.loads(told("prune", root, "--keep-last", 1, "--json"))["done"] == []
     assert all_files(root) == before
     assert "removed 1 of 1" in told("prune", root, "--keep-last", 1, "--yes")
@@ -425,7 +425,7 @@ BAD = [
     ("cat {checkpoint} nothing", "no tensor or object 'nothing'"),
     ("cat {checkpoint} scalar 0", "has 1 axes, the tensor 0"),
     ("cat {checkpoint} decoder.weight 0:9", "out of range on an axis of 2"),
-    ("cat {checkpoint} decoder.weight --as int8", "--as takes float32 or float64"),
+    ("cat {checkpoint} decoder.weight --as int8", "--as: expected float32 or float64"),
     ("cat {checkpoint} common_state/shard_0_1 0", "is an object"),
     ("verify {empty}", "no datastates checkpoint"),
     ("verify {other}", "torch_dist checkpoint"),
@@ -474,7 +474,7 @@ def test_a_directory_that_is_not_utf8_is_listed(root):
 def test_metadata_that_is_nested_without_end_is_no_metadata(root, checkpoint):
     (checkpoint / "metadata.json").write_text("[" * 100_000)
     assert "datastates" in told("ls", root)
-    assert "would go" in told("prune", root, "--keep-last", 1)
+    assert "would remove" in told("prune", root, "--keep-last", 1)
     result = call("verify", checkpoint)
     assert result.exit_code == 1 and "it names no sharded_backend" in result.stdout
 
