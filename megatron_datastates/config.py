@@ -222,7 +222,7 @@ class Options:
         environment: Mapping[str, str] = os.environ,
         **defaults: Any,
     ) -> Options:
-        """Reads the options: `overrides` come first, then the environment, then `defaults`, then the defaults here.
+        """Reads the options: from `overrides`, else the environment, else `defaults`, else the defaults here.
 
         Args:
             overrides: values, not text.

@@ -39,7 +39,7 @@ class FormatError(DataStatesError):
 
 
 class UnsafeObjectError(FormatError):
-    """A stored object whose bytes are intact is not plain data, or is not a pickle that this package writes."""
+    """A stored object is intact, but not plain data, or not a pickle that this package writes."""
 
 
 class UntrustedClassError(UnsafeObjectError):

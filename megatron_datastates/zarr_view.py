@@ -5,13 +5,13 @@ r"""A read-only zarr v3 view of a checkpoint, for reading slices of it with zarr
     group = megatron_datastates.zarr_view.open("runs/gpt/iter_0001000")
     group["decoder.layers.mlp.linear_fc1.weight"][3, :100]
 
-Nothing is converted or copied in advance: metadata documents and chunks are made on request, and a request for
-a chunk reads that chunk only. If the stored fragments of a tensor form a regular grid, they are its chunks;
-otherwise the tensor is one chunk. Chunks larger than CHUNK_BYTES are split.
+Nothing is converted or copied in advance: metadata documents and chunks are made on request, and a request
+for a chunk reads that chunk only. If the stored fragments of a tensor form a regular grid, they are its
+chunks; otherwise the tensor is one chunk. Chunks larger than CHUNK_BYTES are split.
 
-An array is named after its tensor's key. Characters that zarr's paths cannot contain are escaped: `%` as `%25`,
-`/` as `%2F`, `\` as `%5C`. So is the first character of a name that zarr reserves (`__...`, `zarr.json`, only
-dots). The attribute `key` holds the unescaped key.
+An array is named after its tensor's key. Characters that zarr's paths cannot contain are escaped: `%` as
+`%25`, `/` as `%2F`, `\` as `%5C`. So is the first character of a name that zarr reserves (`__...`,
+`zarr.json`, only dots). The attribute `key` holds the unescaped key.
 
 zarr has no bfloat16, no 8-bit floats and no complex32: their bits are shown as unsigned integers, and the
 attribute `dtype` names the dtype. Dimensions are named by number and size (`d0_4096`), so that arrays of

@@ -356,7 +356,7 @@ def test_cat_leaves_temporary_files_of_others_alone(checkpoint, tmp_path):
 
 def test_cat_of_a_huge_tensor_asks_for_a_slice(tmp_path, saver):
     save(saver, tmp_path, {"t": torch.zeros(2 << 20, dtype=torch.uint8)})
-    assert "give a slice" in refused("cat", tmp_path, "t")
+    assert "add a slice" in refused("cat", tmp_path, "t")
     assert "[0, 0]" in told("cat", tmp_path, "t", "0:2")
 
 
@@ -402,7 +402,7 @@ def test_prune_says_how_old_left_overs_are(root):
         os.utime(directory / name, (time.time() - age,) * 2)
     text = told("prune", root, "--keep-last", 9)
     assert (
-        "-1.bin  3 B  (no manifest names it; 2 h old)" in text and "add --yes" in text and ".tmp" not in text
+        "-1.bin  3 B  (no manifest names it; 2 h old)" in text and "Add --yes" in text and ".tmp" not in text
     )
     assert len(json.loads(told("prune", root, "--keep-last", 9, "--json", "--min-age", 0))["left_overs"]) == 2
     assert "and 1 of 1 left-over files" in told("prune", root, "--keep-last", 9, "--yes")
