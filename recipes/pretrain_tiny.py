@@ -47,7 +47,7 @@ class CountingSequences(torch.utils.data.Dataset[Batch]):
 
 
 def datasets(samples: list[int | None], vp_stage: int | None = None) -> tuple[CountingSequences | None, ...]:
-    """Makes the train, validation and test sets (Megatron's dataset provider), with batches of its own for every rank."""
+    """Makes the train, validation and test sets, from which every rank reads batches of its own."""
     args = get_args()
     made = [CountingSequences(n, args.seq_length, args.vocab_size) if n else None for n in samples]
     return tuple(made)

@@ -1,7 +1,4 @@
-"""Runs `datastates convert` as a script, for torchrun.
-
-    torchrun --nproc-per-node 8 tools/convert.py SOURCE TARGET
-"""
+"""Runs `datastates convert` as a script: torchrun --nproc-per-node 8 tools/convert.py SOURCE TARGET."""
 
 from megatron_datastates.cli import convert
 
