@@ -1,7 +1,6 @@
-# The daily commands. Everything runs in .venv, which `make env` makes and keeps current.
-# Variables: PYTHON (the interpreter to make .venv from), ARGS (passed on to pytest or the demo),
-# VERSIONS (of megatron-core, for test-versions), SANITIZERS (for test-native-sanitizers: address, thread,
-# undefined).
+# The daily commands. All run in .venv, which `make env` creates and keeps up to date.
+# Variables: PYTHON (the interpreter for .venv), ARGS (passed to pytest or the demo), VERSIONS (releases of
+# megatron-core, for test-versions), SANITIZERS (for test-native-sanitizers: address, thread, undefined).
 SHELL := bash
 BIN := .venv/bin
 NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
@@ -12,15 +11,14 @@ NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 32
 
-env: ## make or refresh .venv: a few minutes the first time, seconds after
+env: ## create or update .venv: minutes the first time, then seconds
 	@tools/env/bootstrap.sh
 
-demo: env ## run recipes/demo.py
+demo: env ## train, kill, resume and verify on a CPU (recipes/demo.py)
 	@$(BIN)/python recipes/demo.py $(ARGS)
 
-# Tests that launch several ranks come one at a time: two of those at once on two cores make each other's
-# deadlines fail.
-test: lint ## run the linters, then all tests (GPU tests where there is a GPU), or those of ARGS
+# Tests that launch several ranks run one at a time: two of them on two cores would miss their deadlines.
+test: lint ## run the linters, then all tests, or those that ARGS selects
 ifeq ($(ARGS),)
 	@$(BIN)/python -m pytest -n 2 tests/golden tests/native tests/unit
 	@$(BIN)/python -m pytest --ignore tests/golden --ignore tests/native --ignore tests/unit
@@ -28,8 +26,8 @@ else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
 
-# Not part of `test`: it takes some minutes a release. CI runs both.
-test-versions: env ## run the tests that meet Megatron against its other releases
+# Not part of `test`, because each release takes minutes. CI runs both.
+test-versions: env ## run the conformance tests with other releases of Megatron-Core
 	@tools/env/versions.sh $(VERSIONS)
 
 test-native-sanitizers: env ## run tests/native under the sanitizers of g++
@@ -38,7 +36,7 @@ test-native-sanitizers: env ## run tests/native under the sanitizers of g++
 test-aarch64: env ## build the native core for aarch64 and run its portable tests under qemu
 	@tools/env/aarch64.sh
 
-lint: env ## ruff, mypy, import-linter, clang-format, thread-safety analysis
+lint: env ## run ruff, clang-format, import-linter, mypy and the thread-safety analysis
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
@@ -46,12 +44,12 @@ lint: env ## ruff, mypy, import-linter, clang-format, thread-safety analysis
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 
-format: env ## let ruff and clang-format rewrite the sources
+format: env ## rewrite the sources with ruff and clang-format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 	$(BIN)/clang-format -i $(NATIVE_SOURCES)
 
-clean: ## remove what builds and tests left, but not .venv
+clean: ## remove build products and caches, but not .venv
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	rm -f megatron_datastates/engine/_native*.so
 	find benchmarks megatron_datastates recipes tests tools -name __pycache__ -prune -exec rm -rf {} +

@@ -1,8 +1,7 @@
-"""Every option of this package: its unit, default and meaning, in one place.
+"""The options of this package, with units, defaults and meanings.
 
 An option is set by `--datastates-<name>` (Megatron's parser), else by the environment variable
-`MEGATRON_DATASTATES_<NAME>`, else by its default here. Nothing else in the package reads
-options from the environment.
+`MEGATRON_DATASTATES_<NAME>`, else by its default here. No other module reads options from the environment.
 """
 
 from __future__ import annotations
@@ -24,7 +23,11 @@ _MOST_BYTES = 1 << 63
 
 
 def parse_bytes(text: str) -> int:
-    """Reads a size such as `2GiB`, `500MB` or `4096`; `0` is 0."""
+    """Reads a size such as `2GiB`, `500MB` or `4096` (bytes); returns bytes.
+
+    Raises:
+        ValueError: the text is not a size, or the size is 8 EiB or more.
+    """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text, re.ASCII)
     unit = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit is None or Decimal(match[1]) * unit >= _MOST_BYTES:
@@ -93,7 +96,7 @@ def _while_saving(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class OptionSpec:
-    """How one option is spelled, read and explained."""
+    """The parser, the placeholder and the help text of one option."""
 
     parse: Callable[[str], Any]
     metavar: str
@@ -106,7 +109,7 @@ def _option(default: Any, parse: Callable[[str], Any], metavar: str, help: str) 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """All options, with their defaults."""
+    """All options; a field's default is the option's default."""
 
     staging_memory: int = _option(
         0,
@@ -191,7 +194,7 @@ class Options:
     report_file: str = _option(
         "", str, "PATH", "rank 0 appends one line of JSON per save to this file (default: no file)"
     )
-    # Test overrides; not shown by --help.
+    # For tests and benchmarks; --help does not list them.
     faults: str = dataclasses.field(default="", metadata={})
     driver: str = dataclasses.field(default="libcuda.so.1", metadata={})
     sysfs: str = dataclasses.field(default="/sys", metadata={})
@@ -199,7 +202,7 @@ class Options:
     tripwire: bool = dataclasses.field(default=True, metadata={"parse": _on_off})
     # Where the tripwire samples the first save, the next has the next number; 0: somewhere else in each run.
     sample_seed: int = dataclasses.field(default=0, metadata={"parse": int})
-    # After which lazy copies from a device begin in a loop that neither polls nor fences, in seconds.
+    # Seconds until lazy copies from a device begin in a loop that neither polls nor fences.
     lazy_delay: float = dataclasses.field(default=0.1, metadata={"parse": _seconds})
 
     def __post_init__(self) -> None:
@@ -211,7 +214,7 @@ class Options:
 
     @classmethod
     def specs(cls) -> dict[str, OptionSpec]:
-        """The options that users see: field name -> spelling."""
+        """Returns the options that users see: field name -> specification."""
         return {f.name: f.metadata["spec"] for f in dataclasses.fields(cls) if "spec" in f.metadata}
 
     @classmethod
@@ -221,13 +224,15 @@ class Options:
         environment: Mapping[str, str] = os.environ,
         **defaults: Any,
     ) -> Options:
-        """Defaults, then the environment, then `overrides` (already parsed values).
+        """Reads the options: from `overrides`, else the environment, else `defaults`, else the defaults here.
 
         Args:
-            defaults: values of a caller's own, where neither the environment nor `overrides` has one.
+            overrides: values, not text.
+            environment: variables `MEGATRON_DATASTATES_<NAME>`, with text.
+            defaults: values that replace the defaults of this class.
 
         Raises:
-            OptionError: a variable has a value that its option does not take, or there is no such option.
+            OptionError: a variable has an invalid value, or an option does not exist.
         """
         values: dict[str, Any] = dict(defaults)
         for field in dataclasses.fields(cls):
@@ -238,7 +243,7 @@ class Options:
         unknown = values.keys() - {field.name for field in dataclasses.fields(cls)}
         if unknown:
             known = ", ".join(cls.specs())
-            raise OptionError(f"there is no option {', '.join(sorted(unknown))}; there are {known}")
+            raise OptionError(f"no such option: {', '.join(sorted(unknown))}; the options are {known}")
         return cls(**values)
 
 

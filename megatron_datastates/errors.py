@@ -1,18 +1,18 @@
-"""Every error this package raises on purpose.
+"""The errors that this package raises.
 
-A message names the object, what was expected and what was found, and what to do about it.
+A message names the object, what was expected, what was found, and what to do.
 """
 
 from __future__ import annotations
 
 
 def printable(text: str, keep: str = "") -> str:
-    """Makes text safe for a terminal: control characters, such as a hostile key has, become escapes.
+    """Makes text safe for a terminal: control characters, such as a hostile key may contain, become escapes.
 
-    Everything that prints or logs what a checkpoint says goes through here.
+    All text from a checkpoint passes through here before it is printed or logged.
 
     Args:
-        keep: characters that stay as they are.
+        keep: characters that are left alone.
     """
     if text.isprintable():
         return text
@@ -20,14 +20,14 @@ def printable(text: str, keep: str = "") -> str:
 
 
 class DataStatesError(Exception):
-    """Base of all errors below. Their texts are printable."""
+    """Base class of all errors below. Its text is safe to print."""
 
     def __str__(self) -> str:
         return printable(super().__str__(), keep="\n")
 
 
 class OptionError(DataStatesError, ValueError):
-    """An option has a value that makes no sense."""
+    """An option does not exist, or has an invalid value."""
 
 
 class NotACheckpointError(DataStatesError):
@@ -35,19 +35,19 @@ class NotACheckpointError(DataStatesError):
 
 
 class FormatError(DataStatesError):
-    """Bytes of a checkpoint do not have the form that FORMAT.md gives them: damaged or hostile."""
+    """A file of a checkpoint does not follow FORMAT.md: it is damaged or hostile."""
 
 
 class UnsafeObjectError(FormatError):
-    """An object that was read as it was written is not plain data, or no pickle of ours."""
+    """A stored object is intact, but not plain data, or not a pickle that this package writes."""
 
 
 class UntrustedClassError(UnsafeObjectError):
-    """An object names a class that is on no list: neither ours nor the user's."""
+    """An object names a class that neither this package nor the user trusts."""
 
 
 class UnsupportedFormatError(DataStatesError):
-    """The checkpoint was written by a later release, with features that this one does not know."""
+    """The checkpoint was written by a later release and needs features that this release lacks."""
 
 
 class StorageError(DataStatesError):
@@ -55,7 +55,7 @@ class StorageError(DataStatesError):
 
 
 class EngineError(DataStatesError):
-    """The machine did not give what a read needs (memory, threads, a device): no fault of any file."""
+    """A read could not get memory, threads or a device. No file is damaged."""
 
 
 class CorruptDataError(DataStatesError):
@@ -67,15 +67,15 @@ class MissingKeyError(DataStatesError):
 
 
 class MismatchError(DataStatesError):
-    """A shape or dtype that is asked for does not fit the stored one."""
+    """A requested shape or dtype does not match the stored one."""
 
 
 class SaveFailedError(DataStatesError):
-    """A save failed; nothing was published. Every rank raises the same text."""
+    """A save failed and published nothing. Every rank raises the same text."""
 
 
 class RepairRefusedError(DataStatesError):
-    """It is not proven that all of a checkpoint is there, or there is nothing to repair."""
+    """The checkpoint cannot be proven complete, or needs no repair."""
 
 
 class NativeModuleError(DataStatesError, ImportError):
@@ -87,4 +87,4 @@ class MissingPackageError(DataStatesError, ImportError):
 
 
 class HookPointError(DataStatesError):
-    """This release of Megatron lacks what we attach to."""
+    """The installed release of Megatron lacks a function that this package attaches to."""

@@ -1,21 +1,21 @@
-r"""A checkpoint as a read-only zarr v3 store, so that slices of it are read with zarr, numpy or xarray.
+r"""A read-only zarr v3 view of a checkpoint, for reading slices of it with zarr, numpy or xarray.
 
     import megatron_datastates.zarr_view
 
     group = megatron_datastates.zarr_view.open("runs/gpt/iter_0001000")
     group["decoder.layers.mlp.linear_fc1.weight"][3, :100]
 
-Nothing is converted or copied: documents and chunks are made when they are asked for, and a chunk request
-reads only that chunk. Chunks are the stored fragments where these form a regular grid, cut down to
-CHUNK_BYTES at most; else all of the tensor is cut so.
+Nothing is converted or copied in advance: metadata documents and chunks are made on request, and a request
+for a chunk reads that chunk only. If the stored fragments of a tensor form a regular grid, they are its
+chunks; otherwise the tensor is one chunk. Chunks larger than CHUNK_BYTES are split.
 
-Names of arrays are keys of tensors, but for what zarr's paths cannot have: `%` is written `%25`, `/` is
-`%2F`, `\` is `%5C`, and so is the first character of a name that zarr keeps for itself (`__...`, `zarr.json`,
-only dots). The attribute `key` is the key itself.
+An array is named after its tensor's key. Characters that zarr's paths cannot contain are escaped: `%` as
+`%25`, `/` as `%2F`, `\` as `%5C`. So is the first character of a name that zarr reserves (`__...`,
+`zarr.json`, only dots). The attribute `key` holds the unescaped key.
 
-zarr has no bfloat16, no eight-bit floats and no complex32: their bits are shown as unsigned integers, and the
-attribute `dtype` says what they are. Dimensions are named by number and size (`d0_4096`), so that arrays can
-be put together in one xarray.Dataset.
+zarr has no bfloat16, no 8-bit floats and no complex32: their bits are shown as unsigned integers, and the
+attribute `dtype` names the dtype. Dimensions are named by number and size (`d0_4096`), so that arrays of
+different shapes fit into one xarray.Dataset.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ try:
     from zarr.storage import MemoryStore
 except ImportError as error:
     raise MissingPackageError(
-        f"a zarr view needs zarr ({error}): pip install 'megatron-datastates[zarr]'"
+        f"a zarr view needs the package zarr ({error}): pip install 'megatron-datastates[zarr]'"
     ) from error
 
-CHUNK_BYTES = 16 << 20  # of a chunk, at most
+CHUNK_BYTES = 16 << 20  # the largest chunk
 _DOCUMENT = "zarr.json"
 _KNOWN = {
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
@@ -55,30 +55,30 @@ _RESERVED = re.compile(r"__.*|\.*|zarr\.json", re.DOTALL)
 
 
 def open(path: str | os.PathLike[str], *, as_float32: bool = False) -> zarr.Group:
-    """The checkpoint in the directory `path`, of any format: a group with an array for each tensor.
+    """Opens the checkpoint in the directory `path`, of any format, as a group with an array for each tensor.
 
-    Reading an array raises what reading the checkpoint raises: CorruptDataError, StorageError, FormatError.
+    Reading an array raises the errors of reading the checkpoint: CorruptDataError, StorageError, FormatError.
 
     Args:
-        as_float32: show bfloat16 and eight-bit floats as float32 numbers, not as bits.
+        as_float32: show bfloat16 and 8-bit floats as float32 numbers, not as bits.
 
     Raises:
-        NotACheckpointError: nothing is there that can be read.
+        NotACheckpointError: `path` holds no checkpoint of a known format.
     """
     entries = _Entries(open_source(path), as_float32)
     return zarr.open_group(_Store(entries), mode="r", zarr_format=3)
 
 
 def array_name(key: str) -> str:
-    """The name of a tensor's array. No two keys have the same."""
-    name = key.replace("%", "%25").replace("/", "%2F").replace("\\", "%5C")  # zarr makes / of \
+    """Returns the name of a tensor's array, which is different for every key."""
+    name = key.replace("%", "%25").replace("/", "%2F").replace("\\", "%5C")  # zarr turns \ into /
     if _RESERVED.fullmatch(name):
         name = "".join(f"%{byte:02X}" for byte in name[:1].encode()) + name[1:] if name else "%"
     return name
 
 
 def chunk_shape(tensor: StoredTensor) -> tuple[int, ...]:
-    """Of the regular grid in which a tensor is shown, elements."""
+    """Returns the shape of a tensor's chunks, in elements."""
     shape = np.array(tensor.global_shape, np.int64)
     grid = tensor.shapes.max(axis=0, initial=1)
     regular = (tensor.offsets % grid == 0).all()  # as fragments tile the tensor, each fills its cell
@@ -93,7 +93,7 @@ def chunk_shape(tensor: StoredTensor) -> tuple[int, ...]:
 
 
 class _Entries(MutableMapping[str, Buffer]):
-    """Every path in the store -> its bytes, made when they are asked for."""
+    """A mapping of every path in the store to its bytes, which are made on request."""
 
     def __init__(self, source: Source, as_float32: bool) -> None:
         self._source, self._as_float32 = source, as_float32
@@ -151,7 +151,7 @@ class _Entries(MutableMapping[str, Buffer]):
         )
 
     def _chunk(self, key: str, index: tuple[int, ...]) -> Buffer:
-        """Chunks at the end of an axis are as large as others; what they have too much is zeros."""
+        """Reads a chunk. One that reaches past the end of an axis is padded with zeros to full size."""
         tensor = self._source.tensors[key]
         chunk = chunk_shape(tensor)
         offset = tuple(n * size for n, size in zip(index, chunk, strict=True))
@@ -167,7 +167,7 @@ class _Entries(MutableMapping[str, Buffer]):
 
 
 class _Store(MemoryStore):
-    """Of a mapping that is not to be compared: that would read all of it."""
+    """A store that equals only itself: comparing its contents would read the whole checkpoint."""
 
     def __eq__(self, other: object) -> bool:
         return self is other

@@ -21,7 +21,7 @@ STEP = re.compile(r"iteration\s+(\d+)/\s*\d+ \|.*?lm loss: (\S+)")
 
 
 class RunFailed(Exception):
-    """A run did not do what it had to; `log` is the file that tells more."""
+    """A run failed, or did not do what was expected of it; `log` is the file with its output."""
 
     def __init__(self, reason: str, log: Path) -> None:
         super().__init__(reason)
@@ -59,21 +59,21 @@ class Run:
         return self.log.read_text(errors="replace")
 
     def losses(self) -> dict[int, float]:
-        """The loss of each iteration that the log tells of."""
+        """Returns the loss of each iteration in the log."""
         return {int(step): float(loss) for step, loss in STEP.findall(self.text())}
 
     def wait_until(self, seen: Callable[[], bool], what: str, timeout_seconds: float) -> None:
-        """Waits for something to be seen while the run goes on."""
+        """Waits until `seen` returns true. Raises RunFailed if the run ends before that, or time is up."""
         deadline = time.monotonic() + timeout_seconds
         while not seen():
             if (code := self._process.poll()) is not None:
                 raise RunFailed(f"training ended with exit code {code} before {what}", self.log)
             if time.monotonic() > deadline:
-                raise RunFailed(f"{what}: not seen within {timeout_seconds:.0f} s", self.log)
+                raise RunFailed(f"waited {timeout_seconds:.0f} s for {what}, in vain", self.log)
             time.sleep(POLL_SECONDS)
 
     def wait(self, timeout_seconds: float) -> None:
-        """Waits for the run's end, which has to be a good one."""
+        """Waits for the run to end. Raises RunFailed if its exit code is not 0, or time is up."""
         try:
             code = self._process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
@@ -82,7 +82,7 @@ class Run:
             raise RunFailed(f"training ended with exit code {code}", self.log)
 
     def kill(self) -> int:
-        """SIGKILL for every process of the run, each of them directly; how many there were."""
+        """Sends SIGKILL to every process of the run; returns how many there were."""
         if self._process.poll() is not None:
             return 0
         launcher = psutil.Process(self._process.pid)

@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 recipes/cpu/run.py recipes/own_loop.py --save CKPT
     torchrun --nproc-per-node 2 recipes/cpu/run.py recipes/own_loop.py --save CKPT --steps 8
 
-The second goes on where the first stopped. Whatever saves through Megatron-Core's `torch_dist` strategy does
-it like this: Megatron-Bridge, NeMo, loops of one's own. The one line is `enable(...)`; the rest is what such
-a loop does anyway. On a machine with GPUs leave out `recipes/cpu/run.py`.
+The second command resumes where the first stopped. Any program that saves through Megatron-Core's
+`torch_dist` strategy (Megatron-Bridge, NeMo, a loop of your own) can use this package in the same way: by one
+call of `enable(...)`. The rest is what such a loop does anyway. On a machine with GPUs, leave out
+`recipes/cpu/run.py`.
 """
 
 import argparse
@@ -28,7 +29,7 @@ TOKENS, VOCABULARY = 32, 128
 
 
 def build_model() -> GPTModel:
-    """A tiny GPT, its tensors split over all ranks."""
+    """Builds a tiny GPT, with its tensors split over all ranks."""
     config = TransformerConfig(
         num_layers=2,
         hidden_size=64,
@@ -43,7 +44,7 @@ def build_model() -> GPTModel:
 
 
 def sharded_state(model: GPTModel, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """What a checkpoint holds: the model's shards, each with the optimizer's moments, and the step."""
+    """Returns the state to save: the model's shards, the optimizer's moments of each, and the step."""
     weights = model.sharded_state_dict()
     moments = {}
     for name, parameter in model.named_parameters():
@@ -57,7 +58,7 @@ def sharded_state(model: GPTModel, optimizer: torch.optim.Optimizer, step: int) 
 
 
 def load(model: GPTModel, optimizer: torch.optim.Optimizer, directory: Path) -> int:
-    """Puts a checkpoint into the model and the optimizer; gives its step."""
+    """Loads a checkpoint into the model and the optimizer; returns its step."""
     found = dist_checkpointing.load(sharded_state(model, optimizer, 0), str(directory))
     model.load_state_dict(found["model"], strict=False)
     for name, parameter in model.named_parameters():
@@ -70,13 +71,17 @@ def load(model: GPTModel, optimizer: torch.optim.Optimizer, directory: Path) -> 
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same tokens for a step on every rank and in every run."""
+    """Makes the tokens and labels of a step, the same on every rank and in every run."""
     tokens = torch.randint(VOCABULARY, (1, TOKENS + 1), generator=torch.Generator().manual_seed(step))
     return tokens[:, :-1], tokens[:, 1:]
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains, saving after every step. The arguments are by default those of the command line."""
+    """Trains, and saves after every step.
+
+    Args:
+        arguments: by default those of the command line.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -87,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     dist.init_process_group("gloo")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(1)
-    # This is all; the rest of this file knows nothing of it. Lazy: only the optimizer changes anything here.
+    # The only line about this package. Lazy copies are safe because only the optimizer changes the state.
     enable(lazy=True, staging_memory=64 << 20)
 
     torch.manual_seed(1)
@@ -99,7 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
         begin = load(model, optimizer, done[-1].parent)
         print(f"rank {dist.get_rank()}: resumed after step {begin}", flush=True)
     for step in range(begin + 1, args.steps + 1):
-        queue.maybe_finalize_async_calls()  # looks, does not wait
+        queue.maybe_finalize_async_calls()  # does not wait
         tokens, labels = batch(step)
         positions = torch.arange(TOKENS).unsqueeze(0)
         loss = model(tokens, positions, None, labels=labels).mean()
@@ -117,7 +122,7 @@ def main(arguments: list[str] | None = None) -> None:
             async_sharded_save=True,
         )
         queue.schedule_async_request(request)
-    queue.close()  # waits
+    queue.close()  # waits for the last save
     dist.destroy_process_group()
 
 

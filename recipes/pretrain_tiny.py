@@ -4,12 +4,12 @@ r"""Pretrains a tiny GPT as Megatron-LM's `pretrain_gpt.py` does, without a Mega
         recipes/pretrain_tiny.py $(cat recipes/tiny.args) \
         --tensor-model-parallel-size 2 --save CKPT --ckpt-format datastates
 
-All arguments are Megatron's own, but `--step-delay-ms`. Nothing here knows of any checkpoint
-format: the entry calls `megatron.training.pretrain` as the stock script of megatron-core 0.19 does
-(0.17 and 0.18, whose `pretrain` differs, are served too), so what works here works there. The model
-is megatron-core's GPTModel with local layer specs, dense or with experts (`--num-experts`), with
-multi-token prediction or without (`--mtp-num-layers`). The data is made up: counting sequences,
-predictable enough for the loss to fall within some dozen iterations.
+All arguments except `--step-delay-ms` are Megatron's own. The script does not depend on the checkpoint
+format: it calls `megatron.training.pretrain` as the stock script of megatron-core 0.19 does (and, where
+`pretrain` differs, as those of 0.17 and 0.18), so what works here works there. The model is
+megatron-core's GPTModel with local layer specs, dense or with experts (`--num-experts`), with or without
+multi-token prediction (`--mtp-num-layers`). The data is synthetic: counting sequences, predictable enough
+for the loss to fall within a few dozen iterations.
 """
 
 import argparse
@@ -31,7 +31,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class CountingSequences(torch.utils.data.Dataset[Batch]):
-    """Sample i counts in steps of 1 to 4, modulo the vocabulary; all of it follows from i."""
+    """A data set whose sample i counts in steps of 1 to 4, modulo the vocabulary; i determines all of it."""
 
     def __init__(self, samples: int, tokens: int, vocabulary: int) -> None:
         self._samples, self._tokens, self._vocabulary = samples, tokens, vocabulary
@@ -47,7 +47,7 @@ class CountingSequences(torch.utils.data.Dataset[Batch]):
 
 
 def datasets(samples: list[int | None], vp_stage: int | None = None) -> tuple[CountingSequences | None, ...]:
-    """Megatron's datasets provider: train, validation, test; every rank reads its own batches."""
+    """Makes the train, validation and test sets, from which every rank reads batches of its own."""
     args = get_args()
     made = [CountingSequences(n, args.seq_length, args.vocab_size) if n else None for n in samples]
     return tuple(made)
@@ -63,7 +63,7 @@ def build_model(
     config: Any = None,
     **kwargs: Any,
 ) -> GPTModel:
-    """Megatron's model provider, for the versions whose `pretrain` asks for one."""
+    """Builds the model, as Megatron's model provider, for releases whose `pretrain` takes one."""
     args = get_args()
     config = config or core_transformer_config_from_args(args)
     local: dict[str, Any] = {"use_transformer_engine": False, "vp_stage": vp_stage}
@@ -84,7 +84,7 @@ def build_model(
 
 
 def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    """One micro-batch; the middle stages of a pipeline read it too, and do not use it."""
+    """Computes the losses of one micro-batch. Middle pipeline stages read it too, but do not use it."""
     time.sleep(get_args().step_delay_ms / 1000)
     batch = {name: tensor.cuda(non_blocking=True) for name, tensor in next(batches).items()}
     losses = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
@@ -94,27 +94,27 @@ def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torc
 def mean_loss(
     tokens: int, losses: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """What Megatron's schedules want: the summed loss, the number of tokens, both for the log."""
+    """Returns what Megatron's schedules expect: the summed loss, the number of tokens, both for the log."""
     loss = losses.float().sum()
     count = torch.tensor(tokens, dtype=torch.int, device=loss.device)
     return loss, count, {"lm loss": torch.stack([loss.detach(), count.float()])}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """The one argument of this script that is not Megatron's."""
+    """Adds the one argument of this script that is not Megatron's."""
     group = parser.add_argument_group("tiny")
     group.add_argument(
         "--step-delay-ms",
         type=float,
         default=0.0,
-        help="sleep so long in every forward step: time to watch a run, or to kill it half way",
+        help="milliseconds to sleep in every forward step, so that there is time to kill a run half way",
     )
     return parser
 
 
 def main() -> None:
-    """Pretrains as `sys.argv` says."""
-    # The wheel has no Makefile to build Megatron's dataset helpers with, and this data needs none.
+    """Pretrains with the arguments of the command line."""
+    # Megatron's wheel has no Makefile to build its dataset helpers with, and this data needs none.
     dataset_utils.compile_helpers = lambda: None
     asked = inspect.signature(pretrain).parameters
     call: dict[str, Any] = {

@@ -1,6 +1,6 @@
-"""`datastates convert` as a script: torchrun --nproc-per-node 8 tools/convert.py SOURCE TARGET."""
+"""Runs `datastates convert` as a script: torchrun --nproc-per-node 8 tools/convert.py SOURCE TARGET."""
 
 from megatron_datastates.cli import convert
 
 if __name__ == "__main__":
-    convert.app()  # which knows this one command only
+    convert.app()  # importing only this module registers only this command

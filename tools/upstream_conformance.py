@@ -1,11 +1,11 @@
 """Runs Megatron's own tests of distributed checkpoints with our strategy in place of torch_dist.
 
-What belongs here: launching the ranks, merging their records, comparing the outcome with what is recorded in
-`upstream_conformance.json`. What happens inside a rank is in `upstream_conformance_plugin.py`. The tests, and
-the Megatron that they test, are those of a checkout of Megatron-LM that you have; nothing of it is copied.
+What belongs here: launching the ranks, merging their records, comparing the outcomes with those recorded in
+`upstream_conformance.json`. What happens inside a rank is in `upstream_conformance_plugin.py`. Both the tests
+and the Megatron under test come from your checkout of Megatron-LM; nothing of it is copied.
 
-Needs what this project's tests need (`make env`), and nothing else. Megatron's tests that ask for more
-(Transformer Engine, nvidia-resiliency-ext) skip or fail; the reasons are recorded.
+Needs only the environment of `make env`. Tests of Megatron's that need more (Transformer Engine,
+nvidia-resiliency-ext) skip or fail; the reasons are recorded.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ HERE = Path(__file__).resolve().parent
 RECORDED = HERE / "upstream_conformance.json"
 FOLDER = "tests/unit_tests/dist_checkpointing"
 MODES = ("ours", "stock")
-STRAGGLER_SECONDS = 20  # how long the other ranks are waited for once one has failed a test
+STRAGGLER_SECONDS = 20  # wait for the other ranks after one has failed a test
 EXAMPLES = """\
 examples:
   .venv/bin/python tools/upstream_conformance.py ~/Megatron-LM
   .venv/bin/python tools/upstream_conformance.py ~/Megatron-LM --files test_serialization.py -k sharding
   .venv/bin/python tools/upstream_conformance.py ~/Megatron-LM --baseline --record
 
-exit codes: 0 as recorded, 1 something differs from the record, 2 cannot run"""
+exit codes: 0 all outcomes as recorded, 1 some differ, 2 there are no tests to run"""
 
 
 @dataclasses.dataclass
 class Result:
-    """One test, over all ranks: pass, fail, skip, or "not ours" (it passed, and saved without us)."""
+    """The outcome of a test on all ranks: pass, fail, skip, or "not ours" (passed, saved without us)."""
 
     outcome: str
     error: str = ""
@@ -53,7 +53,7 @@ class Result:
 
 
 class Ranks:
-    """One launch of all ranks for one file of tests: their processes and what they have recorded."""
+    """One launch of all ranks for one test file: the processes and their records."""
 
     def __init__(self, count: int, arguments: list[str], folder: Path, done: Iterable[str]) -> None:
         import upstream_conformance_plugin as plugin
@@ -80,7 +80,7 @@ class Ranks:
         self._groups = list(self.processes.values())
 
     def watch(self, deadline_seconds: float) -> str:
-        """Returns when the ranks have ended (""), or why they must be ended before the file is finished."""
+        """Waits until the ranks have ended and returns "", or returns the reason for ending them early."""
         last = time.monotonic()
         alive = dict(self.processes)
         while True:
@@ -97,11 +97,11 @@ class Ranks:
             if disagreement:
                 return disagreement
             if time.monotonic() - last > deadline_seconds:
-                return f"nothing happened for {deadline_seconds:.0f} s"
+                return f"no progress for {deadline_seconds:.0f} s"
             time.sleep(0.1)
 
     def _take(self) -> bool:
-        """Reads the lines that ranks have written since."""
+        """Reads new lines of the ranks' records; returns whether there were any."""
         before = dict(self._read)
         for rank in self._read:
             path = self.folder / f"rank-{rank}.jsonl"
@@ -123,7 +123,7 @@ class Ranks:
         return before != self._read
 
     def _disagreement(self) -> str:
-        """Whether some ranks failed in another way than others; ranks that failed alike may go on."""
+        """Returns why to restart if ranks disagree about a test; lets them continue if all failed it."""
         for test, by_rank in self.records.items():
             failed = [record for record in by_rank.values() if record["outcome"] == "fail"]
             allowed = self._permission(self.folder, test)
@@ -140,13 +140,13 @@ class Ranks:
     def end(self) -> None:
         for pid in self._groups:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # with the workers that a test left behind
+                os.killpg(pid, signal.SIGKILL)  # including workers that a test has started
         for pid in self.processes.values():
             os.waitpid(pid, 0)
 
 
 def run_file(file: Path, arguments: argparse.Namespace, mode: str) -> dict[str, Result]:
-    """Every test of one file; ranks that are no longer in step are started afresh behind the test."""
+    """Runs every test of one file. If ranks get out of step in a test, restarts them after it."""
     results: dict[str, Result] = {}
     selected = ["-k", arguments.k] if arguments.k else []
     while True:
@@ -171,19 +171,19 @@ def run_file(file: Path, arguments: argparse.Namespace, mode: str) -> dict[str, 
 
 
 def merge(by_rank: dict[int, dict[str, Any]], mode: str) -> Result:
-    """One result of all ranks' records; the first failure in time is its reason."""
+    """Merges the records of all ranks into one result; the earliest failure is its reason."""
     records = sorted(by_rank.values(), key=lambda record: record.get("at", 0))
     outcomes = [record["outcome"] for record in records]
     outcome = "fail" if "fail" in outcomes else "pass" if "pass" in outcomes else "skip"
     error = next((record["error"] for record in records if record["outcome"] == outcome), "")
     stock = sum(record["saves"].get("stock", 0) for record in records)
     if mode == "ours" and outcome == "pass" and stock:
-        outcome, error = "not ours", f"{stock} saves went past our strategy"
+        outcome, error = "not ours", f"{stock} saves did not use our strategy"
     return Result(outcome, error, sum(record["saves"].get("ours", 0) for record in records))
 
 
 def expected(entry: dict[str, Any], test: str, mode: str) -> tuple[str, str]:
-    """What is recorded of one test: outcome and reason. Whatever was run and is not an exception passes."""
+    """Returns the recorded outcome and reason of a test; one without an exception is expected to pass."""
     for name in (test, test.split("[")[0]):
         for exception in entry["exceptions"]:
             if name in exception["tests"]:
@@ -194,7 +194,7 @@ def expected(entry: dict[str, Any], test: str, mode: str) -> tuple[str, str]:
 def differences(
     entry: dict[str, Any] | None, results: dict[str, Result], mode: str, whole: bool
 ) -> list[str]:
-    """How the results of one file differ from its record."""
+    """Lists how the results of one file differ from its record."""
     if entry is None or mode not in entry["modes"]:
         return [f"is not recorded: {len(results)} tests"]
     found = []
@@ -211,9 +211,10 @@ def differences(
 def record(
     entry: dict[str, Any] | None, results: dict[str, Result], mode: str, reasons: dict[str, str]
 ) -> dict[str, Any]:
-    """The entry of one file after a run of one mode. What it says of the other mode stays.
+    """Returns the entry of one file after a run in one mode; what it says about the other mode is kept.
 
-    `reasons` explains failures: a pattern of "test: error" -> plain words.
+    Args:
+        reasons: explains failures: a pattern that matches "test: error" -> plain words.
     """
     entry = entry or {"modes": [], "tests": 0, "exceptions": []}
     groups: dict[tuple[str, str, str], list[str]] = collections.defaultdict(list)
@@ -235,7 +236,7 @@ def record(
 
 
 def explain(error: str, reasons: dict[str, str]) -> str:
-    """The plain words for an error, or the error itself."""
+    """Returns the plain words for an error, or the error marked UNEXPLAINED."""
     for pattern, words in reasons.items():
         if re.search(pattern, error):
             return words
@@ -243,7 +244,7 @@ def explain(error: str, reasons: dict[str, str]) -> str:
 
 
 def _without_parameters(tests: list[str], results: Iterable[str]) -> list[str]:
-    """Tests of which all parametrizations are meant, by their bare name."""
+    """Replaces all parametrizations of a test by the test's bare name, where all of them are in the list."""
     of_function = collections.Counter(test.split("[")[0] for test in results)
     meant = collections.Counter(test.split("[")[0] for test in tests)
     return sorted(
@@ -252,7 +253,7 @@ def _without_parameters(tests: list[str], results: Iterable[str]) -> list[str]:
 
 
 def release(checkout: Path) -> str:
-    """The version that the checkout's megatron-core calls itself."""
+    """Returns the version of the checkout's megatron-core."""
     names = runpy.run_path(str(checkout / "megatron/core/package_info.py"))
     return ".".join(map(str, names["VERSION"][:3]))
 
@@ -261,10 +262,10 @@ def main() -> int:
     arguments = _parse()
     files = _choose(arguments.checkout / FOLDER, arguments.files)
     if not files:
-        print(f"no tests below {arguments.checkout / FOLDER}", file=sys.stderr)
+        print(f"no tests in {arguments.checkout / FOLDER}: is it a checkout of Megatron-LM?", file=sys.stderr)
         return 2
     mode = "stock" if arguments.baseline else "ours"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` ends the ranks
     _prepare(arguments, mode)
     recorded = json.loads(arguments.recorded.read_text()) if arguments.recorded.exists() else {}
     recorded = {"ranks": arguments.ranks, "reasons": {}, "releases": {}} | recorded
@@ -299,12 +300,24 @@ def _parse() -> argparse.Namespace:
     add("--files", nargs="+", metavar="FILE", help=f"only these files of {FOLDER}")
     add("-k", metavar="EXPRESSION", help="only these tests, as in pytest")
     add("--ranks", type=int, default=8, help="processes; the tests are written for 8 (default)")
-    add("--baseline", action="store_true", help="Megatron's own strategy, our package switched off")
-    add("--record", action="store_true", help="write the outcome down as what is expected")
-    add("--recorded", type=Path, default=RECORDED, metavar="JSON", help="the record (default: beside this)")
-    add("--deadline", type=float, default=240, metavar="SECONDS", help="longest silence (default 240)")
+    add("--baseline", action="store_true", help="test Megatron's own strategy, without this package")
+    add("--record", action="store_true", help="record the outcomes as expected")
+    add(
+        "--recorded",
+        type=Path,
+        default=RECORDED,
+        metavar="JSON",
+        help="the record (default: beside this script)",
+    )
+    add(
+        "--deadline",
+        type=float,
+        default=240,
+        metavar="SECONDS",
+        help="restart ranks after so long without progress (default 240)",
+    )
     add("--scratch", type=Path, metavar="FOLDER", help="where checkpoints are written (default: /tmp)")
-    add("--logs", type=Path, metavar="FOLDER", help="keep what the ranks print here")
+    add("--logs", type=Path, metavar="FOLDER", help="keep the output of the ranks in this folder")
     arguments = parser.parse_args()
     arguments.checkout = arguments.checkout.resolve()
     return arguments
@@ -316,15 +329,15 @@ def _choose(folder: Path, names: list[str] | None) -> list[Path]:
 
 
 def _prepare(arguments: argparse.Namespace, mode: str) -> None:
-    """Makes this process one from which ranks can be forked: the checkout's Megatron, no GPU, no writes."""
+    """Prepares this process for forking ranks: the checkout's Megatron, no GPU, no files in the checkout."""
     sys.dont_write_bytecode = True
     sys.path[:0] = [str(arguments.checkout)]
     sys.path.append(str(HERE))
     os.chdir(arguments.checkout)
     environment = {
-        "CUDA_VISIBLE_DEVICES": "",  # before torch: a GPU beside the pretend one would make tensors its own
+        "CUDA_VISIBLE_DEVICES": "",  # before torch is imported: a real GPU would be used
         "OMP_NUM_THREADS": "1",
-        "PYTHONDONTWRITEBYTECODE": "1",  # for the workers that tests start: the checkout is the user's
+        "PYTHONDONTWRITEBYTECODE": "1",  # the checkout is the user's; for workers of tests, too
         "PYTHONPATH": os.pathsep.join([str(arguments.checkout), os.environ.get("PYTHONPATH", "")]),
         "MEGATRON_DATASTATES_STAGING_MEMORY": "64MiB",
     }

@@ -1,7 +1,7 @@
-"""One rank of Megatron's own tests: runs in a forked process, on gloo and the CPU.
+"""One rank of a run of Megatron's own tests, in a forked process, on gloo and the CPU.
 
-What belongs here: what Megatron's tests need in order to run without a GPU, our strategy in the place of
-`TorchDistSaveShardedStrategy`, and a record of every test. What does not: judging the records
+What belongs here: stand-ins that let Megatron's tests run without a GPU, our strategy in place of
+`TorchDistSaveShardedStrategy`, and the record of every test. What does not: judging the records
 (`upstream_conformance.py`).
 """
 
@@ -24,8 +24,8 @@ from typing import Any
 
 import pytest
 
-COLLECTIVE_SECONDS = 600  # a hang is noticed by whoever launched us, before that
-saves: collections.Counter[str] = collections.Counter()  # of the test that runs: "ours" and "stock"
+COLLECTIVE_SECONDS = 600  # the launcher notices a hang before that
+saves: collections.Counter[str] = collections.Counter()  # "ours" and "stock", of the current test
 
 
 def prepare(ours: bool) -> None:
@@ -49,18 +49,20 @@ def prepare(ours: bool) -> None:
 
 
 def run_rank(rank: int, ranks: int, arguments: list[str], folder: Path, done: list[str]) -> int:
-    """Runs pytest as one rank; `folder` takes its log, its record and its temporary files.
+    """Runs pytest as one rank; returns its exit code.
 
-    Tests named in `done` are passed over.
+    Args:
+        folder: receives the rank's log, record and temporary files.
+        done: tests to skip.
     """
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive who forked us
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the parent
     log = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
     _download_nothing()
-    # Megatron's TempNamedDir of a failed test would be removed when its traceback is, in a later test that
-    # uses the same name. Whoever launched us removes all of `folder`.
+    # A failed test's TempNamedDir (Megatron's) lives as long as its traceback, and would be removed in a
+    # later test that uses the same name. The launcher removes all of `folder`.
     tempfile.TemporaryDirectory._cleanup = classmethod(lambda *args, **kwargs: None)  # type: ignore
     recorder = Recorder(folder, rank, done)
     options = ["-p", "no:cacheprovider", "-o", "addopts=", "--basetemp", str(folder / f"tmp-{rank}")]
@@ -68,7 +70,7 @@ def run_rank(rank: int, ranks: int, arguments: list[str], folder: Path, done: li
 
 
 class Recorder:
-    """Writes one line of JSON for what is collected, for each test's start and for its end."""
+    """Writes lines of JSON: the collected tests, then the start and the end of each."""
 
     def __init__(self, folder: Path, rank: int, done: list[str]) -> None:
         self._folder, self._rank, self._done = folder, rank, frozenset(done)
@@ -84,7 +86,7 @@ class Recorder:
         items[:] = [item for item in items if _short(item.nodeid) not in self._done]
 
     def pytest_runtestloop(self) -> None:
-        """Many tests count on an earlier one for the process group."""
+        """Initializes the process group: many tests rely on an earlier one to do so."""
         utilities = sys.modules.get("tests.unit_tests.test_utilities")
         if utilities is not None:
             utilities.Utils.initialize_distributed()
@@ -106,14 +108,14 @@ class Recorder:
         self._write(
             test=name, outcome=outcome, error=_error(self._reports), saves=dict(saves), at=time.monotonic()
         )
-        # The next test's collectives must not meet those of a rank that is still in this one: whoever
-        # launched us looks at all ranks, and lets them go on or starts them afresh.
+        # Collectives of the next test must not meet those of a rank that is still in this one: the launcher
+        # lets all ranks continue, or restarts them.
         while outcome == "fail" and not permission(self._folder, name).exists():
             time.sleep(0.1)
 
 
 def permission(folder: Path, test: str) -> Path:
-    """The file whose presence lets ranks that failed `test` go on."""
+    """Returns the path of the file whose presence lets ranks that failed `test` continue."""
     return folder / f"go-on-{hashlib.sha256(test.encode()).hexdigest()[:16]}"
 
 
@@ -127,12 +129,12 @@ def _outcome(reports: list[Any]) -> str:
 
 
 def _error(reports: list[Any]) -> str:
-    """The line that says why, of the first report that did not pass."""
+    """Returns the reason, in one line, of the first report that did not pass."""
     for report in reports:
         if report.outcome == "failed":
             crash = getattr(report.longrepr, "reprcrash", None)
             lines = [line for line in str(crash.message if crash else report.longrepr).splitlines() if line]
-            # A traceback inside of the message (torch's CheckpointException) has the reason at its end.
+            # If the message contains a traceback (torch's CheckpointException), the reason is at its end.
             return " ... ".join(dict.fromkeys([lines[0][:200], *lines[-2:]]))[:500]
         if report.outcome == "skipped":
             where = report.longrepr
@@ -152,8 +154,8 @@ def _use_gloo(distributed: Any) -> None:
         return original["init_process_group"]("gloo", timeout=limit, **options)
 
     def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
-        # Megatron hardly destroys a group, and each of gloo's has a thread that wakes 100 times a second:
-        # every test would be slower than the one before. So the groups of the same ranks are one, for good.
+        # Megatron rarely destroys groups, and each gloo group has a thread that wakes 100 times a second, so
+        # every test would be slower than the one before. Groups of the same ranks are therefore shared.
         key = None if ranks is None else tuple(ranks)
         if key not in groups:
             options.pop("pg_options", None)
@@ -173,7 +175,7 @@ def _use_gloo(distributed: Any) -> None:
 
 
 def _download_nothing() -> None:
-    """The tests' conftest fetches data sets into /opt; the tests of checkpoints do not read them."""
+    """Stops the tests' conftest from downloading data sets, which tests of checkpoints do not read."""
     module: Any = types.ModuleType("tests.test_utils.python_scripts.download_unit_tests_dataset")
     module.download_and_extract_asset = lambda *args, **kwargs: None
     sys.modules[module.__name__] = module
@@ -193,7 +195,7 @@ def _count_stock_saves(strategy: Any, dcp: Any) -> None:
 
 
 def _construct_ours(stock: Any) -> None:
-    """Whoever constructs the stock class, under any name of it, gets ours, which is a subclass of it."""
+    """Makes the stock class construct ours, a subclass of it, under any name it was imported by."""
     from megatron_datastates.mcore.strategy import DataStatesSaveStrategy
 
     class OurStrategy(DataStatesSaveStrategy):

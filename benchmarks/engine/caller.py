@@ -72,7 +72,7 @@ def measure_objects(sizes: Sizes) -> tuple[Result, list[Bar]]:
         return time.perf_counter() - begin
 
     contenders = {
-        "copied": lambda: seconds(lambda item: item.secured()),
+        "copied": lambda: seconds(lambda item: item.snapshot()),
         "torch.save": lambda: seconds(lambda item: item.serialize()),
     }
     found = interleave(5 * sizes.repeats, contenders)

@@ -23,7 +23,7 @@ InputFile::InputFile(const std::string& path, bool direct, Faults* faults)
   const int error = fstat(fd_, &found) == 0 ? 0 : errno;
   if (error != 0 || !S_ISREG(found.st_mode)) {
     close(fd_);
-    throw Failure("open", path, error, "it is no regular file");
+    throw Failure("open", path, error, "expected a regular file, found another kind of file");
   }
   CloseInForkedChild(fd_);
 }

@@ -1,4 +1,4 @@
 """The command `datastates`, for people and for scripts.
 
-Belongs here: reading arguments, progress bars, tables, exit codes. Does not belong here: doing the work.
+What belongs here: arguments, progress bars, tables, exit codes. What does not: the work itself.
 """

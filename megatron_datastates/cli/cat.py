@@ -35,24 +35,35 @@ _MOST_PRINTED = 1 << 20  # elements
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-# A slice may begin with a minus, as an option does.
+# A slice may begin with a minus sign, and must not be taken for an option.
 @app.command(context_settings={"ignore_unknown_options": True})
 def cat(
     directory: AnyFormat,
-    key: Annotated[str, typer.Argument(help="Of a tensor, an object, or an optimizer state of a parameter.")],
-    part: Annotated[str, typer.Argument(metavar="[SLICE]", help="As in numpy: 0:2,:,5")] = "",
-    target: Annotated[Path | None, typer.Option("--out", help="Write a new .npy file instead.")] = None,
-    dtype: Annotated[str, typer.Option("--as", help="Convert to float32 or float64.")] = "",
+    key: Annotated[
+        str,
+        typer.Argument(
+            metavar="KEY", help="A tensor, object or optimizer state, as `datastates show` lists it."
+        ),
+    ],
+    part: Annotated[str, typer.Argument(metavar="SLICE", help="A slice, as in numpy: 0:2,:,5")] = "",
+    target: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="FILE.npy", help="Write to this new file instead of printing."),
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option("--as", metavar="DTYPE", help="Convert the elements to float32 or float64.")
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Print a tensor, a slice of one, or an object; or write a tensor to a .npy file.
+    """Print a tensor, a slice, or an object. With --out, write a tensor to a .npy file.
 
-    numpy has no bfloat16 and no 8-bit floats: without --as float32 their raw bits are written. In JSON,
-    NaN and infinite elements are text. No code of a checkpoint runs: what is of a class that is no
-    plain data is shown by its attributes.
+    numpy has no bfloat16 and no 8-bit floats: --out writes their raw bits, unless --as converts them. In
+    JSON, NaN and infinite elements are strings. Printing an object runs no code of the checkpoint: an
+    instance of a class that is not plain data is shown as its attributes.
 
-    Exit codes: 0 done, 2 there is no such thing, or it cannot be read or written: then nothing was written.
+    Exit codes: 0 done; 2 no such checkpoint or key, or it cannot be read or written (nothing was written).
 
+    \b
     Example: datastates cat runs/gpt/iter_0001000 embedding.word_embeddings.weight 0:2,:8
     """
     try:
@@ -72,13 +83,13 @@ def cat(
 
 def _dtype(name: str) -> torch.dtype | None:
     if name and name not in _DTYPES:
-        raise OptionError(f"--as takes float32 or float64, not {name!r}")
+        raise OptionError(f"--as: expected float32 or float64, not {name!r}")
     return _DTYPES.get(name)
 
 
 def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
     if refused:
-        raise OptionError(f"{key!r} is an object: a slice, --out and --as are for tensors")
+        raise OptionError(f"{key!r} is an object; a slice, --out and --as apply to tensors only")
     data = source.read_object(key)
     value = deserialize_for_display(data, key, _stand_in)
     if isinstance(value, list) and len(value) == 1:
@@ -93,7 +104,11 @@ def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
 
 
 def _stand_in(name: str) -> type:
-    """Returns a stand-in for a class that is not on the allow list: arguments and attributes, no code."""
+    """Makes a stand-in for a class that is not trusted: it keeps arguments and attributes and has no code.
+
+    Args:
+        name: the class's module and name, joined by a dot.
+    """
 
     def initialize(self: types.SimpleNamespace, *arguments: Any) -> None:
         if arguments:
@@ -127,8 +142,8 @@ def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as
     elements = math.prod(wanted.shape)
     if elements > _MOST_PRINTED:
         raise MismatchError(
-            f"{content.key!r} has {elements} elements there ({binary_size(content.bytes)} in all): give a "
-            "slice such as 0:4, or --out FILE.npy"
+            f"{content.key!r}: {elements} elements are too many to print (at most {_MOST_PRINTED}; the whole "
+            f"tensor has {binary_size(content.bytes)}): add a slice such as 0:4, or --out FILE.npy"
         )
     values = content.read(wanted.offset, wanted.shape).reshape(wanted.kept_shape)
     if dtype is not None:
@@ -148,15 +163,15 @@ def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as
 
 
 def _readable(values: torch.Tensor) -> torch.Tensor:
-    """What torch can print: not all dtypes."""
+    """Converts 8-bit floats, which torch cannot print, to dtypes that it can."""
     if values.dtype.itemsize == 1 and values.dtype.is_floating_point:
         return values.view(torch.uint8) if "float4" in str(values.dtype) else values.to(torch.float32)
     return values
 
 
 def _jsonable(value: Any) -> Any:
-    """JSON has no NaN, no infinity, no complex numbers and no classes: they are text."""
-    if isinstance(value, types.SimpleNamespace | argparse.Namespace):  # stand-ins are, too
+    """Replaces what JSON cannot express (NaN, infinity, complex numbers, classes) by text."""
+    if isinstance(value, types.SimpleNamespace | argparse.Namespace):  # stand-ins are SimpleNamespaces
         return _jsonable(vars(value))
     if isinstance(value, dict):
         return {key if isinstance(key, str) else str(key): _jsonable(one) for key, one in value.items()}

@@ -18,51 +18,78 @@ from megatron_datastates.convert.sink import Moved
 from megatron_datastates.convert.team import team_of_torchrun
 from megatron_datastates.errors import CorruptDataError, DataStatesError, OptionError
 
-_INTERRUPTED = 130  # as shells say it: 128 and the signal's number
+_INTERRUPTED = 130  # the shells' convention: 128 plus the number of SIGINT
 
 
 @app.command()
 def convert(
     source: Annotated[
         Path,
-        typer.Argument(help="A checkpoint, such as CKPT/iter_0000100; a run with --all.", callback=readable),
+        typer.Argument(
+            metavar="SOURCE",
+            help="Directory of a checkpoint, such as runs/gpt/iter_0001000; with --all, of a run.",
+            callback=readable,
+        ),
     ],
     target: Annotated[
         Path,
-        typer.Argument(help="The directory to make. It must not exist, but for --all.", callback=readable),
+        typer.Argument(
+            metavar="TARGET",
+            help="Directory to create. It must not exist yet, except with --all.",
+            callback=readable,
+        ),
     ],
     to: Annotated[
         str,
-        typer.Option("--to", metavar="FORMAT", help="datastates or torch_dist; by default the other one."),
+        typer.Option(
+            "--to",
+            metavar="FORMAT",
+            help="datastates or torch_dist (default: the other one).",
+        ),
     ] = "",
     every: Annotated[
-        bool, typer.Option("--all", help="All iterations of a run that are not there yet.")
+        bool, typer.Option("--all", help="Convert every iteration of the run that TARGET lacks.")
     ] = False,
     ranks: Annotated[
-        int, typer.Option(metavar="N", show_default=False, help="Make N files; by default one a rank.")
+        int,
+        typer.Option(
+            metavar="N", show_default=False, help="Write N data files (default: one per rank of the source)."
+        ),
     ] = 0,
-    memory: Annotated[str, typer.Option(metavar="SIZE", help="For data, in each process.")] = "2GiB",
+    memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Memory for data in each process, such as 512MiB.")
+    ] = "2GiB",
     workers: Annotated[
         int,
         typer.Option(
-            metavar="N", show_default=False, help="Files at a time, in each process; by default a core each."
+            metavar="N",
+            show_default=False,
+            help="Data files that each process writes at a time (default: one per CPU core).",
         ),
     ] = 0,
     verify: Annotated[
         bool,
-        typer.Option(help="Re-read and compare everything, and check CRCs of torch_dist, before it appears."),
+        typer.Option(
+            help="Before the target appears, read both again and compare every byte; also check the CRCs in "
+            "torch_dist archives."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Convert checkpoints between torch_dist and datastates, or deal one out to other numbers of files.
+    """Convert between torch_dist and datastates, bit for bit.
 
-    Tensors, objects and common state are the same bit for bit, so Megatron goes on from either. No GPU and no
-    Megatron are needed. A target appears when it is whole. Under torchrun, ranks share the files.
-    Exit codes: 0 converted, 1 what was read is corrupt, or was not written as it was, 2 it cannot be done,
-    130 interrupted.
+    Tensors, objects and common state stay the same, so Megatron resumes from either. Also converts a
+    checkpoint to its own format with another number of files (--to, --ranks), and reads Megatron's old zarr
+    format. Needs neither a GPU nor Megatron. The target appears only once it is complete. Under torchrun,
+    ranks share the work.
 
+    Exit codes: 0 converted; 1 the source is corrupt, or --verify found a difference; 2 it cannot be
+    converted; 130 interrupted.
+
+    \b
     Example: datastates convert runs/gpt/iter_0001000 converted/iter_0001000 --verify
 
+    \b
     Example: torchrun --nproc-per-node 8 tools/convert.py runs/gpt converted --all --memory 4GiB
     """
     try:
@@ -70,7 +97,7 @@ def convert(
             progress = progress_bar("converting", disable=team.rank > 0)
 
             def begun(plan: Plan) -> Moved:
-                if not progress.live.is_started:  # not before there is something to show
+                if not progress.live.is_started:  # a refused conversion shows no bar
                     shown.enter_context(progress)
                 total = sum(plan.file_bytes[n] for n in plan.files_of(team)) * (2 if verify else 1)
                 task = progress.add_task("", total=total)
@@ -84,9 +111,9 @@ def convert(
     except (DataStatesError, OSError) as error:
         cannot(error)
     except KeyboardInterrupt:
-        cannot(DataStatesError("interrupted: what was not whole was removed"), _INTERRUPTED)
+        cannot(DataStatesError("interrupted: removed the incomplete target"), _INTERRUPTED)
     if team.rank == 0:
-        _tell(found, as_json)
+        _print_converted(found, as_json)
 
 
 def _size(text: str) -> int:
@@ -96,7 +123,7 @@ def _size(text: str) -> int:
         raise OptionError(f"--memory {text!r}: {error}") from None
 
 
-def _tell(found: Converted | list[Converted], as_json: bool) -> None:
+def _print_converted(found: Converted | list[Converted], as_json: bool) -> None:
     if as_json:
         print(json.dumps(msgspec.to_builtins(found)))
         return

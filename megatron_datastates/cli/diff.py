@@ -11,7 +11,6 @@ import typer
 from rich.table import Table
 
 from megatron_datastates.cli.shared import (
-    AnyFormat,
     AsJson,
     Keys,
     Memory,
@@ -22,6 +21,7 @@ from megatron_datastates.cli.shared import (
     print_json,
     print_table,
     progress_bar,
+    readable,
     say,
 )
 from megatron_datastates.convert.diff import (
@@ -39,23 +39,35 @@ from megatron_datastates.errors import DataStatesError
 
 @app.command()
 def diff(
-    first: AnyFormat,
-    second: AnyFormat,
+    first: Annotated[
+        Path,
+        typer.Argument(metavar="A", help="Directory of a checkpoint of any format.", callback=readable),
+    ],
+    second: Annotated[
+        Path,
+        typer.Argument(metavar="B", help="Directory of the one to compare with it.", callback=readable),
+    ],
     keys: Keys = [],  # noqa: B006  typer copies it
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw how far each layer is apart.")
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw the distance of each layer to this new file."),
     ] = None,
     memory: Memory = "1GiB",
     as_json: AsJson = False,
 ) -> None:
-    """Compare the tensors of two checkpoints: what was added, removed and changed, and by how much.
+    """Compare the tensors of two checkpoints.
 
-    "distance" is |a - b| / |a| of all elements as one vector, "absolute" the largest |a - b| of an element,
-    "relative" the largest |a - b| / max(|a|, |b|), over elements that are finite in both. NaN equals NaN.
-    They are computed in float64, which may overflow to inf or nan (null in JSON). All layers of a tensor that
-    only one of them has, or in another shape, are different. Objects (generators' states..) are not compared.
-    Exit codes: 0 equal, 1 different, 2 it cannot be done, 130 interrupted; then nothing was written.
+    Lists the tensors that B lacks (removed), that A lacks (added), and that differ, and by how much.
 
+    Columns, with a and b for elements of A and B that are both finite: "distance" is |a - b| / |a| with all
+    elements as one vector; "absolute" is the largest |a - b| of an element; "relative" is the largest
+    |a - b| / max(|a|, |b|). NaN equals NaN. All are computed in float64, where they may overflow to inf or
+    nan (null in JSON). A tensor that only one checkpoint has, or that has another shape in it, counts as
+    different in all its layers. Objects, such as states of random generators, are not compared.
+
+    Exit codes: 0 equal; 1 different; 2 they cannot be compared, or 130 interrupted (nothing was written).
+
+    \b
     Example: datastates diff runs/gpt/iter_0001000 runs/gpt/iter_0002000 --keys 'decoder.*' --plot drift.png
     """
     try:
@@ -70,7 +82,7 @@ def diff(
 
 
 def _compare(first: Path, second: Path, keys: Keys, plot: Path | None, memory_bytes: int) -> Difference:
-    if plot is not None:  # better now than after an hour
+    if plot is not None:  # checked before a comparison that may take an hour
         refuse_target(plot)
         require_plotting()
     sources = open_source(first), open_source(second)

@@ -30,21 +30,29 @@ from megatron_datastates.errors import DataStatesError
 @app.command()
 def export(
     directory: Directory,
-    target: Annotated[Path, typer.Argument(help="The directory to make. It must not exist.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="Directory to create. It must not exist yet.")
+    ],
     keys: Keys = [],  # noqa: B006  typer copies it
     stacked: Annotated[
-        bool, typer.Option("--stacked", help="Leave like layers in one tensor, as they are stored.")
+        bool,
+        typer.Option("--stacked", help="Keep layers that are stored as one stacked tensor in one tensor."),
     ] = False,
-    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of one file, such as 2GB.")] = "5GB",
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Largest size of one file, such as 2GB.")
+    ] = "5GB",
     memory: Memory = "1GiB",
     as_json: AsJson = False,
 ) -> None:
-    """Write a model's weights as safetensors files, under Megatron's names, one tensor a layer.
+    """Write a model's weights as safetensors files.
 
-    Without --keys, all tensors but the optimizer's. A tensor larger than a file makes a file of its own.
-    Experts of a layer stay stacked.
-    Exit codes: 0 written, 2 it cannot be done, 130 interrupted; then nothing was written.
+    Tensors keep Megatron's names, one tensor per layer; the experts of a layer stay stacked in one tensor.
+    Without --keys, exports all tensors except the optimizer's. A tensor larger than --max-shard-size gets a
+    file of its own.
 
+    Exit codes: 0 written; 2 it cannot be exported, or 130 interrupted (nothing was written).
+
+    \b
     Example: datastates export runs/gpt/iter_0001000 gpt-1000 --max-shard-size 2GB
     """
     try:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import datetime
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
 
-from megatron_datastates.cli.shared import AsJson, add_row, app, binary_size, cannot, print_table, say
+from megatron_datastates.cli.shared import AsJson, Run, add_row, app, binary_size, cannot, print_table, say
 from megatron_datastates.errors import DataStatesError, NotACheckpointError
 from megatron_datastates.pipeline.load import Checkpoint, is_published
 from megatron_datastates.pipeline.runs import BACKEND, Iteration, find_iterations, stored_bytes
@@ -18,12 +17,16 @@ from megatron_datastates.pipeline.runs import BACKEND, Iteration, find_iteration
 
 @app.command("ls")
 def list_checkpoints(
-    root: Annotated[Path, typer.Argument(help="The directory given to --save.")], as_json: AsJson = False
+    root: Run,
+    as_json: AsJson = False,
 ) -> None:
-    """List all iterations of a run: format, size, when, ranks, parallelism, complete or not.
+    """List the iterations of a run.
 
-    Exit codes: 0 listed, 2 there is nothing to list.
+    For each: its format, whether it is complete, its size, date, ranks and parallelism.
 
+    Exit codes: 0 listed; 2 nothing to list.
+
+    \b
     Example: datastates ls runs/gpt
     """
     try:
@@ -34,10 +37,10 @@ def list_checkpoints(
         print(json.dumps(rows))
     if not rows and is_published(root):
         cannot(
-            NotACheckpointError(f"{root} is a checkpoint, not the directory of a run: try `datastates show`")
+            NotACheckpointError(f"{root} is a checkpoint, not the directory of a run: use `datastates show`")
         )
     if not rows:
-        cannot(NotACheckpointError(f"{root} holds no checkpoint (no directory iter_*)"))
+        cannot(NotACheckpointError(f"{root} holds no checkpoint: it has no directory iter_*"))
     if not as_json:
         _print_rows(rows)
 
@@ -73,7 +76,7 @@ def _changed(path: Path) -> str:
 
 
 def _print_rows(rows: list[dict[str, Any]]) -> None:
-    table = Table("iteration", "format", "complete", "size", "when (UTC)", "ranks", "parallelism", box=None)
+    table = Table("iteration", "format", "complete", "size", "date (UTC)", "ranks", "parallelism", box=None)
     for row in rows:
         add_row(
             table,

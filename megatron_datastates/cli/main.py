@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from megatron_datastates.cli import (  # they add themselves
+from megatron_datastates.cli import (  # each adds its sub-command to `app`
     cat,
     convert,
     diff,
@@ -27,17 +27,21 @@ __all__ = ["cat", "convert", "diff", "export", "listing", "main", "prune", "repa
 
 @app.callback()
 def _describe() -> None:
-    """Looks into checkpoints saved with --ckpt-format datastates."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files and keys need not be text that it knows
+    """List, inspect, verify, repair, convert, export, compare and prune Megatron-Core checkpoints.
+
+    `datastates COMMAND --help` explains a command, with an example.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of a path or a key
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @app.command("options")
 def list_options(
-    *, markdown: Annotated[bool, typer.Option("--markdown", help="Print a table in Markdown.")] = False
+    *, markdown: Annotated[bool, typer.Option("--markdown", help="Print them as a Markdown table.")] = False
 ) -> None:
     """List the --datastates-* options of training runs.
 
+    \b
     Example: datastates options
     """
     if markdown:
@@ -50,9 +54,9 @@ def list_options(
         else:
             print(f"{flag} {spec.metavar}\n    {text}")
     if not markdown:
-        print(f"Each has a twin in the environment: {ENVIRONMENT_PREFIX}SLOT_SIZE=8MiB, and so on.")
+        print(f"Each can also be set by an environment variable, such as {ENVIRONMENT_PREFIX}SLOT_SIZE=8MiB.")
 
 
 def main() -> None:
-    """The console script."""
+    """Runs the command line; the entry point of the console script."""
     app()

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from megatron_datastates.cli.shared import AsJson, app, binary_size, cannot, notes, progress_bar, say
+from megatron_datastates.cli.shared import AsJson, Run, app, binary_size, cannot, notes, progress_bar, say
 from megatron_datastates.errors import DataStatesError, OptionError
 from megatron_datastates.pipeline.prune import (
     MIN_AGE_SECONDS,
@@ -24,32 +24,39 @@ from megatron_datastates.pipeline.runs import Iteration, stored_bytes
 
 @app.command()
 def prune(
-    root: Annotated[Path, typer.Argument(help="The directory given to --save.")],
-    keep_last: Annotated[int | None, typer.Option(help="Keep so many of the newest complete ones.")] = None,
+    root: Run,
+    keep_last: Annotated[
+        int | None, typer.Option(metavar="N", help="Keep the N newest complete checkpoints.")
+    ] = None,
     keep_every: Annotated[
-        int | None, typer.Option(help="Keep iterations that are a multiple of this.")
+        int | None, typer.Option(metavar="N", help="Keep every iteration that is a multiple of N.")
     ] = None,
     min_age: Annotated[
         float,
-        typer.Option(help="Minutes for which files that no manifest names count as those of a live save."),
+        typer.Option(
+            metavar="MINUTES",
+            help="Keep files that no manifest names until they are this old: a save may be writing them.",
+        ),
     ] = MIN_AGE_SECONDS / 60,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Remove them. Without it: only say what would go.")
+        bool, typer.Option("--yes", help="Remove. Without it, only list what would be removed.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old checkpoints of a run. Without --yes, only say which.
+    """Remove old checkpoints of a run. Without --yes, only list what would be removed.
 
-    Never goes: the newest complete one, the one that the tracker names, other formats, damaged ones, and
-    what a save may be writing to. A kill at any time leaves whole checkpoints, and rests for the next call.
-    Files of killed saves beside a checkpoint that stays go, too: those that no manifest names.
+    Never removed: the newest complete checkpoint, the one that Megatron's tracker names, damaged ones, other
+    formats, and directories that a save may be writing to. Also removed, beside checkpoints that are kept:
+    files that killed saves left and that no manifest names. If prune itself is killed, every remaining
+    checkpoint is whole, and the next call removes the rest.
 
-    Exit codes: 0 done (or told what would go), 2 it cannot be done.
+    Exit codes: 0 removed, or listed; 2 it cannot be done.
 
+    \b
     Example: datastates prune runs/gpt --keep-last 3 --keep-every 1000 --yes
     """
     if keep_last is None and keep_every is None:
-        cannot(OptionError("say what to keep: --keep-last N, --keep-every N, or both"))
+        cannot(OptionError("give --keep-last N, --keep-every N, or both: prune needs to know what to keep"))
     try:
         rules = Rules(keep_last, keep_every, min_age * 60)
         plan = plan_prune(root, rules)
@@ -67,7 +74,7 @@ def prune(
     elif yes:
         say(f"removed {len(gone)} of {len(plan.removed)}{_and_files(len(swept), len(plan.left_overs))}")
     elif plan.removed or plan.left_overs:
-        say("Nothing was removed: add --yes.")
+        say("Nothing was removed. Add --yes to remove.")
 
 
 def _prune_with_progress(root: Path, rules: Rules, sizes: dict[Path, int]) -> list[Iteration]:
@@ -77,7 +84,7 @@ def _prune_with_progress(root: Path, rules: Rules, sizes: dict[Path, int]) -> li
             root,
             rules,
             progress=lambda one: progress.advance(task, sizes.get(one.path, 0)),
-            stays=lambda one, why: notes.print(f"stays    {one.path}  ({why})", soft_wrap=True),
+            stays=lambda one, why: notes.print(f"keep  {one.path}  ({why})", soft_wrap=True),
         )
 
 
@@ -86,14 +93,16 @@ def _and_files(done: int, planned: int) -> str:
 
 
 def _print_plan(plan: PrunePlan, sizes: dict[Path, int], yes: bool) -> None:
+    remove = "remove" if yes else "would remove"
     for one, why in plan.kept:
-        say(f"stays    {one.path}  ({why})")
+        say(f"keep  {one.path}  ({why})")
     for one in plan.removed:
-        say(f"{'goes' if yes else 'would go'}  {one.path}  {binary_size(sizes[one.path])}")
+        say(f"{remove}  {one.path}  {binary_size(sizes[one.path])}")
     for file in plan.left_overs:
         why = f"no manifest names it; {age_text(file.age_seconds)} old"
-        say(f"{'goes' if yes else 'would go'}  {file.path}  {binary_size(file.bytes)}  ({why})")
-    say(f"{len(plan.removed)} of {len(plan.removed) + len(plan.kept)}, {binary_size(sum(sizes.values()))}")
+        say(f"{remove}  {file.path}  {binary_size(file.bytes)}  ({why})")
+    total = len(plan.removed) + len(plan.kept)
+    say(f"{remove} {len(plan.removed)} of {total} checkpoints, {binary_size(sum(sizes.values()))}")
 
 
 def _plain(plan: PrunePlan, sizes: dict[Path, int]) -> dict[str, Any]:

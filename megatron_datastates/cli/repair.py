@@ -14,13 +14,15 @@ from megatron_datastates.pipeline.runs import stored_bytes
 
 @app.command()
 def repair(directory: Directory, as_json: AsJson = False) -> None:
-    """Rebuild a lost or damaged manifest from the data files and the index. Invents nothing.
+    """Rebuild a lost or damaged manifest.
 
-    It takes the index, the sealed file of every rank that stored something, all of one save, and every
-    block's checksum. Without these proofs nothing is written.
+    It is rebuilt from the index and the data files, and only if they prove that it will be right: the index
+    and the complete data file of every rank that stored something are there, all are from the same save, and
+    every checksum is correct. Otherwise nothing is written.
 
-    Exit codes: 0 repaired, 2 refused or impossible: nothing was written.
+    Exit codes: 0 repaired; 2 refused, or it cannot be done (nothing was written).
 
+    \b
     Example: datastates repair runs/gpt/iter_0001000
     """
     try:

@@ -1,7 +1,7 @@
-"""What all sub-commands share: the application, where it prints, and how it ends.
+"""The parts that all sub-commands share: the application, its output, common arguments, and exit codes.
 
-Exit codes: 0 good, 1 the checkpoint is faulty, 2 it cannot be done; then nothing was written, and one line
-says why.
+Exit codes: 0 success, 1 the checkpoint is faulty or differs, 2 the command cannot be carried out. With 2,
+nothing was written, and one line on standard error gives the reason.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron_datastates.convert.source import require_utf8
 from megatron_datastates.errors import OptionError, StorageError, printable
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
-# Keys and paths are printed as they are, whatever rich would make of their brackets and colons.
+# Without markup: rich would interpret brackets and colons in keys and paths.
 out = Console(markup=False, emoji=False, highlight=False)
 notes = Console(stderr=True, markup=False, emoji=False, highlight=False)
 _ANY_WIDTH = 1 << 16
-_LEAST_MEMORY_BYTES = MIB  # with less, so few elements are read at a time that it never ends
+_LEAST_MEMORY_BYTES = MIB  # with less, a tensor would be read in a vast number of tiny pieces
 
 
 def readable(directory: Path) -> Path:
-    """For arguments."""
+    """Checks a directory argument: ends the command with exit code 2 if its path is not valid UTF-8."""
     try:
         require_utf8(directory)
     except StorageError as error:
@@ -38,44 +38,67 @@ def readable(directory: Path) -> Path:
 
 
 Directory = Annotated[
-    Path, typer.Argument(help="A checkpoint, such as CKPT/iter_0000100.", callback=readable)
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="Directory of a datastates checkpoint, such as runs/gpt/iter_0001000.",
+        callback=readable,
+    ),
 ]
-AnyFormat = Annotated[Path, typer.Argument(help="A checkpoint of any format.", callback=readable)]
-AsJson = Annotated[
-    bool, typer.Option("--json", help="Print JSON instead of text; a number that is not finite is null.")
+AnyFormat = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CHECKPOINT",
+        help="Directory of a checkpoint, such as runs/gpt/iter_0001000; its format is detected.",
+        callback=readable,
+    ),
 ]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a training run, as given to --save.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Keys = Annotated[
     list[str],
-    typer.Option("--keys", metavar="PATTERN", help="Only tensors like this (*, ?, [..]); may be repeated."),
+    typer.Option(
+        "--keys",
+        metavar="PATTERN",
+        help="Only tensors whose key matches this shell pattern (*, ?, [..]); may be given several times.",
+    ),
 ]
 Memory = Annotated[
-    str, typer.Option("--memory", metavar="SIZE", help="Of tensors, held at a time, such as 512MiB.")
+    str,
+    typer.Option("--memory", metavar="SIZE", help="Tensor data to hold in memory at a time, at least 1MiB."),
 ]
 
 
 def progress_bar(verb: str, disable: bool = False) -> Progress:
-    """Of a long job: bytes, rate and the time that is left, on standard error if that is a terminal."""
+    """Makes the progress bar of a long job: bytes, rate, time left.
+
+    It is shown on standard error, and only if that is a terminal.
+    """
     bars = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
     return Progress(verb, *bars, console=notes, transient=True, disable=disable or not notes.is_terminal)
 
 
 def say(text: str) -> None:
-    """Prints text to standard output, as it is but for control characters."""
+    """Prints text to standard output; control characters become escapes."""
     out.print(printable(text, keep="\n"), soft_wrap=True)
 
 
 def note(text: str) -> None:
-    """Prints one line to standard error, likewise."""
+    """Prints one line to standard error; control characters become escapes."""
     notes.print(printable(text), soft_wrap=True)
 
 
 def add_row(table: Table, *cells: str) -> None:
-    """Adds a row to a table, likewise."""
+    """Adds a row to a table; control characters become escapes."""
     table.add_row(*map(printable, cells))
 
 
 def print_json(value: Any) -> None:
-    """JSON has no NaN and no infinity: they are null. Raises RecursionError."""
+    """Prints a value as strict JSON, in which NaN and infinity are null.
+
+    Raises:
+        RecursionError: the value is nested too deeply, or contains itself.
+    """
     print(json.dumps(_strict(value)))
 
 
@@ -88,12 +111,12 @@ def _strict(value: Any) -> Any:
 
 
 def print_table(table: Table) -> None:
-    """As wide as it is: a key that is cut is of no use."""
+    """Prints a table at its full width: a truncated key is of no use."""
     Console(width=_ANY_WIDTH, markup=False, emoji=False, highlight=False).print(table)
 
 
 def binary_size(count: int) -> str:
-    """For people: `1.5 GiB`."""
+    """Formats a number of bytes for people, such as `1.5 GiB`."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size, units = size / 1024, units[1:]
@@ -101,14 +124,14 @@ def binary_size(count: int) -> str:
 
 
 def cannot(error: Exception, code: int = 2) -> NoReturn:
-    """Ends the command: it cannot be done, for this reason."""
+    """Ends the command with an exit code, after one line on standard error that gives the reason."""
     text = " ".join(str(error).split("\n"))
     note(f"datastates: {text}")
     raise typer.Exit(code)
 
 
 def parse_size(option: str, text: str) -> int:
-    """Bytes. Raises OptionError."""
+    """Reads the size given to `option`; returns bytes. Raises OptionError."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -116,8 +139,8 @@ def parse_size(option: str, text: str) -> int:
 
 
 def parse_memory(text: str) -> int:
-    """Bytes of --memory. Raises OptionError."""
+    """Reads the size given to --memory; returns bytes. Raises OptionError."""
     size = parse_size("--memory", text)
     if size < _LEAST_MEMORY_BYTES:
-        raise OptionError(f"--memory {text}: it takes at least {_LEAST_MEMORY_BYTES // MIB} MiB")
+        raise OptionError(f"--memory {text}: expected at least {_LEAST_MEMORY_BYTES // MIB}MiB")
     return size

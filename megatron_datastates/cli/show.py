@@ -31,20 +31,34 @@ _STATISTICS = ("min", "max", "mean", "norm", "NaN", "Inf")
 @app.command()
 def show(
     directory: AnyFormat,
-    pattern: Annotated[str, typer.Argument(help="Of keys, as shells have them: 'decoder.*.weight'.")] = "*",
-    stats: Annotated[bool, typer.Option("--stats", help="Also read the tensors: minimum, NaNs...")] = False,
+    pattern: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATTERN", help="Only keys that match this shell pattern, such as 'decoder.*.weight'."
+        ),
+    ] = "*",
+    stats: Annotated[
+        bool,
+        typer.Option(
+            "--stats", help="Also read the tensors: minimum, maximum, mean, norm, NaNs, infinities."
+        ),
+    ] = False,
     optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="Optimizer state by parameter, out of its buckets.")
+        bool, typer.Option("--optimizer", help="List optimizer state by parameter, not by bucket.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List what a checkpoint holds: keys, shapes, dtypes, shards, files, bytes.
+    """List the tensors and objects of a checkpoint.
 
-    Statistics are of the finite elements, in float64, which may overflow to inf (null in JSON); norm is the
-    square root of the sum of squares.
+    For each tensor: its key, dtype, shape, number of shards and of files, and size. An object has a key and
+    a size.
 
-    Exit codes: 0 listed, 2 there is no such checkpoint or key.
+    Statistics cover the finite elements and are computed in float64, where they may overflow to inf (null in
+    JSON). The norm is the square root of the sum of squares.
 
+    Exit codes: 0 listed; 2 no such checkpoint, or no key matches.
+
+    \b
     Example: datastates show runs/gpt/iter_0001000 '*.layernorm*' --stats
     """
     try:
@@ -53,7 +67,7 @@ def show(
         objects = [] if optimizer else _objects(source, pattern)
         if not tensors and not objects:
             raise MissingKeyError(
-                f"no key in {directory} matches {pattern!r}: without a pattern, all are listed"
+                f"no key in {directory} matches {pattern!r}: leave out the pattern to list all keys"
             )
         found = _statistics(tensors, quiet=as_json) if stats else _no_statistics(tensors)
     except (DataStatesError, OSError) as error:
@@ -85,7 +99,7 @@ def _no_statistics(tensors: list[Content]) -> list[Statistics | None]:
 
 
 def _statistics_of(content: Content, progress: Progress, task: Any) -> Statistics | None:
-    """None for what torch cannot convert."""
+    """Reads a tensor's statistics; returns None for a dtype that torch cannot convert to float64."""
     try:
         return statistics(content, lambda done: progress.advance(task, done))
     except NotImplementedError:

@@ -19,13 +19,18 @@ from megatron_datastates.pipeline.verify import verify as verify_checkpoint
 @app.command()
 def verify(
     directory: Directory,
-    quick: Annotated[bool, typer.Option("--quick", help="Check the structure only, not the data.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Check the structure only; read no tensors and no objects.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check that a checkpoint is whole: every checksum, every extent, every element. Tells all faults.
+    """Check that a checkpoint is complete and undamaged.
 
-    Exit codes: 0 good, 1 faulty, 2 it cannot be checked at all.
+    Checks every checksum, every extent, every element and every object, and lists all faults.
 
+    Exit codes: 0 good; 1 faulty; 2 it cannot be checked.
+
+    \b
     Example: datastates verify runs/gpt/iter_0001000
     """
     try:

@@ -1,10 +1,9 @@
-"""FusedAdam in plain torch, with the state layout of Apex's and Transformer Engine's.
+"""A FusedAdam in plain torch, with the state layout of Apex's and Transformer Engine's.
 
-When it resumes, Megatron's distributed optimizer asks the inner optimizer for its state before the
-first step. The fused optimizers keep `step` in the parameter group, where it can be asked for at
-any time. `torch.optim.AdamW`, which Megatron falls back to without them, keeps it per parameter and
-creates it in the first step: stock Megatron cannot resume a distributed optimizer without Apex or
-Transformer Engine, on a GPU as on a CPU.
+At a resume, Megatron's distributed optimizer reads the inner optimizer's state before the first step. The
+fused optimizers keep `step` in the parameter group, where it always exists. `torch.optim.AdamW`, which
+Megatron uses without them, keeps it per parameter and creates it in the first step. So stock Megatron
+cannot resume a distributed optimizer without Apex or Transformer Engine, neither on a GPU nor on a CPU.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,7 +15,7 @@ import torch
 class FusedAdam(torch.optim.Optimizer):
     """AdamW with decoupled decay and bias correction, one parameter at a time.
 
-    The arithmetic is in the parameter's own type: fp32 for Megatron's main parameters.
+    It computes in the parameter's own dtype, which is fp32 for Megatron's main parameters.
     """
 
     def __init__(
@@ -31,14 +30,16 @@ class FusedAdam(torch.optim.Optimizer):
         **ignored: object,
     ) -> None:
         if not (bias_correction and adam_w_mode):
-            raise ValueError("this stand-in is AdamW with bias correction, and nothing else")
+            raise ValueError(
+                "this stand-in supports only AdamW with bias correction: set bias_correction and adam_w_mode"
+            )
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Updates every parameter that has a gradient, in place."""
         if closure is not None:
-            raise ValueError("Megatron passes no closure; this stand-in takes none")
+            raise ValueError("this stand-in takes no closure; Megatron passes none")
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
@@ -62,7 +63,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def install() -> None:
-    """Makes Megatron's optimizer factory build this class as if it were the fused one."""
+    """Makes Megatron's optimizer factory build this class in place of the fused one."""
     import megatron.core.optimizer as factory
     import megatron.core.optimizer.distrib_optimizer as distributed
 

@@ -1,11 +1,10 @@
-"""A pretend CUDA device in host memory, for Megatron's training loop where there is no GPU.
+"""A pretend CUDA device in host memory, for Megatron's training loop on a machine without a GPU.
 
-What belongs here: replacements for what `megatron.training` and `megatron.core` call in
-`torch.cuda`, and for the ways in which they put a tensor on a device. What does not: arithmetic,
-collectives, checkpointing. Those stay the real ones, or a test that runs on these stand-ins would
-prove nothing.
+What belongs here: replacements for the functions of `torch.cuda` that `megatron.training` and
+`megatron.core` call, and for the functions that put a tensor on a device. What does not: arithmetic,
+collectives, checkpointing. Those must stay real, or a test on these stand-ins would prove nothing.
 
-`install()` changes the process it is called in, for good. Call it before Megatron is imported.
+Call `install()` before Megatron is imported. It changes the process permanently.
 """
 
 import os
@@ -36,7 +35,7 @@ CONSTRUCTORS = (
 
 
 class HostEvent:
-    """An event that is always over: the host's work is done when the call for it returns."""
+    """An event that is always complete: host work is done when its call returns."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -79,7 +78,7 @@ class HostStream:
 
 
 class HostProperties:
-    """What `torch.cuda.get_device_properties` says of the pretend device."""
+    """The pretend device's properties, for `torch.cuda.get_device_properties`."""
 
     name = "host memory"
     major, minor = 9, 0
@@ -88,7 +87,7 @@ class HostProperties:
 
 
 class OneGenerator(dict[Any, torch.Generator]):
-    """`torch.cuda.default_generators`: whatever the device, it is the generator of the CPU."""
+    """A stand-in for `torch.cuda.default_generators`: the CPU's generator for every device."""
 
     def __missing__(self, device: object) -> torch.Generator:
         return torch.default_generator
@@ -136,7 +135,7 @@ def _pretend_streams(cuda: Any) -> None:
 
 
 def _share_generator(cuda: Any) -> None:
-    """One generator for both devices: a draw for "the GPU" moves the state of the CPU's."""
+    """Lets both devices share the CPU's generator: a draw for "the GPU" advances it."""
     cuda.default_generators = OneGenerator()
     cuda._lazy_call = lambda call, *args, **kwargs: call()
     cuda.get_rng_state = cuda.random.get_rng_state = lambda device=None: torch.get_rng_state()

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 recipes/cpu/run.py SCRIPT ARGUMENTS...
 
-The script runs as if it had been started itself, with the stand-ins of this folder in place. It may
-be the stock `pretrain_gpt.py` of a Megatron-LM checkout, or `recipes/pretrain_tiny.py`.
+The script runs as if started directly, but with the stand-ins of this folder in place of a GPU. It may be
+the stock `pretrain_gpt.py` of a Megatron-LM checkout, or `recipes/pretrain_tiny.py`.
 """
 
 import os
@@ -11,7 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
-# Before torch: a GPU beside the pretend one would make some of the tensors its own.
+# Set before torch is imported: with a real GPU visible, some tensors would be allocated on it.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import stand_ins
@@ -24,7 +24,7 @@ def main() -> None:
     if not script.is_file():
         sys.exit(f"run.py: no such script: {script}")
     sys.argv = sys.argv[1:]
-    sys.path[0] = str(script.parent)  # a checkout's Megatron comes before an installed one
+    sys.path[0] = str(script.parent)  # a checkout's Megatron takes precedence over an installed one
     stand_ins.install()
     runpy.run_path(str(script), run_name="__main__")
 

@@ -1,4 +1,4 @@
-"""Puts every stand-in of this folder in place. Only the list of them belongs here."""
+"""Installs all stand-ins of this folder."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ import pretend_cuda
 
 
 def install() -> None:
-    """Call it once, before Megatron is imported, in a process that shall see no GPU."""
+    """Installs the stand-ins in this process. Call it once, before Megatron is imported."""
     pretend_cuda.install()
     import megatron.core.datasets.utils as dataset_utils
 
     fused_adam.install()
     if not Path(dataset_utils.__file__).with_name("Makefile").exists():
-        dataset_utils.compile_helpers = lambda: None  # a wheel carries them built, and no Makefile
+        dataset_utils.compile_helpers = lambda: None  # a wheel has them prebuilt and has no Makefile

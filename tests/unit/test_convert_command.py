@@ -146,7 +146,7 @@ def test_the_command_can_be_interrupted(by_dcp: Path, tmp_path: Path) -> None:
     finally:
         running.kill()
     assert running.returncode == 130
-    assert said.strip() == "datastates: interrupted: what was not whole was removed"
+    assert said.strip() == "datastates: interrupted: removed the incomplete target"
     assert not os.listdir(tmp_path)
 
 

@@ -307,7 +307,7 @@ def test_bad_input_is_one_line(pair, tmp_path):
         ((tmp_path / "nowhere", other), "is not a directory"),
         ((one, other, "--keys", "nothing"), "no tensor in"),
         ((one, other, "--memory", "much"), "expected a size such as"),
-        ((one, other, "--memory", "1023KiB"), "--memory 1023KiB: it takes at least 1 MiB"),
+        ((one, other, "--memory", "1023KiB"), "--memory 1023KiB: expected at least 1MiB"),
         ((one, other, "--plot", tmp_path / "no" / "drift.png"), "is not a directory"),
     ]:
         code, printed, told = run("diff", *arguments)

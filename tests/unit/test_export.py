@@ -163,7 +163,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(checkpoint, tmp_path):
     assert "is not a directory: make it" in refused(tmp_path, checkpoint, tmp_path / "no/out")
     assert "expected a size such as" in refused(tmp_path, checkpoint, out, "--max-shard-size", "5 parsecs")
     assert "expected a size such as" in refused(tmp_path, checkpoint, out, "--memory", "-1")
-    assert "it takes at least 1 MiB" in refused(tmp_path, checkpoint, out, "--memory", "0")
+    assert "expected at least 1MiB" in refused(tmp_path, checkpoint, out, "--memory", "0")
     out.mkdir()
     assert "exists: give another target" in refused(tmp_path, checkpoint, out)
 

@@ -356,7 +356,7 @@ def test_cat_leaves_temporary_files_of_others_alone(checkpoint, tmp_path):
 
 def test_cat_of_a_huge_tensor_asks_for_a_slice(tmp_path, saver):
     save(saver, tmp_path, {"t": torch.zeros(2 << 20, dtype=torch.uint8)})
-    assert "give a slice" in refused("cat", tmp_path, "t")
+    assert "add a slice" in refused("cat", tmp_path, "t")
     assert "[0, 0]" in told("cat", tmp_path, "t", "0:2")
 
 
@@ -384,7 +384,7 @@ def test_repair_says_what_it_took_on_trust(checkpoint):
 
 def test_prune_removes_nothing_without_yes(root):
     before = all_files(root)
-    assert "would go" in told("prune", root, "--keep-last", 1)
+    assert "would remove" in told("prune", root, "--keep-last", 1)
     assert json.loads(told("prune", root, "--keep-last", 1, "--json"))["done"] == []
     assert all_files(root) == before
     assert "removed 1 of 1" in told("prune", root, "--keep-last", 1, "--yes")
@@ -402,7 +402,7 @@ def test_prune_says_how_old_left_overs_are(root):
         os.utime(directory / name, (time.time() - age,) * 2)
     text = told("prune", root, "--keep-last", 9)
     assert (
-        "-1.bin  3 B  (no manifest names it; 2 h old)" in text and "add --yes" in text and ".tmp" not in text
+        "-1.bin  3 B  (no manifest names it; 2 h old)" in text and "Add --yes" in text and ".tmp" not in text
     )
     assert len(json.loads(told("prune", root, "--keep-last", 9, "--json", "--min-age", 0))["left_overs"]) == 2
     assert "and 1 of 1 left-over files" in told("prune", root, "--keep-last", 9, "--yes")
@@ -425,7 +425,7 @@ BAD = [
     ("cat {checkpoint} nothing", "no tensor or object 'nothing'"),
     ("cat {checkpoint} scalar 0", "has 1 axes, the tensor 0"),
     ("cat {checkpoint} decoder.weight 0:9", "out of range on an axis of 2"),
-    ("cat {checkpoint} decoder.weight --as int8", "--as takes float32 or float64"),
+    ("cat {checkpoint} decoder.weight --as int8", "--as: expected float32 or float64"),
     ("cat {checkpoint} common_state/shard_0_1 0", "is an object"),
     ("verify {empty}", "no datastates checkpoint"),
     ("verify {other}", "torch_dist checkpoint"),
@@ -474,7 +474,7 @@ def test_a_directory_that_is_not_utf8_is_listed(root):
 def test_metadata_that_is_nested_without_end_is_no_metadata(root, checkpoint):
     (checkpoint / "metadata.json").write_text("[" * 100_000)
     assert "datastates" in told("ls", root)
-    assert "would go" in told("prune", root, "--keep-last", 1)
+    assert "would remove" in told("prune", root, "--keep-last", 1)
     result = call("verify", checkpoint)
     assert result.exit_code == 1 and "it names no sharded_backend" in result.stdout
 

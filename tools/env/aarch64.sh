@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Builds the native core for aarch64 (GH200, GB200), with warnings as errors, by g++ and by clang, and runs
-# tests/native/portable under qemu. Without the bindings, which need a Python of that machine.
+# tests/native/portable under qemu. The bindings are left out: they need a Python for aarch64.
 #
 # Debian: apt-get install --no-install-recommends g++-aarch64-linux-gnu qemu-user clang-14
-# CLANG names another clang++. The compilers must be there; a missing one is an error, not less of a test.
+# CLANG selects another clang++. A missing compiler is an error: no check is skipped silently.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -16,7 +16,7 @@ PATH=$PWD/.venv/bin:$PATH # cmake, ninja
 say() { printf '[aarch64] %s\n' "$*"; }
 
 for program in "$gcc" "$clang" "$emulator" cmake ninja; do
-  command -v "$program" >/dev/null || { say "there is no $program; see the head of $0" >&2; exit 1; }
+  command -v "$program" >/dev/null || { say "$program is missing: install the packages named at the top of $0" >&2; exit 1; }
 done
 
 build() { # NAME OPTION...

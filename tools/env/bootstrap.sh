@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes or refreshes .venv: a Python environment with the pinned packages and this package, editable.
+# Creates or updates .venv: a Python environment with the pinned packages and this package (editable).
 #
-# What makes an interrupted run harmless, in this order:
-#   1. .venv/incomplete stands while pip changes the environment. A run that finds it starts afresh,
-#      since a half-installed package can look whole to pip.
-#   2. .venv/packages and .venv/project hold the hash of the files which that part was installed
-#      from. They are written last, so a stale or missing one only repeats work.
-#   3. The native module is always handed to ninja, which knows what changed.
+# An interrupted run does no harm, because:
+#   1. .venv/incomplete exists while pip changes the environment. A run that finds it starts over, since a
+#      half-installed package can look complete to pip.
+#   2. .venv/packages and .venv/project hold the digest of the files that each part was installed from. They
+#      are written last, so a stale or missing one only repeats work.
+#   3. The native module is always built by ninja, which rebuilds only what changed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -16,8 +16,8 @@ log=$env/bootstrap.log
 
 say() { printf '[env] %s\n' "$*"; }
 
-# Runs a command with its output in the log; shows the log's newest line now and then, and its tail
-# when the command fails.
+# Runs a command with its output in the log. Prints the log's last line every 10 s, and its tail if the
+# command fails.
 logged() {
   local status=0 parent=$$ watcher
   echo "+ $*" >>"$log"
@@ -33,7 +33,7 @@ logged() {
   if ((status)); then
     tail -n 60 "$log" >&2
     say "FAILED (exit $status): $*" >&2
-    say "The whole output is in $log" >&2
+    say "The complete output is in $log" >&2
     exit 1
   fi
 }
@@ -53,7 +53,7 @@ need_compiler() {
 
 make_environment() {
   local found
-  # The scripts in an environment name its place: a moved or copied one runs the original's code.
+  # The scripts of an environment contain its path: a moved or copied one would run the original's code.
   if [[ ! -e $env/incomplete ]] && $python -m pip --version >/dev/null 2>&1 &&
     grep -qF "$(pwd -P)/$env/" "$env/bin/pip" &&
     [[ -z "${PYTHON:-}" || $("$PYTHON" -V 2>&1) == "$($python -V)" ]]; then
@@ -61,7 +61,7 @@ make_environment() {
   fi
   found=$(tools/env/find_python.sh)
   say "making $env with $("$found" -V) ($found)"
-  rm -rf "$env/bin" # first, so that what an interrupted removal leaves is seen to be broken
+  rm -rf "$env/bin" # first, so that an interrupted removal leaves an environment that is recognized as broken
   rm -rf "$env"
   mkdir "$env"
   touch "$env/incomplete"
@@ -74,7 +74,7 @@ install_packages() {
   is_current packages "$wanted" && return
   say "installing pinned packages: several GB the first time, since torch brings CUDA (log: $log)"
   touch "$env/incomplete"
-  # First pip itself: a Python's bundled one may be too old to resume a broken download.
+  # First pip itself: the bundled version may be too old to resume a broken download.
   logged "$python" -m pip install --progress-bar off -c requirements/lock.txt pip
   logged "$python" -m pip install --progress-bar off -r requirements/test.txt
   rm "$env/incomplete"
@@ -92,7 +92,7 @@ install_project() {
   is_current project "$wanted" && return
   say "installing megatron_datastates, editable"
   touch "$env/incomplete"
-  # The dependencies are pinned and there already; without isolation none is downloaded again.
+  # The pinned dependencies are installed already; without build isolation none is downloaded again.
   logged "$python" -m pip install --progress-bar off --no-build-isolation --no-deps --editable .
   rm "$env/incomplete"
   echo "$wanted" >"$env/project"

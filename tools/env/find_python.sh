@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Prints the path of a Python that can build and test this project, or says why there is none.
 #
-# Candidates are run, not judged by their names: version managers put shims on PATH that fail when
-# run. $PYTHON, where set, is the only candidate, so that a typing error is not papered over.
+# Each candidate is run to see whether it works: version managers put shims on PATH that fail when run. If
+# $PYTHON is set, it is the only candidate, so that a typing error in it does not go unnoticed.
 set -uo pipefail
 
-versions="3.12 3.13 3.14" # in order of preference; requirements/ has pins for these alone
+versions="3.12 3.13 3.14" # in order of preference; requirements/ pins packages for these only
 
-# Prints the interpreter's path, or on standard error what it lacks. The *base* interpreter is taken
-# when the candidate lives in a virtual environment: that one may be our own .venv, about to go.
+# Prints the interpreter's path, or on standard error what it lacks. For a candidate in a virtual environment
+# that is the path of its *base* interpreter: the environment may be our own .venv, which is about to be removed.
 probe='
 import importlib.util, os, sys, sysconfig
 if not (3, 12) <= sys.version_info[:2] <= (3, 14):
@@ -39,10 +39,10 @@ candidates() {
 tried=""
 while read -r candidate; do
   if answer=$("$candidate" -c "$probe" 2>&1 </dev/null); then
-    echo "${answer##*$'\n'}" # the last line: a warning may precede it
+    echo "${answer##*$'\n'}" # the last line: warnings may precede it
     exit 0
   fi
-  answer=${answer%%$'\n'*} # the first line; of the shell's own complaint only the end
+  answer=${answer%%$'\n'*} # the first line; of a message of the shell only its end
   tried+="  $candidate: ${answer#*sh: line *: }"$'\n'
 done < <(candidates)
 

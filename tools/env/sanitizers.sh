@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Runs tests/native with the native module and the fake CUDA driver under sanitizers of g++: address (with
-# leaks), thread, undefined. Arguments: which (default: all three, side by side, as most of the time is spent
-# waiting). ARGS is passed on to pytest. Fails if a test does, or if any process reported anything.
+# leaks), thread, undefined. Arguments: which of them (default: all three, in parallel, since tests mostly wait).
+# ARGS is passed to pytest. Fails if a test fails, or if a sanitizer reports anything in any process.
 #
-# Each has a copy of the sources and a build of its own in build/sanitizers/NAME: the module in the source
-# tree stays what it is, and nothing of the package knows of sanitizers.
+# Each uses its own copy of the sources and its own build in build/sanitizers/NAME: the module in the source tree
+# stays as it is, and the package contains no code for sanitizers.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 root=$PWD
 python=$root/.venv/bin/python
 ours=$root/tools/env/sanitizers
-# Of thread-local memory. With the default model glibc allocates and frees it behind the thread sanitizer's
-# back, which then takes its reuse for a race.
+# For thread-local memory. With the default model, glibc allocates and frees it unseen by the thread sanitizer,
+# which then reports its reuse as a race.
 tls_model=-ftls-model=initial-exec
 chosen=("$@")
 ((${#chosen[@]})) || chosen=(address thread undefined)
@@ -24,7 +24,7 @@ say() { printf '[sanitizers] %s\n' "$*"; }
 fail() { say "$*" >&2; exit 1; }
 
 compile() { # SANITIZER: prints the compiler and its flags, of what is built outside of CMake
-  # Tests compile too, and the compiler is not to run under the sanitizer.
+  # Tests compile, too; the compiler must not run under the sanitizer.
   echo "env -u LD_PRELOAD ${CXX:-c++} -fsanitize=$1 -fno-omit-frame-pointer $tls_model"
 }
 
@@ -32,12 +32,12 @@ build() { # SANITIZER, in its folder: a fresh copy of the sources, and what they
   rm -rf cuda megatron_datastates tests
   (cd "$root" && tar -c --exclude='*.so' --exclude=__pycache__ \
     LICENSE README.md setup.cfg setup.py cuda megatron_datastates tests) | tar -x
-  # A build type of our own: that of a release has its symbols stripped.
+  # A separate build type: Release strips symbols.
   local arguments="-DMDS_SANITIZE=$1 -DCMAKE_BUILD_TYPE=Sanitized '-DCMAKE_CXX_FLAGS=-O1 -DNDEBUG $tls_model'"
   CMAKE_BUILD_PARALLEL_LEVEL=1 CMAKE_ARGS=$arguments "$python" setup.py -q build_ext --inplace
   nm megatron_datastates/engine/_native*.so | grep "${symbols[$1]}" >/dev/null ||
     fail "the module was built without the $1 sanitizer"
-  # -O0: an optimizer may remove a fault.
+  # -O0: the optimizer may remove a planted fault.
   $(compile "$1") -g -O0 -shared -fPIC -pthread -o planted.so "$ours/planted.cc"
 }
 
@@ -51,9 +51,9 @@ under() { # SANITIZER COMMAND...: runs it with the sanitizer loaded first, as Py
       preload+="$library "
     done
   fi
-  # PYTHONMALLOC: in its own arenas, Python's objects would hide what they point to, and that look leaked.
-  # abort_on_error: pytest then says in which test. die_after_fork: a forked child may start threads.
-  # OMP_NUM_THREADS: torch's OpenMP is not built for sanitizers, and its barriers are not seen.
+  # PYTHONMALLOC: the leak checker does not see pointers in objects that lie in Python's own arenas.
+  # abort_on_error: pytest then names the test. die_after_fork: a forked child may start threads.
+  # OMP_NUM_THREADS: torch's OpenMP is not built with sanitizers, so they do not see its barriers.
   env "LD_PRELOAD=$preload" OMP_NUM_THREADS=1 "CXX=$(compile "$1")" PYTHONMALLOC=malloc PYTHONDONTWRITEBYTECODE=1 \
     "PYTHONPATH=$ours" "MDS_SANITIZER=$1" "MDS_SANITIZER_REPORTS=$PWD/reports" \
     "ASAN_OPTIONS=$options:abort_on_error=1:leak_check_at_exit=0:stack_trace_format='    #%n %p %F %L %M'" \
@@ -79,7 +79,7 @@ run() { # SANITIZER
   rm -rf reports
   mkdir reports
   # shellcheck disable=SC2086  # ARGS holds several words
-  # The GPU benchmark is a program of its own, which loads the package anew.
+  # The GPU benchmark is left out: it is a separate program and loads the package's normal build.
   under "$1" "$python" -m pytest -q -p no:cacheprovider -p plugin tests/native \
     --ignore tests/native/test_gpu_benchmark.py ${ARGS:-} || status=$?
   [[ -z $(ls reports) ]] || { cat reports/*; status=1; }
@@ -88,7 +88,7 @@ run() { # SANITIZER
 
 declare -A jobs
 for sanitizer in "${chosen[@]}"; do
-  [[ -n ${symbols[$sanitizer]:-} ]] || fail "'$sanitizer' is none of: address thread undefined"
+  [[ -n ${symbols[$sanitizer]:-} ]] || fail "unknown sanitizer '$sanitizer': expected address, thread or undefined"
   mkdir -p "build/sanitizers/$sanitizer"
   (run "$sanitizer") >"build/sanitizers/$sanitizer/log" 2>&1 &
   jobs[$sanitizer]=$!

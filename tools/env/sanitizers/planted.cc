@@ -1,5 +1,5 @@
-// One fault for each kind of report, so that a sanitizer that sees nothing is noticed (sanitizers.sh). Python
-// calls them by ctypes.
+// One fault for each kind of report. sanitizers.sh calls each through ctypes, to prove that the sanitizer
+// reports it.
 #include <climits>
 #include <cstring>
 #include <thread>
@@ -13,7 +13,7 @@ void overflow() {
 }
 
 void leak() {
-  for (int i = 0; i < 10; ++i) {  // more than a stale register or stack slot could still point to
+  for (int i = 0; i < 10; ++i) {  // several, since a stale register or stack slot may still point to one
     char* volatile bytes = new char[1000];
     bytes[0] = 0;
   }

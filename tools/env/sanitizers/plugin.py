@@ -1,4 +1,4 @@
-"""Pytest's part of tools/env/sanitizers.sh: the test in which the sanitizer reports something fails.
+"""The pytest plugin of tools/env/sanitizers.sh: fails the test during which a sanitizer reports something.
 
 What belongs here: which tests cannot run under a sanitizer, and which leaks count. What does not: how the
 module is built and the sanitizer is set up (sanitizers.sh).
@@ -18,7 +18,7 @@ import pytest
 SANITIZER = os.environ["MDS_SANITIZER"]
 REPORTS = Path(os.environ["MDS_SANITIZER_REPORTS"])  # every process writes a file of its own there
 TORN = "shows that a source changed too early is noticed"
-LATE = "shows that the trainer goes on at the fence's deadline, and the save fails"
+LATE = "shows that the trainer continues at the fence's deadline, and the save fails"
 LEFT_OUT = {
     "thread": {
         "test_device_order.py::test_without_the_fence_copies_are_torn": TORN,
@@ -28,12 +28,12 @@ LEFT_OUT = {
         "test_device_saves.py::test_a_fence_lets_the_trainer_go_at_its_deadline": LATE,
         "test_device_saves.py::test_a_fence_ends_at_its_deadline_in_mid_copy_and_training_goes_on": LATE,
         "test_fork.py::test_a_child_can_save_with_an_engine_of_its_own": (
-            "in a forked child the sanitizer dies of a thread whose id one of the parent's had"
+            "in a forked child the sanitizer crashes on a thread that reuses the id of one of the parent's"
         ),
     }
 }
 OURS = ("_native.", "libfakecuda.so", "planted.so")
-# A stack may end in one of these, where a function keeps no frame pointer: then nobody knows its caller.
+# A stack may end in one of these, at a function without frame pointer: then its caller is unknown.
 ANYBODYS = ("libasan.so", "libstdc++.so", "libgcc_s.so", "libc.so", "ld-linux")
 
 
@@ -46,11 +46,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def no_report() -> Iterator[None]:
-    """The first fixture of a test and so the last to end: what the others do is seen, too."""
+    """Fails a test with a new report. It is set up first and ends last, so it covers all other fixtures."""
     before = reports()
     yield
     if reports() != before:
-        pytest.fail(f"the {SANITIZER} sanitizer reported something, see the end", pytrace=False)
+        pytest.fail(f"the {SANITIZER} sanitizer reported a fault: see the reports at the end", pytrace=False)
 
 
 def pytest_sessionfinish() -> None:
@@ -59,14 +59,14 @@ def pytest_sessionfinish() -> None:
 
 
 def reports() -> dict[Path, int]:
-    """The sanitizer's reports so far, and their sizes in bytes."""
+    """Returns the sanitizer's reports so far, with their sizes in bytes."""
     return {path: path.stat().st_size for path in REPORTS.iterdir()}
 
 
 def report_leaks() -> None:
-    """Reports memory that nothing points to, and keeps of that report what may be ours.
+    """Checks for leaks, and keeps only the reports about leaks that may be ours.
 
-    Here and not at every process's end: a forked child leaks its parent's engine on purpose.
+    Not done at the end of every process: a forked child leaks its parent's engine on purpose.
     """
     gc.collect()
     before = reports()
@@ -83,7 +83,7 @@ def report_leaks() -> None:
 
 
 def may_be_ours(leak: str) -> bool:
-    """False for headings and sums, and where a stack shows others' code and none of ours."""
+    """Returns whether a paragraph reports a leak whose stack has our code in it, or is too short to know."""
     modules = re.findall(r"\(([^()/]+)\+0x[0-9a-f]+\)$", leak, re.MULTILINE)
     if "LeakSanitizer has encountered a fatal error" in leak:
         return True
