@@ -194,7 +194,7 @@ def _count_stock_saves(strategy: Any, dcp: Any) -> None:
 
 def _construct_ours(stock: Any) -> None:
     """Whoever constructs the stock class, under any name of it, gets ours, which is a subclass of it."""
-    from megatron_datastates.mcore.strategy import DataStatesSaveStrategy
+    from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy
 
     class OurStrategy(DataStatesSaveStrategy):
         def __init__(self, *stock_arguments: Any, **stock_options: Any) -> None:

@@ -14,7 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_datastates.convert.source import DataStatesSource, Source
+from megatron_datastates.convert.sources.datastates import DataStatesSource
+from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import MismatchError, MissingKeyError
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import element_bytes

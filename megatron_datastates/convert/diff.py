@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from megatron_datastates.convert.parts import boxes_of, choose_keys, group_of, is_weight, parts_of
-from megatron_datastates.convert.source import Source
-from megatron_datastates.convert.target import appearing
+from megatron_datastates.convert.sinks.target import appearing
+from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import MissingPackageError, UnsupportedFormatError
 from megatron_datastates.format.values import element_bytes
 

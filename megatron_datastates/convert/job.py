@@ -31,18 +31,13 @@ from typing import Any
 import numpy as np
 
 from megatron_datastates.config import GIB, MIB, Options
-from megatron_datastates.convert.datastates import DataStatesSink
-from megatron_datastates.convert.sink import Moved, Sink, metadata_members, stretches
-from megatron_datastates.convert.source import (
-    Source,
-    Stored,
-    is_of_a_format,
-    open_source,
-    require_utf8,
-)
-from megatron_datastates.convert.target import sync_tree
+from megatron_datastates.convert.open import open_source, require_utf8
+from megatron_datastates.convert.sinks.datastates import DataStatesSink
+from megatron_datastates.convert.sinks.sink import Moved, Sink, metadata_members, stretches
+from megatron_datastates.convert.sinks.target import sync_tree
+from megatron_datastates.convert.sinks.torch_dist import TorchDistSink
+from megatron_datastates.convert.sources.source import Source, Stored, is_of_a_format
 from megatron_datastates.convert.team import Team
-from megatron_datastates.convert.torch_dist_sink import TorchDistSink
 from megatron_datastates.engine.commit import sync_directory
 from megatron_datastates.errors import CorruptDataError, FormatError, OptionError, StorageError
 from megatron_datastates.files import open_regular

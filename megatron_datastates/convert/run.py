@@ -10,8 +10,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from megatron_datastates.convert.job import Means, Plan, convert, default_format, plan_conversion
-from megatron_datastates.convert.sink import Moved, write_synced
-from megatron_datastates.convert.source import Source, open_source
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sinks.sink import Moved, write_synced
+from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.team import Team
 from megatron_datastates.engine.commit import sync_directory
 from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError

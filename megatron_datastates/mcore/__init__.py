@@ -12,18 +12,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from megatron_datastates.mcore.activation import autoload
+from megatron_datastates.mcore.hooks.activation import autoload
 
 if TYPE_CHECKING:
     from megatron_datastates.mcore.fences import fence
     from megatron_datastates.mcore.programs import enable
-    from megatron_datastates.mcore.request import SaveFailed
-    from megatron_datastates.mcore.strategy import DataStatesSaveStrategy
+    from megatron_datastates.mcore.save.request import SaveFailed
+    from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy
 
 __all__ = ["DataStatesSaveStrategy", "SaveFailed", "autoload", "enable", "fence"]
 _HOMES = {
-    "DataStatesSaveStrategy": "strategy",
-    "SaveFailed": "request",
+    "DataStatesSaveStrategy": "save.strategy",
+    "SaveFailed": "save.request",
     "enable": "programs",
     "fence": "fences",
 }

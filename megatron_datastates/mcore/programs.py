@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from megatron_datastates.config import Options
-from megatron_datastates.mcore.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
+from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
 from megatron_datastates.pipeline.saver import saver_for
 
 _STOCK = "megatron.core.dist_checkpointing.strategies.torch"

@@ -26,7 +26,7 @@ from saving_rank import (
 
 from megatron_datastates.config import Options
 from megatron_datastates.mcore import DataStatesSaveStrategy
-from megatron_datastates.mcore.request import SaveFailed
+from megatron_datastates.mcore.save.request import SaveFailed
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Run, Saver
 from megatron_datastates.providers.base import Mutability

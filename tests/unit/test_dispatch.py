@@ -12,8 +12,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, Checkpoin
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.mcore import dispatch
-from megatron_datastates.mcore.dispatch import COMMON_STATE_KEY, first_mismatch, is_ours
+from megatron_datastates.mcore.load import dispatch
+from megatron_datastates.mcore.load.dispatch import COMMON_STATE_KEY, first_mismatch, is_ours
 from megatron_datastates.pipeline.publication import Labels
 from tests.unit.states import State, new_saver, random_tensor, save
 

@@ -18,8 +18,8 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_datastates.cli.main import app
-from megatron_datastates.convert.source import open_source
-from megatron_datastates.convert.torch_dist import TorchDistSource
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sources.torch_dist import TorchDistSource
 from megatron_datastates.engine.reader import read_footer, read_header, read_small
 from megatron_datastates.errors import DataStatesError, FormatError, StorageError, printable
 from megatron_datastates.files import (
@@ -30,7 +30,8 @@ from megatron_datastates.files import (
     read_regular,
 )
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.mcore import dispatch, tracker
+from megatron_datastates.mcore.load import dispatch
+from megatron_datastates.mcore.training import tracker
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.runs import (
     METADATA_NAME,
@@ -178,8 +179,8 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 import torch
-from megatron_datastates.convert.source import open_source
-from megatron_datastates.convert.torch_dist import TorchDistSource
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sources.torch_dist import TorchDistSource
 from megatron_datastates.errors import FormatError
 before = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (before + (256 << 20),) * 2)

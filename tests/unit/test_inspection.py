@@ -327,7 +327,7 @@ def test_cat_converts_nothing_by_halves(tmp_path, saver, name):
 def test_cat_writes_part_by_part(tmp_path, saver, monkeypatch):
     tensor = random_tensor(torch.float32, (50, 7))
     save(saver, tmp_path / "c", {"t": tensor})
-    monkeypatch.setattr("megatron_datastates.convert.npy.PART_BYTES", 120)
+    monkeypatch.setattr("megatron_datastates.convert.sinks.npy.PART_BYTES", 120)
     told("cat", tmp_path / "c", "t", "3:,1:", "--out", tmp_path / "t.npy")
     assert np.load(tmp_path / "t.npy").tobytes() == tensor[3:, 1:].numpy().tobytes()
 

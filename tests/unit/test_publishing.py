@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_datastates.convert.sink import metadata_members
+from megatron_datastates.convert.sinks.sink import metadata_members
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.manifest import Manifest

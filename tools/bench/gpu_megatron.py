@@ -198,7 +198,7 @@ def _parameter(memory: torch.Tensor) -> torch.nn.Parameter:
 
 
 def _lazy(state: dict[str, torch.nn.Parameter]) -> int:
-    from megatron_datastates.mcore import mapping
+    from megatron_datastates.mcore.save import mapping
     from megatron_datastates.providers.base import Mutability
 
     classify = mapping.proof_in_training_loop()
@@ -242,7 +242,7 @@ def _ways(device: Device) -> tuple[list[Way], dict[str, str]]:
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    from megatron_datastates.mcore import strategy
+    from megatron_datastates.mcore.save import strategy
 
     def theirs(threads: int = 1) -> Any:
         stock = TorchDistSaveShardedStrategy(thread_count=threads, cached_metadata=True)

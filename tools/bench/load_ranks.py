@@ -164,7 +164,7 @@ def _save(job: Job) -> Told:
 def _load(job: Job) -> Told:
     from megatron.core import dist_checkpointing
 
-    from megatron_datastates.mcore import dispatch
+    from megatron_datastates.mcore.load import dispatch
     from megatron_datastates.pipeline import load
 
     if job.forget:
@@ -189,7 +189,7 @@ def _load(job: Job) -> Told:
 
 def _take_bytes_read(directory: str) -> int:
     """What loads of it have read from disk; it counts from zero again."""
-    from megatron_datastates.mcore import dispatch
+    from megatron_datastates.mcore.load import dispatch
 
     if not dispatch.is_ours(directory):
         return 0

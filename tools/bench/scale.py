@@ -37,7 +37,7 @@ notes = Console(stderr=True)
 PROCESSES = multiprocessing.get_context("forkserver")
 # Imported once for all of them; modules of this folder cannot be found there.
 PROCESSES.set_forkserver_preload(
-    ["megatron.core.optimizer.distrib_optimizer", "megatron_datastates.mcore.reader"]
+    ["megatron.core.optimizer.distrib_optimizer", "megatron_datastates.mcore.load.reader"]
 )
 
 LLAMA = Model("Llama 3 70B", 80, 8192, 28672, heads=64, groups=8, vocabulary=128256)

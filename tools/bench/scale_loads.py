@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
-from megatron_datastates.mcore.reader import DataStatesReader
+from megatron_datastates.mcore.load.reader import DataStatesReader
 from megatron_datastates.pipeline.load import Checkpoint
 
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_datastates.config import Options
-from megatron_datastates.convert.sink import Bytes, Moved, Sink
-from megatron_datastates.convert.source import DataStatesSource, Piece, Source, Stored
+from megatron_datastates.convert.sinks.sink import Bytes, Moved, Sink
+from megatron_datastates.convert.sources.datastates import DataStatesSource
+from megatron_datastates.convert.sources.source import Piece, Source, Stored
 from megatron_datastates.engine.commit import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.staging import StagingEngine

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from megatron_datastates.mcore.versions import LOADING_MODULES
+from megatron_datastates.mcore.hooks.versions import LOADING_MODULES
 
 
 class _Finder:
@@ -41,7 +41,7 @@ def _attach_after_execution(spec: Any) -> None:
 def attach(module: Any) -> None:
     """Attaches us to one of Megatron's modules. Never raises: the user's program goes on without us."""
     try:
-        from megatron_datastates.mcore.attach import attach_module
+        from megatron_datastates.mcore.hooks.attach import attach_module
 
         attach_module(module)
     except Exception as error:

@@ -1,7 +1,7 @@
 """Checkpoints of `--ckpt-format torch_dist`: what torch.distributed.checkpoint (DCP) writes, read without it.
 
 `.metadata` says where each fragment and object lies: so many bytes of a `.distcp` file, which for a tensor
-are an archive as torch.save makes it. Nothing is unpickled but through convert/pickles.py.
+are an archive as torch.save makes it. Nothing is unpickled but through convert/sources/pickles.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_datastates.convert.archives import Archive, open_archive
-from megatron_datastates.convert.pickles import BytesStorage, Metadata, TensorStorage, load_metadata
-from megatron_datastates.convert.source import TORCH_DIST_INDEX, Piece, Source, Stored, is_of_a_format
+from megatron_datastates.convert.sources.archives import Archive, open_archive
+from megatron_datastates.convert.sources.pickles import BytesStorage, Metadata, TensorStorage, load_metadata
+from megatron_datastates.convert.sources.source import TORCH_DIST_INDEX, Piece, Source, Stored, is_of_a_format
 from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
 from megatron_datastates.files import open_regular, size_of
 from megatron_datastates.format.values import DTYPES, element_bytes

@@ -26,7 +26,7 @@ class Hook:
 
     module: str
     name: str
-    maker: str  # a function of this package, as module.function: what is there -> what shall be there
+    maker: str  # a function of mcore, as room.module.function: what is there -> what shall be there
     need: str = ""  # what it is for, if other hook points serve that, too: then one of them must be there
     rebind: bool = True  # also where other modules have imported it by its name
 
@@ -36,63 +36,63 @@ class Hook:
 
 # Always attached, so that every program reads our checkpoints and its parser knows the format.
 _LOADING = (
-    Hook(_DIST + "core", "maybe_load_config", "dispatch.config_from_manifest"),
-    Hook(_DIST + "strategies.torch", "_get_filesystem_reader", "dispatch.reader_by_format"),
-    Hook(_DIST + "strategies.torch", "TorchDistLoadShardedStrategy.load", "dispatch.load_by_format"),
+    Hook(_DIST + "core", "maybe_load_config", "load.dispatch.config_from_manifest"),
+    Hook(_DIST + "strategies.torch", "_get_filesystem_reader", "load.dispatch.reader_by_format"),
+    Hook(_DIST + "strategies.torch", "TorchDistLoadShardedStrategy.load", "load.dispatch.load_by_format"),
     Hook(
         _DIST + "strategies.torch",
         "TorchDistLoadShardedStrategy.remove_sharded_tensors",
-        "dispatch.removal_by_format",
+        "load.dispatch.removal_by_format",
     ),
-    Hook(_DIST + "serialization", "load", "load_agreement.agreed"),
-    Hook(_DIST + "validation", "validate_integrity_and_strict_load", "load_agreement.begun_alike"),
+    Hook(_DIST + "serialization", "load", "load.agreement.agreed"),
+    Hook(_DIST + "validation", "validate_integrity_and_strict_load", "load.agreement.begun_alike"),
     Hook(
         _DIST + "strategies.fully_parallel",
         "FullyParallelLoadStrategyWrapper.load",
-        "load_agreement.agreed_in_parallel",
+        "load.agreement.agreed_in_parallel",
     ),
     Hook(
         _DIST + "strategies.fully_parallel",
         "exchange_by_distribution",
-        "load_agreement.settled_before",
+        "load.agreement.settled_before",
         rebind=False,
     ),
-    Hook("megatron.training.arguments", "_add_checkpointing_args", "arguments.with_our_options"),
-    Hook("megatron.training.arguments", "validate_args", "arguments.validated"),
-    Hook(_CHECKPOINTING, "read_metadata", "tracker.with_fallback"),
-    Hook(_CHECKPOINTING, "load_checkpoint", "training_load.guarded"),
-    Hook(_CHECKPOINTING, "save_checkpoint", "training.wrap_save_checkpoint"),
-    Hook(_CHECKPOINTING, "_load_base_checkpoint", "training_load.begun_alike"),
+    Hook("megatron.training.arguments", "_add_checkpointing_args", "training.arguments.with_our_options"),
+    Hook("megatron.training.arguments", "validate_args", "training.arguments.validated"),
+    Hook(_CHECKPOINTING, "read_metadata", "training.tracker.with_fallback"),
+    Hook(_CHECKPOINTING, "load_checkpoint", "load.training_load.guarded"),
+    Hook(_CHECKPOINTING, "save_checkpoint", "training.loop.wrap_save_checkpoint"),
+    Hook(_CHECKPOINTING, "_load_base_checkpoint", "load.training_load.begun_alike"),
 )
 # Where ranks would plan a load of DCP's together: from 0.18 on each does so alone.
 _PLAN_016 = Hook(
-    _DIST + "strategies.torch", "checkpoint.load_state_dict", "dispatch.planned_alone", rebind=False
+    _DIST + "strategies.torch", "checkpoint.load_state_dict", "load.dispatch.planned_alone", rebind=False
 )
 # The common state: a method of a strategy, then a function, then an object inside the checkpoint.
 _COMMON_016 = Hook(
-    _DIST + "strategies.common", "TorchCommonLoadStrategy.load_common", "dispatch.common_state_method"
+    _DIST + "strategies.common", "TorchCommonLoadStrategy.load_common", "load.dispatch.common_state_method"
 )
-_COMMON_017 = Hook(_DIST + "strategies.common", "load_common", "dispatch.common_state_by_format")
-_COMMON_019 = Hook(_DIST + "serialization", "load_common_state_dict", "dispatch.common_state_by_format")
-_REGISTRY = Hook(_DIST + "strategies.base", "get_default_strategy", "dispatch.strategy_from_registry")
+_COMMON_017 = Hook(_DIST + "strategies.common", "load_common", "load.dispatch.common_state_by_format")
+_COMMON_019 = Hook(_DIST + "serialization", "load_common_state_dict", "load.dispatch.common_state_by_format")
+_REGISTRY = Hook(_DIST + "strategies.base", "get_default_strategy", "load.dispatch.strategy_from_registry")
 
 # Attached when somebody is going to save in our format.
 _SAVING = (
     Hook(
         _DIST + "strategies.fully_parallel",
         "FullyParallelSaveStrategyWrapper.__init__",
-        "strategy.kept_backend",
+        "save.strategy.kept_backend",
     ),
     Hook(
         _DIST + "strategies.fully_parallel",
         "FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
-        "strategy.checked_once",
+        "save.strategy.checked_once",
     ),
-    Hook(_DIST + "core", "save_config", "strategy.wrap_save_config"),
-    Hook(_QUEUE, "AsyncCallsQueue.schedule_async_request", "request.recognized", need="queue"),
-    Hook(_NVRX, "AsyncCallsQueue.schedule_async_request", "request.recognized", need="queue"),
-    Hook(_QUEUE, "AsyncCallsQueue.close", "request.closed", need="end of a queue"),
-    Hook(_NVRX, "AsyncCallsQueue.close", "request.closed", need="end of a queue"),
+    Hook(_DIST + "core", "save_config", "save.strategy.wrap_save_config"),
+    Hook(_QUEUE, "AsyncCallsQueue.schedule_async_request", "save.request.recognized", need="queue"),
+    Hook(_NVRX, "AsyncCallsQueue.schedule_async_request", "save.request.recognized", need="queue"),
+    Hook(_QUEUE, "AsyncCallsQueue.close", "save.request.closed", need="end of a queue"),
+    Hook(_NVRX, "AsyncCallsQueue.close", "save.request.closed", need="end of a queue"),
     Hook(_OPTIMIZER + "optimizer", "MixedPrecisionOptimizer.step", "fences.witnessed"),
     Hook(_OPTIMIZER + "optimizer", "FP32Optimizer.step", "fences.witnessed"),
     Hook(_OPTIMIZER + "optimizer", "ChainedOptimizer.step", "fences.witnessed"),
@@ -101,7 +101,7 @@ _SAVING = (
     Hook(
         _OPTIMIZER + "distrib_optimizer",
         "DistributedOptimizer.sharded_param_state_dp_reshardable",
-        "buckets.described",
+        "save.buckets.described",
     ),
     Hook(
         "megatron.core.distributed.param_and_grad_buffer",
@@ -128,12 +128,16 @@ _GRAPH = Hook(
 )
 
 # Attached to Megatron's own training loop, when `--ckpt-format datastates` was given.
-_TRAINING = (Hook(_CHECKPOINTING, "cleanup_old_non_persistent_checkpoint", "retention.careful_cleanup"),)
-_STRATEGY_016 = Hook(
-    _CHECKPOINTING, "get_default_save_sharded_strategy", "training.our_strategy", rebind=False
+_TRAINING = (
+    Hook(_CHECKPOINTING, "cleanup_old_non_persistent_checkpoint", "training.retention.careful_cleanup"),
 )
-_STRATEGY_017 = Hook(_CHECKPOINTING, "TorchDistSaveShardedStrategy", "training.our_strategy", rebind=False)
-_DELETION_017 = Hook(_CHECKPOINTING, "_async_delete_checkpoint_impl", "retention.careful_deletion")
+_STRATEGY_016 = Hook(
+    _CHECKPOINTING, "get_default_save_sharded_strategy", "training.loop.our_strategy", rebind=False
+)
+_STRATEGY_017 = Hook(
+    _CHECKPOINTING, "TorchDistSaveShardedStrategy", "training.loop.our_strategy", rebind=False
+)
+_DELETION_017 = Hook(_CHECKPOINTING, "_async_delete_checkpoint_impl", "training.retention.careful_deletion")
 _TRAINING_017 = (*_TRAINING, _STRATEGY_017, _DELETION_017)
 
 

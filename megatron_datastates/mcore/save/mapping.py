@@ -11,8 +11,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, is_main_replica
 
-from megatron_datastates.mcore.buckets import carried_map
 from megatron_datastates.mcore.fences import stepped_storages
+from megatron_datastates.mcore.save.buckets import carried_map
 from megatron_datastates.providers.base import Mutability, Place, Tensors
 from megatron_datastates.providers.objects import PickledObject
 

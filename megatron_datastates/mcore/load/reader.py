@@ -23,9 +23,9 @@ from megatron_datastates.engine.reader import Reader, is_on_current_device
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import is_optimizer_map
-from megatron_datastates.mcore import versions
-from megatron_datastates.mcore.dispatch import COMMON_STATE_KEY
-from megatron_datastates.mcore.metadata import Boxes, StoredMetadata
+from megatron_datastates.mcore.hooks import versions
+from megatron_datastates.mcore.load.dispatch import COMMON_STATE_KEY
+from megatron_datastates.mcore.load.metadata import Boxes, StoredMetadata
 from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead, torch_dtype
 from megatron_datastates.plan.boxes import cut_box, overlaps_itself
 from megatron_datastates.plan.reads import plan_box

@@ -75,7 +75,7 @@ def _fallback(tracker: Path) -> int | None:
     """
     if not _is_damaged(tracker):
         return None
-    from megatron_datastates.mcore.dispatch import has_manifest, is_complete
+    from megatron_datastates.mcore.load.dispatch import has_manifest, is_complete
 
     found = {}
     for path in tracker.parent.glob("iter_*"):

@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_datastates.convert.source import Piece, Source, Stored, is_of_a_format
+from megatron_datastates.convert.sources.source import Piece, Source, Stored, is_of_a_format
 from megatron_datastates.errors import (
     FormatError,
     MissingKeyError,

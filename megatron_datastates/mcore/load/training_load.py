@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.mcore.arguments import options_of
-from megatron_datastates.mcore.dispatch import LOOKED_AT, OPTIONS, may_be_ours
-from megatron_datastates.mcore.load_agreement import TRAINING, Agreement, TrainingLoad, is_damage
+from megatron_datastates.mcore.load.agreement import TRAINING, Agreement, TrainingLoad, is_damage
+from megatron_datastates.mcore.load.dispatch import LOOKED_AT, OPTIONS, may_be_ours
+from megatron_datastates.mcore.training.arguments import options_of
 
 
 def guarded(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,8 +20,8 @@ from typing import BinaryIO
 import torch
 
 from megatron_datastates.convert.parts import Part, boxes_of, choose_keys, is_weight, parts_of
-from megatron_datastates.convert.source import Source
-from megatron_datastates.convert.target import appearing, refuse_target
+from megatron_datastates.convert.sinks.target import appearing, refuse_target
+from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
 from megatron_datastates.format.values import element_bytes
 

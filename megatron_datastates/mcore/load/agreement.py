@@ -32,7 +32,7 @@ from megatron_datastates.errors import (
     StorageError,
     UnsafeObjectError,
 )
-from megatron_datastates.mcore.dispatch import may_be_ours
+from megatron_datastates.mcore.load.dispatch import may_be_ours
 
 _DAMAGE = (CorruptDataError, StorageError, FormatError, NotACheckpointError)
 _TOLD = 3  # different failures that are told in full
@@ -67,7 +67,7 @@ class Failure:
     def of(cls, error: BaseException) -> Failure:
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
-        from megatron_datastates.mcore.mismatch import LoadMismatch
+        from megatron_datastates.mcore.load.mismatch import LoadMismatch
 
         if not isinstance(error, Exception):  # torch's CheckpointException holds what it was
             error = next((cause for cause, _ in error.failures.values()), error)  # type: ignore[attr-defined]
@@ -166,7 +166,7 @@ class Agreement:
     def _raise_for(self, everyone: Iterable[Any], group: Any) -> None:
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
-        from megatron_datastates.mcore.mismatch import LoadMismatch
+        from megatron_datastates.mcore.load.mismatch import LoadMismatch
         from megatron_datastates.pipeline.agreement import ranks_of
 
         ranks = ranks_of(group)

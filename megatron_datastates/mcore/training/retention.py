@@ -22,10 +22,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_datastates.mcore.attach import replace
-from megatron_datastates.mcore.dispatch import is_complete
-from megatron_datastates.mcore.strategy import TrainingSaveStrategy
-from megatron_datastates.mcore.tracker import mend
+from megatron_datastates.mcore.hooks.attach import replace
+from megatron_datastates.mcore.load.dispatch import is_complete
+from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
+from megatron_datastates.mcore.training.tracker import mend
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs import TRACKER_NAME, tracked_iteration
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_datastates.convert.source import METADATA_NAME, Piece, Source, Stored
+from megatron_datastates.convert.sources.source import METADATA_NAME, Piece, Source, Stored
 from megatron_datastates.errors import FormatError
 from megatron_datastates.files import DOCUMENT_BYTES, read_regular
 

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from megatron_datastates.errors import HookPointError
-from megatron_datastates.mcore import versions
+from megatron_datastates.mcore.hooks import versions
 
 Maker = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -99,6 +99,6 @@ def _attached(hook: versions.Hook) -> bool:
 
 
 def _maker(hook: versions.Hook) -> Maker:
-    module, _, function = hook.maker.partition(".")
+    module, _, function = hook.maker.rpartition(".")
     maker: Maker = getattr(importlib.import_module("megatron_datastates.mcore." + module), function)
     return maker

@@ -18,10 +18,12 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron_datastates.config import Options
 from megatron_datastates.files import read_regular
 from megatron_datastates.format.values import METADATA_NAME
-from megatron_datastates.mcore import fences, mapping, versions
-from megatron_datastates.mcore.attach import attach_saving
-from megatron_datastates.mcore.dispatch import COMMON_STATE_FILE, FILES_OF_TORCH_DIST
-from megatron_datastates.mcore.request import make_request, raise_if_failed
+from megatron_datastates.mcore import fences
+from megatron_datastates.mcore.hooks import versions
+from megatron_datastates.mcore.hooks.attach import attach_saving
+from megatron_datastates.mcore.load.dispatch import COMMON_STATE_FILE, FILES_OF_TORCH_DIST
+from megatron_datastates.mcore.save import mapping
+from megatron_datastates.mcore.save.request import make_request, raise_if_failed
 from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.publication import Labels, Publication
 from megatron_datastates.pipeline.runs import BACKEND

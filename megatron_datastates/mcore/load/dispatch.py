@@ -23,7 +23,7 @@ from megatron_datastates.pipeline.runs import BACKEND, stored_backend
 
 # The native module is not loaded before a directory of ours is: this module is, in every Megatron process.
 if TYPE_CHECKING:
-    from megatron_datastates.mcore.metadata import Boxes
+    from megatron_datastates.mcore.load.metadata import Boxes
     from megatron_datastates.pipeline.load import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,7 @@ def reader_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
     def _get_filesystem_reader(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(checkpoint_dir):
             return original(checkpoint_dir, *args, **kwargs)
-        from megatron_datastates.mcore.reader import DataStatesReader
+        from megatron_datastates.mcore.load.reader import DataStatesReader
 
         return DataStatesReader(open_checkpoint(checkpoint_dir), _requested.get())
 
@@ -191,8 +191,8 @@ def load_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from torch.distributed.checkpoint.api import CheckpointException
 
-        from megatron_datastates.mcore.metadata import requested_boxes
-        from megatron_datastates.mcore.mismatch import LoadMismatch
+        from megatron_datastates.mcore.load.metadata import requested_boxes
+        from megatron_datastates.mcore.load.mismatch import LoadMismatch
 
         checkpoint, items = open_checkpoint(checkpoint_dir), list(nested_values(sharded_state_dict))
         boxes = requested_boxes(items)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_datastates.config import Options
-from megatron_datastates.mcore.arguments import adopt, is_converting, options_of, settle
-from megatron_datastates.mcore.attach import attach_training, replace
+from megatron_datastates.mcore.hooks.attach import attach_training, replace
+from megatron_datastates.mcore.training.arguments import adopt, is_converting, options_of, settle
 from megatron_datastates.pipeline.held import holding
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ def enable_saving(options: Options) -> None:
     Raises:
         HookPointError: this release of Megatron lacks what we attach to.
     """
-    from megatron_datastates.mcore import retention
+    from megatron_datastates.mcore.training import retention
     from megatron_datastates.pipeline.saver import saver_for
 
     global _options
@@ -60,7 +60,7 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def our_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
     """For what makes the save strategy in `megatron.training.checkpointing`."""
-    from megatron_datastates.mcore.strategy import TrainingSaveStrategy
+    from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
 
     return lambda *args, **kwargs: TrainingSaveStrategy(options=_options, in_loop=is_training)
 
@@ -74,8 +74,8 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
         if not _saves_are_ours():
             return original(iteration, *args, **kwargs)
-        from megatron_datastates.mcore import retention
-        from megatron_datastates.mcore.request import SaveFailed
+        from megatron_datastates.mcore.save.request import SaveFailed
+        from megatron_datastates.mcore.training import retention
 
         assert _options is not None, "_saves_are_ours has seen to it"
         with holding("save_checkpoint"), retention.saving(iteration):

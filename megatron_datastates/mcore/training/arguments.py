@@ -104,7 +104,7 @@ def validated(original: Callable[..., Any]) -> Callable[..., Any]:
         settle(args)
         options = options_of(args)
         if getattr(args, "save", None):
-            from megatron_datastates.mcore.training import enable_saving
+            from megatron_datastates.mcore.training.loop import enable_saving
 
             enable_saving(options)
         return result
