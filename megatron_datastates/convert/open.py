@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 from megatron_datastates.convert.sources.datastates import DataStatesSource
-from megatron_datastates.convert.sources.source import METADATA_NAME, TORCH_DIST_INDEX, Source
+from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.sources.torch_dist import TorchDistSource
 from megatron_datastates.errors import NotACheckpointError, StorageError
-from megatron_datastates.files import DOCUMENT_BYTES, read_regular
-from megatron_datastates.pipeline.load import Checkpoint, is_published
+from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST, TORCH_DIST_INDEX
+from megatron_datastates.pipeline.runs import format_of
 
 
 def open_source(directory: str | os.PathLike[str]) -> Source:
@@ -24,21 +23,17 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
     """
     path = Path(directory)
     require_utf8(path)
-    backend = _named_format(path)
-    has_index = (path / TORCH_DIST_INDEX).is_file()
-    if is_published(path) and not (backend == "torch_dist" and has_index):
-        return DataStatesSource(path)
-    if has_index and backend in (None, "torch_dist"):
+    format = format_of(path)
+    if format == BACKEND or not path.is_dir():
+        return DataStatesSource(path)  # or raises what is wrong with it
+    if format == TORCH_DIST and (path / TORCH_DIST_INDEX).is_file():
         return TorchDistSource(path)
-    if backend == "zarr":
-        from megatron_datastates.convert.sources.zarr_legacy import (
-            LegacyZarrSource,  # needs zarr, which is optional
-        )
+    if format == "zarr":
+        # Needs zarr, which is optional.
+        from megatron_datastates.convert.sources.zarr_legacy import LegacyZarrSource
 
         return LegacyZarrSource(path)
-    if backend == DataStatesSource.format or not path.is_dir():
-        Checkpoint.open(path)  # which says what is wrong with it
-    known = f" (its {METADATA_NAME} says {backend!r})" if backend is not None else ""
+    known = f" (its {METADATA_NAME} says {format!r})" if format is not None else ""
     raise NotACheckpointError(
         f"{path} holds no checkpoint of a known format{known}: give a directory such as CKPT/iter_0000100, "
         "written with --ckpt-format torch_dist, datastates or zarr"
@@ -53,11 +48,3 @@ def require_utf8(path: Path) -> None:
         raise StorageError(
             f"{os.fsencode(path)!r} is not UTF-8: reach it by another name, such as a link"
         ) from None
-
-
-def _named_format(path: Path) -> str | None:
-    try:
-        backend = json.loads(read_regular(path / METADATA_NAME, DOCUMENT_BYTES))["sharded_backend"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
-        return None
-    return backend if isinstance(backend, str) else None

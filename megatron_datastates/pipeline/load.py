@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import math
 import os
-import re
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,11 +27,13 @@ from megatron_datastates.errors import (
     StorageError,
 )
 from megatron_datastates.files import MANIFEST_BYTES, OBJECT_BYTES
+from megatron_datastates.format.directory import TORCH_DIST_INDEX
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Decoded, Index, TensorEntry
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.tables import Directory
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, Extent, is_own_file_name
+from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.plan.boxes import checked_slice, first_overlap
 from megatron_datastates.plan.reads import BoxReads, gather_runs, plan_extent, plan_slice
 from megatron_datastates.providers.objects import deserialize
@@ -41,25 +42,6 @@ _FOOTER_THREADS = 8  # a footer is small, and a network file system answers late
 _MOST_NAMED = 4  # of what is corrupt, in one message
 # Of the indexes of open checkpoints, by SHA-256: most checkpoints of a run have the same.
 _decoded: weakref.WeakValueDictionary[str, Decoded] = weakref.WeakValueDictionary()
-
-
-def is_published(directory: str | os.PathLike[str]) -> bool:
-    """Whether the directory holds a published datastates checkpoint; False where that cannot be looked at."""
-    try:
-        return (Path(directory) / MANIFEST_NAME).is_file()
-    except OSError:
-        return False
-
-
-def find_published(root: str | os.PathLike[str]) -> dict[int, Path]:
-    """Iteration -> directory of every published checkpoint right under `root` (`iter_0000100` ...)."""
-    found = {}
-    with os.scandir(root) as entries:
-        for entry in entries:
-            match = re.fullmatch(r"iter_(\d+)", entry.name)
-            if match and entry.is_dir() and is_published(entry.path):
-                found[int(match[1])] = Path(entry.path)
-    return dict(sorted(found.items()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -437,6 +419,6 @@ def _why_not(path: Path) -> str:
             f"{path} holds an unfinished datastates checkpoint: it has data files but no {MANIFEST_NAME}, "
             "so its save was killed or failed. Load an older one."
         )
-    if ".metadata" in names:
+    if TORCH_DIST_INDEX in names:
         return f"{path} holds a torch_dist checkpoint, not a datastates one"
     return f"{path} holds no datastates checkpoint: there is no {MANIFEST_NAME} in it"

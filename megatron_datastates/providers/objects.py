@@ -27,7 +27,6 @@ from megatron_datastates.providers.unpickling import Unpickler
 
 logger = logging.getLogger(__name__)
 _PICKLE = "data.pkl"
-COMMON_FILE = "common.pt"  # of Megatron before 0.19: a file of torch.save's, loaded as objects are
 WAYS_OUT = (
     "Plain data of Python, numpy and torch is stored and loaded. For anything else: store a state_dict() of "
     "plain data; or vouch for a class by torch.serialization.add_safe_globals([...]), in the programs that "

@@ -16,9 +16,10 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine import staging
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline.held import holding
-from megatron_datastates.pipeline.load import Checkpoint, is_published
+from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import save_report
+from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.pipeline.saver import Run, Saver
 from megatron_datastates.providers.base import CompositeProvider, Mutability
 from megatron_datastates.providers.tensors import Structure

@@ -29,16 +29,11 @@ from megatron_datastates.files import (
     open_regular,
     read_regular,
 )
+from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.mcore.load import dispatch
 from megatron_datastates.mcore.training import tracker
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.runs import (
-    METADATA_NAME,
-    require_tracked,
-    stored_backend,
-    tracked_iteration,
-)
+from megatron_datastates.pipeline.runs import may_be_ours, require_tracked, stored_backend, tracked_iteration
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.converting import convert_to, save_with_dcp
 from tests.unit.states import OPTIONS, new_saver, save
@@ -86,7 +81,7 @@ def test_what_is_no_regular_file_is_refused_at_once(ours: Path, put, pattern: st
         assert verify(ours, options=OPTIONS).faults
     with contextlib.suppress(DataStatesError):
         open_source(ours).read_object("x")
-    dispatch.may_be_ours(ours)
+    may_be_ours(ours)
     assert stored_backend(ours) == (None if pattern == METADATA_NAME else "datastates")
 
 

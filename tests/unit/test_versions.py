@@ -81,7 +81,7 @@ def test_missing_hook_point_for_saving_is_named_and_saving_refused():
 def test_missing_hook_point_for_loading_is_named_and_breaks_nothing_else():
     code = (
         "import importlib, megatron_datastates.mcore.hooks.versions as v\n"
-        "module, maker = 'megatron.core.dist_checkpointing.core', 'load.dispatch.reader_by_format'\n"
+        "module, maker = 'megatron.core.dist_checkpointing.core', 'load.by_format.reader_by_format'\n"
         "hook = v.Hook(module, 'Gone.method', maker)\n"
         "release = v.dataclasses.replace(v.RELEASES[-1], loading=(hook, *v.RELEASES[-1].loading))\n"
         "v.installed = lambda: release\n"

@@ -164,11 +164,11 @@ def _save(job: Job) -> Told:
 def _load(job: Job) -> Told:
     from megatron.core import dist_checkpointing
 
-    from megatron_datastates.mcore.load import dispatch
+    from megatron_datastates.mcore.load import opening
     from megatron_datastates.pipeline import load
 
     if job.forget:
-        dispatch._opened.clear()
+        opening.forget()
         load._decoded.clear()
     state = make_state(job.sharding, job.layers)
     targets = list(_tensors(state))
@@ -189,11 +189,12 @@ def _load(job: Job) -> Told:
 
 def _take_bytes_read(directory: str) -> int:
     """What loads of it have read from disk; it counts from zero again."""
-    from megatron_datastates.mcore.load import dispatch
+    from megatron_datastates.mcore.load import opening
+    from megatron_datastates.pipeline import runs
 
-    if not dispatch.is_ours(directory):
+    if not runs.is_ours(directory):
         return 0
-    checkpoint = dispatch.open_checkpoint(directory)  # the one that was loaded from is still open
+    checkpoint = opening.open_checkpoint(directory)  # the one that was loaded from is still open
     read, checkpoint.bytes_read = checkpoint.bytes_read, 0
     return read
 

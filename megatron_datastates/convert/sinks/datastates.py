@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -20,6 +19,7 @@ from megatron_datastates.engine.commit import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.engine.streaming import StreamedFile
+from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import HEADER_BYTES, Header
@@ -143,7 +143,6 @@ class DataStatesSink(Sink):
         index = merge_layouts((entry.rank, own) for entry, own in written)
         write_whole(self.directory / index.entry.name, index.encoded, self._faults, self._save_id)
         before = self.source.checkpoint.manifest if isinstance(self.source, DataStatesSource) else None
-        named = re.fullmatch(r"iter_(\d+)", self.source.directory.name, re.ASCII)
         manifest = Manifest(
             run_id=f"{self._save_id.run_id:016x}",
             ordinal=self._save_id.ordinal,
@@ -151,7 +150,7 @@ class DataStatesSink(Sink):
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             index=index.entry,
             files=[entry for entry, _ in written],
-            iteration=before.iteration if before else int(named[1]) if named else None,
+            iteration=before.iteration if before else iteration_in_name(self.source.directory.name),
             parallel=before.parallel if before else {},
             others=[described(self.directory / name, self._check) for name in self.source.other_files],
             writer=releases(),

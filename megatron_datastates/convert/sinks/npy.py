@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_datastates.convert.contents import PART_BYTES, Content, converted, parts
+from megatron_datastates.convert.contents import PART_BYTES, Content, converted
 from megatron_datastates.convert.slices import Slice
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.load import torch_dtype
+from megatron_datastates.plan.boxes import cut_box
 
 _RAW = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
@@ -59,7 +60,7 @@ def write_npy(
             np.lib.format.write_array_header_1_0(file, array | shape)
             size = file.tell() + math.prod(wanted.shape) * target.itemsize
             os.posix_fallocate(file.fileno(), 0, size)  # so that a full disk is told before anything is read
-            for offset, lengths in parts(wanted.offset, wanted.shape, PART_BYTES // item):
+            for offset, lengths in cut_box(wanted.offset, wanted.shape, PART_BYTES // item):
                 values = content.read(offset, lengths)
                 values = values.view(target) if dtype is None else converted(values, dtype)
                 file.write(values.contiguous().numpy().data)

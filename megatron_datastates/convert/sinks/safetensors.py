@@ -19,11 +19,12 @@ from typing import BinaryIO
 
 import torch
 
-from megatron_datastates.convert.parts import Part, boxes_of, choose_keys, is_weight, parts_of
+from megatron_datastates.convert.parts import Part, choose_keys, is_weight, parts_of
 from megatron_datastates.convert.sinks.target import appearing, refuse_target
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
 from megatron_datastates.format.values import element_bytes
+from megatron_datastates.plan.boxes import cut_box
 
 INDEX_NAME = "model.safetensors.index.json"
 _HEADER_OF_FILE = "__metadata__"  # in the header, among the tensors
@@ -159,7 +160,7 @@ def _write_shard(
     file.write(_header(shard))
     for weight in shard:
         most = max(memory_bytes // element_bytes(weight.dtype), 1)
-        for offset, shape in boxes_of(weight.part.offset, weight.part.shape, most):
+        for offset, shape in cut_box(weight.part.offset, weight.part.shape, most):
             data = source.read_tensor(weight.key, offset, shape)
             progress(file.write(data.reshape(-1).view(torch.uint8).numpy()))
 

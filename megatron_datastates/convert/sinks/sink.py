@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_datastates.convert.sources.source import METADATA_NAME, Piece, Source, Stored
-from megatron_datastates.errors import FormatError
-from megatron_datastates.files import DOCUMENT_BYTES, read_regular
+from megatron_datastates.convert.sources.source import Piece, Source, Stored
+from megatron_datastates.format.directory import METADATA_NAME
+from megatron_datastates.pipeline.runs import metadata_members
 
 Bytes = npt.NDArray[np.uint8]
 Moved = Callable[[int], None]  # is told of bytes; raises to stop
@@ -58,21 +58,6 @@ class Sink(ABC):
         config = metadata_members(self.source.directory)
         config |= {"sharded_backend": self.format, "sharded_backend_version": 1}
         write_synced(self.directory / METADATA_NAME, json.dumps(config).encode())
-
-
-def metadata_members(directory: Path) -> dict[str, Any]:
-    """Of metadata.json; none if there is no such file. Raises FormatError, OSError."""
-    path = directory / METADATA_NAME
-    try:
-        content = read_regular(path, DOCUMENT_BYTES)
-        members = json.loads(content or b"{}")  # one that a kill has left empty counts as missing
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is damaged: {error}") from error
-    if not isinstance(members, dict):
-        raise FormatError(f"{path} is damaged: it holds no JSON object")
-    return members
 
 
 def write_synced(path: Path, data: bytes) -> None:

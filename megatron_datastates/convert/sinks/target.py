@@ -18,21 +18,28 @@ from megatron_datastates.engine.commit import sync_directory
 from megatron_datastates.errors import StorageError
 
 
-def refuse_target(target: Path, needed_bytes: int = 0) -> None:
+def refuse_target(target: Path, needed_bytes: int = 0, *, makes_parents: bool = False) -> None:
     """Whether `target` can be made at all.
 
+    Args:
+        makes_parents: the caller makes the directories around it that are not there.
+
     Raises:
-        StorageError: it exists, there is no directory for it, or less than `needed_bytes` are free there.
+        StorageError: it exists, there is no directory for it that can be written to, or less than
+            `needed_bytes` are free there.
     """
     if target.exists() or target.is_symlink():
         raise StorageError(f"{target} exists: give another target, or remove it first")
-    if not target.parent.is_dir():
+    if not makes_parents and not target.parent.is_dir():
         raise StorageError(f"{target.parent} is not a directory: make it, or give another target")
-    free = shutil.disk_usage(target.parent).free
+    around = next(parent for parent in target.absolute().parents if parent.exists())
+    if not around.is_dir() or not os.access(around, os.W_OK | os.X_OK):
+        raise StorageError(f"{around} is not a directory that can be written to: give another target")
+    free = shutil.disk_usage(around).free
     if free < needed_bytes:
         raise StorageError(
-            f"{target.parent} has {free / 1e6:.1f} MB free, and {needed_bytes / 1e6:.1f} MB are needed: "
-            "free some, or give another target"
+            f"{around} has {free / 1e6:.1f} MB free, and {needed_bytes / 1e6:.1f} MB are needed: free some, "
+            "or give another target"
         )
 
 

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 
 from megatron_datastates.config import Options
-from megatron_datastates.convert.sources.source import Piece, Source, Stored, StoredTensor, is_of_a_format
+from megatron_datastates.convert.sources.source import Piece, Source, Stored, StoredTensor
 from megatron_datastates.engine.reader import Reader
+from megatron_datastates.format.directory import is_of_a_format
 from megatron_datastates.format.values import Extent
 from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead
 from megatron_datastates.plan.reads import plan_extent

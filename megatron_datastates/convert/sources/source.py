@@ -16,17 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_datastates.format.values import MANIFEST_NAME, Fragment, is_own_file_name
-
-METADATA_NAME = "metadata.json"  # Megatron's: says which format a checkpoint has
-TORCH_DIST_INDEX = ".metadata"  # DCP's
-INTEGRITY_NAME = "integrity.json"  # Megatron's hashes of a checkpoint's files
-
-
-def is_of_a_format(name: str) -> bool:
-    """Whether a file of this name is none of others: formats make such files, and a target has its own."""
-    known = {METADATA_NAME, TORCH_DIST_INDEX, INTEGRITY_NAME, MANIFEST_NAME}
-    return name in known or name.endswith((".distcp", ".tmp")) or is_own_file_name(name)
+from megatron_datastates.format.values import Fragment
 
 
 class StoredTensor(Protocol):

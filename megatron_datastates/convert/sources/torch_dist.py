@@ -21,9 +21,10 @@ import torch
 
 from megatron_datastates.convert.sources.archives import Archive, open_archive
 from megatron_datastates.convert.sources.pickles import BytesStorage, Metadata, TensorStorage, load_metadata
-from megatron_datastates.convert.sources.source import TORCH_DIST_INDEX, Piece, Source, Stored, is_of_a_format
+from megatron_datastates.convert.sources.source import Piece, Source, Stored
 from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
 from megatron_datastates.files import open_regular, size_of
+from megatron_datastates.format.directory import TORCH_DIST_INDEX, is_of_a_format
 from megatron_datastates.format.values import DTYPES, element_bytes
 from megatron_datastates.pipeline.load import torch_dtype
 from megatron_datastates.plan.boxes import checked_slice, first_overlap, intersect

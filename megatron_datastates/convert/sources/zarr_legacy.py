@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_datastates.convert.sources.source import Piece, Source, Stored, is_of_a_format
+from megatron_datastates.convert.sources.source import Piece, Source, Stored
 from megatron_datastates.errors import (
     FormatError,
     MissingKeyError,
@@ -44,6 +44,7 @@ from megatron_datastates.errors import (
     UnsupportedFormatError,
 )
 from megatron_datastates.files import DOCUMENT_BYTES, OBJECT_BYTES, open_regular, read_regular
+from megatron_datastates.format.directory import is_of_a_format
 from megatron_datastates.format.values import DTYPES
 from megatron_datastates.pipeline.load import torch_dtype
 from megatron_datastates.plan.boxes import checked_slice

@@ -36,13 +36,13 @@ class Hook:
 
 # Always attached, so that every program reads our checkpoints and its parser knows the format.
 _LOADING = (
-    Hook(_DIST + "core", "maybe_load_config", "load.dispatch.config_from_manifest"),
-    Hook(_DIST + "strategies.torch", "_get_filesystem_reader", "load.dispatch.reader_by_format"),
-    Hook(_DIST + "strategies.torch", "TorchDistLoadShardedStrategy.load", "load.dispatch.load_by_format"),
+    Hook(_DIST + "core", "maybe_load_config", "load.by_format.config_from_manifest"),
+    Hook(_DIST + "strategies.torch", "_get_filesystem_reader", "load.by_format.reader_by_format"),
+    Hook(_DIST + "strategies.torch", "TorchDistLoadShardedStrategy.load", "load.by_format.load_by_format"),
     Hook(
         _DIST + "strategies.torch",
         "TorchDistLoadShardedStrategy.remove_sharded_tensors",
-        "load.dispatch.removal_by_format",
+        "load.by_format.removal_by_format",
     ),
     Hook(_DIST + "serialization", "load", "load.agreement.agreed"),
     Hook(_DIST + "validation", "validate_integrity_and_strict_load", "load.agreement.begun_alike"),
@@ -66,15 +66,15 @@ _LOADING = (
 )
 # Where ranks would plan a load of DCP's together: from 0.18 on each does so alone.
 _PLAN_016 = Hook(
-    _DIST + "strategies.torch", "checkpoint.load_state_dict", "load.dispatch.planned_alone", rebind=False
+    _DIST + "strategies.torch", "checkpoint.load_state_dict", "load.by_format.planned_alone", rebind=False
 )
 # The common state: a method of a strategy, then a function, then an object inside the checkpoint.
 _COMMON_016 = Hook(
-    _DIST + "strategies.common", "TorchCommonLoadStrategy.load_common", "load.dispatch.common_state_method"
+    _DIST + "strategies.common", "TorchCommonLoadStrategy.load_common", "load.by_format.common_state_method"
 )
-_COMMON_017 = Hook(_DIST + "strategies.common", "load_common", "load.dispatch.common_state_by_format")
-_COMMON_019 = Hook(_DIST + "serialization", "load_common_state_dict", "load.dispatch.common_state_by_format")
-_REGISTRY = Hook(_DIST + "strategies.base", "get_default_strategy", "load.dispatch.strategy_from_registry")
+_COMMON_017 = Hook(_DIST + "strategies.common", "load_common", "load.by_format.common_state_by_format")
+_COMMON_019 = Hook(_DIST + "serialization", "load_common_state_dict", "load.by_format.common_state_by_format")
+_REGISTRY = Hook(_DIST + "strategies.base", "get_default_strategy", "load.by_format.strategy_from_registry")
 
 # Attached when somebody is going to save in our format.
 _SAVING = (

@@ -21,7 +21,6 @@ import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
 from typing import Any
 
 from megatron_datastates.errors import (
@@ -32,21 +31,11 @@ from megatron_datastates.errors import (
     StorageError,
     UnsafeObjectError,
 )
-from megatron_datastates.mcore.load.dispatch import may_be_ours
+from megatron_datastates.mcore.load import state
+from megatron_datastates.pipeline.runs import may_be_ours
 
 _DAMAGE = (CorruptDataError, StorageError, FormatError, NotACheckpointError)
 _TOLD = 3  # different failures that are told in full
-
-
-@dataclasses.dataclass
-class TrainingLoad:
-    """An open load_checkpoint of Megatron's training loop."""
-
-    failed_alike: bool = False  # on all ranks, so that they may go on together
-
-
-TRAINING: ContextVar[TrainingLoad | None] = ContextVar("the open load_checkpoint", default=None)
-_current: ContextVar[Agreement | None] = ContextVar("the open load", default=None)
 
 
 def is_damage(error: BaseException) -> bool:
@@ -102,9 +91,9 @@ class Agreement:
         """Around what may fail on this rank alone."""
         from torch.distributed.checkpoint.api import CheckpointException
 
-        token = _current.set(self)
         try:
-            yield
+            with state.opened(agreement=self):
+                yield
         except (Exception, CheckpointException) as error:
             if self.is_over:
                 raise
@@ -115,8 +104,6 @@ class Agreement:
         else:
             if not self.is_over:
                 self.settle()
-        finally:
-            _current.reset(token)
 
     def fail(self, error: BaseException) -> None:
         """Notes a failure of this rank; the first one is told."""
@@ -175,9 +162,7 @@ class Agreement:
         if not failures:
             return
         self.is_over = True
-        training = TRAINING.get()
-        if training is not None:
-            training.failed_alike = True
+        state.current().failed_alike = True
         mismatch = all(failure.is_mismatch for failure in failures.values())
         text = f"loading {self._directory} failed on {len(failures)} of {len(ranks)} ranks: {_told(failures)}"
         raise (LoadMismatch if mismatch else CheckpointingException)(text) from _cause(failures)
@@ -238,7 +223,7 @@ def _agreement_of(asked: dict[str, Any]) -> Agreement | None:
     strict = parse_strict_flag(asked["strict"])
     gathers = asked["validate_access_integrity"] or StrictHandling.requires_global_app_metadata(strict)
     is_parallel = _is_parallel(asked["sharded_strategy"])
-    if not (gathers or is_parallel or TRAINING.get() is not None) or len(ranks_of(group)) < 2:
+    if not (gathers or is_parallel or state.current().in_training_loop) or len(ranks_of(group)) < 2:
         return None
     return Agreement(asked["checkpoint_dir"], group, is_parallel=is_parallel, gathers=gathers)
 
@@ -256,7 +241,7 @@ def begun_alike(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `validate_integrity_and_strict_load`, which is given what was gathered, and then may raise."""
 
     def validate(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        agreement = _current.get()
+        agreement = state.current().agreement
         if agreement is not None:
             gathered = inspect.signature(original).bind(sharded_state_dict, *args, **kwargs).arguments
             agreement.begin(gathered.get("global_metadata"))
@@ -275,7 +260,7 @@ def agreed_in_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `FullyParallelLoadStrategyWrapper.load`, where `dist_checkpointing.load` has not called it."""
 
     def load(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        if _current.get() is not None or not may_be_ours(checkpoint_dir) or not _is_parallel(self):
+        if state.current().agreement is not None or not may_be_ours(checkpoint_dir) or not _is_parallel(self):
             return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
         with Agreement(checkpoint_dir, None, is_parallel=True, began_alike=True).reached():
             return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
@@ -287,7 +272,7 @@ def settled_before(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `exchange_by_distribution` of a fully parallel load, in which all ranks of the world take part."""
 
     def exchange_by_distribution(*args: Any, **kwargs: Any) -> Any:
-        agreement = _current.get()
+        agreement = state.current().agreement
         if agreement is not None and not agreement.is_over:
             agreement.settle()
         return original(*args, **kwargs)

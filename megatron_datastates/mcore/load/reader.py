@@ -21,10 +21,10 @@ from torch.futures import Future
 
 from megatron_datastates.engine.reader import Reader, is_on_current_device
 from megatron_datastates.errors import FormatError, MismatchError
+from megatron_datastates.format.directory import COMMON_STATE_KEY
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.mcore.hooks import versions
-from megatron_datastates.mcore.load.dispatch import COMMON_STATE_KEY
 from megatron_datastates.mcore.load.metadata import Boxes, StoredMetadata
 from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead, torch_dtype
 from megatron_datastates.plan.boxes import cut_box, overlaps_itself
@@ -154,9 +154,9 @@ class _Transfer:
         if self.memory is not None or not _is_plain(self.target):
             yield self
             return
-        boxes = list(
-            cut_box(self.target.shape, _TEMPORARY_BYTES // 2 // torch_dtype(self.box.entry.dtype).itemsize)
-        )
+        shape, origin = tuple(self.target.shape), (0,) * self.target.dim()
+        most = _TEMPORARY_BYTES // 2 // torch_dtype(self.box.entry.dtype).itemsize
+        boxes = list(cut_box(origin, shape, most)) or [(origin, shape)]
         for offset, lengths in boxes:
             target = self.target
             for dim, (at, length) in enumerate(zip(offset, lengths, strict=True)):

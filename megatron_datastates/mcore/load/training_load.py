@@ -11,9 +11,11 @@ from typing import Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.mcore.load.agreement import TRAINING, Agreement, TrainingLoad, is_damage
-from megatron_datastates.mcore.load.dispatch import LOOKED_AT, OPTIONS, may_be_ours
+from megatron_datastates.format.directory import iteration_name
+from megatron_datastates.mcore.load import state
+from megatron_datastates.mcore.load.agreement import Agreement, is_damage
 from megatron_datastates.mcore.training.arguments import options_of
+from megatron_datastates.pipeline.runs import may_be_ours
 
 
 def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -23,17 +25,13 @@ def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
         FENCE.wait("a load")
-        training = TrainingLoad()
-        tokens = TRAINING.set(training), OPTIONS.set(_options)
-        try:
-            return original(*args, **kwargs)
-        except CheckpointingException as error:
-            if not is_damage(error) or not _together(training):
-                raise
-            raise CheckpointingException(f"{error} {_advice()}") from error.__cause__
-        finally:
-            TRAINING.reset(tokens[0])
-            OPTIONS.reset(tokens[1])
+        with state.opened(options=_options, in_training_loop=True, failed_alike=False) as load:
+            try:
+                return original(*args, **kwargs)
+            except CheckpointingException as error:
+                if not is_damage(error) or not _together(load):
+                    raise
+                raise CheckpointingException(f"{error} {_advice(load)}") from error.__cause__
 
     return load_checkpoint
 
@@ -44,11 +42,11 @@ def _options() -> Options:
     return options_of(get_args())
 
 
-def _together(training: TrainingLoad) -> bool:
+def _together(load: state.Load) -> bool:
     """Whether all ranks are here."""
     from megatron_datastates.pipeline.agreement import ranks_of
 
-    return training.failed_alike or len(ranks_of()) == 1
+    return load.failed_alike or len(ranks_of()) == 1
 
 
 def begun_alike(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,16 +60,16 @@ def begun_alike(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         from megatron_datastates.pipeline.agreement import ranks_of
 
-        if not rank0 or TRAINING.get() is None or len(ranks_of()) == 1:
+        load = state.current()
+        if not rank0 or not load.in_training_loop or len(ranks_of()) == 1:
             return original(load_dir, args, rank0, *rest, **kwargs)
-        LOOKED_AT.set(None)
+        load.directory = None
         try:
             result, error = original(load_dir, args, rank0, *rest, **kwargs), None
         except Exception as raised:
             result, error = None, raised
-        directory = LOOKED_AT.get()
-        if directory is not None and may_be_ours(directory):
-            agreement = Agreement(directory, None)
+        if load.directory is not None and may_be_ours(load.directory):
+            agreement = Agreement(load.directory, None)
             if error is not None:
                 agreement.fail(error)
             agreement.settle()
@@ -82,7 +80,7 @@ def begun_alike(original: Callable[..., Any]) -> Callable[..., Any]:
     return _load_base_checkpoint
 
 
-def _advice() -> str:
+def _advice(load: state.Load) -> str:
     """What the user can do; collective if the ranks look for an older checkpoint."""
     from megatron.training.global_vars import get_args
 
@@ -96,17 +94,17 @@ def _advice() -> str:
             "--datastates-fallback N tells which is the newest of the N older checkpoints that is whole; "
             "--ckpt-step loads it."
         )
-    args, directory = get_args(), Path(LOOKED_AT.get() or "")
+    args, directory = get_args(), Path(load.directory or "")
     root = Path(args.load) if directory.parent == _non_persistent(args) else directory.parent
     found = look_for_older(directory, root, most, collectives, options)
     if found.iteration is None:
-        looked = ", ".join(f"iter_{iteration:07d}" for iteration in found.damaged) or "there is none"
+        looked = ", ".join(iteration_name(iteration) for iteration in found.damaged) or "there is none"
         return f"No older checkpoint in {root} verifies ({looked})."
     first = ""
     if getattr(args, "non_persistent_ckpt_type", None) is not None:
         first = ", without --non-persistent-ckpt-type, which loads what is newer than that step first"
     how = "verifies" if found.has_checksums else "is whole but for data, which has no checksums"
-    return f"iter_{found.iteration:07d} {how}: resume with --ckpt-step {found.iteration}{first}."
+    return f"{iteration_name(found.iteration)} {how}: resume with --ckpt-step {found.iteration}{first}."
 
 
 def _non_persistent(args: Any) -> Path | None:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +16,20 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 
 from megatron_datastates.config import Options
 from megatron_datastates.files import read_regular
-from megatron_datastates.format.values import METADATA_NAME
+from megatron_datastates.format.directory import (
+    BACKEND,
+    COMMON_FILE,
+    FILES_OF_TORCH_DIST,
+    METADATA_NAME,
+    iteration_in_name,
+)
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.hooks.attach import attach_saving
-from megatron_datastates.mcore.load.dispatch import COMMON_STATE_FILE, FILES_OF_TORCH_DIST
 from megatron_datastates.mcore.save import mapping
 from megatron_datastates.mcore.save.request import make_request, raise_if_failed
 from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.publication import Labels, Publication
-from megatron_datastates.pipeline.runs import BACKEND
 from megatron_datastates.pipeline.saver import saver_for
 
 
@@ -109,7 +112,7 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
 
 
 def _labels(config: CheckpointingConfig) -> Labels:
-    own = (COMMON_STATE_FILE,) if versions.installed().writes_common_file else ()
+    own = (COMMON_FILE,) if versions.installed().writes_common_file else ()
     return Labels(parallel_sizes(), own, FILES_OF_TORCH_DIST, _content_of_metadata(config))
 
 
@@ -138,8 +141,7 @@ def _iteration(sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
     common = getattr(sharded_state_dict.get("common_state"), "data", None)
     if isinstance(common, dict) and isinstance(common.get("iteration"), int):
         return int(common["iteration"])
-    match = re.fullmatch(r"iter_(\d+)", Path(checkpoint_dir).name)
-    return int(match[1]) if match else None
+    return iteration_in_name(Path(checkpoint_dir).name)
 
 
 def parallel_sizes() -> dict[str, int]:

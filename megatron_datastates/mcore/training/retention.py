@@ -15,19 +15,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
 from megatron_datastates.mcore.hooks.attach import replace
-from megatron_datastates.mcore.load.dispatch import is_complete
 from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
 from megatron_datastates.mcore.training.tracker import mend
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.runs import TRACKER_NAME, tracked_iteration
+from megatron_datastates.pipeline.runs import find_iterations, is_complete, tracked_iteration
 
 logger = logging.getLogger(__name__)
 _under_way: list[Publication] = []  # the trainer's thread's alone, as is _about_to_save
@@ -62,7 +61,7 @@ def saving(iteration: int) -> Iterator[None]:
     from megatron.training import checkpointing
 
     args = checkpointing.get_args()
-    name = f"iter_{iteration:07d}"
+    name = iteration_name(iteration)
     for path, thread in list(_deletions.items()):
         if path.name == name:
             thread.join()
@@ -84,19 +83,17 @@ def deletable(root: Path, leave: int) -> list[Path]:
 
     Incomplete directories go once a newer complete one is there: a crash left them.
     """
-    found = {}
-    for path in root.glob("iter_*"):
-        match = re.fullmatch(r"iter_(\d+)", path.name)
-        if match and path.is_dir() and not path.is_symlink():
-            found[int(match[1])] = path
-    complete = sorted(iteration for iteration, path in found.items() if is_complete(path))
+    found = [one for one in find_iterations(root) if not one.path.is_symlink()]
+    complete = [one.number for one in found if one.complete]
     if not complete:
         return []
     kept = {*complete[-leave:], tracked_iteration(root / TRACKER_NAME)}
     return [
-        path
-        for iteration, path in sorted(found.items())
-        if iteration not in kept and iteration < complete[-1] and not _is_being_written(path, iteration)
+        one.path
+        for one in found
+        if one.number not in kept
+        and one.number < complete[-1]
+        and not _is_being_written(one.path, one.number)
     ]
 
 
@@ -151,13 +148,13 @@ def careful_deletion(original: Callable[..., Any]) -> Callable[..., Any]:
         save_path: str, iteration_to_delete: int, *args: Any, **kwargs: Any
     ) -> None:
         root = Path(save_path)
-        directory = root / f"iter_{iteration_to_delete:07d}"
+        directory = root / iteration_name(iteration_to_delete)
         _deletions[directory] = threading.current_thread()  # before the looks: a save waits, or was seen
         try:
             tracked = tracked_iteration(root / TRACKER_NAME)
             if tracked == iteration_to_delete:
                 logger.warning("%s is not deleted: it is the latest checkpoint there", directory)
-            elif tracked is None or not is_complete(root / f"iter_{tracked:07d}"):
+            elif tracked is None or not is_complete(root / iteration_name(tracked)):
                 logger.warning("%s is not deleted: what the tracker names instead is not complete", directory)
             elif _is_being_written(directory, iteration_to_delete):
                 logger.warning("%s is not deleted: a save is writing to it", directory)

@@ -7,14 +7,13 @@ code 0, untrained. We fall back, loudly, to the newest published checkpoint besi
 from __future__ import annotations
 
 import logging
-import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_datastates.files import TRACKER_BYTES, read_regular
-from megatron_datastates.pipeline.runs import tracked_iteration
+from megatron_datastates.pipeline.runs import find_iterations, is_published, tracked_iteration
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +74,8 @@ def _fallback(tracker: Path) -> int | None:
     """
     if not _is_damaged(tracker):
         return None
-    from megatron_datastates.mcore.load.dispatch import has_manifest, is_complete
-
-    found = {}
-    for path in tracker.parent.glob("iter_*"):
-        match = re.fullmatch(r"iter_(\d+)", path.name)
-        if match and is_complete(path):
-            found[int(match[1])] = path
-    if not any(map(has_manifest, found.values())):
+    found = {one.number: one.path for one in find_iterations(tracker.parent) if one.complete}
+    if not any(map(is_published, found.values())):
         return None
     iteration = max(found)
     logger.warning(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,10 +12,13 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
+from megatron_datastates.format.directory import COMMON_STATE_KEY
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.mcore.load import dispatch
-from megatron_datastates.mcore.load.dispatch import COMMON_STATE_KEY, first_mismatch, is_ours
+from megatron_datastates.mcore.load import by_format
+from megatron_datastates.mcore.load.mismatch import first_mismatch
+from megatron_datastates.mcore.load.opening import open_checkpoint, read_common_state
 from megatron_datastates.pipeline.publication import Labels
+from megatron_datastates.pipeline.runs import is_ours, may_be_ours
 from tests.unit.states import State, new_saver, random_tensor, save
 
 TENSORS = {
@@ -74,11 +78,11 @@ def test_without_metadata_json_the_manifest_decides(ours, tmp_path):
 
 def test_a_config_that_megatron_found_is_kept(ours):
     config = CheckpointingConfig("zarr", 1)
-    assert dispatch.config_from_manifest(lambda directory: config)(str(ours)) is config
+    assert by_format.config_from_manifest(lambda directory: config)(str(ours)) is config
 
 
 def test_a_published_save_without_metadata_json_gets_its_config(ours, tmp_path):
-    load_config = dispatch.config_from_manifest(lambda directory: None)
+    load_config = by_format.config_from_manifest(lambda directory: None)
     assert load_config(str(ours)) == CheckpointingConfig("datastates", 1)
     assert load_config(str(tmp_path)) is None
     assert load_config("") is None
@@ -88,9 +92,9 @@ def test_other_formats_go_to_their_own_reader_and_loader(tmp_path):
     def original(self_or_directory, *args, **kwargs):
         return "original", self_or_directory, args, kwargs
 
-    assert dispatch.reader_by_format(original)(tmp_path, 1, x=2) == ("original", tmp_path, (1,), {"x": 2})
-    assert dispatch.common_state_by_format(original)(tmp_path) == ("original", tmp_path, (), {})
-    loaded = dispatch.load_by_format(original)("self", {}, tmp_path, 1, x=2)
+    assert by_format.reader_by_format(original)(tmp_path, 1, x=2) == ("original", tmp_path, (1,), {"x": 2})
+    assert by_format.common_state_by_format(original)(tmp_path) == ("original", tmp_path, (), {})
+    loaded = by_format.load_by_format(original)("self", {}, tmp_path, 1, x=2)
     assert loaded == ("original", "self", ({}, tmp_path, 1), {"x": 2})
 
 
@@ -99,21 +103,21 @@ def unreachable(*args, **kwargs):
 
 
 def test_ours_go_to_our_reader(ours):
-    reader = dispatch.reader_by_format(unreachable)(str(ours))
+    reader = by_format.reader_by_format(unreachable)(str(ours))
     assert reader.checkpoint.directory == ours
 
 
 def test_common_state_is_read_without_torch_distributed(ours):
-    assert dispatch.common_state_by_format(unreachable)(str(ours)) == {"iteration": 7}
+    assert by_format.common_state_by_format(unreachable)(str(ours)) == {"iteration": 7}
 
 
 def test_errors_of_ours_are_megatrons(ours, tmp_path):
     broken = Path(shutil.copytree(ours, tmp_path / "c"))
     (broken / MANIFEST_NAME).write_bytes(b"")
     with pytest.raises(CheckpointingException, match=str(broken)):
-        dispatch.open_checkpoint(broken)
+        open_checkpoint(broken)
     with pytest.raises(CheckpointingException, match=str(broken)):
-        dispatch.common_state_by_format(unreachable)(broken)
+        by_format.common_state_by_format(unreachable)(broken)
 
 
 def test_a_directory_that_was_saved_again_is_opened_again(tmp_path):
@@ -121,7 +125,7 @@ def test_a_directory_that_was_saved_again_is_opened_again(tmp_path):
     for value in (1, 2, 3):
         save(saver, tmp_path / "c", {}, {COMMON_STATE_KEY: [value]})
         for _ in range(2):
-            assert dispatch.common_state_by_format(unreachable)(tmp_path / "c") == value
+            assert by_format.common_state_by_format(unreachable)(tmp_path / "c") == value
     saver.close()
 
 
@@ -130,7 +134,7 @@ def test_a_published_directory_without_common_state_says_so(tmp_path):
     save(saver, tmp_path / "c", {"w": torch.ones(1)})
     saver.close()
     with pytest.raises(CheckpointingException, match=r"there is no file 'common.pt' in the checkpoint"):
-        dispatch.common_state_by_format(unreachable)(tmp_path / "c")
+        by_format.common_state_by_format(unreachable)(tmp_path / "c")
 
 
 @pytest.mark.parametrize("stored", [[], {"a": 1}, [1, 2]])
@@ -139,7 +143,7 @@ def test_common_state_that_is_none_is_refused(tmp_path, stored):
     save(saver, tmp_path, {"w": torch.zeros(3)}, {COMMON_STATE_KEY: stored})
     saver.close()
     with pytest.raises(CheckpointingException, match="is no common state"):
-        dispatch.read_common_state(tmp_path)
+        read_common_state(tmp_path)
 
 
 def test_a_directory_that_cannot_be_looked_into_raises_nothing_on_one_rank_alone(ours, tmp_path, monkeypatch):
@@ -147,13 +151,17 @@ def test_a_directory_that_cannot_be_looked_into_raises_nothing_on_one_rank_alone
     ours = Path(shutil.copytree(ours, tmp_path / "c"))
     (ours / "metadata.json").unlink(missing_ok=True)
 
-    def refused(path):
-        raise PermissionError(13, "Permission denied", str(path))
+    look = os.stat
 
-    monkeypatch.setattr(Path, "is_file", refused)
-    assert dispatch.may_be_ours(ours)
+    def refused(path, *args, **kwargs):
+        if Path(path).name == MANIFEST_NAME:
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert may_be_ours(ours)
     with pytest.raises(CheckpointingException, match="cannot be looked at"):
-        dispatch.open_checkpoint(ours)
+        open_checkpoint(ours)
 
 
 def test_common_state_in_a_file_of_megatrons_is_read_and_checked(tmp_path):
@@ -163,7 +171,7 @@ def test_common_state_in_a_file_of_megatrons_is_read_and_checked(tmp_path):
     labels = Labels(other_files=("common.pt",))
     saver.start(tmp_path / "c", State({"w": torch.ones(1)}), labels=labels).wait()
     saver.close()
-    load = dispatch.common_state_by_format(unreachable)
+    load = by_format.common_state_by_format(unreachable)
     assert load(tmp_path / "c") == {"iteration": 9}
     torch.save({"iteration": 8}, tmp_path / "c" / "common.pt")
     with pytest.raises(CheckpointingException, match=r"common.pt is not the file that was saved"):
@@ -178,7 +186,7 @@ def wanted(key: str, tensor: torch.Tensor, *offsets: tuple[int, int, int], **fie
 
 
 def told(ours: Path, *requested: object) -> str | None:
-    return first_mismatch(dispatch.open_checkpoint(ours), requested)
+    return first_mismatch(open_checkpoint(ours), requested)
 
 
 def test_what_is_there_fits(ours):
@@ -248,7 +256,7 @@ def test_the_first_of_several_problems_is_told(ours):
 
 
 def test_a_load_that_does_not_fit_never_begins(ours):
-    load = dispatch.load_by_format(unreachable)
+    load = by_format.load_by_format(unreachable)
     with pytest.raises(CheckpointingException, match=f"{ours}: there is no tensor 'a'"):
         load("self", {"model": {"a": wanted("a", torch.ones(1))}}, ours)
 

@@ -1,0 +1,150 @@
+"""Megatron's functions that load: what of ours answers instead where a directory is of our format."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.format.directory import BACKEND
+from megatron_datastates.mcore.load import state
+from megatron_datastates.mcore.load.opening import open_checkpoint, read_common_state
+from megatron_datastates.pipeline.runs import is_ours, is_published
+
+# The native module is not loaded before a directory of ours is: this module is, in every Megatron process. So
+# functions import what needs it.
+logger = logging.getLogger(__name__)
+
+
+def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `maybe_load_config`."""
+
+    def maybe_load_config(checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
+        state.current().directory = checkpoint_dir
+        try:
+            config = original(checkpoint_dir, *args, **kwargs)
+        except (ValueError, TypeError, AttributeError):  # cut short by a crash, or damaged otherwise
+            if not is_published(checkpoint_dir):
+                raise
+            config = None
+        if config is None and checkpoint_dir and is_published(checkpoint_dir):
+            from megatron.core.dist_checkpointing.core import CheckpointingConfig
+
+            return CheckpointingConfig(BACKEND, 1)
+        return config
+
+    return maybe_load_config
+
+
+def reader_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `_get_filesystem_reader`."""
+
+    def _get_filesystem_reader(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> Any:
+        if not is_ours(checkpoint_dir):
+            return original(checkpoint_dir, *args, **kwargs)
+        from megatron_datastates.mcore.load.reader import DataStatesReader
+
+        return DataStatesReader(open_checkpoint(checkpoint_dir), state.current().boxes)
+
+    return _get_filesystem_reader
+
+
+def common_state_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For the function that loads the common state, whatever its name is."""
+
+    def load_common(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> Any:
+        if is_ours(checkpoint_dir):
+            return read_common_state(checkpoint_dir)
+        return original(checkpoint_dir, *args, **kwargs)
+
+    return load_common
+
+
+def common_state_method(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For a strategy's method that does it."""
+
+    def load_common(self: Any, checkpoint_dir: str | Path) -> Any:
+        if is_ours(checkpoint_dir):
+            return read_common_state(checkpoint_dir)
+        return original(self, checkpoint_dir)
+
+    return load_common
+
+
+def strategy_from_registry(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `get_default_strategy`: torch_dist's load strategy loads ours too, with our reader."""
+
+    def get_default_strategy(action: Any, backend: str, version: int) -> Any:
+        is_load = action.value == "load_sharded" and backend == BACKEND
+        return original(action, "torch_dist" if is_load else backend, version)
+
+    return get_default_strategy
+
+
+def load_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `TorchDistLoadShardedStrategy.load`: the first wrong key, shape or file is named."""
+
+    def load(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        FENCE.wait("a load")  # it is about to overwrite what a save may still be reading
+        if not is_ours(checkpoint_dir):
+            return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+        from megatron.core.dist_checkpointing.dict_utils import nested_values
+        from torch.distributed.checkpoint.api import CheckpointException
+
+        from megatron_datastates.mcore.load.metadata import requested_boxes
+        from megatron_datastates.mcore.load.mismatch import LoadMismatch, first_mismatch
+
+        checkpoint, items = open_checkpoint(checkpoint_dir), list(nested_values(sharded_state_dict))
+        boxes = requested_boxes(items)
+        try:
+            problem = first_mismatch(checkpoint, items)
+            if problem is not None:
+                raise LoadMismatch(f"{checkpoint_dir}: {problem}")
+            checkpoint.index.preload(boxes)
+            with state.opened(boxes=boxes):
+                return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+        except CheckpointException as error:
+            for cause, _ in error.failures.values():
+                if isinstance(cause, DataStatesError):
+                    raise CheckpointingException(str(cause)) from cause
+            raise
+        except DataStatesError as error:
+            raise CheckpointingException(str(error)) from error
+
+    return load
+
+
+def planned_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For DCP's `load_state_dict`: without it all ranks would take part in the load of any of them."""
+
+    def load_state_dict(state_dict: Any, storage_reader: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(storage_reader, "plans_alone", False):
+            kwargs["no_dist"] = True
+        return original(state_dict, storage_reader, *args, **kwargs)
+
+    return load_state_dict
+
+
+def removal_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `TorchDistLoadShardedStrategy.remove_sharded_tensors`."""
+
+    def remove_sharded_tensors(self: Any, checkpoint_dir: str, key_prefix: str) -> Any:
+        if not is_ours(checkpoint_dir):
+            return original(self, checkpoint_dir, key_prefix)
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+
+        from megatron_datastates.pipeline.remove import remove_keys
+
+        try:
+            removed = remove_keys(checkpoint_dir, key_prefix)
+        except DataStatesError as error:
+            raise CheckpointingException(str(error)) from error
+        if not removed:
+            logger.warning("no key in %s begins with %r: nothing was removed", checkpoint_dir, key_prefix)
+        return None
+
+    return remove_sharded_tensors
