@@ -14,12 +14,11 @@
 
 #include "device/copier.h"
 #include "engine/batch.h"
+#include "engine/block.h"
 #include "engine/tripwire.h"
 #include "os/data_file.h"
 
 namespace datastates {
-
-constexpr uint64_t kBlockBytes = uint64_t{1} << 20;  // covered by one checksum (FORMAT.md)
 
 // What a wait can be for. Every wait also ends when the job fails, but kReleased.
 enum class Milestone {
@@ -36,9 +35,7 @@ enum class Milestone {
 class SaveJob : public std::enable_shared_from_this<SaveJob> {
  public:
   struct Status {
-    bool failed = false;
-    std::string error;
-    int error_code = 0;
+    std::optional<Failure> failure;  // the first
     bool cancelled = false;
     bool direct = false;
     uint64_t bytes_planned = 0, bytes_copied = 0, bytes_written = 0;

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 from megatron_datastates.mcore.hooks.activation import autoload
 
 if TYPE_CHECKING:
+    from megatron_datastates.errors import SaveFailedError
     from megatron_datastates.mcore.fences import fence
     from megatron_datastates.mcore.programs import enable
-    from megatron_datastates.mcore.save.request import SaveFailed
     from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy
 
-__all__ = ["DataStatesSaveStrategy", "SaveFailed", "autoload", "enable", "fence"]
+__all__ = ["DataStatesSaveStrategy", "SaveFailedError", "autoload", "enable", "fence"]
 _HOMES = {
     "DataStatesSaveStrategy": "save.strategy",
-    "SaveFailed": "save.request",
+    "SaveFailedError": "errors",
     "enable": "programs",
     "fence": "fences",
 }

@@ -33,8 +33,8 @@ def enable(**options: Any) -> None:
             comes from the environment. `lazy=True` is a promise: Parameters, and the memory of optimizers,
             change and are given up in optimizer steps only, or after a call of
             `megatron_datastates.mcore.fence()`. Then they are copied while training goes on.
-            `on_failure="warn"` concerns asynchronous saves only: a synchronous one raises SaveFailed on every
-            rank, for the program to catch.
+            `on_failure="warn"` concerns asynchronous saves only: a synchronous one raises SaveFailedError on
+            every rank, for the program to catch.
 
     Raises:
         OptionError: an option that does not exist, or makes no sense.

@@ -119,7 +119,7 @@ class Checkpoint:
                 footer = read_footer(self.file_path(file), entry.bytes)
             except (StorageError, FormatError) as error:
                 _refuse_replaced(self.directory, self.manifest, error)
-                raise type(error)(f"{error}. {self._what_rank_wrote(file)}") from error
+                raise error.extended(f". {self._what_rank_wrote(file)}") from error
             _check_identity(self.manifest, entry, footer, self.file_path(file))
             self._footers[file] = footer
         return self._footers[file]

@@ -99,7 +99,9 @@ class RankSave:
         self._confirmed = threading.Event()  # nothing changed before the copies were done
         self._sealed = threading.Event()
         self._given_up = threading.Event()
-        self._failure: dict[str, str] = {}  # the first one; any thread's, one atomic operation at a time
+        self._failure: dict[
+            str, tuple[str, BaseException]
+        ] = {}  # the first one; any thread's, one atomic operation at a time
         self._finisher: threading.Thread | None = None
         self._begun = time.perf_counter()
         self._serialized_seconds = 0.0
@@ -172,8 +174,8 @@ class RankSave:
                 save.cancel(
                     f"{reason} waited {self.fence_deadline:g} s for its copies (--datastates-fence-deadline)"
                 )
-            if save.error:
-                self.fail(DataStatesError(save.error))
+            if save.failure is not None:
+                self.fail(save.failure)
             else:
                 self._confirmed.set()
         self.fence_seconds += time.perf_counter() - begin
@@ -201,8 +203,8 @@ class RankSave:
             # Seen on the trainer's thread, before anything behind it in the program could change them.
             self._confirmed.set()
             FENCE.discard(self)
-        if save.error:
-            self.fail(DataStatesError(save.error))
+        if save.failure is not None:
+            self.fail(save.failure)
 
     def polled(self) -> None:
         """See engine.fence.Fenced."""
@@ -248,8 +250,13 @@ class RankSave:
 
     @property
     def failure(self) -> str | None:
+        """The first error of this rank as a text, if any."""
+        return self._failure["first"][0] if self._failure else None
+
+    @property
+    def cause(self) -> BaseException | None:
         """The first error of this rank, if any."""
-        return self._failure.get("first")
+        return self._failure["first"][1] if self._failure else None
 
     @property
     def state(self) -> State:
@@ -263,7 +270,8 @@ class RankSave:
         """Keeps the first error. The others are told at the next agreement."""
         ours = isinstance(error, DataStatesError)
         text = printable(str(error) if ours else f"{type(error).__name__}: {error}", keep="\n")
-        if self._failure.setdefault("first", text) is not text:
+        first = (text, error.with_traceback(None))  # whose frames would keep memory
+        if self._failure.setdefault("first", first) is not first:
             return
         logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, text)
 
@@ -291,8 +299,8 @@ class RankSave:
             extents = {item.key: Extent(0, *place) for item, place in zip(objects, places, strict=True)}
             self._check_objects(objects, data)
             while not (self._confirmed.wait(_SLICE_SECONDS) and save.wait_written()):
-                if save.error:
-                    raise DataStatesError(save.error)
+                if save.failure is not None:
+                    raise save.failure
             footer = self._footer(save, extents)
             save.finish(footer)
             self._sealed.set()

@@ -56,11 +56,13 @@ class Failure:
     def of(cls, error: BaseException) -> Failure:
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
-        from megatron_datastates.mcore.load.mismatch import LoadMismatch
+        from megatron_datastates.mcore.errors import LoadMismatch
 
         if not isinstance(error, Exception):  # torch's CheckpointException holds what it was
             error = next((cause for cause, _ in error.failures.values()), error)  # type: ignore[attr-defined]
-        ours = error if isinstance(error, DataStatesError) else error.__cause__
+        # An error that is Megatron's, too, has ours for its cause.
+        is_ours_alone = isinstance(error, DataStatesError) and not isinstance(error, CheckpointingException)
+        ours = error if is_ours_alone else error.__cause__
         told = str(error) if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {error}"
         cause = ours if isinstance(ours, DataStatesError) else None
         return cls(told, cause, isinstance(error, LoadMismatch))
@@ -114,7 +116,7 @@ class Agreement:
         """The first meeting: in what Megatron gathered, or, on a rank that failed before it, now (None).
 
         Raises:
-            CheckpointingException: a rank failed before; the same on all ranks.
+            LoadFailedError (and a CheckpointingException): a rank failed before; the same on all ranks.
         """
         from megatron_datastates.pipeline.agreement import gather_objects
 
@@ -140,7 +142,7 @@ class Agreement:
             validation._verify_integrity_manifest_impl(os.fspath(self._directory))
 
     def settle(self) -> None:
-        """The last meeting. Raises CheckpointingException, the same on all ranks, if any failed."""
+        """The last meeting. Raises LoadFailedError, the same on all ranks, if any failed."""
         self.is_over = True
         self._raise_if_any(self._last_group)
 
@@ -151,9 +153,7 @@ class Agreement:
             self._raise_for(gather_objects(self.failure, group), group)
 
     def _raise_for(self, everyone: Iterable[Any], group: Any) -> None:
-        from megatron.core.dist_checkpointing.core import CheckpointingException
-
-        from megatron_datastates.mcore.load.mismatch import LoadMismatch
+        from megatron_datastates.mcore.errors import LoadMismatch, MegatronLoadFailedError
         from megatron_datastates.pipeline.agreement import ranks_of
 
         ranks = ranks_of(group)
@@ -165,7 +165,7 @@ class Agreement:
         state.current().failed_alike = True
         mismatch = all(failure.is_mismatch for failure in failures.values())
         text = f"loading {self._directory} failed on {len(failures)} of {len(ranks)} ranks: {_told(failures)}"
-        raise (LoadMismatch if mismatch else CheckpointingException)(text) from _cause(failures)
+        raise (LoadMismatch if mismatch else MegatronLoadFailedError)(text) from _cause(failures)
 
 
 def _told(failures: dict[int, Failure]) -> str:

@@ -91,29 +91,29 @@ def load_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
         FENCE.wait("a load")  # it is about to overwrite what a save may still be reading
         if not is_ours(checkpoint_dir):
             return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        from megatron.core.dist_checkpointing.core import CheckpointingException
         from megatron.core.dist_checkpointing.dict_utils import nested_values
         from torch.distributed.checkpoint.api import CheckpointException
 
+        from megatron_datastates.mcore.errors import LoadMismatch, load_errors
         from megatron_datastates.mcore.load.metadata import requested_boxes
-        from megatron_datastates.mcore.load.mismatch import LoadMismatch, first_mismatch
+        from megatron_datastates.mcore.load.mismatch import first_mismatch
 
         checkpoint, items = open_checkpoint(checkpoint_dir), list(nested_values(sharded_state_dict))
         boxes = requested_boxes(items)
-        try:
+        with load_errors():
             problem = first_mismatch(checkpoint, items)
             if problem is not None:
                 raise LoadMismatch(f"{checkpoint_dir}: {problem}")
             checkpoint.index.preload(boxes)
-            with state.opened(boxes=boxes):
-                return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        except CheckpointException as error:
-            for cause, _ in error.failures.values():
-                if isinstance(cause, DataStatesError):
-                    raise CheckpointingException(str(cause)) from cause
-            raise
-        except DataStatesError as error:
-            raise CheckpointingException(str(error)) from error
+            try:
+                with state.opened(boxes=boxes):
+                    return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+            except CheckpointException as error:  # DCP's, around what its reader and planner raise
+                causes = (cause for cause, _ in error.failures.values())
+                ours = next((cause for cause in causes if isinstance(cause, DataStatesError)), None)
+                if ours is None:
+                    raise
+                raise ours from None
 
     return load
 
@@ -135,14 +135,11 @@ def removal_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
     def remove_sharded_tensors(self: Any, checkpoint_dir: str, key_prefix: str) -> Any:
         if not is_ours(checkpoint_dir):
             return original(self, checkpoint_dir, key_prefix)
-        from megatron.core.dist_checkpointing.core import CheckpointingException
-
+        from megatron_datastates.mcore.errors import load_errors
         from megatron_datastates.pipeline.remove import remove_keys
 
-        try:
+        with load_errors():
             removed = remove_keys(checkpoint_dir, key_prefix)
-        except DataStatesError as error:
-            raise CheckpointingException(str(error)) from error
         if not removed:
             logger.warning("no key in %s begins with %r: nothing was removed", checkpoint_dir, key_prefix)
         return None

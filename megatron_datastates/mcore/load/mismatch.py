@@ -1,4 +1,4 @@
-"""Whether a load asks for what the checkpoint does not hold, and its error."""
+"""Whether a load asks for what the checkpoint does not hold."""
 
 from __future__ import annotations
 
@@ -6,26 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
-
-
-class LoadMismatch(CheckpointingException, CheckpointException):  # type: ignore[misc]
-    """A key that is not there, or a shape or dtype that does not fit.
-
-    Both what Megatron raises for checkpoints that make no sense and what torch_dist raises here, so programs
-    that catch either go on working.
-    """
-
-    def __init__(self, text: str) -> None:
-        Exception.__init__(self, text)
-        self._failures = {}
-
-    def __str__(self) -> str:
-        return Exception.__str__(self)
 
 
 def first_mismatch(checkpoint: Checkpoint, requested: Iterable[Any]) -> str | None:

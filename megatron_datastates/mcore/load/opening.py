@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_datastates.errors import DataStatesError, FormatError
+from megatron_datastates.errors import FormatError
 from megatron_datastates.format.directory import COMMON_FILE, COMMON_STATE_KEY
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
@@ -23,9 +23,8 @@ def forget() -> None:
 
 
 def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint in `directory`; errors are Megatron's CheckpointingException."""
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-
+    """The checkpoint in `directory`; errors are LoadFailedError, and Megatron's."""
+    from megatron_datastates.mcore.errors import load_errors
     from megatron_datastates.pipeline.load import Checkpoint
 
     options = state.current().options()
@@ -37,10 +36,8 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     checkpoint = _opened.get(key) if key is not None else None
     if checkpoint is not None:
         return checkpoint
-    try:
+    with load_errors():
         checkpoint = Checkpoint.open(directory, options)
-    except DataStatesError as error:
-        raise CheckpointingException(str(error)) from error
     _opened.clear()
     _opened[key] = checkpoint
     return checkpoint
@@ -48,15 +45,13 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
 
 def read_common_state(directory: str | os.PathLike[str]) -> Any:
     """The common state of a directory of ours. Needs no torch.distributed: Megatron reads arguments early."""
-    from megatron.core.dist_checkpointing.core import CheckpointingException
+    from megatron_datastates.mcore.errors import load_errors
 
     checkpoint = open_checkpoint(directory)
-    try:
+    with load_errors():
         if COMMON_STATE_KEY in checkpoint.index.objects:
             stored = checkpoint.read_object(COMMON_STATE_KEY)
             if not isinstance(stored, list) or len(stored) != 1:
                 raise FormatError(f"the object {COMMON_STATE_KEY!r} of {directory} is no common state")
             return stored[0]
         return checkpoint.read_other_object(COMMON_FILE)
-    except DataStatesError as error:
-        raise CheckpointingException(str(error)) from error

@@ -24,6 +24,8 @@ def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
+        from megatron_datastates.mcore.errors import MegatronLoadFailedError
+
         FENCE.wait("a load")
         with state.opened(options=_options, in_training_loop=True, failed_alike=False) as load:
             try:
@@ -31,7 +33,7 @@ def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
             except CheckpointingException as error:
                 if not is_damage(error) or not _together(load):
                     raise
-                raise CheckpointingException(f"{error} {_advice(load)}") from error.__cause__
+                raise MegatronLoadFailedError(f"{error} {_advice(load)}") from error.__cause__
 
     return load_checkpoint
 

@@ -11,8 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from megatron.core.dist_checkpointing.core import CheckpointingException
-
+from megatron_datastates.mcore.errors import MegatronSaveFailedError
 from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.publication import Outcome, Publication
 
@@ -21,10 +20,6 @@ _QUEUES = (
     "megatron.core.dist_checkpointing.strategies.async_utils",
     "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
 )
-
-
-class SaveFailed(CheckpointingException):  # type: ignore[misc]
-    """A save of ours failed; raised on every rank alike, with the same text."""
 
 
 class SaveHandle:
@@ -39,9 +34,9 @@ class SaveHandle:
 
 
 def raise_if_failed(publication: Publication, outcome: Outcome) -> None:
-    """Raises SaveFailed, the same on every rank."""
+    """Raises SaveFailedError, the same on every rank."""
     if outcome is Outcome.FAILED:
-        raise SaveFailed(publication.error)
+        raise MegatronSaveFailedError(publication.error) from publication.save.cause
 
 
 class _OnlyIfPublished(list[Callable[[], None]]):
@@ -97,7 +92,7 @@ class DataStatesCaller:
         """Collective, unless `no_dist`, which only looks.
 
         Raises:
-            SaveFailed: the save failed on any rank; raised on all.
+            SaveFailedError: the save failed on any rank; raised on all.
         """
         if no_dist:
             outcome = self._publication.outcome
@@ -115,7 +110,7 @@ class DataStatesCaller:
         if self._on_failure == "raise":
             self._publication.hold_report = False
             self._publication.save.released()
-            raise SaveFailed(self._publication.error)
+            raise_if_failed(self._publication, Outcome.FAILED)
         logger.warning("%s Training goes on (--datastates-on-failure warn).", self._publication.error)
 
     def _finalizer(self, functions: list[Callable[[], None]]) -> Callable[[], None]:

@@ -71,7 +71,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         """The same, awaited.
 
         Raises:
-            SaveFailed (a CheckpointingException): on every rank alike, if any rank failed.
+            SaveFailedError (and a CheckpointingException): on every rank alike, if any rank failed.
         """
         with holding("start"):
             publication = self._start(sharded_state_dict, checkpoint_dir, "sync")

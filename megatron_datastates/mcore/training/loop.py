@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_datastates.config import Options
+from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore.hooks.attach import attach_training, replace
 from megatron_datastates.mcore.training.arguments import adopt, is_converting, options_of, settle
 from megatron_datastates.pipeline.held import holding
@@ -74,14 +75,13 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
         if not _saves_are_ours():
             return original(iteration, *args, **kwargs)
-        from megatron_datastates.mcore.save.request import SaveFailed
         from megatron_datastates.mcore.training import retention
 
         assert _options is not None, "_saves_are_ours has seen to it"
         with holding("save_checkpoint"), retention.saving(iteration):
             try:
                 return original(iteration, *args, **kwargs)
-            except SaveFailed as error:  # on every rank alike, so every rank goes on alike
+            except SaveFailedError as error:  # on every rank alike, so every rank goes on alike
                 if _options.on_failure == "raise":
                     raise
                 logger.warning("%s Training goes on (--datastates-on-failure warn).", error)
