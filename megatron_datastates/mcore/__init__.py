@@ -35,4 +35,7 @@ def __getattr__(name: str) -> Any:
     # Imported late: the import hook imports this package in the middle of Megatron's own imports.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name == "DataStatesSaveStrategy":  # before the program makes the state that it is going to save
+        importlib.import_module(f"{__name__}.hooks.attach").attach_saving()
+    return found

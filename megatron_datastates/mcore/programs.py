@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from megatron_datastates.config import Options
+from megatron_datastates.mcore.hooks.attach import attach_saving
 from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
 from megatron_datastates.pipeline.saver import saver_for
 
@@ -41,6 +42,7 @@ def enable(**options: Any) -> None:
         HookPointError: this Megatron-Core lacks what saving is attached to.
     """
     chosen = Options.from_environment(options, lazy=False)
+    attach_saving()
     saver_for(chosen).warm_up()
     module = importlib.import_module(_STOCK)
     before = getattr(module, _NAME)

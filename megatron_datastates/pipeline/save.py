@@ -23,10 +23,9 @@ from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trai
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.values import Extent, SaveId
 from megatron_datastates.pipeline.held import HeldTime, charge_open_spans, holding
-from megatron_datastates.pipeline.plans import StatePlan
+from megatron_datastates.pipeline.plans import Memory, StatePlan
 from megatron_datastates.providers.base import Mutability, ObjectSource
 from megatron_datastates.providers.objects import check_saved
-from megatron_datastates.providers.tensors import Memory
 
 logger = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.1

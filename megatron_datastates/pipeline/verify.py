@@ -25,6 +25,7 @@ from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.tables import Words
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME
+from megatron_datastates.pipeline.damage import keys_in_blocks
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.optimizer import optimizer_state
 from megatron_datastates.plan.coverage import coverage_faults
@@ -323,7 +324,7 @@ def _check_blocks(
     for place, blocks in by_file.items():
         path, told = sources[place][0], blocks[:_MOST_BLOCKS]
         for block in told:
-            keys = ", ".join(map(repr, checkpoint.keys_in_blocks(files[place], [block])[:4])) or "no tensor"
+            keys = ", ".join(map(repr, keys_in_blocks(checkpoint, files[place], [block])[:4])) or "no tensor"
             verdict.faults.append(
                 f"{path}: the block at byte offset {block * BLOCK_BYTES} is corrupt; it holds data of {keys}"
             )

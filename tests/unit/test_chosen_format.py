@@ -14,7 +14,7 @@ from megatron_datastates.errors import OptionError
 from megatron_datastates.mcore.save.mapping import nothing_promised
 from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
 from megatron_datastates.mcore.training import arguments, loop, retention
-from megatron_datastates.mcore.training.arguments import adopt, validated
+from megatron_datastates.mcore.training.arguments import adopt
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Run, Saver
 from megatron_datastates.providers.base import Mutability
@@ -93,9 +93,9 @@ def test_what_cannot_be_made_ours_raises(monkeypatch, enabled):
 def test_the_deprecated_flag_is_refused():
     """Megatron ignores it, and would save torch_dist."""
     with pytest.raises(OptionError, match="use --ckpt-format datastates"):
-        validated(lambda args: args)(namespace(dist_ckpt_format_deprecated="datastates"))
+        loop.wrap_validate_args(lambda args: args)(namespace(dist_ckpt_format_deprecated="datastates"))
     args = namespace(dist_ckpt_format_deprecated="torch_dist")
-    assert validated(lambda args: args)(args) is args
+    assert loop.wrap_validate_args(lambda args: args)(args) is args
 
 
 def test_arguments_are_adopted_once():

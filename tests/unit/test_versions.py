@@ -51,7 +51,8 @@ def test_every_maker_is_there(release):
 
 def test_every_hook_point_of_the_installed_release_is_attached():
     code = (
-        "import importlib, megatron_datastates.mcore.save.strategy\n"
+        "import importlib\n"
+        "from megatron_datastates.mcore import DataStatesSaveStrategy\n"
         "from megatron_datastates.mcore.hooks import versions\n"
         "release = versions.installed()\n"
         "for hook in (*release.loading, *release.saving):\n"
@@ -68,7 +69,7 @@ def test_missing_hook_point_for_saving_is_named_and_saving_refused():
     code = (
         "import megatron.core.optimizer.optimizer as o; del o.ChainedOptimizer\n"
         "import megatron.core.dist_checkpointing.strategies.async_utils as a; del a.AsyncCallsQueue.close\n"
-        "import megatron_datastates.mcore.save.strategy"
+        "import megatron_datastates.mcore.save.strategy as s; s.DataStatesSaveStrategy()"
     )
     said = run(PRELUDE + code).splitlines()[-1]
     assert "HookPointError" in said

@@ -1,7 +1,8 @@
 """How we attach to Megatron: its functions are replaced, at the hook points that `versions` names.
 
 Loading is attached always, when Megatron's modules are imported (activation.py). Saving is attached by
-`attach_saving`, once `--ckpt-format datastates` was given or a strategy of ours is imported.
+`attach_saving`: once `--ckpt-format datastates` was given, `enable` was called, or the strategy was taken
+from the package or made.
 """
 
 from __future__ import annotations
@@ -52,13 +53,16 @@ def attach_module(module: ModuleType) -> None:
     _attach(hooks, "load checkpoints of the datastates format")
 
 
+@functools.cache  # looking for what is not installed takes a millisecond, and every save makes a strategy
 def attach_saving() -> None:
-    """Attaches what every save of ours needs, in any program.
+    """Attaches what every save of ours needs, in any program. Idempotent.
 
     Raises:
         HookPointError: this Megatron lacks some of the hook points.
     """
     _attach(versions.installed().saving, "save in the datastates format")
+    # Imports torch's compiler, which a program that only loads need not wait for.
+    importlib.import_module("megatron_datastates.mcore.fences").install()
 
 
 def attach_training() -> None:

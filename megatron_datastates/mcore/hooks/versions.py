@@ -58,7 +58,7 @@ _LOADING = (
         rebind=False,
     ),
     Hook("megatron.training.arguments", "_add_checkpointing_args", "training.arguments.with_our_options"),
-    Hook("megatron.training.arguments", "validate_args", "training.arguments.validated"),
+    Hook("megatron.training.arguments", "validate_args", "training.loop.wrap_validate_args"),
     Hook(_CHECKPOINTING, "read_metadata", "training.tracker.with_fallback"),
     Hook(_CHECKPOINTING, "load_checkpoint", "load.training_load.guarded"),
     Hook(_CHECKPOINTING, "save_checkpoint", "training.loop.wrap_save_checkpoint"),

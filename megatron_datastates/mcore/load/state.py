@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from megatron_datastates.config import Options
 
 if TYPE_CHECKING:
-    from megatron_datastates.mcore.load.agreement import Agreement
     from megatron_datastates.mcore.load.metadata import Boxes
 
 
@@ -23,7 +22,7 @@ class Load:
     in_training_loop: bool = False  # within load_checkpoint, which all ranks call
     failed_alike: bool = False  # on all ranks, so that they may go on together
     directory: str | None = None  # that Megatron's maybe_load_config was last asked for
-    agreement: Agreement | None = None  # between ranks, where several take part
+    agreement: Any = None  # between ranks (agreement.py), where several take part; else None
     boxes: Boxes | None = None  # that are wanted of each tensor
 
 

@@ -44,6 +44,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
     """
 
     def __init__(self, assume_immutable: bool = False, options: Options | None = None, **unused: Any) -> None:
+        attach_saving()
         super().__init__(backend=BACKEND, version=1)
         self.assume_immutable = assume_immutable
         self.options = options or Options.from_environment()
@@ -98,11 +99,23 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
 
     Args:
         in_loop: whether such a loop runs now. Where it does not, everything is copied before a save returns.
+        started: called with every asynchronous save once it goes on behind the trainer.
     """
 
-    def __init__(self, options: Options | None = None, in_loop: Callable[[], bool] = lambda: True) -> None:
+    def __init__(
+        self,
+        options: Options | None = None,
+        in_loop: Callable[[], bool] = lambda: True,
+        started: Callable[[Publication], None] = lambda publication: None,
+    ) -> None:
         super().__init__(options=options)
         self._in_loop = in_loop
+        self._started = started
+
+    def async_save(self, *args: Any, **kwargs: Any) -> Any:
+        request = super().async_save(*args, **kwargs)
+        self._started(request.async_fn.publication)
+        return request
 
     def is_lazy(self) -> bool:
         return self._in_loop()
@@ -187,7 +200,3 @@ def checked_once(original: Any) -> Any:
             checked.add(self)
 
     return apply_saving_parallelization
-
-
-attach_saving()
-fences.install()

@@ -91,33 +91,13 @@ def options_of(args: Any) -> Options:
     return options
 
 
-def validated(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `validate_args`."""
-
-    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
-        if getattr(args, "dist_ckpt_format_deprecated", None) == FORMAT:
-            raise OptionError("Megatron ignores --dist-ckpt-format: use --ckpt-format datastates")
-        if not adopt(args) or is_converting(args):
-            return original(args, *rest, **kwargs)
-        _refuse_object_stores(args)
-        result = _without_worker(original, args, *rest, **kwargs)
-        settle(args)
-        options = options_of(args)
-        if getattr(args, "save", None):
-            from megatron_datastates.mcore.training.loop import enable_saving
-
-            enable_saving(options)
-        return result
-
-    return validate_args
-
-
 def is_converting(args: Any) -> bool:
     """Whether Megatron converts a checkpoint: that save stays its own, as it ends without finalizing any."""
     return getattr(args, "ckpt_convert_format", None) is not None
 
 
-def _refuse_object_stores(args: Any) -> None:
+def refuse_object_stores(args: Any) -> None:
+    """Raises OptionError: a directory that our saves concern is in an object store."""
     for name in _DIRECTORIES:
         path = getattr(args, name, None)
         if path is not None and str(path).startswith("msc://"):
@@ -125,8 +105,8 @@ def _refuse_object_stores(args: Any) -> None:
             raise OptionError(f"--ckpt-format datastates works with file systems only: {flag} is {path}")
 
 
-def _without_worker(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Megatron switches --async-save off unless a worker process is asked for, which we never need."""
+def without_worker(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Validates as Megatron does, which drops --async-save where no worker process is asked for."""
     if not hasattr(args, "use_persistent_ckpt_worker"):
         return original(args, *rest, **kwargs)
     args.use_persistent_ckpt_worker = True

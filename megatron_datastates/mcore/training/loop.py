@@ -8,9 +8,17 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_datastates.config import Options
-from megatron_datastates.errors import SaveFailedError
-from megatron_datastates.mcore.hooks.attach import attach_training, replace
-from megatron_datastates.mcore.training.arguments import adopt, is_converting, options_of, settle
+from megatron_datastates.errors import OptionError, SaveFailedError
+from megatron_datastates.mcore.hooks.attach import attach_saving, attach_training, replace
+from megatron_datastates.mcore.training.arguments import (
+    FORMAT,
+    adopt,
+    is_converting,
+    options_of,
+    refuse_object_stores,
+    settle,
+    without_worker,
+)
 from megatron_datastates.pipeline.held import holding
 
 logger = logging.getLogger(__name__)
@@ -25,14 +33,13 @@ def enable_saving(options: Options) -> None:
     Raises:
         HookPointError: this release of Megatron lacks what we attach to.
     """
-    from megatron_datastates.mcore.training import retention
     from megatron_datastates.pipeline.saver import saver_for
 
     global _options
+    attach_saving()
     saver = saver_for(options)
     saver.warm_up()
     saver.reporter.listeners[:] = [_write_scalars]
-    retention.install()
     attach_training()
     loop = sys.modules.get(_LOOP)  # a program that has not imported it, runs a loop of its own
     if loop is not None:
@@ -62,8 +69,28 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
 def our_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
     """For what makes the save strategy in `megatron.training.checkpointing`."""
     from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
+    from megatron_datastates.mcore.training import retention
 
-    return lambda *args, **kwargs: TrainingSaveStrategy(options=_options, in_loop=is_training)
+    return lambda *args, **kwargs: TrainingSaveStrategy(_options, is_training, retention.note)
+
+
+def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `validate_args`."""
+
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if getattr(args, "dist_ckpt_format_deprecated", None) == FORMAT:
+            raise OptionError("Megatron ignores --dist-ckpt-format: use --ckpt-format datastates")
+        if not adopt(args) or is_converting(args):
+            return original(args, *rest, **kwargs)
+        refuse_object_stores(args)
+        result = without_worker(original, args, *rest, **kwargs)
+        settle(args)
+        options = options_of(args)
+        if getattr(args, "save", None):
+            enable_saving(options)
+        return result
+
+    return validate_args
 
 
 def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +102,8 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
         if not _saves_are_ours():
             return original(iteration, *args, **kwargs)
-        from megatron_datastates.mcore.training import retention
+
+        from megatron_datastates.mcore.training import retention  # which imports the native module
 
         assert _options is not None, "_saves_are_ours has seen to it"
         with holding("save_checkpoint"), retention.saving(iteration):

@@ -22,8 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
-from megatron_datastates.mcore.hooks.attach import replace
-from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
 from megatron_datastates.mcore.training.tracker import mend
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs import find_iterations, is_complete, tracked_iteration
@@ -35,20 +33,9 @@ _about_to_save: list[int] = []  # the iteration of the open save_checkpoint, if 
 _deletions: dict[Path, threading.Thread] = {}
 
 
-def install() -> None:
-    """Takes note of the saves that go on behind the trainer. Idempotent."""
-    replace(TrainingSaveStrategy, "async_save", _noted)
-
-
-def _noted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `TrainingSaveStrategy.async_save`, whose saves go on behind the trainer."""
-
-    def async_save(self: Any, *args: Any, **kwargs: Any) -> Any:
-        request = original(self, *args, **kwargs)
-        _under_way[:] = [*_pending(), request.async_fn.publication]
-        return request
-
-    return async_save
+def note(publication: Publication) -> None:
+    """Takes note of a save that goes on behind the trainer."""
+    _under_way[:] = [*_pending(), publication]
 
 
 def _pending() -> list[Publication]:
