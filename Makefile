@@ -38,10 +38,11 @@ test-native-sanitizers: env ## run tests/native under the sanitizers of g++
 test-aarch64: env ## build the native core for aarch64 and run its portable tests under qemu
 	@tools/env/aarch64.sh
 
-lint: env ## ruff, mypy, import-linter, clang-format
+lint: env ## ruff, mypy, import-linter, clang-format, thread-safety analysis
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
+	tools/env/thread_safety.sh
 	$(BIN)/lint-imports
 	$(BIN)/mypy
 

@@ -1,4 +1,4 @@
-// What every folder of the native core shares: the error type and the annotations. Nothing else.
+// What every folder of the native core shares: the error type. Nothing else.
 #pragma once
 
 #include <cerrno>
@@ -6,9 +6,6 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
-
-// Names the mutex that protects a member. Clang checks nothing here; the reader does.
-#define GUARDED_BY(mutex)
 
 namespace datastates {
 

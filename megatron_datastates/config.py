@@ -112,81 +112,84 @@ class Options:
         0,
         _staging_memory,
         "SIZE",
-        "pinned host memory for staging, per rank; a shard of any size streams through it "
-        "(default auto: the shard's size, up to 25%% of the free memory divided by local ranks, made while "
-        "training begins; a size is made at start)",
+        "pinned host memory for staging, per rank. A shard of any size streams through it. A given size is "
+        "allocated when the program starts; auto takes the size of the shard, up to 25%% of the free memory "
+        "divided by the number of local ranks, while training begins (default auto)",
     )
     slot_size: int = _option(
         0,
         _slot_size,
         "SIZE",
-        "one slot of that memory, and one write (default auto: 8MiB where there is a GPU, else 2MiB)",
+        "size of one slot of the staging memory, which is the size of one write (default auto: 8MiB with a "
+        "GPU, else 2MiB)",
     )
     direct_io: bool = _option(
         True, _on_off, "on|off", "bypass the page cache where the file system allows it (default on)"
     )
     checksums: bool = _option(
-        True, _on_off, "on|off", "CRC-32C of every MiB, computed while writing (default on)"
+        True, _on_off, "on|off", "store a CRC-32C for every MiB, computed while writing (default on)"
     )
     lazy: bool = _option(
         True,
         _on_off,
         "on|off",
-        "copy what cannot change yet behind the next forward and backward; off copies everything "
-        "before save_checkpoint returns (default on)",
+        "copy parameters and optimizer state during the next forward and backward pass, which do not change "
+        "them; off copies everything before save_checkpoint returns (default on)",
     )
     paranoid: bool = _option(
         False,
         _on_off,
         "on|off",
-        "for debugging: copy everything twice, hold the trainer for the first copy, and fail the save if a "
-        "checksum of the second differs, as something changed a tensor too early (default off)",
+        "for debugging: copy everything twice, the first time before save_checkpoint returns, and fail the "
+        "save if the checksums differ, because something changed a tensor too early (default off)",
     )
     copy_threads: int = _option(2, _threads, "N", "threads that copy into staging memory (default 2)")
-    write_threads: int = _option(8, _threads, "N", "threads that checksum and write (default 8)")
-    read_threads: int = _option(4, _threads, "N", "threads that read and check (default 4)")
+    write_threads: int = _option(8, _threads, "N", "threads that compute checksums and write (default 8)")
+    read_threads: int = _option(4, _threads, "N", "threads that read and check at a load (default 4)")
     copy_limit: int = _option(
-        0, parse_bytes, "SIZE", "copy at most so many bytes a second, per rank (default 0: no limit)"
+        0, parse_bytes, "SIZE", "copy at most this many bytes a second, per rank (default 0: no limit)"
     )
     write_limit: int = _option(
-        0, parse_bytes, "SIZE", "write at most so many bytes a second, per rank (default 0: no limit)"
+        0, parse_bytes, "SIZE", "write at most this many bytes a second, per rank (default 0: no limit)"
     )
     fence_deadline: float = _option(
         600.0,
         _seconds,
         "SECONDS",
-        "the longest an optimizer step waits for copies; then the save fails, training goes on (default 600)",
+        "how long an optimizer step waits for copies at most; after that the save fails and training goes on "
+        "(default 600)",
     )
     on_failure: Literal["raise", "warn"] = _option(
         "raise",
         _on_failure,
         "raise|warn",
-        "what a failed save does, on all ranks alike: end training, or warn and train on (default raise)",
+        "what a failed asynchronous save does on every rank: raise an error, which ends training, or log a "
+        "warning and train on (default raise)",
     )
     while_saving: Literal["wait", "refuse"] = _option(
         "wait",
         _while_saving,
         "wait|refuse",
-        "what a save does that is started before the previous one is finished: share its staging memory, and "
-        "wait for that only, or fail on all ranks alike, leaving the previous one alone (default wait)",
+        "what a save does that starts while the previous one is unfinished: wait, for staging memory only, "
+        "or fail on every rank and leave the previous one alone (default wait)",
     )
     fallback: int = _option(
         0,
         _count,
         "N",
         "when a load in the training loop meets a damaged checkpoint, verify up to N older ones and name the "
-        "newest that is whole in the error; none is loaded by itself (default 0: do not look)",
+        "newest good one in the error. None is loaded by itself (default 0: do not look)",
     )
     trust_objects: bool = _option(
         False,
         _on_off,
         "on|off",
-        "DANGEROUS: also store objects of classes that nobody vouches for, and unpickle them without any "
-        "check: whoever wrote a checkpoint runs code in the program that loads it; off refuses to save them "
+        "DANGEROUS: also store objects of classes that are on no list, and unpickle them without any check, "
+        "so that whoever wrote a checkpoint runs code in the program that loads it; off refuses to save them "
         "(default off)",
     )
     report_file: str = _option(
-        "", str, "PATH", "rank 0 appends one JSON line per save to this file (default: none)"
+        "", str, "PATH", "rank 0 appends one line of JSON per save to this file (default: no file)"
     )
     # Test overrides; not shown by --help.
     faults: str = dataclasses.field(default="", metadata={})
@@ -194,6 +197,8 @@ class Options:
     sysfs: str = dataclasses.field(default="/sys", metadata={})
     backend: str = dataclasses.field(default="pwrite", metadata={})  # "discard" drops what is written
     tripwire: bool = dataclasses.field(default=True, metadata={"parse": _on_off})
+    # Where the tripwire samples the first save, the next has the next number; 0: somewhere else in each run.
+    sample_seed: int = dataclasses.field(default=0, metadata={"parse": int})
     # After which lazy copies from a device begin in a loop that neither polls nor fences, in seconds.
     lazy_delay: float = dataclasses.field(default=0.1, metadata={"parse": _seconds})
 

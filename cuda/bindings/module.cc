@@ -29,7 +29,8 @@ struct RunArrays {
   const Flags& flags;
 };
 
-Batch MakeBatch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, const RunArrays& arrays) {
+Batch MakeBatch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, const RunArrays& arrays,
+                uint64_t seed) {
   const auto& [sources, bytes, offsets, piece_bytes, step_bytes, storages, flags] = arrays;
   CheckLengths({sources.size(), bytes.size(), offsets.size(), piece_bytes.size(), step_bytes.size(),
                 storages.size(), flags.size()});
@@ -44,7 +45,7 @@ Batch MakeBatch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced,
                (flags(i) & kEagerFlag) != 0,
                (flags(i) & kDeviceFlag) != 0};
   }
-  return Batch(begin, end, chunk_bytes, fenced, std::move(runs));
+  return Batch(begin, end, chunk_bytes, fenced, std::move(runs), seed);
 }
 
 // What Python holds. In a forked child the engine's threads are gone: there it is leaked, never joined.
@@ -124,6 +125,7 @@ nb::dict StatusDict(const SaveJob& job) {
   facts["bytes_copied"] = status.bytes_copied;
   facts["bytes_written"] = status.bytes_written;
   facts["reserved_at"] = status.reserved_at;
+  facts["looked_at"] = status.looked_at;
   facts["staged_at"] = status.staged_at;
   facts["copied_at"] = status.copied_at;
   facts["written_at"] = status.written_at;
@@ -142,14 +144,14 @@ void BindEngine(nb::module_& module) {
           [](EngineHandle* self, size_t slot_bytes, size_t most_slots, int copy_threads, int write_threads,
              bool direct, bool checksums, uint64_t copy_limit, uint64_t write_limit,
              const std::string& driver, const std::string& faults, const std::string& backend, bool tripwire,
-             bool paranoid, const std::string& sysfs) {
-            new (self)
-                EngineHandle({slot_bytes, most_slots, copy_threads, write_threads, direct, checksums,
-                              copy_limit, write_limit, driver, faults, backend, tripwire, paranoid, sysfs});
+             bool paranoid, const std::string& sysfs, uint64_t sample_seed) {
+            new (self) EngineHandle({slot_bytes, most_slots, copy_threads, write_threads, direct, checksums,
+                                     copy_limit, write_limit, driver, faults, backend, tripwire, paranoid,
+                                     sysfs, sample_seed});
           },
           nb::kw_only(), "slot_bytes"_a, "most_slots"_a, "copy_threads"_a, "write_threads"_a, "direct"_a,
           "checksums"_a, "copy_limit"_a, "write_limit"_a, "driver"_a, "faults"_a, "backend"_a = "pwrite",
-          "tripwire"_a = true, "paranoid"_a = false, "sysfs"_a = "/sys")
+          "tripwire"_a = true, "paranoid"_a = false, "sysfs"_a = "/sys", "sample_seed"_a = 0)
       .def(
           "start",
           [](EngineHandle& self, const std::string& path, uint64_t reserve_bytes, uint64_t end,
@@ -158,7 +160,8 @@ void BindEngine(nb::module_& module) {
              double lazy_seconds) {
             const auto engine = self.engine();
             Batch batch = MakeBatch(0, end, engine->options().slot_bytes, true,
-                                    {sources, bytes, offsets, piece_bytes, step_bytes, storages, flags});
+                                    {sources, bytes, offsets, piece_bytes, step_bytes, storages, flags},
+                                    engine->NextSeed());
             nb::gil_scoped_release release;
             return engine->Start(path, reserve_bytes, std::move(batch), reinterpret_cast<CuStream>(stream),
                                  lazy_seconds);
@@ -178,7 +181,7 @@ void BindEngine(nb::module_& module) {
              const Words& step_bytes, const Words& storages, const Flags& flags) {
             const auto engine = self.engine();
             Batch batch = MakeBatch(begin, end, engine->options().slot_bytes, false,
-                                    {sources, bytes, offsets, piece_bytes, step_bytes, storages, flags});
+                                    {sources, bytes, offsets, piece_bytes, step_bytes, storages, flags}, 0);
             nb::gil_scoped_release release;
             engine->Append(job, std::move(batch));
           },

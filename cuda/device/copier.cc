@@ -41,6 +41,12 @@ void DeviceCopier::EnterThread() const {
 
 void DeviceCopier::CopyAtOnce(const std::vector<Piece>& pieces) { Enqueue(pieces, false); }
 
+void DeviceCopier::CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t bytes, size_t step_bytes,
+                                  size_t rows) {
+  driver_->CopyRowsToHost(target, source, bytes, step_bytes, rows, stream_);
+  Count(1, false);
+}
+
 void DeviceCopier::Copy(const std::vector<Piece>& pieces) { Enqueue(pieces, true); }
 
 void DeviceCopier::Enqueue(const std::vector<Piece>& pieces, bool bounded) {
@@ -107,7 +113,7 @@ void DeviceCopier::Count(size_t copies, bool bounded) {
   const Place now = enqueued_ += copies;
   if (!bounded) return;
   {
-    std::lock_guard<std::mutex> lock(marking_);
+    const MutexLock lock(marking_);
     if (now >= marked_ + kCopiesPerEvent) MarkHere();
   }
   if (now > kMostInFlight) WaitFor(now - kMostInFlight);
@@ -124,14 +130,14 @@ void DeviceCopier::MarkHere() {
 void DeviceCopier::WaitFor(Place place) {
   Mark mark;
   {
-    std::lock_guard<std::mutex> lock(marking_);
+    const MutexLock lock(marking_);
     if (done_ >= place) return;
     if (marked_ < place) MarkHere();
     mark = *std::find_if(marks_.begin(), marks_.end(), [=](const Mark& m) { return m.place >= place; });
   }
   driver_->Synchronize(mark.event->get());
   std::deque<Mark> over;  // destroyed after the lock
-  std::lock_guard<std::mutex> lock(marking_);
+  const MutexLock lock(marking_);
   done_ = std::max(done_, mark.place);
   while (!marks_.empty() && marks_.front().place <= done_) {
     over.push_back(std::move(marks_.front()));
@@ -140,7 +146,7 @@ void DeviceCopier::WaitFor(Place place) {
 }
 
 void DeviceCopier::WaitForAll() {
-  std::lock_guard<std::mutex> lock(waiting_for_all_);
+  const MutexLock lock(waiting_for_all_);
   driver_->Record(last_.get(), stream_);
   driver_->Synchronize(last_.get());
 }

@@ -4,10 +4,10 @@
 #include <atomic>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "device/driver.h"
+#include "os/mutex.h"
 
 namespace datastates {
 
@@ -65,6 +65,8 @@ class DeviceCopier {
   void HoldBack(CuStream trainer) const;
   // Enqueues copies beyond the bound: for a number of them that is bounded otherwise.
   void CopyAtOnce(const std::vector<Piece>& pieces);
+  // The same for `rows` pieces of `bytes`, `step_bytes` apart on the device: one copy.
+  void CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t bytes, size_t step_bytes, size_t rows);
   // The place after everything that this thread has enqueued.
   Place Enqueued() const { return enqueued_; }
 
@@ -97,18 +99,18 @@ class DeviceCopier {
   void Enqueue(const std::vector<Piece>& pieces, bool bounded);
   bool EnqueueBatch(CuPointer* targets, CuPointer* sources, size_t* bytes, size_t count);
   void Count(size_t copies, bool bounded);
-  void MarkHere();  // under marking_
+  void MarkHere() REQUIRES(marking_);
 
   const std::shared_ptr<Driver> driver_;
   const CuContext context_;
   const int device_;
-  std::mutex waiting_for_all_;  // one at a time records last_
+  Mutex waiting_for_all_;  // one at a time records last_
   const Event last_;
   CuStream stream_;  // constant after construction
 
   // Counted after the driver's call, so an event that is recorded after reading it covers so many copies.
   std::atomic<Place> enqueued_{0};
-  std::mutex marking_;
+  Mutex marking_;
   std::deque<Mark> marks_ GUARDED_BY(marking_);  // in the order of their places
   Place marked_ GUARDED_BY(marking_) = 0;        // of the last mark that there was
   Place done_ GUARDED_BY(marking_) = 0;

@@ -25,6 +25,18 @@ constexpr unsigned kMemoryDevice = 2;
 constexpr int kSourceInStreamOrder = 1;
 constexpr unsigned kPreferOverlapWithCompute = 1;
 
+// Of a copy whose addresses and sizes the plan has checked.
+constexpr const char* kNotMapped =
+    "invalid argument (CUDA error 1): has the memory of a tensor been freed or unmapped since the save "
+    "or the load began? What does that has to call the fence first";
+constexpr const char* kAllIsLost =
+    ". After this error every CUDA call of this process fails, the trainer's too: it has to be started anew";
+
+// As cuda.h says of each: the context is of no use any more.
+bool EndsContext(int result) {
+  return result == 700 || result == 702 || result == 709 || result == 710 || (result >= 714 && result <= 719);
+}
+
 using GetProcAddress = int (*)(const char*, void**, int, unsigned long long, void*);
 
 // CUDA_MEMCPY2D.
@@ -140,7 +152,13 @@ void Driver::Check(int result, const char* call) const {
   const char* text = nullptr;
   table_->error_string(result, &text);
   throw Failure(call, "", 0,
-                std::string(text ? text : "unknown error") + " (CUDA error " + std::to_string(result) + ")");
+                std::string(text ? text : "unknown error") + " (CUDA error " + std::to_string(result) + ")" +
+                    (EndsContext(result) ? kAllIsLost : ""));
+}
+
+void Driver::CheckCopy(int result, const char* call) const {
+  if (result == kInvalidValue) throw Failure(call, "", 0, kNotMapped);
+  Check(result, call);
 }
 
 CuContext Driver::CurrentContext() const {
@@ -235,7 +253,7 @@ float Driver::MillisecondsBetween(CuEvent begin, CuEvent end) const {
 }
 
 void Driver::CopyToHost(void* target, CuPointer source, size_t bytes, CuStream stream) const {
-  Check(table_->copy_to_host(target, source, bytes, stream), "cuMemcpyDtoHAsync");
+  CheckCopy(table_->copy_to_host(target, source, bytes, stream), "cuMemcpyDtoHAsync");
 }
 
 bool Driver::CopyBatchToHost(CuPointer* targets, CuPointer* sources, size_t* bytes, size_t count,
@@ -265,11 +283,11 @@ void Driver::CopyRowsToHost(void* target, CuPointer source, size_t row_bytes, si
   copy.target.pitch = row_bytes;
   copy.row_bytes = row_bytes;
   copy.rows = rows;
-  Check(table_->copy_rows(&copy, stream), "cuMemcpy2DAsync");
+  CheckCopy(table_->copy_rows(&copy, stream), "cuMemcpy2DAsync");
 }
 
 void Driver::CopyToDevice(CuPointer target, const void* source, size_t bytes, CuStream stream) const {
-  Check(table_->copy_to_device(target, source, bytes, stream), "cuMemcpyHtoDAsync");
+  CheckCopy(table_->copy_to_device(target, source, bytes, stream), "cuMemcpyHtoDAsync");
 }
 
 void Driver::CopyRowsToDevice(CuPointer target, size_t target_pitch, const void* source, size_t source_pitch,
@@ -283,7 +301,7 @@ void Driver::CopyRowsToDevice(CuPointer target, size_t target_pitch, const void*
   copy.target.pitch = target_pitch;
   copy.row_bytes = row_bytes;
   copy.rows = rows;
-  Check(table_->copy_rows(&copy, stream), "cuMemcpy2DAsync");
+  CheckCopy(table_->copy_rows(&copy, stream), "cuMemcpy2DAsync");
 }
 
 void Driver::RegisterHost(void* memory, size_t bytes) const {

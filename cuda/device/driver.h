@@ -67,6 +67,7 @@ class Driver {
   struct Table;
   explicit Driver(std::unique_ptr<Table> table);
   void Check(int result, const char* call) const;
+  void CheckCopy(int result, const char* call) const;
 
   std::shared_ptr<Table> table_;  // constant after construction; the library is never closed
   mutable std::atomic<bool> has_batches_{false};

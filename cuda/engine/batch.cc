@@ -47,54 +47,17 @@ std::vector<Run> Coalesce(std::vector<Run> runs) {
   return runs;
 }
 
-// Spreads what it keeps evenly; the last one is kept.
-void ThinDeviceSamples(std::vector<Sample>* samples) {
-  const auto all = static_cast<size_t>(
-      std::count_if(samples->begin(), samples->end(), [](const Sample& sample) { return sample.device; }));
-  const size_t most = std::min(all, kMostDeviceSamples);
-  size_t seen = 0, kept = 0, host = 0, device = 0;
-  for (Sample sample : *samples) {
-    if (sample.device) {
-      const size_t rank = seen++;
-      if (rank * most / all == seen * most / all) continue;
-    }
-    sample.place = static_cast<uint32_t>(sample.device ? device++ : host++);
-    (*samples)[kept++] = sample;
-  }
-  samples->resize(kept);
-}
-
-std::vector<Sample> SamplePlaces(const std::vector<Run>& runs, uint64_t begin, uint64_t chunk_bytes) {
-  std::vector<Sample> samples;
-  samples.reserve(runs.size());
-  for (const Run& run : runs) {
-    if (run.eager || run.bytes == 0) continue;
-    const auto sample_before = [&](uint64_t end) {
-      const uint64_t piece = (end - 1 - run.offset) / run.piece_bytes;
-      const uint64_t in_piece = end - run.offset - piece * run.piece_bytes;
-      const uint64_t bytes = std::min(kSampleBytes, in_piece);
-      const uint64_t source = run.source + piece * run.step_bytes + (in_piece - bytes);
-      samples.push_back({source, end - bytes, static_cast<uint32_t>(bytes), 0, run.device});
-    };
-    const uint64_t end = run.offset + run.bytes;
-    uint64_t chunk_end = begin + ((run.offset - begin) / chunk_bytes + 1) * chunk_bytes;
-    for (; !run.device && chunk_end < end; chunk_end += chunk_bytes) sample_before(chunk_end);
-    sample_before(end);
-  }
-  ThinDeviceSamples(&samples);
-  return samples;
-}
-
 }  // namespace
 
-Batch::Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, std::vector<Run> runs)
-    : fenced_(fenced) {
+Batch::Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, std::vector<Run> runs,
+             uint64_t seed)
+    : fenced_(fenced), seed_(seed) {
   if (begin % kAlignment != 0 || end % kAlignment != 0 || begin > end) {
     throw Failure("plan copies", "", 0,
                   "a batch begins and ends at multiples of " + std::to_string(kAlignment));
   }
   CheckRuns(runs, begin, end);
-  if (fenced) samples_ = SamplePlaces(runs, begin, chunk_bytes);
+  if (fenced) samples_ = ChooseSamples(runs, begin, chunk_bytes, seed);
   runs_ = Coalesce(std::move(runs));
   size_t run = 0;
   for (uint64_t at = begin; at < end; at += chunk_bytes) {

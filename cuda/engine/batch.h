@@ -8,33 +8,10 @@
 #include <vector>
 
 #include "common.h"
+#include "engine/run.h"
+#include "engine/sampling.h"
 
 namespace datastates {
-
-// Pieces of memory at equal distances, the first at `source`, become the file's bytes at `offset`, one after
-// the other. One piece, or pieces that touch, are contiguous memory.
-struct Run {
-  uint64_t source;
-  uint64_t bytes;  // of all pieces together
-  uint64_t offset;
-  uint64_t piece_bytes;  // divides `bytes`
-  uint64_t step_bytes;   // from piece to piece: anything, also zero
-  uint64_t storage;      // only runs with the same one are merged; any number names it
-  bool eager;            // must be staged before the trainer goes on at all
-  bool device;           // `source` is device memory
-};
-
-constexpr uint64_t kSampleBytes = 64;
-constexpr size_t kMostDeviceSamples = 256;
-
-// A few bytes of a lazy source, which are copied at once and again with the rest of it: see Tripwire.
-struct Sample {
-  uint64_t source;
-  uint64_t offset;  // in the file
-  uint32_t bytes;   // kSampleBytes, or the whole piece of a run if it has less
-  uint32_t place;   // counted among the samples of the host, or of the device
-  bool device;
-};
 
 class Batch {
  public:
@@ -42,8 +19,10 @@ class Batch {
   // multiples of kAlignment. Neighbours in memory and in the file become one run if they are of one storage:
   // a device's driver refuses a copy that leaves an allocation, also where the next one follows at once
   // (torch gives blocks of 10 MiB and more allocations of their own). Throws Failure.
-  // `fenced`: the sources may change at the next fence, so the fence waits for this batch.
-  Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, std::vector<Run> runs);
+  // `fenced`: the sources may change at the next fence, so the fence waits for this batch, and `seed` says
+  // where they are sampled.
+  Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, std::vector<Run> runs,
+        uint64_t seed);
 
   struct Chunk {
     uint64_t offset;   // in the file
@@ -55,12 +34,9 @@ class Batch {
 
   const std::vector<Chunk>& chunks() const { return chunks_; }
   const std::vector<Run>& runs() const { return runs_; }
-  // Of the lazy runs of a fenced batch, in the order of the file. Every run as it was given has one at its
-  // end, which is copied last and so the likeliest to be torn. In host memory, where a sample costs a
-  // tenth of a microsecond, each chunk that a run reaches beyond has one more at its end. On a device, where
-  // one costs microseconds and the trainer's thread enqueues them, no more than kMostDeviceSamples are kept,
-  // evenly spread: with the copies in flight (device/copier.h) they stay below what a stream accepts.
-  const std::vector<Sample>& samples() const { return samples_; }
+  // Of a fenced batch's runs as they were given: each tensor has samples of its own.
+  const Samples& samples() const { return samples_; }
+  uint64_t seed() const { return seed_; }
   bool fenced() const { return fenced_; }
 
   // Calls copy(target, run, source, bytes, pieces) for all of a run that is in the chunk: `pieces` pieces of
@@ -71,10 +47,11 @@ class Batch {
   void Fill(const Chunk& chunk, uint8_t* target, Copy copy) const;
 
  private:
-  std::vector<Sample> samples_;  // constant after construction
-  std::vector<Run> runs_;        // constant after construction
-  std::vector<Chunk> chunks_;    // constant after construction
+  Samples samples_;            // constant after construction
+  std::vector<Run> runs_;      // constant after construction
+  std::vector<Chunk> chunks_;  // constant after construction
   const bool fenced_;
+  const uint64_t seed_;
 };
 
 template <typename Copy>

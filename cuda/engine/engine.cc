@@ -1,6 +1,7 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <random>
 #include <system_error>
 
 #include "os/aligned.h"
@@ -12,6 +13,17 @@ namespace {
 
 constexpr const char* kClosed = "the engine was closed";
 
+uint64_t RandomSeed() {
+  std::random_device device;
+  return (uint64_t{device()} << 32) | device();
+}
+
+// Whether there is something for the tripwire's second look.
+bool HasLazyHostRuns(const Batch& batch) {
+  return std::any_of(batch.runs().begin(), batch.runs().end(),
+                     [](const Run& run) { return !run.eager && !run.device; });
+}
+
 }  // namespace
 
 Engine::Engine(const Options& options)
@@ -19,7 +31,8 @@ Engine::Engine(const Options& options)
       backend_(WriteBackend::Named(options.backend)),
       faults_(options.faults),
       copy_rate_(options.copy_bytes_per_second),
-      write_rate_(options.write_bytes_per_second) {
+      write_rate_(options.write_bytes_per_second),
+      next_seed_(options.sample_seed != 0 ? options.sample_seed : RandomSeed()) {
   if (options.slot_bytes == 0 || options.slot_bytes % kAlignment != 0 || options.most_slots == 0 ||
       options.copy_threads < 1 || options.write_threads < 1) {
     throw Failure("start engine", "", 0,
@@ -41,26 +54,33 @@ void Engine::Close() {
 }
 
 bool Engine::CloseWithin(double seconds) {
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
-  std::unique_lock<std::mutex> lock(mutex_);
+  const auto deadline = DeadlineAfter(seconds);
+  MutexLock lock(mutex_);
   if (!stop_staging_) {
     for (const auto& weak : jobs_) {
       if (auto job = weak.lock()) job->Cancel(kClosed);
     }
     stop_staging_ = true;
-    stage_wake_.notify_all();
+    stage_wake_.NotifyAll();
   }
   // In this order: what one has filled must still find another that returns its slot.
-  if (!ended_.wait_until(lock, deadline, [this] { return staging_ == 0; })) return false;
+  if (!AwaitEnd(staging_, deadline)) return false;
   stop_awaiting_ = true;
-  await_wake_.notify_all();
-  if (!ended_.wait_until(lock, deadline, [this] { return awaiting_ == 0; })) return false;
+  await_wake_.NotifyAll();
+  if (!AwaitEnd(awaiting_, deadline)) return false;
   stop_writing_ = true;
-  write_wake_.notify_all();
-  if (!ended_.wait_until(lock, deadline, [this] { return writing_ == 0; })) return false;
-  lock.unlock();
+  write_wake_.NotifyAll();
+  if (!AwaitEnd(writing_, deadline)) return false;
+  lock.Unlock();
   for (std::thread& thread : threads_) {
     if (thread.joinable()) thread.join();
+  }
+  return true;
+}
+
+bool Engine::AwaitEnd(const int& threads, Clock::time_point deadline) {
+  while (threads != 0) {
+    if (!ended_.WaitUntil(mutex_, deadline)) return threads == 0;
   }
   return true;
 }
@@ -110,7 +130,7 @@ std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve
                                free_at_home);
   pool_->Grow(std::max<size_t>(1, reserve_bytes / options_.slot_bytes + 1));
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     jobs_.erase(std::remove_if(jobs_.begin(), jobs_.end(), [](const auto& weak) { return weak.expired(); }),
                 jobs_.end());
     jobs_.push_back(job);
@@ -124,37 +144,37 @@ std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve
     Queue(std::move(rehearsal));
   }
   stretch.opens = true;
+  stretch.looks = options_.tripwire && !options_.paranoid && HasLazyHostRuns(*stretch.batch);
   stretch.reserve_bytes = reserve_bytes;
-  stretch.lazy_from =
-      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(lazy_seconds));
+  stretch.lazy_from = DeadlineAfter(lazy_seconds);
   Queue(std::move(stretch));
   job->Done();
   return job;
 }
 
 void Engine::AllowLazyCopies(const SaveJob& job, double seconds) {
-  const auto from =
-      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-  std::lock_guard<std::mutex> lock(mutex_);
+  const auto from = DeadlineAfter(seconds);
+  const MutexLock lock(mutex_);
   for (Stretch& stretch : stretches_) {
     if (stretch.job.get() == &job) stretch.lazy_from = std::min(stretch.lazy_from, from);
   }
-  stage_wake_.notify_all();
+  stage_wake_.NotifyAll();
 }
 
 void Engine::TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch) {
-  const bool device = std::any_of(batch.samples().begin(), batch.samples().end(),
-                                  [](const auto& sample) { return sample.device; });
-  if (!job->TakeSamples(batch, device ? sample_memory_->Borrow() : nullptr)) return;
-  std::unique_lock<std::mutex> lock(mutex_);
+  const bool device = batch.samples().all.size() > batch.samples().host;
+  if (!job->BeginRead()) return;
+  if (!job->TakeSamples(batch, device ? sample_memory_->Borrow() : nullptr)) return job->EndRead();
+  MutexLock lock(mutex_);
   if (stop_awaiting_) {
-    lock.unlock();
-    return AwaitDevice(*job);
+    lock.Unlock();
+    AwaitDevice(*job);
+    return job->EndRead();
   }
   // Nobody may take the job for released, nor its memory back, while the device is still at its samples.
   job->Begin();
   in_flight_.push_back({{job, nullptr, 0, Slot()}, job->copier()->Enqueued()});
-  await_wake_.notify_one();
+  await_wake_.NotifyOne();
 }
 
 void Engine::Append(const std::shared_ptr<SaveJob>& job, Batch batch) {
@@ -162,7 +182,7 @@ void Engine::Append(const std::shared_ptr<SaveJob>& job, Batch batch) {
 }
 
 void Engine::Queue(Stretch stretch) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   if (stop_staging_) return stretch.job->Cancel(kClosed);
   if (stretch.rehearsal) {
     stretch.job->PlanRehearsal(*stretch.batch);
@@ -172,15 +192,15 @@ void Engine::Queue(Stretch stretch) {
   if (stretch.batch->chunks().empty() && !stretch.opens) return;
   stretch.job->Begin();  // the stretch itself, until its last chunk is taken
   stretches_.push_back(std::move(stretch));
-  stage_wake_.notify_all();
+  stage_wake_.NotifyAll();
 }
 
 void Engine::Finish(const std::shared_ptr<SaveJob>& job, std::string footer, uint64_t offset) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   if (stop_writing_) return job->Cancel(kClosed);
   job->Begin();
   footers_.push_back({job, std::move(footer), offset});
-  write_wake_.notify_all();
+  write_wake_.NotifyAll();
 }
 
 }  // namespace datastates

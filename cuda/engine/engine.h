@@ -4,6 +4,7 @@
 // staging back and nothing else.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <functional>
@@ -14,6 +15,7 @@
 
 #include "engine/rate.h"
 #include "engine/save_job.h"
+#include "os/mutex.h"
 #include "staging/pool.h"
 #include "staging/sample_memory.h"
 
@@ -36,6 +38,7 @@ class Engine {
     bool tripwire = true;            // take samples: engine/tripwire.h
     bool paranoid = false;           // copy every chunk twice, the first time eagerly, and compare checksums
     std::string sysfs = "/sys";      // os/numa.h
+    uint64_t sample_seed = 0;        // of the first save's samples, the next has the next; 0: a random one
   };
 
   // Starts the threads. Throws Failure for options that make no sense, or if there are no threads to be had.
@@ -67,6 +70,9 @@ class Engine {
   // Writes the footer and makes the file durable, after everything else of the job (kDurable).
   void Finish(const std::shared_ptr<SaveJob>& job, std::string footer, uint64_t offset);
 
+  // For one batch: where it is sampled (engine/sampling.h).
+  uint64_t NextSeed() { return next_seed_++; }
+
   SlotPool& pool() { return *pool_; }
   const Options& options() const { return options_; }
 
@@ -81,7 +87,8 @@ class Engine {
     uint64_t reserve_bytes = 0;
     Clock::time_point lazy_from{};  // of chunks that are copied from a device, but not eagerly
     bool opens = false;             // the file is opened before this stretch's first chunk
-    bool opening = false;           // a thread is at it; the others take the next stretch
+    bool looks = false;             // the tripwire looks before the first chunk that is not eager
+    bool busy = false;              // a thread opens or looks; the others take the next stretch
     // Chunks are copied to be checksummed, not to be written. Everything of the job comes after.
     bool rehearsal = false;
     size_t rehearsed = 0;
@@ -108,9 +115,15 @@ class Engine {
   void StageLoop();
   void AwaitLoop();
   void WriteLoop();
-  bool TakeChunk(Stretch* taken, bool* open, bool* later);  // under mutex_
-  bool MustWait(const Stretch& stretch) const;              // under mutex_
+  enum class Task { kOpen, kLook, kStage };
+  bool TakeTask(Stretch* taken, Task* task, bool* later) REQUIRES(mutex_);
+  static Task NextOf(const Stretch& stretch);
+  bool MustWait(const Stretch& stretch) const REQUIRES(mutex_);
+  // Waits until none of these threads is in its loop; returns false if that takes too long.
+  bool AwaitEnd(const int& threads, Clock::time_point deadline) REQUIRES(mutex_);
   void OpenFile(const Stretch& stretch);
+  void Look(const Stretch& stretch);
+  std::deque<Stretch>::iterator Find(const Stretch& taken) REQUIRES(mutex_);
   void Stage(const Stretch& stretch);
   void PassOn(const Stretch& stretch, bool device, Slot* slot);
   void EndRehearsal(const Stretch& stretch);  // of one chunk
@@ -128,14 +141,15 @@ class Engine {
   WriteBackend* const backend_;
   Faults faults_;
   RateLimit copy_rate_, write_rate_;
+  std::atomic<uint64_t> next_seed_;
   std::unique_ptr<SlotPool> pool_;
   // Made and used on the trainer's thread.
   std::shared_ptr<DeviceCopier> copier_;
   std::shared_ptr<SampleMemory> sample_memory_;
   NumaNode node_;  // of the copier's device; constant from its first job on
 
-  std::mutex mutex_;
-  std::condition_variable stage_wake_, await_wake_, write_wake_, ended_;
+  Mutex mutex_;
+  CondVar stage_wake_, await_wake_, write_wake_, ended_;
   std::deque<Stretch> stretches_ GUARDED_BY(mutex_);
   std::deque<CopiedChunk> in_flight_ GUARDED_BY(mutex_);
   std::deque<FilledChunk> filled_ GUARDED_BY(mutex_);

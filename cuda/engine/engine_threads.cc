@@ -30,31 +30,38 @@ class AlignedCopy {
 
 }  // namespace
 
+Engine::Task Engine::NextOf(const Stretch& stretch) {
+  if (stretch.opens) return Task::kOpen;
+  const bool looks = stretch.looks && !stretch.batch->chunks()[stretch.next].eager;
+  return looks ? Task::kLook : Task::kStage;
+}
+
 // Whether the next chunk's time has not come.
 bool Engine::MustWait(const Stretch& stretch) const {
-  if (stretch.opens || stretch.rehearsal || stretch.next == stretch.batch->chunks().size()) return false;
+  if (NextOf(stretch) != Task::kStage || stretch.rehearsal) return false;
   const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
   return chunk.device && !chunk.eager && Clock::now() < stretch.lazy_from && !stretch.job->failed();
 }
 
-// Takes the next chunk in the order of the queue, or the opening of a file. A stretch whose file is
-// being opened, whose rehearsal ends, or whose next chunk must wait (`later` says that there is one), is
-// passed over with everything of its job after it, so that no chunk comes before it.
-bool Engine::TakeChunk(Stretch* taken, bool* open, bool* later) {
+// Takes the next chunk in the order of the queue, or what comes before it. A stretch whose file is being
+// opened, whose sources are being looked at, whose rehearsal ends, or whose next chunk must wait (`later`
+// says that there is one), is passed over with everything of its job after it, so that no chunk comes before
+// it.
+bool Engine::TakeTask(Stretch* taken, Task* task, bool* later) {
   std::vector<const SaveJob*> blocked;
   for (auto at = stretches_.begin(); at != stretches_.end(); ++at) {
     if (std::find(blocked.begin(), blocked.end(), at->job.get()) != blocked.end()) continue;
     const size_t chunks = at->batch->chunks().size();
     const bool waits = MustWait(*at);
     *later |= waits;
-    if (at->opening || (at->rehearsal && at->next == chunks) || waits) {
+    if (at->busy || (at->rehearsal && at->next == chunks) || waits) {
       blocked.push_back(at->job.get());
       continue;
     }
-    *open = at->opens;
-    if (at->opens) at->opening = true;
+    *task = NextOf(*at);
+    at->busy = *task != Task::kStage;
     *taken = *at;
-    if (!at->opens && ++at->next >= chunks && !at->rehearsal) {
+    if (!at->busy && ++at->next >= chunks && !at->rehearsal) {
       at->job->Done();
       stretches_.erase(at);
     }
@@ -65,32 +72,38 @@ bool Engine::TakeChunk(Stretch* taken, bool* open, bool* later) {
 
 void Engine::StageLoop() {
   NameThread("ds-stage");
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   ++staging_;
   while (true) {
     Stretch taken;
-    bool open = false, later = false;
-    if (!TakeChunk(&taken, &open, &later)) {
+    Task task = Task::kStage;
+    bool later = false;
+    if (!TakeTask(&taken, &task, &later)) {
       if (later) {
-        stage_wake_.wait_for(lock, kLook);
+        stage_wake_.WaitUntil(mutex_, Clock::now() + kLook);
       } else if (stop_staging_) {
         break;
       } else {
-        stage_wake_.wait(lock);
+        stage_wake_.Wait(mutex_);
       }
       continue;
     }
-    lock.unlock();
-    if (open) {
-      OpenFile(taken);
-    } else {
-      Stage(taken);
+    lock.Unlock();
+    switch (task) {
+      case Task::kOpen:
+        OpenFile(taken);
+        break;
+      case Task::kLook:
+        Look(taken);
+        break;
+      case Task::kStage:
+        Stage(taken);
     }
     taken = Stretch();
-    lock.lock();
+    lock.Lock();
   }
   --staging_;
-  ended_.notify_all();
+  ended_.NotifyAll();
 }
 
 void Engine::OpenFile(const Stretch& stretch) {
@@ -101,17 +114,36 @@ void Engine::OpenFile(const Stretch& stretch) {
   } catch (const std::exception& error) {
     stretch.job->Fail(Failure("open", "", 0, error.what()));
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (auto at = stretches_.begin(); at != stretches_.end(); ++at) {
-    if (at->batch != stretch.batch) continue;
-    at->opens = at->opening = false;
-    if (at->batch->chunks().empty()) {
-      at->job->Done();
-      stretches_.erase(at);
-    }
-    break;
+  const MutexLock lock(mutex_);
+  const auto at = Find(stretch);
+  at->opens = at->busy = false;
+  if (at->batch->chunks().empty()) {
+    at->job->Done();
+    stretches_.erase(at);
   }
-  stage_wake_.notify_all();
+  stage_wake_.NotifyAll();
+}
+
+void Engine::Look(const Stretch& stretch) {
+  if (stretch.job->BeginRead()) {
+    try {
+      stretch.job->Look(*stretch.batch);
+    } catch (const std::exception& error) {
+      stretch.job->Fail(Failure("look at sources", "", 0, error.what()));
+    }
+    stretch.job->EndRead();
+  }
+  const MutexLock lock(mutex_);
+  const auto at = Find(stretch);
+  at->looks = at->busy = false;
+  stage_wake_.NotifyAll();
+}
+
+// One that is busy is not taken from the queue by anybody else.
+std::deque<Engine::Stretch>::iterator Engine::Find(const Stretch& taken) {
+  return std::find_if(stretches_.begin(), stretches_.end(), [&](const Stretch& other) {
+    return other.batch == taken.batch && other.rehearsal == taken.rehearsal;
+  });
 }
 
 void Engine::EnterDevice(const SaveJob& job) {
@@ -152,10 +184,11 @@ void Engine::Stage(const Stretch& stretch) {
   SaveJob& job = *stretch.job;
   const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
   Slot slot;
-  bool device = false;
+  bool device = false, reads = false;
   try {
     slot = SlotFor(job, chunk);
-    if (slot) {
+    reads = slot && job.BeginRead();
+    if (reads) {
       EnterDevice(job);
       FillSlot(stretch, chunk, slot.data(), &device);
       if (!stretch.rehearsal) return PassOn(stretch, device, &slot);
@@ -169,6 +202,7 @@ void Engine::Stage(const Stretch& stretch) {
     job.Fail(Failure("stage", "", 0, error.what()));
   }
   if (device) AwaitDevice(job);
+  if (reads) job.EndRead();
   slot.Return();
   if (stretch.rehearsal) EndRehearsal(stretch);
   job.Done();
@@ -177,27 +211,28 @@ void Engine::Stage(const Stretch& stretch) {
 void Engine::PassOn(const Stretch& stretch, bool device, Slot* slot) {
   const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
   stretch.job->Staged(*stretch.batch, chunk);
-  if (!device) stretch.job->Copied(*stretch.batch, chunk);
+  if (!device) {
+    stretch.job->Copied(*stretch.batch, chunk);
+    stretch.job->EndRead();
+  }
   FilledChunk filled{stretch.job, stretch.batch, stretch.next, std::move(*slot)};
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   if (device) {
     in_flight_.push_back({std::move(filled), stretch.job->copier()->Enqueued()});
-    await_wake_.notify_one();
+    await_wake_.NotifyOne();
   } else {
     filled_.push_back(std::move(filled));
-    write_wake_.notify_one();
+    write_wake_.NotifyOne();
   }
 }
 
 void Engine::EndRehearsal(const Stretch& stretch) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto at = std::find_if(stretches_.begin(), stretches_.end(), [&](const Stretch& other) {
-    return other.rehearsal && other.batch == stretch.batch;
-  });
+  const MutexLock lock(mutex_);
+  const auto at = Find(stretch);
   if (++at->rehearsed < at->batch->chunks().size()) return;
   at->job->Done();
   stretches_.erase(at);
-  stage_wake_.notify_all();
+  stage_wake_.NotifyAll();
 }
 
 Slot Engine::SlotFor(SaveJob& job, const Batch::Chunk& chunk) {
@@ -223,31 +258,32 @@ void Engine::AwaitDevice(const SaveJob& job) {
 
 void Engine::AwaitLoop() {
   NameThread("ds-await");
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   ++awaiting_;
   while (true) {
     if (in_flight_.empty()) {
       if (stop_awaiting_) break;
-      await_wake_.wait(lock);
+      await_wake_.Wait(mutex_);
       continue;
     }
     CopiedChunk copied = std::move(in_flight_.front());
     in_flight_.pop_front();
-    lock.unlock();
+    lock.Unlock();
     const bool is_whole = Await(copied);
+    copied.filled.job->EndRead();
     if (!is_whole) copied.filled.slot.Return();
     if (!is_whole || !copied.filled.batch) copied.filled.job->Done();
-    lock.lock();
+    lock.Lock();
     if (is_whole && copied.filled.batch) {
       filled_.push_back(std::move(copied.filled));
-      write_wake_.notify_one();
+      write_wake_.NotifyOne();
     }
-    lock.unlock();
+    lock.Unlock();
     copied = CopiedChunk();
-    lock.lock();
+    lock.Lock();
   }
   --awaiting_;
-  ended_.notify_all();
+  ended_.NotifyAll();
 }
 
 // Whatever fails: the device must be done with the slot before anybody else gets it.
@@ -270,31 +306,31 @@ bool Engine::Await(const CopiedChunk& copied) {
 
 void Engine::WriteLoop() {
   NameThread("ds-write");
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   ++writing_;
   while (true) {
     if (!footers_.empty()) {  // first: one save is not to wait for all data of the next
       Footer footer = std::move(footers_.front());
       footers_.pop_front();
-      lock.unlock();
+      lock.Unlock();
       WriteFooter(footer);
       footer = Footer();
-      lock.lock();
+      lock.Lock();
     } else if (!filled_.empty()) {
       FilledChunk chunk = std::move(filled_.front());
       filled_.pop_front();
-      lock.unlock();
+      lock.Unlock();
       Write(std::move(chunk));
       chunk = FilledChunk();
-      lock.lock();
+      lock.Lock();
     } else if (stop_writing_) {
       break;
     } else {
-      write_wake_.wait(lock);
+      write_wake_.Wait(mutex_);
     }
   }
   --writing_;
-  ended_.notify_all();
+  ended_.NotifyAll();
 }
 
 void Engine::Write(FilledChunk filled) {

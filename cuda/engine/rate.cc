@@ -9,7 +9,7 @@ void RateLimit::Spend(uint64_t bytes, const std::function<bool()>& give_up) {
   if (bytes_per_second_ == 0) return;
   Clock::time_point due;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     const std::chrono::duration<double> cost(static_cast<double>(bytes) /
                                              static_cast<double>(bytes_per_second_));
     next_ = std::max(next_, Clock::now()) + std::chrono::duration_cast<Clock::duration>(cost);

@@ -4,9 +4,9 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 
 #include "common.h"
+#include "os/mutex.h"
 
 namespace datastates {
 
@@ -21,7 +21,7 @@ class RateLimit {
  private:
   using Clock = std::chrono::steady_clock;
   const uint64_t bytes_per_second_;
-  std::mutex mutex_;
+  Mutex mutex_;
   Clock::time_point next_ GUARDED_BY(mutex_) = Clock::now();
 };
 

@@ -39,7 +39,7 @@ ReadJob::ReadJob(std::shared_ptr<Reader> reader, ReadPlan plan, CuStream trainer
     }
     while (threads_.size() < threads) threads_.emplace_back(&ReadJob::Work, this);
   } catch (const std::system_error& error) {
-    std::unique_lock<std::mutex> lock(mutex_);
+    MutexLock lock(mutex_);
     working_ -= threads - threads_.size();
     // Those that there are do the work.
     if (threads_.empty()) throw Failure("start reader", "thread", error.code().value());
@@ -47,8 +47,12 @@ ReadJob::ReadJob(std::shared_ptr<Reader> reader, ReadPlan plan, CuStream trainer
 }
 
 bool ReadJob::Wait(double seconds) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  return ended_.wait_for(lock, std::chrono::duration<double>(seconds), [this] { return working_ == 0; });
+  const auto deadline = DeadlineAfter(seconds);
+  const MutexLock lock(mutex_);
+  while (working_ != 0) {
+    if (!ended_.WaitUntil(mutex_, deadline)) return working_ == 0;
+  }
+  return true;
 }
 
 void ReadJob::Close() {
@@ -58,7 +62,7 @@ void ReadJob::Close() {
 }
 
 ReadJob::Result ReadJob::result() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   Result result = result_;
   std::sort(result.bad_blocks.begin(), result.bad_blocks.end(), [](const BadBlock& a, const BadBlock& b) {
     return std::tie(a.file, a.block) < std::tie(b.file, b.block);
@@ -85,9 +89,9 @@ void ReadJob::Work() {
   } catch (const std::exception& error) {
     Fail(AsFailure(error));
   }
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   --working_;
-  ended_.notify_all();
+  ended_.NotifyAll();
 }
 
 void ReadJob::ReadWindows() {
@@ -121,7 +125,7 @@ void ReadJob::Open(size_t file, Opened* opened) {
   if (opened->file && opened->number == file) return;
   opened->file.reset();
   Source& source = sources_[file];
-  std::lock_guard<std::mutex> lock(source.mutex);
+  const MutexLock lock(source.mutex);
   opened->file = source.open.lock();
   if (!opened->file) {
     opened->file =
@@ -150,7 +154,7 @@ bool ReadJob::TakeSlot(std::deque<Lent>* lent) {
 bool ReadJob::Check(const ReadPlan::Window& window, uint64_t begin, uint64_t end, const uint8_t* data) {
   const std::vector<uint32_t>& checksums = plan_.files()[window.file].checksums;
   if (checksums.empty() || Crc32c(0, data, end - begin) == checksums[begin / kBlockBytes]) return true;
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   result_.bad_blocks.push_back({window.file, begin / kBlockBytes});
   return false;
 }
@@ -172,7 +176,7 @@ bool ReadJob::Deliver(const ReadPlan::Window& window, const uint8_t* data) {
     const uint8_t* const block = data + (at - window.begin);
     if (Check(window, at, end, block)) plan_.Deliver(window, at, end, block, copy);
   }
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   result_.bytes_read += window.end - window.begin;
   return device;
 }
@@ -184,7 +188,7 @@ void ReadJob::AwaitDevice() {
 
 void ReadJob::Fail(const Failure& failure) {
   stopped_ = true;
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   if (!result_.failure) result_.failure = failure;
 }
 

@@ -7,11 +7,9 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -20,6 +18,7 @@
 #include "device/copier.h"
 #include "engine/read_plan.h"
 #include "os/input_file.h"
+#include "os/mutex.h"
 #include "staging/pool.h"
 
 namespace datastates {
@@ -80,7 +79,7 @@ class ReadJob {
  private:
   // A file that some thread reads is open.
   struct Source {
-    std::mutex mutex;
+    Mutex mutex;
     std::weak_ptr<InputFile> open GUARDED_BY(mutex);
   };
   // The last file that a thread has read from.
@@ -109,8 +108,8 @@ class ReadJob {
   std::unique_ptr<Source[]> sources_;     // one a file
   std::atomic<size_t> next_{0};           // window
   std::atomic<bool> stopped_{false};
-  mutable std::mutex mutex_;
-  std::condition_variable ended_;
+  mutable Mutex mutex_;
+  CondVar ended_;
   Result result_ GUARDED_BY(mutex_);
   size_t working_ GUARDED_BY(mutex_) = 0;  // threads
   std::vector<std::thread> threads_;       // constant until Close

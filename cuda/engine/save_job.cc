@@ -20,7 +20,7 @@ SaveJob::SaveJob(std::string path, bool direct, bool checksums, std::shared_ptr<
 
 bool SaveJob::Reached(Milestone milestone) const {
   if (milestone == Milestone::kReleased) return tasks_ == 0;
-  if (failure_) return true;
+  if (failure_) return milestone != Milestone::kCopied || reads_ == 0;
   switch (milestone) {
     case Milestone::kEager:
       return eager_left_ == 0;
@@ -37,30 +37,32 @@ bool SaveJob::Reached(Milestone milestone) const {
 
 bool SaveJob::Wait(Milestone milestone, double seconds) {
   if (!home_.IsHere()) return true;
-  std::unique_lock<std::mutex> lock(mutex_);
-  const auto deadline =
-      Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
-  return changed_.wait_until(lock, deadline, [&] { return Reached(milestone); });
+  MutexLock lock(mutex_);
+  const auto deadline = DeadlineAfter(seconds);
+  while (!Reached(milestone)) {
+    if (!changed_.WaitUntil(mutex_, deadline)) return Reached(milestone);
+  }
+  return true;
 }
 
 void SaveJob::Fail(const Failure& failure) {
   if (!home_.IsHere()) return;
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   if (durable_) return;  // too late to harm it
   if (!failure_) failure_ = failure;
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 void SaveJob::Cancel(const std::string& reason) {
   if (!home_.IsHere()) return;
   Fail(Failure("cancelled", "", 0, reason));
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   status_.cancelled = true;
 }
 
 bool SaveJob::failed() const {
   if (!home_.IsHere()) return true;
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   return failure_.has_value();
 }
 
@@ -70,7 +72,7 @@ SaveJob::Status SaveJob::status() const {
     status.failure = Failure(kOfTheParent, "", 0);
     return status;
   }
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   status = status_;
   status.failure = failure_;
   if (file_ != nullptr) status.direct = file_->direct();
@@ -89,7 +91,7 @@ void SaveJob::HoldBack(CuStream trainer) {
     hold.begin = record();
     copier_->HoldBack(trainer);
     hold.end = record();
-    std::lock_guard<std::mutex> lock(holding_);
+    const MutexLock lock(holding_);
     holds_.push_back(std::move(hold));
   } catch (const Failure& failure) {
     Fail(failure);  // an exception is not for the trainer; what it does next may tear the copies
@@ -100,7 +102,7 @@ double SaveJob::StreamWaited() {
   if (!home_.IsHere() || !copier_) return 0;
   const ContextScope scope(*copier_->driver(), copier_->context());
   const RelaxedCapture relaxed(*copier_->driver());
-  std::lock_guard<std::mutex> lock(holding_);
+  const MutexLock lock(holding_);
   try {
     while (!holds_.empty() && copier_->driver()->Done(holds_.front().end->get())) {
       const auto& [begin, end] = holds_.front();
@@ -124,8 +126,21 @@ bool SaveJob::TakeSamples(const Batch& batch, std::shared_ptr<uint8_t> device_me
   return device;
 }
 
+bool SaveJob::BeginRead() {
+  const MutexLock lock(mutex_);
+  if (failure_) return false;
+  ++reads_;
+  return true;
+}
+
+void SaveJob::EndRead() {
+  const MutexLock lock(mutex_);
+  --reads_;
+  changed_.NotifyAll();
+}
+
 void SaveJob::PlanRehearsal(const Batch& batch) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   const size_t chunks = batch.chunks().size();
   rehearsed_.resize(chunks);
   eager_left_ += chunks;
@@ -133,24 +148,31 @@ void SaveJob::PlanRehearsal(const Batch& batch) {
 }
 
 void SaveJob::Rehearsed(size_t chunk, uint32_t crc) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   rehearsed_[chunk] = crc;
   --eager_left_;
-  changed_.notify_all();
+  changed_.NotifyAll();
+}
+
+void SaveJob::Look(const Batch& batch) {
+  if (!tripwire_) return;
+  tripwire_->Look(batch, [this] { return failed(); });
+  const MutexLock lock(mutex_);
+  status_.looked_at = Elapsed();
 }
 
 bool SaveJob::Verify(const Batch& batch, size_t number, const uint8_t* staged) {
   if (!batch.fenced()) return true;
   const Batch::Chunk& chunk = batch.chunks()[number];
   if (tripwire_) {
-    if (const auto offset = tripwire_->FindChange(batch, chunk, staged)) {
-      Torn(*offset, 1);
+    if (const auto change = tripwire_->FindChange(batch, number, staged)) {
+      Torn(change->offset, change->bytes);
       return false;
     }
   }
   std::optional<uint32_t> crc;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!rehearsed_.empty()) crc = rehearsed_[number];
   }
   if (!crc || *crc == Crc32c(0, staged, chunk.bytes)) return true;
@@ -159,18 +181,18 @@ bool SaveJob::Verify(const Batch& batch, size_t number, const uint8_t* staged) {
 }
 
 void SaveJob::Torn(uint64_t offset, uint64_t bytes) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   if (failure_) return;
   failure_ = FileFailure("stage", path_, 0,
                          "the source of offset " + std::to_string(offset) +
                              " changed before its copy was done, so the copy mixes two states");
   status_.torn_at = offset;
   status_.torn_bytes = bytes;
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 void SaveJob::Plan(const Batch& batch) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   for (const Batch::Chunk& chunk : batch.chunks()) {
     eager_left_ += chunk.eager;
     status_.bytes_planned += chunk.bytes;
@@ -186,54 +208,54 @@ void SaveJob::Plan(const Batch& batch) {
 
 void SaveJob::CloseInput() {
   if (!home_.IsHere()) return;
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   input_closed_ = true;
   if (written_left_ == 0) status_.written_at = Elapsed();
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 void SaveJob::Begin() {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   ++tasks_;
 }
 
 void SaveJob::Done() {
   std::optional<Tripwire> dropped;  // behind the lock
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   if (--tasks_ == 0) dropped.swap(tripwire_);  // its fenced chunks have been verified, or will not be
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 void SaveJob::Open(uint64_t reserve_bytes, WriteBackend* backend, Faults* faults) {
   auto file = std::make_unique<DataFile>(path_, direct_, backend, faults);
   DataFile* const opened = file.get();
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     file_ = std::move(file);  // kept from here on, so that Remove finds it if reserving fails
   }
   opened->Reserve(reserve_bytes);
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   status_.reserved_at = Elapsed();
 }
 
 void SaveJob::Staged(const Batch& batch, const Batch::Chunk& chunk) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   if (chunk.eager) --eager_left_;
   if (batch.fenced()) --staged_left_;
   if (staged_left_ == 0 && status_.staged_at < 0) status_.staged_at = Elapsed();
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 void SaveJob::Copied(const Batch& batch, const Batch::Chunk& chunk) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   if (batch.fenced()) --copied_left_;
   status_.bytes_copied += chunk.bytes;
   if (copied_left_ == 0 && status_.copied_at < 0) status_.copied_at = Elapsed();
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 DataFile* SaveJob::file() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   return file_.get();
 }
 
@@ -248,18 +270,18 @@ void SaveJob::Written(const Batch::Chunk& chunk, const uint8_t* data) {
   DataFile* const open = file();
   if (open == nullptr) throw FileFailure("write", path_, 0, "the file is closed");
   open->WriteAt(data, chunk.bytes, chunk.offset);
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   pieces_.insert(pieces_.end(), pieces.begin(), pieces.end());
   status_.bytes_written += chunk.bytes;
   if (--written_left_ == 0 && input_closed_) status_.written_at = Elapsed();
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 std::vector<uint32_t> SaveJob::BlockChecksums() const {
   if (!home_.IsHere()) throw FileFailure("collect checksums", path_, 0, kOfTheParent);
   std::vector<Piece> pieces;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     pieces = pieces_;
   }
   std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.offset < b.offset; });
@@ -289,17 +311,17 @@ void SaveJob::WriteFooter(const uint8_t* data, uint64_t bytes, uint64_t offset) 
   open->Truncate(offset + bytes);
   open->Sync();
   std::unique_ptr<DataFile> closed;  // behind the lock: closing may take long
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   if (failure_) return;  // cancelled meanwhile: whoever did so must not find it durable
   durable_ = true;
   status_.durable_at = Elapsed();
   status_.direct = file_->direct();
   closed = std::move(file_);
-  changed_.notify_all();
+  changed_.NotifyAll();
 }
 
 void SaveJob::SlotWait(double seconds, double of_it_growing) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   status_.waited_for_slots += seconds;
   status_.waited_for_memory += of_it_growing;
 }
@@ -308,7 +330,7 @@ void SaveJob::Remove() {
   if (!home_.IsHere()) return;
   std::unique_ptr<DataFile> closed;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     if (file_ == nullptr && !durable_) return;  // never made, or removed before
     closed = std::move(file_);
   }

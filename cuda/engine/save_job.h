@@ -5,9 +5,7 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -17,14 +15,16 @@
 #include "engine/block.h"
 #include "engine/tripwire.h"
 #include "os/data_file.h"
+#include "os/mutex.h"
 
 namespace datastates {
 
-// What a wait can be for. Every wait also ends when the job fails, but kReleased.
+// What a wait can be for. When the job fails, every wait ends: that for kCopied once nothing reads a source
+// any more, that for kReleased as ever, the others at once.
 enum class Milestone {
   kEager,     // samples and eager chunks are enqueued: on the device's stream, or copied from host memory
   kStaged,    // fenced chunks are enqueued, likewise
-  kCopied,    // no fenced source will be read any more
+  kCopied,    // no fenced source will be read any more: it may be freed, or unmapped
   kWritten,   // the input is closed and every chunk is in the file
   kDurable,   // the footer is written and the file and its directories are synced
   kReleased,  // nothing of this job is queued or running, no source is read, no slot is held
@@ -40,7 +40,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
     bool direct = false;
     uint64_t bytes_planned = 0, bytes_copied = 0, bytes_written = 0;
     // Seconds since the job began; negative while it has not happened.
-    double reserved_at = -1, staged_at = -1, copied_at = -1, written_at = -1, durable_at = -1;
+    double reserved_at = -1, looked_at = -1, staged_at = -1, copied_at = -1, written_at = -1, durable_at = -1;
     double waited_for_slots = 0;   // of all staging threads together
     double waited_for_memory = 0;  // the part of it in which the pool was still being made
     // Where in the file a source changed before its copy was done; torn_bytes is 0 if none did.
@@ -70,9 +70,17 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   // the job. Before anything of the batch is queued.
   bool TakeSamples(const Batch& batch, std::shared_ptr<uint8_t> device_memory);
 
+  // Around every time in which a source is read, on the host or by copies that are enqueued. No reading
+  // begins once the job has failed: false says so, and EndRead is not called then.
+  bool BeginRead();
+  void EndRead();
+
   // Used by the engine's workers.
   void PlanRehearsal(const Batch& batch);
   void Rehearsed(size_t chunk, uint32_t crc);  // the checksum of that chunk, copied before any change
+  // The tripwire's second look at what is in host memory, if there is a tripwire. Before the first chunk that
+  // is not eager is copied, so that nothing has changed for a good reason.
+  void Look(const Batch& batch);
   // Whether the fenced chunk was staged as it was when the save began, as far as samples and rehearsal can
   // tell. If not, the job fails.
   bool Verify(const Batch& batch, size_t chunk, const uint8_t* staged);
@@ -105,7 +113,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
 
   void Torn(uint64_t offset, uint64_t bytes);
   double Elapsed() const { return std::chrono::duration<double>(Clock::now() - born_).count(); }
-  bool Reached(Milestone milestone) const;  // under mutex_
+  bool Reached(Milestone milestone) const REQUIRES(mutex_);
   DataFile* file() const;
 
   const HomeProcess home_;
@@ -114,14 +122,15 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   const bool checksums_;
   const std::shared_ptr<DeviceCopier> copier_;
   const Clock::time_point born_ = Clock::now();
-  std::optional<Tripwire> tripwire_;  // constant from TakeSamples until nothing of the job is queued
+  // From TakeSamples until nothing of the job is queued; constant but for Look, which comes before every
+  // chunk that it looks at.
+  std::optional<Tripwire> tripwire_;
 
-  std::mutex
-      holding_;  // apart from mutex_, under which the driver, which may make its caller wait, is not called
+  Mutex holding_;  // apart from mutex_, under which the driver, which may make its caller wait, is not called
   std::vector<Hold> holds_ GUARDED_BY(holding_);
   double stream_waited_ GUARDED_BY(holding_) = 0;
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  mutable Mutex mutex_;
+  CondVar changed_;
   std::unique_ptr<DataFile> file_ GUARDED_BY(mutex_);  // the file itself is thread-safe
   std::optional<Failure> failure_ GUARDED_BY(mutex_);
   Status status_ GUARDED_BY(mutex_);
@@ -131,6 +140,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   size_t staged_left_ GUARDED_BY(mutex_) = 0;
   size_t copied_left_ GUARDED_BY(mutex_) = 0;
   size_t written_left_ GUARDED_BY(mutex_) = 0;
+  size_t reads_ GUARDED_BY(mutex_) = 0;  // begun and not ended
   size_t tasks_ GUARDED_BY(mutex_) = 0;  // queued or running in the engine, failed or not
   bool input_closed_ GUARDED_BY(mutex_) = false;
   bool durable_ GUARDED_BY(mutex_) = false;

@@ -3,21 +3,65 @@
 #include <algorithm>
 #include <cstring>
 
+#include "engine/crc32c.h"
+
 namespace datastates {
+namespace {
+
+// A checksum of all that the second look sees of a chunk: at the sources, or at `staged` if that is not null.
+uint32_t LookAt(const Batch& batch, const Batch::Chunk& chunk, const uint8_t* staged) {
+  uint32_t crc = 0;
+  const uint64_t end = chunk.offset + chunk.bytes;
+  for (size_t i = chunk.first_run; i < batch.runs().size() && batch.runs()[i].offset < end; ++i) {
+    const Run& run = batch.runs()[i];
+    if (run.eager || run.device) continue;
+    const uint64_t to = std::min(run.offset + run.bytes, end);
+    for (uint64_t from = std::max(run.offset, chunk.offset); from < to; from += Tripwire::kLookBytes) {
+      const Sample place = SampleIn(run, from, std::min(from + Tripwire::kLookBytes, to), batch.seed());
+      crc = Crc32c(crc,
+                   staged == nullptr ? reinterpret_cast<const uint8_t*>(place.source)
+                                     : staged + (place.offset - chunk.offset),
+                   place.bytes);
+    }
+  }
+  return crc;
+}
+
+}  // namespace
 
 void Tripwire::Take(const Batch& batch, DeviceCopier* copier, std::shared_ptr<uint8_t> device_memory) {
   device_ = std::move(device_memory);
-  host_.reset(new uint8_t[batch.samples().size() * kSampleBytes]);
+  const Samples& samples = batch.samples();
+  host_.reset(new uint8_t[samples.host * kSampleBytes]);
   std::vector<DeviceCopier::Piece> pieces;
-  for (const Sample& sample : batch.samples()) {
+  auto grid = samples.grids.begin();
+  uint32_t after_grid = 0;  // the first place that no grid so far has
+  for (const Sample& sample : samples.all) {
     if (!sample.device) {
       std::memcpy(&host_[sample.place * kSampleBytes], reinterpret_cast<const void*>(sample.source),
                   sample.bytes);
-    } else if (device_) {
+    } else if (grid != samples.grids.end() && grid->place == sample.place) {
+      after_grid = grid->place + grid++->rows;
+    } else if (device_ && sample.place >= after_grid) {
       pieces.push_back({device_.get() + sample.place * kSampleBytes, sample.source, sample.bytes});
     }
   }
+  if (!device_) return;
   if (!pieces.empty()) copier->CopyAtOnce(pieces);
+  for (const Grid& rows : samples.grids) {
+    copier->CopyRowsAtOnce(device_.get() + rows.place * kSampleBytes, rows.source, kSampleBytes,
+                           rows.step_bytes, rows.rows);
+  }
+}
+
+void Tripwire::Look(const Batch& batch, const std::function<bool()>& give_up) {
+  std::vector<uint32_t> looks;
+  looks.reserve(batch.chunks().size());
+  for (const Batch::Chunk& chunk : batch.chunks()) {
+    if (give_up()) return;
+    looks.push_back(chunk.eager ? 0 : LookAt(batch, chunk, nullptr));
+  }
+  looks_ = std::move(looks);
 }
 
 const uint8_t* Tripwire::Kept(const Sample& sample) const {
@@ -25,9 +69,10 @@ const uint8_t* Tripwire::Kept(const Sample& sample) const {
   return memory == nullptr ? nullptr : memory + sample.place * kSampleBytes;
 }
 
-std::optional<uint64_t> Tripwire::FindChange(const Batch& batch, const Batch::Chunk& chunk,
-                                             const uint8_t* staged) const {
-  const auto& samples = batch.samples();
+std::optional<Tripwire::Change> Tripwire::FindChange(const Batch& batch, size_t number,
+                                                     const uint8_t* staged) const {
+  const auto& samples = batch.samples().all;
+  const Batch::Chunk& chunk = batch.chunks()[number];
   const uint64_t end = chunk.offset + chunk.bytes;
   // A sample may lie across the border of two chunks: each is compared with its part.
   auto sample = std::partition_point(samples.begin(), samples.end(),
@@ -38,10 +83,11 @@ std::optional<uint64_t> Tripwire::FindChange(const Batch& batch, const Batch::Ch
     const uint64_t bytes = std::min(sample->offset + sample->bytes, end) - from;
     if (kept != nullptr &&
         std::memcmp(kept + (from - sample->offset), staged + (from - chunk.offset), bytes) != 0) {
-      return sample->offset;
+      return Change{sample->offset, 1};
     }
   }
-  return std::nullopt;
+  if (looks_.empty() || chunk.eager || looks_[number] == LookAt(batch, chunk, staged)) return std::nullopt;
+  return Change{chunk.offset, chunk.bytes};
 }
 
 }  // namespace datastates

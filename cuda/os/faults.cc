@@ -43,7 +43,7 @@ Faults::Effect Faults::Count(const char* operation) {
   if (entries_.empty()) return effect;
   long call;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     call = ++calls_[operation];
   }
   for (const Entry& entry : entries_) {

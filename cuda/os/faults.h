@@ -3,11 +3,11 @@
 #pragma once
 
 #include <map>
-#include <mutex>
 #include <string>
 #include <vector>
 
 #include "common.h"
+#include "os/mutex.h"
 
 namespace datastates {
 
@@ -36,7 +36,7 @@ class Faults {
     std::string effect;
   };
   std::vector<Entry> entries_;  // constant after construction
-  std::mutex mutex_;
+  Mutex mutex_;
   std::map<std::string, long> calls_ GUARDED_BY(mutex_);
 };
 

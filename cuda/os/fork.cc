@@ -3,30 +3,35 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#include <mutex>
 #include <set>
 
 #include "common.h"
+#include "os/mutex.h"
 
 namespace datastates {
 namespace {
 
 // Leaked on purpose: atfork handlers may run while statics are being destroyed.
 struct Registry {
-  std::mutex mutex;
+  Mutex mutex;
   std::set<int> descriptors GUARDED_BY(mutex);
 };
+
+Registry& TheRegistry();
+
+// The lock is held across the fork, so that the child never inherits it held by another thread.
+void BeforeFork() NO_THREAD_SAFETY_ANALYSIS { TheRegistry().mutex.Lock(); }
+void InParent() NO_THREAD_SAFETY_ANALYSIS { TheRegistry().mutex.Unlock(); }
+void InChild() NO_THREAD_SAFETY_ANALYSIS {
+  for (int fd : TheRegistry().descriptors) close(fd);
+  TheRegistry().descriptors.clear();
+  TheRegistry().mutex.Unlock();
+}
 
 Registry& TheRegistry() {
   static Registry* registry = [] {
     auto* made = new Registry;
-    // The lock is taken around the fork, so that the child never inherits it held by another thread.
-    pthread_atfork([] { TheRegistry().mutex.lock(); }, [] { TheRegistry().mutex.unlock(); },
-                   [] {
-                     for (int fd : TheRegistry().descriptors) close(fd);
-                     TheRegistry().descriptors.clear();
-                     TheRegistry().mutex.unlock();
-                   });
+    pthread_atfork(BeforeFork, InParent, InChild);
     return made;
   }();
   return *registry;
@@ -35,12 +40,12 @@ Registry& TheRegistry() {
 }  // namespace
 
 void CloseInForkedChild(int fd) {
-  std::lock_guard<std::mutex> lock(TheRegistry().mutex);
+  const MutexLock lock(TheRegistry().mutex);
   TheRegistry().descriptors.insert(fd);
 }
 
 void ForgetDescriptor(int fd) {
-  std::lock_guard<std::mutex> lock(TheRegistry().mutex);
+  const MutexLock lock(TheRegistry().mutex);
   TheRegistry().descriptors.erase(fd);
 }
 

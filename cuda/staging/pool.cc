@@ -35,11 +35,11 @@ SlotPool::SlotPool(size_t slot_bytes, size_t most_slots)
 SlotPool::~SlotPool() {
   std::vector<std::thread> threads;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     stop_ = true;
     threads.swap(threads_);
   }
-  wake_.notify_all();
+  wake_.NotifyAll();
   for (std::thread& thread : threads) thread.join();
   for (const Segment& segment : segments_) {
     if (!segment.locked_by) continue;
@@ -49,14 +49,14 @@ SlotPool::~SlotPool() {
 }
 
 void SlotPool::Grow(size_t slots) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   wanted_ = std::max(wanted_, std::min(slots, most_slots_));
   if (wanted_ > made_) trouble_.clear();  // memory may be there by now
   StartThreads();
 }
 
 void SlotPool::Register(std::shared_ptr<Driver> driver, CuContext context, const NumaNode& node) {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   driver_ = std::move(driver);
   context_ = context;
   node_ = node;
@@ -76,17 +76,17 @@ void SlotPool::StartThreads() {
   } catch (const std::system_error&) {
     if (threads_.empty()) throw;  // else those that there are do the work
   }
-  wake_.notify_all();
+  wake_.NotifyAll();
 }
 
 Slot SlotPool::Acquire(const std::function<bool()>& give_up, double* growing_seconds) {
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   while (idle_.empty()) {
     if (give_up()) return Slot();
     if (made_ + making_ == 0 && !trouble_.empty()) throw Failure("make staging slots", "", 0, trouble_);
     const bool is_growing = IsGrowing();
     const auto before = std::chrono::steady_clock::now();
-    free_.wait_for(lock, std::chrono::milliseconds(100));
+    free_.WaitUntil(mutex_, before + std::chrono::milliseconds(100));
     if (!is_growing || growing_seconds == nullptr) continue;
     *growing_seconds += std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count();
   }
@@ -96,7 +96,7 @@ Slot SlotPool::Acquire(const std::function<bool()>& give_up, double* growing_sec
 }
 
 SlotPool::Facts SlotPool::facts() const {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   Facts facts;
   facts.slots = made_;
   facts.idle = idle_.size();
@@ -109,54 +109,56 @@ SlotPool::Facts SlotPool::facts() const {
 }
 
 void SlotPool::Return(uint8_t* data) noexcept {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   idle_.push_back(data);
-  free_.notify_all();
+  free_.NotifyAll();
 }
 
 void SlotPool::Work() {
   NameThread("ds-pool");
-  std::unique_lock<std::mutex> lock(mutex_);
+  MutexLock lock(mutex_);
   while (!stop_) {
     if (Segment* const unlocked = FindUnlocked()) {
-      PageLock(unlocked, &lock);
+      PageLock(unlocked);
     } else if (made_ + making_ < wanted_ && trouble_.empty()) {
-      AddSegment(&lock);
+      AddSegment();
     } else {
-      wake_.wait(lock);
+      wake_.Wait(mutex_);
     }
   }
 }
 
 SlotPool::Segment* SlotPool::FindUnlocked() {
-  const auto found = std::find_if(segments_.begin(), segments_.end(), [this](const Segment& segment) {
-    return !segment.locked_by && !segment.busy && segment.registration != registration_;
+  const uint64_t now = registration_;
+  const auto found = std::find_if(segments_.begin(), segments_.end(), [now](const Segment& segment) {
+    return !segment.locked_by && !segment.busy && segment.registration != now;
   });
   return found == segments_.end() ? nullptr : &*found;
 }
 
-void SlotPool::AddSegment(std::unique_lock<std::mutex>* lock) {
+void SlotPool::AddSegment() {
   const size_t slots = std::min(slots_in_segment_, wanted_ - made_ - making_);
   const NumaNode node = node_;
   Segment segment;
   making_ += slots;
-  lock->unlock();
   std::string trouble;
-  try {
-    segment.mapping = std::make_unique<PrivateMapping>(slots * slot_bytes_);
-    BindMemory(segment.mapping->data(), segment.mapping->bytes(), node);
-    segment.mapping->Prefault();
-  } catch (const std::exception& error) {
-    trouble = error.what();
+  {
+    const MutexUnlock unlocked(mutex_);
+    try {
+      segment.mapping = std::make_unique<PrivateMapping>(slots * slot_bytes_);
+      BindMemory(segment.mapping->data(), segment.mapping->bytes(), node);
+      segment.mapping->Prefault();
+    } catch (const std::exception& error) {
+      trouble = error.what();
+    }
   }
   segment.node = node.number;
-  lock->lock();
   // Before a slot of it is lent: a copy into memory that is not page-locked makes its caller wait.
   while (trouble.empty() && !stop_ && !segment.locked_by && segment.registration != registration_) {
-    PageLock(&segment, lock);
+    PageLock(&segment);
   }
   making_ -= slots;
-  free_.notify_all();
+  free_.NotifyAll();
   if (!trouble.empty()) {
     trouble_ = trouble;
     return;
@@ -166,24 +168,25 @@ void SlotPool::AddSegment(std::unique_lock<std::mutex>* lock) {
   made_ += slots;
 }
 
-void SlotPool::PageLock(Segment* segment, std::unique_lock<std::mutex>* lock) {
+void SlotPool::PageLock(Segment* segment) {
   const auto driver = driver_;
   const CuContext context = context_;
   const NumaNode node = node_;
   segment->registration = registration_;
   segment->busy = true;
-  lock->unlock();
   std::string trouble;
-  try {
-    // What was made before the node was known moves; a device could not find it elsewhere later.
-    if (segment->node != node.number) BindMemory(segment->mapping->data(), segment->mapping->bytes(), node);
-    driver->SetContext(context);
-    driver->RelaxCapture();
-    driver->RegisterHost(segment->mapping->data(), segment->mapping->bytes());
-  } catch (const Failure& failure) {
-    trouble = failure.what();
+  {
+    const MutexUnlock unlocked(mutex_);
+    try {
+      // What was made before the node was known moves; a device could not find it elsewhere later.
+      if (segment->node != node.number) BindMemory(segment->mapping->data(), segment->mapping->bytes(), node);
+      driver->SetContext(context);
+      driver->RelaxCapture();
+      driver->RegisterHost(segment->mapping->data(), segment->mapping->bytes());
+    } catch (const Failure& failure) {
+      trouble = failure.what();
+    }
   }
-  lock->lock();
   segment->busy = false;
   segment->node = node.number;
   if (trouble.empty()) {

@@ -22,18 +22,17 @@
 // A writer held up by one file's disk delays the chunks after it, for no longer than that write.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "device/driver.h"
 #include "os/aligned.h"
+#include "os/mutex.h"
 #include "os/numa.h"
 
 namespace datastates {
@@ -98,21 +97,19 @@ class SlotPool {
 
   void Return(uint8_t* data) noexcept;
   void Work();
-  void StartThreads();      // under mutex_; as many as have something to do
-  Segment* FindUnlocked();  // under mutex_; one to be page-locked, if there is one
-  bool IsGrowing() const {  // under mutex_
-    return making_ != 0 || (made_ < wanted_ && trouble_.empty());
-  }
-  // Both let go of the lock while they work.
-  void AddSegment(std::unique_lock<std::mutex>* lock);
-  void PageLock(Segment* segment, std::unique_lock<std::mutex>* lock);
+  void StartThreads() REQUIRES(mutex_);      // as many as have something to do
+  Segment* FindUnlocked() REQUIRES(mutex_);  // one to be page-locked, if there is one
+  bool IsGrowing() const REQUIRES(mutex_) { return making_ != 0 || (made_ < wanted_ && trouble_.empty()); }
+  // Both release the mutex while they work, and take it again.
+  void AddSegment() REQUIRES(mutex_);
+  void PageLock(Segment* segment) REQUIRES(mutex_);
 
   const size_t slot_bytes_;
   const size_t most_slots_;
   const size_t slots_in_segment_;
-  mutable std::mutex mutex_;
-  std::condition_variable wake_;  // the background threads have something to do, or stop
-  std::condition_variable free_;  // a slot came back or was made, or making one failed
+  mutable Mutex mutex_;
+  CondVar wake_;  // the background threads have something to do, or stop
+  CondVar free_;  // a slot came back or was made, or making one failed
   std::vector<uint8_t*> idle_ GUARDED_BY(mutex_);
   std::deque<Segment> segments_ GUARDED_BY(mutex_);  // only added to, so that one stays where it is
   // Slots: in segments_, in segments that are being made, asked for. Invariant: made_ + making_ <= wanted_.

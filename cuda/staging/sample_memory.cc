@@ -13,7 +13,7 @@ SampleMemory::~SampleMemory() {
 std::shared_ptr<uint8_t> SampleMemory::Borrow() {
   Block block;
   {
-    std::lock_guard<std::mutex> lock(mutex_);
+    const MutexLock lock(mutex_);
     if (!idle_.empty()) {
       block = std::move(idle_.back());
       idle_.pop_back();
@@ -38,7 +38,7 @@ SampleMemory::Block SampleMemory::Make() const {
 }
 
 void SampleMemory::Return(Block block) noexcept {
-  std::lock_guard<std::mutex> lock(mutex_);
+  const MutexLock lock(mutex_);
   idle_.push_back(std::move(block));
 }
 

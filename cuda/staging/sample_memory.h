@@ -4,11 +4,11 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "device/driver.h"
 #include "os/aligned.h"
+#include "os/mutex.h"
 
 namespace datastates {
 
@@ -30,7 +30,7 @@ class SampleMemory : public std::enable_shared_from_this<SampleMemory> {
   const std::shared_ptr<Driver> driver_;
   const CuContext context_;
   const size_t block_bytes_;
-  std::mutex mutex_;
+  Mutex mutex_;
   std::vector<Block> idle_ GUARDED_BY(mutex_);
 };
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import io
 import sys
+from typing import Annotated
+
+import typer
 
 from megatron_datastates.cli import (  # they add themselves
     cat,
@@ -30,15 +33,24 @@ def _describe() -> None:
 
 
 @app.command("options")
-def list_options() -> None:
+def list_options(
+    *, markdown: Annotated[bool, typer.Option("--markdown", help="Print a table in Markdown.")] = False
+) -> None:
     """List the --datastates-* options of training runs.
 
     Example: datastates options
     """
+    if markdown:
+        print("| option | |\n|---|---|")
     for name, spec in Options.specs().items():
-        print(f"--datastates-{name.replace('_', '-')} {spec.metavar}")
-        print(f"    {spec.help.replace('%%', '%')}")
-    print(f"Each has a twin in the environment: {ENVIRONMENT_PREFIX}SLOT_SIZE=8MiB, and so on.")
+        flag, text = f"--datastates-{name.replace('_', '-')}", spec.help.replace("%%", "%")
+        if markdown:
+            values = spec.metavar.replace("|", " \\| ")
+            print(f"| `{flag}`<br>{values} | {text[0].upper()}{text[1:]}. |")
+        else:
+            print(f"{flag} {spec.metavar}\n    {text}")
+    if not markdown:
+        print(f"Each has a twin in the environment: {ENVIRONMENT_PREFIX}SLOT_SIZE=8MiB, and so on.")
 
 
 def main() -> None:

@@ -51,6 +51,7 @@ class Engine:
         tripwire: bool = True,
         paranoid: bool = False,
         sysfs: str = "/sys",
+        sample_seed: int = 0,
     ) -> None: ...
     def start(
         self,

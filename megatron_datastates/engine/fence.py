@@ -1,12 +1,14 @@
-"""The fence: the wait before the first mutation.
+"""The fence: the wait before the first mutation, and before memory is given up.
 
 Every save that reads live memory stands here until its copies are safe. Whoever is about to change
-that memory calls `fence` first; see mcore/fences.py for who does.
+that memory calls `wait` first; whoever is about to free or unmap it calls `wait_until_unread`. See
+mcore/fences.py for who does.
 """
 
 from __future__ import annotations
 
 import os
+import weakref
 from typing import Protocol
 
 
@@ -26,11 +28,28 @@ class Fenced(Protocol):
         ...
 
 
+class Reader(Protocol):
+    """A save whose copies may not be over, whether it stands at the fence or not."""
+
+    def reads(self, storage: int) -> bool:
+        """Whether it may still read there. `storage` is an UntypedStorage's `_cdata`."""
+        ...
+
+    def await_copies(self) -> None:
+        """Returns when it reads nothing of the trainer's any more. Never raises."""
+        ...
+
+
 class Fence:
-    """The saves of this process that must be waited for. Used by the trainer's thread alone."""
+    """The saves of this process that must be waited for.
+
+    Used by the trainer's thread alone, and by those that work for it while it waits (autograd's).
+    """
 
     def __init__(self) -> None:
         self._standing: list[Fenced] = []
+        # Cheap to ask whether there are any. A save that is over is also dropped, not only discarded.
+        self.readers: list[weakref.ref[Reader]] = []
 
     def add(self, save: Fenced) -> None:
         self._standing.append(save)
@@ -46,6 +65,24 @@ class Fence:
             if self._standing:
                 self._standing.pop(0).fence(reason)
 
+    def add_reader(self, save: Reader) -> None:
+        self.readers.append(weakref.ref(save, self.readers.remove))
+
+    def discard_reader(self, save: Reader) -> None:
+        """Its copies are over."""
+        if (reference := weakref.ref(save)) in self.readers:
+            self.readers.remove(reference)
+
+    def wait_until_unread(self, storage: int | None = None) -> None:
+        """Returns when no save reads that storage any more (an UntypedStorage's `_cdata`), or any at all.
+
+        What `wait` leaves to the order of streams is over then, too: memory may be freed, or unmapped.
+        """
+        for reference in list(self.readers):
+            save = reference()
+            if save is not None and (storage is None or save.reads(storage)):
+                save.await_copies()
+
     def witness_mutation(self, reason: str) -> None:
         """Something has changed already: a save that still stands here may have copied both old and new."""
         for _ in range(len(self._standing)):
@@ -60,6 +97,7 @@ class Fence:
     def forget(self) -> None:
         """In a forked child, whose copies of the saves nobody works on."""
         self._standing.clear()
+        self.readers.clear()
 
 
 FENCE = Fence()

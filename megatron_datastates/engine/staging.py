@@ -47,6 +47,7 @@ class StagingEngine:
                 tripwire=options.tripwire,
                 paranoid=options.paranoid,
                 sysfs=options.sysfs,
+                sample_seed=options.sample_seed,
             )
 
     def begin(
@@ -198,6 +199,7 @@ class FileSave:
         self._job = job
         self._on_device = on_device
         self._sources: list[object] | None = keep
+        self._storages: set[int | None] | None = None  # the same by their addresses, once asked for
         self._objects: list[object] = []
         self.path = path
         self.layout = layout
@@ -215,7 +217,11 @@ class FileSave:
             self._job.hold_back(_current_stream())
 
     def await_copies(self, seconds: float) -> None:
-        """Returns when nothing of the trainer's is read any more. After `seconds` the save fails instead."""
+        """Returns when nothing of the trainer's is read any more: it may be freed, or unmapped.
+
+        After `seconds` the save fails, and this returns as soon as the copies that are under way are over: a
+        device or a disk that is slow is not a reason to take memory away from under a copy.
+        """
         self.allow_lazy_copies()
         deadline = time.monotonic() + seconds
         while not self._job.wait(native.Milestone.COPIED, _SLICE_SECONDS):
@@ -253,14 +259,17 @@ class FileSave:
 
     def sources_copied(self) -> bool:
         """Whether no source is read any more; if so they are dropped, here on the trainer's thread."""
-        # In this order: a save that fails ends the wait for COPIED at once, with copies still in flight.
-        if (
-            self._sources is not None
-            and self._job.wait(native.Milestone.COPIED, 0.0)
-            and (self._job.status()["error"] is None or self._job.wait(native.Milestone.RELEASED, 0.0))
-        ):
-            self._sources = None
+        if self._sources is not None and self._job.wait(native.Milestone.COPIED, 0.0):
+            self._sources = self._storages = None
         return self._sources is None
+
+    def reads(self, storage: int) -> bool:
+        """Whether a source may still be read there. `storage` is an UntypedStorage's `_cdata`."""
+        if self.sources_copied() or self._sources is None:
+            return False
+        if self._storages is None:  # made when somebody asks, and hardly anybody does
+            self._storages = {getattr(source, "_cdata", None) for source in self._sources}
+        return storage in self._storages
 
     # -- the finishing thread ---------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,28 +16,37 @@ import numpy as np
 import torch
 
 from megatron_datastates.config import Options
-from megatron_datastates.engine.reader import Reader, read_footer, read_ranges, read_small
+from megatron_datastates.engine.reader import (
+    Reader,
+    is_on_current_device,
+    read_footer,
+    read_ranges,
+    read_small,
+)
 from megatron_datastates.errors import (
     CorruptDataError,
     DataStatesError,
     FormatError,
+    MismatchError,
     MissingKeyError,
     NotACheckpointError,
     StorageError,
 )
 from megatron_datastates.files import MANIFEST_BYTES, OBJECT_BYTES
 from megatron_datastates.format.footer import Footer
-from megatron_datastates.format.index import Decoded, Index
+from megatron_datastates.format.index import Decoded, Index, TensorEntry
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.tables import Directory
 from megatron_datastates.format.values import MANIFEST_NAME, Extent
 from megatron_datastates.pipeline.damage import describe_blocks, what_rank_wrote, why_no_checkpoint
 from megatron_datastates.pipeline.runs import is_published
-from megatron_datastates.plan.boxes import checked_slice, first_overlap
+from megatron_datastates.plan.boxes import checked_slice, cut_box, first_overlap
 from megatron_datastates.plan.reads import BoxReads, gather_runs, plan_extent, plan_slice
+from megatron_datastates.providers.base import Place
 from megatron_datastates.providers.objects import deserialize
 
 _FOOTER_THREADS = 8  # a footer is small, and a network file system answers late
+_TEMPORARY_ELEMENTS = 1 << 20  # of a tensor that cannot be read in place: 16 MiB at most
 # Of the indexes of open checkpoints, by SHA-256: most checkpoints of a run have the same.
 _decoded: weakref.WeakValueDictionary[str, Decoded] = weakref.WeakValueDictionary()
 
@@ -126,6 +135,18 @@ class Checkpoint:
         """Whether the footer of a data file has been read."""
         return file in self._footers
 
+    # -- what there is ----------------------------------------------------------------------------------
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """Global tensors by key: `dtype`, `global_shape`, and where their fragments lie."""
+        return self.index.tensors
+
+    @property
+    def objects(self) -> list[str]:
+        """Keys of the objects."""
+        return list(self.index.objects)
+
     # -- reading ----------------------------------------------------------------------------------------
 
     def require(self, files: Iterable[int]) -> None:
@@ -192,11 +213,75 @@ class Checkpoint:
         self.read(scheduled)
         return targets
 
+    def read_into(self, targets: Mapping[str, tuple[Place, torch.Tensor]]) -> None:
+        """Fills tensors with slices of global ones: in place where bytes and memory allow it.
+
+        The rest is converted as `torch.Tensor.copy_` does, through temporaries of 16 MiB.
+
+        Args:
+            targets: by key, the slice that is wanted and a tensor of its shape, of any device.
+
+        Raises:
+            MissingKeyError: no such tensor.
+            MismatchError: it has another shape, or a dtype that stored values cannot become.
+            FormatError: the checkpoint holds only a part of it.
+        """
+        scheduled, others = [], []
+        for key, (place, target) in targets.items():
+            target = target.detach()
+            if self._check_target(key, place, target):
+                scheduled += self._plan_slice(key, place.offset, place.shape, target)
+            else:
+                others.append((key, place, target))
+        reader = self.new_reader()
+        self.read(scheduled, reader)
+        for key, place, target in others:
+            for start, shape in cut_box((0,) * len(place.shape), place.shape, _TEMPORARY_ELEMENTS):
+                offset = [a + b for a, b in zip(place.offset, start, strict=True)]
+                part, reads = self._plan_tensor(key, offset, shape)
+                self.read(reads, reader)
+                target[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))].copy_(part)
+
+    def _check_target(self, key: str, place: Place, target: torch.Tensor) -> bool:
+        """Whether stored bytes go right to the target's memory. Raises as `read_into`."""
+        entry = self.index.tensor(key)
+        stored = torch_dtype(entry.dtype)
+        if entry.global_shape != place.global_shape:
+            raise MismatchError(
+                f"tensor {key!r} was saved with the shape {entry.global_shape}, "
+                f"and is wanted with {place.global_shape}"
+            )
+        if not torch.can_cast(stored, target.dtype):
+            raise MismatchError(f"tensor {key!r} was saved as {stored} and cannot become {target.dtype}")
+        return (
+            target.dtype == stored
+            and type(target) is torch.Tensor
+            and target.is_contiguous()
+            and not target.is_neg()
+            and not target.is_conj()
+            and (target.device.type == "cpu" or is_on_current_device(target))
+        )
+
     def _plan_tensor(
         self, key: str, offset: Sequence[int] | None, shape: Sequence[int] | None
     ) -> tuple[torch.Tensor, list[ScheduledRead]]:
         entry = self.index.tensor(key)
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)
+        reads = self._whole_reads(key, entry, offset, shape)
+        target = torch.empty(shape, dtype=torch_dtype(entry.dtype))
+        return target, [ScheduledRead(part, target.data_ptr()) for part in reads]
+
+    def _plan_slice(
+        self, key: str, offset: Sequence[int], shape: Sequence[int], target: torch.Tensor
+    ) -> list[ScheduledRead]:
+        entry = self.index.tensor(key)
+        offset, shape = checked_slice(key, entry.global_shape, offset, shape)
+        reads = self._whole_reads(key, entry, offset, shape)
+        return [ScheduledRead(part, target.data_ptr(), target.is_cuda) for part in reads]
+
+    def _whole_reads(
+        self, key: str, entry: TensorEntry, offset: Sequence[int], shape: Sequence[int]
+    ) -> list[BoxReads]:
         reads, covered = plan_slice(entry, offset, shape)
         wanted = math.prod(shape)  # looked at before memory is asked for: a hostile index has any shape
         if covered < wanted:
@@ -212,8 +297,7 @@ class Checkpoint:
         overlap = first_overlap(entry.offsets, entry.shapes) if len(reads) > 1 else None
         if overlap is not None:  # then the count above proves nothing
             raise FormatError(f"tensor {key!r}: two fragments both hold the element at {overlap}")
-        target = torch.empty(shape, dtype=torch_dtype(entry.dtype))
-        return target, [ScheduledRead(part, target.data_ptr()) for part in reads]
+        return reads
 
     def read_objects(self, keys: Iterable[str]) -> dict[str, Any]:
         """Objects, unpickled by a closed list of names (providers/objects.py).

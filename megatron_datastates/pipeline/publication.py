@@ -30,7 +30,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -158,7 +158,7 @@ class Publication:
         self.error: str | None = None  # of the whole save, the same text on every rank
         self.records: list[RankRecord] = []
         self.hold_report = False  # set while somebody will hold the trainer for this save once more
-        self.on_end: Callable[[Publication], None] = lambda publication: None
+        self.is_reported = False
         self.collectives = collectives
         self._layouts = layouts
         self._faults = faults
@@ -242,7 +242,6 @@ class Publication:
         self.outcome = outcome
         if self.save.plan is not None and outcome is Outcome.PUBLISHED:
             self._layouts.known.add(self.save.plan.layout.digest)
-        self.on_end(self)
 
     def _fail(self, failures: list[bytes]) -> None:
         told = [(rank, text) for rank, text in enumerate(map(decode_failure, failures)) if text is not None]

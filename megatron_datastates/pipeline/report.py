@@ -15,41 +15,31 @@ logger = logging.getLogger(__name__)
 
 
 class Reporter:
-    """Reports a save once it is over and holds the trainer no longer.
+    """Brings a report to the log and to a file, on rank 0, and to listeners, on every rank.
 
     Args:
-        path: of the file that takes a JSON line per save; none if empty.
-        more: further facts for each report, of whoever owns this.
+        path: of the file that takes a line of JSON per report; none if empty.
     """
 
-    def __init__(self, path: str, more: Callable[[], dict[str, Any]] = dict) -> None:
+    def __init__(self, path: str) -> None:
         self._path = path
-        self._more = more
-        self._waiting: dict[int, str] = {}
-        self.listeners: list[Callable[[dict[str, Any]], None]] = []  # called on every rank
+        self.listeners: list[Callable[[dict[str, Any]], None]] = []
 
-    def ended(self, publication: Publication, mode: str) -> None:
-        """The outcome is there; the trainer may still be held for finalization."""
-        self._waiting[id(publication)] = mode
+    def is_wanted(self, rank: int) -> bool:
+        """Whether anybody reads this rank's reports."""
+        return rank == 0 or bool(self.listeners)
 
-    def released(self, publication: Publication) -> None:
-        """The trainer has been let go (held.py)."""
-        if publication.hold_report:
-            return
-        mode = self._waiting.pop(id(publication), None)
-        is_first = publication.save.context.rank == 0
-        if mode is None or not (is_first or self.listeners):
-            return
-        report = save_report(publication, mode) | self._more()
-        if is_first:
-            self._emit(report)
+    def emit(self, report: dict[str, Any]) -> None:
+        """Writes one report. Raises nothing: on one rank alone, training must not end for it."""
+        if report["rank"] == 0:
+            self._write(report)
         for listener in self.listeners:
             try:
                 listener(report)
-            except Exception as error:  # on this rank alone: training must not end for it
+            except Exception as error:
                 logger.warning("the report of a save did not reach %r: %s", listener, error)
 
-    def _emit(self, report: dict[str, Any]) -> None:
+    def _write(self, report: dict[str, Any]) -> None:
         logger.info(
             "datastates: %s %s of %.1f MB to %s; trainer held %.1f ms, %.1f ms of it at the fence; "
             "its stream waited %.1f ms; waited %.1f ms for slots behind %d unfinished saves; %.0f MB/s",
@@ -96,6 +86,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "directory": str(save.context.directory),
         "iteration": save.context.iteration,
         "mode": mode,
+        "rank": save.context.rank,
         "state": "published" if publication.outcome is Outcome.PUBLISHED else "failed",
         "error": publication.error,
         "ranks": save.context.world_size,

@@ -132,6 +132,7 @@ class RankSave:
                 plan.object_bytes,
                 _HELD_SECONDS if self._in_span else self._lazy_delay,
             )
+            FENCE.add_reader(self)
             if Mutability.AT_FENCE in plan.structure.mutability:
                 FENCE.add(self)
             else:
@@ -181,9 +182,17 @@ class RankSave:
 
     def await_copies(self) -> None:
         """Returns when the trainer's memory is read no more, and may also be unmapped. Never raises."""
-        if self._save is not None:
+        if self._save is None:
+            return
+        begin = time.perf_counter()
+        with holding("fence", self):
             self._save.await_copies(self.fence_deadline)
             self.advance()
+        self.fence_seconds += time.perf_counter() - begin
+
+    def reads(self, storage: int) -> bool:
+        """See engine.fence.Reader."""
+        return self._save is not None and self._save.reads(storage)
 
     def torn(self, reason: str) -> None:
         """See engine.fence.Fenced. Copies that are over by now prove nothing: they may have just ended."""
@@ -202,6 +211,7 @@ class RankSave:
             # Seen on the trainer's thread, before anything behind it in the program could change them.
             self._confirmed.set()
             FENCE.discard(self)
+            FENCE.discard_reader(self)
         if save.failure is not None:
             self.fail(save.failure)
 

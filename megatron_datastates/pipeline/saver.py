@@ -22,7 +22,7 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.plans import Plans
 from megatron_datastates.pipeline.publication import Labels, LayoutStore, Outcome, Publication
-from megatron_datastates.pipeline.report import Reporter
+from megatron_datastates.pipeline.report import Reporter, save_report
 from megatron_datastates.pipeline.save import RankSave, SaveContext
 from megatron_datastates.providers.base import Mutability, StateProvider
 
@@ -72,7 +72,7 @@ class Saver:
         self.run = run
         self._engine: StagingEngine | None = None
         self._faults = Faults(options.faults)
-        self.reporter = Reporter(options.report_file, self._pool_facts)
+        self.reporter = Reporter(options.report_file)
         self._preparing: Fenced | None = None
         self._told_of_pool = False
         self._unfinished: list[Publication] = []
@@ -104,8 +104,7 @@ class Saver:
             context, options.fence_deadline, options.lazy_delay, trust_objects=options.trust_objects
         )
         publication = Publication(save, run.collectives, run.store, self._faults, labels)
-        publication.on_end = lambda ended: self._ended(ended, mode)
-        save.on_released = lambda: self.reporter.released(publication)
+        save.on_released = lambda: self._report_once(publication, mode)
         before = [earlier for earlier in self._unfinished if earlier.is_under_way]
         save.saves_before = len(before)
         try:
@@ -179,7 +178,19 @@ class Saver:
             self._engine = StagingEngine(self.options)
         return self._engine
 
-    def _ended(self, publication: Publication, mode: str) -> None:
+    def _report_once(self, publication: Publication, mode: str) -> None:
+        """Reports a save, each time that the trainer is let go: the first time that it is over for good.
+
+        This is the whole way of a report: held.py -> RankSave.released -> here -> Reporter.emit.
+        """
+        if publication.outcome is Outcome.PENDING or publication.hold_report or publication.is_reported:
+            return
+        publication.is_reported = True
+        self._warn_of_memory(publication)
+        if self.reporter.is_wanted(publication.save.context.rank):
+            self.reporter.emit(save_report(publication, mode) | self._pool_facts())
+
+    def _warn_of_memory(self, publication: Publication) -> None:
         trouble = self._pool_facts().get("staging_trouble")
         if trouble and not self._told_of_pool:
             self._told_of_pool = True
@@ -194,7 +205,6 @@ class Saver:
                 publication.save.context.directory,
                 waited * 1e3,
             )
-        self.reporter.ended(publication, mode)
 
     def _pool_facts(self) -> dict[str, object]:
         return self._engine.pool_facts() if self._engine is not None else {}

@@ -17,7 +17,8 @@ def write_early(root: str, begin: int, size: int, options: dict[str, bool], fold
     rank, _ = join()
     directory = Path(root, "ck")
     strategy = DataStatesSaveStrategy(
-        assume_immutable=True, options=Options(copy_limit=1_000_000, slot_size=1 << 20, **options)
+        assume_immutable=True,
+        options=Options(copy_limit=1_000_000, slot_size=1 << 20, sample_seed=1, **options),
     )
     make_directory(directory)
     sharded = state(5)

@@ -26,11 +26,11 @@ from megatron_datastates.providers.base import CompositeProvider, Mutability
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import DeviceTensors, label_as_device
 from tests.native.harness import KIB, eventually
+from tests.native.sampling import BLOCK
 from tests.native.test_fork import in_child
 
 SLOT = 64 * KIB
 AFTER = 9  # what the optimizer's kernels write
-SAMPLE_BLOCK = 512 * 64  # page-locked bytes for the samples of one save
 
 
 class Trainer:
@@ -350,7 +350,7 @@ def test_saves_in_turn_leave_nothing_on_the_device(trainer: Trainer, tmp_path: P
     assert (
         trainer.cuda.live_events <= 3
     )  # two of the last save, which the saver still knows, and the copier's
-    assert trainer.cuda.registered_bytes <= 3 * SLOT + 2 * SAMPLE_BLOCK  # of that save, and the one before
+    assert trainer.cuda.registered_bytes <= 3 * SLOT + 2 * BLOCK  # of that save, and the one before
 
 
 @pytest.mark.parametrize("mutability", [Mutability.NOW, Mutability.AT_FENCE])

@@ -1,7 +1,8 @@
 """The sample tripwire: what changes between the start of a save and its copy fails the save.
 
 Changes are made through raw pointers, as fused optimizers make them, or by kernels of the fake device. They
-come when nothing has been staged yet (`held`), so nothing here depends on time.
+come when nothing has been staged yet (`held`), so nothing here depends on time. Where samples are is computed
+apart from the engine (sampling.py); test_second_look.py has what comes after them.
 """
 
 import contextlib
@@ -23,18 +24,18 @@ from tests.native.harness import (
     random_bytes,
     save_whole,
 )
+from tests.native.sampling import BLOCK, MOST_DEVICE_COPIES, device_samples, host_samples
 from tests.native.test_fork import in_child
 
 Engines = Callable[..., native.Engine]
 SLOT = 16 * ALIGNMENT
-SAMPLE, MOST_DEVICE_SAMPLES = 64, 256
-BLOCK = SAMPLE * MOST_DEVICE_SAMPLES
+SEED = 1  # of an engine's first save; in here that is the plug
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 
 
 @pytest.fixture
 def engine(device_engines: Engines) -> native.Engine:
-    return device_engines(slot_bytes=SLOT, most_slots=2, copy_threads=1)
+    return device_engines(slot_bytes=SLOT, most_slots=2, copy_threads=1, sample_seed=SEED)
 
 
 @contextlib.contextmanager
@@ -45,7 +46,8 @@ def held(cuda: FakeCuda, engine: native.Engine, folder: Path) -> Iterator[None]:
     plug = Save(engine, folder / "plug", [eager], stream=cuda.new_stream())
     yield
     cuda.release_call("cuCtxSetCurrent")
-    plug.finish()
+    plug.job.close_input()
+    plug.expect(Milestone.WRITTEN)
 
 
 def change(copy: Copy, begin: int = 0, size: int | None = None) -> None:
@@ -65,34 +67,37 @@ def torn_at(save: Save) -> int:
     return int(offset)
 
 
-PLACES = {
-    # what is changed of [64, 64 + 5 * SLOT): begin, size; where host and device samples find it (None: not)
-    "everything": (0, 5 * SLOT, SLOT - 64, 5 * SLOT),
-    "the last byte": (5 * SLOT - 1, 1, 5 * SLOT, 5 * SLOT),
-    "the last 64 bytes": (5 * SLOT - 64, 64, 5 * SLOT, 5 * SLOT),
-    "the end of the third chunk": (3 * SLOT - 65, 1, 3 * SLOT - 64, None),
-    "the middle of the second chunk": (SLOT + SLOT // 2, 100, None, None),
-}
-
-
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("number", "byte"), [(0, 0), (2, 63), (-1, 0), (-1, 63), (2, -1), (-1, 64)])
 def test_change_where_a_sample_was_taken_fails_the_save(
-    cuda: FakeCuda, engine: native.Engine, tmp_path: Path, place: str, device: bool
+    cuda: FakeCuda, engine: native.Engine, tmp_path: Path, number: int, byte: int, device: bool
 ) -> None:
-    begin, size, on_host, on_device = PLACES[place]
     copy = Copy(random_bytes(5 * SLOT), 64, device=device)
+    places = device_samples([copy], SEED + 1) if device else host_samples(copy, SLOT, SEED + 1)
+    place = places[number]
     with held(cuda, engine, tmp_path):
         save = Save(engine, tmp_path / "data", [copy], stream=cuda.new_stream())
         save.expect(Milestone.EAGER)
         if device:
             cuda.synchronize(engine_stream_is_done(cuda, save))
-        change(copy, begin, size)
-    wanted = on_device if device else on_host
-    if wanted is None:
-        save.finish()  # between the samples: the fence is the proof, not the tripwire
+        change(copy, place.start + byte - copy.offset, 1)
+    if 0 <= byte < len(place):
+        assert torn_at(save) == place.start
     else:
-        assert torn_at(save) == wanted
+        save.finish()  # beside the samples: the fence is the proof, not the tripwire
+
+
+@pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
+def test_change_of_everything_is_found_where_the_file_begins(
+    cuda: FakeCuda, engine: native.Engine, tmp_path: Path, device: bool
+) -> None:
+    copy = Copy(random_bytes(5 * SLOT), 64, device=device)
+    with held(cuda, engine, tmp_path):
+        save = Save(engine, tmp_path / "data", [copy], stream=cuda.new_stream())
+        cuda.synchronize(engine_stream_is_done(cuda, save))
+        change(copy)
+    places = device_samples([copy], SEED + 1) if device else host_samples(copy, SLOT, SEED + 1)
+    assert torn_at(save) in [place.start for place in places]
 
 
 def engine_stream_is_done(cuda: FakeCuda, save: Save) -> int:
@@ -112,20 +117,22 @@ def test_change_of_a_small_source_among_others_is_found(
     with held(cuda, engine, tmp_path):
         save = Save(engine, tmp_path / "data", copies, stream=cuda.new_stream())
         cuda.synchronize(engine_stream_is_done(cuda, save))
-        change(copies[177], max(size - 64, 0))
-    assert torn_at(save) == 177 * size + max(size - 64, 0)
+        change(copies[177])
+    assert 177 * size <= torn_at(save) < 178 * size
 
 
-@pytest.mark.parametrize("changed", [0, 63])
+@pytest.mark.parametrize("byte", [0, 63])
 def test_sample_across_two_chunks_is_compared_on_both_sides(
-    cuda: FakeCuda, engine: native.Engine, tmp_path: Path, changed: int
+    cuda: FakeCuda, engine: native.Engine, tmp_path: Path, byte: int
 ) -> None:
-    copy = Copy(random_bytes(SLOT + 8), 0, device=True)  # 56 bytes of its sample are in the first chunk
+    copy = Copy(random_bytes(100), SLOT - 50, device=True)
+    place = device_samples([copy], SEED + 1)[0]
+    assert place.start < SLOT < place.stop
     with held(cuda, engine, tmp_path):
         save = Save(engine, tmp_path / "data", [copy], stream=cuda.new_stream())
         cuda.synchronize(engine_stream_is_done(cuda, save))
-        change(copy, SLOT + 8 - 64 + changed, 1)
-    assert torn_at(save) == SLOT + 8 - 64
+        change(copy, place.start + byte - copy.offset, 1)
+    assert torn_at(save) == place.start
 
 
 def test_tripwire_that_is_off_lets_torn_bytes_through(
@@ -206,32 +213,44 @@ def test_samples_are_taken_before_the_trainer_goes_on_and_nobody_waits(
         cuda.synchronize(trainer)
         ran = [line.split()[1] for line in cuda.log() if line.startswith("ran")]
         assert ran == ["fill", "copy", "fill"]  # the sample has the first kernel's bytes
-    assert torn_at(save) == 3 * SLOT - 64
+    assert torn_at(save) == device_samples([copy], SEED + 1)[0].start
 
 
-@pytest.mark.parametrize("changed", [0, 3000, 9000, 9960])
+@pytest.mark.parametrize("group", [0, 77, MOST_DEVICE_COPIES - 1])
 def test_samples_of_many_sources_are_few_and_spread_evenly(
-    cuda: FakeCuda, engine: native.Engine, tmp_path: Path, changed: int
+    cuda: FakeCuda, engine: native.Engine, tmp_path: Path, group: int
 ) -> None:
     memory = random_bytes(10_000 * 16)
     copies = [Copy(memory[i * 16 :][:8], i * 8, device=True) for i in range(10_000)]
     with held(cuda, engine, tmp_path):
         save = Save(engine, tmp_path / "data", copies, stream=cuda.new_stream())
         cuda.synchronize(engine_stream_is_done(cuda, save))
-        assert cuda.copies_to_host == MOST_DEVICE_SAMPLES
-        for copy in copies[changed : changed + 40]:  # one in 39 or 40 is sampled
-            change(copy)
-    assert changed * 8 <= torn_at(save) < (changed + 40) * 8
+        assert cuda.copies_to_host == MOST_DEVICE_COPIES
+        for number, copy in enumerate(copies):  # one in 39 or 40 neighbours is sampled
+            if number * MOST_DEVICE_COPIES // 10_000 == group:
+                change(copy)
+    place = device_samples(copies, SEED + 1)[group]
+    assert torn_at(save) == place.start
+    assert place.start // 8 * MOST_DEVICE_COPIES // 10_000 == group
 
 
-def test_last_of_many_sources_is_sampled(cuda: FakeCuda, engine: native.Engine, tmp_path: Path) -> None:
-    memory = random_bytes(1000 * 16)
-    copies = [Copy(memory[i * 16 :][:8], i * 8, device=True) for i in range(1000)]
+def test_rows_on_large_sources_are_bounded_and_no_copy_more(
+    cuda: FakeCuda, engine: native.Engine, tmp_path: Path
+) -> None:
+    """300 sources of a size that would have 64 rows each: 16 have them, and 240 others one sample."""
+    memory = random_bytes(300 * 5 * SLOT)
+    copies = [Copy(memory[i * 5 * SLOT :][: 5 * SLOT - 64], i * 5 * SLOT, device=True) for i in range(300)]
+    places = device_samples(copies, SEED + 1)
     with held(cuda, engine, tmp_path):
         save = Save(engine, tmp_path / "data", copies, stream=cuda.new_stream())
         cuda.synchronize(engine_stream_is_done(cuda, save))
-        change(copies[-1])
-    assert torn_at(save) == 999 * 8
+        assert cuda.copies_to_host == MOST_DEVICE_COPIES
+        rows = [int(call.split()[1].split("x")[0]) for call in cuda.calls("cuMemcpy2DAsync")]
+        assert len(rows) == 16 and sum(rows) + 240 == len(places) <= BLOCK // 64
+        assert cuda.registered_bytes <= 2 * SLOT + BLOCK
+        source, begin = divmod(places[-1].start, 5 * SLOT)
+        change(copies[source], begin, 1)
+    assert torn_at(save) == places[-1].start
 
 
 def test_memory_of_samples_is_used_again(cuda: FakeCuda, engine: native.Engine, tmp_path: Path) -> None:
@@ -251,7 +270,7 @@ def test_memory_that_cannot_be_page_locked_is_not_used_for_samples(
         save = Save(engine, tmp_path / "data", [host, device], stream=cuda.new_stream())
         assert cuda.calls("cuMemcpyDtoHAsync") == []
         change(host)
-    assert torn_at(save) == SLOT - 64
+    assert torn_at(save) == host_samples(host, SLOT, SEED + 1)[0].start
 
 
 def test_memory_is_page_locked_while_another_thread_captures_a_graph(
@@ -317,7 +336,7 @@ def test_each_of_several_saves_has_samples_of_its_own(
         for copy in copies:
             change(copy)
         behind = Save(engine, tmp_path / "behind", copies, stream=stream)
-    assert torn_at(before) == SLOT - 64
+    assert torn_at(before) == host_samples(copies[0], SLOT, SEED + 1)[0].start
     for save in (beside, behind):
         save.finish()
         save.assert_stored()
@@ -340,7 +359,7 @@ def test_fork_between_start_and_copy_harms_neither_side(
 
         assert in_child(use) == "dropped"
         change(other)
-    assert torn_at(torn) == 35
+    assert torn_at(torn) == host_samples(other, SLOT, SEED + 2)[0].start
     save.finish()
     save.assert_stored()
 

@@ -153,6 +153,11 @@ def test_tripwire_is_on_unless_a_test_says_otherwise():
     assert read("tripwire", "off") is False
 
 
+def test_samples_are_chosen_anew_unless_a_test_says_otherwise():
+    assert Options().sample_seed == 0 and "sample_seed" not in Options.specs()
+    assert read("sample_seed", "7") == 7
+
+
 def test_auto_lets_the_memory_be_chosen():
     assert read("staging_memory", "auto") == Options().staging_memory == 0
 

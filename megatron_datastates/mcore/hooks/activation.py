@@ -10,14 +10,14 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from megatron_datastates.mcore.hooks.versions import LOADING_MODULES
+from megatron_datastates.mcore.hooks.versions import WATCHED_MODULES
 
 
 class _Finder:
-    """Lets the other finders find a module of Megatron's, and attaches us once it has been executed."""
+    """Lets the other finders find a module that we attach to, and does so once it has been executed."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in LOADING_MODULES:
+        if name not in WATCHED_MODULES:
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
@@ -39,7 +39,7 @@ def _attach_after_execution(spec: Any) -> None:
 
 
 def attach(module: Any) -> None:
-    """Attaches us to one of Megatron's modules. Never raises: the user's program goes on without us."""
+    """Attaches us to one of the watched modules. Never raises: the user's program goes on without us."""
     try:
         from megatron_datastates.mcore.hooks.attach import attach_module
 
@@ -50,6 +50,29 @@ def attach(module: Any) -> None:
         logging.getLogger(__name__).warning(
             "megatron_datastates is not available in %s: %s: %s", module.__name__, type(error).__name__, error
         )
+        _refuse_saves(module, error)
+
+
+def _refuse_saves(module: Any, error: Exception) -> None:
+    """Sees that nothing asked for as datastates is saved as something else, where ours is not in place."""
+    original = getattr(module, "save_checkpoint", None)
+    if original is None or getattr(original, "_of_datastates", False):
+        return
+
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        from megatron.training.global_vars import get_args
+
+        from megatron_datastates.errors import HookPointError
+
+        found = get_args()
+        if "datastates" in (getattr(found, "ckpt_backend", None), getattr(found, "ckpt_format", None)):
+            raise HookPointError(
+                "--ckpt-format datastates cannot be had: megatron_datastates did not attach to "
+                f"{module.__name__} when that was imported ({type(error).__name__}: {error})"
+            ) from error
+        return original(*args, **kwargs)
+
+    module.save_checkpoint = save_checkpoint
 
 
 def autoload() -> None:
@@ -58,7 +81,7 @@ def autoload() -> None:
         if any(isinstance(finder, _Finder) for finder in sys.meta_path):
             return
         sys.meta_path.insert(0, _Finder())
-        for name in LOADING_MODULES & sys.modules.keys():
+        for name in WATCHED_MODULES & sys.modules.keys():
             attach(sys.modules[name])
     except Exception as error:
         print(f"megatron_datastates was not activated: {error}", file=sys.stderr)

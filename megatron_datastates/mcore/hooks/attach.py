@@ -44,11 +44,19 @@ def rebind(name: str, original: Any, replacement: Any) -> None:
 
 
 def attach_module(module: ModuleType) -> None:
-    """Attaches what loading needs to one of Megatron's modules.
+    """Attaches what loading needs to one of Megatron's modules, or the fence to a memory saver.
 
     Raises:
-        HookPointError: this Megatron lacks some of the hook points; the others are attached.
+        HookPointError: some of the hook points are not there; the others are attached.
     """
+    if module.__name__ in versions.MEMORY_SAVERS:
+        missing = _missing(versions.MEMORY_SAVERS[module.__name__])
+        if missing:
+            raise HookPointError(
+                f"there is no {', no '.join(missing)}: call megatron_datastates.mcore.fence() before device "
+                "memory is unmapped after a lazy save"
+            )
+        return
     hooks = [hook for hook in versions.installed().loading if hook.module == module.__name__]
     _attach(hooks, "load checkpoints of the datastates format")
 
@@ -75,14 +83,19 @@ def attach_training() -> None:
 
 
 def _attach(hooks: Iterable[versions.Hook], purpose: str) -> None:
-    attached = {hook: _attached(hook) for hook in hooks}
-    served = {hook.need for hook, is_there in attached.items() if is_there and hook.need}
-    missing = [str(hook) for hook, is_there in attached.items() if not is_there and hook.need not in served]
+    missing = _missing(hooks)
     if missing:
         raise HookPointError(
             f"megatron-core {versions.installed_version()} has no {', no '.join(missing)}, "
             f"which megatron_datastates needs to {purpose}: use a release that it is tested with (README.md)"
         )
+
+
+def _missing(hooks: Iterable[versions.Hook]) -> list[str]:
+    """Attaches the hooks; returns the names of those that are needed and not there."""
+    attached = {hook: _attached(hook) for hook in hooks}
+    served = {hook.need for hook, is_there in attached.items() if is_there and hook.need}
+    return [str(hook) for hook, is_there in attached.items() if not is_there and hook.need not in served]
 
 
 def _attached(hook: versions.Hook) -> bool:

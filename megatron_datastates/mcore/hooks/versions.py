@@ -184,6 +184,19 @@ RELEASES = (
 )
 LOADING_MODULES = frozenset(hook.module for release in RELEASES for hook in release.loading)
 
+# Of other packages: what unmaps device memory that saves may read. By the module whose import brings them.
+_PAUSE = "TorchMemorySaver.pause"
+MEMORY_SAVERS = {
+    "torch_memory_saver": (
+        Hook("torch_memory_saver.entrypoint", _PAUSE, "fences.before_unmapping", need="pausing"),
+        Hook("torch_memory_saver", _PAUSE, "fences.before_unmapping", need="pausing"),  # until 0.0.8
+    ),
+    "vllm.device_allocator.cumem": (
+        Hook("vllm.device_allocator.cumem", "CuMemAllocator.sleep", "fences.before_unmapping"),
+    ),
+}
+WATCHED_MODULES = LOADING_MODULES | MEMORY_SAVERS.keys()
+
 
 def release_of(version: str) -> Release:
     """The Release for a version such as `0.18.2` or `0.20.0rc0`; the first one for anything older."""

@@ -9,10 +9,11 @@ from typing import Any
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.format.directory import BACKEND
+from megatron_datastates.format.directory import BACKEND, METADATA_NAME
+from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.opening import open_checkpoint, read_common_state
-from megatron_datastates.pipeline.runs import is_ours, is_published
+from megatron_datastates.pipeline.runs import is_ours, is_published, may_be_ours
 
 # The native module is not loaded before a directory of ours is: this module is, in every Megatron process. So
 # functions import what needs it.
@@ -23,17 +24,24 @@ def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `maybe_load_config`."""
 
     def maybe_load_config(checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
+        from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
+
         state.current().directory = checkpoint_dir
         try:
             config = original(checkpoint_dir, *args, **kwargs)
-        except (ValueError, TypeError, AttributeError):  # cut short by a crash, or damaged otherwise
-            if not is_published(checkpoint_dir):
-                raise
-            config = None
-        if config is None and checkpoint_dir and is_published(checkpoint_dir):
-            from megatron.core.dist_checkpointing.core import CheckpointingConfig
-
+            is_damaged = config is not None and not isinstance(config.sharded_backend, str)
+            problem: Exception | None = TypeError("it names no backend") if is_damaged else None
+        except (ValueError, TypeError, AttributeError) as error:  # cut short by a crash, or damaged otherwise
+            config, problem, is_damaged = None, error, True
+        if (is_damaged or config is None) and checkpoint_dir and is_published(checkpoint_dir):
             return CheckpointingConfig(BACKEND, 1)
+        if is_damaged and may_be_ours(checkpoint_dir):
+            raise CheckpointingException(
+                f"{Path(checkpoint_dir, METADATA_NAME)} is damaged ({type(problem).__name__}: {problem}), "
+                f"and there is no {MANIFEST_NAME}: a save there was not published; load another checkpoint"
+            ) from problem
+        if config is None and problem is not None:
+            raise problem
         return config
 
     return maybe_load_config

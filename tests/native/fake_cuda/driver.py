@@ -71,6 +71,10 @@ class FakeCuda:
         """A copy that reads it from now on is a misuse."""
         self._library.fake_free(ctypes.c_void_p(memory.ctypes.data))
 
+    def unmap(self, memory: np.ndarray) -> None:
+        """As memory savers do. A copy from it cannot be enqueued; one that is already, ends the context."""
+        self._library.fake_unmap(ctypes.c_void_p(memory.ctypes.data))
+
     def adopt(self, address: int, size: int) -> None:
         """Host memory that tests take for an allocation of the device."""
         self._library.fake_adopt(ctypes.c_void_p(address), ctypes.c_size_t(size))

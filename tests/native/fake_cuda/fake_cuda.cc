@@ -4,7 +4,8 @@
 // It can be wrong in the ways a real device can: a copy reads its source when it runs, not when it is
 // enqueued, so a source overwritten too early shows in the target. Copies from or to memory that is not
 // page-locked make the caller wait, and every call needs a current context, as cuda.h says. A copy that
-// leaves an allocation of device memory is refused, one that runs when the memory was freed is a misuse, and
+// leaves an allocation of device memory is refused, one that runs when the memory was freed is a misuse, one
+// that runs into unmapped memory ends the context (all calls but those that clean up fail from then on), and
 // a stream that holds a thousand operations makes whoever launches more wait. What tests order (failures,
 // delays, held streams) comes in through the functions of orders.cc.
 #include <algorithm>
@@ -29,6 +30,7 @@ constexpr int kInvalidContext = 201;
 constexpr int kInvalidHandle = 400;
 constexpr int kNotFound = 500;
 constexpr int kNotReady = 600;
+constexpr int kIllegalAddress = 700;
 constexpr int kStreamCaptureUnsupported = 900;
 constexpr int kAlreadyRegistered = 712;
 constexpr unsigned kEventDisableTiming = 2;
@@ -38,7 +40,7 @@ constexpr size_t kMostPitch = (size_t{1} << 31) - 1;
 
 thread_local int capture_mode = 0;  // global; 2 is relaxed
 
-enum Needs { kNothing = 0, kContext = 1, kNoCapture = 2 };
+enum Needs { kNothing = 0, kContext = 1, kNoCapture = 2, kCleaningUp = 4 };
 
 // Counts and logs a call, makes it wait if the test holds it, and gives the error it is to return.
 int Enter(const char* name, const std::string& arguments, int needs) {
@@ -55,6 +57,7 @@ int Enter(const char* name, const std::string& arguments, int needs) {
     world.log.push_back(std::string("misuse: no context in ") + name);
     return kInvalidContext;
   }
+  if ((needs & kContext) && !(needs & kCleaningUp) && world.context_error) return world.context_error;
   const bool may_break_capture = (needs & kNoCapture) && world.capturing && capture_mode != 2;
   return may_break_capture ? kStreamCaptureUnsupported : kSuccess;
 }
@@ -66,7 +69,7 @@ int ErrorString(int code, const char** text) {
       {kInvalidValue, "invalid argument"},
       {kInvalidContext, "invalid device context"},
       {kAlreadyRegistered, "part or all of the requested memory range is already mapped"},
-      {700, "an illegal memory access was encountered"},
+      {kIllegalAddress, "an illegal memory access was encountered"},
       {719, "unspecified launch failure"},
       {kStreamCaptureUnsupported, "operation not permitted when stream is capturing"}};
   auto found = texts.find(code);
@@ -121,7 +124,7 @@ int StreamCreate(void** stream, unsigned flags, int priority) {
 }
 
 int StreamDestroy(void* stream) {
-  if (int code = Enter("cuStreamDestroy", NameOf(stream), kContext)) return code;
+  if (int code = Enter("cuStreamDestroy", NameOf(stream), kContext | kCleaningUp)) return code;
   return RetireStream(stream) ? kSuccess : kInvalidHandle;
 }
 
@@ -137,7 +140,7 @@ int EventCreate(void** event, unsigned flags) {
 }
 
 int EventDestroy(void* event) {
-  if (int code = Enter("cuEventDestroy", NameOf(event), kContext)) return code;
+  if (int code = Enter("cuEventDestroy", NameOf(event), kContext | kCleaningUp)) return code;
   Lock lock(TheWorld().mutex);
   return TheWorld().events.erase(event) ? kSuccess : kInvalidHandle;
 }
@@ -173,7 +176,7 @@ int EventQuery(void* event) {
   std::shared_ptr<Mark> mark;
   if (int code = LastMark(event, &mark)) return code;
   Lock lock(TheWorld().mutex);
-  return mark == nullptr || mark->done ? kSuccess : kNotReady;
+  return mark == nullptr || mark->done ? TheWorld().context_error : kNotReady;
 }
 
 int EventElapsed(float* milliseconds, void* begin, void* end) {
@@ -195,7 +198,8 @@ int EventSynchronize(void* event) {
   std::shared_ptr<Mark> mark;
   if (int code = LastMark(event, &mark)) return code;
   Await(mark);
-  return kSuccess;
+  Lock lock(TheWorld().mutex);
+  return TheWorld().context_error;
 }
 
 // The end of a copy that is not the device's.
@@ -228,6 +232,8 @@ int EnqueueCopy(void* stream, const std::string& size, const HostEnd& host, cons
     if (has_host && IsWithin(world.allocations, device.memory, device.bytes)) {
       copy();
       world.log.push_back("ran copy " + name + " " + size);
+    } else if (has_host && Touches(world.unmapped, device.memory, device.bytes)) {
+      world.context_error = kIllegalAddress;
     } else if (!world.lost) {
       world.log.push_back(has_host ? "misuse: device memory was freed before its copy"
                                    : "misuse: memory was taken away from a copy");
@@ -353,7 +359,7 @@ int HostRegister(void* memory, size_t bytes, unsigned) {
 }
 
 int HostUnregister(void* memory) {
-  if (int code = Enter("cuMemHostUnregister", "", kContext | kNoCapture)) return code;
+  if (int code = Enter("cuMemHostUnregister", "", kContext | kNoCapture | kCleaningUp)) return code;
   Lock lock(TheWorld().mutex);
   return TheWorld().registered.erase(reinterpret_cast<uintptr_t>(memory)) ? kSuccess : kInvalidValue;
 }

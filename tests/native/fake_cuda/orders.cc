@@ -55,6 +55,15 @@ void fake_free(void* memory) {
   world.allocations.erase(reinterpret_cast<uintptr_t>(memory));
 }
 
+// As torch_memory_saver does: the addresses stay, and nothing is there.
+void fake_unmap(void* memory) {
+  World& world = TheWorld();
+  Lock lock(world.mutex);
+  const auto found = world.allocations.find(reinterpret_cast<uintptr_t>(memory));
+  world.unmapped.insert(*found);
+  world.allocations.erase(found);
+}
+
 // Takes host memory for an allocation of the device, instead of what was known of these addresses.
 void fake_adopt(void* memory, size_t bytes) {
   World& world = TheWorld();
@@ -227,6 +236,8 @@ void fake_reset() {
   world.devices.clear();
   world.bus_id = kBusId;
   world.allocations.clear();
+  world.unmapped.clear();
+  world.context_error = 0;
   world.deepest_queue = 0;
   world.lost = false;
 }

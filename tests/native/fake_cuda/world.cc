@@ -149,4 +149,9 @@ bool IsWithin(const std::map<uintptr_t, size_t>& ranges, uintptr_t address, size
   return address + bytes <= begin + size;
 }
 
+bool Touches(const std::map<uintptr_t, size_t>& ranges, uintptr_t address, size_t bytes) {
+  const auto next = ranges.lower_bound(address + bytes);
+  return next != ranges.begin() && std::prev(next)->first + std::prev(next)->second > address;
+}
+
 }  // namespace fake

@@ -58,6 +58,8 @@ struct World {
   std::map<uintptr_t, size_t> registered;  // page-locked host memory: address -> bytes
   // Device memory, likewise. No copy may leave one, also where the next one follows at once.
   std::map<uintptr_t, size_t> allocations;
+  std::map<uintptr_t, size_t> unmapped;  // by a memory saver: a copy that runs into it ends the context
+  int context_error = 0;                 // what every call returns from then on
   std::vector<std::string> log;
   std::map<std::string, long> calls;
   std::string bus_id = kBusId;  // of every device
@@ -96,6 +98,7 @@ bool IsPageLocked(const void* memory, size_t bytes);
 bool IsRegistered(const World& world, const void* memory, size_t bytes);  // with the lock
 // Whether these bytes are of one allocation of device memory.
 bool IsAllocated(unsigned long long address, size_t bytes);
+bool Touches(const std::map<uintptr_t, size_t>& ranges, uintptr_t address, size_t bytes);   // with the lock
 bool IsWithin(const std::map<uintptr_t, size_t>& ranges, uintptr_t address, size_t bytes);  // with the lock
 
 }  // namespace fake

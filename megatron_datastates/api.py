@@ -1,0 +1,194 @@
+"""The front door: saving, loading and looking inside, without Megatron (`import megatron_datastates as ds`).
+
+What belongs here: the few calls that a program makes, and nothing that another module needs. What does not:
+how a save or a load goes (pipeline/), and what Megatron saves (mcore/).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_datastates.config import Options
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.errors import SaveFailedError
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.report import save_report
+from megatron_datastates.pipeline.saver import saver_for
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.named import NamedState, Shard, named_values, replaced
+
+__all__ = ["SaveHandle", "Shard", "async_save", "fence", "load", "open", "save"]
+
+State = Mapping[Any, Any]
+Report = dict[str, Any]
+StrPath = str | os.PathLike[str]
+
+
+class SaveHandle:
+    """A save under way."""
+
+    def __init__(self, publication: Publication, mode: str) -> None:
+        self._publication = publication
+        self._mode = mode
+
+    @property
+    def directory(self) -> Path:
+        return self._publication.save.context.directory
+
+    def done(self) -> bool:
+        """Takes one step of the save and returns whether it is over. Every rank has to ask equally often.
+
+        A program asks about once an iteration: nothing is published before all ranks have asked a few times.
+        """
+        return self._publication.poll() is not Outcome.PENDING
+
+    def wait(self) -> Report:
+        """Waits until the checkpoint is published; returns the report. Every rank calls it.
+
+        Raises:
+            SaveFailedError: the save failed on some rank; all ranks raise the same text.
+        """
+        if self._publication.wait() is Outcome.FAILED:
+            raise SaveFailedError(self._publication.error)
+        return save_report(self._publication, self._mode)
+
+    @property
+    def report(self) -> Report | None:
+        """What the save cost (times in milliseconds, sizes in bytes); None before it is over."""
+        is_over = self._publication.outcome is not Outcome.PENDING
+        return save_report(self._publication, self._mode) if is_over else None
+
+
+def save(state: State, directory: StrPath, *, iteration: int | None = None, **options: Any) -> Report:
+    """Saves nested mappings of tensors and objects; returns when the checkpoint is published.
+
+    Values are stored under names: the keys on the way to them, joined by dots. Under torch.distributed every
+    rank calls it with its own part: a tensor that several ranks hold in parts is a `Shard` on each of them,
+    and everything else is passed by one rank only.
+
+    Args:
+        state: for example `{"model": model.state_dict(), "step": 7}`. Tensors are on the host or on a CUDA
+            device, of any shape and dtype that torch has; everything else is an object: plain data of
+            Python, numpy and torch.
+        directory: of the checkpoint; made if it is not there. What was published in it stays whole until
+            the new checkpoint takes its place.
+        iteration: the training iteration, for people.
+        options: fields of megatron_datastates.config.Options, as values (`staging_memory=2 << 30`); the
+            rest comes from the environment.
+
+    Returns:
+        The report of the save, as `SaveHandle.report`.
+
+    Raises:
+        SaveFailedError: the save failed on some rank. Nothing was published; all ranks raise the same text.
+        OptionError: an option that does not exist, or makes no sense.
+    """
+    return _start(state, directory, iteration, "sync", Mutability.NOW, options).wait()
+
+
+def async_save(
+    state: State, directory: StrPath, *, iteration: int | None = None, lazy: bool = False, **options: Any
+) -> SaveHandle:
+    """Starts a save and returns as soon as the program may go on; arguments as in `save`.
+
+    Args:
+        lazy: False copies everything before this returns, so that the state may change at once. True is a
+            promise that tensors change, and give up their memory, in steps of torch's optimizers only, or
+            after a call of `fence()`: they are copied meanwhile, and those wait for what is left.
+
+    Returns:
+        A handle with `done`, `wait` and `report`. Errors, too, are raised by its `wait`.
+
+    Raises:
+        OptionError: an option that does not exist, or makes no sense.
+    """
+    if not lazy:
+        return _start(state, directory, iteration, "async", Mutability.NOW, options)
+    _fence_optimizers()
+    return _start(state, directory, iteration, "async", Mutability.AT_FENCE, options)
+
+
+def _start(
+    state: State,
+    directory: StrPath,
+    iteration: int | None,
+    mode: str,
+    mutability: Mutability,
+    options: dict[str, Any],
+) -> SaveHandle:
+    saver = saver_for(Options.from_environment(options))
+    publication = saver.start(Path(directory), NamedState(state, mutability), iteration=iteration, mode=mode)
+    return SaveHandle(publication, mode)
+
+
+def fence() -> None:
+    """Waits until everything that lazy saves still read may change."""
+    FENCE.wait("an explicit fence")
+
+
+def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[Any, Any]:
+    """Loads a checkpoint, every byte checked. Communicates with no other rank.
+
+    Args:
+        directory: of a published checkpoint, `iter_0001000` of a Megatron run included.
+        into: nested mappings as for `save`, on any number of ranks. Tensors and the tensors of `Shard`s are
+            filled in place, whatever the sharding they were saved with; their shapes are those that were
+            saved, their dtypes and devices may differ. Other values say only which objects are wanted.
+        options: as for `save`.
+
+    Returns:
+        With `into`, nested dictionaries of the same keys: its tensors, and the objects of the checkpoint.
+        Without it, everything in the checkpoint by name, tensors whole and in host memory.
+
+    Raises:
+        NotACheckpointError: no checkpoint was published there.
+        MissingKeyError: the checkpoint has no value of a name.
+        MismatchError: a tensor has another shape, or a dtype that stored values cannot become.
+        CorruptDataError, StorageError, FormatError: damaged, missing or hostile files, by name. Tensors of
+            `into` may have been filled in part.
+    """
+    checkpoint = Checkpoint.open(directory, Options.from_environment(options))
+    if into is None:
+        return {**_whole_tensors(checkpoint), **checkpoint.read_objects(checkpoint.objects)}
+    wanted = named_values(into)
+    shards = {name: shard for name, value in wanted.items() if (shard := _as_shard(value)) is not None}
+    checkpoint.read_into({name: (shard.place, shard.tensor) for name, shard in shards.items()})
+    objects = checkpoint.read_objects(name for name in wanted if name not in shards)
+    return replaced(into, lambda name: wanted[name] if name in shards else objects[name])
+
+
+def _whole_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    names = list(checkpoint.tensors)
+    return dict(zip(names, checkpoint.read_tensors((name, None, None) for name in names), strict=True))
+
+
+def _as_shard(value: Any) -> Shard | None:
+    if isinstance(value, torch.Tensor):
+        return Shard(value, tuple(value.shape), (0,) * value.dim())
+    return value if isinstance(value, Shard) else None
+
+
+def open(directory: StrPath, **options: Any) -> Checkpoint:
+    """Opens a checkpoint to look inside: names, shapes and dtypes are there, data is read when asked for.
+
+        checkpoint = ds.open("runs/gpt/iter_0001000")
+        checkpoint.tensors["decoder.final_layernorm.weight"].global_shape
+        checkpoint.read_tensor("decoder.final_layernorm.weight", offset=(0,), shape=(8,))
+
+    Raises:
+        NotACheckpointError: no checkpoint was published there.
+        FormatError, UnsupportedFormatError, StorageError: its manifest or index cannot be used.
+    """
+    return Checkpoint.open(directory, Options.from_environment(options))
+
+
+def _fence_optimizers() -> None:
+    from megatron_datastates.mcore.fences import install
+
+    install()

@@ -1,0 +1,55 @@
+"""Ranks that save and load through `import megatron_datastates as ds`."""
+
+import time
+from pathlib import Path
+
+import torch
+from saving_rank import join, tell
+
+import megatron_datastates as ds
+from megatron_datastates.errors import SaveFailedError
+
+ROWS = 12
+
+
+def whole(value: int) -> torch.Tensor:
+    return torch.arange(ROWS * 5, dtype=torch.float32).reshape(ROWS, 5) + value
+
+
+def part(rank: int, ranks: int, value: int) -> ds.Shard:
+    rows = ROWS // ranks
+    return ds.Shard(whole(value)[rank * rows : (rank + 1) * rows].clone(), (ROWS, 5), (rank * rows, 0))
+
+
+def save(root: str, value: int, folder: str) -> None:
+    rank, ranks = join()
+    state = {"weight": part(rank, ranks, value)} | ({"step": value} if rank == 0 else {})
+    handle = ds.async_save(state, Path(root, "ck"), iteration=value)
+    while not handle.done():
+        time.sleep(0.001)
+    assert handle.report is not None
+    tell(folder, state=handle.report["state"], ranks=handle.report["ranks"])
+
+
+def load(root: str, value: int, folder: str) -> None:
+    """On any number of ranks, which do not communicate."""
+    rank, ranks = join()
+    blank = part(rank, ranks, -1)
+    found = ds.load(Path(root, "ck"), into={"weight": blank, "step": None})
+    assert torch.equal(blank.tensor, part(rank, ranks, value).tensor)
+    assert found["step"] == value
+    tell(folder)
+
+
+def save_what_fails(root: str, how: str, folder: str) -> None:
+    """One rank's state makes no sense, or both ranks save the same tensor whole."""
+    rank, _ = join()
+    states = {
+        "replicas": {"weight": torch.ones(3)},
+        "names": {"a": {"b": 1}, "a.b": 2} if rank else {"c": 3},
+        "object": {"o": (lambda: None) if rank else 1, f"t{rank}": torch.ones(3)},
+    }
+    try:
+        ds.save(states[how], Path(root, "ck"))
+    except SaveFailedError as error:
+        tell(folder, error=str(error))

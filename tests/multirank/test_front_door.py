@@ -1,0 +1,26 @@
+"""`ds.save` and `ds.load` on several ranks, without Megatron."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.world import World
+
+
+@pytest.mark.parametrize("readers", [1, 3, 4])
+def test_shards_saved_by_two_ranks_load_on_any_number(world: World, tmp_path: Path, readers: int) -> None:
+    for each in world.run("front_door_ranks:save", tmp_path, 5):
+        assert each == {"state": "published", "ranks": 2}
+    world.run("front_door_ranks:load", tmp_path, 5, ranks=readers)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("replicas", "'weight'"), ("names", "both called 'a.b'"), ("object", "rank 1")],
+)
+def test_every_rank_raises_the_same_for_a_state_that_makes_no_sense(
+    world: World, tmp_path: Path, how: str, said: str
+) -> None:
+    errors = {each["error"] for each in world.run("front_door_ranks:save_what_fails", tmp_path, how)}
+    assert len(errors) == 1 and said in errors.pop()
+    assert not (tmp_path / "ck" / "datastates.manifest").exists()

@@ -1,0 +1,190 @@
+"""`import megatron_datastates as ds`: save, async_save, load and open, in one process without Megatron."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_datastates as ds
+from megatron_datastates.errors import (
+    MismatchError,
+    MissingKeyError,
+    NotACheckpointError,
+    OptionError,
+    SaveFailedError,
+)
+
+
+def training_state() -> dict[str, Any]:
+    """A model, its stepped optimizer and a number, as a program has them."""
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 5)).sum().backward()
+    optimizer.step()
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 12, "note": ["a", {}]}
+
+
+def zeroed(state: Any) -> Any:
+    """The same with zeros for tensors and None for objects."""
+    if isinstance(state, torch.Tensor):
+        return torch.zeros_like(state)
+    return {key: zeroed(value) for key, value in state.items()} if isinstance(state, dict) and state else None
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    if isinstance(one, torch.Tensor):
+        assert torch.equal(one, other) and one.dtype == other.dtype
+    elif isinstance(one, dict) and one:
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal(one[key], other[key])
+    else:
+        assert one == other
+
+
+def test_a_training_state_comes_back_in_place(tmp_path: Path) -> None:
+    state = training_state()
+    report = ds.save(state, tmp_path / "ck", iteration=12)
+    assert report["state"] == "published" and report["iteration"] == 12 and report["mode"] == "sync"
+    blank = zeroed(state)
+    weight = blank["model"]["0.weight"]
+    found = ds.load(tmp_path / "ck", into=blank)
+    assert_equal(found, state)
+    assert found["model"]["0.weight"] is weight
+
+
+def test_all_of_a_checkpoint_comes_by_name(tmp_path: Path) -> None:
+    state = training_state()
+    ds.save(state, tmp_path / "ck")
+    found = ds.load(tmp_path / "ck")
+    assert found["step"] == 12 and found["note"] == ["a", {}]
+    assert torch.equal(found["model.0.weight"], state["model"]["0.weight"])
+    assert torch.equal(found["optimizer.state.0.exp_avg"], state["optimizer"]["state"][0]["exp_avg"])
+
+
+def test_an_async_save_reads_nothing_of_the_program_after_it_returned(tmp_path: Path) -> None:
+    tensor, items = torch.arange(3 << 20, dtype=torch.float32), [1]
+    handle = ds.async_save({"tensor": tensor, "items": items}, tmp_path / "ck", copy_limit=20_000_000)
+    tensor.zero_()
+    items.append(2)
+    assert handle.report is None
+    while not handle.done():
+        pass
+    assert handle.report is not None and handle.report["state"] == "published"
+    found = ds.load(tmp_path / "ck")
+    assert torch.equal(found["tensor"], torch.arange(3 << 20, dtype=torch.float32)) and found["items"] == [1]
+
+
+def test_a_lazy_save_is_fenced_by_the_step_of_an_optimizer(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(4 << 20))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    handle = ds.async_save({"weight": weight}, tmp_path / "ck", lazy=True, copy_limit=100_000_000)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert handle.wait()["lazy_bytes"] == 16 << 20
+    assert torch.equal(ds.load(tmp_path / "ck")["weight"], torch.ones(4 << 20))
+    assert torch.equal(weight, torch.zeros(4 << 20))
+
+
+def test_a_change_without_a_fence_fails_a_lazy_save(tmp_path: Path) -> None:
+    weight = torch.ones(4 << 20)
+    handle = ds.async_save({"weight": weight}, tmp_path / "ck", lazy=True, copy_limit=4_000_000)
+    weight.zero_()
+    with pytest.raises(SaveFailedError, match="weight"):
+        handle.wait()
+    with pytest.raises(NotACheckpointError):
+        ds.load(tmp_path / "ck")
+
+
+def test_an_explicit_fence_lets_a_lazily_saved_tensor_change(tmp_path: Path) -> None:
+    weight = torch.ones(4 << 20)
+    handle = ds.async_save({"weight": weight}, tmp_path / "ck", lazy=True, copy_limit=100_000_000)
+    ds.fence()
+    weight.zero_()
+    handle.wait()
+    assert torch.equal(ds.load(tmp_path / "ck")["weight"], torch.ones(4 << 20))
+
+
+@pytest.mark.parametrize("wanted", [torch.float64, torch.bfloat16], ids=str)
+def test_values_are_converted_to_the_dtype_of_the_target(tmp_path: Path, wanted: torch.dtype) -> None:
+    saved = torch.randn(3, 700_000)  # more than one temporary
+    ds.save({"t": saved}, tmp_path / "ck")
+    target = torch.zeros(saved.shape, dtype=wanted)
+    ds.load(tmp_path / "ck", into={"t": target})
+    assert torch.equal(target, saved.to(wanted))
+
+
+def test_targets_that_are_not_contiguous_are_filled(tmp_path: Path) -> None:
+    saved = torch.randn(40, 30)
+    ds.save({"t": saved}, tmp_path / "ck")
+    memory = torch.zeros(30, 80)
+    ds.load(tmp_path / "ck", into={"t": memory.t()[::2]})
+    assert torch.equal(memory.t()[::2], saved) and not memory.t()[1::2].any()
+
+
+def test_shards_are_filled_with_their_part(tmp_path: Path) -> None:
+    whole = torch.randn(6, 8)
+    ds.save({"t": whole}, tmp_path / "ck")
+    part = torch.zeros(2, 8)
+    found = ds.load(tmp_path / "ck", into={"t": ds.Shard(part, (6, 8), (3, 0))})
+    assert torch.equal(part, whole[3:5]) and found["t"].tensor is part
+
+
+def test_looking_inside_reads_only_what_is_asked_for(tmp_path: Path) -> None:
+    ds.save(training_state(), tmp_path / "ck")
+    checkpoint = ds.open(tmp_path / "ck")
+    assert checkpoint.tensors["model.0.weight"].global_shape == (3, 5)
+    assert checkpoint.tensors["model.0.weight"].dtype == "float32"
+    assert {"step", "note"} <= set(checkpoint.objects)
+    assert checkpoint.bytes_read == 0
+    assert checkpoint.read_tensor("model.0.weight", (1, 0), (1, 5)).shape == (1, 5)
+    assert checkpoint.bytes_read > 0
+
+
+@pytest.mark.parametrize(
+    ("into", "error", "said"),
+    [
+        ({"t": torch.zeros(3, 2)}, MismatchError, r"'t' was saved with the shape \(2, 3\).*\(3, 2\)"),
+        ({"t": torch.zeros(2, 3, dtype=torch.int32)}, MismatchError, "float32 and cannot become .*int32"),
+        ({"u": torch.zeros(2, 3)}, MissingKeyError, "'u'"),
+        ({"t": None}, MissingKeyError, "'t'"),
+        ({"t": ds.Shard(torch.zeros(1, 3), (2, 3), (2, 0))}, MismatchError, "no slice"),
+        ({("t",): torch.zeros(1)}, MismatchError, "expected text or a whole number"),
+        ({"a": {"b": 1}, "a.b": 2}, MismatchError, "both called 'a.b'"),
+    ],
+    ids=["shape", "dtype", "missing tensor", "tensor wanted as object", "outside", "key", "same name"],
+)
+def test_what_does_not_fit_is_refused(tmp_path: Path, into: Any, error: type[Exception], said: str) -> None:
+    ds.save({"t": torch.ones(2, 3)}, tmp_path / "ck")
+    with pytest.raises(error, match=said):
+        ds.load(tmp_path / "ck", into=into)
+
+
+def test_an_ambiguous_state_fails_the_save(tmp_path: Path) -> None:
+    with pytest.raises(SaveFailedError, match=r"both called 'a\.b'"):
+        ds.save({"a": {"b": 1}, "a.b": 2}, tmp_path / "ck")
+
+
+def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="no option nonsense"):
+        ds.save({}, tmp_path / "ck", nonsense=1)
+
+
+def test_importing_the_package_imports_neither_torch_nor_anything_of_ours() -> None:
+    code = (
+        "import sys, megatron_datastates as ds; before = set(sys.modules); dir(ds); "
+        "print(*[m for m in before if m == 'torch' or m.startswith('megatron_datastates.')])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split() == []
+
+
+def test_help_fits_on_a_screen_and_names_everything() -> None:
+    text = ds.__doc__ or ""
+    assert len(text.splitlines()) < 24
+    assert all(f"ds.{name}" in text for name in ds.__all__ if name != "SaveHandle")
