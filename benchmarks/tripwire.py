@@ -218,8 +218,8 @@ def _timings(copies: list[Copy], folder: Path, tripwire: bool) -> tuple[float, f
         )
         held = time.thread_time() - begin
         assert job.wait(native.Milestone.COPIED, 60.0)
-        status = job.status()
-        return 1e3 * held, 1e3 * (float(status["looked_at"]) - float(status["reserved_at"]))
+        status: Any = job.status()
+        return 1e3 * held, 1e3 * (status["looked_at"] - status["reserved_at"])
     finally:
         engine.close()
         (folder / "data").unlink(missing_ok=True)

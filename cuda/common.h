@@ -5,10 +5,12 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace datastates {
 
-// A failed call of the system, the driver or the disk. `code` is an errno where there is one, else 0.
+// A failed call of the system, the driver or the disk. `code` is an errno where there is one, else 0. `path`
+// is the file that it concerns; empty where that is none of ours.
 class Failure : public std::runtime_error {
  public:
   Failure(std::string operation, std::string object, int code, const std::string& detail = "")
@@ -19,6 +21,7 @@ class Failure : public std::runtime_error {
 
   std::string operation;
   std::string object;
+  std::string path;
   int code;
 
  private:
@@ -31,5 +34,12 @@ class Failure : public std::runtime_error {
     return text;
   }
 };
+
+inline Failure FileFailure(std::string operation, const std::string& path, int code,
+                           const std::string& detail = "") {
+  Failure failure(std::move(operation), path, code, detail);
+  failure.path = path;
+  return failure;
+}
 
 }  // namespace datastates

@@ -1,9 +1,12 @@
-"""The errors that this package raises.
+"""The errors that this package raises: one tree, any of which a program may catch.
 
-A message names the object, what was expected, what was found, and what to do.
+What Megatron's functions raise is also Megatron's own kind of error (mcore/errors.py). A message names the
+object, what was expected, what was found, and what to do.
 """
 
 from __future__ import annotations
+
+from typing import Self
 
 
 def printable(text: str, keep: str = "") -> str:
@@ -24,6 +27,12 @@ class DataStatesError(Exception):
 
     def __str__(self) -> str:
         return printable(super().__str__(), keep="\n")
+
+    def extended(self, text: str) -> Self:
+        """Returns the same error with more text behind its own."""
+        error = type(self)(f"{self}{text}")
+        error.__dict__.update(self.__dict__)
+        return error
 
 
 class OptionError(DataStatesError, ValueError):
@@ -50,11 +59,25 @@ class UnsupportedFormatError(DataStatesError):
     """The checkpoint was written by a later release and needs features that this release lacks."""
 
 
-class StorageError(DataStatesError):
+class FailedCallError(DataStatesError):
+    """A call of the operating system, of a driver or of the native core failed.
+
+    Attributes:
+        code: an errno such as errno.ENOSPC; 0 where the system gave none.
+        path: of the file that it concerns; empty where there is none.
+        operation: what was tried, such as `write`; empty where nothing says.
+    """
+
+    def __init__(self, *args: object, code: int = 0, path: str = "", operation: str = "") -> None:
+        super().__init__(*args)
+        self.code, self.path, self.operation = code, path, operation
+
+
+class StorageError(FailedCallError):
     """A file is missing, has the wrong size, or cannot be read or written."""
 
 
-class EngineError(DataStatesError):
+class EngineError(FailedCallError):
     """A read could not get memory, threads or a device. No file is damaged."""
 
 
@@ -67,11 +90,21 @@ class MissingKeyError(DataStatesError):
 
 
 class MismatchError(DataStatesError):
-    """A requested shape or dtype does not match the stored one."""
+    """A requested shape or dtype does not match the stored one; in Megatron's loads, also a key."""
 
 
 class SaveFailedError(DataStatesError):
-    """A save failed and published nothing. Every rank raises the same text."""
+    """A save failed and published nothing. Every rank raises the same text.
+
+    Its `__cause__` is the error of this rank, if this rank has one.
+    """
+
+
+class LoadFailedError(DataStatesError):
+    """A load through Megatron failed. Where ranks load together, every rank raises the same text.
+
+    Its `__cause__` is the error that says why: CorruptDataError, StorageError and the like.
+    """
 
 
 class RepairRefusedError(DataStatesError):

@@ -31,7 +31,8 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from megatron_datastates.convert.source import Source, StoredTensor, open_source
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sources.source import Source, StoredTensor
 from megatron_datastates.errors import MissingPackageError
 from megatron_datastates.format.values import element_bytes
 

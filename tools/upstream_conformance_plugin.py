@@ -196,7 +196,7 @@ def _count_stock_saves(strategy: Any, dcp: Any) -> None:
 
 def _construct_ours(stock: Any) -> None:
     """Makes the stock class construct ours, a subclass of it, under any name it was imported by."""
-    from megatron_datastates.mcore.strategy import DataStatesSaveStrategy
+    from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy
 
     class OurStrategy(DataStatesSaveStrategy):
         def __init__(self, *stock_arguments: Any, **stock_options: Any) -> None:

@@ -116,7 +116,7 @@ def _parameter(memory: torch.Tensor) -> torch.nn.Parameter:
 
 
 def _count_lazy(state: State) -> int:
-    from megatron_datastates.mcore import mapping
+    from megatron_datastates.mcore.save import mapping
     from megatron_datastates.providers.base import Mutability
 
     classify = mapping.proof_in_training_loop()

@@ -119,7 +119,7 @@ def all_ways(device: Device) -> tuple[list[Way], dict[str, str]]:
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    from megatron_datastates.mcore import strategy
+    from megatron_datastates.mcore.save import strategy
 
     def theirs(threads: int = 1) -> Any:
         stock = TorchDistSaveShardedStrategy(thread_count=threads, cached_metadata=True)

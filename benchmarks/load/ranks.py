@@ -134,11 +134,11 @@ def _save(job: Job) -> RankResult:
 def _load(job: Job) -> RankResult:
     from megatron.core import dist_checkpointing
 
-    from megatron_datastates.mcore import dispatch
+    from megatron_datastates.mcore.load import opening
     from megatron_datastates.pipeline import load
 
     if job.forget:
-        dispatch._opened.clear()
+        opening.forget()
         load._decoded.clear()
     state = make_state(job.sharding, job.model, dist.get_rank())
     targets = list(state.values())
@@ -159,11 +159,12 @@ def _load(job: Job) -> RankResult:
 
 def _take_bytes_read(directory: str) -> int:
     """Returns how many bytes loads of a directory have read from disk, and sets the count to zero."""
-    from megatron_datastates.mcore import dispatch
+    from megatron_datastates.mcore.load import opening
+    from megatron_datastates.pipeline import runs
 
-    if not dispatch.is_ours(directory):
+    if not runs.is_ours(directory):
         return 0
-    checkpoint = dispatch.open_checkpoint(directory)  # the one that was loaded from is still open
+    checkpoint = opening.open_checkpoint(directory)  # the one that was loaded from is still open
     read, checkpoint.bytes_read = checkpoint.bytes_read, 0
     return read
 

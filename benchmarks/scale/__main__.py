@@ -24,7 +24,7 @@ NEEDS = {"plan": ".", "commit": "ranks.json"}
 NEEDS |= dict.fromkeys(("load", "load_traced", "reshard", "reshard_traced"), "checkpoint")
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(  # imported once for all of them
-    ["megatron.core.optimizer.distrib_optimizer", "megatron_datastates.mcore.reader"]
+    ["megatron.core.optimizer.distrib_optimizer", "megatron_datastates.mcore.load.reader"]
 )
 
 

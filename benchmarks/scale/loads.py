@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.scale.models import Model, Parallel
 from benchmarks.scale.ranks import Group
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
-from megatron_datastates.mcore.reader import DataStatesReader
+from megatron_datastates.mcore.load.reader import DataStatesReader
 from megatron_datastates.pipeline.load import Checkpoint
 
 

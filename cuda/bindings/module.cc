@@ -9,6 +9,7 @@
 
 #include "bindings/arrays.h"
 #include "bindings/exchange.h"
+#include "bindings/failure.h"
 #include "bindings/reader.h"
 #include "engine/crc32c.h"
 #include "engine/engine.h"
@@ -117,9 +118,7 @@ nb::dict PoolDict(EngineHandle& self) {
 nb::dict StatusDict(const SaveJob& job) {
   const SaveJob::Status status = job.status();
   nb::dict facts;
-  facts["failed"] = status.failed;
-  facts["error"] = status.error;
-  facts["error_code"] = status.error_code;
+  facts["error"] = status.failure ? ErrorOf(*status.failure) : nb::none();
   facts["cancelled"] = status.cancelled;
   facts["direct"] = status.direct;
   facts["bytes_planned"] = status.bytes_planned;
@@ -232,14 +231,7 @@ void BindJob(nb::module_& module) {
 NB_MODULE(_native, module) {
   using namespace datastates;
   nb::set_leak_warnings(false);  // a forked child leaks its parent's engine on purpose
-  nb::register_exception_translator([](const std::exception_ptr& pointer, void*) {
-    try {
-      std::rethrow_exception(pointer);
-    } catch (const Failure& failure) {
-      // OSError(errno, text): code 0 means that the system was not to blame.
-      PyErr_SetObject(PyExc_OSError, nb::make_tuple(failure.code, failure.what()).ptr());
-    }
-  });
+  BindFailure(module);
   BindJob(module);
   BindEngine(module);
   BindReader(module);

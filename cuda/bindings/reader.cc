@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bindings/arrays.h"
+#include "bindings/failure.h"
 #include "engine/reader.h"
 #include "os/fork.h"
 
@@ -66,7 +67,7 @@ nb::tuple ResultTuple(const JobHandle& self) {
   const ReadJob::Result result = self.get()->result();
   nb::list bad;
   for (const auto& [file, block] : result.bad_blocks) bad.append(nb::make_tuple(file, block));
-  return nb::make_tuple(result.bytes_read, bad, result.error);
+  return nb::make_tuple(result.bytes_read, bad, result.failure ? ErrorOf(*result.failure) : nb::none());
 }
 
 }  // namespace

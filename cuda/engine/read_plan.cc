@@ -2,7 +2,7 @@
 
 #include <utility>
 
-#include "engine/save_job.h"  // kBlockBytes
+#include "engine/block.h"
 #include "os/aligned.h"
 
 namespace datastates {
@@ -13,9 +13,9 @@ using Range = std::pair<uint64_t, uint64_t>;  // begin, end
 void CheckFile(const ReadFile& file) {
   const uint64_t blocks = AlignUp(file.data_bytes, kBlockBytes) / kBlockBytes;
   if (file.checksums.empty() || file.checksums.size() == blocks) return;
-  throw Failure("plan reads", file.path, 0,
-                "the number of checksums does not fit the file: " + std::to_string(file.checksums.size()) +
-                    " for " + std::to_string(blocks) + " blocks");
+  throw FileFailure("plan reads", file.path, 0,
+                    "the number of checksums does not fit the file: " +
+                        std::to_string(file.checksums.size()) + " for " + std::to_string(blocks) + " blocks");
 }
 
 // In an order in which nothing overflows.
@@ -36,11 +36,11 @@ void CheckRun(const ReadRun& run, const std::vector<ReadFile>& files) {
   }
   const ReadFile& file = files[run.file];
   if (Fits(run, file.data_bytes)) return;
-  throw Failure("plan reads", file.path, 0,
-                "a run of " + std::to_string(run.pieces) + " pieces of " + std::to_string(run.piece_bytes) +
-                    " bytes, " + std::to_string(run.file_step) + " apart from offset " +
-                    std::to_string(run.offset) + " on, overlaps itself or leaves the " +
-                    std::to_string(file.data_bytes) + " bytes of data");
+  throw FileFailure(
+      "plan reads", file.path, 0,
+      "a run of " + std::to_string(run.pieces) + " pieces of " + std::to_string(run.piece_bytes) +
+          " bytes, " + std::to_string(run.file_step) + " apart from offset " + std::to_string(run.offset) +
+          " on, overlaps itself or leaves the " + std::to_string(file.data_bytes) + " bytes of data");
 }
 
 // Pieces that touch on both sides are one.

@@ -5,9 +5,9 @@
 #include <system_error>
 #include <tuple>
 
+#include "engine/block.h"
 #include "engine/crc32c.h"
 #include "engine/host_copy.h"
-#include "engine/save_job.h"  // kBlockBytes
 #include "os/threads.h"
 
 namespace datastates {
@@ -70,6 +70,16 @@ ReadJob::Result ReadJob::result() const {
   return result;
 }
 
+namespace {
+
+// What is no Failure is memory or a thread that cannot be had.
+Failure AsFailure(const std::exception& error) {
+  const auto* failure = dynamic_cast<const Failure*>(&error);
+  return failure != nullptr ? *failure : Failure("read", "", 0, error.what());
+}
+
+}  // namespace
+
 void ReadJob::Work() {
   NameThread("ds-read");
   try {
@@ -77,7 +87,7 @@ void ReadJob::Work() {
     BindThread(node_);
     ReadWindows();
   } catch (const std::exception& error) {
-    Fail(error.what());
+    Fail(AsFailure(error));
   }
   const MutexLock lock(mutex_);
   --working_;
@@ -101,7 +111,7 @@ void ReadJob::ReadWindows() {
     }
     AwaitDevice();
   } catch (const std::exception& error) {
-    Fail(error.what());
+    Fail(AsFailure(error));
     // Copies enqueued before the error still read from the slots.
     try {
       AwaitDevice();
@@ -176,10 +186,10 @@ void ReadJob::AwaitDevice() {
   if (copier_) copier_->WaitForAll();
 }
 
-void ReadJob::Fail(const std::string& error) {
+void ReadJob::Fail(const Failure& failure) {
   stopped_ = true;
   const MutexLock lock(mutex_);
-  if (result_.error.empty()) result_.error = error;
+  if (!result_.failure) result_.failure = failure;
 }
 
 }  // namespace datastates

@@ -59,7 +59,7 @@ class ReadJob {
   struct Result {
     uint64_t bytes_read = 0;           // from files, padding of blocks included
     std::vector<BadBlock> bad_blocks;  // all there are, by file and block; nothing of them was delivered
-    std::string error;                 // of the first call that failed, with path and errno; ends the job
+    std::optional<Failure> failure;    // of the first call that failed; ends the job
   };
 
   // Starts the threads and returns. Device targets need `trainer`, the stream that last used them, and the
@@ -99,7 +99,7 @@ class ReadJob {
   bool Check(const ReadPlan::Window& window, uint64_t begin, uint64_t end, const uint8_t* data);
   bool Deliver(const ReadPlan::Window& window, const uint8_t* data);
   void AwaitDevice();
-  void Fail(const std::string& error);
+  void Fail(const Failure& failure);
 
   const std::shared_ptr<Reader> reader_;
   const ReadPlan plan_;

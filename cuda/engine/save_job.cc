@@ -69,18 +69,13 @@ bool SaveJob::failed() const {
 SaveJob::Status SaveJob::status() const {
   Status status;
   if (!home_.IsHere()) {
-    status.failed = true;
-    status.error = kOfTheParent;
+    status.failure = Failure(kOfTheParent, "", 0);
     return status;
   }
   const MutexLock lock(mutex_);
   status = status_;
-  status.failed = failure_.has_value();
+  status.failure = failure_;
   if (file_ != nullptr) status.direct = file_->direct();
-  if (failure_) {
-    status.error = failure_->what();
-    status.error_code = failure_->code;
-  }
   return status;
 }
 
@@ -188,9 +183,9 @@ bool SaveJob::Verify(const Batch& batch, size_t number, const uint8_t* staged) {
 void SaveJob::Torn(uint64_t offset, uint64_t bytes) {
   const MutexLock lock(mutex_);
   if (failure_) return;
-  failure_ = Failure("stage", path_, 0,
-                     "the source of offset " + std::to_string(offset) +
-                         " changed before its copy was done, so the copy mixes two states");
+  failure_ = FileFailure("stage", path_, 0,
+                         "the source of offset " + std::to_string(offset) +
+                             " changed before its copy was done, so the copy mixes two states");
   status_.torn_at = offset;
   status_.torn_bytes = bytes;
   changed_.NotifyAll();
@@ -273,7 +268,7 @@ void SaveJob::Written(const Batch::Chunk& chunk, const uint8_t* data) {
     at += bytes;
   }
   DataFile* const open = file();
-  if (open == nullptr) throw Failure("write", path_, 0, "the file is closed");
+  if (open == nullptr) throw FileFailure("write", path_, 0, "the file is closed");
   open->WriteAt(data, chunk.bytes, chunk.offset);
   const MutexLock lock(mutex_);
   pieces_.insert(pieces_.end(), pieces.begin(), pieces.end());
@@ -283,7 +278,7 @@ void SaveJob::Written(const Batch::Chunk& chunk, const uint8_t* data) {
 }
 
 std::vector<uint32_t> SaveJob::BlockChecksums() const {
-  if (!home_.IsHere()) throw Failure("collect checksums", path_, 0, kOfTheParent);
+  if (!home_.IsHere()) throw FileFailure("collect checksums", path_, 0, kOfTheParent);
   std::vector<Piece> pieces;
   {
     const MutexLock lock(mutex_);
@@ -293,7 +288,7 @@ std::vector<uint32_t> SaveJob::BlockChecksums() const {
   std::vector<uint32_t> blocks;
   uint64_t end = 0;
   for (const Piece& piece : pieces) {
-    if (piece.offset != end) throw Failure("collect checksums", path_, 0, "a chunk is missing");
+    if (piece.offset != end) throw FileFailure("collect checksums", path_, 0, "a chunk is missing");
     if (piece.offset % kBlockBytes == 0) {
       blocks.push_back(piece.crc);
     } else {
@@ -306,10 +301,11 @@ std::vector<uint32_t> SaveJob::BlockChecksums() const {
 
 void SaveJob::WriteFooter(const uint8_t* data, uint64_t bytes, uint64_t offset) {
   DataFile* const open = file();
-  if (open == nullptr) throw Failure("write footer", path_, 0, "the file was never opened");
+  if (open == nullptr) throw FileFailure("write footer", path_, 0, "the file was never opened");
   if (!open->keeps()) {
-    throw Failure("write footer", path_, 0,
-                  "its write back end keeps nothing, as is good for measuring copies and for nothing else");
+    throw FileFailure(
+        "write footer", path_, 0,
+        "its write back end keeps nothing, as is good for measuring copies and for nothing else");
   }
   open->WriteAt(data, bytes, offset);
   open->Truncate(offset + bytes);

@@ -12,13 +12,12 @@
 
 #include "device/copier.h"
 #include "engine/batch.h"
+#include "engine/block.h"
 #include "engine/tripwire.h"
 #include "os/data_file.h"
 #include "os/mutex.h"
 
 namespace datastates {
-
-constexpr uint64_t kBlockBytes = uint64_t{1} << 20;  // covered by one checksum (FORMAT.md)
 
 // What a wait can be for. When the job fails, every wait ends: that for kCopied once nothing reads a source
 // any more, that for kReleased as ever, the others at once.
@@ -36,9 +35,7 @@ enum class Milestone {
 class SaveJob : public std::enable_shared_from_this<SaveJob> {
  public:
   struct Status {
-    bool failed = false;
-    std::string error;
-    int error_code = 0;
+    std::optional<Failure> failure;  // the first
     bool cancelled = false;
     bool direct = false;
     uint64_t bytes_planned = 0, bytes_copied = 0, bytes_written = 0;

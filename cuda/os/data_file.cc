@@ -81,7 +81,7 @@ void DataFile::MakeDirectories() {
   directories_.push_back(at.string());
   std::error_code code;
   fs::create_directories(directory, code);
-  if (code) throw Failure("make directory", directory.string(), code.value());
+  if (code) throw FileFailure("make directory", directory.string(), code.value());
 }
 
 void DataFile::Reserve(uint64_t bytes) {
@@ -93,12 +93,12 @@ void DataFile::Reserve(uint64_t bytes) {
     return ErrorOf(fallocate(fd_, 0, 0, static_cast<off_t>(bytes)));
   });
   if (code == 0) return;
-  if (code != EOPNOTSUPP && code != ENOSYS && code != EINVAL) throw Failure("reserve", path_, code, need);
+  if (code != EOPNOTSUPP && code != ENOSYS && code != EINVAL) throw FileFailure("reserve", path_, code, need);
   // Not every file system can reserve; its free space is then the best that can be known.
   struct statvfs facts{};
   if (fstatvfs(fd_, &facts) == 0 && facts.f_blocks != 0 &&
       static_cast<uint64_t>(facts.f_bavail) * facts.f_frsize < bytes) {
-    throw Failure("reserve", path_, ENOSPC, need);
+    throw FileFailure("reserve", path_, ENOSPC, need);
   }
 }
 
@@ -155,7 +155,7 @@ void DataFile::SyncDirectory(const std::string& directory) {
     fd = open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     return ErrorOf(fd);
   });
-  if (opened != 0) throw Failure("open directory", directory, opened);
+  if (opened != 0) throw FileFailure("open directory", directory, opened);
   CloseInForkedChild(fd);
   const int code = Uninterrupted([&] {
     const int injected = Injected("sync directory");
@@ -164,10 +164,10 @@ void DataFile::SyncDirectory(const std::string& directory) {
   ForgetDescriptor(fd);
   close(fd);
   // Some network file systems cannot sync a directory and say so; their metadata is synchronous.
-  if (code != 0 && code != EINVAL && code != EBADF) throw Failure("sync directory", directory, code);
+  if (code != 0 && code != EINVAL && code != EBADF) throw FileFailure("sync directory", directory, code);
 }
 
-void DataFile::Throw(const char* operation, int code) const { throw Failure(operation, path_, code); }
+void DataFile::Throw(const char* operation, int code) const { throw FileFailure(operation, path_, code); }
 
 int DataFile::Injected(const char* operation) { return faults_->Count(operation).error; }
 

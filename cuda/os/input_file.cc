@@ -18,12 +18,12 @@ InputFile::InputFile(const std::string& path, bool direct, Faults* faults)
     direct_ = false;
     fd_ = open(path.c_str(), flags);
   }
-  if (fd_ < 0) throw Failure("open", path, errno);
+  if (fd_ < 0) throw FileFailure("open", path, errno);
   struct stat found;
   const int error = fstat(fd_, &found) == 0 ? 0 : errno;
   if (error != 0 || !S_ISREG(found.st_mode)) {
     close(fd_);
-    throw Failure("open", path, error, "expected a regular file, found another kind of file");
+    throw FileFailure("open", path, error, "expected a regular file, found another kind of file");
   }
   CloseInForkedChild(fd_);
 }
@@ -54,9 +54,10 @@ void InputFile::ReadAt(uint8_t* buffer, uint64_t begin, uint64_t end) {
       continue;
     }
     const std::string where = "at offset " + std::to_string(at);
-    if (got < 0) throw Failure("read", path_, errno, where);
+    if (got < 0) throw FileFailure("read", path_, errno, where);
     if (got == 0) {
-      throw Failure("read", path_, 0, "the file ends " + where + ", before its data does: it was truncated");
+      throw FileFailure("read", path_, 0,
+                        "the file ends " + where + ", before its data does: it was truncated");
     }
     if (static_cast<uint64_t>(got) % kAlignment != 0) StopDirect();
     at += static_cast<uint64_t>(got);

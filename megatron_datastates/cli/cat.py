@@ -24,9 +24,10 @@ from megatron_datastates.cli.shared import (
     say,
 )
 from megatron_datastates.convert.contents import Content, converted, find_content
-from megatron_datastates.convert.npy import write_npy
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sinks.npy import write_npy
 from megatron_datastates.convert.slices import Slice, parse_slice
-from megatron_datastates.convert.source import Source, open_source
+from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import DataStatesError, FormatError, MismatchError, OptionError
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.providers.objects import deserialize_for_display

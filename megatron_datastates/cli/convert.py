@@ -14,7 +14,7 @@ from megatron_datastates.cli.shared import AsJson, app, cannot, progress_bar, re
 from megatron_datastates.config import parse_bytes
 from megatron_datastates.convert.job import Means, Plan
 from megatron_datastates.convert.run import Converted, Wish, convert_one, convert_run
-from megatron_datastates.convert.sink import Moved
+from megatron_datastates.convert.sinks.sink import Moved
 from megatron_datastates.convert.team import team_of_torchrun
 from megatron_datastates.errors import CorruptDataError, DataStatesError, OptionError
 

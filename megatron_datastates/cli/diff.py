@@ -32,8 +32,8 @@ from megatron_datastates.convert.diff import (
     require_plotting,
 )
 from megatron_datastates.convert.diff import diff as compare_checkpoints
-from megatron_datastates.convert.source import open_source
-from megatron_datastates.convert.target import refuse_target
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sinks.target import refuse_target
 from megatron_datastates.errors import DataStatesError
 
 

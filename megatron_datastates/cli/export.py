@@ -21,9 +21,9 @@ from megatron_datastates.cli.shared import (
     progress_bar,
     say,
 )
-from megatron_datastates.convert.safetensors import choose_weights
-from megatron_datastates.convert.safetensors import export as export_weights
-from megatron_datastates.convert.source import open_source
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sinks.safetensors import choose_weights
+from megatron_datastates.convert.sinks.safetensors import export as export_weights
 from megatron_datastates.errors import DataStatesError
 
 

@@ -11,8 +11,9 @@ from rich.table import Table
 
 from megatron_datastates.cli.shared import AsJson, Run, add_row, app, binary_size, cannot, print_table, say
 from megatron_datastates.errors import DataStatesError, NotACheckpointError
-from megatron_datastates.pipeline.load import Checkpoint, is_published
-from megatron_datastates.pipeline.runs import BACKEND, Iteration, find_iterations, stored_bytes
+from megatron_datastates.format.directory import BACKEND
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.runs import Iteration, find_iterations, is_published, stored_bytes
 
 
 @app.command("ls")

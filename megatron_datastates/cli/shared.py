@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from rich.table import Table
 
 from megatron_datastates.config import MIB, parse_bytes
-from megatron_datastates.convert.source import require_utf8
+from megatron_datastates.convert.open import require_utf8
 from megatron_datastates.errors import OptionError, StorageError, printable
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)

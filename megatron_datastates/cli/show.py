@@ -22,7 +22,9 @@ from megatron_datastates.cli.shared import (
     say,
 )
 from megatron_datastates.convert.contents import Content, Statistics, contents, statistics
-from megatron_datastates.convert.source import DataStatesSource, Source, open_source
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sources.datastates import DataStatesSource
+from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import DataStatesError, MissingKeyError
 
 _STATISTICS = ("min", "max", "mean", "norm", "NaN", "Inf")

@@ -8,17 +8,19 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_datastates.convert.source import DataStatesSource, Source
+from megatron_datastates.convert.sources.datastates import DataStatesSource
+from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import MismatchError, MissingKeyError
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.optimizer import StateTensor, optimizer_state
+from megatron_datastates.plan.boxes import cut_box
 
 PART_BYTES = 16 << 20  # of a tensor, read at a time
 Read = Callable[[Sequence[int], Sequence[int]], torch.Tensor]  # of offset and shape
@@ -142,7 +144,7 @@ def statistics(content: Content, progress: Callable[[int], None] = lambda bytes_
     """Of a tensor, box by box as it is stored."""
     found = Statistics()
     for offset, shape in zip(content.offsets.tolist(), content.shapes.tolist(), strict=True):
-        for at, lengths in parts(offset, shape, PART_BYTES // element_bytes(content.dtype)):
+        for at, lengths in cut_box(offset, shape, PART_BYTES // element_bytes(content.dtype)):
             found.add(content.read(at, lengths))
             progress(math.prod(lengths) * element_bytes(content.dtype))
     return found
@@ -157,21 +159,3 @@ def converted(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         pass
     name, wanted = (str(one).removeprefix("torch.") for one in (values.dtype, dtype))
     raise MismatchError(f"{name} cannot be converted to {wanted}: leave it as it is")
-
-
-def parts(
-    offset: Sequence[int], shape: Sequence[int], most_elements: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cuts a box into boxes of at most so many elements, in row-major order; each is contiguous in it."""
-    if math.prod(shape) <= most_elements:
-        if 0 not in shape:
-            yield tuple(offset), tuple(shape)
-        return
-    axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= most_elements)
-    step = most_elements // math.prod(shape[axis + 1 :])
-    outer = np.ndindex(*shape[:axis])
-    for place in outer:
-        for start in range(0, shape[axis], step):
-            within = (*place, start, *(0,) * (len(shape) - axis - 1))
-            lengths = (*(1,) * axis, min(step, shape[axis] - start), *shape[axis + 1 :])
-            yield tuple(o + w for o, w in zip(offset, within, strict=True)), lengths

@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_datastates.convert.parts import boxes_of, choose_keys, group_of, is_weight, parts_of
-from megatron_datastates.convert.source import Source
-from megatron_datastates.convert.target import appearing
+from megatron_datastates.convert.parts import choose_keys, group_of, is_weight, parts_of
+from megatron_datastates.convert.sinks.target import appearing
+from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import MissingPackageError, UnsupportedFormatError
 from megatron_datastates.format.values import element_bytes
+from megatron_datastates.plan.boxes import cut_box
 
 # Of one element of both tensors: as stored, as float64, their differences and masks.
 _BYTES_PER_ELEMENT = 64
@@ -158,7 +159,7 @@ def _compare_tensor(
     whole = found.tensors.setdefault(key, Drift())
     for part in parts_of(key, first.tensors[key].global_shape):
         drift = Drift()
-        for offset, shape in boxes_of(part.offset, part.shape, most_elements):
+        for offset, shape in cut_box(part.offset, part.shape, most_elements):
             left = first.read_tensor(key, offset, shape)
             drift.add(compare(left, second.read_tensor(key, offset, shape)))
             progress(left.nbytes)

@@ -31,22 +31,19 @@ from typing import Any
 import numpy as np
 
 from megatron_datastates.config import GIB, MIB, Options
-from megatron_datastates.convert.datastates import DataStatesSink
-from megatron_datastates.convert.sink import Moved, Sink, metadata_members, stretches
-from megatron_datastates.convert.source import (
-    Source,
-    Stored,
-    is_of_a_format,
-    open_source,
-    require_utf8,
-)
-from megatron_datastates.convert.target import sync_tree
+from megatron_datastates.convert.open import open_source, require_utf8
+from megatron_datastates.convert.sinks.datastates import DataStatesSink
+from megatron_datastates.convert.sinks.sink import Moved, Sink, stretches
+from megatron_datastates.convert.sinks.target import refuse_target, sync_tree
+from megatron_datastates.convert.sinks.torch_dist import TorchDistSink
+from megatron_datastates.convert.sources.source import Source, Stored
 from megatron_datastates.convert.team import Team
-from megatron_datastates.convert.torch_dist_sink import TorchDistSink
 from megatron_datastates.engine.commit import sync_directory
 from megatron_datastates.errors import CorruptDataError, FormatError, OptionError, StorageError
 from megatron_datastates.files import open_regular
+from megatron_datastates.format.directory import is_of_a_format
 from megatron_datastates.format.values import SaveId, is_optimizer_map
+from megatron_datastates.pipeline.runs import metadata_members
 from megatron_datastates.plan.coverage import coverage_faults
 
 FORMATS = (DataStatesSink.format, TorchDistSink.format)
@@ -137,23 +134,9 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
     if ranks:
         files = _dealt(source, files, ranks)
     sizes = [sum(source.fragment(*one).bytes for one in stored.fragments) for stored in files]
-    refuse_target(target, sum(sizes) + sum(source.object_bytes(key) for key in source.objects))
+    needed = sum(sizes) + sum(source.object_bytes(key) for key in source.objects)
+    refuse_target(target, needed, makes_parents=True)
     return Plan(source, target, format, files, sizes)
-
-
-def refuse_target(target: Path, needed_bytes: int) -> None:
-    """Raises StorageError: the target exists, or there is no room for it."""
-    if target.is_symlink() or target.exists():
-        raise StorageError(f"{target} exists: give another target, or remove it first")
-    around = next(parent for parent in target.absolute().parents if parent.exists())
-    if not around.is_dir() or not os.access(around, os.W_OK | os.X_OK):
-        raise StorageError(f"{around} is not a directory that can be written to: give another target")
-    free = shutil.disk_usage(around).free
-    if free < needed_bytes:
-        raise StorageError(
-            f"{around} has {free / 1e6:.1f} MB free, and {needed_bytes / 1e6:.1f} MB are needed: free some, "
-            "or give another target"
-        )
 
 
 def _dealt(source: Source, files: Sequence[Stored], ranks: int) -> list[Stored]:
@@ -344,7 +327,7 @@ def _companions(source: Source) -> list[str]:
 
 
 def _appear(workplace: Path, target: Path) -> None:
-    refuse_target(target, 0)
+    refuse_target(target)
     workplace.rename(target)
     sync_directory(target.parent)
 

@@ -1,4 +1,4 @@
-"""Which tensors are asked for, to which layer their elements belong, and boxes small enough to be held.
+"""Which tensors are asked for, and to which layer their elements belong.
 
 Megatron stores like layers under one key (`decoder.layers.mlp.linear_fc1.weight`), stacked along the first
 axis; layers that differ have their numbers in their keys (`decoder.layers.3.mlp...`), as its modules do.
@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import math
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from megatron_datastates.errors import MissingKeyError
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape, elements
 
 _LAYERS = re.compile(r"(?P<stack>(?:^|\.)layers)\.(?:(?P<number>\d+)\.)?")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.")
@@ -63,20 +60,6 @@ def parts_of(key: str, global_shape: Sequence[int]) -> list[Part]:
         Part(f"{before}{n}.{after}", (stack, n), (n, *whole[1:]), (1, *shape[1:]), True)
         for n in range(shape[0])
     ]
-
-
-def boxes_of(offset: tuple[int, ...], shape: tuple[int, ...], most_elements: int) -> Iterator[Box]:
-    """Boxes of at most so many elements (at least one) that together are this one, in row-major order."""
-    if math.prod(shape) <= most_elements or not shape:
-        if math.prod(shape):
-            yield offset, shape
-        return
-    rest = math.prod(shape[1:])
-    rows = max(most_elements // rest, 1)
-    for row in range(0, shape[0], rows):
-        inner = (min(rows, shape[0] - row),)
-        for at, size in boxes_of(offset[1:], shape[1:], max(most_elements // inner[0], 1)):
-            yield (offset[0] + row, *at), (*inner, *size)
 
 
 def choose_keys(keys: Collection[str], patterns: Sequence[str], where: str) -> list[str]:

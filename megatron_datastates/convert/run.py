@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from megatron_datastates.convert.job import Means, Plan, convert, default_format, plan_conversion
-from megatron_datastates.convert.sink import Moved, write_synced
-from megatron_datastates.convert.source import Source, open_source
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sinks.sink import Moved, write_synced
+from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.team import Team
 from megatron_datastates.engine.commit import sync_directory
 from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError
-from megatron_datastates.pipeline.runs import TRACKER_NAME, tracked_iteration
+from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
+from megatron_datastates.pipeline.runs import tracked_iteration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +82,10 @@ def _todo(source: Path, target: Path, format: str) -> list[tuple[str, str]]:
     """Names of iterations, with the reason why nothing is to be done for one."""
     if target.resolve() == source.resolve():
         raise StorageError(f"{target} is the source itself: give another target")
-    names = [name for name in os.listdir(source) if re.fullmatch(r"iter_\d+", name, re.ASCII)]
+    numbers = {name: iteration_in_name(name) for name in os.listdir(source)}
+    names = sorted((n for n in numbers if numbers[n] is not None), key=lambda name: numbers[name] or 0)
     if not names:
         raise StorageError(f"{source} holds no iterations: give the directory that was given to --save")
-    names.sort(key=_iteration)
     found = {name: _opened(source / name) for name in names}
     formats = {one.format for one in found.values() if not isinstance(one, NotACheckpointError)}
     wanted = {format or default_format(one) for one in formats}
@@ -94,10 +95,6 @@ def _todo(source: Path, target: Path, format: str) -> list[tuple[str, str]]:
             "all are to be"
         )
     return [(name, _why_skipped(found[name], target / name, wanted)) for name in names]
-
-
-def _iteration(name: str) -> int:
-    return int(name.removeprefix("iter_"))
 
 
 def _opened(directory: Path) -> Source | NotACheckpointError:
@@ -123,7 +120,7 @@ def _why_skipped(source: Source | NotACheckpointError, target: Path, wanted: Col
 def _copy_tracker(source: Path, target: Path) -> None:
     """Unless the target has one already that names a later iteration, trained there, or no iteration."""
     wanted, there = tracked_iteration(source / TRACKER_NAME), tracked_iteration(target / TRACKER_NAME)
-    if wanted is None or not (target / f"iter_{wanted:07d}").is_dir():
+    if wanted is None or not (target / iteration_name(wanted)).is_dir():
         return
     if os.path.lexists(target / TRACKER_NAME) and (there is None or there >= wanted):
         return

@@ -1,4 +1,4 @@
-"""The native module. Waits and reads release the GIL; errors are OSError(errno or 0, text)."""
+"""The native module. Waits and reads release the GIL; errors are NativeError(errno or 0, text)."""
 
 import enum
 from typing import Any
@@ -16,6 +16,12 @@ class Milestone(enum.Enum):
     DURABLE = 4
     RELEASED = 5
 
+class NativeError(OSError):
+    """A failed call. `errno` is 0 where the system was not to blame, `path` empty where no file is concerned."""
+
+    path: str
+    operation: str
+
 class SaveJob:
     def wait(self, milestone: Milestone, seconds: float) -> bool: ...
     def close_input(self) -> None: ...
@@ -23,7 +29,7 @@ class SaveJob:
     def stream_waited(self) -> float: ...
     def cancel(self, reason: str) -> None: ...
     def remove(self) -> None: ...
-    def status(self) -> dict[str, bool | int | float | str]: ...
+    def status(self) -> dict[str, bool | int | float | NativeError | None]: ...
     def block_checksums(self) -> bytes: ...
 
 class Engine:
@@ -86,8 +92,8 @@ class Engine:
 class ReadJob:
     def wait(self, seconds: float) -> bool: ...
     def close(self) -> None: ...
-    def result(self) -> tuple[int, list[tuple[int, int]], str]:
-        """(bytes read, (source, block) of each bad block, error or ""), so far."""
+    def result(self) -> tuple[int, list[tuple[int, int]], NativeError | None]:
+        """(bytes read, (source, block) of each bad block, the first error), so far."""
 
 class Reader:
     def __init__(

@@ -24,7 +24,8 @@ from pathlib import Path
 from megatron_datastates.engine import native
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.files import OBJECT_BYTES, open_regular, size_of
-from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME, SaveId
+from megatron_datastates.format.directory import METADATA_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 
 
 def write_whole(

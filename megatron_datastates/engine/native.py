@@ -1,8 +1,11 @@
-"""The compiled module, or a clear word about why it is not there."""
+"""The compiled module, or a clear word about why it is not there; and what its errors are to users."""
 
 from __future__ import annotations
 
-from megatron_datastates.errors import NativeModuleError
+import contextlib
+from collections.abc import Iterator
+
+from megatron_datastates.errors import EngineError, FailedCallError, NativeModuleError, StorageError
 
 try:
     from megatron_datastates.engine import _native
@@ -16,9 +19,33 @@ close_in_forked_child = _native.close_in_forked_child
 Engine = _native.Engine
 forget_descriptor = _native.forget_descriptor
 Milestone = _native.Milestone
+NativeError = _native.NativeError
 SaveJob = _native.SaveJob
 crc32c = _native.crc32c
 describe_tensors = _native.describe_tensors
 Reader = _native.Reader
 EAGER_FLAG = _native.EAGER_FLAG
 DEVICE_FLAG = _native.DEVICE_FLAG
+
+
+def error_of(failure: NativeError, text: str = "") -> FailedCallError:
+    """A failed native call as users see it: a StorageError where a file is concerned, else an EngineError.
+
+    Args:
+        text: in place of its own.
+    """
+    kind = StorageError if failure.path else EngineError
+    error = kind(
+        text or failure.strerror, code=failure.errno or 0, path=failure.path, operation=failure.operation
+    )
+    error.__cause__ = failure
+    return error
+
+
+@contextlib.contextmanager
+def errors_for_users() -> Iterator[None]:
+    """Around native calls. Raises FailedCallError's kinds in place of NativeError."""
+    try:
+        yield
+    except NativeError as failure:
+        raise error_of(failure) from failure

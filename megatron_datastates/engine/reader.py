@@ -13,7 +13,7 @@ import torch
 
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.engine import native
-from megatron_datastates.errors import EngineError, FormatError, StorageError
+from megatron_datastates.errors import FormatError, StorageError
 from megatron_datastates.files import INDEX_BYTES, open_regular, read_regular, size_of
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import HEADER_BYTES, Header
@@ -43,14 +43,15 @@ class Reader:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._native = native.Reader(
-            direct=options.direct_io,
-            threads=options.read_threads,
-            slot_bytes=SLOT_BYTES,
-            driver=options.driver,
-            faults=options.faults,
-            sysfs=options.sysfs,
-        )
+        with native.errors_for_users():
+            self._native = native.Reader(
+                direct=options.direct_io,
+                threads=options.read_threads,
+                slot_bytes=SLOT_BYTES,
+                driver=options.driver,
+                faults=options.faults,
+                sysfs=options.sysfs,
+            )
 
     def read(
         self,
@@ -71,7 +72,7 @@ class Reader:
         """
         checked = self._options.checksums
         files = [(str(path), f.data_bytes, f.block_checksums if checked else b"") for path, f in sources]
-        try:
+        with native.errors_for_users():  # before any file is opened
             job = self._native.start(
                 sources=files,
                 files=runs.files,
@@ -84,8 +85,6 @@ class Reader:
                 flags=runs.on_device * np.uint8(native.DEVICE_FLAG),
                 stream=_current_stream() if runs.on_device.any() else 0,
             )
-        except OSError as failed:  # before any file is opened
-            raise EngineError(str(failed)) from failed
         told, is_over = 0, False
         try:
             while not is_over:
@@ -96,8 +95,8 @@ class Reader:
         finally:
             job.close()
         bytes_read, bad_blocks, error = job.result()
-        if error:
-            raise (StorageError if any(path in error for path, _, _ in files) else EngineError)(error)
+        if error is not None:
+            raise native.error_of(error)
         return ReadOutcome(bytes_read, bad_blocks)
 
 
@@ -115,7 +114,7 @@ def read_small(path: Path, most_bytes: int) -> bytes:
     try:
         return read_regular(path, most_bytes)
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        raise _unreadable(f"cannot read {path}", path, error) from error
 
 
 def read_ranges(path: Path, expected_bytes: int, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
@@ -129,7 +128,7 @@ def read_ranges(path: Path, expected_bytes: int, ranges: Sequence[tuple[int, int
         file = open_regular(path, INDEX_BYTES, _READ_AHEAD_BYTES)
         size = size_of(file)
     except OSError as error:
-        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        raise _unreadable(f"cannot read {path}", path, error) from error
     with file:
         if size != expected_bytes:
             raise FormatError(f"{path} is damaged: it has {size} bytes, its manifest says {expected_bytes}")
@@ -140,7 +139,7 @@ def read_ranges(path: Path, expected_bytes: int, ranges: Sequence[tuple[int, int
                 file.seek(offset)
                 data = file.read(count)
             except OSError as error:
-                raise StorageError(f"cannot read {path}: {error.strerror}") from error
+                raise _unreadable(f"cannot read {path}", path, error) from error
             yield data
 
 
@@ -176,7 +175,7 @@ def _open(path: Path, expected_bytes: int) -> Iterator[BinaryIO]:
     try:
         file = open_regular(path)
     except OSError as error:
-        raise StorageError(f"data file {path} cannot be opened: {error.strerror}") from error
+        raise _unreadable(f"data file {path} cannot be opened", path, error) from error
     with file:
         try:
             size = size_of(file)
@@ -187,4 +186,8 @@ def _open(path: Path, expected_bytes: int) -> Iterator[BinaryIO]:
                 )
             yield file
         except OSError as error:
-            raise StorageError(f"data file {path} cannot be read: {error.strerror}") from error
+            raise _unreadable(f"data file {path} cannot be read", path, error) from error
+
+
+def _unreadable(text: str, path: Path, error: OSError) -> StorageError:
+    return StorageError(f"{text}: {error.strerror}", code=error.errno or 0, path=str(path), operation="read")

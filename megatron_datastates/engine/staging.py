@@ -14,7 +14,7 @@ import torch
 from megatron_datastates.config import Options
 from megatron_datastates.engine import native
 from megatron_datastates.engine.memory import local_ranks, most_slots, slot_bytes
-from megatron_datastates.errors import DataStatesError, StorageError
+from megatron_datastates.errors import DataStatesError, FailedCallError
 from megatron_datastates.format.index import Index
 from megatron_datastates.plan.copies import CopyPlan
 from megatron_datastates.plan.layout import Layout, place_objects
@@ -31,23 +31,24 @@ class StagingEngine:
         self.options = options
         self.given_up = False  # some thread will not return
         self.slot_bytes = slot_bytes(options, on_gpu_machine=torch.cuda.device_count() > 0)
-        self.native = native.Engine(
-            slot_bytes=self.slot_bytes,
-            most_slots=most_slots(options.staging_memory, self.slot_bytes, local_ranks()),
-            copy_threads=options.copy_threads,
-            write_threads=options.write_threads,
-            direct=options.direct_io,
-            checksums=options.checksums,
-            copy_limit=options.copy_limit,
-            write_limit=options.write_limit,
-            driver=options.driver,
-            faults=options.faults,
-            backend=options.backend,
-            tripwire=options.tripwire,
-            paranoid=options.paranoid,
-            sysfs=options.sysfs,
-            sample_seed=options.sample_seed,
-        )
+        with native.errors_for_users():
+            self.native = native.Engine(
+                slot_bytes=self.slot_bytes,
+                most_slots=most_slots(options.staging_memory, self.slot_bytes, local_ranks()),
+                copy_threads=options.copy_threads,
+                write_threads=options.write_threads,
+                direct=options.direct_io,
+                checksums=options.checksums,
+                copy_limit=options.copy_limit,
+                write_limit=options.write_limit,
+                driver=options.driver,
+                faults=options.faults,
+                backend=options.backend,
+                tripwire=options.tripwire,
+                paranoid=options.paranoid,
+                sysfs=options.sysfs,
+                sample_seed=options.sample_seed,
+            )
 
     def begin(
         self,
@@ -74,25 +75,27 @@ class StagingEngine:
 
         Raises:
             DataStatesError: sources lie on a device that is not the current one.
-            OSError: there is no driver for a device's sources, or the device is not that of the first save.
+            EngineError: there is no driver for a device's sources, or the device is not that of the first
+                save.
         """
         first = np.frombuffer(header, np.uint8)
         on_device = _is_on_current_device(copies.devices)
-        job = self.native.start(
-            path=str(path),
-            reserve_bytes=layout.tensor_end + object_bytes,
-            end=layout.tensor_end,
-            sources=copies.sources(first.ctypes.data, addresses),
-            bytes=copies.bytes,
-            offsets=copies.offsets,
-            piece_bytes=copies.piece_bytes,
-            step_bytes=copies.step_bytes,
-            storages=copies.storages(list(map(id, owners)) if on_device else ()),
-            flags=copies.eager * np.uint8(native.EAGER_FLAG)
-            | copies.on_device * np.uint8(native.DEVICE_FLAG),
-            stream=_current_stream() if on_device else 0,
-            lazy_seconds=_EAGER_SECONDS,
-        )
+        with native.errors_for_users():
+            job = self.native.start(
+                path=str(path),
+                reserve_bytes=layout.tensor_end + object_bytes,
+                end=layout.tensor_end,
+                sources=copies.sources(first.ctypes.data, addresses),
+                bytes=copies.bytes,
+                offsets=copies.offsets,
+                piece_bytes=copies.piece_bytes,
+                step_bytes=copies.step_bytes,
+                storages=copies.storages(list(map(id, owners)) if on_device else ()),
+                flags=copies.eager * np.uint8(native.EAGER_FLAG)
+                | copies.on_device * np.uint8(native.DEVICE_FLAG),
+                stream=_current_stream() if on_device else 0,
+                lazy_seconds=_EAGER_SECONDS,
+            )
         save = FileSave(self, job, path, layout, [first, *owners], on_device)
         try:
             save.wait_eager(self.options.fence_deadline)
@@ -180,7 +183,7 @@ class FileSave:
     """One data file being saved.
 
     The trainer's thread starts it, fences it and drops the sources; another thread appends the objects
-    and finishes it. Errors are values: `error` is set, nothing raises.
+    and finishes it. Errors are values: `failure` is set, nothing raises.
     """
 
     def __init__(
@@ -295,7 +298,7 @@ class FileSave:
         return list(zip(offsets, sizes, strict=True))
 
     def wait_written(self) -> bool:
-        """Waits a little; True when all data is in the file. Raises StorageError if the save failed."""
+        """Waits a little; True when all data is in the file. Raises what the save failed for."""
         return self._wait(native.Milestone.WRITTEN)
 
     def wait_durable(self) -> bool:
@@ -303,8 +306,8 @@ class FileSave:
 
     def _wait(self, milestone: native.Milestone) -> bool:
         reached = bool(self._job.wait(milestone, _SLICE_SECONDS))
-        if self.error:
-            raise StorageError(self.error)
+        if self.failure is not None:
+            raise self.failure
         return reached
 
     def block_checksums(self) -> bytes:
@@ -327,14 +330,17 @@ class FileSave:
         self._job.cancel(reason)
 
     @property
-    def error(self) -> str:
-        """What went wrong first, or nothing. What tore a copy is told by the keys of its tensors."""
+    def failure(self) -> FailedCallError | None:
+        """What went wrong first, if anything. What tore a copy is named by the keys of its tensors."""
         status = self._job.status()
-        error, begin, size = str(status["error"]), int(status["torn_at"]), int(status["torn_bytes"])
+        error, begin, size = status["error"], int(str(status["torn_at"])), int(str(status["torn_bytes"]))
+        if not isinstance(error, native.NativeError):
+            return None
         if size == 0:
-            return error
+            return native.error_of(error)
         keys = _tensors_at(self.layout, begin, begin + size)
-        return f"{_some_of(keys)} changed too early: {error}. Whatever changes it has to call the fence first"
+        text = f"{_some_of(keys)} changed too early: {error.strerror}"
+        return native.error_of(error, f"{text}. Whatever changes it has to call the fence first")
 
     def status(self) -> dict[str, object]:
         """Counters and times of the native job (cuda/engine/save_job.h, Status)."""

@@ -14,7 +14,6 @@ import numpy.typing as npt
 
 from megatron_datastates.engine import native
 from megatron_datastates.engine.staging import StagingEngine
-from megatron_datastates.errors import StorageError
 from megatron_datastates.format.values import ALIGNMENT
 
 _SLICE_SECONDS = 0.1  # native waits return this often, so that signals get through
@@ -22,7 +21,7 @@ _POLL_SECONDS = 0.0005  # a stretch takes tens of milliseconds, and the pool hol
 
 
 class StreamedFile:
-    """Used by one thread. Every method raises StorageError once something went wrong; then `remove` it."""
+    """Used by one thread. Every method raises FailedCallError once something went wrong; then `remove` it."""
 
     def __init__(self, engine: StagingEngine, path: Path, total_bytes: int) -> None:
         """`total_bytes` are reserved at once; a footer is not among them."""
@@ -46,15 +45,16 @@ class StreamedFile:
         }
         flags = np.full(1, native.EAGER_FLAG, np.uint8)
         if self._job is None:
-            self._job = self._engine.native.start(
-                path=str(self._path),
-                reserve_bytes=self._total_bytes,
-                end=self._end,
-                flags=flags,
-                stream=0,
-                lazy_seconds=0.0,
-                **columns,
-            )
+            with native.errors_for_users():
+                self._job = self._engine.native.start(
+                    path=str(self._path),
+                    reserve_bytes=self._total_bytes,
+                    end=self._end,
+                    flags=flags,
+                    stream=0,
+                    lazy_seconds=0.0,
+                    **columns,
+                )
         else:
             self._engine.native.append(job=self._job, begin=begin, end=self._end, flags=flags, **columns)
         while int(str(self._status(self._job)["bytes_copied"])) < self._end:
@@ -87,8 +87,8 @@ class StreamedFile:
             pass
         self._status(job)
 
-    def _status(self, job: native.SaveJob) -> dict[str, bool | int | float | str]:
-        status = job.status()
-        if status["error"]:
-            raise StorageError(str(status["error"]))
+    def _status(self, job: native.SaveJob) -> dict[str, object]:
+        status: dict[str, object] = dict(job.status())
+        if isinstance(status["error"], native.NativeError):
+            raise native.error_of(status["error"])
         return status

@@ -14,7 +14,6 @@ BLOCK_BYTES = 1 << 20  # covered by one checksum
 SMALL_ALIGNMENT = 64  # of fragments below LARGE_BYTES
 LARGE_BYTES = 1 << 20  # fragments from this size on start at ALIGNMENT
 MANIFEST_NAME = "datastates.manifest"
-METADATA_NAME = "metadata.json"  # Megatron's, in every format; written last
 OPTIMIZER_MAP_NAME = "datastates_map"  # last part of an object's key, before its shard's number
 
 # Name (torch's, without the prefix) -> (code in the index, bytes per element). Codes are never reused.

@@ -12,18 +12,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from megatron_datastates.mcore.activation import autoload
+from megatron_datastates.mcore.hooks.activation import autoload
 
 if TYPE_CHECKING:
+    from megatron_datastates.errors import SaveFailedError
     from megatron_datastates.mcore.fences import fence
     from megatron_datastates.mcore.programs import enable
-    from megatron_datastates.mcore.request import SaveFailed
-    from megatron_datastates.mcore.strategy import DataStatesSaveStrategy
+    from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy
 
-__all__ = ["DataStatesSaveStrategy", "SaveFailed", "autoload", "enable", "fence"]
+__all__ = ["DataStatesSaveStrategy", "SaveFailedError", "autoload", "enable", "fence"]
 _HOMES = {
-    "DataStatesSaveStrategy": "strategy",
-    "SaveFailed": "request",
+    "DataStatesSaveStrategy": "save.strategy",
+    "SaveFailedError": "errors",
     "enable": "programs",
     "fence": "fences",
 }
@@ -35,4 +35,7 @@ def __getattr__(name: str) -> Any:
     # Imported late: the import hook imports this package in the middle of Megatron's own imports.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name == "DataStatesSaveStrategy":  # before the program makes the state that it is going to save
+        importlib.import_module(f"{__name__}.hooks.attach").attach_saving()
+    return found

@@ -7,7 +7,8 @@ import sys
 from typing import Any
 
 from megatron_datastates.config import Options
-from megatron_datastates.mcore.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
+from megatron_datastates.mcore.hooks.attach import attach_saving
+from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
 from megatron_datastates.pipeline.saver import saver_for
 
 _STOCK = "megatron.core.dist_checkpointing.strategies.torch"
@@ -33,14 +34,15 @@ def enable(**options: Any) -> None:
             comes from the environment. `lazy=True` is a promise: Parameters, and the memory of optimizers,
             change and are given up in optimizer steps only, or after a call of
             `megatron_datastates.mcore.fence()`. Then they are copied while training goes on.
-            `on_failure="warn"` concerns asynchronous saves only: a synchronous one raises SaveFailed on every
-            rank, for the program to catch.
+            `on_failure="warn"` concerns asynchronous saves only: a synchronous one raises SaveFailedError on
+            every rank, for the program to catch.
 
     Raises:
         OptionError: an option that does not exist, or makes no sense.
         HookPointError: this Megatron-Core lacks what saving is attached to.
     """
     chosen = Options.from_environment(options, lazy=False)
+    attach_saving()
     saver_for(chosen).warm_up()
     module = importlib.import_module(_STOCK)
     before = getattr(module, _NAME)

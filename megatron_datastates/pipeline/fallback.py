@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_datastates.config import Options
 from megatron_datastates.errors import printable
+from megatron_datastates.format.directory import iteration_in_name, iteration_name
 from megatron_datastates.pipeline.agreement import Collectives
-from megatron_datastates.pipeline.load import find_published
+from megatron_datastates.pipeline.runs import find_published
 from megatron_datastates.pipeline.verify import Verdict, verify
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ def look_for_older(damaged: Path, root: Path, most: int, collectives: Collective
         iteration = collectives.share_from_first(older[turn] if turn < len(older) else _NONE)
         if iteration == _NONE:
             break
-        faults, unchecked = _verified(root / f"iter_{iteration:07d}", collectives, options)
+        faults, unchecked = _verified(root / iteration_name(iteration), collectives, options)
         if not faults:
             found.iteration, found.has_checksums = iteration, not unchecked
             break
@@ -54,13 +54,13 @@ def look_for_older(damaged: Path, root: Path, most: int, collectives: Collective
 
 def _older(damaged: Path, root: Path) -> list[int]:
     """Newest first. Iteration 0 is left out: --ckpt-step does not know it."""
-    name = re.fullmatch(r"iter_(\d+)", damaged.name)
+    number = iteration_in_name(damaged.name)
     try:
         published = find_published(root)
     except OSError as error:
         logger.warning("older checkpoints were not looked for: %s", error)
         return []
-    return [one for one in reversed(published) if name is not None and 0 < one < int(name[1])]
+    return [one for one in reversed(published) if number is not None and 0 < one < number]
 
 
 def _verified(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int]:

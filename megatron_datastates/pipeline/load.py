@@ -6,9 +6,7 @@ import dataclasses
 import hashlib
 import math
 import os
-import re
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,7 +37,9 @@ from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import DecodedEntries, Index, TensorEntry
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.tables import Directory
-from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, Extent, is_own_file_name
+from megatron_datastates.format.values import MANIFEST_NAME, Extent
+from megatron_datastates.pipeline.damage import describe_blocks, what_rank_wrote, why_no_checkpoint
+from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.plan.boxes import checked_slice, cut_box, first_overlap
 from megatron_datastates.plan.reads import BoxReads, gather_runs, plan_extent, plan_slice
 from megatron_datastates.providers.base import Place
@@ -47,28 +47,8 @@ from megatron_datastates.providers.objects import deserialize
 
 _FOOTER_THREADS = 8  # a footer is small, and a network file system answers late
 _TEMPORARY_ELEMENTS = 1 << 20  # of a tensor that cannot be read in place: 16 MiB at most
-_MOST_NAMED = 4  # of what is corrupt, in one message
 # Of the indexes of open checkpoints, by SHA-256: most checkpoints of a run have the same.
 _decoded: weakref.WeakValueDictionary[str, DecodedEntries] = weakref.WeakValueDictionary()
-
-
-def is_published(directory: str | os.PathLike[str]) -> bool:
-    """Whether the directory holds a published datastates checkpoint; False where that cannot be looked at."""
-    try:
-        return (Path(directory) / MANIFEST_NAME).is_file()
-    except OSError:
-        return False
-
-
-def find_published(root: str | os.PathLike[str]) -> dict[int, Path]:
-    """Iteration -> directory of every published checkpoint right under `root` (`iter_0000100` ...)."""
-    found = {}
-    with os.scandir(root) as entries:
-        for entry in entries:
-            match = re.fullmatch(r"iter_(\d+)", entry.name)
-            if match and entry.is_dir() and is_published(entry.path):
-                found[int(match[1])] = Path(entry.path)
-    return dict(sorted(found.items()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +126,7 @@ class Checkpoint:
                 footer = read_footer(self.file_path(file), entry.bytes)
             except (StorageError, FormatError) as error:
                 _refuse_replaced(self.directory, self.manifest, error)
-                raise type(error)(f"{error}. {self._what_rank_wrote(file)}") from error
+                raise error.extended(f". {what_rank_wrote(self.manifest, self.index, file)}") from error
             _check_identity(self.manifest, entry, footer, self.file_path(file))
             self._footers[file] = footer
         return self._footers[file]
@@ -154,20 +134,6 @@ class Checkpoint:
     def has_footer(self, file: int) -> bool:
         """Whether the footer of a data file has been read."""
         return file in self._footers
-
-    def _what_rank_wrote(self, file: int) -> str:
-        tensors = (key for key, entry in self._readable_tensors() if file in entry.files)
-        objects = (key for key, holder in self.index.objects.items() if holder == file)
-        return f"Rank {self.manifest.files[file].rank} wrote {_listed([*tensors, *objects])} to it"
-
-    def _readable_tensors(self) -> Iterator[tuple[str, TensorEntry]]:
-        """For messages: what is wrong with one tensor must not hide what they tell of others."""
-        for key in self.index.tensors:
-            try:
-                entry = self.index.tensors[key]
-            except DataStatesError:
-                continue
-            yield key, entry
 
     # -- what there is ----------------------------------------------------------------------------------
 
@@ -216,49 +182,12 @@ class Checkpoint:
         self.bytes_read += outcome.bytes_read
         if outcome.bad_blocks:
             raise CorruptDataError(
-                self._describe([(int(files[n]), block) for n, block in outcome.bad_blocks])
+                describe_blocks(self, [(int(files[n]), block) for n, block in outcome.bad_blocks])
             )
 
     def new_reader(self) -> Reader:
         """For several reads of one load."""
         return Reader(self._options)
-
-    def _describe(self, bad_blocks: Sequence[tuple[int, int]]) -> str:
-        """Of (file, block), by file."""
-        by_file: dict[int, list[int]] = defaultdict(list)
-        for file, block in bad_blocks:
-            by_file[file].append(block)
-        told = [self._describe_file(file, blocks) for file, blocks in list(by_file.items())[:_MOST_NAMED]]
-        more = f" So are {len(by_file) - _MOST_NAMED} more files." if len(by_file) > _MOST_NAMED else ""
-        return (
-            f"{' '.join(told)}{more} Nothing of these blocks was used: "
-            "load an older checkpoint, or restore what is corrupt."
-        )
-
-    def _describe_file(self, file: int, blocks: Sequence[int]) -> str:
-        places = ", ".join(str(block * BLOCK_BYTES) for block in blocks[:_MOST_NAMED])
-        if len(blocks) > _MOST_NAMED:
-            places += f" and {len(blocks) - _MOST_NAMED} more"
-        keys = _listed(self.keys_in_blocks(file, blocks))
-        return (
-            f"{self.file_path(file)}, which rank {self.manifest.files[file].rank} wrote, is corrupt: "
-            f"the checksum of the block of 1 MiB differs at byte offset {places}. It holds data of {keys}."
-        )
-
-    def keys_in_blocks(self, file: int, blocks: Sequence[int]) -> list[str]:
-        """Tensors and objects with bytes in these blocks of a data file."""
-        bad = np.array(sorted(blocks), np.int64)
-        found = []
-        for key, entry in self._readable_tensors():
-            mine = entry.files == file
-            starts = entry.file_offsets[mine].astype(np.int64)
-            ends = starts + entry.file_bytes[mine].astype(np.int64)
-            if _touches(starts, ends, bad):
-                found.append(key)
-        for key, extent in self.footer(file).objects.items():
-            if _touches(np.array([extent.offset]), np.array([extent.offset + extent.bytes]), bad):
-                found.append(key)
-        return found
 
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
@@ -307,7 +236,7 @@ class Checkpoint:
         reader = self.new_reader()
         self.read(scheduled, reader)
         for key, place, target in others:
-            for start, shape in cut_box(place.shape, _TEMPORARY_ELEMENTS):
+            for start, shape in cut_box((0,) * len(place.shape), place.shape, _TEMPORARY_ELEMENTS):
                 offset = [a + b for a, b in zip(place.offset, start, strict=True)]
                 part, reads = self._plan_tensor(key, offset, shape)
                 self.read(reads, reader)
@@ -437,23 +366,12 @@ class Checkpoint:
         return dataclasses.replace(extent, file=file)
 
 
-def _listed(keys: Sequence[str]) -> str:
-    more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
-    return (", ".join(map(repr, keys[:_MOST_NAMED])) or "no tensor") + more
-
-
 def torch_dtype(name: str) -> torch.dtype:
     """`bfloat16` -> `torch.bfloat16`. Raises FormatError if this torch has no such dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise FormatError(f"the checkpoint holds {name}, which torch {torch.__version__} does not have")
     return dtype
-
-
-def _touches(starts: np.ndarray, ends: np.ndarray, blocks: np.ndarray) -> bool:
-    first = np.searchsorted(blocks, starts // BLOCK_BYTES)
-    last = np.searchsorted(blocks, (ends - 1) // BLOCK_BYTES, side="right")
-    return bool(((last > first) & (ends > starts)).any())
 
 
 def _check_identity(manifest: Manifest, entry: FileEntry, footer: Footer, path: Path) -> None:
@@ -472,7 +390,7 @@ def _check_identity(manifest: Manifest, entry: FileEntry, footer: Footer, path: 
 
 def _read_manifest(path: Path) -> Manifest:
     if not is_published(path):
-        raise NotACheckpointError(_why_not(path))
+        raise NotACheckpointError(why_no_checkpoint(path))
     data = read_small(path / MANIFEST_NAME, MANIFEST_BYTES)
     return Manifest.decode(data, str(path / MANIFEST_NAME))
 
@@ -505,22 +423,3 @@ def _refuse_replaced(path: Path, opened: Manifest, error: Exception) -> None:
         is_replaced = False
     if is_replaced:
         raise StorageError(f"{path} was saved anew while it was read: load again") from error
-
-
-def _why_not(path: Path) -> str:
-    try:
-        names = os.listdir(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return f"{path} is not a directory"
-    except OSError as error:
-        return f"{path} cannot be listed: {error.strerror}"
-    if MANIFEST_NAME in names:
-        return f"{path / MANIFEST_NAME} cannot be looked at, or is no file"
-    if any(is_own_file_name(name) for name in names):
-        return (
-            f"{path} holds an unfinished datastates checkpoint: it has data files but no {MANIFEST_NAME}, "
-            "so its save was killed or failed. Load an older one."
-        )
-    if ".metadata" in names:
-        return f"{path} holds a torch_dist checkpoint, not a datastates one"
-    return f"{path} holds no datastates checkpoint: there is no {MANIFEST_NAME} in it"

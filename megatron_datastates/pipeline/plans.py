@@ -3,19 +3,178 @@
 from __future__ import annotations
 
 import dataclasses
+from operator import attrgetter, eq
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from megatron_datastates.engine.exchange import describe
+from megatron_datastates.errors import MismatchError
+from megatron_datastates.format.values import Fragment
+from megatron_datastates.plan.boxes import Runs, strided_runs
 from megatron_datastates.plan.copies import CopyPlan, plan_copies
 from megatron_datastates.plan.layout import Layout, plan_layout
-from megatron_datastates.providers.base import Tensors
-from megatron_datastates.providers.tensors import (
-    Memory,
-    Structure,
-    has_unresolved_views,
-    locate,
-    resolve_views,
-    structure_of,
-)
+from megatron_datastates.providers.base import Mutability, Place, Tensors
+from megatron_datastates.providers.tensors import dtype_name
+
+Words = npt.NDArray[np.uint64]
+_facts = attrgetter("dtype", "shape", "device")
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """Everything that a plan depends on: all about tensors but their addresses.
+
+    Element i of each list describes tensor i.
+    """
+
+    keys: list[str]
+    mutability: list[Mutability]
+    places: list[Place | None]
+    facts: list[Any]  # dtype, shape and device
+    strides: list[tuple[int, ...]]  # elements
+    description: bytes | None  # of dtypes, devices, shapes and strides, if there is one
+
+    def matches(self, tensors: Tensors, description: bytes | None) -> bool:
+        """Returns whether `tensors` have this structure.
+
+        The trainer waits for this at every save. With descriptions it is one comparison of bytes; without,
+        loops in C (`map`) take about a microsecond a tensor.
+
+        Args:
+            description: of `tensors`, as engine/exchange.py makes it; None if torch is too old for one.
+        """
+        if (self.keys, self.mutability, self.places) != (tensors.keys, tensors.mutability, tensors.places):
+            return False
+        if self.description is not None and description is not None:
+            return self.description == description
+        return all(map(eq, map(_facts, tensors.tensors), self.facts)) and all(
+            map(eq, map(torch.Tensor.stride, tensors.tensors), self.strides)
+        )
+
+    def fragments(self) -> list[Fragment]:
+        """Returns one fragment for each tensor.
+
+        Raises:
+            MismatchError: a tensor and its place differ in the number of elements, or a tensor is neither on
+                the host nor on a CUDA device.
+        """
+        return [_fragment(*one) for one in zip(self.keys, self.facts, self.places, strict=True)]
+
+    def runs(self) -> list[Runs]:
+        """Returns where the bytes of each tensor are, relative to its first element."""
+        return [
+            strided_runs(shape, strides, dtype.itemsize)
+            for (dtype, shape, _), strides in zip(self.facts, self.strides, strict=True)
+        ]
+
+    def eager(self) -> list[bool]:
+        """Returns, for each tensor, whether it has to be copied before the save returns."""
+        return [mutability is Mutability.NOW for mutability in self.mutability]
+
+    def devices(self) -> list[int | None]:
+        """Returns the number of the CUDA device that each tensor is on; None for host memory."""
+        return [device.index if device.type == "cuda" else None for _, _, device in self.facts]
+
+
+def structure_of(tensors: Tensors, description: bytes | None = None) -> Structure:
+    """Returns the structure of `tensors`.
+
+    Args:
+        description: as in Structure.matches.
+
+    Raises:
+        MismatchError: a tensor is sparse, or otherwise without strides.
+    """
+    strides = []
+    for key, tensor in zip(tensors.keys, tensors.tensors, strict=True):
+        if tensor.layout is not torch.strided:
+            raise MismatchError(
+                f"tensor {key!r} has layout {tensor.layout}: only strided tensors can be saved"
+            )
+        strides.append(tensor.stride())
+    facts = list(map(_facts, tensors.tensors))
+    return Structure(tensors.keys, tensors.mutability, tensors.places, facts, strides, description)
+
+
+def _fragment(key: str, facts: tuple[torch.dtype, torch.Size, torch.device], place: Place | None) -> Fragment:
+    dtype, shape, device = facts
+    if device.type not in ("cpu", "cuda"):
+        raise MismatchError(f"tensor {key!r} is on {device}: only host and CUDA tensors can be saved")
+    if place is None:
+        place = Place(tuple(shape), (0,) * len(shape), tuple(shape))
+    fragment = Fragment(key, dtype_name(dtype), *place)
+    if fragment.bytes != shape.numel() * dtype.itemsize:
+        raise MismatchError(
+            f"tensor {key!r} has shape {tuple(shape)}: expected as many elements as its place of shape "
+            f"{place.shape}"
+        )
+    return fragment
+
+
+def has_unresolved_views(tensors: Tensors, has_complex: bool = True) -> bool:
+    """Returns whether a tensor is a negated or conjugated view: then its bytes in memory are not its values.
+
+    Args:
+        has_complex: False if no tensor is complex, so that none can be conjugated.
+    """
+    views = tensors.tensors
+    return any(map(torch.Tensor.is_neg, views)) or (has_complex and any(map(torch.Tensor.is_conj, views)))
+
+
+def resolve_views(tensors: Tensors) -> Tensors:
+    """Returns the tensors with a copy instead of each negated or conjugated view."""
+    resolved = Tensors()
+    columns = (tensors.keys, tensors.tensors, tensors.mutability, tensors.places)
+    for key, tensor, mutability, place in zip(*columns, strict=True):
+        if tensor.is_neg() or tensor.is_conj():
+            tensor, mutability = (
+                tensor.resolve_conj().resolve_neg(),
+                Mutability.NEVER,
+            )  # nobody else has the copy
+        resolved.add(key, tensor, mutability, place)
+    return resolved
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Where tensors are at the time of a save. Element i is about tensor i."""
+
+    addresses: Words  # of the first elements
+    owners: list[Any]  # storages, held until they are copied: a tensor may be given another one meanwhile
+
+
+def locate(tensors: Tensors, addresses: Words | None = None) -> Memory:
+    """Returns where `tensors` are. The trainer waits for this at every save.
+
+    Args:
+        addresses: of the first elements, if engine/exchange.py has found them already.
+
+    Raises:
+        MismatchError: a tensor has elements but no memory.
+    """
+    storages = list(map(torch.Tensor.untyped_storage, tensors.tensors))
+    if addresses is None:
+        addresses = np.fromiter(map(torch.Tensor.data_ptr, tensors.tensors), np.uint64, len(tensors))
+    if 0 in map(torch.UntypedStorage.nbytes, storages) or not addresses.all():
+        _check_memory(tensors, storages, addresses)
+    return Memory(addresses, storages)
+
+
+def _check_memory(tensors: Tensors, storages: list[Any], addresses: Words) -> None:
+    columns = (tensors.keys, tensors.tensors, storages, addresses.tolist())
+    for key, tensor, storage, address in zip(*columns, strict=True):
+        if tensor.numel() and not storage.nbytes():
+            raise MismatchError(
+                f"tensor {key!r} has no memory: it was offloaded; bring it back before the save"
+            )
+        if tensor.numel() and not address:
+            raise MismatchError(
+                f"tensor {key!r} has no memory of its own: it is a {type(tensor).__qualname__} that wraps "
+                "other tensors; save those instead"
+            )
 
 
 @dataclasses.dataclass

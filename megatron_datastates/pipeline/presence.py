@@ -14,9 +14,9 @@ import msgspec
 from megatron_datastates.engine.commit import sync_directory, sync_file
 from megatron_datastates.errors import DataStatesError, FormatError
 from megatron_datastates.files import MANIFEST_BYTES, read_regular
+from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.manifest import IndexEntry, Manifest, OtherFile
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.providers.objects import COMMON_FILE
 
 _VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0
 

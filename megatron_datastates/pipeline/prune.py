@@ -49,16 +49,11 @@ from megatron_datastates.errors import (
     OptionError,
     StorageError,
 )
+from megatron_datastates.format.directory import BACKEND, TRACKER_NAME, iteration_name
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name, save_id_in_name
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.runs import (
-    BACKEND,
-    TRACKER_NAME,
-    Iteration,
-    find_iterations,
-    require_tracked,
-)
+from megatron_datastates.pipeline.runs import Iteration, find_iterations, require_tracked
 
 REMOVAL_NAME = ".datastates-removal.tmp"  # what was the manifest of a checkpoint that is being removed
 MIN_AGE_SECONDS = 3600.0  # of files that no manifest names, before they count as left by a save that is dead
@@ -194,7 +189,7 @@ def _complaint(one: Iteration) -> str | None:
     """Why this is nothing to be removed by rules."""
     if one.path.is_symlink():
         return "a link"
-    if one.path.name != f"iter_{one.number:07d}":
+    if one.path.name != iteration_name(one.number):
         return "not named as Megatron names iterations"
     if one.format != BACKEND and any(one.path.iterdir()):  # an empty one may be what a kill has left
         return "not a datastates checkpoint"

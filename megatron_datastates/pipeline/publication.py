@@ -38,10 +38,11 @@ from megatron_datastates.engine.commit import remove_replaced, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError, FormatError
+from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.index import Index, index_entry, merge_indexes
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
-from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME
+from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.agreement import Arriving, Collectives, Pending
 from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.presence import (

@@ -15,9 +15,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import hashlib
-import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -37,25 +35,29 @@ from megatron_datastates.errors import (
     StorageError,
     UnsafeObjectError,
 )
-from megatron_datastates.files import DOCUMENT_BYTES, INDEX_BYTES, MANIFEST_BYTES, OBJECT_BYTES, read_regular
+from megatron_datastates.files import INDEX_BYTES, MANIFEST_BYTES, OBJECT_BYTES
+from megatron_datastates.format.directory import (
+    BACKEND,
+    COMMON_FILE,
+    COMMON_STATE_KEY,
+    METADATA_NAME,
+    iteration_in_name,
+)
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index, index_entry
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
 from megatron_datastates.format.values import (
     MANIFEST_NAME,
-    METADATA_NAME,
     digest_in_index_name,
     is_data_file_name,
 )
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.prune import REMOVAL_NAME
-from megatron_datastates.pipeline.runs import BACKEND, stored_backend
+from megatron_datastates.pipeline.runs import metadata_members, stored_backend
 from megatron_datastates.pipeline.verify import Progress, strangers, verify_checkpoint
 from megatron_datastates.providers.members import check_archive
 
-_COMMON_FILE = "common.pt"  # of Megatron before 0.19
-_COMMON_KEY = "common_state/shard_0_1"  # since then
 _MOST_TOLD = 3
 _ANY_FILES = 1 << 32  # how many there are is looked at behind decoding
 
@@ -239,9 +241,9 @@ def _belongs(index: Index, file: int, footer: Footer) -> bool:
 
 def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
     """Megatron's own file of the common state, where there is one. Its digest was in the lost manifest."""
-    if _COMMON_KEY in index.objects:
+    if COMMON_STATE_KEY in index.objects:
         return []
-    common = path / _COMMON_FILE
+    common = path / COMMON_FILE
     if common.is_file():
         data = read_small(common, OBJECT_BYTES)
         _refuse_broken_archive(common, data)
@@ -249,7 +251,7 @@ def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
         return [OtherFile(common.name, len(data), hashlib.sha256(data).hexdigest())]
     if "common_backend" in _metadata(path):  # Megatron wrote one
         _refuse(path, f"{common} is missing: without it, Megatron cannot load the checkpoint")
-    notes.append(f"it has no common state: neither {_COMMON_FILE} nor an object {_COMMON_KEY!r}")
+    notes.append(f"it has no common state: neither {COMMON_FILE} nor an object {COMMON_STATE_KEY!r}")
     return []
 
 
@@ -263,18 +265,17 @@ def _refuse_broken_archive(path: Path, data: bytes) -> None:
 
 def _metadata(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(read_regular(path / METADATA_NAME, DOCUMENT_BYTES))
-    except (OSError, ValueError, RecursionError):
+        return metadata_members(path)
+    except (OSError, FormatError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _with_iteration(checkpoint: Checkpoint, notes: list[str]) -> Manifest:
     """By the common state, which names it, or else by the directory's name."""
     iteration = _iteration_of_state(checkpoint)
     if iteration is None:
-        named = re.fullmatch(r"iter_(\d+)", checkpoint.directory.absolute().name, re.ASCII)
-        iteration = int(named[1]) if named else None
+        iteration = iteration_in_name(checkpoint.directory.absolute().name)
+        named = iteration is not None
         source = "is the one that the directory is named after" if named else "is left out: nothing tells it"
         notes.append(f"the iteration {source}")
     return msgspec.structs.replace(checkpoint.manifest, iteration=iteration)
@@ -283,10 +284,10 @@ def _with_iteration(checkpoint: Checkpoint, notes: list[str]) -> Manifest:
 def _iteration_of_state(checkpoint: Checkpoint) -> int | None:
     """None also where the state holds more than plain data: classes that only Megatron may load."""
     try:
-        if _COMMON_KEY in checkpoint.index.objects:
-            state = checkpoint.read_object(_COMMON_KEY)[0]
+        if COMMON_STATE_KEY in checkpoint.index.objects:
+            state = checkpoint.read_object(COMMON_STATE_KEY)[0]
         elif checkpoint.manifest.others:
-            state = checkpoint.read_other_object(_COMMON_FILE)
+            state = checkpoint.read_other_object(COMMON_FILE)
         else:
             return None
         return int(state["iteration"])

@@ -1,4 +1,8 @@
-"""What lies in the directory of a run: its iterations, whatever their format, and its tracker file.
+"""What lies in the directory of a run: its iterations, the format of each, and its tracker file.
+
+A checkpoint has the format that its metadata.json names. It is also ours if it has our manifest, if
+metadata.json is missing or torch_dist's, and if there is no index of torch_dist: then a save was published,
+and the process died before metadata.json was written. It is complete.
 
 Nothing here imports torch or the native module: Megatron's processes look at other formats' directories, too.
 """
@@ -10,13 +14,19 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from megatron_datastates.errors import FormatError, StorageError
 from megatron_datastates.files import DOCUMENT_BYTES, TRACKER_BYTES, read_regular
-from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME, is_own_file_name
+from megatron_datastates.format.directory import (
+    BACKEND,
+    METADATA_NAME,
+    TORCH_DIST,
+    TORCH_DIST_INDEX,
+    iteration_in_name,
+)
+from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 
-BACKEND = "datastates"
-TRACKER_NAME = "latest_checkpointed_iteration.txt"
 _NUMBER = re.compile(rb"[0-9]{1,18}")
 
 
@@ -39,35 +49,98 @@ def find_iterations(root: str | os.PathLike[str]) -> list[Iteration]:
     found = []
     with os.scandir(root) as entries:
         for entry in entries:
-            match = re.fullmatch(r"iter_(\d+)", entry.name, re.ASCII)
-            if match and entry.is_dir():
-                found.append(_looked_at(int(match[1]), Path(entry.path)))
+            number = iteration_in_name(entry.name)
+            if number is not None and entry.is_dir():
+                path = Path(entry.path)
+                found.append(Iteration(number, path, _format_seen(path), is_complete(path)))
     return sorted(found, key=lambda one: (one.number, one.path.name))
 
 
-def _looked_at(number: int, path: Path) -> Iteration:
-    backend = stored_backend(path)
-    if backend not in (None, BACKEND):
-        return Iteration(number, path, str(backend), complete=True)
+def find_published(root: str | os.PathLike[str]) -> dict[int, Path]:
+    """Iteration -> directory of every published datastates checkpoint right under `root`, ascending.
+
+    Raises:
+        OSError: `root` cannot be listed.
+    """
+    return {one.number: one.path for one in find_iterations(root) if one.format == BACKEND and one.complete}
+
+
+def _format_seen(path: Path) -> str:
+    """The format of a directory, also where nothing but files of an unfinished save says it."""
+    found = format_of(path)
+    if found is not None:
+        return found
     try:
         names = os.listdir(path)
     except OSError:
-        return Iteration(number, path, "unknown", complete=False)
-    if backend is None and any(name == ".metadata" or name.endswith(".distcp") for name in names):
-        return Iteration(number, path, "torch_dist", complete=False)
-    if MANIFEST_NAME in names:
-        return Iteration(number, path, BACKEND, complete=True)
-    is_ours = backend == BACKEND or any(map(is_own_file_name, names))
-    return Iteration(number, path, BACKEND if is_ours else "unknown", complete=False)
+        return "unknown"
+    if any(name.endswith(".distcp") for name in names):
+        return TORCH_DIST
+    return BACKEND if any(map(is_own_file_name, names)) else "unknown"
+
+
+def format_of(directory: str | os.PathLike[str]) -> str | None:
+    """The format that a directory is read in, by the rule above; None if nothing says."""
+    backend = stored_backend(directory)
+    if backend not in (None, TORCH_DIST):
+        return backend
+    if os.path.exists(Path(directory, TORCH_DIST_INDEX)):  # noqa: PTH110 - which raises nothing
+        return TORCH_DIST
+    return BACKEND if is_published(directory) else backend
+
+
+def is_ours(directory: str | os.PathLike[str]) -> bool:
+    """Whether the directory is read as a checkpoint of our format."""
+    return format_of(directory) == BACKEND
+
+
+def may_be_ours(directory: str | os.PathLike[str]) -> bool:
+    """The same, also if the files that say so are damaged or missing, on this rank perhaps alone."""
+    if is_ours(directory):
+        return True
+    try:
+        names = os.listdir(directory)
+    except OSError:
+        return False
+    return TORCH_DIST_INDEX not in names and any(map(is_own_file_name, names))
+
+
+def is_published(directory: str | os.PathLike[str]) -> bool:
+    """Whether the directory has a manifest of ours; False where that cannot be looked at."""
+    return os.path.isfile(Path(directory, MANIFEST_NAME))  # noqa: PTH113 - which raises nothing
+
+
+def is_complete(directory: str | os.PathLike[str]) -> bool:
+    """Whether a checkpoint is all there: published by us, or with the file that other formats write last."""
+    return is_published(directory) or stored_backend(directory) not in (None, BACKEND)
 
 
 def stored_backend(directory: str | os.PathLike[str]) -> str | None:
     """The format that a checkpoint's metadata.json names; None if there is none that can be read."""
     try:
-        backend = json.loads(read_regular(Path(directory) / METADATA_NAME, DOCUMENT_BYTES))["sharded_backend"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        backend = metadata_members(directory).get("sharded_backend")
+    except (OSError, FormatError):
         return None
     return backend if isinstance(backend, str) else None
+
+
+def metadata_members(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """The members of metadata.json; none if there is no such file, or if a kill has left it empty.
+
+    Raises:
+        FormatError: it is damaged.
+        OSError: it cannot be read.
+    """
+    path = Path(directory, METADATA_NAME)
+    try:
+        members = json.loads(read_regular(path, DOCUMENT_BYTES) or b"{}")
+    except FileNotFoundError:
+        return {}
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is damaged: {error}") from error
+    if not isinstance(members, dict):
+        raise FormatError(f"{path} is damaged: it holds no JSON object")
+    return members
 
 
 def tracked_iteration(tracker: Path) -> int | None:

@@ -23,10 +23,9 @@ from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trai
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.values import Extent, SaveId
 from megatron_datastates.pipeline.held import HeldTime, charge_open_spans, holding
-from megatron_datastates.pipeline.plans import StatePlan
+from megatron_datastates.pipeline.plans import Memory, StatePlan
 from megatron_datastates.providers.base import Mutability, ObjectSource
 from megatron_datastates.providers.objects import check_saved
-from megatron_datastates.providers.tensors import Memory
 
 logger = logging.getLogger(__name__)
 _SLICE_SECONDS = 0.1
@@ -99,7 +98,9 @@ class RankSave:
         self._confirmed = threading.Event()  # nothing changed before the copies were done
         self._sealed = threading.Event()
         self._given_up = threading.Event()
-        self._failure: dict[str, str] = {}  # the first one; any thread's, one atomic operation at a time
+        self._failure: dict[
+            str, tuple[str, BaseException]
+        ] = {}  # the first one; any thread's, one atomic operation at a time
         self._finisher: threading.Thread | None = None
         self._begun = time.perf_counter()
         self._serialized_seconds = 0.0
@@ -173,8 +174,8 @@ class RankSave:
                 save.cancel(
                     f"{reason} waited {self.fence_deadline:g} s for its copies (--datastates-fence-deadline)"
                 )
-            if save.error:
-                self.fail(DataStatesError(save.error))
+            if save.failure is not None:
+                self.fail(save.failure)
             else:
                 self._confirmed.set()
         self.fence_seconds += time.perf_counter() - begin
@@ -211,8 +212,8 @@ class RankSave:
             self._confirmed.set()
             FENCE.discard(self)
             FENCE.discard_reader(self)
-        if save.error:
-            self.fail(DataStatesError(save.error))
+        if save.failure is not None:
+            self.fail(save.failure)
 
     def polled(self) -> None:
         """See engine.fence.Fenced."""
@@ -258,8 +259,13 @@ class RankSave:
 
     @property
     def failure(self) -> str | None:
+        """The first error of this rank as a text, if any."""
+        return self._failure["first"][0] if self._failure else None
+
+    @property
+    def cause(self) -> BaseException | None:
         """The first error of this rank, if any."""
-        return self._failure.get("first")
+        return self._failure["first"][1] if self._failure else None
 
     @property
     def state(self) -> State:
@@ -273,7 +279,8 @@ class RankSave:
         """Keeps the first error. The others are told at the next agreement."""
         ours = isinstance(error, DataStatesError)
         text = printable(str(error) if ours else f"{type(error).__name__}: {error}", keep="\n")
-        if self._failure.setdefault("first", text) is not text:
+        first = (text, error.with_traceback(None))  # whose frames would keep memory
+        if self._failure.setdefault("first", first) is not first:
             return
         logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, text)
 
@@ -301,8 +308,8 @@ class RankSave:
             extents = {item.key: Extent(0, *place) for item, place in zip(objects, places, strict=True)}
             self._check_objects(objects, data)
             while not (self._confirmed.wait(_SLICE_SECONDS) and save.wait_written()):
-                if save.error:
-                    raise DataStatesError(save.error)
+                if save.failure is not None:
+                    raise save.failure
             footer = self._footer(save, extents)
             save.finish(footer)
             self._sealed.set()

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,16 +20,17 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import Reader, read_header, read_small
 from megatron_datastates.errors import CorruptDataError, DataStatesError, StorageError, UnsafeObjectError
 from megatron_datastates.files import DOCUMENT_BYTES
+from megatron_datastates.format.directory import BACKEND, COMMON_FILE, METADATA_NAME, iteration_in_name
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.tables import Words
-from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, METADATA_NAME
+from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME
+from megatron_datastates.pipeline.damage import keys_in_blocks
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.optimizer import optimizer_state
-from megatron_datastates.pipeline.runs import BACKEND
 from megatron_datastates.plan.coverage import coverage_faults
 from megatron_datastates.plan.reads import gather_runs, plan_blocks
-from megatron_datastates.providers.objects import COMMON_FILE, check_stored
+from megatron_datastates.providers.objects import check_stored
 
 _MOST_BLOCKS = 16  # of one file that are told one by one
 _FILE_THREADS = 8  # headers and footers are small, and a network file system answers late
@@ -152,8 +152,8 @@ def _check_surroundings(checkpoint: Checkpoint, verdict: Verdict) -> None:
     _check_metadata(checkpoint, verdict)
     for name in strangers(checkpoint):
         verdict.notes.append(f"{directory / name} does not belong to the checkpoint")
-    named = re.fullmatch(r"iter_(\d+)", directory.absolute().name, re.ASCII)
-    if named and manifest.iteration not in (None, int(named[1])):
+    named = iteration_in_name(directory.absolute().name)
+    if named is not None and manifest.iteration not in (None, named):
         verdict.notes.append(f"{directory} holds iteration {manifest.iteration}, as its manifest says")
 
 
@@ -324,7 +324,7 @@ def _check_blocks(
     for place, blocks in by_file.items():
         path, told = sources[place][0], blocks[:_MOST_BLOCKS]
         for block in told:
-            keys = ", ".join(map(repr, checkpoint.keys_in_blocks(files[place], [block])[:4])) or "no tensor"
+            keys = ", ".join(map(repr, keys_in_blocks(checkpoint, files[place], [block])[:4])) or "no tensor"
             verdict.faults.append(
                 f"{path}: the block at byte offset {block * BLOCK_BYTES} is corrupt; it holds data of {keys}"
             )

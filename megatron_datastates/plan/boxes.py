@@ -11,6 +11,8 @@ import numpy.typing as npt
 
 from megatron_datastates.errors import MismatchError
 
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape, elements
+
 Offsets = npt.NDArray[np.uint64]
 _PAIRS_AT_A_TIME = 1 << 20  # of boxes that are looked at for a common element
 _MOST_PAIRS = 1 << 24
@@ -113,19 +115,23 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return False
 
 
-def cut_box(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, shape) of boxes of at most `most` elements that are all of it, cut along leading ones."""
-    if math.prod(shape) <= max(most, 1):
-        yield (0,) * len(shape), tuple(shape)
+def cut_box(offset: Sequence[int], shape: Sequence[int], most_elements: int) -> Iterator[Box]:
+    """Cuts a box into boxes of at most so many elements (at least one), in row-major order.
+
+    Each is contiguous in the box. Of a box without elements there are none.
+    """
+    most = max(most_elements, 1)
+    if math.prod(shape) <= most:
+        if 0 not in shape:
+            yield tuple(offset), tuple(shape)
         return
-    row = math.prod(shape[1:])
-    step = max(most // row, 1)
-    for start in range(0, shape[0], step):
-        rows = min(step, shape[0] - start)
-        for offset, inner in (
-            cut_box(shape[1:], most) if row > most else [((0,) * (len(shape) - 1), shape[1:])]
-        ):
-            yield (start, *offset), (rows, *inner)
+    axis = next(axis for axis in range(len(shape)) if math.prod(shape[axis + 1 :]) <= most)
+    step = most // math.prod(shape[axis + 1 :])
+    for place in np.ndindex(*shape[:axis]):
+        for start in range(0, shape[axis], step):
+            within = (*place, start, *(0,) * (len(shape) - axis - 1))
+            lengths = (*(1,) * axis, min(step, shape[axis] - start), *shape[axis + 1 :])
+            yield tuple(o + w for o, w in zip(offset, within, strict=True)), lengths
 
 
 def checked_slice(

@@ -27,7 +27,6 @@ from megatron_datastates.providers.unpickling import Unpickler
 
 logger = logging.getLogger(__name__)
 _PICKLE = "data.pkl"
-COMMON_FILE = "common.pt"  # of Megatron before 0.19: a file of torch.save's, loaded as objects are
 REMEDIES = (
     "Plain data of Python, numpy and torch is always accepted. For other classes: store a state_dict() of "
     "plain data instead; or trust the class with torch.serialization.add_safe_globals([...]) in the programs "

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_datastates.convert.job import Means, convert, nothing_told, plan_conversion
+from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.run import Wish, convert_run
-from megatron_datastates.convert.source import open_source
 from megatron_datastates.convert.team import Team
 from tests.e2e.test_moe import EP2, EXPERTS
 from tests.support.tiny import LAYOUTS, TRACKER, Checkpoints, Ending, Pretraining

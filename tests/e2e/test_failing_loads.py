@@ -41,7 +41,7 @@ def flip_bit(checkpoints: Checkpoints, iteration: int, rank: int = 1) -> Path:
 def error_of(outcome: Outcome) -> str:
     """What ended every rank."""
     assert outcome.exits == [1, 1], outcome.log[-3000:]
-    ending = r"^(?:\[rank\d\]: )?(?:\w+\.)*CheckpointingException: (.*)$"
+    ending = r"^(?:\[rank\d\]: )?(?:\w+\.)*MegatronLoadFailedError: (.*)$"
     found = [re.findall(ending, log, re.MULTILINE)[-1] for log in outcome.log.split("--- rank")[1:]]
     assert len(found) == 2 and found[0] == found[1], found
     return found[0]

@@ -27,7 +27,7 @@ def failing(rank: int, plan: str) -> dict[str, str]:
 
 def errors(outcome: Outcome) -> list[str]:
     """The exception that ended each rank."""
-    ending = r"^(?:\[rank\d\]: )?(?:\w+\.)*SaveFailed: (.*)$"
+    ending = r"^(?:\[rank\d\]: )?(?:\w+\.)*MegatronSaveFailedError: (.*)$"
     found = [re.findall(ending, log, re.MULTILINE) for log in ranks_of(outcome.log)]
     return [messages[-1] for messages in found if messages]
 

@@ -13,7 +13,7 @@ from tests.support.ranks import RankForge
 from tests.support.tiny import LAYOUTS, PATH, PRELOAD, TRACKER, Ending, Pretraining
 
 # What importing torch and Megatron, and loading a checkpoint of another format, may import of ours.
-HEAVY = ("engine._native", "engine.native", "engine.staging", "pipeline.saver", "mcore.strategy")
+HEAVY = ("engine._native", "engine.native", "engine.staging", "pipeline.saver", "mcore.save.strategy")
 FORMATS = {
     "torch_dist": ["--ckpt-format", "torch_dist"],
     "torch": ["--ckpt-format", "torch"],

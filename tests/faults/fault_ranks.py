@@ -25,8 +25,8 @@ from saving_rank import (
 )
 
 from megatron_datastates.config import Options
+from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore import DataStatesSaveStrategy
-from megatron_datastates.mcore.request import SaveFailed
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Run, Saver
 from megatron_datastates.providers.base import Mutability
@@ -244,7 +244,7 @@ def save_while_saving(root: str, on_failure: str, folder: str) -> None:
     while queue.get_num_unfinalized_calls():
         try:
             queue.maybe_finalize_async_calls(blocking=False)
-        except SaveFailed as failed:
+        except SaveFailedError as failed:
             error = str(failed)
             break
     torch.distributed.barrier()

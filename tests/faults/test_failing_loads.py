@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_datastates.mcore import versions
+from megatron_datastates.mcore.hooks import versions
 from tests.faults.test_damaged import (
     bit_in_data,
     bit_in_footer,

@@ -28,7 +28,7 @@ from saving_rank import (
 
 from megatron_datastates.config import Options
 from megatron_datastates.mcore import DataStatesSaveStrategy, enable, fences
-from megatron_datastates.mcore.strategy import TrainingSaveStrategy
+from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
 from megatron_datastates.pipeline.saver import saver_for
 
 

@@ -13,7 +13,7 @@ from saving_rank import MCORE_QUEUE, failure_of, join, make_directory, save, tel
 
 from megatron_datastates.config import Options
 from megatron_datastates.mcore import DataStatesSaveStrategy
-from megatron_datastates.mcore.strategy import TrainingSaveStrategy
+from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
 from megatron_datastates.pipeline.load import Checkpoint
 
 # Slots of the smallest size: what shares a slot with eager bytes is copied with them.

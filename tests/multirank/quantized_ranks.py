@@ -25,7 +25,7 @@ from model_ranks import FORMATS, leaves, strategies
 from saving_rank import join, make_directory, tell
 from torch.utils._pytree import tree_map_only
 
-from megatron_datastates.mcore.strategy import TrainingSaveStrategy
+from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
 
 ROWS, COLUMNS = 8, 96
 

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from saving_rank import join, save, tell
 
 from megatron_datastates.mcore import DataStatesSaveStrategy
-from megatron_datastates.mcore.dispatch import open_checkpoint
+from megatron_datastates.mcore.load.opening import open_checkpoint
 
 LAYERS, ROWS, COLUMNS, WIDTH = 2, 4096, 4096, 4096
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_datastates.mcore import versions
+from megatron_datastates.mcore.hooks import versions
 from tests.support.world import World
 
 CHANGES = [

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_datastates.convert.job import Means, convert, plan_conversion
-from megatron_datastates.convert.source import open_source
+from megatron_datastates.convert.open import open_source
 from tests.support.world import World
 
 pytestmark = pytest.mark.conformance

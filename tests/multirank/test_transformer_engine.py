@@ -20,7 +20,7 @@ from megatron.core import dist_checkpointing, parallel_state  # noqa: E402
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy  # noqa: E402
 from megatron.core.transformer.utils import sharded_state_dict_default  # noqa: E402
 
-from megatron_datastates.mcore.strategy import TrainingSaveStrategy  # noqa: E402
+from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 PREFIX = "layer."

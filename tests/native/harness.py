@@ -166,7 +166,7 @@ class Save:
 
     @property
     def error(self) -> str:
-        return str(self.status["error"])
+        return str(getattr(self.status["error"], "strerror", ""))
 
     def assert_stored(self) -> None:
         """The file holds exactly the sources, zeros between them, and the footer."""
@@ -286,4 +286,5 @@ def finish_read(job: native.ReadJob) -> tuple[int, list[tuple[int, int]], str]:
         assert job.wait(PATIENCE), "the read does not end"
     finally:
         job.close()
-    return job.result()
+    bytes_read, bad, error = job.result()
+    return bytes_read, bad, str(error.strerror) if error is not None else ""

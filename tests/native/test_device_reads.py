@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from megatron_datastates.config import Options
 from megatron_datastates.engine import _native as native
 from megatron_datastates.engine import reader as engine_reader
-from megatron_datastates.mcore import reader as mcore_reader
+from megatron_datastates.mcore.load import reader as mcore_reader
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.saver import Run, Saver
 from megatron_datastates.providers.base import Mutability

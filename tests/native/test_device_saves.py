@@ -16,12 +16,13 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine import staging
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline.held import holding
-from megatron_datastates.pipeline.load import Checkpoint, is_published
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.plans import Structure
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import save_report
+from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.pipeline.saver import Run, Saver
 from megatron_datastates.providers.base import CompositeProvider, Mutability
-from megatron_datastates.providers.tensors import Structure
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import DeviceTensors, label_as_device
 from tests.native.harness import KIB, eventually
@@ -333,7 +334,7 @@ def test_sources_outlive_their_copies_whenever_the_save_fails(
     for _ in range(3):
         assert not save.sources_copied()
     save._job = job
-    assert save.error
+    assert save.failure
     trainer.cuda.release_stream(trainer.stream)
     eventually(save.sources_copied, "the save drops its sources")
 

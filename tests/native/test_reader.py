@@ -324,7 +324,7 @@ def test_no_more_files_are_open_than_threads_read(stored: Path) -> None:
     while not job.wait(0.001):
         most = max(most, sum(len(descriptors_of(Path(path))) for path, _, _ in sources))
     job.close()
-    assert job.result()[1:] == ([], "") and (target == DATA).all()
+    assert job.result()[1:] == ([], None) and (target == DATA).all()
     assert 0 < most <= 2
     assert not any(descriptors_of(Path(path)) for path, _, _ in sources)
 

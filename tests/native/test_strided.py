@@ -19,9 +19,8 @@ from megatron_datastates.engine import staging
 from megatron_datastates.engine._native import Milestone
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.format.header import HEADER_BYTES
-from megatron_datastates.pipeline.plans import plan_state
+from megatron_datastates.pipeline.plans import locate, plan_state
 from megatron_datastates.providers.base import Mutability, Tensors
-from megatron_datastates.providers.tensors import locate
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import label_as_device
 from tests.native.harness import ALIGNMENT, Copy, Save, random_bytes, save_whole

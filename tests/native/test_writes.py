@@ -126,7 +126,8 @@ def test_a_failure_names_operation_file_and_cause(
     number = getattr(errno, code)
     error = save.failure()
     assert error.startswith(operation) and str(save.path) in error and os.strerror(number) in error
-    assert save.status["error_code"] == number
+    failed = save.status["error"]
+    assert (failed.errno, failed.path, failed.operation) == (number, str(save.path), operation)
     save.job.remove()
     assert not save.path.exists()
 

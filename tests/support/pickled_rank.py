@@ -87,7 +87,7 @@ def unhooked(file: str, folder: str) -> None:
 
 def detached(file: str, folder: str) -> None:
     """What attaches us fails when Megatron is imported."""
-    from megatron_datastates.mcore import versions
+    from megatron_datastates.mcore.hooks import versions
 
     versions.release_of = None
     save(file, folder)

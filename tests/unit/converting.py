@@ -10,7 +10,8 @@ import torch.distributed.checkpoint as dcp
 
 from megatron_datastates.config import MIB
 from megatron_datastates.convert.job import Means, convert, plan_conversion
-from megatron_datastates.convert.source import Source, open_source
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sources.source import Source
 from tests.unit.states import KNOWN_DTYPES, bits, random_tensor
 
 LEAST = Means(memory_bytes=66 * MIB, workers=1)  # windows of 15 MiB

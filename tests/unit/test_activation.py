@@ -4,12 +4,13 @@ import subprocess
 import sys
 
 LIGHT = {"megatron_datastates"} | {
-    f"megatron_datastates.{name}" for name in ("mcore", "mcore.activation", "mcore.versions")
+    f"megatron_datastates.{name}"
+    for name in ("mcore", "mcore.hooks", "mcore.hooks.activation", "mcore.hooks.versions")
 }
 LIST_OURS = "import sys; print(*sorted(m for m in sys.modules if m.startswith('megatron_datastates')))"
 HOOKS = (
     "import sys; "
-    "print([type(f).__module__ for f in sys.meta_path].count('megatron_datastates.mcore.activation'))"
+    "print([type(f).__module__ for f in sys.meta_path].count('megatron_datastates.mcore.hooks.activation'))"
 )
 
 
@@ -57,7 +58,7 @@ def test_modules_of_megatron_that_are_loaded_already_are_attached() -> None:
 def test_trouble_of_ours_leaves_megatron_as_it_was() -> None:
     code = (
         "import torch; "
-        "import megatron_datastates.mcore.versions as v; v.release_of = None; "
+        "import megatron_datastates.mcore.hooks.versions as v; v.release_of = None; "
         "import megatron.core.dist_checkpointing.core as c; print(c.maybe_load_config.__module__)"
     )
     assert run(code) == "megatron.core.dist_checkpointing.core"

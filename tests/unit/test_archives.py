@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_datastates.convert.archives import open_archive, write_archive
+from megatron_datastates.convert.sources.archives import open_archive, write_archive
 from megatron_datastates.errors import FormatError, StorageError
 from tests.unit.states import KNOWN_DTYPES, bits, random_tensor
 

@@ -12,7 +12,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
 from megatron_datastates.format.optimizer_map import OptimizerMap, Parameter
-from megatron_datastates.mcore.buckets import carried_map, described
+from megatron_datastates.mcore.save.buckets import carried_map, described
 
 GROUP = "optimizer.distributed.dp_group_idx_2."
 BUCKET = "gbuf_idx_0.dtype_d.bucket_idx_0"

@@ -11,10 +11,10 @@ import torch
 from megatron_datastates.config import Options
 from megatron_datastates.engine import staging
 from megatron_datastates.errors import OptionError
-from megatron_datastates.mcore import arguments, retention, training
-from megatron_datastates.mcore.arguments import adopt, validated
-from megatron_datastates.mcore.mapping import nothing_promised
-from megatron_datastates.mcore.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
+from megatron_datastates.mcore.save.mapping import nothing_promised
+from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
+from megatron_datastates.mcore.training.arguments import adopt
+from megatron_datastates.mcore.training.loop import arguments, loop, retention
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Run, Saver
 from megatron_datastates.providers.base import Mutability
@@ -30,11 +30,11 @@ def enabled(monkeypatch):
 
     def enable_saving(options: Options) -> None:
         calls.append(options)
-        training._options = options
+        loop._options = options
 
-    monkeypatch.setattr(training, "_options", None)
-    monkeypatch.setattr(training, "enable_saving", enable_saving)
-    monkeypatch.setattr(training, "settle", lambda args: None)
+    monkeypatch.setattr(loop, "_options", None)
+    monkeypatch.setattr(loop, "enable_saving", enable_saving)
+    monkeypatch.setattr(loop, "settle", lambda args: None)
     monkeypatch.setattr(retention, "finalize", None, raising=False)
     return calls
 
@@ -46,7 +46,7 @@ def saved_with(monkeypatch, args: argparse.Namespace) -> list[int]:
     for module in (global_vars, checkpointing):
         monkeypatch.setattr(module, "get_args", lambda: args)
     seen: list[int] = []
-    training.wrap_save_checkpoint(lambda iteration: seen.append(iteration))(7)
+    loop.wrap_save_checkpoint(lambda iteration: seen.append(iteration))(7)
     return seen
 
 
@@ -85,7 +85,7 @@ def test_what_cannot_be_made_ours_raises(monkeypatch, enabled):
     def refuse(options: Options) -> None:
         raise OptionError("not to be had")
 
-    monkeypatch.setattr(training, "enable_saving", refuse)
+    monkeypatch.setattr(loop, "enable_saving", refuse)
     with pytest.raises(OptionError, match="not to be had"):
         saved_with(monkeypatch, namespace(ckpt_backend="datastates"))
 
@@ -93,9 +93,9 @@ def test_what_cannot_be_made_ours_raises(monkeypatch, enabled):
 def test_the_deprecated_flag_is_refused():
     """Megatron ignores it, and would save torch_dist."""
     with pytest.raises(OptionError, match="use --ckpt-format datastates"):
-        validated(lambda args: args)(namespace(dist_ckpt_format_deprecated="datastates"))
+        loop.wrap_validate_args(lambda args: args)(namespace(dist_ckpt_format_deprecated="datastates"))
     args = namespace(dist_ckpt_format_deprecated="torch_dist")
-    assert validated(lambda args: args)(args) is args
+    assert loop.wrap_validate_args(lambda args: args)(args) is args
 
 
 def test_arguments_are_adopted_once():
@@ -109,10 +109,10 @@ def test_arguments_are_adopted_once():
 
 
 def test_lazy_is_for_megatrons_own_loop():
-    strategy = training.our_strategy(object)("torch_dist", 1)
+    strategy = loop.our_strategy(object)("torch_dist", 1)
     assert isinstance(strategy, TrainingSaveStrategy)
     during: list[bool] = []
-    training.wrap_train(lambda: during.append(strategy.is_lazy()))()
+    loop.wrap_train(lambda: during.append(strategy.is_lazy()))()
     assert during == [True]
     assert not strategy.is_lazy() and strategy.classifier() is nothing_promised
 
@@ -122,8 +122,8 @@ def test_a_loop_that_raises_is_over():
         raise KeyError
 
     with pytest.raises(KeyError):
-        training.wrap_train(train)()
-    assert not training.is_training()
+        loop.wrap_train(train)()
+    assert not loop.is_training()
 
 
 @pytest.mark.parametrize("promised", [True, False])

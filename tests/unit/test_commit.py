@@ -10,7 +10,8 @@ import pytest
 from megatron_datastates.engine import commit
 from megatron_datastates.engine.commit import remove_replaced, write_whole
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME, SaveId
+from megatron_datastates.format.directory import METADATA_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 
 NONE = Faults("")
 INDEX = "index-" + "0" * 32

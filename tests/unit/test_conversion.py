@@ -14,9 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_datastates.config import MIB
-from megatron_datastates.convert import archives, datastates, job
+from megatron_datastates.convert import job
 from megatron_datastates.convert.job import Means
-from megatron_datastates.convert.source import DataStatesSource, Source, open_source
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sinks import datastates
+from megatron_datastates.convert.sources import archives
+from megatron_datastates.convert.sources.datastates import DataStatesSource
+from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
 from megatron_datastates.pipeline.load import Checkpoint

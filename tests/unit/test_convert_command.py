@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from megatron_datastates.convert import job
+from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.run import Wish, convert_run
-from megatron_datastates.convert.source import open_source
 from megatron_datastates.convert.team import Team
 from megatron_datastates.errors import OptionError, StorageError
 from megatron_datastates.pipeline.load import Checkpoint

@@ -13,7 +13,8 @@ import torch
 
 from megatron_datastates.cli import shared
 from megatron_datastates.convert.diff import Drift, choose_comparison, compare, diff
-from megatron_datastates.convert.source import DataStatesSource, open_source
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sources.datastates import DataStatesSource
 from tests.unit.command import run
 from tests.unit.states import KNOWN_DTYPES, random_tensor, save
 

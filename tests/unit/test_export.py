@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 
 from megatron_datastates.cli import export as command
 from megatron_datastates.cli import shared
-from megatron_datastates.convert import safetensors as exporter
-from megatron_datastates.convert import target as targets
-from megatron_datastates.convert.safetensors import INDEX_NAME, choose_weights, export
-from megatron_datastates.convert.source import DataStatesSource, open_source
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sinks import safetensors as exporter
+from megatron_datastates.convert.sinks import target as targets
+from megatron_datastates.convert.sinks.safetensors import INDEX_NAME, choose_weights, export
+from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.errors import FormatError, StorageError, UnsupportedFormatError
 from tests.unit.command import run
 from tests.unit.states import bits, data_files, random_tensor, save

@@ -18,8 +18,8 @@ import torch
 from typer.testing import CliRunner
 
 from megatron_datastates.cli.main import app
-from megatron_datastates.convert.source import open_source
-from megatron_datastates.convert.torch_dist import TorchDistSource
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sources.torch_dist import TorchDistSource
 from megatron_datastates.engine.reader import read_footer, read_header, read_small
 from megatron_datastates.errors import DataStatesError, FormatError, StorageError, printable
 from megatron_datastates.files import (
@@ -29,15 +29,11 @@ from megatron_datastates.files import (
     open_regular,
     read_regular,
 )
+from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.mcore import dispatch, tracker
+from megatron_datastates.mcore.training.loop import tracker
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.runs import (
-    METADATA_NAME,
-    require_tracked,
-    stored_backend,
-    tracked_iteration,
-)
+from megatron_datastates.pipeline.runs import may_be_ours, require_tracked, stored_backend, tracked_iteration
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.converting import convert_to, save_with_dcp
 from tests.unit.states import OPTIONS, new_saver, save
@@ -85,7 +81,7 @@ def test_a_file_that_is_not_regular_is_refused_at_once(ours: Path, put, pattern:
         assert verify(ours, options=OPTIONS).faults
     with contextlib.suppress(DataStatesError):
         open_source(ours).read_object("x")
-    dispatch.may_be_ours(ours)
+    may_be_ours(ours)
     assert stored_backend(ours) == (None if pattern == METADATA_NAME else "datastates")
 
 
@@ -176,8 +172,8 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 import torch
-from megatron_datastates.convert.source import open_source
-from megatron_datastates.convert.torch_dist import TorchDistSource
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sources.torch_dist import TorchDistSource
 from megatron_datastates.errors import FormatError
 before = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (before + (256 << 20),) * 2)

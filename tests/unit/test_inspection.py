@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from megatron_datastates.cli.main import app
 from megatron_datastates.convert import contents
-from megatron_datastates.convert.contents import Content, Statistics, parts, statistics
+from megatron_datastates.convert.contents import Content, Statistics, statistics
 from megatron_datastates.convert.slices import parse_slice
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.values import MANIFEST_NAME
@@ -188,17 +188,6 @@ def test_statistics_do_not_depend_on_parts(name, monkeypatch):
     assert expected.finite + expected.nans + expected.infinities == 105
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (10,), (3, 4), (2, 3, 4), (5, 1, 2), (0, 3)])
-@pytest.mark.parametrize("most", [1, 2, 3, 5, 7, 100])
-def test_parts_are_the_box_in_row_major_order(shape, most):
-    numbers, found = np.arange(math.prod(shape)).reshape(shape), []
-    for offset, lengths in parts([10] * len(shape), shape, most):
-        assert 0 < math.prod(lengths) <= most
-        place = tuple(slice(o - 10, o - 10 + n) for o, n in zip(offset, lengths, strict=True))
-        found += numbers[place].reshape(-1).tolist()
-    assert found == list(range(math.prod(shape)))
-
-
 # -- cat --------------------------------------------------------------------------------------------------
 
 
@@ -327,7 +316,7 @@ def test_cat_converts_nothing_by_halves(tmp_path, saver, name):
 def test_cat_writes_part_by_part(tmp_path, saver, monkeypatch):
     tensor = random_tensor(torch.float32, (50, 7))
     save(saver, tmp_path / "c", {"t": tensor})
-    monkeypatch.setattr("megatron_datastates.convert.npy.PART_BYTES", 120)
+    monkeypatch.setattr("megatron_datastates.convert.sinks.npy.PART_BYTES", 120)
     told("cat", tmp_path / "c", "t", "3:,1:", "--out", tmp_path / "t.npy")
     assert np.load(tmp_path / "t.npy").tobytes() == tensor[3:, 1:].numpy().tobytes()
 

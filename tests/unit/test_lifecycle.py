@@ -15,8 +15,9 @@ import torch
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.load import Checkpoint, is_published
+from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability
 from tests.unit.states import OPTIONS, State, bits, data_files, new_saver, random_tensor, save

@@ -14,7 +14,7 @@ from megatron_datastates.errors import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
-from megatron_datastates.mcore.load_agreement import Failure, _cause, _told, is_damage
+from megatron_datastates.mcore.load.agreement import Failure, _cause, _told, is_damage
 
 
 def told(*texts: str | None) -> str:

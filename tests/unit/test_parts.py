@@ -1,11 +1,8 @@
 """Layers from keys, and boxes of tensors."""
 
-import itertools
-
-import numpy as np
 import pytest
 
-from megatron_datastates.convert.parts import boxes_of, choose_keys, group_of, is_weight, parts_of
+from megatron_datastates.convert.parts import choose_keys, group_of, is_weight, parts_of
 from megatron_datastates.errors import MissingKeyError
 
 
@@ -37,20 +34,6 @@ def test_an_optimizers_state_belongs_to_the_layer_of_its_parameter(prefix: str):
 def test_a_bucket_is_of_the_state_that_its_key_ends_with():
     key = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(a, b).bucket_idx_0.exp_avg_sq"
     assert group_of(key) == "optimizer exp_avg_sq"
-
-
-@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (2, 0, 3), (1, 1, 9)])
-def test_boxes_are_small_and_together_the_whole_in_its_order(shape: tuple[int, ...]):
-    whole = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    for most in (1, 2, 4, 7, 100):
-        boxes = list(boxes_of((0,) * len(shape), shape, most))
-        cut = [whole[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].ravel() for box in boxes]
-        assert all(len(piece) <= most for piece in cut)
-        assert list(itertools.chain(*cut)) == whole.ravel().tolist()
-
-
-def test_boxes_of_a_part_lie_where_the_part_does():
-    assert list(boxes_of((4, 1), (1, 6), 4)) == [((4, 1), (1, 4)), ((4, 5), (1, 2))]
 
 
 def test_a_pattern_that_matches_nothing_is_told_with_keys_that_there_are():

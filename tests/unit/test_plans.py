@@ -14,11 +14,11 @@ import torch
 from megatron_datastates.config import MIB
 from megatron_datastates.engine import exchange
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.plans import Plans, StatePlan
+from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.providers.base import Mutability, ObjectSource, Place, Tensors
 from megatron_datastates.providers.objects import PickledObject
-from megatron_datastates.providers.tensors import Memory, TensorProvider
+from megatron_datastates.providers.tensors import TensorProvider
 from tests.unit.states import KNOWN_DTYPES, OPTIONS, new_saver, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:.*[qQ]uant")

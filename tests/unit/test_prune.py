@@ -17,6 +17,7 @@ import torch
 
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import FormatError, NotACheckpointError, OptionError, StorageError
+from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline import presence
 from megatron_datastates.pipeline.prune import (
@@ -29,7 +30,7 @@ from megatron_datastates.pipeline.prune import (
 )
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.repair import repair
-from megatron_datastates.pipeline.runs import TRACKER_NAME, find_iterations
+from megatron_datastates.pipeline.runs import find_iterations
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.states import OPTIONS, State, data_files, new_saver, save
 

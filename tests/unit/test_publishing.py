@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_datastates.convert.sink import metadata_members
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import StorageError
+from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.manifest import Manifest
-from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME
+from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline import load as load_module
 from megatron_datastates.pipeline import presence
 from megatron_datastates.pipeline import publication as publication_module
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Labels, Outcome, Publication
+from megatron_datastates.pipeline.runs import metadata_members
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.states import State, new_saver, save
 

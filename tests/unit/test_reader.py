@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.reader import SLOT_BYTES
 from megatron_datastates.errors import CorruptDataError, FormatError
-from megatron_datastates.mcore import reader as reader_module
-from megatron_datastates.mcore.reader import DataStatesReader, find_fragment
+from megatron_datastates.mcore.load import reader as reader_module
+from megatron_datastates.mcore.load.reader import DataStatesReader, find_fragment
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import PickledObject
@@ -249,7 +249,7 @@ PEAK = """
 import sys
 from pathlib import Path
 import torch, torch.distributed.checkpoint as dcp
-from megatron_datastates.mcore.reader import DataStatesReader
+from megatron_datastates.mcore.load.reader import DataStatesReader
 from megatron_datastates.pipeline.load import Checkpoint
 from tests.unit.states import OPTIONS
 

@@ -19,9 +19,10 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from megatron_datastates.config import MIB
-from megatron_datastates.convert import job, pickles
+from megatron_datastates.convert import job
 from megatron_datastates.convert.job import Plan, convert, plan_conversion
-from megatron_datastates.convert.source import open_source
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sources import pickles
 from megatron_datastates.errors import (
     CorruptDataError,
     DataStatesError,

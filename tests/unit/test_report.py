@@ -204,7 +204,7 @@ def test_a_long_failure_is_cut(text):
 
 def test_scalars_go_to_the_writers_that_megatron_has(reporting, tmp_path, monkeypatch):
     global_vars = pytest.importorskip("megatron.training.global_vars")
-    from megatron_datastates.mcore.training import _write_scalars
+    from megatron_datastates.mcore.training.loop import _write_scalars
 
     board, wandb = Mock(), Mock()
     monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", board)

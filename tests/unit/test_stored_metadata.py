@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_datastates.errors import FormatError
-from megatron_datastates.mcore.metadata import StoredMetadata, requested_boxes
-from megatron_datastates.mcore.reader import DataStatesReader, find_fragment
+from megatron_datastates.mcore.load.metadata import StoredMetadata, requested_boxes
+from megatron_datastates.mcore.load.reader import DataStatesReader, find_fragment
 from megatron_datastates.pipeline.load import Checkpoint
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
 from tests.unit.states import OPTIONS

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from megatron_datastates.mcore import versions
-from megatron_datastates.mcore.versions import RELEASES, Hook, release_of
+from megatron_datastates.mcore.hooks import versions
+from megatron_datastates.mcore.hooks.versions import RELEASES, Hook, release_of
 
 pytestmark = pytest.mark.conformance
 
@@ -45,14 +45,15 @@ def test_a_release_serves_until_the_next_one_that_differs(version, first):
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: str(release.first))
 def test_every_maker_is_there(release):
     for hook in (*release.loading, *release.saving, *release.training):
-        module, _, function = hook.maker.partition(".")
+        module, _, function = hook.maker.rpartition(".")
         assert callable(getattr(importlib.import_module(f"megatron_datastates.mcore.{module}"), function))
 
 
 def test_every_hook_point_of_the_installed_release_is_attached():
     code = (
-        "import importlib, megatron_datastates.mcore.strategy\n"
-        "from megatron_datastates.mcore import versions\n"
+        "import importlib\n"
+        "from megatron_datastates.mcore import DataStatesSaveStrategy\n"
+        "from megatron_datastates.mcore.hooks import versions\n"
         "release = versions.installed()\n"
         "for hook in (*release.loading, *release.saving):\n"
         "    try: owner = importlib.import_module(hook.module)\n"
@@ -68,7 +69,7 @@ def test_missing_hook_point_for_saving_is_named_and_saving_refused():
     code = (
         "import megatron.core.optimizer.optimizer as o; del o.ChainedOptimizer\n"
         "import megatron.core.dist_checkpointing.strategies.async_utils as a; del a.AsyncCallsQueue.close\n"
-        "import megatron_datastates.mcore.strategy"
+        "import megatron_datastates.mcore.save.strategy as s; s.DataStatesSaveStrategy()"
     )
     said = run(PRELUDE + code).splitlines()[-1]
     assert "HookPointError" in said
@@ -80,8 +81,9 @@ def test_missing_hook_point_for_saving_is_named_and_saving_refused():
 
 def test_missing_hook_point_for_loading_is_named_and_breaks_nothing_else():
     code = (
-        "import importlib, megatron_datastates.mcore.versions as v\n"
-        "hook = v.Hook('megatron.core.dist_checkpointing.core', 'Gone.method', 'dispatch.reader_by_format')\n"
+        "import importlib, megatron_datastates.mcore.hooks.versions as v\n"
+        "module, maker = 'megatron.core.dist_checkpointing.core', 'load.by_format.reader_by_format'\n"
+        "hook = v.Hook(module, 'Gone.method', maker)\n"
         "release = v.dataclasses.replace(v.RELEASES[-1], loading=(hook, *v.RELEASES[-1].loading))\n"
         "v.installed = lambda: release\n"
         "import megatron.core.dist_checkpointing.core as core\n"
@@ -110,7 +112,7 @@ def test_either_queue_serves(installed):
         "        def schedule_async_request(self, request): pass\n"
         "        def close(self, abort=False): pass\n"
         "    queue.AsyncCallsQueue = Queue\n"
-        "import megatron_datastates.mcore.attach as t; t.attach_saving()\n"
+        "import megatron_datastates.mcore.hooks.attach as t; t.attach_saving()\n"
         "print('attached', Queue.close._of_datastates)"
     ).replace("INSTALLED", str(installed))
     said = run(PRELUDE + code).splitlines()[-1]

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from megatron_datastates import zarr_view
-from megatron_datastates.convert.source import Piece, open_source
-from megatron_datastates.convert.zarr_legacy import LegacyZarrSource
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sources.source import Piece
+from megatron_datastates.convert.sources.zarr_legacy import LegacyZarrSource
 from megatron_datastates.errors import (
     FormatError,
     MismatchError,
@@ -242,7 +243,7 @@ def test_what_is_not_there_is_told(legacy):
 
 def test_without_zarr_the_command_says_what_to_install(legacy, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zarr", None)
-    monkeypatch.delitem(sys.modules, "megatron_datastates.convert.zarr_legacy")
+    monkeypatch.delitem(sys.modules, "megatron_datastates.convert.sources.zarr_legacy")
     with pytest.raises(MissingPackageError, match=r"pip install 'megatron-datastates\[zarr\]'"):
         open_source(legacy)
     code, _, told = run("export", legacy, tmp_path / "out")

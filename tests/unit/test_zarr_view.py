@@ -10,7 +10,7 @@ import torch
 import zarr
 
 from megatron_datastates import zarr_view
-from megatron_datastates.convert.source import DataStatesSource
+from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.errors import CorruptDataError, NotACheckpointError
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
 from tests.unit.states import KNOWN_DTYPES, bits, data_files, random_tensor, save

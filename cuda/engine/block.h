@@ -1,0 +1,10 @@
+// The block: what one checksum covers, in every data file (FORMAT.md).
+#pragma once
+
+#include <cstdint>
+
+namespace datastates {
+
+constexpr uint64_t kBlockBytes = uint64_t{1} << 20;
+
+}  // namespace datastates

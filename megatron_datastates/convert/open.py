@@ -1,0 +1,50 @@
+"""Opens a checkpoint of any format: the one module that knows the concrete sources."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron_datastates.convert.sources.datastates import DataStatesSource
+from megatron_datastates.convert.sources.source import Source
+from megatron_datastates.convert.sources.torch_dist import TorchDistSource
+from megatron_datastates.errors import NotACheckpointError, StorageError
+from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST, TORCH_DIST_INDEX
+from megatron_datastates.pipeline.runs import format_of
+
+
+def open_source(directory: str | os.PathLike[str]) -> Source:
+    """The checkpoint that lies in `directory`, whatever its format.
+
+    Raises:
+        NotACheckpointError: nothing is there that can be read.
+        StorageError: its name is not UTF-8.
+        MissingPackageError: it is of a format that is read with a package which is not installed.
+    """
+    path = Path(directory)
+    require_utf8(path)
+    format = format_of(path)
+    if format == BACKEND or not path.is_dir():
+        return DataStatesSource(path)  # or raises what is wrong with it
+    if format == TORCH_DIST and (path / TORCH_DIST_INDEX).is_file():
+        return TorchDistSource(path)
+    if format == "zarr":
+        # Needs zarr, which is optional.
+        from megatron_datastates.convert.sources.zarr_legacy import LegacyZarrSource
+
+        return LegacyZarrSource(path)
+    known = f" (its {METADATA_NAME} says {format!r})" if format is not None else ""
+    raise NotACheckpointError(
+        f"{path} holds no checkpoint of a known format{known}: give a directory such as CKPT/iter_0000100, "
+        "written with --ckpt-format torch_dist, datastates or zarr"
+    )
+
+
+def require_utf8(path: Path) -> None:
+    """Raises StorageError: native code and what is printed for programs take names in UTF-8 only."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise StorageError(
+            f"{os.fsencode(path)!r} is not UTF-8: reach it by another name, such as a link"
+        ) from None

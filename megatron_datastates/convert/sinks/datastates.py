@@ -1,0 +1,162 @@
+"""Writes our own format: through the engine that saves, so that a conversion's files are a save's files."""
+
+from __future__ import annotations
+
+import datetime
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_datastates.config import Options
+from megatron_datastates.convert.sinks.sink import Bytes, Moved, Sink
+from megatron_datastates.convert.sources.datastates import DataStatesSource
+from megatron_datastates.convert.sources.source import Piece, Source, Stored
+from megatron_datastates.engine.commit import write_whole
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.engine.staging import StagingEngine
+from megatron_datastates.engine.streaming import StreamedFile
+from megatron_datastates.format.directory import iteration_in_name
+from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
+from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
+from megatron_datastates.format.header import HEADER_BYTES, Header
+from megatron_datastates.format.manifest import FileEntry, Manifest
+from megatron_datastates.format.values import MANIFEST_NAME, Extent, SaveId
+from megatron_datastates.pipeline.presence import described
+from megatron_datastates.pipeline.publication import merge_layouts, releases
+from megatron_datastates.plan.layout import Layout, align_up, place_objects, plan_layout
+from megatron_datastates.providers.objects import check_stored
+
+
+class WrittenFile(NamedTuple):
+    """A durable data file and its own index."""
+
+    entry: FileEntry
+    own_index: bytes
+
+
+class _Placed(NamedTuple):
+    """What goes where in a data file: a fragment, or (number None) an object."""
+
+    key: str
+    number: int | None
+    offset: int
+    size: int
+
+
+class DataStatesSink(Sink):
+    """See Sink.
+
+    Args:
+        save_id, world_size: alike in all processes that write files of this checkpoint.
+    """
+
+    format = DataStatesSource.format
+
+    def __init__(
+        self,
+        source: Source,
+        directory: Path,
+        window_bytes: int,
+        moved: Moved,
+        *,
+        save_id: SaveId,
+        world_size: int,
+        options: Options,
+    ) -> None:
+        self._engine = StagingEngine(options)
+        super().__init__(source, directory, align_up(window_bytes, self._engine.slot_bytes), moved)
+        self._save_id, self._world_size = save_id, world_size
+        self._faults = Faults(options.faults)
+        self._check = partial(check_stored, trust=options.trust_objects)
+
+    def write(self, number: int, stored: Stored) -> WrittenFile:
+        """See Sink. Raises UnsafeObjectError: other formats hold objects that no load of ours accepts."""
+        if not isinstance(self.source, DataStatesSource):
+            for key in stored.objects:
+                self._check(self.source.read_object(key), key)
+        fragments = [self.source.fragment(*one) for one in stored.fragments]
+        layout = plan_layout(fragments, [False] * len(fragments), stored.objects)
+        placed = [
+            _Placed(*stored.fragments[i], offset, fragments[i].bytes)
+            for i, offset in zip(layout.order, layout.offsets.tolist(), strict=True)
+        ]
+        sizes = [self.source.object_bytes(key) for key in stored.objects]
+        places, end = place_objects(sizes, layout.tensor_end)
+        objects = [
+            _Placed(key, None, *place) for key, *place in zip(stored.objects, places, sizes, strict=True)
+        ]
+        path = self.directory / self._save_id.data_file_name(number)
+        file = StreamedFile(self._engine, path, end)
+        try:
+            header = Header(self._save_id, number, self._world_size).encode()
+            for stretch in self._stretches([*placed, *objects], header, end):
+                file.put(stretch)
+            footer = self._footer(number, layout, objects, end, file.checksums())
+            file.finish(footer)
+        except BaseException:  # an interrupt, too
+            file.remove()
+            raise
+        _, _, crc = decode_trailer(footer[-TRAILER_BYTES:], path.name)
+        return WrittenFile(FileEntry(path.name, number, end + len(footer), end, crc), layout.index)
+
+    def _stretches(self, placed: Sequence[_Placed], header: bytes, end: int) -> Iterator[Bytes]:
+        """The file from its beginning to its footer, window by window."""
+        starts, ends = [one.offset for one in placed], [one.offset + one.size for one in placed]
+        window = np.empty(min(self.window_bytes, end), np.uint8)
+        for begin in range(0, end, len(window)):
+            view = window[: min(len(window), end - begin)]
+            view[:] = 0  # what lies between fragments
+            if begin == 0:
+                view[:HEADER_BYTES] = np.frombuffer(header, np.uint8)
+            here = placed[bisect_right(ends, begin) : bisect_left(starts, begin + len(view))]
+            moved = self._fill(view, begin, here)
+            yield view
+            self.moved(moved)
+
+    def _fill(self, view: Bytes, begin: int, here: Sequence[_Placed]) -> int:
+        """The bytes of tensors in it."""
+        pieces = []
+        for key, number, offset, size in here:
+            low, high = max(offset, begin), min(offset + size, begin + len(view))
+            if number is not None:
+                pieces.append(Piece(key, number, low - offset, high - low, low - begin))
+                continue
+            data = np.frombuffer(self.source.read_object(key), np.uint8)
+            view[low - begin : high - begin] = data[low - offset : high - offset]
+        self.source.read_pieces([piece for piece in pieces if piece.size], view)
+        return sum(piece.size for piece in pieces)
+
+    def _footer(
+        self, number: int, layout: Layout, objects: Sequence[_Placed], end: int, checksums: bytes
+    ) -> bytes:
+        extents = {key: Extent(0, offset, size) for key, _, offset, size in objects}
+        return Footer(
+            self._save_id, number, self._world_size, end, layout.digest, extents, checksums
+        ).encode()
+
+    def commit(self, written: Sequence[WrittenFile]) -> None:
+        self.write_metadata()  # before the manifest, whose directory is synced
+        index = merge_layouts((entry.rank, own) for entry, own in written)
+        write_whole(self.directory / index.entry.name, index.encoded, self._faults, self._save_id)
+        before = self.source.checkpoint.manifest if isinstance(self.source, DataStatesSource) else None
+        manifest = Manifest(
+            run_id=f"{self._save_id.run_id:016x}",
+            ordinal=self._save_id.ordinal,
+            world_size=self._world_size,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            index=index.entry,
+            files=[entry for entry, _ in written],
+            iteration=before.iteration if before else iteration_in_name(self.source.directory.name),
+            parallel=before.parallel if before else {},
+            others=[described(self.directory / name, self._check) for name in self.source.other_files],
+            writer=releases(),
+            compatible=COMPATIBLE_CHECKSUMS,
+        )
+        write_whole(self.directory / MANIFEST_NAME, manifest.encode(), self._faults, self._save_id)
+
+    def close(self) -> None:
+        self._engine.close()

@@ -1,0 +1,182 @@
+"""Tensors of a checkpoint as safetensors files, which Hugging Face's loaders read.
+
+The format (https://huggingface.co/docs/safetensors, safetensors' `tensor.rs`): the header's size as 8 bytes,
+a header in JSON, then all tensors without gaps. It is written here and not by the library, which wants all
+tensors of a file in memory at once. Files and index are named as transformers names them.
+
+Names are those of Megatron's modules with Transformer Engine, as in the checkpoint
+(`self_attention.linear_qkv.layer_norm_weight`), with the numbers of layers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from megatron_datastates.convert.parts import Part, choose_keys, is_weight, parts_of
+from megatron_datastates.convert.sinks.target import appearing, refuse_target
+from megatron_datastates.convert.sources.source import Source
+from megatron_datastates.errors import FormatError, UnsupportedFormatError
+from megatron_datastates.format.values import element_bytes
+from megatron_datastates.plan.boxes import cut_box
+
+INDEX_NAME = "model.safetensors.index.json"
+_HEADER_OF_FILE = "__metadata__"  # in the header, among the tensors
+
+_DTYPES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32",
+    "uint32": "U32", "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16",
+    "float32": "F32", "float64": "F64", "complex64": "C64", "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Weight:
+    """One tensor to be exported, and where it comes from."""
+
+    name: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    part: Part
+
+    @property
+    def bytes(self) -> int:
+        elements = torch.Size(self.shape).numel()
+        return elements * element_bytes(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    files: tuple[str, ...]
+    tensors: int
+    tensor_bytes: int
+
+
+def choose_weights(source: Source, patterns: Sequence[str] = (), *, stacked: bool = False) -> list[Weight]:
+    """The model's weights, or whatever the patterns match: a tensor per layer, unless they stay `stacked`.
+
+    Raises:
+        MissingKeyError: a pattern matches nothing, or there is no weight.
+        UnsupportedFormatError: safetensors has no such dtype.
+        FormatError: two tensors would have one name, or one would have a name that is not free.
+    """
+    keys = list(source.tensors) if patterns else [key for key in source.tensors if is_weight(key)]
+    weights: dict[str, Weight] = {}
+    for key in choose_keys(keys, patterns or ["*"], str(source.directory)):
+        tensor = source.tensors[key]
+        if tensor.dtype not in _DTYPES:
+            raise UnsupportedFormatError(
+                f"{key!r} is {tensor.dtype}, which safetensors does not have: leave it out with --keys"
+            )
+        for weight in _weights_of(key, tensor.dtype, tensor.global_shape, stacked):
+            if weight.name == _HEADER_OF_FILE:
+                raise FormatError(
+                    f"{key!r} is a name that safetensors files keep for themselves: leave it out with --keys"
+                )
+            if weight.name in weights:
+                raise FormatError(
+                    f"{key!r} and {weights[weight.name].key!r} would both be {weight.name!r}: export them "
+                    "apart with --keys, or leave them stacked"
+                )
+            weights[weight.name] = weight
+    return list(weights.values())
+
+
+def _weights_of(key: str, dtype: str, shape: tuple[int, ...], stacked: bool) -> Iterator[Weight]:
+    if stacked:
+        yield Weight(key, key, dtype, shape, Part(key, None, (0,) * len(shape), shape, False))
+        return
+    for part in parts_of(key, shape):
+        yield Weight(part.name, key, dtype, part.shape[1:] if part.stacked else part.shape, part)
+
+
+def export(
+    source: Source,
+    target: Path,
+    weights: Sequence[Weight],
+    *,
+    shard_bytes: int = 5 * 10**9,
+    memory_bytes: int = 1 << 30,
+    progress: Callable[[int], None] = lambda bytes_done: None,
+) -> Exported:
+    """Writes the directory `target`; it appears when it is whole.
+
+    Args:
+        shard_bytes: of a file, at most; but a larger tensor makes a file of its own.
+        memory_bytes: held at a time, at most.
+
+    Raises:
+        StorageError: the target exists or there is no space; also what reading raises.
+        OSError: a file cannot be written.
+    """
+    shards = _pack(weights, shard_bytes)
+    names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    names = names if len(names) > 1 else ["model.safetensors"]
+    total = sum(weight.bytes for weight in weights)
+    refuse_target(target, total)
+    with appearing(target) as directory:
+        directory.mkdir()
+        for name, shard in zip(names, shards, strict=True):
+            with open(directory / name, "xb") as file:
+                _write_shard(source, shard, file, memory_bytes, progress)
+        if len(shards) > 1:
+            where = {w.name: name for name, shard in zip(names, shards, strict=True) for w in shard}
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+            (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+    return Exported(tuple(names), len(weights), total)
+
+
+def _pack(weights: Sequence[Weight], shard_bytes: int) -> list[list[Weight]]:
+    shards: list[list[Weight]] = [[]]
+    filled = 0
+    for weight in weights:
+        if shards[-1] and filled + weight.bytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(weight)
+        filled += weight.bytes
+    return shards
+
+
+def _write_shard(
+    source: Source,
+    shard: Sequence[Weight],
+    file: BinaryIO,
+    memory_bytes: int,
+    progress: Callable[[int], None],
+) -> None:
+    # Wide elements first, as the library does it: then all are aligned.
+    shard = sorted(shard, key=lambda weight: (-element_bytes(weight.dtype), weight.name))
+    file.write(_header(shard))
+    for weight in shard:
+        most = max(memory_bytes // element_bytes(weight.dtype), 1)
+        for offset, shape in cut_box(weight.part.offset, weight.part.shape, most):
+            data = source.read_tensor(weight.key, offset, shape)
+            progress(file.write(data.reshape(-1).view(torch.uint8).numpy()))
+
+
+def _header(shard: Sequence[Weight]) -> bytes:
+    """Padded with spaces to 8 bytes. The metadata is what transformers asks for."""
+    header: dict[str, object] = {_HEADER_OF_FILE: {"format": "pt"}}
+    at = 0
+    for weight in shard:
+        offsets = [at, at + weight.bytes]
+        header[weight.name] = {
+            "dtype": _DTYPES[weight.dtype],
+            "shape": list(weight.shape),
+            "data_offsets": offsets,
+        }
+        at = offsets[1]
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text

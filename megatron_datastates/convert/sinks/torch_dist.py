@@ -1,0 +1,109 @@
+"""Writes `--ckpt-format torch_dist` as DCP's FileSystemWriter does, with no whole tensor in memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pickle
+import uuid
+from collections.abc import Sequence
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from megatron_datastates.convert.sinks.sink import Sink, stretches, write_synced
+from megatron_datastates.convert.sources.archives import write_archive
+from megatron_datastates.convert.sources.source import Stored, StoredTensor
+from megatron_datastates.convert.sources.torch_dist import Record, TorchDistSource
+from megatron_datastates.engine.commit import sync_directory
+from megatron_datastates.format.directory import TORCH_DIST_INDEX
+from megatron_datastates.format.values import is_optimizer_map
+from megatron_datastates.pipeline.load import torch_dtype
+
+Written = list[tuple[str, int | None, Record]]  # key and number of each fragment; of an object, None
+
+
+class TorchDistSink(Sink):
+    """See Sink. The optimizer map is left out: nothing but our own format has one."""
+
+    format = TorchDistSource.format
+
+    def write(self, number: int, stored: Stored) -> Written:
+        name = f"__{number}_0.distcp"
+        written: Written = []
+        with (self.directory / name).open("xb") as file:
+            for key in stored.objects:
+                if not is_optimizer_map(key):
+                    begin = file.tell()
+                    file.write(self.source.read_object(key))
+                    written.append((key, None, Record(name, begin, file.tell() - begin)))
+            self._write_fragments(file, stored, name, written)
+            file.flush()
+            os.fsync(file.fileno())
+            os.posix_fadvise(
+                file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
+            )  # a re-read is to come from the disk
+        return written
+
+    def _write_fragments(self, file: BinaryIO, stored: Stored, name: str, written: Written) -> None:
+        window = np.empty(self.window_bytes, np.uint8)
+        parts = stretches(self.source, stored.fragments, window)
+        for (key, number), group in itertools.groupby(parts, key=lambda part: part[0][:2]):
+            fragment, begin = self.source.fragment(key, number), file.tell()
+            write_archive(file, fragment.dtype, fragment.shape, (view for _, view in group))
+            written.append((key, number, Record(name, begin, file.tell() - begin)))
+            self.moved(fragment.bytes)
+
+    def commit(self, written: Sequence[Written]) -> None:
+        records = {(key, number): record for part in written for key, number, record in part}
+        entries = {key: _described(entry) for key, entry in self.source.tensors.items()}
+        objects = {key: BytesStorageMetadata() for key, number in records if number is None}
+        metadata = Metadata(
+            entries | objects,
+            storage_data=_storage_data(records, entries),
+            storage_meta=StorageMeta(checkpoint_id=None, save_id=str(uuid.uuid4())),
+            version=CURRENT_DCP_VERSION,
+        )
+        write_synced(self.directory / TORCH_DIST_INDEX, pickle.dumps(metadata))
+        self.write_metadata()
+        sync_directory(self.directory)
+
+
+def _storage_data(
+    records: dict[tuple[str, int | None], Record], entries: dict[str, TensorStorageMetadata]
+) -> dict[MetadataIndex, _StorageInfo]:
+    """By key and offset: of fragments at one offset, all but one have no elements, and that one is told."""
+    found: dict[MetadataIndex, _StorageInfo] = {}
+    for (key, number), record in sorted(records.items(), key=lambda item: _is_empty(entries, *item[0])):
+        found.setdefault(_index(key, number, entries), _StorageInfo(record.file, record.offset, record.bytes))
+    return found
+
+
+def _is_empty(entries: dict[str, TensorStorageMetadata], key: str, number: int | None) -> bool:
+    return number is not None and 0 in entries[key].chunks[number].sizes
+
+
+def _described(entry: StoredTensor) -> TensorStorageMetadata:
+    boxes = zip(entry.offsets.tolist(), entry.shapes.tolist(), strict=True)
+    chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in boxes]
+    properties = TensorProperties(dtype=torch_dtype(entry.dtype))
+    return TensorStorageMetadata(properties, torch.Size(entry.global_shape), chunks)
+
+
+def _index(key: str, number: int | None, entries: dict[str, TensorStorageMetadata]) -> MetadataIndex:
+    return (
+        MetadataIndex(key)
+        if number is None
+        else MetadataIndex(key, entries[key].chunks[number].offsets, number)
+    )

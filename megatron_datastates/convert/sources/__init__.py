@@ -1,0 +1,1 @@
+"""Formats that can be read: a module for each, and what they share."""

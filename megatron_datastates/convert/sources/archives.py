@@ -1,0 +1,209 @@
+"""One tensor in an archive as torch.save makes it (a zip file, nothing compressed), in pieces.
+
+Belongs here: where the bytes of its elements are. Does not belong here: which archive is which tensor's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import itertools
+import math
+import mmap
+import os
+import zipfile
+from collections.abc import Iterable, Sequence
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_datastates.convert.sources.pickles import dump_tensor_record, load_tensor_record
+from megatron_datastates.errors import DataStatesError, FormatError, StorageError
+from megatron_datastates.format.values import element_bytes
+from megatron_datastates.plan.boxes import contiguous_strides
+from megatron_datastates.providers.members import Member, find_members
+from megatron_datastates.providers.tensors import dtype_name
+
+Bytes = npt.NDArray[np.uint8]
+_WHOLE_BYTES = 256 << 10  # an archive up to this size is read in one go
+
+
+@dataclasses.dataclass(frozen=True)
+class Archive:
+    """A tensor within a file that is open."""
+
+    file: BinaryIO
+    data_offset: int  # of its first element, bytes in the file
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # elements
+    where: str
+    crc: int | None  # CRC-32 of its bytes in row-major order, where the archive tells that
+
+    def read_into(self, begin: int, target: Bytes) -> None:
+        """Reads bytes [begin, begin + len(target)) of the tensor as it is in row-major order."""
+        item = element_bytes(self.dtype)
+        if self.strides == contiguous_strides(self.shape) or math.prod(self.shape) <= 1:
+            _read_exactly(self.file, self.data_offset + begin, target, self.where)
+            return
+        first, last = begin // item, -(-(begin + len(target)) // item)
+        with self._mapped() as memory:
+            flat = _elements(self._view(memory), first, last)
+        target[:] = flat.view(np.uint8)[begin - first * item :][: len(target)]
+
+    def read_box(self, begin: Sequence[int], target: np.ndarray) -> None:
+        """Reads the box at element `begin` that is as large as `target`, which has elements of raw bytes."""
+        if self.strides != contiguous_strides(self.shape) or not _is_run(target.shape, self.shape):
+            box = tuple(slice(b, b + n) for b, n in zip(begin, target.shape, strict=True))
+            with self._mapped() as memory:
+                target[...] = self._view(memory)[box]
+            return
+        data = target if target.flags.c_contiguous else np.empty_like(target, order="C")
+        at = sum(b * stride for b, stride in zip(begin, self.strides, strict=True)) * target.itemsize
+        self.read_into(at, data.reshape(-1).view(np.uint8))
+        if data is not target:
+            target[...] = data
+
+    def _mapped(self) -> mmap.mmap:
+        """The page cache: what is touched of it, the system may drop again."""
+        return mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
+
+    def _view(self, memory: mmap.mmap) -> np.ndarray:
+        """The mapping cannot be closed while there is one."""
+        item = element_bytes(self.dtype)
+        strides = [stride * item for stride in self.strides]
+        return np.ndarray(self.shape, f"V{item}", memory, self.data_offset, strides)
+
+
+def _is_run(lengths: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether a box of a tensor in row-major order lies in one place."""
+    rest = list(itertools.dropwhile(lambda pair: pair[0] == 1, zip(lengths, shape, strict=True)))
+    return all(length == size for length, size in rest[1:])
+
+
+def _elements(view: np.ndarray, first: int, last: int) -> np.ndarray:
+    """A copy of elements [first, last) in row-major order, that touches little more than these."""
+    while view.ndim > 1:
+        row = math.prod(view.shape[1:])
+        begin, end = first // row, -(-last // row)
+        view, first, last = view[begin:end], first - begin * row, last - begin * row
+        if len(view) > 1:
+            return np.ascontiguousarray(view).reshape(-1)[first:last].copy()
+        view = view[0]
+    return view[first:last].copy()
+
+
+def open_archive(file: BinaryIO, offset: int, size: int, where: str) -> Archive:
+    """The archive in `size` bytes of a file from `offset` on.
+
+    Raises:
+        FormatError: it is damaged, is no archive of one plain tensor, or is compressed.
+        StorageError: the file ends before it does.
+    """
+    if os.fstat(file.fileno()).st_size < offset + size:
+        raise StorageError(f"{where}: the file ends before byte {offset + size}")
+    stream: BinaryIO = _View(file, offset, size)  # type: ignore[assignment]
+    if size <= _WHOLE_BYTES:
+        stream = io.BytesIO(stream.read())
+    try:
+        return _described(find_members(stream), stream, file, offset, where)
+    except DataStatesError as error:
+        raise error if str(error).startswith(where) else FormatError(f"{where}: {error}") from error
+
+
+def _described(
+    members: dict[str, Member], stream: BinaryIO, file: BinaryIO, offset: int, where: str
+) -> Archive:
+    record = load_tensor_record(_read_member(members["data.pkl"], stream, "data.pkl"), where)
+    order = members.get("byteorder")
+    if order is not None and _read_member(order, stream, "byteorder") != b"little":
+        raise FormatError("it was written by a machine of another byte order")
+    member, dtype = members.get(f"data/{record.storage.name}"), dtype_name(record.dtype)
+    item = element_bytes(dtype)
+    reach = sum((n - 1) * stride for n, stride in zip(record.shape, record.strides, strict=True))
+    needed = (record.storage_offset + reach + 1) * item if math.prod(record.shape) else 0
+    if member is None or member.size < needed:
+        raise FormatError(f"it has {member.size if member else 0} bytes of data, which are too few")
+    first = offset + member.offset + record.storage_offset * item
+    is_whole = record.storage_offset == 0 and member.size == math.prod(record.shape) * item
+    in_order = record.strides == contiguous_strides(record.shape)
+    crc = member.crc if is_whole and in_order else None  # which is of the storage
+    return Archive(file, first, dtype, record.shape, record.strides, where, crc)
+
+
+def _read_member(member: Member, stream: BinaryIO, name: str) -> bytes:
+    stream.seek(member.offset)
+    data = stream.read(member.size)
+    member.check(data, name)
+    return data
+
+
+def _read_exactly(file: BinaryIO, offset: int, target: Bytes, where: str) -> None:
+    view, at = memoryview(target), offset
+    while view:
+        got = os.preadv(file.fileno(), [view], at)
+        if got == 0:
+            raise StorageError(f"{where}: the file ends within its data")
+        view, at = view[got:], at + got
+
+
+class _View(io.RawIOBase):
+    """Bytes of a file as a file."""
+
+    def __init__(self, file: BinaryIO, offset: int, size: int) -> None:
+        super().__init__()
+        self._file, self._offset, self._size, self._at = file, offset, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._size}[whence]
+        if base + offset < 0:
+            raise OSError("seek before the beginning")
+        self._at = base + offset
+        return self._at
+
+    def readinto(self, buffer: Sequence[int]) -> int:  # type: ignore[override]
+        view = memoryview(buffer)[: max(self._size - self._at, 0)]  # type: ignore[arg-type]
+        got = os.preadv(self._file.fileno(), [view], self._offset + self._at) if view else 0
+        self._at += got
+        return got
+
+
+def write_archive(file: BinaryIO, dtype: str, shape: Sequence[int], data: Iterable[Bytes]) -> None:
+    """Appends what torch.save would write of a contiguous tensor, whose bytes come one after the other."""
+    with zipfile.ZipFile(_Appended(file), "w") as archive:  # type: ignore[call-overload]
+        archive.writestr(zipfile.ZipInfo("archive/data.pkl"), dump_tensor_record(dtype, shape))
+        archive.writestr(zipfile.ZipInfo("archive/byteorder"), b"little")
+        entry = zipfile.ZipInfo("archive/data/0")
+        entry.file_size = math.prod(shape) * element_bytes(dtype)
+        with archive.open(entry, "w") as stream:
+            for stretch in data:
+                stream.write(stretch.data)
+        archive.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
+
+
+class _Appended:
+    """The end of a file as a file that begins here: offsets within an archive count from its beginning."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._begin = file, file.tell()
+        self.write, self.flush = file.write, file.flush
+
+    def tell(self) -> int:
+        return self._file.tell() - self._begin
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        assert whence == os.SEEK_SET, "zipfile knows where its archive ends"
+        return self._file.seek(self._begin + offset) - self._begin
+
+    def seekable(self) -> bool:
+        return True

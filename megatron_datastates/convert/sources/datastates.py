@@ -1,0 +1,82 @@
+"""Checkpoints of our own format."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_datastates.config import Options
+from megatron_datastates.convert.sources.source import Piece, Source, Stored, StoredTensor
+from megatron_datastates.engine.reader import Reader
+from megatron_datastates.format.directory import is_of_a_format
+from megatron_datastates.format.values import Extent
+from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead
+from megatron_datastates.plan.reads import plan_extent
+
+
+class DataStatesSource(Source):
+    """Of our own format."""
+
+    format = "datastates"
+
+    def __init__(self, directory: Path, options: Options | None = None) -> None:
+        super().__init__(directory)
+        self.checkpoint = Checkpoint.open(directory, options)
+        self._local = threading.local()  # a reader with memory of its own for each thread
+
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        return self.checkpoint.index.tensors
+
+    @property
+    def objects(self) -> Sequence[str]:
+        return list(self.checkpoint.index.objects)
+
+    @property
+    def other_files(self) -> Sequence[str]:
+        return [o.name for o in self.checkpoint.manifest.others if not is_of_a_format(o.name)]
+
+    def read_tensor(
+        self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        return self.checkpoint.read_tensor(key, offset, shape)
+
+    def read_pieces(self, pieces: Sequence[Piece], window: npt.NDArray[np.uint8]) -> None:
+        if not hasattr(self._local, "reader"):
+            self._local.reader = self.checkpoint.new_reader()
+        reader: Reader = self._local.reader
+        address, scheduled = window.ctypes.data, []
+        for key, fragment, begin, size, at in pieces:
+            entry = self.checkpoint.index.tensor(key)
+            extent = Extent(int(entry.files[fragment]), int(entry.file_offsets[fragment]) + begin, size)
+            scheduled.append(ScheduledRead(plan_extent(extent), address + at))
+        self.checkpoint.read(scheduled, reader)
+
+    def read_object(self, key: str) -> bytes:
+        return self.checkpoint.read_object_bytes(key)
+
+    def object_bytes(self, key: str) -> int:
+        return len(self.checkpoint.plan_objects([key]).buffers[key])
+
+    def require_files(self) -> None:
+        self.checkpoint.require(range(len(self.checkpoint.manifest.files)))
+
+    def stored_by_rank(self) -> list[Stored]:
+        places: dict[int, list[tuple[int, str, int]]] = {}
+        for key, entry in self.checkpoint.index.tensors.items():
+            for n, (file, at) in enumerate(
+                zip(entry.files.tolist(), entry.file_offsets.tolist(), strict=True)
+            ):
+                places.setdefault(file, []).append((at, key, n))
+        objects: dict[int, list[str]] = {}
+        for key, file in self.checkpoint.index.objects.items():
+            objects.setdefault(file, []).append(key)
+        return [
+            Stored([(key, n) for _, key, n in sorted(places.get(file, []))], objects.get(file, []))
+            for file in sorted(places.keys() | objects.keys())
+        ]

@@ -1,0 +1,284 @@
+"""Checkpoints of `--ckpt-format torch_dist`: what torch.distributed.checkpoint (DCP) writes, read without it.
+
+`.metadata` says where each fragment and object lies: so many bytes of a `.distcp` file, which for a tensor
+are an archive as torch.save makes it. Nothing is unpickled but through convert/sources/pickles.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_datastates.convert.sources.archives import Archive, open_archive
+from megatron_datastates.convert.sources.pickles import BytesStorage, Metadata, TensorStorage, load_metadata
+from megatron_datastates.convert.sources.source import Piece, Source, Stored
+from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
+from megatron_datastates.files import open_regular, size_of
+from megatron_datastates.format.directory import TORCH_DIST_INDEX, is_of_a_format
+from megatron_datastates.format.values import DTYPES, element_bytes
+from megatron_datastates.pipeline.load import torch_dtype
+from megatron_datastates.plan.boxes import checked_slice, first_overlap, intersect
+from megatron_datastates.providers.tensors import dtype_name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """So many bytes of a `.distcp` file."""
+
+    file: str
+    offset: int
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchDistTensor:
+    """See StoredTensor. `records` are of the n fragments, in their order; None where DCP wrote none."""
+
+    dtype: str
+    global_shape: tuple[int, ...]
+    offsets: npt.NDArray[np.int64]
+    shapes: npt.NDArray[np.int64]
+    records: list[Record | None]
+
+
+class TorchDistSource(Source):
+    """Reads `.metadata` at once, and the rest when it is asked for.
+
+    Raises (also when it is made): FormatError for what is damaged, hostile or written by an extension of DCP,
+    StorageError for a file that is missing or ends early.
+    """
+
+    format = "torch_dist"
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        path = directory / TORCH_DIST_INDEX
+        metadata = load_metadata(path)
+        self._tensors: dict[str, TorchDistTensor] = {}
+        self._objects: dict[str, Record] = {}
+        try:
+            self._take(metadata, path)
+        except (AttributeError, TypeError, ValueError, OverflowError) as error:
+            raise FormatError(f"{path} is damaged: {error}") from error
+
+    def _take(self, metadata: Metadata, path: Path) -> None:
+        records = _records(metadata, path)
+        for key, entry in metadata.state_dict_metadata.items():
+            if not isinstance(key, str):
+                raise FormatError(f"{path}: the key {key!r} is no text")
+            key.encode()  # raises where half of a surrogate pair is in it
+            if isinstance(entry, TensorStorage):
+                self._tensors[key] = _tensor(key, entry, records.get(key, {}), path)
+            elif isinstance(entry, BytesStorage) and records.get(key):
+                self._objects[key] = next(iter(records[key].values()))
+            else:
+                raise FormatError(f"{path}: {key!r} is neither a tensor nor an object that was stored")
+
+    @property
+    def tensors(self) -> Mapping[str, TorchDistTensor]:
+        return self._tensors
+
+    @property
+    def objects(self) -> Sequence[str]:
+        return list(self._objects)
+
+    @property
+    def other_files(self) -> Sequence[str]:
+        with os.scandir(self.directory) as entries:
+            return sorted(e.name for e in entries if e.is_file() and not is_of_a_format(e.name))
+
+    def read_tensor(
+        self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        entry = self._tensor(key)
+        offset, shape = checked_slice(key, entry.global_shape, offset, shape)
+        found = [(n, _common(entry, n, offset, shape)) for n in range(len(entry.records))]
+        cuts = [(n, box) for n, box in found if box is not None]
+        wanted, covered = math.prod(shape), sum(math.prod(lengths) for _, (_, lengths) in cuts)
+        if covered < wanted:
+            raise FormatError(f"tensor {key!r} has holes: {covered} of {wanted} elements are stored")
+        overlap = first_overlap(entry.offsets, entry.shapes) if len(cuts) > 1 else None
+        if overlap is not None:
+            raise FormatError(f"tensor {key!r}: two fragments both hold the element at {overlap}")
+        target = np.empty(shape, f"V{element_bytes(entry.dtype)}")
+        for n, (begin, lengths) in cuts:
+            box = (slice(b - o, b - o + m) for b, o, m in zip(begin, offset, lengths, strict=True))
+            part: tuple[Any, ...] = (..., *box)
+            inner = [b - o for b, o in zip(begin, entry.offsets[n].tolist(), strict=True)]
+            record = self._place(key, n)
+            with self._open(record.file) as file:
+                self._open_archive(file, key, n, record).read_box(inner, target[part])
+        data = torch.from_numpy(target.reshape(-1).view(np.uint8))
+        return data.view(torch_dtype(entry.dtype)).reshape(shape)
+
+    def read_pieces(self, pieces: Sequence[Piece], window: npt.NDArray[np.uint8]) -> None:
+        by_file: dict[str, list[tuple[Piece, Record]]] = defaultdict(list)
+        for piece in pieces:
+            record = self._tensor(piece.key).records[piece.fragment]
+            if record is None:
+                raise FormatError(
+                    f"{self.directory / TORCH_DIST_INDEX} does not say where {piece.key!r} lies"
+                )
+            by_file[record.file].append((piece, record))
+        for name, wanted in by_file.items():
+            with self._open(name) as file:
+                for piece, record in wanted:
+                    self._read_piece(file, piece, record, window[piece.at : piece.at + piece.size])
+
+    def _read_piece(
+        self, file: BinaryIO, piece: Piece, record: Record, target: npt.NDArray[np.uint8]
+    ) -> None:
+        self._open_archive(file, piece.key, piece.fragment, record).read_into(piece.begin, target)
+
+    def _open_archive(self, file: BinaryIO, key: str, number: int, record: Record) -> Archive:
+        where = f"{self.directory / record.file}, tensor {key!r} at byte {record.offset}"
+        archive, fragment = open_archive(file, record.offset, record.bytes, where), self.fragment(key, number)
+        if (archive.dtype, archive.shape) != (fragment.dtype, fragment.shape):
+            raise FormatError(
+                f"{where}: it is {archive.dtype} {archive.shape}, and {TORCH_DIST_INDEX} says "
+                f"{fragment.dtype} {fragment.shape}"
+            )
+        return archive
+
+    def fragment_crc(self, key: str, number: int) -> tuple[int, str] | None:
+        record = self._place(key, number)
+        with self._open(record.file) as file:
+            archive = self._open_archive(file, key, number, record)
+        return None if archive.crc is None else (archive.crc, archive.where)
+
+    def read_object(self, key: str) -> bytes:
+        record = self._object(key)
+        with self._open(record.file) as file:
+            is_there = record.offset + record.bytes <= size_of(file)  # looked at before memory is asked for
+            file.seek(record.offset)
+            data = file.read(record.bytes) if is_there else b""
+        if len(data) != record.bytes:
+            raise StorageError(f"{self.directory / record.file} ends within object {key!r}")
+        return data
+
+    def object_bytes(self, key: str) -> int:
+        return self._object(key).bytes
+
+    def require_files(self) -> None:
+        ends: dict[str, int] = {}
+        places = [
+            self._place(key, n) for key, entry in self._tensors.items() for n in range(len(entry.records))
+        ]
+        for record in [*places, *self._objects.values()]:
+            ends[record.file] = max(ends.get(record.file, 0), record.offset + record.bytes)
+        for name, end in ends.items():
+            with self._open(name) as file:
+                size = size_of(file)
+            if size < end:
+                raise StorageError(
+                    f"{self.directory / name} has {size} bytes, and {end} were written: it is cut off"
+                )
+
+    def stored_by_rank(self) -> list[Stored]:
+        fragments: dict[tuple[int, str], list[tuple[str, int, str, int]]] = defaultdict(list)
+        objects: dict[tuple[int, str], list[str]] = defaultdict(list)
+        for key, entry in self._tensors.items():
+            for n in range(len(entry.records)):
+                record = self._place(key, n)
+                fragments[_rank_of(record.file)].append((record.file, record.offset, key, n))
+        for key, record in self._objects.items():
+            objects[_rank_of(record.file)].append(key)
+        return [
+            Stored([(key, n) for _, _, key, n in sorted(fragments[rank])], objects[rank])
+            for rank in sorted(fragments.keys() | objects.keys())
+        ]
+
+    def _open(self, name: str) -> BinaryIO:
+        try:
+            return open_regular(self.directory / name)
+        except OSError as error:
+            raise StorageError(f"{self.directory / name} cannot be read: {error.strerror}") from error
+
+    def _tensor(self, key: str) -> TorchDistTensor:
+        if key not in self._tensors:
+            raise MissingKeyError(f"there is no tensor {key!r} in {self.directory}")
+        return self._tensors[key]
+
+    def _place(self, key: str, number: int) -> Record:
+        record = self._tensor(key).records[number]
+        if record is None:
+            raise FormatError(f"{self.directory / TORCH_DIST_INDEX} does not say where {key!r} lies")
+        return record
+
+    def _object(self, key: str) -> Record:
+        if key not in self._objects:
+            raise MissingKeyError(f"there is no object {key!r} in {self.directory}")
+        return self._objects[key]
+
+
+def _common(
+    entry: TorchDistTensor, number: int, offset: Sequence[int], shape: Sequence[int]
+) -> tuple[Sequence[int], Sequence[int]] | None:
+    stored = entry.offsets[number].tolist(), entry.shapes[number].tolist()
+    return intersect(*stored, offset, shape)
+
+
+def _rank_of(file: str) -> tuple[int, str]:
+    """The rank that a file's name tells; a file of another name is one rank's alone."""
+    match = re.fullmatch(r"__(\d{1,9})_\d+\.distcp", file, re.ASCII)
+    return (int(match[1]), "") if match else (1 << 62, file)
+
+
+def _records(metadata: Metadata, path: Path) -> dict[str, dict[tuple[int, ...], Record]]:
+    """By key, then by a fragment's offset."""
+    found: dict[str, dict[tuple[int, ...], Record]] = defaultdict(dict)
+    for index, info in metadata.storage_data.items():
+        if getattr(info, "transform_descriptors", None):
+            raise FormatError(
+                f"{path}: {index.fqn!r} was written through {info.transform_descriptors}, "
+                "which is not supported: write the checkpoint without extensions of DCP"
+            )
+        file, place = info.relative_path, (info.offset, info.length)
+        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\0" in file:
+            raise FormatError(f"{path}: {index.fqn!r} lies in {file!r}, which is no name of a file beside it")
+        file.encode()  # raises where half of a surrogate pair is in it
+        if not all(isinstance(number, int) and 0 <= number < 1 << 62 for number in place):
+            raise FormatError(f"{path}: {index.fqn!r} lies at {place} in {file}")
+        found[index.fqn][tuple(index.offset or ())] = Record(file, *place)
+    return found
+
+
+def _tensor(
+    key: str, entry: TensorStorage, records: Mapping[tuple[int, ...], Record], path: Path
+) -> TorchDistTensor:
+    dtype, shape = dtype_name(entry.properties.dtype), _numbers(entry.size)
+    if dtype not in DTYPES:
+        raise FormatError(f"{path}: tensor {key!r} is {dtype}, which the datastates format cannot hold")
+    boxes = [(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks]
+    for offset, size in boxes:
+        fits = len(offset) == len(size) == len(shape)
+        if not fits or any(o + n > s for o, n, s in zip(offset, size, shape, strict=True)):
+            raise FormatError(f"{path}: tensor {key!r} of shape {shape} has a fragment {size} at {offset}")
+    if element_bytes(dtype) * int(np.prod(shape, dtype=object)) >= 1 << 62:
+        raise FormatError(f"{path}: tensor {key!r} of shape {shape} is too large")
+    offsets = np.array([offset for offset, _ in boxes], np.int64).reshape(len(boxes), len(shape))
+    shapes = np.array([size for _, size in boxes], np.int64).reshape(len(boxes), len(shape))
+    return TorchDistTensor(dtype, shape, offsets, shapes, [_record(key, o, records) for o, _ in boxes])
+
+
+def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
+    found = tuple(values)
+    if not all(isinstance(value, int) and value >= 0 for value in found):
+        raise TypeError(f"{found} are no offset or shape")
+    return found
+
+
+def _record(key: str, offset: tuple[int, ...], records: Mapping[tuple[int, ...], Record]) -> Record | None:
+    # A plain tensor, not a shard of one, is stored under an offset of zeros, and in old releases under none.
+    found: Any = records.get(offset)
+    return found or (records.get(()) if not any(offset) else None)

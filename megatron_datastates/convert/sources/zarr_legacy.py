@@ -1,0 +1,296 @@
+"""Checkpoints of `--ckpt-format zarr`, which Megatron-Core once wrote and no longer reads.
+
+The layout, as Megatron-LM wrote it (`megatron/core/dist_checkpointing/strategies/zarr.py`, commit 3702761a,
+and `strategies/common.py`; `tensorstore.py` beside them reads it):
+
+    metadata.json              {"sharded_backend": "zarr", "sharded_backend_version": 1, ...}
+    common.pt                  the common state, by torch.save
+    KEY/.zarray, KEY/0.1, ...  a tensor: a zarr v2 array, uncompressed, without fill value, all chunks
+                               written; bfloat16 is spelled as TensorStore does: "dtype": "bfloat16"
+    KEY.sync/                  locks of ranks that wrote parts of one chunk (flattened tensors); means nothing
+    KEY/shard_OFFSET_SHAPE.pt  a ShardedObject's value, by torch.save: not in a list, as later formats have it
+
+Names of objects once lacked the last number after a dot (`shard_0.1_2.pt` for `shard_0.1_2.4`), which is
+found again as Megatron does it: from the largest offset.
+
+zarr reads the documents. Chunks are the elements themselves, and are mapped: zarr would read all of a chunk,
+which may be a whole embedding, for any slice of it. They have no checksums. A chunk that is missing, or has
+another size than the array's, is an error, and is looked for before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_datastates.convert.sources.source import Piece, Source, Stored
+from megatron_datastates.errors import (
+    FormatError,
+    MissingKeyError,
+    MissingPackageError,
+    StorageError,
+    UnsupportedFormatError,
+)
+from megatron_datastates.files import DOCUMENT_BYTES, OBJECT_BYTES, open_regular, read_regular
+from megatron_datastates.format.directory import is_of_a_format
+from megatron_datastates.format.values import DTYPES
+from megatron_datastates.pipeline.load import torch_dtype
+from megatron_datastates.plan.boxes import checked_slice
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.objects import PickledObject, deserialize
+
+try:
+    import zarr
+    from zarr.abc.buffer import Buffer, BufferPrototype
+    from zarr.abc.store import ByteRequest
+    from zarr.buffer import cpu
+    from zarr.storage import LocalStore
+except ImportError as error:
+    raise MissingPackageError(
+        f"checkpoints of --ckpt-format zarr are read with zarr ({error}): "
+        "pip install 'megatron-datastates[zarr]'"
+    ) from error
+
+_ARRAY_NAME = ".zarray"
+_MOST_CHUNKS_MISSING = 1 << 20  # of an array that can still be listed
+_OBJECT = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.pt", re.ASCII)
+# zarr has no bfloat16: it reads the same bytes as this.
+_BFLOAT16, _BITS = b'"bfloat16"', b'"<u2"'
+
+
+class _ArrayStore(LocalStore):
+    """The files of one array, with a dtype that zarr knows."""
+
+    async def get(
+        self,
+        key: str,
+        prototype: BufferPrototype | None = None,
+        byte_range: ByteRequest | None = None,
+    ) -> Buffer | None:
+        data = await super().get(key, prototype, byte_range)
+        if data is not None and key == _ARRAY_NAME:
+            return cpu.Buffer.from_bytes(data.to_bytes().replace(_BFLOAT16, _BITS))
+        return data
+
+
+@dataclasses.dataclass(frozen=True)
+class ZarrTensor:
+    """See StoredTensor. The fragments are the chunks, in row-major order of the grid."""
+
+    path: Path
+    array: zarr.Array[Any]
+    dtype: str
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def chunk_shape(self) -> tuple[int, ...]:
+        return self.array.chunks
+
+    @functools.cached_property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        pairs = zip(self.global_shape, self.chunk_shape, strict=True)
+        grid = tuple(-(-size // chunk) for size, chunk in pairs)
+        if math.prod(grid) > _MOST_CHUNKS_MISSING:
+            self._require_count(math.prod(grid))
+        cells = np.indices(grid, np.int64).reshape(len(grid), math.prod(grid)).T
+        offsets: npt.NDArray[np.int64] = cells * np.array(self.chunk_shape, np.int64)
+        return offsets
+
+    @functools.cached_property
+    def shapes(self) -> npt.NDArray[np.int64]:
+        left = np.array(self.global_shape, np.int64) - self.offsets
+        shapes: npt.NDArray[np.int64] = np.minimum(left, np.array(self.chunk_shape, np.int64))
+        return shapes
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPES[self.dtype][1]
+
+    def cells(self, offset: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """The chunks that a slice touches.
+
+        Raises:
+            StorageError: one of them is missing or has another size than the array's chunks.
+        """
+        if math.prod(shape) == 0:
+            return
+        spans = [
+            range(at // chunk, (at + size - 1) // chunk + 1)
+            for at, size, chunk in zip(offset, shape, self.chunk_shape, strict=True)
+        ]
+        self._require_count(math.prod(map(len, spans)))
+        for cell in itertools.product(*spans):
+            self._require_chunk(self._chunk_path(cell))
+            yield cell
+
+    def _require_count(self, chunks: int) -> None:
+        """Before anything is made of so many: a hostile array has any number of them."""
+        there = len(os.listdir(self.path))
+        if chunks > there:
+            raise StorageError(f"{self.path} holds only a part of its array: {there} files are there")
+
+    def chunk(self, cell: tuple[int, ...]) -> npt.NDArray[np.uint8]:
+        """One of them, mapped: its elements, with an axis more for their bytes."""
+        with open_regular(self._chunk_path(cell)) as file:
+            return np.memmap(file, np.uint8, "r", shape=(*self.chunk_shape, self.element_bytes))
+
+    def _chunk_path(self, cell: tuple[int, ...]) -> Path:
+        return self.path / (".".join(map(str, cell)) or "0")
+
+    def _require_chunk(self, path: Path) -> None:
+        wanted = math.prod(self.chunk_shape) * self.element_bytes
+        try:
+            found = path.stat().st_size
+        except FileNotFoundError:
+            raise StorageError(
+                f"{path} is missing: the checkpoint holds only a part of {self.path.name!r}"
+            ) from None
+        if found != wanted:
+            raise StorageError(f"{path} has {found} bytes, and a chunk of this array has {wanted}")
+
+
+class LegacyZarrSource(Source):
+    """Reads names of files when it is made, and the rest when it is asked for."""
+
+    format = "zarr"
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        folders = [path for path in sorted(directory.iterdir()) if path.is_dir()]
+        arrays = [path for path in folders if (path / _ARRAY_NAME).is_file()]
+        self._tensors = {path.name: _open_tensor(path) for path in arrays}
+        self._objects = dict(pair for path in folders for pair in _objects_in(path))
+        holders = {*arrays, *(path.parent for path in self._objects.values())}
+        self._other_directories = [
+            path.name for path in folders if path not in holders and path.suffix != ".sync"
+        ]
+
+    @property
+    def tensors(self) -> Mapping[str, ZarrTensor]:
+        return self._tensors
+
+    @property
+    def objects(self) -> Sequence[str]:
+        return list(self._objects)
+
+    @property
+    def other_files(self) -> Sequence[str]:
+        names = (path.name for path in self.directory.iterdir() if path.is_file())
+        return sorted(name for name in names if not is_of_a_format(name))
+
+    @property
+    def other_directories(self) -> Sequence[str]:
+        return self._other_directories
+
+    def read_tensor(
+        self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        tensor = self._tensor(key)
+        offset, shape = checked_slice(key, tensor.global_shape, offset, shape)
+        cells = list(tensor.cells(offset, shape))  # all are there before memory is asked for
+        target = np.empty((*shape, tensor.element_bytes), np.uint8)
+        for cell in cells:
+            corner = [n * size for n, size in zip(cell, tensor.chunk_shape, strict=True)]
+            begin = [max(o, c) for o, c in zip(offset, corner, strict=True)]
+            end = [
+                min(o + n, c + k)
+                for o, n, c, k in zip(offset, shape, corner, tensor.chunk_shape, strict=True)
+            ]
+            target[_slices(begin, end, offset)] = tensor.chunk(cell)[_slices(begin, end, corner)]
+        return torch.from_numpy(target.reshape(-1)).view(torch_dtype(tensor.dtype)).reshape(shape)
+
+    def read_pieces(self, pieces: Sequence[Piece], window: npt.NDArray[np.uint8]) -> None:
+        for key, number, begin, size, at in pieces:
+            tensor, fragment = self._tensor(key), self.fragment(key, number)
+            if fragment.shape == tensor.chunk_shape:  # then only the bytes of the piece are read
+                (cell,) = tensor.cells(fragment.offset, fragment.shape)
+                data = tensor.chunk(cell).reshape(-1)
+            else:
+                whole = self.read_tensor(key, fragment.offset, fragment.shape)
+                data = whole.reshape(-1).view(torch.uint8).numpy()
+            window[at : at + size] = data[begin : begin + size]
+
+    def read_object(self, key: str) -> bytes:
+        """Made anew, as its file has the value alone. Raises UnsafeObjectError: it is not plain data."""
+        if key not in self._objects:
+            raise MissingKeyError(f"there is no object {key!r} in {self.directory}")
+        value = deserialize(_read(self._objects[key], OBJECT_BYTES), key)
+        return PickledObject(key, [value], Mutability.NEVER).serialize()
+
+    def object_bytes(self, key: str) -> int:
+        return len(self.read_object(key))
+
+    def require_files(self) -> None:
+        for tensor in self._tensors.values():
+            for _ in tensor.cells((0,) * len(tensor.global_shape), tensor.global_shape):
+                pass
+
+    def stored_by_rank(self) -> list[Stored]:
+        """One rank: the layout does not say who wrote what."""
+        fragments = [(key, n) for key, tensor in self._tensors.items() for n in range(len(tensor.offsets))]
+        return [Stored(fragments, list(self._objects))]
+
+    def _tensor(self, key: str) -> ZarrTensor:
+        if key not in self._tensors:
+            raise MissingKeyError(f"there is no tensor {key!r} in {self.directory}")
+        return self._tensors[key]
+
+
+def _read(path: Path, most_bytes: int) -> bytes:
+    """Raises StorageError."""
+    try:
+        return read_regular(path, most_bytes)
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _open_tensor(path: Path) -> ZarrTensor:
+    """Raises FormatError, UnsupportedFormatError."""
+    document = path / _ARRAY_NAME
+    try:
+        members = json.loads(read_regular(document, DOCUMENT_BYTES))
+        spelled, packed = members["dtype"], members.get("compressor") or members.get("filters")
+        array = zarr.open_array(_ArrayStore(path, read_only=True), mode="r", zarr_format=2)
+        dtype = "bfloat16" if spelled == "bfloat16" else array.dtype.name
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{document} is damaged: {error}") from error
+    if members["chunks"] != list(array.chunks):  # zarr mends what cannot be
+        raise FormatError(f"{document} is damaged: there are no chunks of {members['chunks']}")
+    if packed or dtype not in DTYPES or str(spelled).startswith(">") or array.order != "C":
+        raise UnsupportedFormatError(
+            f"{document}: an array of {spelled!r}, compressor and filters {packed}, order {array.order}: "
+            "Megatron wrote plain numbers in C order"
+        )
+    return ZarrTensor(path, array, dtype)
+
+
+def _objects_in(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Keys and files of the objects of one key."""
+    files = {path: _OBJECT.fullmatch(path.name) for path in sorted(folder.iterdir())}
+    found = {path: (m[1], m[2]) for path, m in files.items() if m is not None}
+    if not found:
+        return
+    last = max(int(offset.rpartition(".")[2]) for offset, _ in found.values()) + 1
+    for path, (offset, shape) in found.items():
+        if shape.count(".") < offset.count("."):
+            shape = f"{shape}.{last}"
+        yield f"{folder.name}/shard_{offset}_{shape}", path
+
+
+def _slices(begin: Sequence[int], end: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, origin, strict=True))

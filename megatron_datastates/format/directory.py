@@ -1,0 +1,40 @@
+"""Names in the directories of runs and of checkpoints, of every format.
+
+Belongs here: what a name says. Does not belong here: looking into files (pipeline/runs.py), and the names
+of files that a save of ours makes (values.py).
+"""
+
+from __future__ import annotations
+
+import re
+
+from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
+
+BACKEND = "datastates"  # this format, as metadata.json names it
+TORCH_DIST = "torch_dist"  # likewise
+METADATA_NAME = "metadata.json"  # Megatron's, in every format: says which format it is; written last
+TORCH_DIST_INDEX = ".metadata"  # DCP's
+INTEGRITY_NAME = "integrity.json"  # Megatron's hashes of a checkpoint's files
+TRACKER_NAME = "latest_checkpointed_iteration.txt"  # Megatron's, beside the iterations of a run
+COMMON_FILE = "common.pt"  # of Megatron before 0.19; beside a common_state object it is a left-over
+COMMON_STATE_KEY = "common_state/shard_0_1"  # the same as an object
+# What a checkpoint of torch_dist consists of: not part of one that is published over it.
+FILES_OF_TORCH_DIST = ("*.distcp", TORCH_DIST_INDEX, COMMON_FILE)
+_ITERATION = re.compile(r"iter_(\d+)", re.ASCII)
+
+
+def iteration_name(iteration: int) -> str:
+    """Returns the name of an iteration's directory, as Megatron makes it: `iter_0000100`."""
+    return f"iter_{iteration:07d}"
+
+
+def iteration_in_name(name: str) -> int | None:
+    """Returns the iteration that a directory is named after; None if its name is no iteration's."""
+    match = _ITERATION.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_of_a_format(name: str) -> bool:
+    """Returns whether a format makes files of this name: a converted checkpoint has its own."""
+    known = {METADATA_NAME, TORCH_DIST_INDEX, INTEGRITY_NAME, MANIFEST_NAME}
+    return name in known or name.endswith((".distcp", ".tmp")) or is_own_file_name(name)

@@ -1,0 +1,1 @@
+"""Loads through Megatron: by format, in agreement between ranks, and in place."""

@@ -1,0 +1,49 @@
+"""Whether a load asks for what the checkpoint does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
+
+
+def first_mismatch(checkpoint: Checkpoint, requested: Iterable[Any]) -> str | None:
+    """What is asked for and not there, or does not fit; None if all is well."""
+    for item in requested:
+        if isinstance(item, ShardedObject) and item.unique_key not in checkpoint.index.objects:
+            return f"there is no object {item.unique_key!r} in this checkpoint"
+        if isinstance(item, ShardedTensor):
+            problem = _tensor_mismatch(checkpoint, item)
+            if problem is not None:
+                return problem
+    return None
+
+
+def _tensor_mismatch(checkpoint: Checkpoint, item: Any) -> str | None:
+    if item.key not in checkpoint.index.tensors:
+        return f"there is no tensor {item.key!r} in this checkpoint{_similar(item.key, checkpoint)}"
+    dtype, shape = checkpoint.index.describe(item.key)
+    if not item.allow_shape_mismatch and shape != tuple(item.global_shape):
+        return (
+            f"tensor {item.key!r} has global shape {shape} in this checkpoint, "
+            f"and {tuple(item.global_shape)} in the model"
+        )
+    if not _converts(dtype, item.dtype):
+        wanted = str(item.dtype).removeprefix("torch.")
+        return f"tensor {item.key!r} is {dtype} in this checkpoint, and {wanted} in the model"
+    return None
+
+
+def _converts(stored: str, wanted: Any) -> bool:
+    """Whether values keep their kind: conversions are torch_dist's, but floats do not become integers."""
+    return torch.can_cast(torch_dtype(stored), wanted)
+
+
+def _similar(key: str, checkpoint: Checkpoint) -> str:
+    tail = key.rsplit(".", 2)[-2:]
+    close = [name for name in checkpoint.index.tensors if name.rsplit(".", 2)[-2:] == tail][:2]
+    return f" (it has {' and '.join(map(repr, close))})" if close else ""

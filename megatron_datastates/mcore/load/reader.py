@@ -1,0 +1,249 @@
+"""A DCP storage reader over our manifest.
+
+Megatron's own load planner keeps doing its work: shape checks, resharding, allow_shape_mismatch, streaming
+dequantization, in-place loads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint._nested_dict import set_element  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from megatron_datastates.engine.reader import Reader, is_on_current_device
+from megatron_datastates.errors import FormatError, MismatchError
+from megatron_datastates.format.directory import COMMON_STATE_KEY
+from megatron_datastates.format.index import TensorEntry
+from megatron_datastates.format.values import is_optimizer_map
+from megatron_datastates.mcore.hooks import versions
+from megatron_datastates.mcore.load.metadata import Boxes, StoredMetadata
+from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead, torch_dtype
+from megatron_datastates.plan.boxes import cut_box, overlaps_itself
+from megatron_datastates.plan.reads import plan_box
+
+# Host memory at a time for what cannot be read in place. Converting it may take as much again.
+_TEMPORARY_BYTES = 32 << 20
+
+
+class DataStatesReader(FileSystemReader):
+    """Reads one published checkpoint. A FileSystemReader, because Megatron's code is typed for that."""
+
+    plans_alone = True  # no rank needs another one's plan
+
+    def __init__(self, checkpoint: Checkpoint, boxes: Boxes | None = None) -> None:
+        """Of tensors with `boxes`, metadata tells only the fragments that meet them."""
+        super().__init__(checkpoint.directory)
+        self.checkpoint = checkpoint
+        self._boxes = boxes or {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        index = self.checkpoint.index
+        objects = {key for key in index.objects if not is_optimizer_map(key)}
+        if versions.installed().writes_common_file:  # and knows no such key: it would call it unexpected
+            objects.discard(COMMON_STATE_KEY)
+        known: Any = StoredMetadata(index, objects, self._boxes)
+        return Metadata(known, storage_data={}, storage_meta=StorageMeta(load_id=self.load_id))
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads in place what can be, in one pass over the files, and the rest through temporaries behind it.
+
+        Raises what pipeline.load.Checkpoint.read raises; DCP wraps it in its own exception.
+        """
+        reader = self.checkpoint.new_reader()
+        objects = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
+        boxes = [_Box.of(item, self.checkpoint) for item in plan.items if item.type is LoadItemType.TENSOR]
+        self.checkpoint.require({box.file for box in boxes})
+        stored = self.checkpoint.plan_objects({item.storage_index.fqn for item in objects})
+        in_place, others = _resolve_in_place(boxes, planner)
+        self.checkpoint.read([*stored.scheduled, *(transfer.scheduled() for transfer in in_place)], reader)
+        values = stored.values()
+        for item in objects:
+            _hand_over(planner, item.dest_index.fqn, values[item.storage_index.fqn])
+        for transfer in in_place:
+            transfer.complete(planner)
+        others.sort(key=lambda box: box.place)
+        for group in _groups(transfer for box in others for transfer in box.resolved(planner).parts()):
+            self._read_group(group, planner, reader)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_group(self, group: Sequence[_Transfer], planner: LoadPlanner, reader: Reader) -> None:
+        for transfer in group:
+            transfer.prepare()
+        self.checkpoint.read((transfer.scheduled() for transfer in group), reader)
+        for transfer in group:
+            transfer.complete(planner)
+
+
+def _hand_over(planner: LoadPlanner, key: str, value: Any) -> None:
+    """As DefaultLoadPlanner.load_bytes does, which would unpickle anything; ours is unpickled safely."""
+    if not isinstance(planner, DefaultLoadPlanner):
+        raise FormatError(f"objects cannot be handed to a {type(planner).__name__}")
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[key], value)
+    else:
+        planner.state_dict[key] = value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Box:
+    """What a read item asks for: a box of a stored fragment."""
+
+    item: ReadItem
+    entry: TensorEntry
+    fragment: int
+
+    @classmethod
+    def of(cls, item: ReadItem, checkpoint: Checkpoint) -> _Box:
+        """Raises MissingKeyError, FormatError."""
+        entry = checkpoint.index.tensor(item.storage_index.fqn)
+        return cls(item, entry, find_fragment(entry, item.storage_index))
+
+    @property
+    def file(self) -> int:
+        return int(self.entry.files[self.fragment])
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """For reading in the order of the files."""
+        return self.file, int(self.entry.file_offsets[self.fragment])
+
+    def is_detour(self, planner: LoadPlanner) -> bool:
+        """Whether the planner may make a tensor, to be loaded and then copied to one that is not plain.
+
+        Megatron's does for quantized tensors, and there is not to be more than one of them at a time.
+        """
+        return isinstance(planner, DefaultLoadPlanner) and not _is_plain(
+            planner.lookup_tensor(self.item.dest_index)
+        )
+
+    def resolved(self, planner: LoadPlanner) -> _Transfer:
+        """Raises MismatchError."""
+        target = planner.resolve_tensor(self.item).detach()
+        if target.size() != self.item.lengths:
+            raise MismatchError(
+                f"tensor {self.item.storage_index.fqn!r}: a slice of {tuple(self.item.lengths)} "
+                f"was asked for as {tuple(target.size())}"
+            )
+        memory = target if _fits_in_place(target, torch_dtype(self.entry.dtype)) else None
+        return _Transfer(self, tuple(self.item.storage_offsets), target, target, memory)
+
+
+@dataclasses.dataclass
+class _Transfer:
+    """One box, or a part of one, on its way to its target."""
+
+    box: _Box
+    start: tuple[int, ...]  # in the fragment
+    target: torch.Tensor
+    whole: torch.Tensor | None  # what the planner resolved, with the last part of it
+    memory: torch.Tensor | None  # what is read into: the target itself, or a temporary once it is made
+
+    def parts(self) -> Iterator[_Transfer]:
+        """Itself in place, else parts whose temporaries are small. What is not a plain tensor is not cut."""
+        if self.memory is not None or not _is_plain(self.target):
+            yield self
+            return
+        shape, origin = tuple(self.target.shape), (0,) * self.target.dim()
+        most = _TEMPORARY_BYTES // 2 // torch_dtype(self.box.entry.dtype).itemsize
+        boxes = list(cut_box(origin, shape, most)) or [(origin, shape)]
+        for offset, lengths in boxes:
+            target = self.target
+            for dim, (at, length) in enumerate(zip(offset, lengths, strict=True)):
+                target = target.narrow(dim, at, length)
+            start = tuple(a + b for a, b in zip(self.start, offset, strict=True))
+            whole = self.whole if offset == boxes[-1][0] else None
+            yield _Transfer(self.box, start, target, whole, None)
+
+    @property
+    def bytes(self) -> int:
+        return self.target.numel() * torch_dtype(self.box.entry.dtype).itemsize
+
+    def prepare(self) -> None:
+        if self.memory is None:
+            self.memory = torch.empty(self.target.shape, dtype=torch_dtype(self.box.entry.dtype))
+
+    def scheduled(self) -> ScheduledRead:
+        assert self.memory is not None
+        lengths = tuple(self.memory.shape)
+        reads = plan_box(self.box.entry, self.box.fragment, self.start, lengths, self.memory.stride())
+        return ScheduledRead(reads, self.memory.data_ptr(), _is_on_device(self.memory))
+
+    def complete(self, planner: LoadPlanner) -> None:
+        if self.memory is not None and self.memory is not self.target:
+            self.target.copy_(self.memory)
+        self.memory = None
+        if self.whole is not None:
+            planner.commit_tensor(self.box.item, self.whole)
+
+
+def _resolve_in_place(boxes: Iterable[_Box], planner: LoadPlanner) -> tuple[list[_Transfer], list[_Box]]:
+    """Those whose targets native code can write to, and the others, unresolved."""
+    in_place, others = [], []
+    for box in boxes:
+        transfer = None if box.is_detour(planner) else box.resolved(planner)
+        if transfer is not None and transfer.memory is not None:
+            in_place.append(transfer)
+        else:
+            others.append(box)
+    return in_place, others
+
+
+def _groups(transfers: Iterable[_Transfer]) -> Iterator[list[_Transfer]]:
+    """As many at a time as have temporaries of _TEMPORARY_BYTES, or one."""
+    group: list[_Transfer] = []
+    size = 0
+    for transfer in transfers:
+        group.append(transfer)
+        size += transfer.bytes
+        if size > _TEMPORARY_BYTES // 2:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _fits_in_place(target: torch.Tensor, stored: torch.dtype) -> bool:
+    """Whether stored bytes are the target's bytes, in memory that native code can write to."""
+    return (
+        _is_plain(target)
+        and target.dtype == stored
+        and target.layout is torch.strided
+        and not (target.is_conj() or target.is_neg())
+        and (is_on_current_device(target) if _is_on_device(target) else target.device.type == "cpu")
+        and (target.is_contiguous() or not overlaps_itself(target.shape, target.stride()))
+    )
+
+
+def find_fragment(entry: TensorEntry, index: MetadataIndex) -> int:
+    """The stored fragment that DCP's plan means: the one with elements at that offset.
+
+    The plan's number is the one in the metadata, which may tell only some fragments: no more than a hint.
+    """
+    offset = tuple(index.offset) if index.offset is not None else (0,) * len(entry.global_shape)
+    hint = index.index
+    held = hint is not None and hint < len(entry.files) and entry.file_bytes[hint] > 0
+    if hint is not None and held and tuple(entry.offsets[hint].tolist()) == offset:
+        return hint
+    found = np.flatnonzero((entry.offsets == np.array(offset, np.int64)).all(axis=1))
+    if len(found) == 0:
+        raise FormatError(f"tensor {index.fqn!r} has no stored fragment at {offset}")
+    return int(found[entry.file_bytes[found].argmax()])

@@ -1,0 +1,1 @@
+"""The save strategy, and Megatron's sharded state as a state provider."""

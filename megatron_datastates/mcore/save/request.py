@@ -1,0 +1,154 @@
+"""Our saves in Megatron's queue of asynchronous calls: no process, no worker, only polls.
+
+The queue asks a caller of ours whether a call is done. That caller publishes before it says so, because
+the queue removes a request before it runs the finalize functions (metadata.json, the tracker file).
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from megatron_datastates.mcore.errors import MegatronSaveFailedError
+from megatron_datastates.pipeline.held import holding
+from megatron_datastates.pipeline.publication import Outcome, Publication
+
+logger = logging.getLogger(__name__)
+_QUEUES = (
+    "megatron.core.dist_checkpointing.strategies.async_utils",
+    "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
+)
+
+
+class SaveHandle:
+    """The `async_fn` of our requests: recognized by the queue, awaited by `execute_sync`."""
+
+    def __init__(self, publication: Publication, on_failure: str) -> None:
+        self.publication = publication
+        self.on_failure = on_failure  # raise or warn
+
+    def __call__(self) -> None:
+        raise_if_failed(self.publication, self.publication.wait())
+
+
+def raise_if_failed(publication: Publication, outcome: Outcome) -> None:
+    """Raises SaveFailedError, the same on every rank."""
+    if outcome is Outcome.FAILED:
+        raise MegatronSaveFailedError(publication.error) from publication.save.cause
+
+
+class _OnlyIfPublished(list[Callable[[], None]]):
+    """Finalize functions of a request: metadata.json, the tracker, retention. No-ops if the save failed.
+
+    Guarded one by one as they come, since Megatron may move them to a request of somebody else's.
+    """
+
+    def __init__(self, publication: Publication) -> None:
+        super().__init__()
+        self._publication = publication
+
+    def append(self, function: Callable[[], None]) -> None:
+        def guarded() -> None:
+            if self._publication.outcome is not Outcome.FAILED:
+                function()
+
+        super().append(guarded)
+
+
+def make_request(publication: Publication, async_strategy: str, on_failure: str = "raise") -> Any:
+    """An AsyncRequest of the library whose queue will be asked."""
+    return _request_class(async_strategy)(
+        async_fn=SaveHandle(publication, on_failure),
+        async_fn_args=(),
+        finalize_fns=_OnlyIfPublished(publication),
+    )
+
+
+def _request_class(async_strategy: str) -> Any:
+    if async_strategy == "nvrx":
+        try:
+            return importlib.import_module(_QUEUES[1]).AsyncRequest
+        except ImportError:
+            pass  # not installed: Megatron's own queue takes Megatron's own request
+    return importlib.import_module(_QUEUES[0]).AsyncRequest
+
+
+class DataStatesCaller:
+    """What the queue talks to, in place of a worker process."""
+
+    def __init__(self, handle: SaveHandle, finalize_fns: list[Callable[[], None]]) -> None:
+        self._publication = handle.publication
+        self._on_failure = handle.on_failure
+        self._publication.hold_report = True
+        # In place: the queue's frozen copy of the request holds the same list.
+        finalize_fns[:] = [self._finalizer(list(finalize_fns))]
+
+    def schedule_async_call(self, async_req: Any) -> None:
+        """The save was started when the request was made."""
+
+    def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
+        """Collective, unless `no_dist`, which only looks.
+
+        Raises:
+            SaveFailedError: the save failed on any rank; raised on all.
+        """
+        if no_dist:
+            outcome = self._publication.outcome
+        else:
+            outcome = self._publication.wait() if blocking else self._publication.poll()
+        if outcome is Outcome.FAILED:
+            self._failed()
+        return outcome is not Outcome.PENDING
+
+    def close(self, abort: bool = False) -> None:
+        if abort:
+            self._publication.abandon("the queue was aborted")
+
+    def _failed(self) -> None:
+        if self._on_failure == "raise":
+            self._publication.hold_report = False
+            self._publication.save.released()
+            raise_if_failed(self._publication, Outcome.FAILED)
+        logger.warning("%s Training goes on (--datastates-on-failure warn).", self._publication.error)
+
+    def _finalizer(self, functions: list[Callable[[], None]]) -> Callable[[], None]:
+        def finalize() -> None:
+            with holding("finalize", self._publication.save):
+                for function in functions:
+                    function()
+                self._publication.hold_report = False
+
+        return finalize
+
+
+def recognized(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `AsyncCallsQueue.schedule_async_request`: our requests get our caller."""
+
+    def schedule_async_request(self: Any, async_request: Any) -> Any:
+        handle = async_request.async_fn
+        if not isinstance(handle, SaveHandle):
+            return original(self, async_request)
+        caller = DataStatesCaller(handle, async_request.finalize_fns)
+        self._get_async_caller = lambda: caller
+        try:
+            return original(self, async_request)
+        finally:
+            del self._get_async_caller
+
+    return schedule_async_request
+
+
+def closed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `AsyncCallsQueue.close`: an aborted queue lets go of our saves, which stock's never reaches."""
+
+    def close(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("abort", args[0] if args else False):
+            ours = [call for call in self.async_calls if isinstance(call.async_caller, DataStatesCaller)]
+            for call in ours:
+                call.async_caller.close(abort=True)
+                self.async_calls.remove(call)
+        return original(self, *args, **kwargs)
+
+    return close

@@ -1,0 +1,202 @@
+"""The save strategy that Megatron is given."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from megatron_datastates.config import Options
+from megatron_datastates.files import read_regular
+from megatron_datastates.format.directory import (
+    BACKEND,
+    COMMON_FILE,
+    FILES_OF_TORCH_DIST,
+    METADATA_NAME,
+    iteration_in_name,
+)
+from megatron_datastates.mcore import fences
+from megatron_datastates.mcore.hooks import versions
+from megatron_datastates.mcore.hooks.attach import attach_saving
+from megatron_datastates.mcore.save import mapping
+from megatron_datastates.mcore.save.request import make_request, raise_if_failed
+from megatron_datastates.pipeline.held import holding
+from megatron_datastates.pipeline.publication import Labels, Publication
+from megatron_datastates.pipeline.saver import saver_for
+
+
+class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Saves in the datastates format; for `dist_checkpointing.save`.
+
+    Args:
+        assume_immutable: the caller promises not to change the tensors before the next step of a torch
+            optimizer, or before calling `fence()`. Their copy then runs behind the caller. Without the
+            promise everything is copied before the save returns.
+        options: see megatron_datastates.config; by default from the environment.
+    """
+
+    def __init__(self, assume_immutable: bool = False, options: Options | None = None, **unused: Any) -> None:
+        attach_saving()
+        super().__init__(backend=BACKEND, version=1)
+        self.assume_immutable = assume_immutable
+        self.options = options or Options.from_environment()
+
+    def is_lazy(self) -> bool:
+        """Whether the save about to start may go on reading the caller's memory after it has returned."""
+        return self.assume_immutable
+
+    def classifier(self) -> mapping.Classify:
+        """How mutable each tensor of the save about to start is."""
+        return mapping.all_promised if self.is_lazy() else mapping.nothing_promised
+
+    def async_save(
+        self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, async_strategy: str = "mcore"
+    ) -> Any:
+        """Starts the save; the request that is returned must be scheduled in an AsyncCallsQueue.
+
+        Errors of one rank do not raise here: every rank learns them when the request is finalized.
+        """
+        with holding("start"):
+            publication = self._start(sharded_state_dict, checkpoint_dir, "async")
+        return make_request(publication, async_strategy, self.options.on_failure)
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+        """The same, awaited.
+
+        Raises:
+            SaveFailedError (and a CheckpointingException): on every rank alike, if any rank failed.
+        """
+        with holding("start"):
+            publication = self._start(sharded_state_dict, checkpoint_dir, "sync")
+        raise_if_failed(publication, publication.wait())
+
+    def fence(self) -> None:
+        """Returns when everything that saves still read may change."""
+        fences.fence()
+
+    def _start(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, mode: str) -> Publication:
+        provider = mapping.ShardedStateProvider(sharded_state_dict, self.classifier)
+        return saver_for(self.options).start(
+            Path(checkpoint_dir),
+            provider,
+            iteration=_iteration(sharded_state_dict, checkpoint_dir),
+            mode=mode,
+            labels=_labels(CheckpointingConfig(self.backend, self.version)),
+            await_copies=not self.is_lazy(),
+        )
+
+
+class TrainingSaveStrategy(DataStatesSaveStrategy):
+    """For loops in which memory changes in optimizer steps only, if it is proved to belong to them.
+
+    Args:
+        in_loop: whether such a loop runs now. Where it does not, everything is copied before a save returns.
+        started: called with every asynchronous save once it goes on behind the trainer.
+    """
+
+    def __init__(
+        self,
+        options: Options | None = None,
+        in_loop: Callable[[], bool] = lambda: True,
+        started: Callable[[Publication], None] = lambda publication: None,
+    ) -> None:
+        super().__init__(options=options)
+        self._in_loop = in_loop
+        self._started = started
+
+    def async_save(self, *args: Any, **kwargs: Any) -> Any:
+        request = super().async_save(*args, **kwargs)
+        self._started(request.async_fn.publication)
+        return request
+
+    def is_lazy(self) -> bool:
+        return self._in_loop()
+
+    def classifier(self) -> mapping.Classify:
+        return mapping.proof_in_training_loop() if self.is_lazy() else mapping.nothing_promised
+
+
+def _labels(config: CheckpointingConfig) -> Labels:
+    own = (COMMON_FILE,) if versions.installed().writes_common_file else ()
+    return Labels(parallel_sizes(), own, FILES_OF_TORCH_DIST, _content_of_metadata(config))
+
+
+def _content_of_metadata(config: Any) -> bytes:
+    return json.dumps(dataclasses.asdict(config)).encode()
+
+
+def wrap_save_config(original: Any) -> Any:
+    """For `save_config`, which writes metadata.json on rank 0 while all others wait in a barrier.
+
+    A save of ours has written it whole by then, and a failure of that was the failure of all ranks.
+    """
+
+    def save_config(config: Any, checkpoint_dir: str) -> None:
+        if config.sharded_backend == BACKEND:
+            content = _content_of_metadata(config)
+            with contextlib.suppress(OSError):
+                if read_regular(Path(checkpoint_dir) / METADATA_NAME, len(content)) == content:
+                    return
+        original(config, checkpoint_dir)
+
+    return save_config
+
+
+def _iteration(sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.PathLike[str]) -> int | None:
+    common = getattr(sharded_state_dict.get("common_state"), "data", None)
+    if isinstance(common, dict) and isinstance(common.get("iteration"), int):
+        return int(common["iteration"])
+    return iteration_in_name(Path(checkpoint_dir).name)
+
+
+def parallel_sizes() -> dict[str, int]:
+    """Sizes of Megatron's parallel groups, where they are initialized."""
+    from megatron.core import parallel_state as state
+
+    if not state.model_parallel_is_initialized():
+        return {}
+    sizes = {
+        "tensor": state.get_tensor_model_parallel_world_size,
+        "pipeline": state.get_pipeline_model_parallel_world_size,
+        "data": state.get_data_parallel_world_size,
+        "context": state.get_context_parallel_world_size,
+        "expert": state.get_expert_model_parallel_world_size,
+    }
+    return {name: int(size()) for name, size in sizes.items()}
+
+
+def kept_backend(original: Any) -> Any:
+    """For `FullyParallelSaveStrategyWrapper.__init__`: metadata.json has to name the inner backend."""
+
+    def __init__(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, strategy, *args, **kwargs)
+        if isinstance(strategy, DataStatesSaveStrategy):
+            self.backend, self.version = strategy.backend, strategy.version
+
+    return __init__
+
+
+def checked_once(original: Any) -> Any:
+    """For `FullyParallelSaveStrategyWrapper.apply_saving_parallelization`.
+
+    Where nothing is distributed (a group of one rank) nothing is cached either, and Megatron would exchange
+    the metadata of all ranks again in every save, although their structure is said to be constant.
+    """
+    checked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def apply_saving_parallelization(self: Any, sharded_state_dict: Any) -> None:
+        if self in checked and self.cached_distribution is None:
+            return
+        original(self, sharded_state_dict)
+        if self.do_cache_distribution and isinstance(self.base_strategy, DataStatesSaveStrategy):
+            checked.add(self)
+
+    return apply_saving_parallelization

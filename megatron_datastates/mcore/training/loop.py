@@ -1,0 +1,153 @@
+"""Megatron's training loop once `--ckpt-format datastates` was given."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from megatron_datastates.config import Options
+from megatron_datastates.errors import OptionError, SaveFailedError
+from megatron_datastates.mcore.hooks.attach import attach_saving, attach_training, replace
+from megatron_datastates.mcore.training.arguments import (
+    FORMAT,
+    adopt,
+    is_converting,
+    options_of,
+    refuse_object_stores,
+    settle,
+    without_worker,
+)
+from megatron_datastates.pipeline.held import holding
+
+logger = logging.getLogger(__name__)
+_LOOP = "megatron.training.training"
+_options: Options | None = None  # those of the last call of enable_saving
+_loops = 0  # calls of Megatron's `train` that have not returned
+
+
+def enable_saving(options: Options) -> None:
+    """Makes saves in Megatron's training loop ours. Idempotent: arguments may be parsed twice.
+
+    Raises:
+        HookPointError: this release of Megatron lacks what we attach to.
+    """
+    from megatron_datastates.pipeline.saver import saver_for
+
+    global _options
+    attach_saving()
+    saver = saver_for(options)
+    saver.warm_up()
+    saver.reporter.listeners[:] = [_write_scalars]
+    attach_training()
+    loop = sys.modules.get(_LOOP)  # a program that has not imported it, runs a loop of its own
+    if loop is not None:
+        replace(loop, "train", wrap_train)
+    _options = options
+
+
+def is_training() -> bool:
+    """Whether Megatron's own loop runs, in which parameters change in optimizer steps only."""
+    return _loops > 0
+
+
+def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `train`, Megatron's own loop."""
+
+    def train(*args: Any, **kwargs: Any) -> Any:
+        global _loops
+        _loops += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _loops -= 1
+
+    return train
+
+
+def our_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For what makes the save strategy in `megatron.training.checkpointing`."""
+    from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
+    from megatron_datastates.mcore.training import retention
+
+    return lambda *args, **kwargs: TrainingSaveStrategy(_options, is_training, retention.note)
+
+
+def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `validate_args`."""
+
+    def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if getattr(args, "dist_ckpt_format_deprecated", None) == FORMAT:
+            raise OptionError("Megatron ignores --dist-ckpt-format: use --ckpt-format datastates")
+        if not adopt(args) or is_converting(args):
+            return original(args, *rest, **kwargs)
+        refuse_object_stores(args)
+        result = without_worker(original, args, *rest, **kwargs)
+        settle(args)
+        options = options_of(args)
+        if getattr(args, "save", None):
+            enable_saving(options)
+        return result
+
+    return validate_args
+
+
+def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """For `save_checkpoint`, in any format: what is asked for as datastates is never saved as something else.
+
+    All of it holds the trainer; the failure of a save may be only a warning.
+    """
+
+    def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
+        if not _saves_are_ours():
+            return original(iteration, *args, **kwargs)
+
+        from megatron_datastates.mcore.training import retention  # which imports the native module
+
+        assert _options is not None, "_saves_are_ours has seen to it"
+        with holding("save_checkpoint"), retention.saving(iteration):
+            try:
+                return original(iteration, *args, **kwargs)
+            except SaveFailedError as error:  # on every rank alike, so every rank goes on alike
+                if _options.on_failure == "raise":
+                    raise
+                logger.warning("%s Training goes on (--datastates-on-failure warn).", error)
+                return None
+
+    return save_checkpoint
+
+
+def _saves_are_ours() -> bool:
+    """Whether the arguments ask for our format; makes saves ours where that was not done in this process.
+
+    Arguments may have been parsed and validated in another process (Ray's driver) or come from a file.
+
+    Raises:
+        OptionError, HookPointError: they ask for it, and it cannot be had.
+    """
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    if not adopt(args) or is_converting(args):
+        return False
+    if _options is None:
+        settle(args)
+        enable_saving(options_of(args))
+    return True
+
+
+def _write_scalars(report: dict[str, Any]) -> None:
+    """To TensorBoard and W&B, with this rank's times; Megatron gives writers to the last rank alone."""
+    if report["state"] != "published" or report["iteration"] is None:
+        return
+    from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
+
+    names = ("held_ms", "fence_ms", "staging_ms", "writing_ms", "write_mb_per_s", "bytes")
+    scalars = {f"datastates/{name}": report[name] for name in names}
+    tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
+    if tensorboard is not None:
+        for name, value in scalars.items():
+            tensorboard.add_scalar(name, value, report["iteration"])
+    if wandb is not None:  # it drops what belongs to an earlier step than the last
+        wandb.log(scalars, max(report["iteration"], getattr(get_args(), "curr_iteration", 0)))

@@ -1,0 +1,121 @@
+"""What is wrong with a checkpoint, in words that name its files, the ranks that wrote them, and keys.
+
+Belongs here: texts of errors. Does not belong here: finding that something is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.format.directory import TORCH_DIST_INDEX
+from megatron_datastates.format.footer import Footer
+from megatron_datastates.format.index import Index, TensorEntry
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, is_own_file_name
+
+_MOST_NAMED = 4  # of what is corrupt, in one message
+
+
+class Described(Protocol):
+    """What a description needs of an open checkpoint."""
+
+    manifest: Manifest
+    index: Index
+
+    def file_path(self, file: int) -> Path: ...
+    def footer(self, file: int) -> Footer: ...
+
+
+def what_rank_wrote(manifest: Manifest, index: Index, file: int) -> str:
+    """Names the rank of a data file, and keys of what is in it."""
+    tensors = (key for key, entry in _readable_tensors(index) if file in entry.files)
+    objects = (key for key, holder in index.objects.items() if holder == file)
+    return f"Rank {manifest.files[file].rank} wrote {_listed([*tensors, *objects])} to it"
+
+
+def _readable_tensors(index: Index) -> Iterator[tuple[str, TensorEntry]]:
+    """For messages: what is wrong with one tensor must not hide what they tell of others."""
+    for key in index.tensors:
+        try:
+            entry = index.tensors[key]
+        except DataStatesError:
+            continue
+        yield key, entry
+
+
+def describe_blocks(checkpoint: Described, bad_blocks: Sequence[tuple[int, int]]) -> str:
+    """Names what is in blocks whose checksums differ, each (file, block), by file."""
+    by_file: dict[int, list[int]] = defaultdict(list)
+    for file, block in bad_blocks:
+        by_file[file].append(block)
+    told = [_describe_file(checkpoint, file, blocks) for file, blocks in list(by_file.items())[:_MOST_NAMED]]
+    more = f" So are {len(by_file) - _MOST_NAMED} more files." if len(by_file) > _MOST_NAMED else ""
+    return (
+        f"{' '.join(told)}{more} Nothing of these blocks was used: "
+        "load an older checkpoint, or restore what is corrupt."
+    )
+
+
+def _describe_file(checkpoint: Described, file: int, blocks: Sequence[int]) -> str:
+    places = ", ".join(str(block * BLOCK_BYTES) for block in blocks[:_MOST_NAMED])
+    if len(blocks) > _MOST_NAMED:
+        places += f" and {len(blocks) - _MOST_NAMED} more"
+    keys = _listed(keys_in_blocks(checkpoint, file, blocks))
+    return (
+        f"{checkpoint.file_path(file)}, which rank {checkpoint.manifest.files[file].rank} wrote, is corrupt: "
+        f"the checksum of the block of 1 MiB differs at byte offset {places}. It holds data of {keys}."
+    )
+
+
+def keys_in_blocks(checkpoint: Described, file: int, blocks: Sequence[int]) -> list[str]:
+    """Tensors and objects with bytes in these blocks of a data file."""
+    bad = np.array(sorted(blocks), np.int64)
+    found = []
+    for key, entry in _readable_tensors(checkpoint.index):
+        mine = entry.files == file
+        starts = entry.file_offsets[mine].astype(np.int64)
+        ends = starts + entry.file_bytes[mine].astype(np.int64)
+        if _touches(starts, ends, bad):
+            found.append(key)
+    for key, extent in checkpoint.footer(file).objects.items():
+        if _touches(np.array([extent.offset]), np.array([extent.offset + extent.bytes]), bad):
+            found.append(key)
+    return found
+
+
+def why_no_checkpoint(path: Path) -> str:
+    """Says what is in a directory that has no manifest."""
+    try:
+        names = os.listdir(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return f"{path} is not a directory"
+    except OSError as error:
+        return f"{path} cannot be listed: {error.strerror}"
+    if MANIFEST_NAME in names:
+        return f"{path / MANIFEST_NAME} cannot be looked at, or is no file"
+    if any(is_own_file_name(name) for name in names):
+        return (
+            f"{path} holds an unfinished datastates checkpoint: it has data files but no {MANIFEST_NAME}, "
+            "so its save was killed or failed. Load an older one."
+        )
+    if TORCH_DIST_INDEX in names:
+        return f"{path} holds a torch_dist checkpoint, not a datastates one"
+    return f"{path} holds no datastates checkpoint: there is no {MANIFEST_NAME} in it"
+
+
+def _listed(keys: Sequence[str]) -> str:
+    more = f" and {len(keys) - _MOST_NAMED} more" if len(keys) > _MOST_NAMED else ""
+    return (", ".join(map(repr, keys[:_MOST_NAMED])) or "no tensor") + more
+
+
+def _touches(starts: np.ndarray, ends: np.ndarray, blocks: np.ndarray) -> bool:
+    first = np.searchsorted(blocks, starts // BLOCK_BYTES)
+    last = np.searchsorted(blocks, (ends - 1) // BLOCK_BYTES, side="right")
+    return bool(((last > first) & (ends > starts)).any())

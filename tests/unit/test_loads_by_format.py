@@ -1,0 +1,265 @@
+"""Which directories are ours, and what a request that does not fit is told; no process group needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+from megatron_datastates.format.directory import COMMON_STATE_KEY
+from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.mcore.load import by_format
+from megatron_datastates.mcore.load.mismatch import first_mismatch
+from megatron_datastates.mcore.load.opening import open_checkpoint, read_common_state
+from megatron_datastates.pipeline.publication import Labels
+from megatron_datastates.pipeline.runs import is_ours, may_be_ours
+from tests.unit.states import State, new_saver, random_tensor, save
+
+TENSORS = {
+    "decoder.layers.0.weight": torch.arange(64.0).reshape(8, 8),
+    "decoder.layers.1.weight": torch.arange(64.0).reshape(8, 8).bfloat16(),
+    "flags": torch.ones(4, dtype=torch.bool),
+    "count": torch.tensor(3),
+    "spectrum": torch.ones(4, dtype=torch.complex64),
+    "scaled": random_tensor(torch.float8_e4m3fn, (4,)),
+}
+OBJECTS = {COMMON_STATE_KEY: [{"iteration": 7}], "rng/shard_0_1": [[1, 2]]}
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("ours") / "c"
+    saver = new_saver()
+    save(saver, directory, TENSORS, OBJECTS)
+    saver.close()
+    return directory
+
+
+def with_metadata(directory: Path, text: str) -> Path:
+    (directory / "metadata.json").write_text(text)
+    return directory
+
+
+# -- whose directory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "empty", "published", "with_index"),
+    [
+        ('{"sharded_backend": "datastates", "sharded_backend_version": 1}', True, True, True),
+        ('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}', False, True, False),
+        ('{"sharded_backend": "zarr", "sharded_backend_version": 1}', False, False, False),
+        ("{}", False, True, False),
+        ("[]", False, True, False),
+        ("", False, True, False),
+        ("not json", False, True, False),
+    ],
+)
+def test_metadata_json_says_whose_a_directory_is(ours, tmp_path, text, empty, published, with_index):
+    """Where it is damaged, or not yet that of the save just published, our manifest decides."""
+    assert is_ours(with_metadata(tmp_path, text)) is empty
+    directory = with_metadata(Path(shutil.copytree(ours, tmp_path / "c")), text)
+    assert is_ours(directory) is published
+    (directory / ".metadata").touch()  # a checkpoint of torch_dist is whole here, too
+    assert is_ours(directory) is with_index
+
+
+def test_without_metadata_json_the_manifest_decides(ours, tmp_path):
+    assert is_ours(ours)
+    assert not is_ours(tmp_path)
+    assert not is_ours(tmp_path / "none")
+
+
+def test_a_config_that_megatron_found_is_kept(ours):
+    config = CheckpointingConfig("zarr", 1)
+    assert by_format.config_from_manifest(lambda directory: config)(str(ours)) is config
+
+
+def test_a_published_save_without_metadata_json_gets_its_config(ours, tmp_path):
+    load_config = by_format.config_from_manifest(lambda directory: None)
+    assert load_config(str(ours)) == CheckpointingConfig("datastates", 1)
+    assert load_config(str(tmp_path)) is None
+    assert load_config("") is None
+
+
+def test_other_formats_go_to_their_own_reader_and_loader(tmp_path):
+    def original(self_or_directory, *args, **kwargs):
+        return "original", self_or_directory, args, kwargs
+
+    assert by_format.reader_by_format(original)(tmp_path, 1, x=2) == ("original", tmp_path, (1,), {"x": 2})
+    assert by_format.common_state_by_format(original)(tmp_path) == ("original", tmp_path, (), {})
+    loaded = by_format.load_by_format(original)("self", {}, tmp_path, 1, x=2)
+    assert loaded == ("original", "self", ({}, tmp_path, 1), {"x": 2})
+
+
+def unreachable(*args, **kwargs):
+    raise AssertionError("the original was called")
+
+
+def test_ours_go_to_our_reader(ours):
+    reader = by_format.reader_by_format(unreachable)(str(ours))
+    assert reader.checkpoint.directory == ours
+
+
+def test_common_state_is_read_without_torch_distributed(ours):
+    assert by_format.common_state_by_format(unreachable)(str(ours)) == {"iteration": 7}
+
+
+def test_errors_of_ours_are_megatrons(ours, tmp_path):
+    broken = Path(shutil.copytree(ours, tmp_path / "c"))
+    (broken / MANIFEST_NAME).write_bytes(b"")
+    with pytest.raises(CheckpointingException, match=str(broken)):
+        open_checkpoint(broken)
+    with pytest.raises(CheckpointingException, match=str(broken)):
+        by_format.common_state_by_format(unreachable)(broken)
+
+
+def test_a_directory_that_was_saved_again_is_opened_again(tmp_path):
+    saver = new_saver()
+    for value in (1, 2, 3):
+        save(saver, tmp_path / "c", {}, {COMMON_STATE_KEY: [value]})
+        for _ in range(2):
+            assert by_format.common_state_by_format(unreachable)(tmp_path / "c") == value
+    saver.close()
+
+
+def test_a_published_directory_without_common_state_says_so(tmp_path):
+    saver = new_saver()
+    save(saver, tmp_path / "c", {"w": torch.ones(1)})
+    saver.close()
+    with pytest.raises(CheckpointingException, match=r"there is no file 'common.pt' in the checkpoint"):
+        by_format.common_state_by_format(unreachable)(tmp_path / "c")
+
+
+@pytest.mark.parametrize("stored", [[], {"a": 1}, [1, 2]])
+def test_common_state_that_is_none_is_refused(tmp_path, stored):
+    saver = new_saver()
+    save(saver, tmp_path, {"w": torch.zeros(3)}, {COMMON_STATE_KEY: stored})
+    saver.close()
+    with pytest.raises(CheckpointingException, match="is no common state"):
+        read_common_state(tmp_path)
+
+
+def test_a_directory_that_cannot_be_looked_into_raises_nothing_on_one_rank_alone(ours, tmp_path, monkeypatch):
+    """Whether it may be ours is asked before ranks agree on failures."""
+    ours = Path(shutil.copytree(ours, tmp_path / "c"))
+    (ours / "metadata.json").unlink(missing_ok=True)
+
+    look = os.stat
+
+    def refused(path, *args, **kwargs):
+        if Path(path).name == MANIFEST_NAME:
+            raise PermissionError(13, "Permission denied", str(path))
+        return look(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert may_be_ours(ours)
+    with pytest.raises(CheckpointingException, match="cannot be looked at"):
+        open_checkpoint(ours)
+
+
+def test_common_state_in_a_file_of_megatrons_is_read_and_checked(tmp_path):
+    (tmp_path / "c").mkdir()
+    torch.save({"iteration": 9}, tmp_path / "c" / "common.pt")
+    saver = new_saver()
+    labels = Labels(other_files=("common.pt",))
+    saver.start(tmp_path / "c", State({"w": torch.ones(1)}), labels=labels).wait()
+    saver.close()
+    load = by_format.common_state_by_format(unreachable)
+    assert load(tmp_path / "c") == {"iteration": 9}
+    torch.save({"iteration": 8}, tmp_path / "c" / "common.pt")
+    with pytest.raises(CheckpointingException, match=r"common.pt is not the file that was saved"):
+        load(tmp_path / "c")
+
+
+# -- what does not fit ------------------------------------------------------------------------------------
+
+
+def wanted(key: str, tensor: torch.Tensor, *offsets: tuple[int, int, int], **fields) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, tensor, *offsets, **fields)
+
+
+def told(ours: Path, *requested: object) -> str | None:
+    return first_mismatch(open_checkpoint(ours), requested)
+
+
+def test_what_is_there_fits(ours):
+    requested = [wanted(key, torch.empty_like(tensor)) for key, tensor in TENSORS.items()]
+    requested += [ShardedObject("rng", None, (1,), (0,)), "no sharded value"]
+    assert told(ours, *requested) is None
+
+
+def test_a_shard_of_what_is_there_fits(ours):
+    assert told(ours, wanted("decoder.layers.0.weight", torch.empty(4, 2), (0, 1, 2), (1, 3, 4))) is None
+
+
+def test_a_missing_tensor_is_named_with_what_is_like_it(ours):
+    text = told(ours, wanted("model.layers.1.weight", torch.empty(8, 8)))
+    assert text == (
+        "there is no tensor 'model.layers.1.weight' in this checkpoint (it has 'decoder.layers.1.weight')"
+    )
+    assert told(ours, wanted("bias", torch.empty(8))) == "there is no tensor 'bias' in this checkpoint"
+
+
+def test_a_missing_object_is_named(ours):
+    assert told(ours, ShardedObject("rng", None, (2,), (1,))) == (
+        "there is no object 'rng/shard_1_2' in this checkpoint"
+    )
+
+
+@pytest.mark.parametrize("shape", [(8, 9), (8,), (8, 8, 1), (0, 8)])
+def test_another_global_shape_is_told_with_both(ours, shape):
+    text = told(ours, wanted("decoder.layers.0.weight", torch.empty(shape)))
+    here, there = "global shape (8, 8) in this checkpoint", f"{shape} in the model"
+    assert text == f"tensor 'decoder.layers.0.weight' has {here}, and {there}"
+
+
+def test_another_global_shape_may_be_allowed(ours):
+    padded = wanted("decoder.layers.0.weight", torch.empty(9, 8), allow_shape_mismatch=True)
+    assert told(ours, padded) is None
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex")
+@pytest.mark.parametrize(
+    ("key", "dtype", "fits"),
+    [
+        ("decoder.layers.0.weight", torch.bfloat16, True),
+        ("decoder.layers.1.weight", torch.float32, True),
+        ("scaled", torch.float32, True),
+        ("count", torch.int32, True),
+        ("decoder.layers.0.weight", torch.int32, False),
+        ("count", torch.float32, True),
+        ("flags", torch.uint8, True),
+        ("count", torch.bool, False),
+        ("decoder.layers.0.weight", torch.float8_e4m3fn, True),
+        ("spectrum", torch.float32, False),
+        ("decoder.layers.0.weight", torch.complex64, True),
+    ],
+)
+def test_dtypes_are_converted_unless_values_lose_their_kind(ours, key, dtype, fits):
+    text = told(ours, wanted(key, TENSORS[key].to(dtype)))
+    stored, asked = str(TENSORS[key].dtype)[6:], str(dtype)[6:]
+    expected = f"tensor {key!r} is {stored} in this checkpoint, and {asked} in the model"
+    assert text == (None if fits else expected)
+
+
+def test_the_first_of_several_problems_is_told(ours):
+    text = told(ours, wanted("flags", torch.ones(4, dtype=torch.bool)), wanted("a", torch.ones(1)),
+                wanted("b", torch.ones(1)))  # fmt: skip
+    assert text == "there is no tensor 'a' in this checkpoint"
+
+
+def test_a_load_that_does_not_fit_never_begins(ours):
+    load = by_format.load_by_format(unreachable)
+    with pytest.raises(CheckpointingException, match=f"{ours}: there is no tensor 'a'"):
+        load("self", {"model": {"a": wanted("a", torch.ones(1))}}, ours)
+
+
+def test_the_manifest_is_json_behind_one_line(ours):
+    assert json.loads((ours / MANIFEST_NAME).read_text().split("\n", 1)[1])["format_version"] == 1
