@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError, FormatError
-from megatron_datastates.files import DOCUMENT_BYTES, read_regular
+from megatron_datastates.files import DOCUMENT_BYTES, open_regular, read_regular
 from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME, is_own_file_name
 from megatron_datastates.pipeline.runs import BACKEND, stored_backend
 
@@ -104,6 +104,8 @@ def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def maybe_load_config(checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
         LOOKED_AT.set(checkpoint_dir)
+        if checkpoint_dir and _cannot_be_read(checkpoint_dir) and has_manifest(checkpoint_dir):
+            return _config_of_ours()
         try:
             config = original(checkpoint_dir, *args, **kwargs)
         except (ValueError, TypeError, AttributeError):  # cut short by a crash, or damaged otherwise
@@ -111,12 +113,28 @@ def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             config = None
         if config is None and checkpoint_dir and has_manifest(checkpoint_dir):
-            from megatron.core.dist_checkpointing.core import CheckpointingConfig
-
-            return CheckpointingConfig(BACKEND, 1)
+            return _config_of_ours()
         return config
 
     return maybe_load_config
+
+
+def _cannot_be_read(directory: str | os.PathLike[str]) -> bool:
+    """Whether metadata.json is what Megatron would wait for, or never get to the end of: a pipe, a giant."""
+    path = Path(directory) / METADATA_NAME
+    try:
+        open_regular(path, DOCUMENT_BYTES).close()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def _config_of_ours() -> Any:
+    from megatron.core.dist_checkpointing.core import CheckpointingConfig
+
+    return CheckpointingConfig(BACKEND, 1)
 
 
 def reader_by_format(original: Callable[..., Any]) -> Callable[..., Any]:

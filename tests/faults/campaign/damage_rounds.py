@@ -24,7 +24,10 @@ def regions_of(directory: Path) -> list[Region]:
 
 def prepare(facts: dict[str, Any]) -> None:
     """Before any fork, so that no round computes it."""
-    regions_of(specimens.place(Path(facts["root"]), specimens.USUAL))
+    sound = specimens.place(Path(facts["root"]), specimens.USUAL)
+    regions_of(sound)
+    judging.command("ls", facts["root"])
+    judging.command("show", sound)
     patterns.sharded_state(*CANDIDATES[0], 1, 0)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from tests.faults.campaign.tally import Campaign, Tally
 
-ROUND_SECONDS = 60.0  # a round takes a tenth of a second; one that takes this long hangs
+ROUND_SECONDS = 40.0  # a round takes a fifth of a second; one that takes this long hangs
 RESIDENT_BYTES = 384 << 20  # the most that a round may add to what it was forked with
 ADDRESS_BYTES = 2 << 30  # of address space, in which stacks and arenas of threads are only reserved
 
