@@ -23,7 +23,7 @@ from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.tables import encode_section, encode_tables
 from megatron_datastates.format.values import DTYPE_NAMES, DTYPES, MANIFEST_NAME, METADATA_NAME, Extent, SaveId
-from tests.unit.by_hand import block_checksums, entry_of, file_entry, manifest_of
+from tests.unit.by_hand import block_checksums, file_entry, manifest_of
 from tests.unit.test_object_kinds import stored
 
 SAVE, OTHER_SAVE = SaveId(0x0123456789ABCDEF, 3), SaveId(0xFEDCBA9876543210, 3)
@@ -195,11 +195,6 @@ def resealed_entry(name: str, rank: int, data: bytes) -> dict[str, Any]:
     entry = file_entry(data, rank, SAVE)
     return {"name": name, "rank": rank, "bytes": entry.bytes, "footer_offset": entry.footer_offset,
             "footer_crc": entry.footer_crc}  # fmt: skip
-
-
-def entry_dict(index: bytes) -> dict[str, Any]:
-    entry = entry_of(index)
-    return {name: getattr(entry, name) for name in entry.__struct_fields__}
 
 
 # -- drawing --------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from megatron_datastates.format.tables import Directory
 from megatron_datastates.format.values import MANIFEST_NAME, METADATA_NAME
 from tests.faults.campaign import forging
 from tests.faults.campaign.forging import NUMBERS, OTHER_SAVE, SAVE, WORDS, Draw, Forgery, stored
-from tests.unit.by_hand import block_checksums, entry_of, file_entry
+from tests.unit.by_hand import block_checksums
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.floats(allow_nan=False) | WORDS,
@@ -126,7 +126,7 @@ def _lie_in_row(draw: Draw, claims: forging.Claims) -> str:
         tensor.dtype = draw(st.integers(0, 24) | st.sampled_from([65535]))
     elif what == "name":
         tensor.name = draw(WORDS).encode("utf-8", "surrogatepass") or draw(st.binary(max_size=6))
-    elif what == "double":
+    elif what == "double" and tensor.fragments:
         tensor.fragments.append([list(fragment[0]), list(fragment[1]), *fragment[2:]])
     elif what == "drop":
         tensor.fragments = tensor.fragments[1:]
@@ -246,10 +246,8 @@ def _extent_in(data: bytes, end: int, key: str) -> tuple[int, int]:
 
 def _reseal(data: bytearray, end: int) -> None:
     struct.pack_into("<I", data, 4092, zlib.crc32(data[:4092]))
-    before = bytes(data[end:])
-    checksums = block_checksums(bytes(data[:end]))
-    place = before.rfind(b"".join([block_checksums(b"")])) if not checksums else _place_of_checksums(before)
-    if place is not None and place >= 0:
+    place, checksums = _place_of_checksums(bytes(data[end:])), block_checksums(bytes(data[:end]))
+    if place is not None:
         data[end + place : end + place + len(checksums)] = checksums
     struct.pack_into("<I", data, len(data) - 12, zlib.crc32(data[end : len(data) - TRAILER_BYTES]))
     struct.pack_into("<I", data, len(data) - 4, zlib.crc32(data[len(data) - TRAILER_BYTES : len(data) - 4]))
@@ -291,4 +289,3 @@ def metadata_json(draw: Draw) -> Forgery:
 
 FORGERIES = (manifest, index, footer, foreign_file, manifest, index_tables, optimizer_map, footer_bytes, index,
              metadata_json)  # fmt: skip
-__all__ = ["FORGERIES", "entry_of", "file_entry", "lie_in_json", "manifest_bytes"]

@@ -37,6 +37,8 @@ def _lie(draw: Draw, metadata: Any) -> str:
     """Changes one thing in DCP's own objects."""
     key = draw(st.sampled_from(sorted(STATE)))
     entry = metadata.state_dict_metadata[key]
+    if not hasattr(entry, "chunks") or not metadata.storage_data:
+        return "nothing more"
     index = draw(st.sampled_from(sorted(metadata.storage_data, key=str)))
     info = metadata.storage_data[index]
     what = draw(st.sampled_from(["size", "chunk", "chunk", "path", "offset", "offset", "length", "key", "double", "type",
@@ -54,7 +56,7 @@ def _lie(draw: Draw, metadata: Any) -> str:
         object.__setattr__(info, what, draw(numbers))
     elif what == "key":
         metadata.state_dict_metadata[draw(forging.WORDS | st.none() | st.integers())] = entry
-    elif what == "double":
+    elif what == "double" and entry.chunks:
         entry.chunks.append(entry.chunks[0])
     elif what == "type":
         metadata.state_dict_metadata[key] = draw(st.none() | st.integers() | st.just(info))
@@ -88,7 +90,8 @@ def archives(draw: Draw) -> Forgery:
     """A tensor's archive is another one; the metadata says where it lies."""
     files = dict(sound())
     found = pickle.loads(files[INDEX])
-    index = next(i for i in found.storage_data if i.fqn == draw(st.sampled_from([*sorted(STATE), "o"])))
+    key = draw(st.sampled_from([*sorted(STATE), "o"]))
+    index = next(i for i in found.storage_data if i.fqn == key)
     if draw(st.booleans()):
         kind, pickled = forging_objects.program(draw)
         data = forging_objects.archive(draw, pickled)
