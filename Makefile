@@ -1,12 +1,14 @@
 # The daily commands. Everything runs in .venv, which `make env` makes and keeps current.
-# Variables: PYTHON (the interpreter to make .venv from), ARGS (passed on to pytest or the demo),
+# Variables: PYTHON (the interpreter to make .venv from), ARGS (passed on to pytest, the demo or the fault
+# campaign), SEED (of the fault campaign),
 # VERSIONS (of megatron-core, for test-versions), SANITIZERS (for test-native-sanitizers: address, thread,
 # undefined).
 SHELL := bash
 BIN := .venv/bin
+SEED := 1
 NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
 
-.PHONY: help env demo test test-versions test-native-sanitizers test-aarch64 lint format clean distclean
+.PHONY: help env demo test test-faults test-versions test-native-sanitizers test-aarch64 lint format clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -27,6 +29,10 @@ ifeq ($(ARGS),)
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
+
+# Not part of `test`, which runs a slice of it: this takes hours. See docs/faults.md.
+test-faults: env ## run the fault campaign with SEED (1): kills, damage, forgeries; ARGS='--parts damage --rounds 500'
+	@$(BIN)/python -m tests.faults.campaign --seed $(SEED) $(ARGS)
 
 # Not part of `test`: it takes some minutes a release. CI runs both.
 test-versions: env ## run the tests that meet Megatron against its other releases

@@ -54,7 +54,9 @@ def play(round_: int, seed: int, folder: Path, facts: dict[str, Any]) -> Found:
 
 
 def _judge(found: Found, damage: Damage, directory: Path, rng: random.Random) -> None:
-    options = Options(read_threads=rng.choice([1, 2, 4]), direct_io=rng.random() < 0.3, staging_memory=8 * MIB)
+    options = Options(
+        read_threads=rng.choice([1, 2, 4]), direct_io=rng.random() < 0.3, staging_memory=8 * MIB
+    )
     is_by_megatron = rng.random() < 0.4
     outcome = (
         judging.by_megatron(directory, CANDIDATES)
@@ -67,9 +69,9 @@ def _judge(found: Found, damage: Damage, directory: Path, rng: random.Random) ->
         found.violate(f"{reader}: {outcome.wrong}")
     elif outcome.refused:
         found.count(f"refused by {reader}")
-        if not any(f"{directory}/{name}" in outcome.refused for name in damage.files):
-            if not _names_checkpoint(outcome.refused, damage, directory):
-                found.violate(f"{reader}: the refusal does not name the file: {outcome.refused}")
+        is_named = any(f"{directory}/{name}" in outcome.refused for name in damage.files)
+        if not is_named and not _names_checkpoint(outcome.refused, damage, directory):
+            found.violate(f"{reader}: the refusal does not name the file: {outcome.refused}")
         if not faults:
             found.violate(f"verify finds nothing; {reader} says: {outcome.refused}")
     else:

@@ -126,7 +126,9 @@ def truncate(victim: Victim, rng: random.Random) -> Damage:
     """At, before or after a boundary of any region, or anywhere."""
     region = rng.choice(victim.regions)
     data = victim.bytes_of(region.file)
-    at = rng.choice([region.begin, region.end, region.begin - 1, region.begin + 1, 0, 1, rng.randrange(len(data))])
+    at = rng.choice(
+        [region.begin, region.end, region.begin - 1, region.begin + 1, 0, 1, rng.randrange(len(data))]
+    )
     at = min(max(at, 0), len(data) - 1)
     victim.put(region.file, data[:at])
     return Damage(f"truncated: {role(region.file)}", f"{region.file} cut off at {at}", (region.file,))
@@ -135,7 +137,9 @@ def truncate(victim: Victim, rng: random.Random) -> Damage:
 def extend(victim: Victim, rng: random.Random) -> Damage:
     name = rng.choice(victim.names())
     data = victim.bytes_of(name)
-    more = rng.choice([b"\0", bytes(4096), rng.randbytes(rng.randint(1, 5000)), data, data[-4096:], b"\n", b"{}"])
+    more = rng.choice(
+        [b"\0", bytes(4096), rng.randbytes(rng.randint(1, 5000)), data, data[-4096:], b"\n", b"{}"]
+    )
     victim.put(name, data + more)
     return Damage(f"extended: {role(name)}", f"{name} with {len(more)} more bytes", (name,))
 
@@ -180,7 +184,11 @@ def mix(victim: Victim, rng: random.Random) -> Damage:
             same = [each for each in others if role(each) == role(name)]
             rank = sorted(each for each in victim.names() if role(each) == role(name)).index(name)
             victim.put(name, (source / same[rank]).read_bytes())
-    return Damage("all but one of another save", f"only {kept} stayed, the rest is {source.name}'s", tuple(victim.names()))
+    return Damage(
+        "all but one of another save",
+        f"only {kept} stayed, the rest is {source.name}'s",
+        tuple(victim.names()),
+    )
 
 
 def _missing(path: Path, victim: Victim, rng: random.Random) -> None:
@@ -203,7 +211,14 @@ def _symlink(path: Path, victim: Victim, rng: random.Random) -> None:
     path.unlink()
     other = rng.choice(victim.others)
     same = next(name for name in sorted(os.listdir(other)) if role(name) == role(path.name))
-    targets = [path, path.parent, Path("/dev/zero"), Path("/dev/full"), Path("/proc/self/mem"), Path("nowhere")]
+    targets = [
+        path,
+        path.parent,
+        Path("/dev/zero"),
+        Path("/dev/full"),
+        Path("/proc/self/mem"),
+        Path("nowhere"),
+    ]
     path.symlink_to(rng.choice([*targets, other / same, victim.sound / path.name]))
 
 

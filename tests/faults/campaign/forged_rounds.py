@@ -74,8 +74,15 @@ def play(round_: int, seed: int, folder: Path, facts: dict[str, Any]) -> Found:
 
 def _note(opened: list[str], event: str, arguments: tuple[Any, ...]) -> None:
     if event in ("open", "os.listdir", "os.scandir", "os.remove", "os.rename", "os.mkdir") and arguments:
-        opened.extend(os.path.abspath(path) for path in arguments[:1] if isinstance(path, str))
-    if event in ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect", "ctypes.dlopen"):
+        opened.extend(str(Path(path).absolute()) for path in arguments[:1] if isinstance(path, str))
+    if event in (
+        "os.system",
+        "os.exec",
+        "os.posix_spawn",
+        "subprocess.Popen",
+        "socket.connect",
+        "ctypes.dlopen",
+    ):
         opened.append(f"/etc/{event}")
 
 
@@ -163,7 +170,11 @@ class _Judge:
             for state, parameter in itertools.product(bucket["states"], bucket["parameters"]):
                 stored = claims.tensor(f"{forging.GROUP}.{bucket['name']}.{state}")
                 for shard in parameter["shards"]:
-                    if key != f"optimizer.state.{state}.{shard['key']}" or not shard["main"] or stored is None:
+                    if (
+                        key != f"optimizer.state.{state}.{shard['key']}"
+                        or not shard["main"]
+                        or stored is None
+                    ):
                         continue
                     shape = shard["global_shape"]
                     for inner in itertools.product(*map(range, shard["shape"])):
@@ -184,7 +195,9 @@ class _Judge:
             "c": ShardedTensor.from_rank_offsets("c", torch.full((6, 4), -1.0, dtype=torch.bfloat16)),
             "o": ShardedObject("o", None, (1,), (0,)),
         }
-        done, state = self.tried("Megatron's load", lambda: dist_checkpointing.load(wanted, str(self._directory)))
+        done, state = self.tried(
+            "Megatron's load", lambda: dist_checkpointing.load(wanted, str(self._directory))
+        )
         for key in ("w", "c") if done else ():
             self._expect(f"tensor {key!r} by Megatron", _bytes(state[key]), claims.tensor(key))
 
@@ -216,15 +229,29 @@ class _Judge:
 
     def commands(self) -> None:
         directory, rng = self._directory, self._rng
-        keys = ["w", "s", "o/shard_0_1", "o", forging.COMMON_KEY, forging.MAP_KEY, "optimizer.state.exp_avg.p"]
+        keys = [
+            "w",
+            "s",
+            "o/shard_0_1",
+            "o",
+            forging.COMMON_KEY,
+            forging.MAP_KEY,
+            "optimizer.state.exp_avg.p",
+        ]
         choices: list[tuple[Any, ...]] = [
-            ("ls", directory.parent), ("show", directory), ("show", directory, "--stats"),
-            ("show", directory, "--optimizer", "--stats"), ("show", directory, "--json"),
-            ("cat", directory, rng.choice(keys)), ("cat", directory, rng.choice(keys), "--json"),
-            ("verify", directory), ("verify", directory, "--quick", "--json"), ("diff", directory, directory),
+            ("ls", directory.parent),
+            ("show", directory),
+            ("show", directory, "--stats"),
+            ("show", directory, "--optimizer", "--stats"),
+            ("show", directory, "--json"),
+            ("cat", directory, rng.choice(keys)),
+            ("cat", directory, rng.choice(keys), "--json"),
+            ("verify", directory),
+            ("verify", directory, "--quick", "--json"),
+            ("diff", directory, directory),
             ("export", directory, directory.parent / "exported"),
             ("prune", directory.parent, "--keep-last", 1),
-        ]  # fmt: skip
+        ]
         for arguments in rng.sample(choices, 3):
             code, output = command(*arguments)
             self._found.count(f"command {arguments[0]}: {code}")

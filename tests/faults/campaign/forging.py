@@ -22,7 +22,14 @@ from hypothesis import strategies as st
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.tables import encode_section, encode_tables
-from megatron_datastates.format.values import DTYPE_NAMES, DTYPES, MANIFEST_NAME, METADATA_NAME, Extent, SaveId
+from megatron_datastates.format.values import (
+    DTYPE_NAMES,
+    DTYPES,
+    MANIFEST_NAME,
+    METADATA_NAME,
+    Extent,
+    SaveId,
+)
 from tests.unit.by_hand import block_checksums, file_entry, manifest_of
 from tests.unit.test_object_kinds import stored
 
@@ -112,15 +119,25 @@ class Forgery:
 
 
 def optimizer_map(**changes: Any) -> dict[str, Any]:
-    shard = {"key": "p", "global_shape": [3, 4], "offset": [0, 0], "shape": [3, 4], "start": 0,
-             "strides": [4, 1], "main": True}  # fmt: skip
+    shard = {
+        "key": "p",
+        "global_shape": [3, 4],
+        "offset": [0, 0],
+        "shape": [3, 4],
+        "start": 0,
+        "strides": [4, 1],
+        "main": True,
+    }
     parameter = {"name": "p", "begin": 2, "end": 14, "shards": [shard]}
     bucket = {"name": BUCKET, "elements": 20, "states": ["exp_avg"], "parameters": [parameter]}
     return {"format_version": 1, "buckets": [bucket]} | changes
 
 
 def base(objects: dict[str, bytes] | None = None) -> Claims:
-    """What is honest: two files, fragments in rows, columns and alone, three objects. `objects` replace some."""
+    """What is honest: two files, fragments in rows, columns and alone, and objects.
+
+    `objects` replace some of them.
+    """
     noise = random.Random("what lies in the files")
     data = [bytearray(noise.randbytes(DATA_BYTES)) for _ in range(2)]
     tensors = [
@@ -145,7 +162,9 @@ def base(objects: dict[str, bytes] | None = None) -> Claims:
         data[file][at[file] : end] = value
         extents[file][key] = (at[file], len(value))
         at[file] = -(-end // 64) * 64
-    return Claims([bytes(each) for each in data], tensors, [(k.encode(), places[k]) for k in sorted(values)], extents)
+    return Claims(
+        [bytes(each) for each in data], tensors, [(k.encode(), places[k]) for k in sorted(values)], extents
+    )
 
 
 def index_bytes(claims: Claims, packed: bool = True, files: int = 2, **sections: bytes) -> bytes:
@@ -162,12 +181,17 @@ def with_header(data: bytes, rank: int, save: SaveId = SAVE) -> bytes:
     return header + data[len(header) :]
 
 
-def seal(data: bytes, extents: dict[str, tuple[int, int]], rank: int, save: SaveId = SAVE, **fields: Any) -> bytes:
+def seal(
+    data: bytes, extents: dict[str, tuple[int, int]], rank: int, save: SaveId = SAVE, **fields: Any
+) -> bytes:
     """A data file of data with its header; `fields` are the footer's."""
     objects = {key: Extent(0, *extent) for key, extent in extents.items()}
     known = {"data_bytes": len(data), "layout_hash": bytes(16), "objects": objects}
     checksums = {"block_checksums": block_checksums(data)}
-    return data + Footer(**{"save_id": save, "rank": rank, "world_size": 2, **known, **checksums, **fields}).encode()
+    return (
+        data
+        + Footer(**{"save_id": save, "rank": rank, "world_size": 2, **known, **checksums, **fields}).encode()
+    )
 
 
 def data_files(claims: Claims) -> list[bytes]:
@@ -193,8 +217,13 @@ def honest() -> tuple[Claims, dict[str, bytes]]:
 def resealed_entry(name: str, rank: int, data: bytes) -> dict[str, Any]:
     """What a manifest honestly says of a file."""
     entry = file_entry(data, rank, SAVE)
-    return {"name": name, "rank": rank, "bytes": entry.bytes, "footer_offset": entry.footer_offset,
-            "footer_crc": entry.footer_crc}  # fmt: skip
+    return {
+        "name": name,
+        "rank": rank,
+        "bytes": entry.bytes,
+        "footer_offset": entry.footer_offset,
+        "footer_crc": entry.footer_crc,
+    }
 
 
 # -- drawing --------------------------------------------------------------------------------------------
@@ -208,7 +237,9 @@ NUMBERS = st.one_of(
 )
 WORDS = st.one_of(
     st.text(max_size=8),
-    st.sampled_from(["", ".", "..", "a/b", "/", "\0", "\x1b]0;owned\x07", "\u202e", "[red]x[/red]", "%s{0}", "\ud800"]),
+    st.sampled_from(
+        ["", ".", "..", "a/b", "/", "\0", "\x1b]0;owned\x07", "\u202e", "[red]x[/red]", "%s{0}", "\ud800"]
+    ),
     st.sampled_from(["../outside/secret", "../outside", "/etc/passwd", "w", "s", "x" * 5000, "*", "w?"]),
 )
 

@@ -15,25 +15,48 @@ from tests.faults.campaign.forging import Draw, Forgery
 from tests.unit.test_object_kinds import HOSTILE, nested_key, number, stored, text
 
 CANARY = "canary"  # a folder in the working directory: whatever makes it has run code of a checkpoint
-NAMES = [
-    "os mkdir", "posix mkdir", "os system", "posix system", "nt system", "subprocess Popen", "subprocess call",
-    "builtins exec", "builtins eval", "builtins getattr", "builtins __import__", "builtins open", "__builtin__ map",
-    "builtins type", "builtins bytearray", "__builtin__ apply", "functools partial", "operator attrgetter",
-    "operator methodcaller", "importlib import_module", "runpy _run_code", "pickle loads", "_pickle loads",
-    "torch load", "torch.hub load", "torch._utils _rebuild_tensor_v2", "torch.storage _load_from_bytes",
-    "torch Tensor", "torch.nn.modules.linear Linear", "numpy load", "numpy fromfile", "numpy.core.multiarray _reconstruct",
-    "numpy._core.multiarray scalar", "numpy ndarray", "numpy dtype", "numpy.testing._private.utils runstring",
-    "collections OrderedDict", "collections defaultdict", "collections Counter", "collections deque", "argparse Namespace",
-    "argparse FileType", "types SimpleNamespace", "types FunctionType", "types CodeType", "datetime datetime", "decimal Decimal", "uuid UUID",
-    "pathlib Path", "pathlib PosixPath", "enum Enum", "_codecs encode", "copyreg _reconstructor", "copyreg add_extension",
-    "megatron_datastates.files open_regular", "megatron.core.enums ModelType", "signal Signals", "torch._C Generator",
-    "torch.serialization add_safe_globals", "logging.config listen", "ctypes CDLL", "code interact", "pty spawn",
-]  # fmt: skip
-ARGUMENTS = st.sampled_from([
-    text(CANARY.encode()), text(b"mkdir " + CANARY.encode()), text(f"import os; os.mkdir('{CANARY}')".encode()),
-    text(f"__import__('os').mkdir('{CANARY}')".encode()), text(b"../outside/secret"), text(b"w"), b"N", b"K\x05",
-    number(1 << 40), number(-1), b")", b"]", b"}", b"\x88", text(b"os"), text(b"mkdir"), text(b"V8"), text(b"latin1"),
-])  # fmt: skip
+NAMES = (
+    """
+os mkdir, posix mkdir, os system, posix system, nt system, subprocess Popen, subprocess call,
+builtins exec, builtins eval, builtins getattr, builtins __import__, builtins open, __builtin__ map,
+builtins type, builtins bytearray, __builtin__ apply, functools partial, operator attrgetter,
+operator methodcaller, importlib import_module, runpy _run_code, pickle loads, _pickle loads,
+torch load, torch.hub load, torch._utils _rebuild_tensor_v2, torch.storage _load_from_bytes,
+torch Tensor, torch.nn.modules.linear Linear, numpy load, numpy fromfile,
+numpy.core.multiarray _reconstruct, numpy._core.multiarray scalar, numpy ndarray, numpy dtype,
+numpy.testing._private.utils runstring, collections OrderedDict, collections defaultdict,
+collections Counter, collections deque, argparse Namespace, argparse FileType,
+types SimpleNamespace, types FunctionType, types CodeType, datetime datetime, decimal Decimal,
+uuid UUID, pathlib Path, pathlib PosixPath, enum Enum, _codecs encode, copyreg _reconstructor,
+copyreg add_extension, megatron_datastates.files open_regular, megatron.core.enums ModelType,
+signal Signals, torch._C Generator, torch.serialization add_safe_globals, logging.config listen,
+ctypes CDLL, code interact, pty spawn
+""".replace("\n", " ")
+    .strip()
+    .split(", ")
+)
+ARGUMENTS = st.sampled_from(
+    [
+        text(CANARY.encode()),
+        text(b"mkdir " + CANARY.encode()),
+        text(f"import os; os.mkdir('{CANARY}')".encode()),
+        text(f"__import__('os').mkdir('{CANARY}')".encode()),
+        text(b"../outside/secret"),
+        text(b"w"),
+        b"N",
+        b"K\x05",
+        number(1 << 40),
+        number(-1),
+        b")",
+        b"]",
+        b"}",
+        b"\x88",
+        text(b"os"),
+        text(b"mkdir"),
+        text(b"V8"),
+        text(b"latin1"),
+    ]
+)
 
 
 def _name(draw: Draw) -> bytes:
@@ -49,7 +72,9 @@ def _call(draw: Draw) -> bytes:
     arguments = b"".join(
         draw(ARGUMENTS) if draw(st.integers(0, 3)) else _name(draw) for _ in range(draw(st.integers(0, 3)))
     )
-    how = draw(st.sampled_from(["reduce", "reduce", "new", "inst", "obj", "build", "new with names", "twice"]))
+    how = draw(
+        st.sampled_from(["reduce", "reduce", "new", "inst", "obj", "build", "new with names", "twice"])
+    )
     name = _name(draw)
     if how == "inst":
         return b"(" + arguments + b"i" + name[1:] if name.startswith(b"c") else name
@@ -74,14 +99,31 @@ def _soup(draw: Draw) -> bytes:
 
 def _bomb(draw: Draw) -> bytes:
     doubling = b"".join(b"q\x01h\x01\x86" for _ in range(draw(st.sampled_from([5, 60, 2000]))))
-    lists = b"]q\x01" + b"".join(b"]q" + bytes([n + 1]) + (b"h" + bytes([n]) + b"a") * 9 for n in range(1, 60))
-    return draw(st.sampled_from([
-        b"})" + doubling + b"Ns", b")" + doubling, lists, b"\x8d" + struct.pack("<Q", 1 << 50), b"]q\x01h\x01a",
-        b"}q\x01" + text(b"x") + b"h\x01s", b"(" * 200_000, b"]" * 100_000 + b"a" * 99_999, b")" + b"\x85" * 200_000,
-        nested_key(1000, b"\x85")[2:-1], b"Nr\xff\xff\xff\x7f", b"\x96" + struct.pack("<Q", 1 << 40),
-        b"cnumpy\nndarray\n" + number(1 << 40) + b"\x85R", b"c__builtin__\nbytes\n" + number(1 << 40) + b"\x85R",
-        b"\x8b" + struct.pack("<i", 10_000_000) + b"\x7f" * 1_000, b"I" + b"9" * 200_000 + b"\n",
-    ]))  # fmt: skip
+    lists = b"]q\x01" + b"".join(
+        b"]q" + bytes([n + 1]) + (b"h" + bytes([n]) + b"a") * 9 for n in range(1, 60)
+    )
+    return draw(
+        st.sampled_from(
+            [
+                b"})" + doubling + b"Ns",
+                b")" + doubling,
+                lists,
+                b"\x8d" + struct.pack("<Q", 1 << 50),
+                b"]q\x01h\x01a",
+                b"}q\x01" + text(b"x") + b"h\x01s",
+                b"(" * 200_000,
+                b"]" * 100_000 + b"a" * 99_999,
+                b")" + b"\x85" * 200_000,
+                nested_key(1000, b"\x85")[2:-1],
+                b"Nr\xff\xff\xff\x7f",
+                b"\x96" + struct.pack("<Q", 1 << 40),
+                b"cnumpy\nndarray\n" + number(1 << 40) + b"\x85R",
+                b"c__builtin__\nbytes\n" + number(1 << 40) + b"\x85R",
+                b"\x8b" + struct.pack("<i", 10_000_000) + b"\x7f" * 1_000,
+                b"I" + b"9" * 200_000 + b"\n",
+            ]
+        )
+    )
 
 
 def program(draw: Draw) -> tuple[str, bytes]:
@@ -107,11 +149,15 @@ def archive(draw: Draw, pickled: bytes) -> bytes:
     """A zip file around it, which may lie, too."""
     buffer = io.BytesIO()
     compression = draw(st.sampled_from([zipfile.ZIP_STORED] * 5 + [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA]))
-    name = draw(st.sampled_from(["archive/data.pkl"] * 6 + ["data.pkl", "../data.pkl", "/data.pkl", "a/b/data.pkl"]))
+    name = draw(
+        st.sampled_from(["archive/data.pkl"] * 6 + ["data.pkl", "../data.pkl", "/data.pkl", "a/b/data.pkl"])
+    )
     with zipfile.ZipFile(buffer, "w", compression) as file:
         file.writestr(name, pickled)
         for _ in range(draw(st.integers(0, 3))):
-            file.writestr(f"archive/data/{draw(st.sampled_from(['0', '1', '../../outside', 'x' * 300]))}", bytes(8))
+            file.writestr(
+                f"archive/data/{draw(st.sampled_from(['0', '1', '../../outside', 'x' * 300]))}", bytes(8)
+            )
         if draw(st.integers(0, 4)) == 0:
             file.writestr("archive/byteorder", draw(st.sampled_from([b"little", b"big", b""])))
         if draw(st.integers(0, 6)) == 0:
@@ -137,19 +183,30 @@ def objects(draw: Draw) -> Forgery:
 
 
 def sound_values(draw: Draw) -> Forgery:
-    """Honest objects that are not what whoever asks expects: a common state that is no dictionary, and so on."""
+    """Honest objects that are not what whoever asks expects, such as a common state that is no dictionary."""
     values = st.recursive(
-        st.none() | st.booleans() | forging.NUMBERS | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+        st.none()
+        | st.booleans()
+        | forging.NUMBERS
+        | st.floats()
+        | st.text(max_size=5)
+        | st.binary(max_size=5),
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
         max_leaves=5,
     )
     words = st.dictionaries(st.sampled_from(["iteration", "args", "x"]), values, max_size=3)
     key = draw(st.sampled_from([forging.COMMON_KEY, forging.COMMON_KEY, "o/shard_0_1", forging.MAP_KEY]))
-    value = draw(st.one_of(values, st.lists(values, min_size=1, max_size=2), words.map(lambda found: [found])))
+    value = draw(
+        st.one_of(values, st.lists(values, min_size=1, max_size=2), words.map(lambda found: [found]))
+    )
     claims = forging.base({key: stored(value)})
     files = forging.data_files(claims)
-    return Forgery("value of an object", f"{key} is {value!r}"[:300],
-                   forging.assemble(files, forging.index_bytes(claims)), claims)  # fmt: skip
+    return Forgery(
+        "value of an object",
+        f"{key} is {value!r}"[:300],
+        forging.assemble(files, forging.index_bytes(claims)),
+        claims,
+    )
 
 
 FORGERIES = (objects, objects, sound_values, objects)

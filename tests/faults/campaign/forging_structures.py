@@ -25,7 +25,9 @@ JSON_VALUES = st.recursive(
 
 def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Paths to everything within a JSON value."""
-    children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    children = (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    )
     return [place for key, child in children for place in [(*at, key), *_places(child, (*at, key))]]
 
 
@@ -92,7 +94,10 @@ def foreign_file(draw: Draw) -> Forgery:
     noise = bytes(reversed(claims.data[place]))
     data = forging.with_header(noise, rank, save)
     sealed = forging.seal(data, claims.extents[place], rank, save)
-    if (save, rank) == (SAVE, place):  # only its content is another one; so its checksum in the manifest tells
+    if (save, rank) == (
+        SAVE,
+        place,
+    ):  # only its content is another one; so its checksum in the manifest tells
         entry = value["files"][place]
     else:
         entry = forging.resealed_entry(value["files"][place]["name"], place, sealed)
@@ -108,9 +113,26 @@ def foreign_file(draw: Draw) -> Forgery:
 
 def _lie_in_row(draw: Draw, claims: forging.Claims) -> str:
     tensor = draw(st.sampled_from(claims.tensors))
-    what = draw(st.sampled_from(
-        ["offset", "shape", "file", "place", "place", "global", "dtype", "name", "double", "drop", "dimensions",
-         "shift", "object", "row twice"]))  # fmt: skip
+    what = draw(
+        st.sampled_from(
+            [
+                "offset",
+                "shape",
+                "file",
+                "place",
+                "place",
+                "global",
+                "dtype",
+                "name",
+                "double",
+                "drop",
+                "dimensions",
+                "shift",
+                "object",
+                "row twice",
+            ]
+        )
+    )
     fragment = draw(st.sampled_from(tensor.fragments)) if tensor.fragments else [[], [], 0, 0]
     words = {"offset": 0, "shape": 1}
     number = draw(NUMBERS) % (1 << 63)
@@ -169,12 +191,19 @@ def index_tables(draw: Draw) -> Forgery:
         count = draw(st.sampled_from([len(plain) // width, len(plain) // width + 1, 1, 1 << 40, 1 << 60]))
         data = _with_section(claims, tensor, section, count)
         claims.tensors.remove(tensor)
-        return Forgery("index section", f"{len(plain)} bytes packed as {count} fragments",
-                       forging.assemble(files, data), claims)  # fmt: skip
+        return Forgery(
+            "index section",
+            f"{len(plain)} bytes packed as {count} fragments",
+            forging.assemble(files, data),
+            claims,
+        )
     data = bytearray(forging.index_bytes(claims))
     rows = [48 + 8 + 40 * n + at for n in range(len(claims.tensors)) for at in (0, 4, 6, 8, 16)]
-    at, size = draw(st.sampled_from([(8, 4), (12, 4), (16, 4), (20, 4), *((n, 8) for n in (24, 32, 40, 48)),
-                                     *((n, 4) for n in rows)]))  # fmt: skip
+    at, size = draw(
+        st.sampled_from(
+            [(8, 4), (12, 4), (16, 4), (20, 4), *((n, 8) for n in (24, 32, 40, 48)), *((n, 4) for n in rows)]
+        )
+    )
     data[at : at + size] = (draw(NUMBERS) % (1 << 8 * size)).to_bytes(size, "little")
     return Forgery("index tables", f"{size} bytes at {at}", forging.assemble(files, bytes(data)), claims)
 
@@ -208,12 +237,18 @@ def footer(draw: Draw) -> Forgery:
             extents[word] = extents.pop(key)
         elif what == "checksums":
             known = block_checksums(claims.data[rank])
-            fields["block_checksums"] = draw(st.sampled_from([b"", known, known * 2, known[:-4], known * 20_000]))
+            fields["block_checksums"] = draw(
+                st.sampled_from([b"", known, known * 2, known[:-4], known * 20_000])
+            )
         else:
-            name = draw(st.sampled_from(["data_bytes", "world_size", "incompatible", "compatible", "format_version"]))
+            name = draw(
+                st.sampled_from(["data_bytes", "world_size", "incompatible", "compatible", "format_version"])
+            )
             fields[name] = draw(NUMBERS) % (1 << (64 if name == "data_bytes" else 32))
     files[rank] = forging.seal(claims.data[rank], claims.extents[rank], rank, **fields)
-    return Forgery("footer", f"{told} {fields.keys()}", forging.assemble(files, forging.index_bytes(claims)), claims)
+    return Forgery(
+        "footer", f"{told} {fields.keys()}", forging.assemble(files, forging.index_bytes(claims)), claims
+    )
 
 
 def footer_bytes(draw: Draw) -> Forgery:
@@ -270,7 +305,15 @@ def _place_of_checksums(footer: bytes) -> int | None:
 def optimizer_map(draw: Draw) -> Forgery:
     value = forging.optimizer_map()
     if draw(st.booleans()):
-        shard = {"key": "q", "global_shape": [2], "offset": [0], "shape": [2], "start": 1, "strides": [2], "main": True}
+        shard = {
+            "key": "q",
+            "global_shape": [2],
+            "offset": [0],
+            "shape": [2],
+            "start": 1,
+            "strides": [2],
+            "main": True,
+        }
         value["buckets"][0]["parameters"].append({"name": "q", "begin": 14, "end": 20, "shards": [shard]})
     text, told = lie_in_json(draw, value, lies=2)
     claims = forging.base({forging.MAP_KEY: stored([text])})
@@ -287,5 +330,15 @@ def metadata_json(draw: Draw) -> Forgery:
     return Forgery("metadata.json", told, files, claims)
 
 
-FORGERIES = (manifest, index, footer, foreign_file, manifest, index_tables, optimizer_map, footer_bytes, index,
-             metadata_json)  # fmt: skip
+FORGERIES = (
+    manifest,
+    index,
+    footer,
+    foreign_file,
+    manifest,
+    index_tables,
+    optimizer_map,
+    footer_bytes,
+    index,
+    metadata_json,
+)

@@ -41,8 +41,25 @@ def _lie(draw: Draw, metadata: Any) -> str:
         return "nothing more"
     index = draw(st.sampled_from(sorted(metadata.storage_data, key=str)))
     info = metadata.storage_data[index]
-    what = draw(st.sampled_from(["size", "chunk", "chunk", "path", "offset", "offset", "length", "key", "double", "type",
-                                 "drop", "dtype", "other place"]))  # fmt: skip
+    what = draw(
+        st.sampled_from(
+            [
+                "size",
+                "chunk",
+                "chunk",
+                "path",
+                "offset",
+                "offset",
+                "length",
+                "key",
+                "double",
+                "type",
+                "drop",
+                "dtype",
+                "other place",
+            ]
+        )
+    )
     numbers = st.one_of(forging.NUMBERS, st.integers(-2, len(sound()[FILE]) + 10))
     if what == "size":
         entry.size = torch.Size([]) if draw(st.booleans()) else (draw(numbers), 6)
@@ -65,7 +82,9 @@ def _lie(draw: Draw, metadata: Any) -> str:
     elif what == "dtype":
         entry.properties.dtype = draw(st.sampled_from([torch.float64, torch.int8, torch.qint8, torch.uint8]))
     elif what == "other place":
-        metadata.storage_data[index] = metadata.storage_data[draw(st.sampled_from(sorted(metadata.storage_data, key=str)))]
+        metadata.storage_data[index] = metadata.storage_data[
+            draw(st.sampled_from(sorted(metadata.storage_data, key=str)))
+        ]
     return f"{what} of {key}"
 
 
@@ -100,7 +119,10 @@ def archives(draw: Draw) -> Forgery:
         buffer = io.BytesIO()
         shape = draw(st.sampled_from([(4, 6), (6, 4), (10,), (), (0,), (24,)]))
         other = torch.zeros(shape, dtype=draw(st.sampled_from([torch.float32, torch.int16, torch.bfloat16])))
-        torch.save(draw(st.sampled_from([other, other.t() if len(shape) == 2 else other, [other], other.bool()])), buffer)
+        torch.save(
+            draw(st.sampled_from([other, other.t() if len(shape) == 2 else other, [other], other.bool()])),
+            buffer,
+        )
         data = buffer.getvalue()
     info = found.storage_data[index]
     object.__setattr__(info, "offset", len(files[FILE]))
@@ -118,8 +140,11 @@ def tensor(files: dict[str, bytes], key: str) -> torch.Tensor | None:
         made = torch.zeros(tuple(entry.size), dtype=entry.properties.dtype)
         seen = torch.zeros(tuple(entry.size), dtype=torch.int32)
         for chunk in entry.chunks:
-            info = next(i for k, i in found.storage_data.items() if k.fqn == key and tuple(k.offset or ()) in
-                        (tuple(chunk.offsets), ()))  # fmt: skip
+            info = next(
+                i
+                for k, i in found.storage_data.items()
+                if k.fqn == key and tuple(k.offset or ()) in (tuple(chunk.offsets), ())
+            )
             data = files[info.relative_path][info.offset : info.offset + info.length]
             part = torch.load(io.BytesIO(data), weights_only=True)
             place = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))

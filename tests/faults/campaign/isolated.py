@@ -89,7 +89,9 @@ def serve(folder: str) -> None:
         for round_, seed in todo["rounds"]:
             place = Path(folder, "place")
             place.mkdir()
-            found = _forked(lambda n=round_, s=seed, p=place: play(n, s, p, todo["facts"]), Path(folder, "hangs"))
+            found = _forked(
+                lambda n=round_, s=seed, p=place: play(n, s, p, todo["facts"]), Path(folder, "hangs")
+            )
             shutil.rmtree(place)
             print(json.dumps({"round": round_, **dataclasses.asdict(found)}), file=results, flush=True)
 

@@ -61,7 +61,10 @@ def by_megatron(directory: Path, candidates: Candidates) -> Outcome:
     """Whoever asks has to know the layout: each that there is is asked for."""
     patterns.join_alone()
     found = [
-        looked(lambda n=layout: patterns.load_by_megatron(directory, n), [c for c in candidates if c[1] == layout])
+        looked(
+            lambda n=layout: patterns.load_by_megatron(directory, n),
+            [c for c in candidates if c[1] == layout],
+        )
         for layout in dict.fromkeys(layout for _, layout in candidates)
     ]
     wrong = next((each for each in found if each.wrong), None)
@@ -80,7 +83,11 @@ def by_conversion(directory: Path, target: Path, form: str, candidates: Candidat
     """Converts and reads what came out."""
     code, said = command("convert", directory, target, "--to", form, "--workers", 1)
     if code:
-        return Outcome(refused=said) if not target.exists() else Outcome(wrong="convert failed and left its target")
+        return (
+            Outcome(refused=said)
+            if not target.exists()
+            else Outcome(wrong="convert failed and left its target")
+        )
 
     def load() -> patterns.State:
         source = open_source(target)

@@ -1,7 +1,7 @@
 """A small state of which every byte follows from the iteration, and which iteration a load has found.
 
-What belongs here: the state, asking for it through Megatron and through our reader, and the oracle. The oracle
-compares bytes with what they are computed from; it knows no checksum and does not ask `verify`.
+What belongs here: the state, asking for it through Megatron and through our reader, and the oracle, which
+compares bytes with what they are computed from, knows no checksum and does not ask `verify`.
 """
 
 from __future__ import annotations
@@ -81,9 +81,17 @@ def whole(kind: Kind, iteration: int) -> torch.Tensor:
 def thing(name: str, iteration: int) -> State:
     """What an object holds."""
     array = np.frombuffer(bytearray(content(f"array of {name}", iteration, 800)), "<u4").reshape(20, 10)
-    tensor = torch.from_numpy(np.frombuffer(bytearray(content(f"tensor of {name}", iteration, 400)), "<i4").copy())
+    tensor = torch.from_numpy(
+        np.frombuffer(bytearray(content(f"tensor of {name}", iteration, 400)), "<i4").copy()
+    )
     text = content(f"text of {name}", iteration, 300).hex()
-    return {"iteration": iteration, "name": name, "array": array, "tensor": tensor, "text": [text, None, (1.5,)]}
+    return {
+        "iteration": iteration,
+        "name": name,
+        "array": array,
+        "tensor": tensor,
+        "text": [text, None, (1.5,)],
+    }
 
 
 def is_thing(found: Any, name: str, iteration: int) -> bool:
@@ -172,7 +180,10 @@ def first_difference(found: State, iteration: int, layout: str) -> str | None:
         return f"its keys are {sorted(found)}"
     for kind in kinds:
         tensor = found[kind.key]
-        if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (kind.dtype, kind.shape):
+        if not isinstance(tensor, torch.Tensor) or (tensor.dtype, tuple(tensor.shape)) != (
+            kind.dtype,
+            kind.shape,
+        ):
             return f"{kind.key} is {tensor!r}"[:200]
         if tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() != element_bytes(kind, iteration):
             return f"{kind.key} has other bytes"

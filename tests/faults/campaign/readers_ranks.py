@@ -17,15 +17,16 @@ from typing import Any
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.prune import Rules, prune as prune_run
+from megatron_datastates.pipeline.prune import Rules
+from megatron_datastates.pipeline.prune import prune as prune_run
 from megatron_datastates.pipeline.verify import verify
 from tests.faults.campaign import judging, patterns
 
 AGAIN = "iter_0000001"  # is saved again and again
 # What a reader may meet: no save was published yet, the directory is being removed, or it was saved anew.
 CLEAR = re.compile(
-    r"is not a directory|holds an unfinished datastates checkpoint|holds no datastates checkpoint|was saved anew"
-    r"|is not a distributed checkpoint|No such file|is being removed|cannot be listed"
+    r"is not a directory|holds an unfinished datastates checkpoint|holds no datastates checkpoint"
+    r"|was saved anew|is not a distributed checkpoint|No such file|is being removed|cannot be listed"
 )
 Look = Callable[[Path, list[tuple[int, str]]], judging.Outcome]
 
@@ -116,7 +117,7 @@ def verify_and_list(plan: dict[str, Any], target: str) -> None:
             continue
         directory = rng.choice([root / AGAIN, rng.choice(found)])
         _verify(directory, notes)
-        code, said = judging.command("ls", root)
+        code, _ = judging.command("ls", root)
         notes.outcomes[f"ls: {code}"] += 1
     notes.write(target)
 

@@ -25,12 +25,26 @@ FOOTER: Fields = (
     *(("number of objects", 8), ("number of checksums", 8), ("layout digest", 16)),
 )
 OBJECT: Fields = (("offset", 8), ("bytes", 8), ("bytes of name", 4))
-TRAILER: Fields = (("magic", 8), ("data bytes", 8), ("footer bytes", 8), ("footer CRC", 4), ("reserved", 4), ("CRC", 4))
+TRAILER: Fields = (
+    ("magic", 8),
+    ("data bytes", 8),
+    ("footer bytes", 8),
+    ("footer CRC", 4),
+    ("reserved", 4),
+    ("CRC", 4),
+)
 INDEX: Fields = (
     *_IDENTITY,
     *(("data files", 4), ("rows", 8), ("shape numbers", 8), ("object rows", 8), ("name bytes", 8)),
 )
-KEY: Fields = (("bytes of name", 4), ("dtype", 2), ("dimensions", 2), ("fragments", 8), ("section bytes", 8), ("digest", 16))
+KEY: Fields = (
+    ("bytes of name", 4),
+    ("dtype", 2),
+    ("dimensions", 2),
+    ("fragments", 8),
+    ("section bytes", 8),
+    ("digest", 16),
+)
 OBJECT_ROW: Fields = (("bytes of name", 4), ("file", 4))
 
 
@@ -89,7 +103,9 @@ def _of_extents(checkpoint: Checkpoint, file: int, data_bytes: int) -> Iterator[
     """Tensors, objects, and the gaps between them."""
     name, places = checkpoint.file_path(file).name, []
     for key, entry in checkpoint.index.tensors.items():
-        places += [(e.offset, e.offset + e.bytes, "tensor") for _, e in entry.fragments(key) if e.file == file]
+        places += [
+            (e.offset, e.offset + e.bytes, "tensor") for _, e in entry.fragments(key) if e.file == file
+        ]
     for extent in checkpoint.footer(file).objects.values():
         places.append((extent.offset, extent.offset + extent.bytes, "object"))
     at = 4096

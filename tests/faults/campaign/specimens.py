@@ -15,7 +15,7 @@ class Specimen(NamedTuple):
     layout: str
 
 
-# Iterations name directories. 1 is the one that is damaged; of the others, files are put in the place of its own.
+# Iterations name directories. 1 is the one that is damaged; files of the others take the place of its own.
 USUAL, SAME_LAYOUT, OTHER_LAYOUT, OTHER_RUN = (
     Specimen(1, "usual"),
     Specimen(2, "usual"),
@@ -32,7 +32,7 @@ def place(root: Path, specimen: Specimen) -> Path:
 
 def make(forge: RankForge, root: Path) -> None:
     """Saves all of them under `root`."""
-    for number, run in enumerate(RUNS):
+    for number in range(len(RUNS)):
         forge.run(
             "tests.faults.campaign.specimens:save",
             ranks=RANKS,
