@@ -39,6 +39,7 @@ OUTSIDE = ("/etc/", "/outside/")
 
 def prepare(facts: dict[str, Any]) -> None:
     forging_torch_dist.sound()
+    forging_objects.deflated()
     forged_by(forging_structures.manifest, 0)
     command("--help")
 

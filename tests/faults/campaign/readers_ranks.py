@@ -22,7 +22,7 @@ from megatron_datastates.pipeline.prune import prune as prune_run
 from megatron_datastates.pipeline.verify import verify
 from tests.faults.campaign import judging, patterns
 
-AGAIN = "iter_0000001"  # is saved again and again
+AGAIN = "iter_0000999"  # is saved again and again; the newest by its name, which prune leaves
 # What a reader may meet: no save was published yet, the directory is being removed, or it was saved anew.
 CLEAR = re.compile(
     r"is not a directory|holds an unfinished datastates checkpoint|holds no datastates checkpoint"
@@ -138,6 +138,9 @@ def _verify(directory: Path, notes: Notes) -> None:
 def prune(plan: dict[str, Any], target: str) -> None:
     root, notes = Path(plan["root"]), Notes()
     while not (root / "over").exists():
+        if not directories(root):
+            time.sleep(0.01)
+            continue
         gone = prune_run(root, Rules(keep_last=2, keep_every=None, min_age_seconds=3600))
         notes.outcomes["removed"] += len(gone)
         time.sleep(0.05)
