@@ -102,7 +102,10 @@ def foreign_file(draw: Draw) -> Forgery:
     else:
         entry = forging.resealed_entry(value["files"][place]["name"], place, sealed)
     name = draw(st.sampled_from([entry["name"], OTHER_SAVE.data_file_name(place), SAVE.data_file_name(7)]))
-    value["files"][place] = entry | {"name": name, "rank": draw(st.sampled_from([place, place, rank]))}
+    named = draw(st.sampled_from([place, place, rank]))
+    value["files"][place] = entry | {"name": name, "rank": named}
+    if (save, rank) == (SAVE, named) and rank != place:
+        claims.data[place] = data  # all agree: that `verify` finds two files of a rank is all there is to it
     files[name] = sealed
     files[MANIFEST_NAME] = manifest_bytes(json.dumps(value))
     return Forgery("foreign file", f"{name} is of {save}, rank {rank}, in place of {place}", files, claims)
