@@ -49,7 +49,10 @@ def looked(load: Callable[[], patterns.State], candidates: Candidates) -> Outcom
         return Outcome(refused=text)
     iteration = patterns.iteration_of(found, candidates)
     if iteration is None:
-        return Outcome(wrong=f"wrong bytes: {patterns.first_difference(found, *candidates[0])}")
+        parts = patterns.iterations_of_parts(found, candidates)
+        return Outcome(
+            wrong=f"wrong bytes: {patterns.first_difference(found, *candidates[0])}; of each part: {parts}"
+        )
     return Outcome(iteration)
 
 

@@ -173,6 +173,22 @@ def iteration_of(found: State, candidates: Iterable[tuple[int, str]]) -> int | N
     return next((n for n, layout in candidates if first_difference(found, n, layout) is None), None)
 
 
+def iterations_of_parts(found: State, candidates: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
+    """For a message: which iterations each part of a state is, so that a mixture is told from damage."""
+    parts: dict[str, list[int]] = {name: [] for name in found}
+    for iteration, layout in candidates:
+        dtypes = {kind.key: kind for kind in KINDS[layout]}
+        for name, value in found.items():
+            if name in dtypes and isinstance(value, torch.Tensor):
+                data = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                is_it = data == element_bytes(dtypes[name], iteration)
+            else:
+                is_it = value == iteration if name == "iteration" else is_thing(value, name, iteration)
+            if is_it:
+                parts[name].append(iteration)
+    return parts
+
+
 def first_difference(found: State, iteration: int, layout: str) -> str | None:
     """What of a loaded state is not that iteration's."""
     kinds, objects = KINDS[layout], names_of_objects()
