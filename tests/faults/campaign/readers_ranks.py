@@ -26,7 +26,8 @@ AGAIN = "iter_0000999"  # is saved again and again; the newest by its name, whic
 # What a reader may meet: no save was published yet, the directory is being removed, or it was saved anew.
 CLEAR = re.compile(
     r"is not a directory|holds an unfinished datastates checkpoint|holds no datastates checkpoint"
-    r"|was saved anew|cannot be looked at, or is no file|is not a distributed checkpoint|No such file|is being removed|cannot be listed"
+    r"|was saved anew|cannot be looked at, or is no file"
+    r"|is not a distributed checkpoint|No such file|is being removed|cannot be listed"
 )
 Look = Callable[[Path, list[tuple[int, str]]], judging.Outcome]
 
