@@ -1,11 +1,12 @@
 # The daily commands. All run in .venv, which `make env` creates and keeps up to date.
-# Variables: PYTHON (the interpreter for .venv), ARGS (passed to pytest or the demo), VERSIONS (releases of
+# Variables: PYTHON (the interpreter for .venv), ARGS (passed to pytest, the demo or the fault campaign), SEED (of the campaign), VERSIONS (releases of
 # megatron-core, for test-versions), SANITIZERS (for test-native-sanitizers: address, thread, undefined).
 SHELL := bash
 BIN := .venv/bin
+SEED := 1
 NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
 
-.PHONY: help env demo test test-versions test-native-sanitizers test-aarch64 lint format clean distclean
+.PHONY: help env demo test test-faults test-versions test-native-sanitizers test-aarch64 lint format clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -25,6 +26,10 @@ ifeq ($(ARGS),)
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
+
+# Not part of `test`, which runs a slice of it: this takes hours. See docs/faults.md.
+test-faults: env ## run the fault campaign with SEED (1): kills, damage, forgeries; ARGS='--parts damage --rounds 500'
+	@$(BIN)/python -m tests.faults.campaign --seed $(SEED) $(ARGS)
 
 # Not part of `test`, because each release takes minutes. CI runs both.
 test-versions: env ## run the conformance tests with other releases of Megatron-Core

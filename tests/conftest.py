@@ -12,6 +12,7 @@ from tests.support.ranks import RankForge
 from tests.support.world import PATH, PRELOAD, World
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+ROOT = Path(__file__).parents[1]  # of the repository: ranks of the fault campaign import its package
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -32,7 +33,7 @@ def has_cuda_device() -> bool:
 
 @pytest.fixture(scope="session")
 def world_forge() -> Iterator[RankForge]:
-    with RankForge(PRELOAD, PATH) as parent:
+    with RankForge(PRELOAD, (*PATH, ROOT)) as parent:
         yield parent
 
 

@@ -126,6 +126,9 @@ def _check(manifest: Manifest, name: str) -> None:
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
         refuse("a data file is named twice")
+    ranks = [file.rank for file in manifest.files]
+    if ranks != sorted(ranks):  # the index counts files by their place in this list
+        refuse("its data files are not in the order of ranks")
     for file in manifest.files:
         if not is_data_file_name(file.name):
             refuse(f"data file name {file.name!r} is not the name of a data file")

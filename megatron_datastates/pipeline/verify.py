@@ -150,8 +150,11 @@ def _check_surroundings(checkpoint: Checkpoint, verdict: Verdict) -> None:
     if twice:
         verdict.faults.append(f"{directory / MANIFEST_NAME} names more than one file of rank {twice[0]}")
     _check_metadata(checkpoint, verdict)
-    for name in strangers(checkpoint):
-        verdict.notes.append(f"{directory / name} does not belong to the checkpoint")
+    try:
+        for name in strangers(checkpoint):
+            verdict.notes.append(f"{directory / name} does not belong to the checkpoint")
+    except OSError as error:  # the directory was removed meanwhile
+        verdict.faults.append(f"{directory} cannot be listed: {error.strerror}")
     named = iteration_in_name(directory.absolute().name)
     if named is not None and manifest.iteration not in (None, named):
         verdict.notes.append(f"{directory} holds iteration {manifest.iteration}, as its manifest says")

@@ -88,6 +88,31 @@ def test_a_published_save_without_metadata_json_gets_its_config(ours, tmp_path):
     assert load_config("") is None
 
 
+def directory(path: Path) -> None:
+    path.mkdir()
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def giant(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+@pytest.mark.parametrize("put", [os.mkfifo, directory, device, giant])
+def test_megatron_is_not_sent_into_a_metadata_json_that_is_no_document(ours, tmp_path, put):
+    """Its `open` would wait for a pipe, and its `json.load` read a device until memory ends."""
+
+    def original(directory: str) -> None:
+        raise AssertionError("it opened the file")
+
+    published = Path(shutil.copytree(ours, tmp_path / "c"))
+    put(published / "metadata.json")
+    assert dispatch.config_from_manifest(original)(str(published)) == CheckpointingConfig("datastates", 1)
+
+
 def test_other_formats_go_to_their_own_reader_and_loader(tmp_path):
     def original(self_or_directory, *args, **kwargs):
         return "original", self_or_directory, args, kwargs

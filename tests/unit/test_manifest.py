@@ -102,6 +102,18 @@ def test_a_data_file_named_twice_is_refused():
     refuse(msgspec.structs.replace(manifest(), files=[entry, entry]), "twice")
 
 
+def test_data_files_in_another_order_than_that_of_ranks_are_refused():
+    """The index counts them by their place: each tensor would be read from another rank's file."""
+    entry = manifest().files[0]
+    others = [
+        msgspec.structs.replace(entry, name=f"data-0000{n}-0123456789abcdef-3.bin", rank=n) for n in (1, 0)
+    ]
+    wrong = msgspec.structs.replace(manifest(), files=others, world_size=2)
+    refuse(wrong, "order of ranks")
+    in_order = msgspec.structs.replace(wrong, files=others[::-1])
+    assert Manifest.decode(in_order.encode(), "it") == in_order
+
+
 @pytest.mark.parametrize(
     "run_id", ["", "1", "0" * 17, "0123456789ABCDEF", "0x23456789abcdef", "../../../../etc."]
 )

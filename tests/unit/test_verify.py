@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import shutil
 import struct
 import zlib
 from pathlib import Path
@@ -27,7 +28,7 @@ from megatron_datastates.format.header import Header
 from megatron_datastates.format.manifest import OtherFile
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.pipeline.verify import verify, verify_checkpoint
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import PickledObject
 from tests.unit.by_hand import SAVE, Part, data_file, file_entry, fragment, index_of, write_checkpoint
@@ -253,6 +254,15 @@ def test_a_directory_that_is_no_checkpoint_raises(tmp_path):
 
 def whole(directory: Path, parts: list[Part] = TWO, **fields):
     return write_checkpoint(directory, parts, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]), **fields)
+
+
+def test_a_directory_that_is_removed_meanwhile_is_a_fault(tmp_path):
+    """By `datastates prune`, for instance."""
+    write_checkpoint(tmp_path / "c", TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]))
+    checkpoint = Checkpoint.open(tmp_path / "c", OPTIONS)
+    shutil.rmtree(tmp_path / "c")
+    told = verify_checkpoint(checkpoint, OPTIONS).faults
+    assert f"{tmp_path / 'c'} cannot be listed: No such file or directory" in told
 
 
 def test_ranks_that_disagree_about_their_number_are_found(tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError
+from megatron_datastates.files import DOCUMENT_BYTES, open_regular
 from megatron_datastates.format.directory import BACKEND, METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
@@ -27,6 +29,8 @@ def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
 
         state.current().directory = checkpoint_dir
+        if checkpoint_dir and _cannot_be_read(checkpoint_dir) and is_published(checkpoint_dir):
+            return CheckpointingConfig(BACKEND, 1)
         try:
             config = original(checkpoint_dir, *args, **kwargs)
             is_damaged = config is not None and not isinstance(config.sharded_backend, str)
@@ -45,6 +49,17 @@ def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
         return config
 
     return maybe_load_config
+
+
+def _cannot_be_read(directory: str | os.PathLike[str]) -> bool:
+    """Returns whether metadata.json is a file that Megatron's read of it would hang on, such as a pipe."""
+    try:
+        open_regular(Path(directory, METADATA_NAME), DOCUMENT_BYTES).close()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 def reader_by_format(original: Callable[..., Any]) -> Callable[..., Any]:

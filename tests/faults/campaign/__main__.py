@@ -9,17 +9,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import json
 import sys
 import tempfile
 from pathlib import Path
 
+from tests.faults.campaign import report
 from tests.faults.campaign.tally import Campaign, Part, Tally
 from tests.support.ranks import RankForge
 from tests.support.world import PATH, PRELOAD
 
+ROOT = Path(__file__).parents[3]  # of the repository: ranks import this package, too
 # Each is a module of this package with a function `run(campaign) -> Tally`.
-PARTS: tuple[str, ...] = ()
+PARTS: tuple[str, ...] = ("damage", "forged", "readers")
 
 
 def part_named(name: str) -> Part:
@@ -35,6 +36,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", type=int, metavar="ROUND", help="this round alone")
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the counts as JSON")
+    parser.add_argument("--report", action="store_true", help="write the figures into docs/faults.md")
     return parser.parse_args(arguments)
 
 
@@ -47,7 +49,7 @@ def show(tally: Tally) -> None:
 
 
 def run(options: argparse.Namespace, folder: Path) -> list[Tally]:
-    with RankForge(PRELOAD, PATH) as forge:
+    with RankForge(PRELOAD, (*PATH, ROOT)) as forge:
         campaign = Campaign(options.seed, folder, forge, options.rounds, options.only)
         tallies = []
         for name in options.parts:
@@ -60,9 +62,11 @@ def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="campaign-") as folder:
         tallies = run(options, Path(folder))
+    found = {"seed": options.seed, "parts": [dataclasses.asdict(each) for each in tallies]}
     if options.out:
-        found = {"seed": options.seed, "parts": [dataclasses.asdict(each) for each in tallies]}
-        options.out.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        options.out.write_text(report.as_json(found))
+    if options.report:
+        report.write(found)
     sys.exit(any(each.violations for each in tallies))
 
 
