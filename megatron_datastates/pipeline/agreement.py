@@ -188,11 +188,11 @@ def ranks_of(group: dist.ProcessGroup | None = None) -> list[int]:
     return dist.get_process_group_ranks(group) if _world() is not None else [0]
 
 
-def sum_now(value: int, group: dist.ProcessGroup | None = None) -> int:
-    """The sum of a small whole number over the ranks of a group; waits for all of them."""
-    tensor = torch.tensor([value], dtype=torch.int32, device=Collectives._device(group))
+def sum_now(values: Sequence[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """Returns the sums of whole numbers over the ranks of a group; waits for all of them."""
+    tensor = torch.tensor(values, dtype=torch.int64, device=Collectives._device(group))
     dist.all_reduce(tensor, group=group)
-    return int(tensor.item())
+    return [int(value) for value in tensor.tolist()]
 
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import inspect
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from megatron_datastates.errors import (
@@ -31,6 +32,7 @@ from megatron_datastates.errors import (
     StorageError,
     UnsafeObjectError,
 )
+from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.load import state
 from megatron_datastates.pipeline.runs import may_be_ours
 
@@ -82,6 +84,7 @@ class Agreement:
     ) -> None:
         self.failure: Failure | None = None
         self.is_over = False
+        self.save_id: SaveId | None = None  # of what this rank has opened
         self.is_parallel = is_parallel
         self._directory, self._group = directory, group
         self._last_group = None if is_parallel else group  # Megatron exchanges objects in the whole world
@@ -149,8 +152,16 @@ class Agreement:
     def _raise_if_any(self, group: Any) -> None:
         from megatron_datastates.pipeline.agreement import gather_objects, sum_now
 
-        if sum_now(int(self.failure is not None), group):
+        failed, *sums = sum_now([int(self.failure is not None), *_terms(self.save_id)], group)
+        if failed:
             self._raise_for(gather_objects(self.failure, group), group)
+        elif not _are_alike(sums):  # so say the same sums on every rank
+            from megatron_datastates.mcore.errors import MegatronLoadFailedError
+
+            self.is_over = True
+            state.current().failed_alike = True
+            text = f"ranks have read different saves of {self._directory}: it was saved anew: load again"
+            raise MegatronLoadFailedError(text) from StorageError(text)
 
     def _raise_for(self, everyone: Iterable[Any], group: Any) -> None:
         from megatron_datastates.mcore.errors import LoadMismatch, MegatronLoadFailedError
@@ -166,6 +177,22 @@ class Agreement:
         mismatch = all(failure.is_mismatch for failure in failures.values())
         text = f"loading {self._directory} failed on {len(failures)} of {len(ranks)} ranks: {_told(failures)}"
         raise (LoadMismatch if mismatch else MegatronLoadFailedError)(text) from _cause(failures)
+
+
+def _terms(save_id: SaveId | None) -> list[int]:
+    """Returns what ranks add up to see whether all have opened the same save; zeros if this one has none."""
+    if save_id is None:
+        return [0] * 5
+    digest = hashlib.sha256(str(save_id).encode()).digest()
+    # Of 20 bits each, so that the squares of millions of ranks add up to less than 63 bits.
+    numbers = [int.from_bytes(digest[at : at + 3], "little") >> 4 for at in (0, 3)]
+    return [1, *numbers, *(number * number for number in numbers)]
+
+
+def _are_alike(sums: Sequence[int]) -> bool:
+    """Numbers are all the same if and only if the square of their sum is their count times their squares."""
+    count, one, other, one_squared, other_squared = sums
+    return one * one == count * one_squared and other * other == count * other_squared
 
 
 def _told(failures: dict[int, Failure]) -> str:
@@ -201,7 +228,8 @@ def agreed(original: Callable[..., Any]) -> Callable[..., Any]:
         call.apply_defaults()
         agreement = _agreement_of(call.arguments)
         if agreement is None:
-            return original(*args, **kwargs)
+            with state.opened():
+                return original(*args, **kwargs)
         with agreement.reached():
             if call.arguments.get("verify_integrity"):  # since 0.19
                 call.arguments["verify_integrity"] = False

@@ -23,7 +23,21 @@ def forget() -> None:
 
 
 def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint in `directory`; errors are LoadFailedError, and Megatron's."""
+    """Opens the checkpoint in `directory`: the same one throughout a load, whatever is published.
+
+    Raises:
+        LoadFailedError (and a CheckpointingException): it cannot be opened.
+    """
+    load, path = state.current(), str(Path(directory).absolute())
+    checkpoint = load.checkpoints.get(path)
+    if checkpoint is None:
+        checkpoint = load.checkpoints[path] = _open(directory)
+    if load.agreement is not None:
+        load.agreement.save_id = checkpoint.manifest.save_id
+    return checkpoint
+
+
+def _open(directory: str | os.PathLike[str]) -> Checkpoint:
     from megatron_datastates.mcore.errors import load_errors
     from megatron_datastates.pipeline.load import Checkpoint
 

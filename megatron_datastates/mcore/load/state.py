@@ -12,6 +12,7 @@ from megatron_datastates.config import Options
 
 if TYPE_CHECKING:
     from megatron_datastates.mcore.load.metadata import Boxes
+    from megatron_datastates.pipeline.load import Checkpoint
 
 
 @dataclasses.dataclass
@@ -24,6 +25,8 @@ class Load:
     directory: str | None = None  # that Megatron's maybe_load_config was last asked for
     agreement: Any = None  # between ranks (agreement.py), where several take part; else None
     boxes: Boxes | None = None  # that are wanted of each tensor
+    # By directory. A save may publish there meanwhile: all that one load reads is of the same save.
+    checkpoints: dict[str, Checkpoint] = dataclasses.field(default_factory=dict)
 
 
 _open: ContextVar[Load | None] = ContextVar("the open load", default=None)

@@ -1,0 +1,44 @@
+"""All that one load reads is of the same save, on this rank and on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron_datastates as ds
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.mcore.load import agreement, opening, state
+
+
+def test_a_load_stays_with_the_save_that_it_has_opened(tmp_path: Path) -> None:
+    ds.save({"t": torch.ones(3)}, tmp_path)
+    with state.opened():
+        first = opening.open_checkpoint(tmp_path)
+        ds.save({"t": torch.zeros(3)}, tmp_path)
+        assert opening.open_checkpoint(tmp_path) is first
+    assert opening.open_checkpoint(tmp_path).manifest.save_id != first.manifest.save_id
+
+
+def sums_of(*saves: SaveId | None) -> list[int]:
+    return [sum(column) for column in zip(*map(agreement._terms, saves), strict=True)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 1000])
+def test_ranks_with_the_same_save_are_alike(ranks: int) -> None:
+    save = SaveId(2**62 + 12345, 7)
+    assert agreement._are_alike(sums_of(*[save] * ranks))
+    assert agreement._are_alike(sums_of(*[save] * ranks, None, None))
+    assert agreement._are_alike(sums_of(None, None))
+
+
+@pytest.mark.parametrize("others", [1, 2, 999])
+def test_one_rank_with_another_save_is_noticed(others: int) -> None:
+    assert not agreement._are_alike(sums_of(*[SaveId(5, 7)] * others, SaveId(5, 9)))
+    assert not agreement._are_alike(sums_of(*[SaveId(5, 7)] * others, SaveId(5, 9), None))
+
+
+def test_the_sums_of_a_million_ranks_fit_the_collective() -> None:
+    largest = [1, *[2**20 - 1] * 2, *[(2**20 - 1) ** 2] * 2]
+    assert max(largest) * 1_000_000 < 2**63
