@@ -18,8 +18,9 @@ from tests.faults.campaign.tally import Campaign, Part, Tally
 from tests.support.ranks import RankForge
 from tests.support.world import PATH, PRELOAD
 
+ROOT = Path(__file__).parents[3]  # of the repository: ranks import this package, too
 # Each is a module of this package with a function `run(campaign) -> Tally`.
-PARTS: tuple[str, ...] = ()
+PARTS: tuple[str, ...] = ("kills",)
 
 
 def part_named(name: str) -> Part:
@@ -47,7 +48,7 @@ def show(tally: Tally) -> None:
 
 
 def run(options: argparse.Namespace, folder: Path) -> list[Tally]:
-    with RankForge(PRELOAD, PATH) as forge:
+    with RankForge((*PRELOAD, "tests.faults.campaign.job"), (*PATH, ROOT)) as forge:
         campaign = Campaign(options.seed, folder, forge, options.rounds, options.only)
         tallies = []
         for name in options.parts:
