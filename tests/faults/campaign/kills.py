@@ -118,7 +118,7 @@ class _Round:
         exits = self._kill()
         killed = exits.count(-signal.SIGKILL)
         how = f"at {self._plan.point.split(':')[0]}" if self._plan.point else "at a random time"
-        self._tally.outcomes["kills"] += killed
+        self._tally.outcomes["ranks killed"] += killed
         self._tally.count(f"killed {how}" if killed else "ended before the kill")
         history = History(notes_in(self._folder / "saving"))
         if self._plan.has_prune:
@@ -126,9 +126,9 @@ class _Round:
         self._judge(history)
 
     def _start(self, name: str, ranks: int, recipe: dict[str, Any], logs: Path) -> Job:
-        return self._forge.start(
-            f"{MODULE}:{name}", ranks=ranks, arguments=[recipe, str(logs)], logs=logs
-        )
+        notes = self._folder / logs.parts[-1].partition("-")[0]
+        notes.mkdir(exist_ok=True)
+        return self._forge.start(f"{MODULE}:{name}", ranks=ranks, arguments=[recipe, str(notes)], logs=logs)
 
     # -- the job that dies ------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class _Round:
         prune = None
         if plan.has_prune:
             recipe = {"root": str(self._root), "keep_last": 1, "plan": plan.prune_point}
-            prune = self._start("prune_until_killed", 1, recipe, logs / "prune")
+            prune = self._start("prune_until_killed", 1, recipe, self._folder / "saving-prune")
         try:
             if not plan.point:
                 self._await_begin(job)
