@@ -150,7 +150,7 @@ def _filling(rng: random.Random, each: int, disk: str) -> dict[str, Any]:
     number = rng.choice([1, 2])
     if disk == "inodes":
         return _attempt(each, number, inodes=rng.randint(0, 6), what="a disk without inodes")
-    spare = rng.choice([-3 << 20, -8192, *range(0, 12 * 4096, 4096), 1 << 17])
+    spare = rng.choice([-3 << 20, -4096, *range(0, 6 * 4096, 2048), 1 << 16])
     return _attempt(each, number, spare_bytes=spare, what=f"a full disk ({disk})")
 
 

@@ -33,6 +33,7 @@ def attempts(recipe: dict[str, Any], folder: str) -> None:
         session.save(number, iteration)
     for attempt in recipe["attempts"]:
         session.attempt(attempt)
+    session.look_at_all()
     leave()
 
 
@@ -44,7 +45,7 @@ class _Session:
         self._shim = ctypes.CDLL(None)
 
     def save(self, number: int, iteration: int) -> None:
-        self._candidates = [*self._candidates, iteration][-4:] + [each for each in self._held.values()]
+        self._candidates = [*self._candidates[-3:], *self._held.values(), iteration]
         trainer = Trainer(self._root, self._note, self._mode, tracker=False)
         trainer.save(number, iteration)
         trainer.finish()
@@ -69,6 +70,10 @@ class _Session:
         dist.barrier()
         self.save(number, iteration + 1)
         self._require(self._found(number) == iteration + 1, attempt, "the next save is not there")
+
+    def look_at_all(self) -> None:
+        for number, iteration in self._held.items():
+            self._require(self._found(number) == iteration, {}, f"at the end {number} is not {iteration}")
 
     # -- trouble ----------------------------------------------------------------------------------------
 
@@ -116,9 +121,9 @@ class _Session:
         self._require(fine, attempt, f"allowed {allowed}, found {verdict}; the error was {error}")
         if found is not None:
             self._held[number] = found
-        for other, value in list(self._held.items()):
-            if other != number:
-                self._require(self._found(other) == value, attempt, f"iteration {other} is no longer {value}")
+        other = min((each for each in self._held if each != number), default=number)
+        whole = other == number or self._found(other) == self._held[other]
+        self._require(whole, attempt, f"iteration {other} is no longer {self._held.get(other)}")
         if error is not None and "unlink" not in attempt["plan"]:
             self._require_no_rests(attempt, number)
 
