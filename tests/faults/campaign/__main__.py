@@ -34,6 +34,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, help="of each part, in place of its own number")
     parser.add_argument("--only", type=int, metavar="ROUND", help="this round alone")
+    parser.add_argument("--minutes", type=float, help="a part begins no more rounds after so many")
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the counts as JSON")
     return parser.parse_args(arguments)
@@ -49,7 +50,7 @@ def show(tally: Tally) -> None:
 
 def run(options: argparse.Namespace, folder: Path) -> list[Tally]:
     with RankForge((*PRELOAD, "tests.faults.campaign.job"), (*PATH, ROOT)) as forge:
-        campaign = Campaign(options.seed, folder, forge, options.rounds, options.only)
+        campaign = Campaign(options.seed, folder, forge, options.rounds, options.only, options.minutes)
         tallies = []
         for name in options.parts:
             tallies.append(part_named(name)(campaign))

@@ -9,6 +9,7 @@ any number (1, 2 or 4) loads what any number saved.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 
 PIECES = 4  # of what is divided among ranks: their number divides this
 OBJECT_BYTES = 3_000
-_POISON = 0xA5
+POISON = 0xA5
 _GLANCE = 16  # elements that tell most iterations apart
 Bytes = npt.NDArray[np.uint8]
 
@@ -52,6 +53,7 @@ class Kind:
             return [(self.split[0], rank // columns, rows), (self.split[1], rank % columns, columns)]
         return [(axis, rank, ranks) for axis in self.split]
 
+    @functools.cache  # noqa: B019  (a kind lives as long as the process)
     def index(self, rank: int, ranks: int) -> npt.NDArray[np.uint64]:
         """The place of each element of a rank's part in the global tensor."""
         found = np.zeros((1,) * len(self.shape), np.uint64)
@@ -100,8 +102,10 @@ def tensor(kind: Kind, iteration: int, rank: int, ranks: int) -> torch.Tensor:
     return torch.nn.Parameter(found, requires_grad=False) if kind.lazy else found
 
 
-def thing(name: str, iteration: int) -> dict[str, Any]:
+def thing(name: str, iteration: int | None) -> dict[str, Any] | None:
     """An object of that iteration."""
+    if iteration is None:
+        return None
     bits = _bits(iteration, name, np.arange(OBJECT_BYTES, dtype=np.uint64), 1)
     return {"iteration": iteration, "name": name, "bytes": bits.tobytes()}
 
@@ -111,19 +115,23 @@ def pieces(rank: int, ranks: int) -> range:
     return range(rank * PIECES // ranks, (rank + 1) * PIECES // ranks)
 
 
-def state(iteration: int) -> dict[str, Any]:
-    """This rank's part of the state, as `dist_checkpointing` saves it."""
+def state(iteration: int | None) -> dict[str, Any]:
+    """This rank's part of the state, as `dist_checkpointing` saves it; of no iteration to load into."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {}
     for kind in KINDS:
         parts = kind.parts(rank, ranks)
-        data = tensor(kind, iteration, rank, ranks)
+        if iteration is None:
+            data = torch.empty(kind.index(rank, ranks).shape, dtype=kind.dtype)
+            memory(data)[:] = POISON
+        else:
+            data = tensor(kind, iteration, rank, ranks)
         replica = 0 if parts else rank
         found[kind.name] = ShardedTensor.from_rank_offsets(kind.name, data, *parts, replica_id=replica)
     found["shared"] = ShardedObject("shared", thing("shared", iteration), (1,), (0,), replica_id=rank)
     for piece in pieces(rank, ranks):
-        data = thing(f"own{piece}", iteration)
-        found[f"own{piece}"] = ShardedObject("own", data, (PIECES,), (piece,))
+        own = thing(f"own{piece}", iteration)
+        found[f"own{piece}"] = ShardedObject("own", own, (PIECES,), (piece,))
     return found | {"common": thing("common", iteration), "iteration": iteration}
 
 
@@ -139,7 +147,7 @@ def overwrite(sharded: dict[str, Any], *, lazy: bool) -> None:
     for kind in KINDS:
         if kind.lazy == lazy:
             data = sharded[kind.name].data.detach()
-            memory(data.T if kind.turned else data)[:] = _POISON
+            memory(data.T if kind.turned else data)[:] = POISON
     if not lazy:
         for item in sharded.values():
             if isinstance(item, ShardedObject):
@@ -161,11 +169,8 @@ class Verdict:
 
 def judge(directory: Path, candidates: Collection[int]) -> Verdict:
     """Loads what all ranks saved there, and says what it is. Collective; each rank judges its own part."""
-    blank = state(0)
-    for lazy in (False, True):
-        overwrite(blank, lazy=lazy)
     try:
-        found = dist_checkpointing.load(blank, str(directory), validate_access_integrity=False)
+        found = dist_checkpointing.load(state(None), str(directory), validate_access_integrity=False)
     except CheckpointingException as error:
         if directory.name in str(error):
             return Verdict("refused", why=str(error))
@@ -225,5 +230,5 @@ def _torn(found: dict[str, Any], name: str, candidates: Collection[int], rank: i
         wanted = memory(tensor(kind, each, rank, ranks))
         if len(wanted) == len(stored):
             shares[each] = int(np.count_nonzero(wanted == stored))
-    poison = int(np.count_nonzero(stored == _POISON))
+    poison = int(np.count_nonzero(stored == POISON))
     return f"of {len(stored)} bytes, alike: {shares}, as before the load: {poison}"
