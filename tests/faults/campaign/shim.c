@@ -22,6 +22,7 @@
 
 #define MOST_ENTRIES 16
 #define SHORT (-1)
+#define GONE (-2)
 
 struct Entry {
   char call[24], part[64];
@@ -51,7 +52,7 @@ int shim_arm(const char* directory, const char* plan) {
     }
     entry.nth = atol(nth);
     entry.onward = strchr(nth, '+') != NULL;
-    entry.effect = strcmp(effect, "short") == 0 ? SHORT : atoi(effect);
+    entry.effect = strcmp(effect, "short") == 0 ? SHORT : strcmp(effect, "gone") == 0 ? GONE : atoi(effect);
     entries[count++] = entry;
   }
   free(copy);
@@ -145,12 +146,23 @@ static int IsDirectory(int fd) {
   return fstat(fd, &facts) == 0 && S_ISDIR(facts.st_mode);
 }
 
+static void Remove(int fd) {
+  char link[64], path[PATH_MAX];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  const ssize_t length = readlink(link, path, sizeof path - 1);
+  if (length <= 0) return;
+  path[length] = 0;
+  unlink(path);
+}
+
 #define SYNC(name)                                                           \
   int name(int fd) {                                                         \
     REAL(int, #name, int);                                                   \
     const int effect = EffectOn(IsDirectory(fd) ? "fsyncdir" : "fsync", fd); \
     FAIL_IF(effect);                                                         \
-    return real(fd);                                                         \
+    const int result = real(fd);                                             \
+    if (effect == GONE) Remove(fd);                                          \
+    return result;                                                           \
   }
 SYNC(fsync)
 SYNC(fdatasync)

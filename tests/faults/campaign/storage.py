@@ -38,6 +38,7 @@ class Trouble:
     """A call that goes wrong. `kind`: it must fail the save (fatal), must not (benign), or either.
 
     `first`: only rank 0 makes it. `nth`: how often a save makes it, at most. `onward`: also from then on.
+    A save that never syncs a file is a violation, too.
     """
 
     call: str
@@ -58,6 +59,7 @@ TROUBLES = (
     Trouble("pwrite", "data-", ("short",), "benign", nth=4),
     Trouble("ftruncate", "data-", ("EIO",), "fatal"),
     Trouble("fsync", "data-", ("EIO", "ENOSPC", "EDQUOT"), "fatal", onward=False),
+    Trouble("fsync", "data-", ("gone",), "fatal", onward=False),
     Trouble("fsyncdir", "*", ("EIO",), "fatal", nth=2),
     Trouble("fsyncdir", "*", ("EINVAL",), "benign"),
     Trouble("opendir", "*", ("EIO",), "fatal"),
@@ -127,14 +129,14 @@ def _play(forge: RankForge, tally: Tally, round_: int, rng: random.Random, folde
 
 def _attempt(each: int, number: int, **fields: Any) -> dict[str, Any]:
     common = {"number": number, "iteration": 100 + 10 * each, "plan": "", "victims": [], "kind": "either"}
-    return common | {"spare_bytes": 0, "inodes": None} | fields
+    return common | {"must_meet": False, "spare_bytes": 0, "inodes": None} | fields
 
 
 def _call(rng: random.Random, each: int, ranks: int) -> dict[str, Any]:
     trouble, effect_at = rng.choice(TROUBLES), rng.random()
     effect = trouble.effects[int(effect_at * len(trouble.effects))]
     onward = "+" if trouble.onward and rng.random() < 0.4 else ""
-    code = effect if effect == "short" else str(getattr(errno, effect))
+    code = effect if effect in ("short", "gone") else str(getattr(errno, effect))
     plan = f"{trouble.call}/{trouble.part}/{rng.randint(1, trouble.nth)}{onward}/{code}"
     kind = trouble.kind
     if rng.random() < 0.15:  # what fails cannot clean up, either
@@ -142,8 +144,8 @@ def _call(rng: random.Random, each: int, ranks: int) -> dict[str, Any]:
     victims = [0] if trouble.first else rng.choice([[rng.randrange(ranks)], list(range(ranks))])
     # metadata.json is written where it is not yet.
     number = 3 + each if trouble.part == "metadata.json" else rng.choice([1, 2, 3 + each])
-    what = f"{trouble.call} {trouble.part}: {effect}"
-    return _attempt(each, number, plan=plan, victims=victims, kind=kind, what=what)
+    what, must = f"{trouble.call} {trouble.part}: {effect}", trouble.call == "fsync"
+    return _attempt(each, number, plan=plan, victims=victims, kind=kind, what=what, must_meet=must)
 
 
 def _filling(rng: random.Random, each: int, disk: str) -> dict[str, Any]:

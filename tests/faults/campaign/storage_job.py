@@ -106,6 +106,7 @@ class _Session:
             self._require(error is None, attempt, f"it is no failure, and the save failed: {error}")
         if attempt["kind"] == "fatal":
             self._require(not hit or error is not None, attempt, "it was met, and the save reports success")
+        self._require(hit or not attempt["must_meet"], attempt, "the save made no such call")
         self._require_held(attempt, error)
         facts = {"hit": hit, "error": error, "what": attempt["what"]}
         self._note("attempted", attempt["number"], attempt["iteration"], json.dumps(facts))
