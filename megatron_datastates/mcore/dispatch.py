@@ -6,10 +6,11 @@ then a save was published and the process died before Megatron wrote metadata.js
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ _TORCH_DIST_INDEX = ".metadata"
 # What a checkpoint of torch_dist consists of: not part of one that is published over it.
 FILES_OF_TORCH_DIST = ("*.distcp", _TORCH_DIST_INDEX, COMMON_STATE_FILE)
 _opened: dict[object, Checkpoint] = {}  # the last one: a load opens it several times
+# What the open load has opened, by path: another run may publish there before the load has read all of it.
+_READING: ContextVar[dict[Path, Checkpoint] | None] = ContextVar("checkpoints of the open load", default=None)
 # Where the options of a load come from; Megatron's training loop has arguments, too.
 OPTIONS: ContextVar[Callable[[], Options]] = ContextVar("load options", default=Options.from_environment)
 LOOKED_AT: ContextVar[str | None] = ContextVar("what maybe_load_config was last asked for", default=None)
@@ -81,22 +84,41 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
 
     from megatron_datastates.pipeline.load import Checkpoint
 
+    reading, path = _READING.get(), Path(directory).absolute()
+    if reading is not None and path in reading:
+        return reading[path]
     options = OPTIONS.get()()
     try:
-        manifest = (Path(directory).absolute() / MANIFEST_NAME).stat()
+        manifest = (path / MANIFEST_NAME).stat()
         key = (os.fspath(directory), manifest.st_ino, manifest.st_mtime_ns, manifest.st_size, options)
     except OSError:
         key = None  # Checkpoint.open says what is wrong
     checkpoint = _opened.get(key) if key is not None else None
-    if checkpoint is not None:
-        return checkpoint
-    try:
-        checkpoint = Checkpoint.open(directory, options)
-    except DataStatesError as error:
-        raise CheckpointingException(str(error)) from error
-    _opened.clear()
-    _opened[key] = checkpoint
+    if checkpoint is None:
+        try:
+            checkpoint = Checkpoint.open(directory, options)
+        except DataStatesError as error:
+            raise CheckpointingException(str(error)) from error
+        _opened.clear()
+        _opened[key] = checkpoint
+    if reading is not None:
+        reading[path] = checkpoint
     return checkpoint
+
+
+@contextlib.contextmanager
+def reading_one(directory: str | os.PathLike[str]) -> Iterator[Callable[[], bytes | None]]:
+    """Around one load: all of it reads the checkpoint that it opens first, or fails.
+
+    Yields what returns that checkpoint's manifest, None while there is none.
+    """
+    reading: dict[Path, Checkpoint] = {}
+    path = Path(directory).absolute()
+    token = _READING.set(reading)
+    try:
+        yield lambda: reading[path].manifest.encode() if path in reading else None
+    finally:
+        _READING.reset(token)
 
 
 def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:

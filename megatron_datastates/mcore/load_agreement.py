@@ -8,7 +8,8 @@ Where ranks meet, each of them the same number of times whatever fails:
   1. load_checkpoint: one sum, once arguments and common state were read (training_load.py).
   2. load: in Megatron's own gather of metadata, to which a rank that failed before it sends its failure; one
      sum where Megatron gathers nothing.
-  3. load: one sum, once each rank has read its part; in a fully parallel load before the parts are exchanged.
+  3. load: one sum, once each rank has read its part; in a fully parallel load before the parts are exchanged. It
+     also shows whether all have read the same checkpoint, since another run may publish while ranks open it.
 What Megatron checks between 2 and a fully parallel load fails as a value: that load gathers metadata first.
 
 A rank that sees no file of the checkpoint at all cannot tell that it is ours, and raises alone, as before.
@@ -20,6 +21,7 @@ import contextlib
 import dataclasses
 import inspect
 import os
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
@@ -32,7 +34,7 @@ from megatron_datastates.errors import (
     StorageError,
     UnsafeObjectError,
 )
-from megatron_datastates.mcore.dispatch import may_be_ours
+from megatron_datastates.mcore.dispatch import may_be_ours, reading_one
 
 _DAMAGE = (CorruptDataError, StorageError, FormatError, NotACheckpointError)
 _TOLD = 3  # different failures that are told in full
@@ -92,6 +94,7 @@ class Agreement:
         self.failure: Failure | None = None
         self.is_over = False
         self.is_parallel = is_parallel
+        self.manifest: Callable[[], bytes | None] = lambda: None  # of the checkpoint that this rank reads
         self._directory, self._group = directory, group
         self._last_group = None if is_parallel else group  # Megatron exchanges objects in the whole world
         self._gathers = gathers  # Megatron does, metadata
@@ -158,10 +161,18 @@ class Agreement:
         self._raise_if_any(self._last_group)
 
     def _raise_if_any(self, group: Any) -> None:
-        from megatron_datastates.pipeline.agreement import gather_objects, sum_now
+        from megatron.core.dist_checkpointing.core import CheckpointingException
 
-        if sum_now(int(self.failure is not None), group):
+        from megatron_datastates.pipeline.agreement import gather_objects, sums_now
+
+        failed, *digests = sums_now([int(self.failure is not None), *_addends(self.manifest())], group)
+        if failed:
             self._raise_for(gather_objects(self.failure, group), group)
+        elif not _are_equal(*digests):
+            raise CheckpointingException(
+                f"loading {self._directory}: ranks have opened different checkpoints there, so it was saved again "
+                "meanwhile, or they do not see the same storage. Load it again once no other run saves there"
+            )
 
     def _raise_for(self, everyone: Iterable[Any], group: Any) -> None:
         from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -181,6 +192,19 @@ class Agreement:
         mismatch = all(failure.is_mismatch for failure in failures.values())
         text = f"loading {self._directory} failed on {len(failures)} of {len(ranks)} ranks: {_told(failures)}"
         raise (LoadMismatch if mismatch else CheckpointingException)(text) from _cause(failures)
+
+
+def _addends(manifest: bytes | None) -> list[int]:
+    """What a rank adds to three sums, from which all ranks see whether their manifests are the same."""
+    if manifest is None:
+        return [0, 0, 0]
+    digest = zlib.crc32(manifest) & 0xFFFFFF  # so that the sum of squares fits 64 bits for 32,768 ranks
+    return [1, digest, digest * digest]
+
+
+def _are_equal(count: int, total: int, squares: int) -> bool:
+    """By the inequality of Cauchy and Schwarz: they are equal only for equal numbers."""
+    return count * squares == total * total
 
 
 def _told(failures: dict[int, Failure]) -> str:
@@ -215,8 +239,13 @@ def agreed(original: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         agreement = _agreement_of(call.arguments)
-        if agreement is None:
-            return original(*args, **kwargs)
+        with reading_one(call.arguments["checkpoint_dir"]) as manifest:
+            if agreement is None:
+                return original(*args, **kwargs)
+            agreement.manifest = manifest
+            return agreed_load(agreement, call)
+
+    def agreed_load(agreement: Agreement, call: inspect.BoundArguments) -> Any:
         with agreement.reached():
             if call.arguments.get("verify_integrity"):  # since 0.19
                 call.arguments["verify_integrity"] = False

@@ -188,11 +188,11 @@ def ranks_of(group: dist.ProcessGroup | None = None) -> list[int]:
     return dist.get_process_group_ranks(group) if _world() is not None else [0]
 
 
-def sum_now(value: int, group: dist.ProcessGroup | None = None) -> int:
-    """The sum of a small whole number over the ranks of a group; waits for all of them."""
-    tensor = torch.tensor([value], dtype=torch.int32, device=Collectives._device(group))
+def sums_now(values: list[int], group: dist.ProcessGroup | None = None) -> list[int]:
+    """The sums of whole numbers (of 64 bits, as their sums) over the ranks of a group; waits for all of them."""
+    tensor = torch.tensor(values, dtype=torch.int64, device=Collectives._device(group))
     dist.all_reduce(tensor, group=group)
-    return int(tensor.item())
+    return [int(each) for each in tensor.tolist()]
 
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
