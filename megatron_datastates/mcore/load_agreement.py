@@ -8,8 +8,8 @@ Where ranks meet, each of them the same number of times whatever fails:
   1. load_checkpoint: one sum, once arguments and common state were read (training_load.py).
   2. load: in Megatron's own gather of metadata, to which a rank that failed before it sends its failure; one
      sum where Megatron gathers nothing.
-  3. load: one sum, once each rank has read its part; in a fully parallel load before the parts are exchanged. It
-     also shows whether all have read the same checkpoint, since another run may publish while ranks open it.
+  3. load: one sum, once each rank has read its part; in a fully parallel load before the parts are exchanged.
+     It also shows whether all have opened the same checkpoint: another run may publish one in between.
 What Megatron checks between 2 and a fully parallel load fails as a value: that load gathers metadata first.
 
 A rank that sees no file of the checkpoint at all cannot tell that it is ours, and raises alone, as before.
@@ -170,8 +170,8 @@ class Agreement:
             self._raise_for(gather_objects(self.failure, group), group)
         elif not _are_equal(*digests):
             raise CheckpointingException(
-                f"loading {self._directory}: ranks have opened different checkpoints there, so it was saved again "
-                "meanwhile, or they do not see the same storage. Load it again once no other run saves there"
+                f"loading {self._directory}: ranks have opened different checkpoints there; it was saved "
+                "again meanwhile, or they do not see the same storage. Load it again while no run saves there"
             )
 
     def _raise_for(self, everyone: Iterable[Any], group: Any) -> None:

@@ -189,7 +189,7 @@ def ranks_of(group: dist.ProcessGroup | None = None) -> list[int]:
 
 
 def sums_now(values: list[int], group: dist.ProcessGroup | None = None) -> list[int]:
-    """The sums of whole numbers (of 64 bits, as their sums) over the ranks of a group; waits for all of them."""
+    """The sums of whole numbers over the ranks of a group, in 64 bits; waits for all of them."""
     tensor = torch.tensor(values, dtype=torch.int64, device=Collectives._device(group))
     dist.all_reduce(tensor, group=group)
     return [int(each) for each in tensor.tolist()]

@@ -103,7 +103,7 @@ class Job:
 class RankForge:
     """A parent that imports `preload` ("module" or "module:function to call") and forks jobs.
 
-    `environment` is the parent's own beside what it inherits, for what a fork can no longer be given (LD_PRELOAD).
+    `environment` is added to the parent's, for what a fork can no longer be given (LD_PRELOAD).
     """
 
     def __init__(

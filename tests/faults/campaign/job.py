@@ -1,6 +1,6 @@
 """What ranks of the campaign do: save as a trainer does, note what happened, and judge what is there.
 
-Runs in forked ranks. Notes are lines of JSON, flushed one by one: they outlive a SIGKILL.
+Runs in forked ranks. Notes are lines of JSON, written one by one: they outlive a SIGKILL.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ class Notes:
     """What happened on this rank, in order."""
 
     def __init__(self, folder: str, name: str) -> None:
-        self._file = Path(folder, f"{name}.notes").open("a", buffering=1)
+        self._path = Path(folder, f"{name}.notes")
 
     def __call__(self, event: str, number: int, iteration: int, text: str = "") -> None:
         note = {"event": event, "number": number, "iteration": iteration, "text": text}
-        self._file.write(json.dumps(note | {"at": time.time()}) + "\n")
+        with self._path.open("a") as file:
+            file.write(json.dumps(note | {"at": time.time()}) + "\n")
 
 
 def notes_in(folder: Path) -> list[dict[str, Any]]:

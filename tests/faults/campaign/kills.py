@@ -134,8 +134,7 @@ class _Round:
 
     def _kill(self) -> list[int]:
         plan, logs = self._plan, self._folder / "saving"
-        fault = plan.point if plan.kills_all or plan.point else ""
-        job = self._start("save_until_killed", plan.ranks, plan.recipe | {"plan": fault}, logs)
+        job = self._start("save_until_killed", plan.ranks, plan.recipe | {"plan": plan.point}, logs)
         prune = None
         if plan.has_prune:
             recipe = {"root": str(self._root), "keep_last": 1, "plan": plan.prune_point}
@@ -202,8 +201,8 @@ class _Round:
             verdict = Verdict.read(json.loads(note["text"])) if note["text"] else None
             if note["event"] == "judged" and verdict is not None:
                 self._tally.count(f"found {verdict.what}")
-                found = history.complaint(note["number"], verdict, note["number"] in published, plan.has_prune)
-                self._violate_if(found)
+                has_manifest = note["number"] in published
+                self._violate_if(history.complaint(note["number"], verdict, has_manifest, plan.has_prune))
             elif note["event"] == "again" and verdict is not None and verdict.iteration != NEXT:
                 self._violate(f"saved {NEXT} into {note['number']} after the kill, and found {verdict}")
         self._violate_if(self._left_over(number))

@@ -34,8 +34,8 @@ Bytes = npt.NDArray[np.uint8]
 class Kind:
     """One tensor of the state.
 
-    `split`: the axes along which ranks divide it; none for one that all hold. `lazy`: it is a parameter, which
-    Megatron's loop changes in steps only. `turned`: in memory its axes are in the opposite order.
+    `split`: the axes along which ranks divide it; none for one that all hold. `lazy`: it is a parameter,
+    which Megatron's loop changes in steps only. `turned`: in memory its axes are in the opposite order.
     """
 
     name: str
@@ -176,7 +176,9 @@ def judge(directory: Path, candidates: Collection[int]) -> Verdict:
             return Verdict("refused", why=str(error))
         return Verdict("violated", why=f"the refusal does not name {directory.name}: {error}")
     except Exception as error:
-        return Verdict("violated", why=f"{directory.name} is refused unclearly: {type(error).__name__}: {error}")
+        return Verdict(
+            "violated", why=f"{directory.name}: refused unclearly: {type(error).__name__}: {error}"
+        )
     return decide(found, candidates, dist.get_rank(), dist.get_world_size())
 
 
@@ -185,7 +187,8 @@ def decide(found: dict[str, Any], candidates: Collection[int], rank: int, ranks:
     matches = {name: sorted(set(fits)) for name, fits in _matches(found, candidates, rank, ranks)}
     torn = [name for name, fits in matches.items() if not fits]
     if torn:
-        return Verdict("violated", why=f"{torn[0]} is of no iteration: {_torn(found, torn[0], candidates, rank, ranks)}")
+        shares = _torn(found, torn[0], candidates, rank, ranks)
+        return Verdict("violated", why=f"{torn[0]} is of no iteration: {shares}")
     common = set(candidates).intersection(*map(set, matches.values()))
     if len(common) != 1:
         return Verdict("violated", why=f"mixed iterations: {matches}")

@@ -103,9 +103,8 @@ def run(campaign: Campaign) -> Tally:
 
 def built_shim(folder: Path) -> Path:
     library = folder / "shim.so"
-    subprocess.run(
-        ["cc", "-shared", "-fPIC", "-O2", "-Wall", "-o", library, HERE / "shim.c", "-ldl", "-lpthread"], check=True
-    )
+    command = ["cc", "-shared", "-fPIC", "-O2", "-Wall", "-o", library, HERE / "shim.c", "-ldl", "-lpthread"]
+    subprocess.run(command, check=True)
     return library
 
 
@@ -179,9 +178,7 @@ def small_disk(folder: Path, disk: str) -> Iterator[str]:
         subprocess.run(["umount", folder], check=True)
 
 
-def _run(
-    forge: RankForge, tally: Tally, round_: int, recipe: dict[str, Any], ranks: int, logs: Path
-) -> None:
+def _run(forge: RankForge, tally: Tally, round_: int, recipe: dict[str, Any], ranks: int, logs: Path) -> None:
     outcome = forge.run(
         TARGET, ranks=ranks, logs=logs, arguments=[recipe, str(logs)], timeout_seconds=JOB_SECONDS
     )

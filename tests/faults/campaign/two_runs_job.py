@@ -32,6 +32,9 @@ def save_beside(recipe: dict[str, Any], folder: str) -> None:
             trainer.save(number, iteration)
             trainer.finish()
             note("done", number, iteration, f"rank {rank}")
+        except FileNotFoundError as error:  # of Megatron's look at the directory, on rank 0
+            note("lost", number, iteration, str(error))
+            os._exit(3)
         except CheckpointingException as error:
             note("failed", number, iteration, f"rank {rank}")
             if not any(words in str(error) for words in _LOUD):
