@@ -7,7 +7,6 @@ Exits with 1 if anything was violated. A violation's text names its part and rou
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import json
 import sys
@@ -63,7 +62,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="campaign-") as folder:
         tallies = run(options, Path(folder))
     if options.out:
-        found = {"seed": options.seed, "parts": [dataclasses.asdict(each) for each in tallies]}
+        found = {"seed": options.seed, "parts": [vars(each) for each in tallies]}
         options.out.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
     sys.exit(any(each.violations for each in tallies))
 

@@ -152,7 +152,7 @@ static void Remove(int fd) {
   const ssize_t length = readlink(link, path, sizeof path - 1);
   if (length <= 0) return;
   path[length] = 0;
-  unlink(path);
+  unlinkat(AT_FDCWD, path, 0);  // the real one
 }
 
 #define SYNC(name)                                                           \

@@ -53,6 +53,8 @@ class _Session:
 
     def attempt(self, attempt: dict[str, Any]) -> None:
         number, iteration, before = attempt["number"], attempt["iteration"], dict(self._held)
+        if dist.get_rank() == 0:
+            place(self._root, number).mkdir(exist_ok=True)  # Megatron's own, and no trouble of ours
         dist.barrier()
         hits = self._arm(attempt)
         error = failure_of(lambda: self.save(number, iteration))
