@@ -35,7 +35,9 @@ _TORCH_DIST_INDEX = ".metadata"
 FILES_OF_TORCH_DIST = ("*.distcp", _TORCH_DIST_INDEX, COMMON_STATE_FILE)
 _opened: dict[object, Checkpoint] = {}  # the last one: a load opens it several times
 # What the open load has opened, by path: another run may publish there before the load has read all of it.
-_READING: ContextVar[dict[Path, Checkpoint] | None] = ContextVar("checkpoints of the open load", default=None)
+_READING: ContextVar[dict[Path, tuple[Options, Checkpoint]] | None] = ContextVar(
+    "checkpoints of the open load", default=None
+)
 # Where the options of a load come from; Megatron's training loop has arguments, too.
 OPTIONS: ContextVar[Callable[[], Options]] = ContextVar("load options", default=Options.from_environment)
 LOOKED_AT: ContextVar[str | None] = ContextVar("what maybe_load_config was last asked for", default=None)
@@ -43,7 +45,10 @@ _requested: ContextVar[Boxes | None] = ContextVar("boxes that a load wants", def
 
 
 def is_ours(directory: str | os.PathLike[str]) -> bool:
-    """Whether the directory was saved in our format."""
+    """Whether the directory was saved in our format; it stays so for a load that has opened it."""
+    reading = _READING.get()
+    if reading is not None and Path(directory).absolute() in reading:
+        return True
     try:
         config = json.loads(read_regular(Path(directory) / METADATA_NAME, DOCUMENT_BYTES))
     except (OSError, ValueError):
@@ -84,10 +89,10 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
 
     from megatron_datastates.pipeline.load import Checkpoint
 
-    reading, path = _READING.get(), Path(directory).absolute()
-    if reading is not None and path in reading:
-        return reading[path]
-    options = OPTIONS.get()()
+    path, options, reading = Path(directory).absolute(), OPTIONS.get()(), _READING.get()
+    first = reading.get(path) if reading is not None else None
+    if first is not None and first[0] == options:
+        return first[1]
     try:
         manifest = (path / MANIFEST_NAME).stat()
         key = (os.fspath(directory), manifest.st_ino, manifest.st_mtime_ns, manifest.st_size, options)
@@ -101,8 +106,10 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
             raise CheckpointingException(str(error)) from error
         _opened.clear()
         _opened[key] = checkpoint
+    if first is not None and checkpoint.manifest != first[1].manifest:
+        raise CheckpointingException(f"{directory} was saved anew while it was read: load again")
     if reading is not None:
-        reading[path] = checkpoint
+        reading.setdefault(path, (options, checkpoint))
     return checkpoint
 
 
@@ -112,11 +119,11 @@ def reading_one(directory: str | os.PathLike[str]) -> Iterator[Callable[[], byte
 
     Yields what returns that checkpoint's manifest, None while there is none.
     """
-    reading: dict[Path, Checkpoint] = {}
+    reading: dict[Path, tuple[Options, Checkpoint]] = {}
     path = Path(directory).absolute()
     token = _READING.set(reading)
     try:
-        yield lambda: reading[path].manifest.encode() if path in reading else None
+        yield lambda: reading[path][1].manifest.encode() if path in reading else None
     finally:
         _READING.reset(token)
 

@@ -1,6 +1,7 @@
 """Ranks that load what is damaged, or what one of them cannot read."""
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -162,6 +163,25 @@ def load_while_another_save_is_published(root: str, folder: str) -> None:
     )
     assert_loads(directory, 2)
     tell(folder, error=error, found=sorted(found))
+
+
+class RemovedMeanwhile(TorchDistLoadShardedStrategy):
+    """The checkpoint is removed when the common state was read, and no tensor yet."""
+
+    def load(self, sharded: Any, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(directory)
+        dist.barrier()
+        return super().load(sharded, directory, *args, **kwargs)
+
+
+def load_while_it_is_removed(root: str, folder: str) -> None:
+    join()
+    directory = Path(root, "saved")
+    save(directory, state(1), DataStatesSaveStrategy(), "sync")
+    error = failure_of(lambda: dist_checkpointing.load(state(-1), str(directory), RemovedMeanwhile()))
+    tell(folder, error=error)
 
 
 def load_another_checkpoint_on_each_rank(root: str, folder: str) -> None:

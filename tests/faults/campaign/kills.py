@@ -7,6 +7,7 @@ one under attack, sweep, and judge that once more.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -145,7 +146,8 @@ class _Round:
                 time.sleep(plan.wait_seconds)
                 victims = job.pids if plan.kills_all else [job.pids[plan.victim]]
                 for pid in victims:
-                    os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # it has ended
+                        os.kill(pid, signal.SIGKILL)
             self._await_death(job)
             if plan.point and not plan.kills_all:
                 time.sleep(plan.peers_live_seconds)
@@ -178,7 +180,10 @@ class _Round:
         strange = [code for code in exits if code not in (0, 1, -signal.SIGKILL)]
         if strange:
             self._violate(f"a rank ended with {strange}: {log[-1500:]}")
-        if 1 in exits and -signal.SIGKILL not in exits:
+        taken = any(words in log for words in ("datastates prune", "FileNotFoundError"))
+        if 1 in exits and self._plan.has_prune and taken:
+            self._tally.count("a save failed since prune took the old checkpoint from under it")
+        elif 1 in exits and -signal.SIGKILL not in exits:
             self._violate(f"a rank failed although none was killed: {log[-1500:]}")
 
     # -- what it left -----------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from megatron_datastates.pipeline import prune
 from tests.faults.campaign import oracle
 from tests.faults.campaign.job import Notes, Trainer, leave, place, sweep, tell
 
-_LOUD = ("does another run", "datastates prune", "is gone", "removed", "not to be found")
+_LOUD = ("does another run", "datastates prune", "is gone", "removed", "not to be found", "No such file")
 
 
 def save_beside(recipe: dict[str, Any], folder: str) -> None:
