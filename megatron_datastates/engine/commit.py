@@ -16,6 +16,7 @@ manifest has named in whose place its own is now, and what earlier saves of its 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fnmatch
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -78,9 +79,16 @@ def _kind(path: Path) -> str:
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes names created, renamed or removed in `directory` durable."""
+    """Makes names created, renamed or removed in `directory` durable.
+
+    Some network file systems cannot sync a directory and say so; their metadata is synchronous.
+    """
     with _opened(directory, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
-        os.fsync(descriptor)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EBADF):
+                raise
 
 
 def sync_file(path: Path) -> bytes:

@@ -2,10 +2,10 @@
 
 Kept, whatever the rules say: the newest checkpoint that is complete; the one that the tracker names; what is
 in another format, damaged, a link, or what a link beside it points to; whatever a save may be writing to:
-directories with files of ours that no manifest names and that are younger than MIN_AGE_SECONDS, and those
-without a manifest however old, unless both the tracker and a complete checkpoint are newer (then a crash left
-them). Of these, one with an index stays all the same: the index is written once all ranks are durable, so all
-that is lost may be the manifest, which `repair` makes anew.
+directories with files of ours that no manifest names and that are younger than MIN_AGE_SECONDS, empty ones
+that are younger, and those without a manifest however old, unless both the tracker and a complete checkpoint
+are newer (then a crash left them). Of these, one with an index stays all the same: the index is written once
+all ranks are durable, so all that is lost may be the manifest, which `repair` makes anew.
 
 Protocol, for each directory, oldest first:
   1. list it and read its manifest; then look again whether it may go. A save that begins after that has files
@@ -116,7 +116,7 @@ def plan_prune(root: str | os.PathLike[str], rules: Rules) -> PrunePlan:
     for one in found:
         why = complaints[one.path] or _reason(one, whole, tracked, rules) or _link_to(one, linked)
         unnamed = _unnamed(one.path) if one.format == BACKEND and not one.path.is_symlink() else []
-        why = why or _under_way(unnamed, rules)
+        why = why or _under_way(unnamed, rules) or _just_made(one, rules)
         if why is None:
             plan.removed.append(one)
             continue
@@ -134,6 +134,14 @@ def _under_way(unnamed: Sequence[Unnamed], rules: Rules) -> str | None:
         f"a save into it may be under way: {young.path.name}, which no manifest names, is "
         f"{age_text(young.age_seconds)} old"
     )
+
+
+def _just_made(one: Iteration, rules: Rules) -> str | None:
+    """Megatron makes a directory; the first file of its save comes a moment later."""
+    age = time.time() - one.path.stat().st_mtime
+    if one.complete or age >= rules.min_age_seconds or any(one.path.iterdir()):
+        return None
+    return f"a save into it may be under way: it is empty, and was made {age_text(age)} ago"
 
 
 def age_text(seconds: float) -> str:

@@ -1,6 +1,7 @@
 """Ranks that load what is damaged, or what one of them cannot read."""
 
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -143,3 +144,50 @@ def save_and_load_malicious(directory: str, marker: str, hows: list[str], folder
     save(Path(directory), sharded, trusting, "sync")
     failures = {how: load(directory, how) for how in hows}
     tell(folder, failures=failures, ran=Path(marker).is_dir())
+
+
+class SavedMeanwhile(TorchDistLoadShardedStrategy):
+    """Another save is published there when the common state was read, and no tensor yet."""
+
+    def load(self, sharded: Any, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        save(Path(directory), state(2), DataStatesSaveStrategy(), "sync")
+        return super().load(sharded, directory, *args, **kwargs)
+
+
+def load_while_another_save_is_published(root: str, folder: str) -> None:
+    join()
+    directory, found = Path(root, "saved"), {}
+    save(directory, state(1), DataStatesSaveStrategy(), "sync")
+    error = failure_of(
+        lambda: found.update(dist_checkpointing.load(state(-1), str(directory), SavedMeanwhile()))
+    )
+    assert_loads(directory, 2)
+    tell(folder, error=error, found=sorted(found))
+
+
+class RemovedMeanwhile(TorchDistLoadShardedStrategy):
+    """The checkpoint is removed when the common state was read, and no tensor yet."""
+
+    def load(self, sharded: Any, directory: Any, *args: Any, **kwargs: Any) -> Any:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(directory)
+        dist.barrier()
+        return super().load(sharded, directory, *args, **kwargs)
+
+
+def load_while_it_is_removed(root: str, folder: str) -> None:
+    join()
+    directory = Path(root, "saved")
+    save(directory, state(1), DataStatesSaveStrategy(), "sync")
+    error = failure_of(lambda: dist_checkpointing.load(state(-1), str(directory), RemovedMeanwhile()))
+    tell(folder, error=error)
+
+
+def load_another_checkpoint_on_each_rank(root: str, folder: str) -> None:
+    """As where one of them opens a directory before a save is published there, and one after."""
+    rank, _ = join()
+    for value in (0, 1):
+        save(Path(root, f"saved{value}"), state(value), DataStatesSaveStrategy(), "sync")
+    error = failure_of(lambda: dist_checkpointing.load(state(-1), str(Path(root, f"saved{rank}"))))
+    tell(folder, error=error)

@@ -219,3 +219,24 @@ def test_one_rank_reads_alone_while_others_do_something_else(
     assert told["counts"] == {}
     assert "is corrupt" in told["errors"][0] and "ranks" not in told["errors"][0]
     assert told["errors"][1] is None, "rank 0's part of it is whole"
+
+
+def test_load_never_mixes_two_saves_that_are_published_one_after_the_other(
+    world: World, tmp_path: Path
+) -> None:
+    told = world.run("load_ranks:load_while_another_save_is_published", tmp_path)
+    assert len({each["error"] for each in told}) == 1
+    for each in told:
+        assert each["error"] is not None and each["found"] == [], "its tensors are another save's"
+        assert "was saved anew while it was read: load again" in each["error"]
+
+
+def test_load_never_mixes_two_checkpoints_that_ranks_have_opened(world: World, tmp_path: Path) -> None:
+    for each in world.run("load_ranks:load_another_checkpoint_on_each_rank", tmp_path):
+        assert each["error"] is not None and "ranks have opened different checkpoints" in each["error"]
+
+
+def test_checkpoint_that_is_removed_while_it_is_read_is_said_to_be_gone(world: World, tmp_path: Path) -> None:
+    """Not: taken for one of another format, whose reader knows nothing of it."""
+    for each in world.run("load_ranks:load_while_it_is_removed", tmp_path):
+        assert each["error"] is not None and "No such file or directory" in each["error"]

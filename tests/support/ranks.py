@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -101,11 +101,16 @@ class Job:
 
 
 class RankForge:
-    """A parent that imports `preload` ("module" or "module:function to call") and forks jobs."""
+    """A parent that imports `preload` ("module" or "module:function to call") and forks jobs.
 
-    def __init__(self, preload: Sequence[str], path: Sequence[Path] = ()) -> None:
+    `environment` is added to the parent's, for what a fork can no longer be given (LD_PRELOAD).
+    """
+
+    def __init__(
+        self, preload: Sequence[str], path: Sequence[Path] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
         found = [*map(str, path), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = os.environ | {
+        its_own = os.environ | {
             "PYTHONPATH": os.pathsep.join(found),
             "OMP_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
@@ -114,7 +119,7 @@ class RankForge:
         command = [sys.executable, str(Path(__file__).with_name("zygote.py")), *preload]
         self._parent = subprocess.Popen(
             command,
-            env=environment,
+            env=its_own | dict(environment or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

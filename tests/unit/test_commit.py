@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -80,6 +83,22 @@ def test_short_writes_are_resumed(tmp_path, monkeypatch):
     monkeypatch.setattr(commit.os, "write", lambda fd, data: write(fd, bytes(data)[:3]))
     write_whole(tmp_path / MANIFEST_NAME, b"0123456789", NONE, SAVE)
     assert (tmp_path / MANIFEST_NAME).read_bytes() == b"0123456789"
+
+
+@pytest.mark.parametrize(("code", "is_failure"), [("EINVAL", False), ("EBADF", False), ("EIO", True)])
+def test_a_directory_that_cannot_be_synced_is_no_failure(tmp_path, monkeypatch, code, is_failure):
+    """As in native code: some network file systems say so, and their metadata is synchronous."""
+    fsync = os.fsync
+
+    def refusing(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(getattr(errno, code), "refused")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    with pytest.raises(OSError, match="refused") if is_failure else contextlib.nullcontext():
+        write_whole(tmp_path / MANIFEST_NAME, b"x", Faults(""), SaveId(1, 1))
+    assert (tmp_path / MANIFEST_NAME).read_bytes() == b"x"
 
 
 def test_a_missing_directory_is_an_error(tmp_path):

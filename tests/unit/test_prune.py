@@ -453,9 +453,24 @@ def test_a_kill_leaves_whole_checkpoints_and_rests_that_the_next_call_removes(ro
     assert done.returncode == -signal.SIGKILL
     whole = complete(root)
     assert {400, 500} <= set(whole)
+    for one in find_iterations(root):
+        if not any(one.path.iterdir()):
+            age(one.path, 9000)  # until then it may be a save's that has just made it
     prune(root, Rules(keep_last=2))
     assert complete(root) == [400, 500]
     assert [one.number for one in find_iterations(root)] == [400, 500]
+
+
+def test_a_directory_that_a_save_has_just_made_stays(root):
+    """Megatron makes it, and its save's first file comes a moment later."""
+    made, old = place(root, 150), place(root, 250)
+    made.mkdir()
+    old.mkdir()
+    age(old, 9000)
+    plan = plan_prune(root, Rules(keep_last=5))
+    assert [one.number for one in plan.removed] == [250]
+    (why,) = [why for one, why in plan.kept if one.number == 150]
+    assert "it is empty, and was made 0 s ago" in why
 
 
 def test_an_error_says_what_is_left(root):

@@ -9,6 +9,7 @@ Where ranks meet, each of them the same number of times whatever fails:
   2. load: in Megatron's own gather of metadata, to which a rank that failed before it sends its failure; one
      sum where Megatron gathers nothing.
   3. load: one sum, once each rank has read its part; in a fully parallel load before the parts are exchanged.
+     It also shows whether all ranks have opened the same checkpoint: another run may publish one in between.
 What Megatron checks between 2 and a fully parallel load fails as a value: that load gathers metadata first.
 
 A rank that sees no file of the checkpoint at all cannot tell that it is ours, and raises alone, as before.
@@ -160,7 +161,10 @@ class Agreement:
 
             self.is_over = True
             state.current().failed_alike = True
-            text = f"ranks have read different saves of {self._directory}: it was saved anew: load again"
+            text = (
+                f"loading {self._directory}: ranks have opened different checkpoints there; it was saved "
+                "again meanwhile, or they do not see the same storage. Load it again while no run saves there"
+            )
             raise MegatronLoadFailedError(text) from StorageError(text)
 
     def _raise_for(self, everyone: Iterable[Any], group: Any) -> None:

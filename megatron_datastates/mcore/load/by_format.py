@@ -14,8 +14,8 @@ from megatron_datastates.files import DOCUMENT_BYTES, open_regular
 from megatron_datastates.format.directory import BACKEND, METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
-from megatron_datastates.mcore.load.opening import open_checkpoint, read_common_state
-from megatron_datastates.pipeline.runs import is_ours, is_published, may_be_ours
+from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint, read_common_state
+from megatron_datastates.pipeline.runs import is_published, may_be_ours
 
 # The native module is not loaded before a directory of ours is: this module is, in every Megatron process. So
 # functions import what needs it.

@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_datastates.errors import FormatError
+from megatron_datastates.config import Options
+from megatron_datastates.errors import FormatError, StorageError
 from megatron_datastates.format.directory import COMMON_FILE, COMMON_STATE_KEY
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
+from megatron_datastates.pipeline import runs
 
 if TYPE_CHECKING:
     from megatron_datastates.pipeline.load import Checkpoint
@@ -28,20 +30,32 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         LoadFailedError (and a CheckpointingException): it cannot be opened.
     """
-    load, path = state.current(), str(Path(directory).absolute())
-    checkpoint = load.checkpoints.get(path)
-    if checkpoint is None:
-        checkpoint = load.checkpoints[path] = _open(directory)
+    from megatron_datastates.mcore.errors import load_errors
+
+    load, path, options = state.current(), Path(directory).absolute(), state.current().options()
+    first = load.checkpoints.get(path)
+    if first is not None and first[0] == options:
+        checkpoint = first[1]
+    else:
+        checkpoint = _open(directory, options)
+        if first is not None and checkpoint.manifest.save_id != first[1].manifest.save_id:
+            with load_errors():
+                raise StorageError(f"{directory} was saved anew while it was read: load again")
+        load.checkpoints[path] = options, checkpoint
     if load.agreement is not None:
         load.agreement.save_id = checkpoint.manifest.save_id
     return checkpoint
 
 
-def _open(directory: str | os.PathLike[str]) -> Checkpoint:
+def is_ours(directory: str | os.PathLike[str]) -> bool:
+    """Returns whether the directory is of our format, which it stays for a load that has opened it."""
+    return Path(directory).absolute() in state.current().checkpoints or runs.is_ours(directory)
+
+
+def _open(directory: str | os.PathLike[str], options: Options) -> Checkpoint:
     from megatron_datastates.mcore.errors import load_errors
     from megatron_datastates.pipeline.load import Checkpoint
 
-    options = state.current().options()
     try:
         manifest = (Path(directory).absolute() / MANIFEST_NAME).stat()
         key = (os.fspath(directory), manifest.st_ino, manifest.st_mtime_ns, manifest.st_size, options)

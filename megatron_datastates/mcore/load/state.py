@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_datastates.config import Options
@@ -25,8 +26,9 @@ class Load:
     directory: str | None = None  # that Megatron's maybe_load_config was last asked for
     agreement: Any = None  # between ranks (agreement.py), where several take part; else None
     boxes: Boxes | None = None  # that are wanted of each tensor
-    # By directory. A save may publish there meanwhile: all that one load reads is of the same save.
-    checkpoints: dict[str, Checkpoint] = dataclasses.field(default_factory=dict)
+    # What it has opened, with which options. Another save may publish there meanwhile, but all that one load
+    # reads is of the same save.
+    checkpoints: dict[Path, tuple[Options, Checkpoint]] = dataclasses.field(default_factory=dict)
 
 
 _open: ContextVar[Load | None] = ContextVar("the open load", default=None)

@@ -7,7 +7,6 @@ Exits with 1 if anything was violated. A violation's text names its part and rou
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from tests.support.world import PATH, PRELOAD
 
 ROOT = Path(__file__).parents[3]  # of the repository: ranks import this package, too
 # Each is a module of this package with a function `run(campaign) -> Tally`.
-PARTS: tuple[str, ...] = ("damage", "forged", "readers")
+PARTS: tuple[str, ...] = ("kills", "storage", "two_runs", "damage", "forged", "readers", "soak")
 
 
 def part_named(name: str) -> Part:
@@ -34,6 +33,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--rounds", type=int, help="of each part, in place of its own number")
     parser.add_argument("--only", type=int, metavar="ROUND", help="this round alone")
+    parser.add_argument("--minutes", type=float, help="a part begins no more rounds after so many")
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the counts as JSON")
     parser.add_argument("--report", action="store_true", help="write the figures into docs/faults.md")
@@ -49,8 +49,8 @@ def show(tally: Tally) -> None:
 
 
 def run(options: argparse.Namespace, folder: Path) -> list[Tally]:
-    with RankForge(PRELOAD, (*PATH, ROOT)) as forge:
-        campaign = Campaign(options.seed, folder, forge, options.rounds, options.only)
+    with RankForge((*PRELOAD, "tests.faults.campaign.job"), (*PATH, ROOT)) as forge:
+        campaign = Campaign(options.seed, folder, forge, options.rounds, options.only, options.minutes)
         tallies = []
         for name in options.parts:
             tallies.append(part_named(name)(campaign))
@@ -62,7 +62,7 @@ def main() -> None:
     options = parse()
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="campaign-") as folder:
         tallies = run(options, Path(folder))
-    found = {"seed": options.seed, "parts": [dataclasses.asdict(each) for each in tallies]}
+    found = {"seed": options.seed, "parts": [vars(each) for each in tallies]}
     if options.out:
         options.out.write_text(report.as_json(found))
     if options.report:

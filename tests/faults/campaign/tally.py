@@ -38,12 +38,16 @@ class Campaign:
     forge: RankForge  # forks ranks that have imported torch and Megatron
     rounds: int | None = None  # in place of a part's own number
     only: int | None = None  # this round alone: how a violation is repeated
+    minutes: float | None = None  # after which a part begins no more rounds
 
     def each_round(self, tally: Tally, default: int) -> Iterator[tuple[int, random.Random]]:
         """Yields (round, its own random numbers), which depend on nothing but seed, part and round."""
         start = time.monotonic()
         total = self.rounds if self.rounds is not None else default
         for round_ in [self.only] if self.only is not None else range(total):
+            if self.minutes is not None and time.monotonic() - start > self.minutes * 60:
+                tally.count(f"not all of {total} rounds: the time was over")
+                return
             yield round_, random.Random(f"{self.seed}/{tally.part}/{round_}")
             tally.rounds += 1
             tally.seconds = time.monotonic() - start
