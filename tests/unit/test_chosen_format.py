@@ -14,7 +14,7 @@ from megatron_datastates.errors import OptionError
 from megatron_datastates.mcore.save.mapping import nothing_promised
 from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
 from megatron_datastates.mcore.training.arguments import adopt
-from megatron_datastates.mcore.training.loop import arguments, loop, retention
+from megatron_datastates.mcore.training import arguments, loop, retention
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Run, Saver
 from megatron_datastates.providers.base import Mutability
