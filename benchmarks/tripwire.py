@@ -91,6 +91,12 @@ CHANGES = [
 ]
 
 
+@functools.cache
+def _fake_cuda(folder: Path) -> FakeCuda:
+    """Builds the fake driver once, because that takes seconds, and loads it."""
+    return FakeCuda(build(folder))
+
+
 class State:
     """One large tensor and many small ones, and on the device a leader, whose copy can be held back."""
 
@@ -190,7 +196,7 @@ CASES = {
 
 def measure_reach(folder: Path, sizes: Sizes) -> tuple[Result, list[Bar]]:
     """Counts, for each kind of change, how many tries failed the save."""
-    cuda = FakeCuda(build(folder))
+    cuda = _fake_cuda(folder)
     found: Result = {change.name: {} for change in CHANGES}
     for name, case in CASES.items():
         state, random = State(case.slot, case.on_device), np.random.default_rng(1)
@@ -273,7 +279,7 @@ def _states(*states: tuple[int, int]) -> dict[str, tuple[int, int]]:
 
 def measure_device_calls(folder: Path, sizes: Sizes) -> tuple[Result, list[Bar]]:
     """Counts what the trainer's thread enqueues for samples: copies, and driver calls for them."""
-    cuda = FakeCuda(build(folder))
+    cuda = _fake_cuda(folder)
     states = _states((sizes.tensors, 16 * KIB), (3, sizes.tensor_bytes // 2))
     result: Result = {}
     for name, (count, size) in states.items():
