@@ -1,17 +1,14 @@
-"""What the tripwire catches, and what it costs: deliberate early changes, and the time that a save holds.
+"""Measures which early changes the tripwire catches, and what it costs the trainer.
 
-A change comes when the save has begun and nothing has been copied: `at once`, or `later`, after the second
-look that sources in host memory get. No time decides that: the threads that copy are held until the change is
-made. The device is the fake driver's, so its shares mean what they say and it has no times.
-
-    python -m benchmarks.tripwire --out results.json        # about 5 minutes, 1 GiB of memory, no disk
+An early change is made after the save has begun and before anything is copied: `at once`, or `later`, after
+the second look that sources in host memory get. Nothing depends on timing: the copying threads are held until
+the change is made. The device is that of the fake driver, so counts on it are valid, but it has no times.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +18,11 @@ from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.rounds import interleave, median, spread
+from benchmarks.command import Result, choose, measure_parts, notes, run_command, scratch, write_results
+from benchmarks.rounds import Bar, interleave, median, spread
 from megatron_datastates.engine import native
 from tests.native.fake_cuda.driver import FakeCuda, build
 from tests.native.harness import (
@@ -41,27 +38,41 @@ from tests.native.harness import (
     random_bytes,
 )
 
-Result = dict[str, Any]
 Part = tuple[int, int]  # begin and size, in a source
 Flip = Callable[[], None]
 HOST_SLOT, DEVICE_SLOT = 2 * MIB, 8 * MIB  # the defaults
 LARGE, SMALL, SMALLS = 32 * MIB, 16 * KIB, 200
 ROW = 4 * KIB
-notes = Console(stderr=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How much is measured."""
+
+    tries: int  # changes of each kind
+    repeats: int  # rounds of the comparison of times
+    tensors: int = 3000  # of the states with many tensors
+    tensor_bytes: int = 128 * MIB  # of the largest tensors; on the device they have half
+
+
+QUICK = Sizes(tries=1, repeats=1, tensors=30, tensor_bytes=4 * MIB)
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What is changed of the state: its large tensor (0), or one of the small ones."""
+    """A change of the state: of its large tensor (number 0) or of a small one."""
 
     name: str
     parts: Callable[[np.random.Generator], list[Part]]
     tensor: int = 0
 
 
+def _size(size: int) -> str:
+    return f"{size} B" if size < KIB else f"{size // KIB} KiB" if size < MIB else f"{size // MIB} MiB"
+
+
 def _contiguous(size: int) -> Change:
-    name = f"{size} B" if size < KIB else f"{size // KIB} KiB" if size < MIB else f"{size // MIB} MiB"
-    return Change(name, lambda random: [(int(random.integers(LARGE - size + 1)), size)])
+    return Change(_size(size), lambda random: [(int(random.integers(LARGE - size + 1)), size)])
 
 
 def _one_percent_of_rows(random: np.random.Generator) -> list[Part]:
@@ -80,8 +91,14 @@ CHANGES = [
 ]
 
 
+@functools.cache
+def _fake_cuda(folder: Path) -> FakeCuda:
+    """Builds the fake driver once, because that takes seconds, and loads it."""
+    return FakeCuda(build(folder))
+
+
 class State:
-    """One large tensor and many small ones; a leader on the device waits for leave to be copied."""
+    """One large tensor and many small ones, and on the device a leader, whose copy can be held back."""
 
     def __init__(self, slot: int, on_device: bool) -> None:
         self.leader = Copy(random_bytes(1), 0, device=True)
@@ -92,14 +109,14 @@ class State:
             self.tensors.append(Copy(source, slot + LARGE + i * SMALL, device=on_device))
 
     def change(self, tensor: int, parts: Sequence[Part]) -> None:
-        """Twice is no change."""
+        """Flips a bit of each byte; a second call restores the state."""
         for begin, size in parts:
             self.tensors[tensor].source[begin : begin + size] ^= 1
 
 
 @contextmanager
 def _held(cuda: FakeCuda, engine: native.Engine, folder: Path) -> Iterator[None]:
-    """Nothing is looked at or copied in here: the engine's only copying thread stands in the driver."""
+    """Holds the engine's only copying thread in the driver, so that nothing is sampled or copied."""
     cuda.hold_call("cuCtxSetCurrent")
     Save(
         engine,
@@ -113,7 +130,7 @@ def _held(cuda: FakeCuda, engine: native.Engine, folder: Path) -> Iterator[None]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Where the sources are, when the change comes, and how the engine was made."""
+    """Where the sources are, when the change comes, and how the engine is configured."""
 
     on_device: bool
     at_once: bool = False
@@ -121,9 +138,11 @@ class Case:
 
     @property
     def slot(self) -> int:
+        """Returns the size of a slot in bytes."""
         return DEVICE_SLOT if self.on_device else HOST_SLOT
 
     def save(self, cuda: FakeCuda, engine: native.Engine, folder: Path, state: State, flip: Flip) -> Save:
+        """Starts a save, calls `flip` at this case's time, and lets the save continue."""
         if self.at_once:
             with _held(cuda, engine, folder):
                 save = Save(engine, folder / "data", state.tensors)
@@ -141,7 +160,7 @@ class Case:
         return save
 
     def finds(self, cuda: FakeCuda, state: State, flip: Flip) -> bool:
-        """Whether the save fails."""
+        """Returns whether a save fails because of the change. Raises AssertionError for any other error."""
         engine = make_engine(
             slot_bytes=self.slot,
             most_slots=4,
@@ -175,16 +194,18 @@ CASES = {
 }
 
 
-def measure_reach(cuda: FakeCuda, tries: int) -> Result:
-    """For each kind of change: how many of so many tries failed the save."""
+def measure_reach(folder: Path, sizes: Sizes) -> tuple[Result, list[Bar]]:
+    """Counts, for each kind of change, how many tries failed the save."""
+    cuda = _fake_cuda(folder)
     found: Result = {change.name: {} for change in CHANGES}
     for name, case in CASES.items():
         state, random = State(case.slot, case.on_device), np.random.default_rng(1)
-        times = max(tries // 5, 1) if case.paranoid else tries
+        times = max(sizes.tries // 5, 1) if case.paranoid else sizes.tries
         for change in CHANGES:
             caught = sum(_try(cuda, case, state, change, random) for _ in range(times))
             found[change.name][name] = f"{caught} of {times}"
-    return {"tensors": f"one of {LARGE // MIB} MiB, {SMALLS} of {SMALL // KIB} KiB", "caught": found}
+    _print_reach(found)
+    return {"tensors": f"one of {LARGE // MIB} MiB, {SMALLS} of {SMALL // KIB} KiB", "caught": found}, []
 
 
 def _try(cuda: FakeCuda, case: Case, state: State, change: Change, random: np.random.Generator) -> bool:
@@ -194,16 +215,13 @@ def _try(cuda: FakeCuda, case: Case, state: State, change: Change, random: np.ra
     return found
 
 
-# -- what it costs ----------------------------------------------------------------------------------------
-
-
 def _state_of(count: int, size: int, on_device: bool = False) -> list[Copy]:
     memory = random_bytes(count * size)
     return [Copy(memory[i * size :][: size - 1], i * size, device=on_device) for i in range(count)]
 
 
 def _timings(copies: list[Copy], folder: Path, tripwire: bool) -> tuple[float, float]:
-    """Milliseconds of CPU that the start took on this thread, and milliseconds of the second look."""
+    """Returns milliseconds of this thread's CPU time for the start, and milliseconds of the second look."""
     engine = make_engine(slot_bytes=HOST_SLOT, backend="discard", tripwire=tripwire)
     try:
         described = arrays(copies)
@@ -225,46 +243,52 @@ def _timings(copies: list[Copy], folder: Path, tripwire: bool) -> tuple[float, f
         (folder / "data").unlink(missing_ok=True)
 
 
-def measure_cost(repeats: int) -> Result:
-    """With the tripwire and without, in turns. Nothing is eager, so the start is all that holds.
+def measure_cost(folder: Path, sizes: Sizes) -> tuple[Result, list[Bar]]:
+    """Times the start of a save with the tripwire and without, in turns.
 
-    Of the second look the best round is given: other programs on the machine only ever make it longer.
+    Nothing is eager, so the start is all that the trainer waits for. The second look is that of the fastest
+    round, because other programs on the machine can only make it longer.
     """
-    states = {"3,000 tensors of 128 KiB": (3000, 128 * KIB), "3 tensors of 128 MiB": (3, 128 * MIB)}
+    states = _states((sizes.tensors, 128 * KIB), (3, sizes.tensor_bytes))
     result: Result = {}
-    with tempfile.TemporaryDirectory(prefix="datastates-bench-") as folder:
-        for name, (count, size) in states.items():
-            copies = _state_of(count, size)
-            looks: list[float] = []
+    for name, (count, size) in states.items():
+        copies = _state_of(count, size)
+        looks: list[float] = []
 
-            def once(tripwire: bool, copies: list[Copy] = copies, looks: list[float] = looks) -> float:
-                held, looked = _timings(copies, Path(folder), tripwire)
-                if tripwire:
-                    looks.append(looked)
-                return held
+        def once(tripwire: bool, copies: list[Copy] = copies, looks: list[float] = looks) -> float:
+            held, looked = _timings(copies, folder, tripwire)
+            if tripwire:
+                looks.append(looked)
+            return held
 
-            held = interleave(
-                repeats, {"with": functools.partial(once, True), "without": functools.partial(once, False)}
-            )
-            result[name] = {
-                "start_cpu_ms": {key: round(median(values), 3) for key, values in held.items()},
-                "start_cpu_spread_ms": {key: spread(values) for key, values in held.items()},
-                "look_least_ms": round(min(looks), 2),
-            }
-    return result
+        held = interleave(
+            sizes.repeats, {"with": functools.partial(once, True), "without": functools.partial(once, False)}
+        )
+        result[name] = {
+            "start_cpu_ms": {key: round(median(values), 3) for key, values in held.items()},
+            "start_cpu_spread_ms": {key: spread(values) for key, values in held.items()},
+            "look_least_ms": round(min(looks), 2),
+        }
+    return result, []
 
 
-def measure_device_calls(cuda: FakeCuda) -> Result:
-    """What the trainer's thread enqueues for samples: copies, and calls of the driver for them."""
-    states = {"3,000 tensors of 16 KiB": (3000, 16 * KIB), "3 tensors of 64 MiB": (3, 64 * MIB)}
+def _states(*states: tuple[int, int]) -> dict[str, tuple[int, int]]:
+    """Names states of a number of tensors and the size of each in bytes."""
+    return {f"{count:,} tensors of {_size(size)}": (count, size) for count, size in states}
+
+
+def measure_device_calls(folder: Path, sizes: Sizes) -> tuple[Result, list[Bar]]:
+    """Counts what the trainer's thread enqueues for samples: copies, and driver calls for them."""
+    cuda = _fake_cuda(folder)
+    states = _states((sizes.tensors, 16 * KIB), (3, sizes.tensor_bytes // 2))
     result: Result = {}
     for name, (count, size) in states.items():
         before = {call: len(cuda.calls(call)) for call in _COPIES}
         copies_before = cuda.copies_to_host
         engine = make_engine(driver=cuda.path, slot_bytes=DEVICE_SLOT, backend="discard")
-        with tempfile.TemporaryDirectory(prefix="datastates-bench-") as folder:
+        with tempfile.TemporaryDirectory(prefix="datastates-bench-", dir=folder) as inside:
             copies, stream = _state_of(count, size, on_device=True), cuda.new_stream()
-            save = Save(engine, Path(folder, "data"), copies, stream=stream, lazy_seconds=3600.0)
+            save = Save(engine, Path(inside, "data"), copies, stream=stream, lazy_seconds=3600.0)
             assert save.reaches(native.Milestone.EAGER)
             calls = {call: len(cuda.calls(call)) - before[call] for call in _COPIES}
             rows = [
@@ -273,40 +297,60 @@ def measure_device_calls(cuda: FakeCuda) -> Result:
             result[name] = {"copies": cuda.copies_to_host - copies_before, "calls": calls, "rows": sum(rows)}
             engine.close()
         KEPT.clear()
-    return result
+    return result, []
 
 
 _COPIES = ("cuMemcpyBatchAsync", "cuMemcpyDtoHAsync", "cuMemcpy2DAsync")
 
 
-def _print_reach(reach: Result) -> None:
-    cases = list(next(iter(reach["caught"].values())))
+def _print_reach(caught: Result) -> None:
+    cases = list(next(iter(caught.values())))
     table = Table("change", *cases)
-    for change, found in reach["caught"].items():
+    for change, found in caught.items():
         table.add_row(change, *(found[case] for case in cases))
     notes.print(table)
 
 
+PARTS: dict[str, Callable[[Path, Sizes], tuple[Result, list[Bar]]]] = {
+    "cost": measure_cost,
+    "device_samples": measure_device_calls,
+    "reach": measure_reach,
+}
+
+
 def run(
-    tries: Annotated[int, typer.Option(help="Changes of each kind.")] = 40,
-    repeats: Annotated[int, typer.Option(help="Rounds of the comparison of times.")] = 15,
+    tries: Annotated[int, typer.Option(min=1, help="Changes of each kind.")] = 40,
+    repeats: Annotated[int, typer.Option(min=1, help="Rounds of the comparison of times.")] = 15,
+    only: Annotated[list[str] | None, typer.Option(help=f"A part to run: {', '.join(PARTS)}.")] = None,
+    is_quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny states, one try: seconds, and figures that mean little.")
+    ] = False,
+    folder: Annotated[Path, typer.Option(help="Where to build the fake driver; little is written.")] = Path(),
     out: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
-    """Measures which early changes the tripwire catches, and what it costs.
+    r"""Measures which early changes the tripwire catches, and what it costs.
 
-    Example: python -m benchmarks.tripwire --out benchmarks/results/tripwire.json
+    Deliberately changes tensors during saves and counts how many saves fail; compares the start of a save
+    with the tripwire and without. Needs a C compiler and 1 GiB of memory, but no GPU.
+
+    \b
+    Examples:
+      python -m benchmarks.tripwire                # about 5 minutes
+      python -m benchmarks.tripwire --only reach --tries 10
+      python -m benchmarks.tripwire --quick        # only to see that it works
+      python -m benchmarks.tripwire --out benchmarks/results/tripwire.json
     """
-    results: Result = {"machine": machine.describe(Path()), "tries": tries, "repeats": repeats}
-    with tempfile.TemporaryDirectory(prefix="datastates-bench-") as folder, notes.status("measuring"):
-        results["cost"] = measure_cost(repeats)
-        cuda = FakeCuda(build(Path(folder)))
-        results["device_samples"] = measure_device_calls(cuda)
-        results["reach"] = measure_reach(cuda, tries)
-    _print_reach(results["reach"])
-    notes.print_json(json.dumps({key: results[key] for key in ("cost", "device_samples")}))
-    if out is not None:
-        out.write_text(json.dumps(results, indent=1) + "\n")
+    parts = choose(only, PARTS, list(PARTS), "part")
+    sizes = QUICK if is_quick else Sizes(tries, repeats)
+    results: Result = {
+        "machine": machine.describe(folder),
+        "tries": sizes.tries,
+        "repeats": sizes.repeats,
+    }
+    with scratch(folder) as inside:
+        measure_parts(results, parts, lambda part: PARTS[part](inside, sizes))
+    write_results(results, out)
 
 
 if __name__ == "__main__":
-    typer.run(run)
+    run_command(run)

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.sources.source import Source, StoredTensor
+from megatron_datastates.convert.sources.source import Source, SourceTensor
 from megatron_datastates.errors import MissingPackageError
 from megatron_datastates.format.values import element_bytes
 
@@ -78,7 +78,7 @@ def array_name(key: str) -> str:
     return name
 
 
-def chunk_shape(tensor: StoredTensor) -> tuple[int, ...]:
+def chunk_shape(tensor: SourceTensor) -> tuple[int, ...]:
     """Returns the shape of a tensor's chunks, in elements."""
     shape = np.array(tensor.global_shape, np.int64)
     grid = tensor.shapes.max(axis=0, initial=1)

@@ -23,7 +23,7 @@ from megatron_datastates.cli.shared import (
     progress_bar,
     say,
 )
-from megatron_datastates.convert.contents import Content, converted, find_content
+from megatron_datastates.convert.contents import Content, convert_dtype, find_content
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sinks.npy import write_npy
 from megatron_datastates.convert.slices import Slice, parse_slice
@@ -148,7 +148,7 @@ def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as
         )
     values = content.read(wanted.offset, wanted.shape).reshape(wanted.kept_shape)
     if dtype is not None:
-        values = converted(values, dtype)
+        values = convert_dtype(values, dtype)
     if as_json:
         name = str(values.dtype).removeprefix("torch.")
         row = {

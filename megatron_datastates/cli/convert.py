@@ -12,9 +12,10 @@ import typer
 
 from megatron_datastates.cli.shared import AsJson, app, cannot, progress_bar, readable, say
 from megatron_datastates.config import parse_bytes
-from megatron_datastates.convert.job import Means, Plan
-from megatron_datastates.convert.run import Converted, Wish, convert_one, convert_run
-from megatron_datastates.convert.sinks.sink import Moved
+from megatron_datastates.convert.limits import Limits
+from megatron_datastates.convert.planning import Plan
+from megatron_datastates.convert.run import ConversionRequest, ConversionResult, convert_one, convert_run
+from megatron_datastates.convert.sinks.sink import Progress
 from megatron_datastates.convert.team import team_of_torchrun
 from megatron_datastates.errors import CorruptDataError, DataStatesError, OptionError
 
@@ -96,16 +97,16 @@ def convert(
         with team_of_torchrun() as team, ExitStack() as shown:
             progress = progress_bar("converting", disable=team.rank > 0)
 
-            def begun(plan: Plan) -> Moved:
+            def start(plan: Plan) -> Progress:
                 if not progress.live.is_started:  # a refused conversion shows no bar
                     shown.enter_context(progress)
                 total = sum(plan.file_bytes[n] for n in plan.files_of(team)) * (2 if verify else 1)
                 task = progress.add_task("", total=total)
                 return lambda done: progress.advance(task, done)
 
-            wish = Wish(to, ranks, verify, Means(_size(memory), workers))
+            request = ConversionRequest(to, ranks, verify, Limits(_size(memory), workers))
             job = convert_run if every else convert_one
-            found = job(source, target, wish, team, begun)
+            found = job(source, target, request, team, start)
     except CorruptDataError as error:
         cannot(error, 1)
     except (DataStatesError, OSError) as error:
@@ -123,7 +124,7 @@ def _size(text: str) -> int:
         raise OptionError(f"--memory {text!r}: {error}") from None
 
 
-def _print_converted(found: Converted | list[Converted], as_json: bool) -> None:
+def _print_converted(found: ConversionResult | list[ConversionResult], as_json: bool) -> None:
     if as_json:
         print(json.dumps(msgspec.to_builtins(found)))
         return

@@ -1,5 +1,5 @@
-"""Checkpoints of all formats, read and written without Megatron, and what is made of them.
+"""Checkpoints of all formats, read and written without Megatron: conversion, comparison, export, inspection.
 
-What belongs here: sources (a format, read), sinks (a format, written) and the jobs between them. What does
-not: Megatron, and how things are shown to people (cli).
+What belongs here: sources (each reads one format), sinks (each writes one format) and the jobs between them.
+What does not: Megatron, and how results are shown (cli).
 """

@@ -1,6 +1,6 @@
-"""What can be looked at in a checkpoint of any format: stored tensors, and optimizer state by parameter.
+"""Inspects a checkpoint of any format: its stored tensors, and optimizer state by parameter.
 
-Statistics stream: no more than a part of a tensor is held at a time.
+Statistics are computed part by part, so that no whole tensor is held in memory.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.optimizer import StateTensor, optimizer_state
 from megatron_datastates.plan.boxes import cut_box
 
-PART_BYTES = 16 << 20  # of a tensor, read at a time
-Read = Callable[[Sequence[int], Sequence[int]], torch.Tensor]  # of offset and shape
+PART_BYTES = 16 << 20  # of a tensor, read in one go
+Read = Callable[[Sequence[int], Sequence[int]], torch.Tensor]  # takes an offset and a shape
 
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """One tensor as it can be looked at: n boxes of d dimensions tile it."""
+    """One tensor for inspection: n boxes of d dimensions tile it."""
 
     key: str
     dtype: str
     global_shape: tuple[int, ...]
     offsets: npt.NDArray[np.int64]  # (n, d), elements
     shapes: npt.NDArray[np.int64]  # (n, d), elements
-    files: int | None  # that hold it, where the format says
+    files: int | None  # how many hold it; None where the format does not say
     read: Read
 
     @property
     def bytes(self) -> int:
+        """Returns the size of all elements."""
         return math.prod(self.global_shape) * element_bytes(self.dtype)
 
 
 @dataclasses.dataclass
 class Statistics:
-    """Of all elements: `finite` of them are neither NaN nor infinite, and only they count below.
+    """Statistics of a tensor's elements.
 
-    Computed in float64, so integers beyond 2^53 are rounded. Of complex numbers it is their absolute value.
+    `finite` elements are neither NaN nor infinite; minimum, maximum, mean and norm are of these alone. They
+    are computed in float64, so integers beyond 2^53 are rounded; complex numbers count by absolute value.
     """
 
     finite: int = 0
@@ -60,14 +62,16 @@ class Statistics:
 
     @property
     def mean(self) -> float | None:
+        """Returns the mean of the finite elements, or None if there are none."""
         return self.total / self.finite if self.finite else None
 
     @property
     def norm(self) -> float:
-        """The square root of the sum of squares."""
+        """Returns the square root of the sum of squares."""
         return math.sqrt(self.squares)
 
     def add(self, values: torch.Tensor) -> None:
+        """Adds elements to the statistics."""
         plain = values.abs() if values.is_complex() else values
         numbers = plain.reshape(-1).to(torch.float64)
         finite = numbers[torch.isfinite(numbers)]
@@ -85,11 +89,14 @@ class Statistics:
 
 
 def contents(source: Source, pattern: str = "*", *, optimizer: bool = False) -> list[Content]:
-    """Tensors whose keys match a shell pattern, by key: stored ones, or optimizer state by parameter.
+    """Lists tensors whose keys match a shell pattern, in order of their keys.
+
+    Args:
+        optimizer: list optimizer state by parameter instead of stored tensors.
 
     Raises:
-        MissingKeyError: optimizer state is asked for, and is not stored in buckets of ours.
-        DataStatesError: as all reading.
+        MissingKeyError: `optimizer` is set, and the checkpoint has no optimizer map.
+        DataStatesError: the checkpoint cannot be read.
     """
     if optimizer:
         return [
@@ -102,13 +109,13 @@ def contents(source: Source, pattern: str = "*", *, optimizer: bool = False) -> 
 
 
 def find_content(source: Source, key: str) -> Content:
-    """A stored tensor or, failing that, an optimizer state of a parameter. Raises MissingKeyError."""
+    """Returns a stored tensor or else the optimizer state of a parameter. Raises MissingKeyError."""
     if key in source.tensors:
         return _stored_content(source, key)
     states = optimizer_state(source.checkpoint) if isinstance(source, DataStatesSource) else {}
     if key not in states:
         raise MissingKeyError(
-            f"there is no tensor or object {key!r} in {source.directory}: `datastates show` lists the keys"
+            f"{source.directory} contains no tensor or object {key!r}: `datastates show` lists the keys"
         )
     return _state_content(states[key])
 
@@ -117,8 +124,8 @@ def _states(source: Source) -> dict[str, StateTensor]:
     states = optimizer_state(source.checkpoint) if isinstance(source, DataStatesSource) else {}
     if not states:
         raise MissingKeyError(
-            f"{source.directory} holds no optimizer map: its optimizer state, if there is any, is among the "
-            "stored tensors"
+            f"{source.directory} has no optimizer map: list its stored tensors, which include any optimizer "
+            "state, without --optimizer"
         )
     return states
 
@@ -141,7 +148,10 @@ def _state_content(state: StateTensor) -> Content:
 
 
 def statistics(content: Content, progress: Callable[[int], None] = lambda bytes_done: None) -> Statistics:
-    """Of a tensor, box by box as it is stored."""
+    """Computes the statistics of a tensor, reading it box by box as it is stored.
+
+    Calls `progress` with the number of bytes read since the last call.
+    """
     found = Statistics()
     for offset, shape in zip(content.offsets.tolist(), content.shapes.tolist(), strict=True):
         for at, lengths in cut_box(offset, shape, PART_BYTES // element_bytes(content.dtype)):
@@ -150,12 +160,14 @@ def statistics(content: Content, progress: Callable[[int], None] = lambda bytes_
     return found
 
 
-def converted(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Raises MismatchError where that would lose a half, or torch cannot."""
+def convert_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Converts to `dtype`. Raises MismatchError where torch cannot, or an imaginary part would be lost."""
     try:
         if not values.is_complex():
             return values.to(dtype)
     except NotImplementedError:
         pass
     name, wanted = (str(one).removeprefix("torch.") for one in (values.dtype, dtype))
-    raise MismatchError(f"{name} cannot be converted to {wanted}: leave it as it is")
+    raise MismatchError(
+        f"{name} cannot be converted to {wanted}: leave out the conversion, or choose another dtype"
+    )

@@ -1,6 +1,6 @@
-"""How two checkpoints differ, tensor by tensor and layer by layer, with few elements in memory at a time.
+"""Compares two checkpoints tensor by tensor and layer by layer, with few elements in memory at a time.
 
-Objects (generators' states, arguments, the common state) are not compared.
+Objects (random generator states, arguments, the common state) are not compared.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ import numpy as np
 import torch
 
 from megatron_datastates.convert.parts import choose_keys, group_of, is_weight, parts_of
-from megatron_datastates.convert.sinks.target import appearing
+from megatron_datastates.convert.sinks.target import publish_on_exit
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import MissingPackageError, UnsupportedFormatError
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.plan.boxes import cut_box
 
-# Of one element of both tensors: as stored, as float64, their differences and masks.
+# Memory for one element of both tensors: as stored, as float64, their differences and masks.
 _BYTES_PER_ELEMENT = 64
 _EXACT_INTEGERS = 1 << 53  # float64 holds every integer up to here
-_AT_A_TIME = 1 << 16  # as Python's integers
+_AT_A_TIME = 1 << 16  # elements that are Python integers at a time
 
 
 @dataclasses.dataclass
 class Drift:
-    """How far elements are apart, over those that are finite in both checkpoints."""
+    """How far apart elements are: the ones that are finite in both checkpoints, unless stated otherwise."""
 
     changed: int = 0  # elements; NaN equals NaN, and 0 equals -0
     largest_absolute: float = 0.0  # |a - b|
     largest_relative: float = 0.0  # |a - b| / max(|a|, |b|): from 0 to 2
-    not_finite: int = 0  # of the changed, NaN or infinite in at least one
+    not_finite: int = 0  # changed elements that are NaN or infinite in at least one checkpoint
     squares_apart: float = 0.0  # sum of |a - b| squared
-    squares_first: float = 0.0  # sum of |a| squared, of all elements, changed or not
+    squares_first: float = 0.0  # sum of |a| squared over all finite elements, changed or not
 
     @property
     def distance(self) -> float:
-        """|a - b| / |a|, of the elements as one vector; infinite where a is zero and b is not."""
+        """Returns |a - b| / |a| with the elements as one vector; infinite where a is zero and b is not."""
         if not self.squares_apart:
             return 0.0
         return math.sqrt(self.squares_apart / self.squares_first) if self.squares_first else math.inf
 
     def add(self, other: Drift) -> None:
-        """Takes in what was seen of other elements."""
+        """Adds the result of comparing other elements."""
         self.changed += other.changed
         self.largest_absolute = max(self.largest_absolute, other.largest_absolute)
         self.largest_relative = max(self.largest_relative, other.largest_relative)
@@ -59,26 +59,27 @@ class Drift:
 
 @dataclasses.dataclass
 class Difference:
-    """What was found. Layers are (stack, number), such as `("decoder.layers", 3)`."""
+    """The result of a comparison. Layers are (stack, number), such as `("decoder.layers", 3)`."""
 
-    removed: list[str] = dataclasses.field(default_factory=list)  # keys of the first one alone
-    added: list[str] = dataclasses.field(default_factory=list)  # keys of the second one alone
+    removed: list[str] = dataclasses.field(default_factory=list)  # keys that only the first has
+    added: list[str] = dataclasses.field(default_factory=list)  # keys that only the second has
     reshaped: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = dataclasses.field(default_factory=dict)
     retyped: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
-    tensors: dict[str, Drift] = dataclasses.field(default_factory=dict)  # all that were compared
+    tensors: dict[str, Drift] = dataclasses.field(default_factory=dict)  # all tensors that were compared
     groups: dict[str, Drift] = dataclasses.field(default_factory=dict)
     layers: dict[str, dict[tuple[str, int], Drift]] = dataclasses.field(default_factory=dict)  # by group
-    # Of the model's tensors that were not compared: removed, added or reshaped.
+    # Layers of the model with tensors that were not compared: removed, added or reshaped.
     layers_apart: set[tuple[str, int]] = dataclasses.field(default_factory=set)
 
     @property
     def equal(self) -> bool:
+        """Returns whether keys, shapes, dtypes and elements are the same."""
         apart = self.removed or self.added or self.reshaped or self.retyped
         return not apart and not any(drift.changed for drift in self.tensors.values())
 
     @property
     def first_layer(self) -> tuple[str, int] | None:
-        """The lowest layer of the model, not of its optimizer, with an element that changed or is alone."""
+        """Returns the model's lowest layer with a change or with an element that only one checkpoint has."""
         changed = {layer for layer, drift in self.layers.get("model", {}).items() if drift.changed}
         changed |= self.layers_apart
         return min(changed, key=lambda layer: (layer[1], layer[0]), default=None)
@@ -86,19 +87,19 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Keys that both have, or one alone, of those that were asked for."""
+    """Requested keys, by which of the two checkpoints has them."""
 
     both: list[str]
     removed: list[str]
     added: list[str]
-    bytes: int  # of elements that will be compared, in the first one
+    bytes: int  # of the first checkpoint's tensors under `both`
 
 
 def choose_comparison(first: Source, second: Source, patterns: Sequence[str] = ()) -> Comparison:
-    """What is there to compare.
+    """Chooses the tensors to compare.
 
     Raises:
-        MissingKeyError: a pattern matches nothing in either of them.
+        MissingKeyError: a pattern matches nothing in either checkpoint.
     """
     where = f"{first.directory} or {second.directory}"
     chosen = choose_keys({*first.tensors, *second.tensors}, patterns, where)
@@ -118,10 +119,11 @@ def diff(
     memory_bytes: int = 1 << 30,
     progress: Callable[[int], None] = lambda bytes_done: None,
 ) -> Difference:
-    """Compares all elements of tensors of one shape; of others only says so. Raises what reading raises.
+    """Compares all elements of tensors whose shapes agree, and lists the others. Raises what reading raises.
 
     Args:
-        memory_bytes: held at a time, at most.
+        memory_bytes: upper limit of the memory for elements.
+        progress: called with the number of bytes of the first checkpoint compared since the last call.
     """
     found = Difference(removed=comparison.removed, added=comparison.added)
     for source, keys in ((first, found.removed), (second, found.added)):
@@ -171,13 +173,13 @@ def _compare_tensor(
 
 
 def compare(left: torch.Tensor, right: torch.Tensor) -> Drift:
-    """Two tensors of one shape. Floating-point values are compared as numbers, whatever their dtypes.
+    """Compares two tensors of the same shape as numbers, also if their dtypes differ.
 
     Raises:
-        UnsupportedFormatError: elements of this dtype that differ cannot be made numbers.
+        UnsupportedFormatError: elements differ, and torch cannot convert their dtype to float64.
     """
     if left.dtype == right.dtype and torch.equal(_raw(left), _raw(right)):
-        with contextlib.suppress(UnsupportedFormatError):  # they are equal, whatever they are
+        with contextlib.suppress(UnsupportedFormatError):  # equal bits need no numbers
             return Drift(squares_first=_squares(_numbers(left)))
         return Drift()
     one, other = _numbers(left).reshape(-1), _numbers(right).reshape(-1)
@@ -200,7 +202,7 @@ def compare(left: torch.Tensor, right: torch.Tensor) -> Drift:
 
 
 def _are_different(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """NaN equals NaN; of complex numbers, half by half."""
+    """Returns which elements differ. NaN equals NaN, for complex numbers in each component."""
     if one.is_complex() or other.is_complex():
         halves = (torch.view_as_real(numbers.to(torch.complex128)) for numbers in (one, other))
         return _are_different(*halves).any(dim=-1)
@@ -210,12 +212,12 @@ def _are_different(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def _rounded(
     left: torch.Tensor, right: torch.Tensor, one: torch.Tensor, other: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where integers may have been rounded to become float64, and |a - b| there, computed exactly."""
+    """Returns where float64 may have rounded integers, and |a - b| computed exactly there."""
     if one.is_complex() or other.is_complex() or not (_is_integer(left) or _is_integer(right)):
         return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64)
     large = torch.maximum(one.abs(), other.abs()) >= _EXACT_INTEGERS
     (where,) = (large & one.isfinite() & other.isfinite()).nonzero(as_tuple=True)
-    # A float beside such an integer is an integer itself, or so much smaller that its fraction is nothing.
+    # A float beside such an integer is an integer, or so much smaller that its fraction is negligible.
     sides = [tensor.reshape(-1).numpy() if _is_integer(tensor) else numbers.numpy()
              for tensor, numbers in ((left, one), (right, other))]  # fmt: skip
     if left.dtype == right.dtype:
@@ -231,7 +233,7 @@ def _is_integer(tensor: torch.Tensor) -> bool:
 
 
 def _squares(numbers: torch.Tensor) -> float:
-    """Sum of the squares of what is finite."""
+    """Returns the sum of the squares of finite elements."""
     return float(torch.where(numbers.isfinite(), numbers.abs(), 0).square().sum())
 
 
@@ -244,27 +246,29 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
     except (RuntimeError, NotImplementedError) as error:
         raise UnsupportedFormatError(
-            f"elements of {tensor.dtype} differ and cannot be made numbers: leave them out with --keys"
+            f"tensors of {tensor.dtype} differ, and torch cannot convert them to numbers: "
+            "exclude them with --keys"
         ) from error
 
 
 def require_plotting() -> Any:
-    """The module matplotlib.figure. Raises MissingPackageError."""
+    """Returns the module matplotlib.figure. Raises MissingPackageError if matplotlib is not installed."""
     try:
         return importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise MissingPackageError(
-            f"a plot needs matplotlib ({error}): pip install 'megatron-datastates[plot]'"
+            f"a plot needs matplotlib, which cannot be imported ({error}): "
+            "pip install 'megatron-datastates[plot]'"
         ) from error
 
 
 def plot_drift(found: Difference, target: Path) -> None:
-    """Draws how far each layer is apart, as a whole and at most, a line for each group and stack, as PNG.
+    """Writes a PNG of how far apart each layer is: distance and largest difference, by group and stack.
 
     Raises:
-        MissingPackageError: there is no matplotlib.
+        MissingPackageError: matplotlib is not installed.
         StorageError: the target exists.
-        OSError: it cannot be written.
+        OSError: the target cannot be written.
     """
     figure = require_plotting().Figure(figsize=(8, 7), layout="constrained")
     distance, absolute = figure.subplots(2, 1, sharex=True)
@@ -280,5 +284,5 @@ def plot_drift(found: Difference, target: Path) -> None:
     absolute.xaxis.get_major_locator().set_params(integer=True)
     if found.layers:
         distance.legend()
-    with appearing(target) as temporary:
+    with publish_on_exit(target) as temporary:
         figure.savefig(temporary, format="png", dpi=120)

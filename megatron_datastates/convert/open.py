@@ -14,37 +14,35 @@ from megatron_datastates.pipeline.runs import format_of
 
 
 def open_source(directory: str | os.PathLike[str]) -> Source:
-    """The checkpoint that lies in `directory`, whatever its format.
+    """Opens the checkpoint in `directory`, of any format.
 
     Raises:
-        NotACheckpointError: nothing is there that can be read.
+        NotACheckpointError: the directory holds no checkpoint of a known format.
         StorageError: its name is not UTF-8.
-        MissingPackageError: it is of a format that is read with a package which is not installed.
+        MissingPackageError: reading its format needs a package that is not installed.
     """
     path = Path(directory)
     require_utf8(path)
     format = format_of(path)
     if format == BACKEND or not path.is_dir():
-        return DataStatesSource(path)  # or raises what is wrong with it
+        return DataStatesSource(path)  # raises an error that says what is missing
     if format == TORCH_DIST and (path / TORCH_DIST_INDEX).is_file():
         return TorchDistSource(path)
     if format == "zarr":
-        # Needs zarr, which is optional.
+        # Imported here because the package zarr is optional.
         from megatron_datastates.convert.sources.zarr_legacy import LegacyZarrSource
 
         return LegacyZarrSource(path)
     known = f" (its {METADATA_NAME} says {format!r})" if format is not None else ""
     raise NotACheckpointError(
-        f"{path} holds no checkpoint of a known format{known}: give a directory such as CKPT/iter_0000100, "
+        f"{path} holds no checkpoint of a known format{known}: choose a directory such as CKPT/iter_0000100, "
         "written with --ckpt-format torch_dist, datastates or zarr"
     )
 
 
 def require_utf8(path: Path) -> None:
-    """Raises StorageError: native code and what is printed for programs take names in UTF-8 only."""
+    """Raises StorageError if the name is not UTF-8, which native code and JSON output need."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
-        raise StorageError(
-            f"{os.fsencode(path)!r} is not UTF-8: reach it by another name, such as a link"
-        ) from None
+        raise StorageError(f"{os.fsencode(path)!r} is not UTF-8: rename it, or use a symbolic link") from None

@@ -1,7 +1,7 @@
-"""Which tensors are asked for, and to which layer their elements belong.
+"""Chooses tensors by pattern, and finds the layers that their elements belong to.
 
-Megatron stores like layers under one key (`decoder.layers.mlp.linear_fc1.weight`), stacked along the first
-axis; layers that differ have their numbers in their keys (`decoder.layers.3.mlp...`), as its modules do.
+Megatron stores layers of the same kind under one key (`decoder.layers.mlp.linear_fc1.weight`), stacked along
+the first axis; other layers have their number in the key (`decoder.layers.3.mlp...`), as its modules do.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class Part:
 
 
 def is_weight(key: str) -> bool:
-    """Whether a tensor belongs to the model, not to its optimizer."""
+    """Returns whether a tensor belongs to the model and not to its optimizer."""
     return _OPTIMIZER.search(key) is None
 
 
 def group_of(key: str) -> str:
-    """`model`, or `optimizer` and the name of the state if the key has one: `optimizer exp_avg`."""
+    """Returns `model`, or `optimizer` followed by the name of the state, such as `optimizer exp_avg`."""
     if is_weight(key):
         return "model"
     state = _STATE.match(key)
@@ -44,7 +44,7 @@ def group_of(key: str) -> str:
 
 
 def parts_of(key: str, global_shape: Sequence[int]) -> list[Part]:
-    """By layer if the key is a stacked one, else one part."""
+    """Splits a tensor by layer if layers are stacked under its key; otherwise returns it as one part."""
     shape, found = tuple(global_shape), _LAYERS.search(key)
     whole = (0,) * len(shape)
     if found is None:
@@ -63,7 +63,10 @@ def parts_of(key: str, global_shape: Sequence[int]) -> list[Part]:
 
 
 def choose_keys(keys: Collection[str], patterns: Sequence[str], where: str) -> list[str]:
-    """Keys that match one of the patterns of a shell (`*`, `?`, `[..]`), or all without any; sorted.
+    """Returns the sorted keys that match any of the shell patterns (`*`, `?`, `[..]`); all, without patterns.
+
+    Args:
+        where: name of the checkpoint, for the message.
 
     Raises:
         MissingKeyError: a pattern matches nothing.
@@ -76,7 +79,8 @@ def choose_keys(keys: Collection[str], patterns: Sequence[str], where: str) -> l
         if not found:
             known = ", ".join(map(repr, sorted(keys)[:3])) or "none"
             raise MissingKeyError(
-                f"no tensor in {where} matches {pattern!r}: give one such as {known} (* matches anything)"
+                f"no tensor in {where} matches {pattern!r}: expected a key such as {known}, "
+                "or a pattern (* matches anything)"
             )
         chosen.update(found)
     return sorted(chosen)

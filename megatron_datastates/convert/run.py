@@ -1,4 +1,4 @@
-"""Converts all checkpoints of a run, one after the other; those that are there already are left alone."""
+"""Converts the checkpoints of a run, one after another; leaves alone those that were converted before."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from megatron_datastates.convert.job import Means, Plan, convert, default_format, plan_conversion
+from megatron_datastates.convert.job import convert
+from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.sinks.sink import Moved, write_synced
+from megatron_datastates.convert.planning import Plan, default_format, plan_conversion
+from megatron_datastates.convert.sinks.sink import Progress, write_synced
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.team import Team
 from megatron_datastates.engine.commit import sync_directory
@@ -20,8 +22,8 @@ from megatron_datastates.pipeline.runs import tracked_iteration
 
 
 @dataclasses.dataclass(frozen=True)
-class Converted:
-    """What became of one checkpoint."""
+class ConversionResult:
+    """What was done with one checkpoint."""
 
     source: str
     target: str
@@ -31,73 +33,84 @@ class Converted:
     objects: int
     bytes: int  # of tensors
     seconds: float
-    skipped: str = ""  # why nothing was done
+    skipped: str = ""  # why it was not converted; empty if it was
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
-    """How checkpoints are to be converted; see plan_conversion and convert."""
+class ConversionRequest:
+    """Options of a conversion; see plan_conversion and convert."""
 
     format: str = ""
     ranks: int = 0
     verify: bool = False
-    means: Means = Means()  # noqa: RUF009 - it cannot be changed
+    limits: Limits = Limits()  # noqa: RUF009 - immutable
 
 
 def convert_one(
-    source: Path, target: Path, wish: Wish, team: Team, begun: Callable[[Plan], Moved]
-) -> Converted:
-    """Raises what plan_conversion and convert raise. `begun` is told what is going to be moved."""
-    start = time.monotonic()
-    plan = team.every(
-        lambda: plan_conversion(open_source(source), target, format=wish.format, ranks=wish.ranks)
+    source: Path, target: Path, request: ConversionRequest, team: Team, start: Callable[[Plan], Progress]
+) -> ConversionResult:
+    """Converts one checkpoint.
+
+    Args:
+        start: called with the plan before anything is written; returns the function to report progress to.
+
+    Raises:
+        what plan_conversion and convert raise.
+    """
+    begin = time.monotonic()
+    plan = team.on_every_rank(
+        lambda: plan_conversion(open_source(source), target, format=request.format, ranks=request.ranks)
     )
-    convert(plan, wish.means, verify=wish.verify, moved=begun(plan), team=team)
+    convert(plan, request.limits, verify=request.verify, progress=start(plan), team=team)
     found = plan.source
     counts = (len(plan.files), len(found.tensors), len(found.objects), sum(plan.file_bytes))
-    return Converted(str(source), str(target), plan.format, *counts, round(time.monotonic() - start, 3))
+    return ConversionResult(
+        str(source), str(target), plan.format, *counts, round(time.monotonic() - begin, 3)
+    )
 
 
 def convert_run(
-    source: Path, target: Path, wish: Wish, team: Team, begun: Callable[[Plan], Moved]
-) -> list[Converted]:
-    """Every `iter_*` right under `source`, in order, and then Megatron's tracker file.
+    source: Path, target: Path, request: ConversionRequest, team: Team, start: Callable[[Plan], Progress]
+) -> list[ConversionResult]:
+    """Converts each `iter_*` directory in `source`, in order, and then copies Megatron's tracker file.
 
     Raises:
-        StorageError: there are none. What convert_one raises, once an iteration cannot be converted: those
-            before it are there, and another call goes on from it.
+        StorageError: there are no iterations, or a target exists in another format.
+        OptionError: the source has iterations of several formats, and no format was requested.
+        what convert_one raises: the iterations before the one that failed are complete, and another call
+            continues from there.
     """
-    found: list[Converted] = []
-    for name, skipped in team.first(lambda: _todo(source, target, wish.format)):
-        of, to = source / name, target / name
-        if skipped:
-            found.append(Converted(str(of), str(to), wish.format, 0, 0, 0, 0, 0.0, skipped))
+    found: list[ConversionResult] = []
+    for name, reason in team.on_rank_zero(lambda: _list_iterations(source, target, request.format)):
+        one, made = source / name, target / name
+        if reason:
+            found.append(ConversionResult(str(one), str(made), request.format, 0, 0, 0, 0, 0.0, reason))
         else:
-            found.append(convert_one(of, to, wish, team, begun))
-    team.first(lambda: _copy_tracker(source, target))
+            found.append(convert_one(one, made, request, team, start))
+    team.on_rank_zero(lambda: _copy_tracker(source, target))
     return found
 
 
-def _todo(source: Path, target: Path, format: str) -> list[tuple[str, str]]:
-    """Names of iterations, with the reason why nothing is to be done for one."""
+def _list_iterations(source: Path, target: Path, format: str) -> list[tuple[str, str]]:
+    """Returns the names of iterations, each with the reason to skip it, or an empty string."""
     if target.resolve() == source.resolve():
-        raise StorageError(f"{target} is the source itself: give another target")
+        raise StorageError(f"{target} is the source itself: choose another target")
     numbers = {name: iteration_in_name(name) for name in os.listdir(source)}
     names = sorted((n for n in numbers if numbers[n] is not None), key=lambda name: numbers[name] or 0)
     if not names:
-        raise StorageError(f"{source} holds no iterations: give the directory that was given to --save")
-    found = {name: _opened(source / name) for name in names}
+        raise StorageError(f"{source} contains no iter_* directories: choose the --save directory of a run")
+    found = {name: _try_open(source / name) for name in names}
     formats = {one.format for one in found.values() if not isinstance(one, NotACheckpointError)}
     wanted = {format or default_format(one) for one in formats}
     if len(wanted) > 1:
         raise OptionError(
-            f"{source} holds iterations in formats {' and '.join(sorted(formats))}: say with --to in which "
-            "all are to be"
+            f"{source} contains iterations in the formats {' and '.join(sorted(formats))}: choose one for "
+            "the target with --to"
         )
     return [(name, _why_skipped(found[name], target / name, wanted)) for name in names]
 
 
-def _opened(directory: Path) -> Source | NotACheckpointError:
+def _try_open(directory: Path) -> Source | NotACheckpointError:
     try:
         return open_source(directory)
     except NotACheckpointError as error:
@@ -109,20 +122,20 @@ def _why_skipped(source: Source | NotACheckpointError, target: Path, wanted: Col
         return str(source)
     if not target.exists():
         return ""
-    there = open_source(target).format
-    if there not in wanted:
+    existing = open_source(target).format
+    if existing not in wanted:
         raise StorageError(
-            f"{target} exists in format {there}, and {' '.join(wanted)} is wanted: give another target"
+            f"{target} exists in format {existing}, expected {' '.join(wanted)}: choose another target"
         )
-    return "it is there already"
+    return "the target exists already"
 
 
 def _copy_tracker(source: Path, target: Path) -> None:
-    """Unless the target has one already that names a later iteration, trained there, or no iteration."""
-    wanted, there = tracked_iteration(source / TRACKER_NAME), tracked_iteration(target / TRACKER_NAME)
+    """Copies the tracker file, unless the target has one that names a later iteration or none at all."""
+    wanted, existing = tracked_iteration(source / TRACKER_NAME), tracked_iteration(target / TRACKER_NAME)
     if wanted is None or not (target / iteration_name(wanted)).is_dir():
         return
-    if os.path.lexists(target / TRACKER_NAME) and (there is None or there >= wanted):
+    if os.path.lexists(target / TRACKER_NAME) and (existing is None or existing >= wanted):
         return
     temporary = target / f".{TRACKER_NAME}.converting"
     write_synced(temporary, str(wanted).encode())

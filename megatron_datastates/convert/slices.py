@@ -1,4 +1,4 @@
-"""Slices as numpy's and torch's users write them: `0:2,:,5`."""
+"""Slices written as for numpy and torch: `0:2,:,5`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Slice:
 
 
 def parse_slice(text: str, global_shape: Sequence[int]) -> Slice:
-    """Axes that `text` leaves out are whole; negative numbers count from the end; there are no steps.
+    """Parses a slice. Omitted axes are whole, negative numbers count from the end, steps are not supported.
 
     Raises:
-        MismatchError: `text` is no slice, or leaves a tensor of this shape.
+        MismatchError: `text` is not a slice, or exceeds a tensor of this shape.
     """
     entries = [entry.strip() for entry in text.strip().removeprefix("[").removesuffix("]").split(",")]
     if entries == [""]:
@@ -32,8 +32,8 @@ def parse_slice(text: str, global_shape: Sequence[int]) -> Slice:
         entries[at : at + 1] = [":"] * (len(global_shape) - len(entries) + 1)
     if len(entries) > len(global_shape):
         raise MismatchError(
-            f"slice {text!r} has {len(entries)} axes, the tensor {len(global_shape)}: its shape is "
-            f"{list(global_shape)}"
+            f"slice {text!r} has {len(entries)} axes, but the tensor has {len(global_shape)} (its shape is "
+            f"{list(global_shape)}): remove some"
         )
     entries += [":"] * (len(global_shape) - len(entries))
     axes = [_axis(entry, size, text) for entry, size in zip(entries, global_shape, strict=True)]
@@ -46,7 +46,9 @@ def _axis(entry: str, size: int, text: str) -> tuple[int, int]:
         r"(?P<at>-?\d{1,18})|(?P<start>-?\d{,18})\s*:\s*(?P<stop>-?\d{,18})", entry, re.ASCII
     )
     if match is None or "-" in (match["start"], match["stop"]):
-        raise MismatchError(f"{text!r} is no slice: write one such as 0:2,:,5 (steps are not supported)")
+        raise MismatchError(
+            f"{text!r} is not a slice: expected one such as 0:2,:,5 (steps are not supported)"
+        )
     if match["at"] is not None:
         start = _from_end(int(match["at"]), size)
         stop = start + 1
@@ -54,7 +56,7 @@ def _axis(entry: str, size: int, text: str) -> tuple[int, int]:
         start = _from_end(int(match["start"] or 0), size)
         stop = _from_end(int(match["stop"]), size) if match["stop"] else size
     if not 0 <= start <= stop <= size:
-        raise MismatchError(f"slice {text!r}: {entry!r} is out of range on an axis of {size}")
+        raise MismatchError(f"slice {text!r}: {entry!r} is out of range for an axis of {size} elements")
     return start, stop
 
 

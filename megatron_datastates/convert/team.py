@@ -1,4 +1,4 @@
-"""The processes of one conversion: alone, or ranks that torchrun started. They do steps together, or none."""
+"""The processes of one conversion: one, or the ranks of torchrun, which succeed or fail together."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ _LONGEST_STEP = timedelta(days=7)  # a rank may have all the large files
 
 
 class Team:
-    """Alone where torch.distributed is not initialized."""
+    """The ranks of torch.distributed, or this process alone where that is not initialized."""
 
     def __init__(self) -> None:
         self._together = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self._together else 0
         self.size = dist.get_world_size() if self._together else 1
 
-    def every_told(self, step: Callable[[], T]) -> list[T]:
-        """What each rank's step gives, on all ranks. An error of any is raised on all.
+    def gather(self, step: Callable[[], T]) -> list[T]:
+        """Runs a step on every rank and returns all results, by rank. Any rank's error is raised on all.
 
         Raises:
-            what the step raises, on its own rank; DataStatesError with the same text on the others.
+            DataStatesError: the step failed on another rank; the message has that rank and its error.
+            what the step raises, on the rank where it failed.
         """
         if not self._together:
             return [step()]
@@ -39,28 +40,28 @@ class Team:
             value = step()
         except Exception as raised:
             error = raised
-        told = gather_objects((None if error is None else f"{type(error).__name__}: {error}", value))
+        outcomes = gather_objects((None if error is None else f"{type(error).__name__}: {error}", value))
         if error is not None:
             raise error
-        for rank, (text, _) in enumerate(told):
+        for rank, (text, _) in enumerate(outcomes):
             if text is not None:
-                raise DataStatesError(f"rank {rank}: {text}")
-        return [given for _, given in told]
+                raise DataStatesError(f"the conversion failed on rank {rank}: {text}")
+        return [result for _, result in outcomes]
 
-    def every(self, step: Callable[[], T]) -> T:
-        """Each rank's own."""
+    def on_every_rank(self, step: Callable[[], T]) -> T:
+        """Runs a step on every rank and returns this rank's result, which is not sent. Raises as `gather`."""
         kept: list[T] = []
-        self.every_told(lambda: kept.append(step()))
+        self.gather(lambda: kept.append(step()))
         return kept[0]
 
-    def first(self, step: Callable[[], T]) -> T:
-        """Done by rank 0 while the others wait; all have what it gives."""
-        return self.every_told(lambda: step() if self.rank == 0 else None)[0]  # type: ignore[return-value]
+    def on_rank_zero(self, step: Callable[[], T]) -> T:
+        """Runs a step on rank 0 while the others wait; returns its result on all. Raises as `gather`."""
+        return self.gather(lambda: step() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
 
 @contextmanager
 def team_of_torchrun() -> Iterator[Team]:
-    """All ranks that torchrun started, if it did."""
+    """Yields the team of all ranks that torchrun started, or of this process alone."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         yield Team()
         return

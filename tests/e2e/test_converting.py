@@ -1,12 +1,14 @@
-"""`datastates convert` between runs of Megatron's own loop: they go on bit for bit from either format."""
+"""`datastates convert` between runs of Megatron's own loop: they continue bit for bit from either format."""
 
 from pathlib import Path
 
 import pytest
 
-from megatron_datastates.convert.job import Means, convert, nothing_told, plan_conversion
+from megatron_datastates.convert.job import convert, no_progress
+from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.run import Wish, convert_run
+from megatron_datastates.convert.planning import plan_conversion
+from megatron_datastates.convert.run import ConversionRequest, convert_run
 from megatron_datastates.convert.team import Team
 from tests.e2e.test_moe import EP2, EXPERTS
 from tests.support.tiny import LAYOUTS, TRACKER, Checkpoints, Ending, Pretraining
@@ -23,14 +25,14 @@ RUNS = {
 
 @pytest.mark.conformance
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_goes_on_from_what_was_converted_and_from_what_was_converted_back(
+def test_a_run_continues_from_a_conversion_there_and_back(
     name: str, pretraining: Pretraining, tmp_path: Path
 ) -> None:
     stock = Checkpoints(tmp_path / "stock")
     saved = pretraining.run(*RUNS[name], "--ckpt-format", "torch_dist", "--save", stock.root)
-    everything = Wish(verify=True)
-    convert_run(stock.root, tmp_path / "ours", everything, Team(), lambda plan: nothing_told)
-    convert_run(tmp_path / "ours", tmp_path / "back", everything, Team(), lambda plan: nothing_told)
+    everything = ConversionRequest(verify=True)
+    convert_run(stock.root, tmp_path / "ours", everything, Team(), lambda plan: no_progress)
+    convert_run(tmp_path / "ours", tmp_path / "back", everything, Team(), lambda plan: no_progress)
 
     for root, ckpt_format in ((tmp_path / "ours", "datastates"), (tmp_path / "back", "torch_dist")):
         made = Checkpoints(root)
@@ -42,13 +44,15 @@ def test_a_run_goes_on_from_what_was_converted_and_from_what_was_converted_back(
 
 
 @pytest.mark.conformance
-def test_a_run_goes_on_from_files_that_were_dealt_out_anew(pretraining: Pretraining, tmp_path: Path) -> None:
+def test_a_run_continues_after_fragments_were_redistributed_over_files(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
     ours = Checkpoints(tmp_path / "ours")
     saved = pretraining.run(*RUNS["tp2"], "--ckpt-format", "datastates", "--save", ours.root)
     for ckpt_format, ranks in (("datastates", 1), ("datastates", 5), ("torch_dist", 3)):
         made = Checkpoints(tmp_path / f"{ckpt_format} {ranks}")
         plan = plan_conversion(open_source(ours.at(2)), made.at(2), format=ckpt_format, ranks=ranks)
-        convert(plan, Means(), verify=True)
+        convert(plan, Limits(), verify=True)
         (made.root / TRACKER).write_text("2")
         resumed = resume(pretraining, made.root, "tp2", ckpt_format)
         assert resumed.resumed_from(saved) == 2

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_datastates.convert.job import Means, convert, plan_conversion
+from megatron_datastates.convert.job import convert
+from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.planning import plan_conversion
 from tests.support.world import World
 
 pytestmark = pytest.mark.conformance
@@ -33,6 +35,6 @@ def test_what_this_release_saved_as_torch_dist_is_converted_there_and_back(
     for source, target, saved_as in ((stock, ours, "torch_dist"), (ours, back, "datastates")):
         opened = open_source(source)
         assert opened.format == saved_as
-        convert(plan_conversion(opened, target), Means(), verify=True)
+        convert(plan_conversion(opened, target), Limits(), verify=True)
         for rank in world.run("release_ranks:read", target):
             assert rank["missing"] == rank["unexpected"] == []

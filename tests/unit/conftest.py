@@ -1,6 +1,7 @@
 """What all unit tests share."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hypothesis import settings
 
 from megatron_datastates.pipeline.saver import Saver
 from tests.unit.converting import dcp_state, save_with_dcp
+from tests.unit.inspecting import save_run
 from tests.unit.states import new_saver
 
 # No deadline: the first example of a test may be the one that loads half of torch.
@@ -33,3 +35,23 @@ def by_dcp(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("run") / "iter_0000012"
     save_with_dcp(directory, dcp_state() | {"object": "words"}, single_file_per_rank=False)
     return directory
+
+
+@pytest.fixture(scope="session")
+def saved_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two iterations; see inspecting.py. Not to be changed."""
+    root = tmp_path_factory.mktemp("saved") / "run"
+    save_run(root)
+    return root
+
+
+@pytest.fixture
+def root(saved_run: Path, tmp_path: Path) -> Path:
+    """A copy of the run."""
+    return Path(shutil.copytree(saved_run, tmp_path / "run"))
+
+
+@pytest.fixture
+def checkpoint(root: Path) -> Path:
+    """The first checkpoint in the copy of the run."""
+    return root / "iter_0000005"

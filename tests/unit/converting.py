@@ -1,4 +1,4 @@
-"""What tests of conversion share: a checkpoint of DCP, and what is in one."""
+"""Shared by tests of conversion: writing a checkpoint with DCP, converting, comparing contents."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_datastates.config import MIB
-from megatron_datastates.convert.job import Means, convert, plan_conversion
+from megatron_datastates.convert.job import convert
+from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.planning import plan_conversion
 from megatron_datastates.convert.sources.source import Source
 from tests.unit.states import KNOWN_DTYPES, bits, random_tensor
 
-LEAST = Means(memory_bytes=66 * MIB, workers=1)  # windows of 15 MiB
+LEAST = Limits(memory_bytes=66 * MIB, workers=1)  # windows of 15 MiB
 State = dict[str, Any]
 
 
 def dcp_state() -> State:
-    """Every dtype, shapes without elements and without axes, transposed memory, views of larger memory."""
+    """Returns tensors of every dtype, without elements, without axes, and with transposed memory."""
     tensors = {
         f"of.{name}": random_tensor(getattr(torch, name), (3, 5), n) for n, name in enumerate(KNOWN_DTYPES)
     }
@@ -37,15 +39,15 @@ def save_with_dcp(directory: Path, state: State, **how: Any) -> None:
     dcp.save(state, storage_writer=writer, no_dist=True)
 
 
-def convert_to(source: Path, target: Path, means: Means = LEAST, **how: Any) -> Source:
+def convert_to(source: Path, target: Path, limits: Limits = LEAST, **how: Any) -> Source:
     keys = ("format", "ranks")
     plan = plan_conversion(open_source(source), target, **{k: v for k, v in how.items() if k in keys})
-    convert(plan, means, **{k: v for k, v in how.items() if k not in keys})
+    convert(plan, limits, **{k: v for k, v in how.items() if k not in keys})
     return open_source(target)
 
 
 def contents(source: Source) -> dict[str, Any]:
-    """Bits of every tensor and object."""
+    """Returns the dtype, shape and bits of every tensor, and the bytes of every object."""
     tensors = {
         key: (entry.dtype, entry.global_shape, bits(source.read_tensor(key)))
         for key, entry in source.tensors.items()

@@ -1,4 +1,4 @@
-"""Archives of torch.save: parts of them are read, and new ones are written piece by piece."""
+"""Archives of torch.save: read and written in parts."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_any_bytes_of_a_tensor_in_any_memory_layout_are_read(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("value", "reason"),
     [
-        ([1], "it is no tensor"),
+        ([1], "it is not a tensor"),
         (torch.ones(2, dtype=torch.complex64).conj(), "view of a kind"),
         (torch.ones(2).to_sparse(), "_rebuild_sparse_tensor"),
         (torch.device("cpu"), "torch.device"),

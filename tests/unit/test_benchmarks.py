@@ -34,14 +34,14 @@ def try_out(name: str, tmp_path: Path, *arguments: object) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("name", ["engine", "load", "scale", "gpu"])
+@pytest.mark.parametrize("name", ["engine", "load", "scale", "gpu", "tripwire"])
 def test_help_has_examples_of_commands_that_exist(name: str) -> None:
     ran = run(name, "--help")
     assert ran.returncode == 0, ran.stderr
     assert f"python -m benchmarks.{name} " in ran.stdout and "--quick" in ran.stdout
 
 
-@pytest.mark.parametrize("name", ["engine", "load", "scale"])
+@pytest.mark.parametrize("name", ["engine", "load", "scale", "tripwire"])
 def test_an_unknown_part_is_refused_before_anything_is_measured(name: str, tmp_path: Path) -> None:
     ran = run(name, "--only", "nothing", "--out", tmp_path / "out.json")
     assert ran.returncode == 2 and "nothing; expected one of" in " ".join(ran.stderr.split())
@@ -71,6 +71,22 @@ def test_the_load_benchmark_reports_what_its_committed_results_have(tmp_path: Pa
     assert loads["gb_per_s"]["plain, datastates"] > 0 < loads["gb_per_s"]["plain, torch_dist"]
     assert loads["bytes"]["plain, datastates"] == loads["bytes"]["plain, torch_dist"]
     assert "<svg" in (tmp_path / "load.svg").read_text()
+
+
+def test_the_tripwire_benchmark_reports_what_its_committed_results_have(tmp_path: Path) -> None:
+    results = try_out("tripwire", tmp_path)
+    committed = json.loads((RESULTS / "tripwire.json").read_text())
+    assert results.keys() == committed.keys() | {"bars"} and results["bars"] == []
+    assert results["cost"].keys() == {"30 tensors of 128 KiB", "3 tensors of 4 MiB"}
+    for part in ("cost", "device_samples"):
+        found, expected = results[part].values(), committed[part].values()
+        assert {frozenset(one) for one in found} == {frozenset(one) for one in expected}
+    assert all(one["copies"] > 0 for one in results["device_samples"].values())
+    caught, expected = results["reach"]["caught"], committed["reach"]["caught"]
+    assert {name: one.keys() for name, one in caught.items()} == {
+        name: one.keys() for name, one in expected.items()
+    }
+    assert set(caught["all of the large tensor"].values()) == {"1 of 1"}
 
 
 def test_contenders_take_turns_and_the_first_round_does_not_count() -> None:

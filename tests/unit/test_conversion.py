@@ -1,4 +1,4 @@
-"""Conversion between formats, without Megatron: everything is the same there and back."""
+"""Conversion between formats without Megatron: nothing changes there and back."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_datastates.config import MIB
-from megatron_datastates.convert import job
-from megatron_datastates.convert.job import Means
+from megatron_datastates.convert import job, limits
+from megatron_datastates.convert.job import no_progress
+from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sinks import datastates
 from megatron_datastates.convert.sources import archives
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import Source
+from megatron_datastates.convert.workers import Workers
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
 from megatron_datastates.pipeline.load import Checkpoint
@@ -35,7 +37,7 @@ from tests.unit.states import bits, data_files, new_saver, random_tensor, save
 COMMON = PickledObject("", {"iteration": 1}, Mutability.NEVER).serialize()
 
 
-def test_what_dcp_wrote_is_read_bit_for_bit(by_dcp: Path) -> None:
+def test_a_checkpoint_of_dcp_is_read_bit_for_bit(by_dcp: Path) -> None:
     source = open_source(by_dcp)
     state = dcp_state()
     assert source.format == "torch_dist"
@@ -47,7 +49,7 @@ def test_what_dcp_wrote_is_read_bit_for_bit(by_dcp: Path) -> None:
     assert bits(part) == bits(state["transposed"][1:3, 7:57, 3:33])
 
 
-def test_there_and_back_everything_is_the_same(by_dcp: Path, tmp_path: Path) -> None:
+def test_a_conversion_there_and_back_changes_nothing(by_dcp: Path, tmp_path: Path) -> None:
     ours = convert_to(by_dcp, tmp_path / "ours")
     back = convert_to(tmp_path / "ours", tmp_path / "back")
     assert (ours.format, back.format) == ("datastates", "torch_dist")
@@ -57,7 +59,7 @@ def test_there_and_back_everything_is_the_same(by_dcp: Path, tmp_path: Path) -> 
     assert Checkpoint.open(tmp_path / "ours").manifest.iteration == 12
 
 
-def test_dcp_loads_what_was_converted_for_it(by_dcp: Path, tmp_path: Path) -> None:
+def test_dcp_loads_a_checkpoint_converted_to_torch_dist(by_dcp: Path, tmp_path: Path) -> None:
     convert_to(by_dcp, tmp_path / "ours")
     convert_to(tmp_path / "ours", tmp_path / "back")
     before = dcp_state()
@@ -71,15 +73,15 @@ def test_a_tensor_larger_than_the_memory_goes_through_windows(
     by_dcp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     largest: list[int] = []
-    monkeypatch.setattr(job, "_MOST_WINDOW_BYTES", MIB)
+    monkeypatch.setattr(limits, "_MOST_WINDOW_BYTES", MIB)
     for kind in (type(open_source(by_dcp)), type(convert_to(by_dcp, tmp_path / "first"))):
-        read = kind.read_pieces
+        read = kind.read_ranges
 
-        def noted(self: Source, pieces: Any, window: Any, read: Any = read) -> None:
+        def noted(self: Source, ranges: Any, window: Any, read: Any = read) -> None:
             largest.append(len(window))
-            read(self, pieces, window)
+            read(self, ranges, window)
 
-        monkeypatch.setattr(kind, "read_pieces", noted)
+        monkeypatch.setattr(kind, "read_ranges", noted)
     convert_to(by_dcp, tmp_path / "ours", verify=True)
     convert_to(tmp_path / "ours", tmp_path / "back", verify=True)
     assert max(largest) <= MIB and len(largest) > 4 * 20
@@ -87,11 +89,11 @@ def test_a_tensor_larger_than_the_memory_goes_through_windows(
     assert contents(open_source(tmp_path / "back")) == contents(open_source(by_dcp))
 
 
-def test_an_object_larger_than_a_window_is_whole_and_gaps_are_zero(
+def test_an_object_larger_than_a_window_is_written_whole_and_gaps_are_zero(
     by_dcp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_with_dcp(tmp_path / "source", dcp_state() | {"object": os.urandom(3 * MIB)})
-    monkeypatch.setattr(job, "_MOST_WINDOW_BYTES", MIB)
+    monkeypatch.setattr(limits, "_MOST_WINDOW_BYTES", MIB)
     monkeypatch.setattr(datastates.np, "empty", lambda count, dtype: np.full(count, 0xAA, dtype))
     made = convert_to(tmp_path / "source", tmp_path / "made")
     assert made.read_object("object") == open_source(tmp_path / "source").read_object("object")
@@ -106,7 +108,7 @@ def test_an_object_larger_than_a_window_is_whole_and_gaps_are_zero(
 
 
 def test_the_first_error_stops_all_workers() -> None:
-    workers, started = job._Workers(2, job.nothing_told), threading.Event()
+    workers, started = Workers(2, no_progress), threading.Event()
 
     def work(number: int) -> None:
         if number == 0:
@@ -114,13 +116,13 @@ def test_the_first_error_stops_all_workers() -> None:
             raise OSError("first")
         started.set()
         while True:
-            workers.moved(0)
+            workers.progress(0)
 
     with pytest.raises(OSError, match="first"):
         workers.run(range(2), work)
 
 
-def test_companions_and_megatrons_own_file_come_along(by_dcp: Path, tmp_path: Path) -> None:
+def test_other_files_and_megatrons_metadata_are_copied(by_dcp: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     save_with_dcp(source, {"a": torch.ones(3)})
     (source / "common.pt").write_bytes(COMMON)
@@ -140,7 +142,7 @@ def test_companions_and_megatrons_own_file_come_along(by_dcp: Path, tmp_path: Pa
         assert '"common_backend": "torch"' in (made / "metadata.json").read_text()
 
 
-def test_the_optimizer_map_is_for_us_alone(tmp_path: Path) -> None:
+def test_only_the_datastates_format_keeps_the_optimizer_map(tmp_path: Path) -> None:
     key = f"optimizer.{OPTIMIZER_MAP_NAME}/shard_0_1"
     saver = new_saver()
     save(saver, tmp_path / "ours", {"a": torch.ones(3)}, {key: [1], "other/shard_0_1": [2]})
@@ -155,10 +157,10 @@ def test_the_optimizer_map_is_for_us_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 3, 1000, 1 << 60])
 @pytest.mark.parametrize("format", ["datastates", "torch_dist"])
-def test_fragments_are_dealt_out_to_files_by_their_bytes(
+def test_fragments_are_distributed_over_files_by_bytes(
     by_dcp: Path, tmp_path: Path, ranks: int, format: str
 ) -> None:
-    made = convert_to(by_dcp, tmp_path / "made", Means(workers=3), ranks=ranks, format=format, verify=True)
+    made = convert_to(by_dcp, tmp_path / "made", Limits(workers=3), ranks=ranks, format=format, verify=True)
     assert contents(made) == contents(open_source(by_dcp))
     files = made.stored_by_rank()
     assert len(files) == min(ranks, sum(len(file.fragments) for file in files))
@@ -168,7 +170,7 @@ def test_fragments_are_dealt_out_to_files_by_their_bytes(
 
 
 class Shards:
-    """Of a matrix of ones, at these offsets."""
+    """Boxes of a matrix, at the given offsets and of the given shapes."""
 
     def __init__(self, *boxes: tuple[tuple[int, int], tuple[int, int]]) -> None:
         self.boxes = boxes
@@ -201,7 +203,7 @@ def test_a_fragment_without_elements_hides_no_other_at_its_offset(
     assert bits(state["w"]) == bits(expected)
 
 
-def test_files_of_the_other_format_beside_a_source_do_not_come_along(tmp_path: Path) -> None:
+def test_files_of_the_other_format_beside_a_source_are_not_copied(tmp_path: Path) -> None:
     both = tmp_path / "both"
     save_with_dcp(both, {"a": torch.ones(3)})
     convert_to(both, tmp_path / "ours")
@@ -217,8 +219,8 @@ def test_files_of_the_other_format_beside_a_source_do_not_come_along(tmp_path: P
     assert contents(back) == contents(made) and len(list((tmp_path / "back").glob("*.distcp"))) == 1
 
 
-def test_a_manifest_that_names_files_of_another_format_gives_none_of_them(tmp_path: Path) -> None:
-    """They would take the place of what was just written."""
+def test_files_of_another_format_named_in_a_manifest_are_not_copied(tmp_path: Path) -> None:
+    """They would overwrite what was just written."""
     saver = new_saver()
     save(saver, tmp_path / "ours", {"a": torch.ones(3)}, {})
     saver.close()
@@ -239,19 +241,19 @@ def test_files_of_others_are_durable_before_the_target_appears(
     (tmp_path / "source" / "modelopt").mkdir()
     (tmp_path / "source" / "modelopt" / "state.pt").write_bytes(b"state")
     synced: set[int] = set()
-    fsync, appear = os.fsync, job._appear
+    fsync, rename = os.fsync, job.rename_to_target
 
     def noted(descriptor: int) -> None:
         fsync(descriptor)
         synced.add(os.fstat(descriptor).st_ino)
 
-    def appears(workplace: Path, target: Path) -> None:
+    def noted_rename(work_directory: Path, target: Path) -> None:
         for name in ("common.pt", "modelopt", "modelopt/state.pt"):
-            assert (workplace / name).stat().st_ino in synced, name
-        appear(workplace, target)
+            assert (work_directory / name).stat().st_ino in synced, name
+        rename(work_directory, target)
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(job, "_appear", appears)
+    monkeypatch.setattr(job, "rename_to_target", noted_rename)
     convert_to(tmp_path / "source", tmp_path / "made", format=format)
 
 

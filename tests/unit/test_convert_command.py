@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_datastates.convert import job
+from megatron_datastates.convert.job import no_progress
 from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.run import Wish, convert_run
+from megatron_datastates.convert.run import ConversionRequest, convert_run
 from megatron_datastates.convert.team import Team
 from megatron_datastates.errors import OptionError, StorageError
 from megatron_datastates.pipeline.load import Checkpoint
@@ -27,7 +27,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def all_of(source: Path, target: Path, to: str = "") -> list[str]:
-    found = convert_run(source, target, Wish(to, means=LEAST), Team(), lambda plan: job.nothing_told)
+    found = convert_run(source, target, ConversionRequest(to, limits=LEAST), Team(), lambda plan: no_progress)
     return [one.skipped for one in found]
 
 
@@ -42,7 +42,7 @@ def test_a_run_is_converted_and_goes_on_from_where_it_was(tmp_path: Path) -> Non
     assert (target / "latest_checkpointed_iteration.txt").read_text() == "10"
     kept = Checkpoint.open(target / "iter_0000002").manifest
     save_with_dcp(source / "iter_0000011", {"a": torch.ones(3)})
-    assert all_of(source, target) == ["it is there already", "it is there already", ""]
+    assert all_of(source, target) == ["the target exists already", "the target exists already", ""]
     assert Checkpoint.open(target / "iter_0000002").manifest == kept
     assert open_source(target / "iter_0000010").read_tensor("a").tolist() == [10.0] * 3
 
@@ -70,17 +70,19 @@ def test_a_tracker_that_names_no_iteration_is_left_out(text: bytes, tmp_path: Pa
     assert os.listdir(tmp_path / "made") == ["iter_0000010"]
 
 
-def test_a_run_of_several_formats_gets_the_one_that_is_asked_for(tmp_path: Path) -> None:
+def test_a_run_of_several_formats_is_converted_to_the_requested_one(tmp_path: Path) -> None:
     source, target = tmp_path / "run", tmp_path / "made"
     save_with_dcp(source / "iter_0000001", {"a": torch.ones(3)})
     convert_to(source / "iter_0000001", source / "iter_0000002")
-    with pytest.raises(OptionError, match="formats datastates and torch_dist: say with --to"):
+    with pytest.raises(
+        OptionError, match="formats datastates and torch_dist: choose one for the target with --to"
+    ):
         all_of(source, target)
     assert not target.exists()
     assert all_of(source, target, "datastates") == ["", ""]
     assert [open_source(target / f"iter_000000{n}").format for n in (1, 2)] == ["datastates"] * 2
-    assert all_of(source, target, "datastates") == ["it is there already"] * 2
-    with pytest.raises(StorageError, match="iter_0000001 exists in format datastates, and torch_dist"):
+    assert all_of(source, target, "datastates") == ["the target exists already"] * 2
+    with pytest.raises(StorageError, match="iter_0000001 exists in format datastates, expected torch_dist"):
         all_of(source, target, "torch_dist")
     with pytest.raises(StorageError, match="is the source itself"):
         all_of(source, source / ".." / "run", "datastates")
@@ -116,14 +118,14 @@ def test_the_command_needs_no_megatron(by_dcp: Path, tmp_path: Path) -> None:
     [
         (["{tmp}", "{tmp}/made"], "holds no checkpoint of a known format"),
         (["{tmp}/none", "{tmp}/made"], "is not a directory"),
-        (["{source}", "{tmp}"], "exists: give another target"),
+        (["{source}", "{tmp}"], "exists: choose another target"),
         (["{source}", "{tmp}/made", "--to", "zarr"], "format 'zarr' cannot be written"),
         (["{source}", "{tmp}/made", "--memory", "lots"], "--memory 'lots'"),
         (["{source}", "{tmp}/made", "--memory", "1MiB"], "of memory"),
-        (["{tmp}", "{tmp}/made", "--all"], "holds no iterations"),
+        (["{tmp}", "{tmp}/made", "--all"], "contains no iter_"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_exit_code_2(
+def test_an_error_is_one_line_and_exit_code_2(
     given: list[str], reason: str, by_dcp: Path, tmp_path: Path
 ) -> None:
     done = command(*(text.format(tmp=tmp_path, source=by_dcp) for text in given))
@@ -163,8 +165,8 @@ def torchrun(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_ranks_of_torchrun_share_the_files(by_dcp: Path, tmp_path: Path) -> None:
     done = torchrun(by_dcp.parent, tmp_path / "made", "--all", "--verify", "--ranks", "3", "--json")
     assert done.returncode == 0, done.stderr
-    (told,) = json.loads(done.stdout)
-    assert told["files"] == 3 and told["skipped"] == ""
+    (result,) = json.loads(done.stdout)
+    assert result["files"] == 3 and result["skipped"] == ""
     made = open_source(tmp_path / "made" / by_dcp.name)
     assert contents(made) == contents(open_source(by_dcp))
     assert verify(made.directory).good

@@ -291,7 +291,7 @@ def test_a_plot_is_drawn_and_never_over_another_file(pair, tmp_path):
     assert target.read_bytes().startswith(b"\x89PNG")
     before = sorted(tmp_path.rglob("*"))
     code, printed, told = run("diff", *directories, "--plot", target)
-    assert (code, printed) == (2, "") and "exists: give another target" in told
+    assert (code, printed) == (2, "") and "exists: choose another target" in told
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -130,14 +130,14 @@ def test_files_say_that_they_are_of_torch_and_data_is_aligned(checkpoint, tmp_pa
 
 def test_a_dtype_that_safetensors_lacks_is_refused(saver, tmp_path):
     save(saver, tmp_path / "ck", {"z": torch.zeros(2, dtype=torch.complex128)})
-    with pytest.raises(UnsupportedFormatError, match=r"'z' is complex128, .* leave it out with --keys"):
+    with pytest.raises(UnsupportedFormatError, match=r"'z' has dtype complex128, .* exclude it with --keys"):
         choose_weights(open_source(tmp_path / "ck"))
 
 
 def test_two_tensors_of_one_name_are_refused(saver, tmp_path):
     save(saver, tmp_path / "ck", {"layers.w": torch.zeros(2, 2), "layers.1.w": torch.zeros(2)})
     source = open_source(tmp_path / "ck")
-    with pytest.raises(FormatError, match=r"would both be 'layers\.1\.w'"):
+    with pytest.raises(FormatError, match=r"would both be named 'layers\.1\.w'"):
         choose_weights(source)
     assert len(choose_weights(source, stacked=True)) == 2
 
@@ -161,12 +161,12 @@ def test_bad_input_is_one_line_and_nothing_is_written(checkpoint, tmp_path):
     out = tmp_path / "out"
     assert "no checkpoint" in refused(tmp_path, tmp_path, out)
     assert "no tensor in" in refused(tmp_path, checkpoint, out, "--keys", "nothing.*")
-    assert "is not a directory: make it" in refused(tmp_path, checkpoint, tmp_path / "no/out")
+    assert "is not a directory: create it" in refused(tmp_path, checkpoint, tmp_path / "no/out")
     assert "expected a size such as" in refused(tmp_path, checkpoint, out, "--max-shard-size", "5 parsecs")
     assert "expected a size such as" in refused(tmp_path, checkpoint, out, "--memory", "-1")
     assert "expected at least 1MiB" in refused(tmp_path, checkpoint, out, "--memory", "0")
     out.mkdir()
-    assert "exists: give another target" in refused(tmp_path, checkpoint, out)
+    assert "exists: choose another target" in refused(tmp_path, checkpoint, out)
 
 
 def test_a_checkpoint_that_cannot_be_read_leaves_nothing_behind(checkpoint, tmp_path):
@@ -217,7 +217,7 @@ def test_ctrl_c_ends_the_command_with_130_and_leaves_nothing_behind(checkpoint, 
 
 
 def test_what_appears_meanwhile_is_not_replaced(checkpoint, tmp_path):
-    with pytest.raises(StorageError, match="exists"), targets.appearing(tmp_path / "out") as temporary:
+    with pytest.raises(StorageError, match="exists"), targets.publish_on_exit(tmp_path / "out") as temporary:
         temporary.write_text("ours")
         (tmp_path / "out").write_text("another's")
     assert sorted(tmp_path.iterdir()) == [checkpoint, tmp_path / "out"]

@@ -38,5 +38,5 @@ def test_a_bucket_is_of_the_state_that_its_key_ends_with():
 
 def test_a_pattern_that_matches_nothing_is_told_with_keys_that_there_are():
     assert choose_keys(["a.w", "b.w", "b.x"], ["b.*", "*.w"], "ck") == ["a.w", "b.w", "b.x"]
-    with pytest.raises(MissingKeyError, match=r"no tensor in ck matches 'c\*': give one such as 'a.w'"):
+    with pytest.raises(MissingKeyError, match=r"no tensor in ck matches 'c\*': expected a key such as 'a.w'"):
         choose_keys(["a.w"], ["a.*", "c*"], "ck")

@@ -1,4 +1,4 @@
-"""What cannot be converted, and what an interrupt or a fault leaves: nothing."""
+"""Conversions that are refused or interrupted: they leave nothing."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import fractions
 import os
 import pathlib
 import pickle
+import shutil
 import struct
 import threading
 from collections.abc import Callable
@@ -19,9 +20,10 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from megatron_datastates.config import MIB
-from megatron_datastates.convert import job
-from megatron_datastates.convert.job import Plan, convert, plan_conversion
+from megatron_datastates.convert import job, limits
+from megatron_datastates.convert.job import convert
 from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.planning import Plan, plan_conversion
 from megatron_datastates.convert.sources import pickles
 from megatron_datastates.errors import (
     CorruptDataError,
@@ -36,7 +38,7 @@ from tests.unit.states import data_files
 
 
 class Runs:
-    """A pickle that runs code where it may."""
+    """A pickle that runs code where it is allowed to."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("ran",)
@@ -63,7 +65,7 @@ def test_an_object_that_no_load_accepts_is_refused_or_passed_by_option(
 
 
 @pytest.mark.parametrize("data", [b"", b"nonsense", pickle.dumps([1]), pickle.dumps({})])
-def test_metadata_that_is_none_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_metadata_is_refused(data: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(data)
     with pytest.raises(FormatError, match=r"\.metadata is"):
         open_source(tmp_path)
@@ -81,7 +83,7 @@ def text(value: str) -> bytes:
 
 
 def sets_attribute(what: bytes, name: str) -> bytes:
-    """A program that sets an attribute of what another leaves on the stack."""
+    """Returns a pickle program that sets an attribute of the object that `what` leaves on the stack."""
     return what + b"N}" + text(name) + text("changed") + b"s\x86b0"
 
 
@@ -109,7 +111,7 @@ FUNCTION = b"ctorch.serialization\n_get_layout\n"
         sets_attribute(b"ccollections\nOrderedDict\n", "changed"),
     ],
 )
-def test_metadata_changes_nothing_of_the_process(program: bytes, tmp_path: Path) -> None:
+def test_metadata_cannot_change_the_process(program: bytes, tmp_path: Path) -> None:
     watched = [
         pathlib.PurePosixPath, pathlib.PosixPath, pickles._strided, pickles._Unread, pickles._Fields,
         *pickles._METADATA.values(), dcp_metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
@@ -124,7 +126,7 @@ def test_metadata_changes_nothing_of_the_process(program: bytes, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["_rebuild_tensor_v2", "_rebuild_parameter"])
-def test_a_tensors_record_changes_nothing_of_the_process(name: str) -> None:
+def test_a_tensors_record_cannot_change_the_process(name: str) -> None:
     program = sets_attribute(b"ctorch._utils\n" + name.encode() + b"\n", "__doc__")
     with pytest.raises(FormatError, match="it would change a function"):
         pickles.load_tensor_record(b"\x80\x04" + program + b"N.", "here")
@@ -196,12 +198,12 @@ def cut_off(metadata: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (leave_directory, "no name of a file beside it"),
+        (leave_directory, "expected a file in the same directory"),
         (through_extension, "stream.zstd"),
         (too_many_chunks, "two fragments both hold"),
-        (leave_tensor, "has a fragment"),
-        (another_dtype, "it is float32"),
-        (cut_off, "it is cut off"),
+        (leave_tensor, "does not contain its fragment"),
+        (another_dtype, "it has dtype float32"),
+        (cut_off, "is truncated"),
     ],
 )
 def test_a_source_that_cannot_be_used_leaves_nothing(
@@ -225,7 +227,7 @@ def test_no_room_is_told_before_anything_is_written(
     by_dcp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 20 * MIB})
-    monkeypatch.setattr(job.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(StorageError, match=r"has 21\.0 MB free, and 21\.0 MB are needed"):
         convert_to(by_dcp, tmp_path / "target")
     assert not os.listdir(tmp_path)
@@ -233,22 +235,22 @@ def test_no_room_is_told_before_anything_is_written(
 
 @pytest.mark.parametrize("format", ["datastates", "torch_dist"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_an_end_in_the_middle_leaves_nothing(
+def test_an_interrupted_conversion_leaves_nothing(
     by_dcp: Path, tmp_path: Path, format: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "_MOST_WINDOW_BYTES", MIB)
+    monkeypatch.setattr(limits, "_MOST_WINDOW_BYTES", MIB)
     count = 0
 
-    def moved(done: int) -> None:
+    def progress(done: int) -> None:
         nonlocal count
         count += 1
-        assert count < 8, "nobody stopped"
+        assert count < 8, "the workers did not stop"
         if count == 3:
             raise error
 
     plan = plan_conversion(open_source(by_dcp), tmp_path / "target", format=format, ranks=2)
     with pytest.raises(error):
-        convert(plan, LEAST, moved=moved)
+        convert(plan, LEAST, progress=progress)
     assert not os.listdir(tmp_path)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ThreadPool")]
 
@@ -289,7 +291,10 @@ def test_what_no_conversion_made_is_not_deleted(
 ) -> None:
     before(tmp_path)
     there = sorted(tmp_path.rglob("*"))
-    with pytest.raises(StorageError, match=r"\.target\.converting (is not a directory|was to be emptied)"):
+    with pytest.raises(
+        StorageError,
+        match=r"\.target\.converting (is not a directory|contains 'thesis', which)",
+    ):
         convert_to(by_dcp, tmp_path / "target")
     assert sorted(tmp_path.rglob("*")) == there
 
@@ -299,13 +304,13 @@ def test_a_target_within_its_source_is_refused(name: str, tmp_path: Path) -> Non
     save_with_dcp(tmp_path / "source", {"a": torch.ones(3)})
     (tmp_path / "link").symlink_to("source")
     before = os.listdir(tmp_path / "source")
-    with pytest.raises(StorageError, match=r"lies within .*source, its source"):
+    with pytest.raises(StorageError, match=r"lies inside its source, .*source:"):
         convert_to(tmp_path / "source", tmp_path / "link" / name)
     assert os.listdir(tmp_path / "source") == before
 
 
 @pytest.mark.parametrize("text", ["{", "[1]", '"x"', "[" * 100_000, b"\xff"])
-def test_damaged_metadata_json_is_told_before_anything_is_written(text: Any, tmp_path: Path) -> None:
+def test_damaged_metadata_json_is_reported_before_anything_is_written(text: Any, tmp_path: Path) -> None:
     save_with_dcp(tmp_path / "source", {"a": torch.ones(3)})
     data = text if isinstance(text, bytes) else text.encode()
     (tmp_path / "source" / "metadata.json").write_bytes(data)
@@ -330,7 +335,7 @@ def test_another_conversion_to_the_same_target_is_left_alone(by_dcp: Path, tmp_p
     (under_way / "__0_0.distcp").write_bytes(b"half")
     descriptor = os.open(under_way, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(StorageError, match="another conversion writes into"):
+    with pytest.raises(StorageError, match="another conversion is writing to"):
         convert_to(by_dcp, tmp_path / "target")
     assert os.listdir(tmp_path) == [".target.converting"]
     assert (under_way / "__0_0.distcp").read_bytes() == b"half"
@@ -343,16 +348,16 @@ def test_another_conversion_to_the_same_target_is_left_alone(by_dcp: Path, tmp_p
 def test_verify_finds_what_was_not_written_as_it_was_read(
     by_dcp: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commit = job._commit
+    publish = job._publish
 
     def damage(plan: Plan, *rest: Any) -> None:
-        commit(plan, *rest)
-        path = max(plan.workplace.iterdir(), key=lambda path: path.stat().st_size)
+        publish(plan, *rest)
+        path = max(plan.work_directory.iterdir(), key=lambda path: path.stat().st_size)
         data = bytearray(path.read_bytes())
         data[len(data) // 2] ^= 1
         path.write_bytes(data)
 
-    monkeypatch.setattr(job, "_commit", damage)
+    monkeypatch.setattr(job, "_publish", damage)
     with pytest.raises(CorruptDataError, match="'large'"):
         convert_to(by_dcp, tmp_path / "target", format=format, verify=True)
     assert not os.listdir(tmp_path)
@@ -362,7 +367,7 @@ def test_verify_finds_what_was_not_written_as_it_was_read(
 def test_verify_finds_what_has_changed_in_a_source_since_it_was_written(
     format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "_MOST_WINDOW_BYTES", MIB)
+    monkeypatch.setattr(limits, "_MOST_WINDOW_BYTES", MIB)
     tensors = {"a": torch.ones(3), "large": torch.full((600, 1024), 2.0), "none": torch.empty(0, 3)}
     save_with_dcp(tmp_path / "source", tensors)
     convert_to(tmp_path / "source", tmp_path / "good", format=format, verify=True)
@@ -370,7 +375,7 @@ def test_verify_finds_what_has_changed_in_a_source_since_it_was_written(
     data = bytearray(path.read_bytes())
     data[data.index(tensors["large"].numpy().tobytes()) + (2 << 20)] ^= 1
     path.write_bytes(data)
-    with pytest.raises(CorruptDataError, match=r"__0_0\.distcp, tensor 'large' at .* it is corrupt"):
+    with pytest.raises(CorruptDataError, match=r"__0_0\.distcp, tensor 'large' at .*, so it is corrupt"):
         convert_to(tmp_path / "source", tmp_path / "target", format=format, verify=True)
     assert sorted(os.listdir(tmp_path)) == ["good", "source"]
 

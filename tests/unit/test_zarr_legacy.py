@@ -15,7 +15,7 @@ import torch
 
 from megatron_datastates import zarr_view
 from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.sources.source import Piece
+from megatron_datastates.convert.sources.source import FragmentRange
 from megatron_datastates.convert.sources.zarr_legacy import LegacyZarrSource
 from megatron_datastates.errors import (
     FormatError,
@@ -89,7 +89,7 @@ def test_a_slice_of_a_chunk_that_no_memory_holds_is_read(legacy):
     os.truncate(legacy / "norm" / "0", 4 << 38)  # a sparse file
     source, window = open_source(legacy), np.zeros(4, np.uint8)
     assert bits(source.read_tensor("norm", (4,), (4,))) == bits(TENSORS["norm"][0][4:]) + bytes(8)
-    source.read_pieces([Piece("norm", 0, 8, 4, 0)], window)
+    source.read_ranges([FragmentRange("norm", 0, 8, 4, 0)], window)
     assert window.tobytes() == bits(TENSORS["norm"][0][2])
 
 
@@ -97,8 +97,12 @@ def test_any_bytes_of_a_fragment_are_read_from_whole_and_padded_chunks(tmp_path)
     tensor = random_tensor(torch.bfloat16, (5, 7))
     write_checkpoint(tmp_path / "ck", {"w": (tensor, (2, 4))}, {}, {})
     source, window = open_source(tmp_path / "ck"), np.zeros(32, np.uint8)
-    pieces = [Piece("w", 2, 3, 9, 2), Piece("w", 1, 1, 10, 12), Piece("w", 5, 1, 5, 24)]
-    source.read_pieces(pieces, window)
+    ranges = [
+        FragmentRange("w", 2, 3, 9, 2),
+        FragmentRange("w", 1, 1, 10, 12),
+        FragmentRange("w", 5, 1, 5, 24),
+    ]
+    source.read_ranges(ranges, window)
     assert window[2:11].tobytes() == bits(tensor[2:4, :4])[3:12]
     assert window[12:22].tobytes() == bits(tensor[:2, 4:])[1:11]
     assert window[24:29].tobytes() == bits(tensor[4:, 4:])[1:6]
@@ -158,7 +162,7 @@ def test_a_missing_chunk_is_an_error_and_never_zeros(legacy):
     (legacy / MOMENT / "1.1.0").unlink()
     source = open_source(legacy)
     for read in (lambda: source.read_tensor(MOMENT), source.require_files):
-        with pytest.raises(StorageError, match=r"1\.1\.0 is missing: the checkpoint holds only a part"):
+        with pytest.raises(StorageError, match=r"1\.1\.0 is missing: the checkpoint has only a part"):
             read()
     assert bits(source.read_tensor(MOMENT, (2, 0, 0), (1, 4, 4))) == bits(TENSORS[MOMENT][0][2])
 
@@ -173,9 +177,9 @@ def test_a_chunk_of_another_size_is_an_error(legacy, change, key, chunk):
     for read in (
         lambda: source.read_tensor(key),
         source.require_files,
-        lambda: source.read_pieces([Piece(key, number, 0, 2, 0)], window),
+        lambda: source.read_ranges([FragmentRange(key, number, 0, 2, 0)], window),
     ):
-        with pytest.raises(StorageError, match="bytes, and a chunk of this array has"):
+        with pytest.raises(StorageError, match="bytes, expected a chunk of"):
             read()
 
 
@@ -264,7 +268,7 @@ def test_an_array_of_more_chunks_than_memory_holds_is_refused(legacy, tmp_path):
     path = legacy / "norm" / ".zarray"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"shape": [10**12], "chunks": [1]}))
     code, _, told = run("convert", legacy, tmp_path / "out")
-    assert code == 2 and "holds only a part of its array" in told and told.count("\n") == 1
+    assert code == 2 and "is incomplete: it has 2 files" in told and told.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 

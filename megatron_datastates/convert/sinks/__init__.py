@@ -1,1 +1,1 @@
-"""Formats that can be written: a module for each, and what they share."""
+"""The formats that can be written, one module each, and what they share."""

@@ -1,4 +1,4 @@
-"""Writes our own format: through the engine that saves, so that a conversion's files are a save's files."""
+"""Writes the datastates format with the engine that saves use, so that the files are those of a save."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_datastates.config import Options
-from megatron_datastates.convert.sinks.sink import Bytes, Moved, Sink
+from megatron_datastates.convert.sinks.sink import Bytes, Progress, Sink
 from megatron_datastates.convert.sources.datastates import DataStatesSource
-from megatron_datastates.convert.sources.source import Piece, Source, Stored
+from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
 from megatron_datastates.engine.commit import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.staging import StagingEngine
@@ -32,14 +32,14 @@ from megatron_datastates.providers.objects import check_stored
 
 
 class WrittenFile(NamedTuple):
-    """A durable data file and its own index."""
+    """A durable data file, and the index of its own tensors."""
 
     entry: FileEntry
     own_index: bytes
 
 
 class _Placed(NamedTuple):
-    """What goes where in a data file: a fragment, or (number None) an object."""
+    """The place of a fragment or, where `number` is None, of an object in a data file."""
 
     key: str
     number: int | None
@@ -51,7 +51,7 @@ class DataStatesSink(Sink):
     """See Sink.
 
     Args:
-        save_id, world_size: alike in all processes that write files of this checkpoint.
+        save_id, world_size: the same in all processes that write files of this checkpoint.
     """
 
     format = DataStatesSource.format
@@ -61,74 +61,74 @@ class DataStatesSink(Sink):
         source: Source,
         directory: Path,
         window_bytes: int,
-        moved: Moved,
+        progress: Progress,
         *,
         save_id: SaveId,
         world_size: int,
         options: Options,
     ) -> None:
         self._engine = StagingEngine(options)
-        super().__init__(source, directory, align_up(window_bytes, self._engine.slot_bytes), moved)
+        super().__init__(source, directory, align_up(window_bytes, self._engine.slot_bytes), progress)
         self._save_id, self._world_size = save_id, world_size
         self._faults = Faults(options.faults)
         self._check = partial(check_stored, trust=options.trust_objects)
 
-    def write(self, number: int, stored: Stored) -> WrittenFile:
-        """See Sink. Raises UnsafeObjectError: other formats hold objects that no load of ours accepts."""
+    def write(self, number: int, contents: RankContents) -> WrittenFile:
+        """See Sink. Raises UnsafeObjectError for an object that loading would refuse."""
         if not isinstance(self.source, DataStatesSource):
-            for key in stored.objects:
+            for key in contents.objects:
                 self._check(self.source.read_object(key), key)
-        fragments = [self.source.fragment(*one) for one in stored.fragments]
-        layout = plan_layout(fragments, [False] * len(fragments), stored.objects)
+        fragments = [self.source.fragment(*one) for one in contents.fragments]
+        layout = plan_layout(fragments, [False] * len(fragments), contents.objects)
         placed = [
-            _Placed(*stored.fragments[i], offset, fragments[i].bytes)
+            _Placed(*contents.fragments[i], offset, fragments[i].bytes)
             for i, offset in zip(layout.order, layout.offsets.tolist(), strict=True)
         ]
-        sizes = [self.source.object_bytes(key) for key in stored.objects]
+        sizes = [self.source.object_bytes(key) for key in contents.objects]
         places, end = place_objects(sizes, layout.tensor_end)
         objects = [
-            _Placed(key, None, *place) for key, *place in zip(stored.objects, places, sizes, strict=True)
+            _Placed(key, None, *place) for key, *place in zip(contents.objects, places, sizes, strict=True)
         ]
         path = self.directory / self._save_id.data_file_name(number)
         file = StreamedFile(self._engine, path, end)
         try:
             header = Header(self._save_id, number, self._world_size).encode()
-            for stretch in self._stretches([*placed, *objects], header, end):
-                file.put(stretch)
+            for window in self._windows([*placed, *objects], header, end):
+                file.put(window)
             footer = self._footer(number, layout, objects, end, file.checksums())
             file.finish(footer)
-        except BaseException:  # an interrupt, too
+        except BaseException:  # including an interrupt
             file.remove()
             raise
         _, _, crc = decode_trailer(footer[-TRAILER_BYTES:], path.name)
         return WrittenFile(FileEntry(path.name, number, end + len(footer), end, crc), layout.index)
 
-    def _stretches(self, placed: Sequence[_Placed], header: bytes, end: int) -> Iterator[Bytes]:
-        """The file from its beginning to its footer, window by window."""
+    def _windows(self, placed: Sequence[_Placed], header: bytes, end: int) -> Iterator[Bytes]:
+        """Yields the file's bytes up to its footer, window by window."""
         starts, ends = [one.offset for one in placed], [one.offset + one.size for one in placed]
         window = np.empty(min(self.window_bytes, end), np.uint8)
         for begin in range(0, end, len(window)):
             view = window[: min(len(window), end - begin)]
-            view[:] = 0  # what lies between fragments
+            view[:] = 0  # gaps between fragments
             if begin == 0:
                 view[:HEADER_BYTES] = np.frombuffer(header, np.uint8)
             here = placed[bisect_right(ends, begin) : bisect_left(starts, begin + len(view))]
-            moved = self._fill(view, begin, here)
+            tensor_bytes = self._fill(view, begin, here)
             yield view
-            self.moved(moved)
+            self.progress(tensor_bytes)
 
     def _fill(self, view: Bytes, begin: int, here: Sequence[_Placed]) -> int:
-        """The bytes of tensors in it."""
-        pieces = []
+        """Fills a window that starts at byte `begin` of the file; returns its number of tensor bytes."""
+        ranges = []
         for key, number, offset, size in here:
             low, high = max(offset, begin), min(offset + size, begin + len(view))
             if number is not None:
-                pieces.append(Piece(key, number, low - offset, high - low, low - begin))
+                ranges.append(FragmentRange(key, number, low - offset, high - low, low - begin))
                 continue
             data = np.frombuffer(self.source.read_object(key), np.uint8)
             view[low - begin : high - begin] = data[low - offset : high - offset]
-        self.source.read_pieces([piece for piece in pieces if piece.size], view)
-        return sum(piece.size for piece in pieces)
+        self.source.read_ranges([part for part in ranges if part.size], view)
+        return sum(part.size for part in ranges)
 
     def _footer(
         self, number: int, layout: Layout, objects: Sequence[_Placed], end: int, checksums: bytes
@@ -138,11 +138,11 @@ class DataStatesSink(Sink):
             self._save_id, number, self._world_size, end, layout.digest, extents, checksums
         ).encode()
 
-    def commit(self, written: Sequence[WrittenFile]) -> None:
-        self.write_metadata()  # before the manifest, whose directory is synced
+    def publish(self, written: Sequence[WrittenFile]) -> None:
+        self.write_metadata()  # before the manifest: writing that syncs the directory
         index = merge_layouts((entry.rank, own) for entry, own in written)
         write_whole(self.directory / index.entry.name, index.encoded, self._faults, self._save_id)
-        before = self.source.checkpoint.manifest if isinstance(self.source, DataStatesSource) else None
+        old = self.source.checkpoint.manifest if isinstance(self.source, DataStatesSource) else None
         manifest = Manifest(
             run_id=f"{self._save_id.run_id:016x}",
             ordinal=self._save_id.ordinal,
@@ -150,8 +150,8 @@ class DataStatesSink(Sink):
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             index=index.entry,
             files=[entry for entry, _ in written],
-            iteration=before.iteration if before else iteration_in_name(self.source.directory.name),
-            parallel=before.parallel if before else {},
+            iteration=old.iteration if old else iteration_in_name(self.source.directory.name),
+            parallel=old.parallel if old else {},
             others=[described(self.directory / name, self._check) for name in self.source.other_files],
             writer=releases(),
             compatible=COMPATIBLE_CHECKSUMS,

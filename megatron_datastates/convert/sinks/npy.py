@@ -1,4 +1,4 @@
-"""Writing a slice of a tensor to a .npy file, part by part."""
+"""Writes a slice of a tensor to a .npy file, part by part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_datastates.convert.contents import PART_BYTES, Content, converted
+from megatron_datastates.convert.contents import PART_BYTES, Content, convert_dtype
 from megatron_datastates.convert.slices import Slice
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.values import element_bytes
@@ -21,8 +21,8 @@ from megatron_datastates.plan.boxes import cut_box
 _RAW = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
-def stands_for(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of equal size that numpy knows: for bfloat16, 8-bit floats and the like, one of raw bits."""
+def dtype_for_numpy(dtype: torch.dtype) -> torch.dtype:
+    """Returns `dtype`, or the unsigned integer of its size if numpy lacks it, as it does bfloat16."""
     try:
         torch.empty(0, dtype=dtype).numpy()
     except TypeError:
@@ -37,32 +37,33 @@ def write_npy(
     dtype: torch.dtype | None = None,
     progress: Callable[[int], None] = lambda bytes_done: None,
 ) -> torch.dtype:
-    """Writes a new file; gives the dtype that is in it.
+    """Writes a new file and returns the dtype of its elements.
 
     Args:
-        dtype: to convert to; by default nothing is converted, and what numpy lacks is written as raw bits.
-        progress: told how many more bytes of the tensor have been read.
+        dtype: to convert to; by default nothing is converted, and dtypes that numpy lacks are written as raw
+            bits.
+        progress: called with the number of bytes of the tensor read since the last call.
 
     Raises:
-        StorageError: `path` exists or cannot be written. Nothing is left behind then.
-        DataStatesError: as reading the tensor.
+        StorageError: `path` exists or cannot be written; there is no partial file then.
+        DataStatesError: the tensor cannot be read.
     """
-    target = dtype or stands_for(torch_dtype(content.dtype))
+    target = dtype or dtype_for_numpy(torch_dtype(content.dtype))
     item = element_bytes(content.dtype)
-    # Of this call alone: what another one writes, or a killed one has left, is not touched.
+    # A unique name, because another process may be writing the same file.
     temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
     try:
         if os.path.lexists(path):
-            raise FileExistsError(None, "it exists already, and is not written over")
+            raise FileExistsError(None, "it exists already; remove it or choose another name")
         with temporary.open("xb") as file:
             array = {"descr": np.lib.format.dtype_to_descr(torch.empty(0, dtype=target).numpy().dtype)}
             shape = {"fortran_order": False, "shape": wanted.kept_shape}
             np.lib.format.write_array_header_1_0(file, array | shape)
             size = file.tell() + math.prod(wanted.shape) * target.itemsize
-            os.posix_fallocate(file.fileno(), 0, size)  # so that a full disk is told before anything is read
+            os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails here, before anything is read
             for offset, lengths in cut_box(wanted.offset, wanted.shape, PART_BYTES // item):
                 values = content.read(offset, lengths)
-                values = values.view(target) if dtype is None else converted(values, dtype)
+                values = values.view(target) if dtype is None else convert_dtype(values, dtype)
                 file.write(values.contiguous().numpy().data)
                 progress(math.prod(lengths) * item)
         os.link(temporary, path)

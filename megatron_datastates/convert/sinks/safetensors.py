@@ -1,10 +1,10 @@
-"""Tensors of a checkpoint as safetensors files, which Hugging Face's loaders read.
+"""Exports tensors as safetensors files, which Hugging Face's loaders read.
 
 The format (https://huggingface.co/docs/safetensors, safetensors' `tensor.rs`): the header's size as 8 bytes,
-a header in JSON, then all tensors without gaps. It is written here and not by the library, which wants all
-tensors of a file in memory at once. Files and index are named as transformers names them.
+a header in JSON, then all tensors without gaps. This module does not use the library, which needs all tensors
+of a file in memory at once. Files and index have the names that transformers gives them.
 
-Names are those of Megatron's modules with Transformer Engine, as in the checkpoint
+Tensors have the names of Megatron's modules with Transformer Engine, as in the checkpoint
 (`self_attention.linear_qkv.layer_norm_weight`), with the numbers of layers.
 """
 
@@ -20,7 +20,7 @@ from typing import BinaryIO
 import torch
 
 from megatron_datastates.convert.parts import Part, choose_keys, is_weight, parts_of
-from megatron_datastates.convert.sinks.target import appearing, refuse_target
+from megatron_datastates.convert.sinks.target import publish_on_exit, refuse_target
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
 from megatron_datastates.format.values import element_bytes
@@ -39,7 +39,7 @@ _DTYPES = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weight:
-    """One tensor to be exported, and where it comes from."""
+    """One tensor to export, and where it is stored."""
 
     name: str
     key: str
@@ -49,13 +49,14 @@ class Weight:
 
     @property
     def bytes(self) -> int:
+        """Returns the size of all elements."""
         elements = torch.Size(self.shape).numel()
         return elements * element_bytes(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """The result of an export."""
 
     files: tuple[str, ...]
     tensors: int
@@ -63,12 +64,15 @@ class Exported:
 
 
 def choose_weights(source: Source, patterns: Sequence[str] = (), *, stacked: bool = False) -> list[Weight]:
-    """The model's weights, or whatever the patterns match: a tensor per layer, unless they stay `stacked`.
+    """Chooses the model's weights, or the tensors that the patterns match.
+
+    Args:
+        stacked: export stacked layers as one tensor; otherwise each layer becomes a tensor of its own.
 
     Raises:
-        MissingKeyError: a pattern matches nothing, or there is no weight.
-        UnsupportedFormatError: safetensors has no such dtype.
-        FormatError: two tensors would have one name, or one would have a name that is not free.
+        MissingKeyError: a pattern matches nothing, or there are no weights.
+        UnsupportedFormatError: safetensors lacks the dtype of a tensor.
+        FormatError: two tensors would have the same name, or one a name that safetensors reserves.
     """
     keys = list(source.tensors) if patterns else [key for key in source.tensors if is_weight(key)]
     weights: dict[str, Weight] = {}
@@ -76,17 +80,17 @@ def choose_weights(source: Source, patterns: Sequence[str] = (), *, stacked: boo
         tensor = source.tensors[key]
         if tensor.dtype not in _DTYPES:
             raise UnsupportedFormatError(
-                f"{key!r} is {tensor.dtype}, which safetensors does not have: leave it out with --keys"
+                f"{key!r} has dtype {tensor.dtype}, which safetensors lacks: exclude it with --keys"
             )
         for weight in _weights_of(key, tensor.dtype, tensor.global_shape, stacked):
             if weight.name == _HEADER_OF_FILE:
                 raise FormatError(
-                    f"{key!r} is a name that safetensors files keep for themselves: leave it out with --keys"
+                    f"{key!r} is a name that safetensors reserves: exclude the tensor with --keys"
                 )
             if weight.name in weights:
                 raise FormatError(
-                    f"{key!r} and {weights[weight.name].key!r} would both be {weight.name!r}: export them "
-                    "apart with --keys, or leave them stacked"
+                    f"{key!r} and {weights[weight.name].key!r} would both be named {weight.name!r}: "
+                    "export them separately with --keys, or use --stacked"
                 )
             weights[weight.name] = weight
     return list(weights.values())
@@ -109,14 +113,16 @@ def export(
     memory_bytes: int = 1 << 30,
     progress: Callable[[int], None] = lambda bytes_done: None,
 ) -> Exported:
-    """Writes the directory `target`; it appears when it is whole.
+    """Writes the directory `target`, which appears only once it is complete.
 
     Args:
-        shard_bytes: of a file, at most; but a larger tensor makes a file of its own.
-        memory_bytes: held at a time, at most.
+        shard_bytes: upper limit of the tensors in one file; a larger tensor gets a file of its own.
+        memory_bytes: upper limit of the memory for elements.
+        progress: called with the number of bytes written since the last call.
 
     Raises:
-        StorageError: the target exists or there is no space; also what reading raises.
+        StorageError: the target exists or there is too little space.
+        DataStatesError: a tensor cannot be read.
         OSError: a file cannot be written.
     """
     shards = _pack(weights, shard_bytes)
@@ -124,7 +130,7 @@ def export(
     names = names if len(names) > 1 else ["model.safetensors"]
     total = sum(weight.bytes for weight in weights)
     refuse_target(target, total)
-    with appearing(target) as directory:
+    with publish_on_exit(target) as directory:
         directory.mkdir()
         for name, shard in zip(names, shards, strict=True):
             with open(directory / name, "xb") as file:
@@ -155,7 +161,7 @@ def _write_shard(
     memory_bytes: int,
     progress: Callable[[int], None],
 ) -> None:
-    # Wide elements first, as the library does it: then all are aligned.
+    # Wide elements first, as the library does: then every tensor is aligned.
     shard = sorted(shard, key=lambda weight: (-element_bytes(weight.dtype), weight.name))
     file.write(_header(shard))
     for weight in shard:
@@ -166,7 +172,7 @@ def _write_shard(
 
 
 def _header(shard: Sequence[Weight]) -> bytes:
-    """Padded with spaces to 8 bytes. The metadata is what transformers asks for."""
+    """Returns the header, padded with spaces to 8 bytes, with the metadata that transformers requires."""
     header: dict[str, object] = {_HEADER_OF_FILE: {"format": "pt"}}
     at = 0
     for weight in shard:

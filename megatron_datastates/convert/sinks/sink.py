@@ -1,7 +1,7 @@
-"""What a format has to offer to be written, and what the sinks share.
+"""The interface of a format that can be written, and what the sinks share.
 
-A sink writes one file for each rank of the stored world, in any order, in any thread or process; what came of
-them all is committed once. It writes into a directory that nobody reads yet: see job.py.
+A sink writes one file for each rank of the stored world, in any order, from any thread or process; then all
+are published at once. It writes to a directory that nobody reads yet: see job.py.
 """
 
 from __future__ import annotations
@@ -16,71 +16,78 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_datastates.convert.sources.source import Piece, Source, Stored
+from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.pipeline.runs import metadata_members
 
 Bytes = npt.NDArray[np.uint8]
-Moved = Callable[[int], None]  # is told of bytes; raises to stop
+Progress = Callable[[int], None]  # called with the number of bytes done since the last call; raises to stop
 
 
 class Sink(ABC):
-    """Raises (both methods): OSError, StorageError for what cannot be written, and what the source raises.
+    """Writes a source in one format.
+
+    `write` and `publish` raise OSError or StorageError for a file that cannot be written, and what the source
+    raises.
 
     Args:
-        source: what is written.
-        directory: where to; it exists and is empty.
-        window_bytes: of host memory, for each file under way.
-        moved: told of the bytes of tensors as they are written, by any thread.
+        source: the checkpoint to write.
+        directory: where to write; it exists and is empty.
+        window_bytes: host memory for each file that is being written.
+        progress: called with the number of bytes of tensors written since the last call, from any thread.
     """
 
     format: str
 
-    def __init__(self, source: Source, directory: Path, window_bytes: int, moved: Moved) -> None:
+    def __init__(self, source: Source, directory: Path, window_bytes: int, progress: Progress) -> None:
         self.source = source
         self.directory = directory
         self.window_bytes = window_bytes
-        self.moved = moved
+        self.progress = progress
 
     @abstractmethod
-    def write(self, number: int, stored: Stored) -> Any:
-        """Writes the file of rank `number`, durably; gives what `commit` has to know of it. To be pickled."""
+    def write(self, number: int, contents: RankContents) -> Any:
+        """Writes the file of rank `number` durably; returns what `publish` needs, which can be pickled."""
 
     @abstractmethod
-    def commit(self, written: Sequence[Any]) -> None:
-        """Makes the directory a checkpoint of these files, durably. All of them are there."""
+    def publish(self, written: Sequence[Any]) -> None:
+        """Makes the directory a checkpoint of these files, durably. All of them have been written.
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Joins what threads there are; from then on `write` fails, also where it is under way."""
+        Args:
+            written: what `write` returned, for each rank in order.
+        """
+
+    def close(self) -> None:  # noqa: B027 - not every sink has something to close
+        """Joins the sink's threads; any `write`, even one in progress, fails from then on."""
 
     def write_metadata(self) -> None:
-        """Megatron's metadata.json, as the source has it but for the format."""
+        """Writes Megatron's metadata.json: that of the source, with this format."""
         config = metadata_members(self.source.directory)
         config |= {"sharded_backend": self.format, "sharded_backend_version": 1}
         write_synced(self.directory / METADATA_NAME, json.dumps(config).encode())
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """A small file; its directory is the caller's to sync."""
+    """Writes and syncs a small file. The caller has to sync its directory."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def stretches(
+def stream_fragments(
     source: Source, fragments: Iterable[tuple[str, int]], window: Bytes
-) -> Iterator[tuple[Piece, Bytes]]:
-    """All bytes of (key, number) fragments in their order, through a window; of each at least one stretch.
+) -> Iterator[tuple[FragmentRange, Bytes]]:
+    """Reads (key, number) fragments in order through a window, and yields each range with its bytes.
 
-    What is yielded is overwritten after the next one was asked for.
+    Each fragment has at least one range, if need be an empty one. The bytes are valid until the next range.
     """
-    batch: list[Piece] = []
+    batch: list[FragmentRange] = []
     at = 0
     for key, number in fragments:
         begin, size = 0, source.fragment(key, number).bytes
         while True:
-            batch.append(Piece(key, number, begin, min(size - begin, len(window) - at), at))
+            batch.append(FragmentRange(key, number, begin, min(size - begin, len(window) - at), at))
             begin, at = begin + batch[-1].size, at + batch[-1].size
             if at == len(window):
                 yield from _read(source, batch, window)
@@ -90,7 +97,9 @@ def stretches(
     yield from _read(source, batch, window)
 
 
-def _read(source: Source, batch: Sequence[Piece], window: Bytes) -> Iterator[tuple[Piece, Bytes]]:
-    source.read_pieces([piece for piece in batch if piece.size], window)
-    for piece in batch:
-        yield piece, window[piece.at : piece.at + piece.size]
+def _read(
+    source: Source, batch: Sequence[FragmentRange], window: Bytes
+) -> Iterator[tuple[FragmentRange, Bytes]]:
+    source.read_ranges([part for part in batch if part.size], window)
+    for part in batch:
+        yield part, window[part.at : part.at + part.size]

@@ -22,52 +22,51 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_datastates.convert.sinks.sink import Sink, stretches, write_synced
+from megatron_datastates.convert.sinks.sink import Sink, stream_fragments, write_synced
 from megatron_datastates.convert.sources.archives import write_archive
-from megatron_datastates.convert.sources.source import Stored, StoredTensor
+from megatron_datastates.convert.sources.source import RankContents, SourceTensor
 from megatron_datastates.convert.sources.torch_dist import Record, TorchDistSource
 from megatron_datastates.engine.commit import sync_directory
 from megatron_datastates.format.directory import TORCH_DIST_INDEX
 from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.pipeline.load import torch_dtype
 
-Written = list[tuple[str, int | None, Record]]  # key and number of each fragment; of an object, None
+Written = list[tuple[str, int | None, Record]]  # key and number of each fragment; number None for an object
 
 
 class TorchDistSink(Sink):
-    """See Sink. The optimizer map is left out: nothing but our own format has one."""
+    """See Sink. Leaves out the optimizer map, which only the datastates format has."""
 
     format = TorchDistSource.format
 
-    def write(self, number: int, stored: Stored) -> Written:
+    def write(self, number: int, contents: RankContents) -> Written:
         name = f"__{number}_0.distcp"
         written: Written = []
         with (self.directory / name).open("xb") as file:
-            for key in stored.objects:
+            for key in contents.objects:
                 if not is_optimizer_map(key):
                     begin = file.tell()
                     file.write(self.source.read_object(key))
                     written.append((key, None, Record(name, begin, file.tell() - begin)))
-            self._write_fragments(file, stored, name, written)
+            self._write_fragments(file, contents, name, written)
             file.flush()
             os.fsync(file.fileno())
-            os.posix_fadvise(
-                file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED
-            )  # a re-read is to come from the disk
+            # Verification is to read from the disk, not from the page cache.
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return written
 
-    def _write_fragments(self, file: BinaryIO, stored: Stored, name: str, written: Written) -> None:
+    def _write_fragments(self, file: BinaryIO, contents: RankContents, name: str, written: Written) -> None:
         window = np.empty(self.window_bytes, np.uint8)
-        parts = stretches(self.source, stored.fragments, window)
+        parts = stream_fragments(self.source, contents.fragments, window)
         for (key, number), group in itertools.groupby(parts, key=lambda part: part[0][:2]):
             fragment, begin = self.source.fragment(key, number), file.tell()
             write_archive(file, fragment.dtype, fragment.shape, (view for _, view in group))
             written.append((key, number, Record(name, begin, file.tell() - begin)))
-            self.moved(fragment.bytes)
+            self.progress(fragment.bytes)
 
-    def commit(self, written: Sequence[Written]) -> None:
+    def publish(self, written: Sequence[Written]) -> None:
         records = {(key, number): record for part in written for key, number, record in part}
-        entries = {key: _described(entry) for key, entry in self.source.tensors.items()}
+        entries = {key: _tensor_metadata(entry) for key, entry in self.source.tensors.items()}
         objects = {key: BytesStorageMetadata() for key, number in records if number is None}
         metadata = Metadata(
             entries | objects,
@@ -83,7 +82,10 @@ class TorchDistSink(Sink):
 def _storage_data(
     records: dict[tuple[str, int | None], Record], entries: dict[str, TensorStorageMetadata]
 ) -> dict[MetadataIndex, _StorageInfo]:
-    """By key and offset: of fragments at one offset, all but one have no elements, and that one is told."""
+    """Returns DCP's records by key and offset.
+
+    Of fragments with the same offset at most one has elements; that one is recorded.
+    """
     found: dict[MetadataIndex, _StorageInfo] = {}
     for (key, number), record in sorted(records.items(), key=lambda item: _is_empty(entries, *item[0])):
         found.setdefault(_index(key, number, entries), _StorageInfo(record.file, record.offset, record.bytes))
@@ -94,7 +96,7 @@ def _is_empty(entries: dict[str, TensorStorageMetadata], key: str, number: int |
     return number is not None and 0 in entries[key].chunks[number].sizes
 
 
-def _described(entry: StoredTensor) -> TensorStorageMetadata:
+def _tensor_metadata(entry: SourceTensor) -> TensorStorageMetadata:
     boxes = zip(entry.offsets.tolist(), entry.shapes.tolist(), strict=True)
     chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in boxes]
     properties = TensorProperties(dtype=torch_dtype(entry.dtype))

@@ -1,1 +1,1 @@
-"""Formats that can be read: a module for each, and what they share."""
+"""The formats that can be read, one module each, and what they share."""

@@ -1,6 +1,6 @@
-"""One tensor in an archive as torch.save makes it (a zip file, nothing compressed), in pieces.
+"""Reads and writes one tensor in an archive of torch.save (an uncompressed zip file), in parts.
 
-Belongs here: where the bytes of its elements are. Does not belong here: which archive is which tensor's.
+What belongs here: where the bytes of its elements are. What does not: which archive holds which tensor.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from megatron_datastates.providers.members import Member, find_members
 from megatron_datastates.providers.tensors import dtype_name
 
 Bytes = npt.NDArray[np.uint8]
-_WHOLE_BYTES = 256 << 10  # an archive up to this size is read in one go
+_WHOLE_BYTES = 256 << 10  # archives up to this size are read in one go
 
 
 @dataclasses.dataclass(frozen=True)
 class Archive:
-    """A tensor within a file that is open."""
+    """A tensor in an open file."""
 
     file: BinaryIO
-    data_offset: int  # of its first element, bytes in the file
+    data_offset: int  # of the first element, in bytes from the start of the file
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]  # elements
     where: str
-    crc: int | None  # CRC-32 of its bytes in row-major order, where the archive tells that
+    crc: int | None  # CRC-32 of its bytes in row-major order, if the archive has that
 
     def read_into(self, begin: int, target: Bytes) -> None:
-        """Reads bytes [begin, begin + len(target)) of the tensor as it is in row-major order."""
+        """Reads bytes [begin, begin + len(target)) of the tensor in row-major order."""
         item = element_bytes(self.dtype)
         if self.strides == contiguous_strides(self.shape) or math.prod(self.shape) <= 1:
             _read_exactly(self.file, self.data_offset + begin, target, self.where)
@@ -53,8 +53,8 @@ class Archive:
         target[:] = flat.view(np.uint8)[begin - first * item :][: len(target)]
 
     def read_box(self, begin: Sequence[int], target: np.ndarray) -> None:
-        """Reads the box at element `begin` that is as large as `target`, which has elements of raw bytes."""
-        if self.strides != contiguous_strides(self.shape) or not _is_run(target.shape, self.shape):
+        """Reads the box at element `begin` into `target`, which has the box's shape and void elements."""
+        if self.strides != contiguous_strides(self.shape) or not _is_contiguous(target.shape, self.shape):
             box = tuple(slice(b, b + n) for b, n in zip(begin, target.shape, strict=True))
             with self._mapped() as memory:
                 target[...] = self._view(memory)[box]
@@ -66,24 +66,24 @@ class Archive:
             target[...] = data
 
     def _mapped(self) -> mmap.mmap:
-        """The page cache: what is touched of it, the system may drop again."""
+        """Maps the file: pages of a mapping, unlike a buffer, can be dropped by the system."""
         return mmap.mmap(self.file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def _view(self, memory: mmap.mmap) -> np.ndarray:
-        """The mapping cannot be closed while there is one."""
+        """Returns the tensor as an array on the mapping, which cannot be closed while the array exists."""
         item = element_bytes(self.dtype)
         strides = [stride * item for stride in self.strides]
         return np.ndarray(self.shape, f"V{item}", memory, self.data_offset, strides)
 
 
-def _is_run(lengths: Sequence[int], shape: Sequence[int]) -> bool:
-    """Whether a box of a tensor in row-major order lies in one place."""
+def _is_contiguous(lengths: Sequence[int], shape: Sequence[int]) -> bool:
+    """Returns whether a box of a tensor in row-major order is contiguous."""
     rest = list(itertools.dropwhile(lambda pair: pair[0] == 1, zip(lengths, shape, strict=True)))
     return all(length == size for length, size in rest[1:])
 
 
 def _elements(view: np.ndarray, first: int, last: int) -> np.ndarray:
-    """A copy of elements [first, last) in row-major order, that touches little more than these."""
+    """Copies elements [first, last) in row-major order, and reads little more than these."""
     while view.ndim > 1:
         row = math.prod(view.shape[1:])
         begin, end = first // row, -(-last // row)
@@ -95,40 +95,43 @@ def _elements(view: np.ndarray, first: int, last: int) -> np.ndarray:
 
 
 def open_archive(file: BinaryIO, offset: int, size: int, where: str) -> Archive:
-    """The archive in `size` bytes of a file from `offset` on.
+    """Opens the archive in bytes [offset, offset + size) of a file.
 
     Raises:
-        FormatError: it is damaged, is no archive of one plain tensor, or is compressed.
-        StorageError: the file ends before it does.
+        FormatError: it is damaged or compressed, or is not an archive of one plain tensor.
+        StorageError: the file ends within the archive.
     """
-    if os.fstat(file.fileno()).st_size < offset + size:
-        raise StorageError(f"{where}: the file ends before byte {offset + size}")
+    file_bytes = os.fstat(file.fileno()).st_size
+    if file_bytes < offset + size:
+        raise StorageError(
+            f"{where}: the file is truncated: it has {file_bytes} bytes, expected at least {offset + size}"
+        )
     stream: BinaryIO = _View(file, offset, size)  # type: ignore[assignment]
     if size <= _WHOLE_BYTES:
         stream = io.BytesIO(stream.read())
     try:
-        return _described(find_members(stream), stream, file, offset, where)
+        return _parse(find_members(stream), stream, file, offset, where)
     except DataStatesError as error:
         raise error if str(error).startswith(where) else FormatError(f"{where}: {error}") from error
 
 
-def _described(
-    members: dict[str, Member], stream: BinaryIO, file: BinaryIO, offset: int, where: str
-) -> Archive:
+def _parse(members: dict[str, Member], stream: BinaryIO, file: BinaryIO, offset: int, where: str) -> Archive:
     record = load_tensor_record(_read_member(members["data.pkl"], stream, "data.pkl"), where)
     order = members.get("byteorder")
     if order is not None and _read_member(order, stream, "byteorder") != b"little":
-        raise FormatError("it was written by a machine of another byte order")
+        raise FormatError("it was written on a machine with another byte order, expected little-endian")
     member, dtype = members.get(f"data/{record.storage.name}"), dtype_name(record.dtype)
     item = element_bytes(dtype)
     reach = sum((n - 1) * stride for n, stride in zip(record.shape, record.strides, strict=True))
     needed = (record.storage_offset + reach + 1) * item if math.prod(record.shape) else 0
     if member is None or member.size < needed:
-        raise FormatError(f"it has {member.size if member else 0} bytes of data, which are too few")
+        raise FormatError(f"its storage has {member.size if member else 0} bytes, expected at least {needed}")
     first = offset + member.offset + record.storage_offset * item
     is_whole = record.storage_offset == 0 and member.size == math.prod(record.shape) * item
     in_order = record.strides == contiguous_strides(record.shape)
-    crc = member.crc if is_whole and in_order else None  # which is of the storage
+    crc = (
+        member.crc if is_whole and in_order else None
+    )  # the zip file has the CRC of the storage, not of the tensor
     return Archive(file, first, dtype, record.shape, record.strides, where, crc)
 
 
@@ -144,12 +147,12 @@ def _read_exactly(file: BinaryIO, offset: int, target: Bytes, where: str) -> Non
     while view:
         got = os.preadv(file.fileno(), [view], at)
         if got == 0:
-            raise StorageError(f"{where}: the file ends within its data")
+            raise StorageError(f"{where}: the file is truncated within the tensor's data")
         view, at = view[got:], at + got
 
 
 class _View(io.RawIOBase):
-    """Bytes of a file as a file."""
+    """Part of a file, presented as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, size: int) -> None:
         super().__init__()
@@ -179,20 +182,20 @@ class _View(io.RawIOBase):
 
 
 def write_archive(file: BinaryIO, dtype: str, shape: Sequence[int], data: Iterable[Bytes]) -> None:
-    """Appends what torch.save would write of a contiguous tensor, whose bytes come one after the other."""
+    """Appends the archive that torch.save would write of a contiguous tensor, whose bytes come in order."""
     with zipfile.ZipFile(_Appended(file), "w") as archive:  # type: ignore[call-overload]
         archive.writestr(zipfile.ZipInfo("archive/data.pkl"), dump_tensor_record(dtype, shape))
         archive.writestr(zipfile.ZipInfo("archive/byteorder"), b"little")
         entry = zipfile.ZipInfo("archive/data/0")
         entry.file_size = math.prod(shape) * element_bytes(dtype)
         with archive.open(entry, "w") as stream:
-            for stretch in data:
-                stream.write(stretch.data)
+            for part in data:
+                stream.write(part.data)
         archive.writestr(zipfile.ZipInfo("archive/version"), b"3\n")
 
 
 class _Appended:
-    """The end of a file as a file that begins here: offsets within an archive count from its beginning."""
+    """The rest of a file, presented as a file: offsets in an archive count from its start."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._begin = file, file.tell()
@@ -202,7 +205,7 @@ class _Appended:
         return self._file.tell() - self._begin
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        assert whence == os.SEEK_SET, "zipfile knows where its archive ends"
+        assert whence == os.SEEK_SET, "zipfile seeks from the start only"
         return self._file.seek(self._begin + offset) - self._begin
 
     def seekable(self) -> bool:

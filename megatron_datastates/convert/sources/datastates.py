@@ -1,4 +1,4 @@
-"""Checkpoints of our own format."""
+"""Reads checkpoints of the datastates format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_datastates.config import Options
-from megatron_datastates.convert.sources.source import Piece, Source, Stored, StoredTensor
+from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source, SourceTensor
 from megatron_datastates.engine.reader import Reader
 from megatron_datastates.format.directory import is_of_a_format
 from megatron_datastates.format.values import Extent
@@ -20,17 +20,17 @@ from megatron_datastates.plan.reads import plan_extent
 
 
 class DataStatesSource(Source):
-    """Of our own format."""
+    """See Source."""
 
     format = "datastates"
 
     def __init__(self, directory: Path, options: Options | None = None) -> None:
         super().__init__(directory)
         self.checkpoint = Checkpoint.open(directory, options)
-        self._local = threading.local()  # a reader with memory of its own for each thread
+        self._local = threading.local()  # each thread has a reader with its own memory
 
     @property
-    def tensors(self) -> Mapping[str, StoredTensor]:
+    def tensors(self) -> Mapping[str, SourceTensor]:
         return self.checkpoint.index.tensors
 
     @property
@@ -46,12 +46,12 @@ class DataStatesSource(Source):
     ) -> torch.Tensor:
         return self.checkpoint.read_tensor(key, offset, shape)
 
-    def read_pieces(self, pieces: Sequence[Piece], window: npt.NDArray[np.uint8]) -> None:
+    def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
         if not hasattr(self._local, "reader"):
             self._local.reader = self.checkpoint.new_reader()
         reader: Reader = self._local.reader
         address, scheduled = window.ctypes.data, []
-        for key, fragment, begin, size, at in pieces:
+        for key, fragment, begin, size, at in ranges:
             entry = self.checkpoint.index.tensor(key)
             extent = Extent(int(entry.files[fragment]), int(entry.file_offsets[fragment]) + begin, size)
             scheduled.append(ScheduledRead(plan_extent(extent), address + at))
@@ -66,7 +66,7 @@ class DataStatesSource(Source):
     def require_files(self) -> None:
         self.checkpoint.require(range(len(self.checkpoint.manifest.files)))
 
-    def stored_by_rank(self) -> list[Stored]:
+    def stored_by_rank(self) -> list[RankContents]:
         places: dict[int, list[tuple[int, str, int]]] = {}
         for key, entry in self.checkpoint.index.tensors.items():
             for n, (file, at) in enumerate(
@@ -77,6 +77,6 @@ class DataStatesSource(Source):
         for key, file in self.checkpoint.index.objects.items():
             objects.setdefault(file, []).append(key)
         return [
-            Stored([(key, n) for _, key, n in sorted(places.get(file, []))], objects.get(file, []))
+            RankContents([(key, n) for _, key, n in sorted(places.get(file, []))], objects.get(file, []))
             for file in sorted(places.keys() | objects.keys())
         ]

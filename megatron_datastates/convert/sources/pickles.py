@@ -1,8 +1,8 @@
-"""Pickles of other formats, read by unpicklers that know a list of names and build nothing else.
+"""Reads pickles of other formats with unpicklers that accept a fixed list of names.
 
-A pickle is a program: what it names, it may call and change. So every name is looked up here, and what is not
-on a list is refused by its name before anything of it is imported. What is handed out stands in for what is
-named, and cannot be changed: a class without __setstate__ takes attributes from a pickle, for the whole
+A pickle is a program: it may call and change what it names. So every name is looked up here, and one that is
+not on a list is refused before anything is imported. The unpicklers return substitutes for the named objects,
+and these cannot be changed: a class without __setstate__ would take attributes from a pickle, for the whole
 process.
 """
 
@@ -29,13 +29,13 @@ from megatron_datastates.format.values import DTYPES
 from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.providers.rebuilding import STORAGES
 
-# What they add is not looked at, whatever they call it.
+# Objects of these modules are accepted and ignored.
 _UNREAD = ("megatron.", "nvidia_resiliency_ext.", "torch.distributed.checkpoint.")
 _PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 
 
 class _Unread:
-    """Stands for what Megatron and others add to DCP's metadata: none of it is looked at."""
+    """Substitute for objects that Megatron and others add to DCP's metadata; ignores its contents."""
 
     def __init__(self, *args: Any) -> None: ...
 
@@ -43,29 +43,29 @@ class _Unread:
 
 
 class _Fields:
-    """Stands for a class of DCP's: of what a pickle says of an instance, what is read here; unchecked."""
+    """Substitute for a class of DCP. Its attributes come from the pickle and are not checked here."""
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state)
 
 
 class Metadata(_Fields):
-    """Of a checkpoint."""
+    """DCP's metadata of a checkpoint."""
 
-    state_dict_metadata: dict[Any, Any]  # of TensorStorage and BytesStorage
+    state_dict_metadata: dict[Any, Any]  # TensorStorage or BytesStorage by key
     storage_data: dict[Any, Any]  # StorageInfo by Index
 
 
 class TensorStorage(_Fields):
-    """Of a tensor."""
+    """DCP's metadata of a tensor."""
 
     properties: Properties
     size: Any
-    chunks: Any  # of Chunk
+    chunks: Any  # a list of Chunk
 
 
 class BytesStorage(_Fields):
-    """Of an object."""
+    """DCP's metadata of an object."""
 
 
 class Chunk(_Fields):
@@ -76,7 +76,7 @@ class Chunk(_Fields):
 
 
 class Properties(_Fields):
-    """Of a tensor; pickled as a tuple."""
+    """DCP's properties of a tensor, which are pickled as a tuple."""
 
     dtype: Any
 
@@ -85,14 +85,14 @@ class Properties(_Fields):
 
 
 class Index(_Fields):
-    """Names an object, or a fragment by its offset."""
+    """Identifies an object by its key, or a fragment by its key and offset."""
 
     fqn: Any
     offset: Any = None
 
 
 class StorageInfo(_Fields):
-    """Where one lies."""
+    """The place of an object or fragment."""
 
     relative_path: Any
     offset: Any
@@ -112,7 +112,7 @@ _METADATA = {
 
 
 class _Function:
-    """What a pickle may call."""
+    """A function that a pickle may call."""
 
     __slots__ = ("_call",)
 
@@ -142,21 +142,22 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if module.startswith(_UNREAD):
             return _Unread
-        raise UnsafeObjectError(f"it names {module}.{name}, which is not read")
+        raise UnsafeObjectError(f"it names {module}.{name}, which is not on the allow list")
 
 
 def _strided(name: str) -> torch.layout:
     if name != "torch.strided":
-        raise UnsafeObjectError(f"it holds a tensor of layout {name}: only strided tensors are read")
+        raise UnsafeObjectError(f"it has a tensor of layout {name}, expected torch.strided")
     return torch.strided
 
 
 def load_metadata(path: Path) -> Metadata:
-    """DCP's `.metadata`; what is in it may be of any type.
+    """Loads DCP's `.metadata`. Its values are not checked and may have any type.
 
     Raises:
-        OSError: it cannot be read.
-        FormatError: it is damaged, or no such file. UnsafeObjectError: it names what is not on the list.
+        OSError: the file cannot be read.
+        UnsafeObjectError: it names an object that is not on the allow list.
+        FormatError: it is damaged, or is another kind of file.
     """
     with open_regular(path, METADATA_BYTES) as file:
         if size_of(file) == 0:
@@ -173,15 +174,15 @@ def load_metadata(path: Path) -> Metadata:
 
 @dataclasses.dataclass(frozen=True)
 class StorageName:
-    """What a pickle of torch.save says of a storage, which lies beside it in the archive."""
+    """A reference of a tensor's pickle to its storage, another member of the archive."""
 
-    dtype: torch.dtype | None  # None: its tensor says
+    dtype: torch.dtype | None  # None: the tensor has it
     name: str
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorRecord:
-    """What torch.save says of a tensor."""
+    """A tensor as torch.save describes it."""
 
     storage: StorageName
     dtype: torch.dtype
@@ -194,7 +195,7 @@ def _rebuild_v2(
     storage: StorageName, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, *more: Any
 ) -> TensorRecord:
     if storage.dtype is None:
-        raise FormatError("a storage has no dtype")
+        raise FormatError("its tensor is of an old kind, but its storage has no dtype")
     return _rebuild_v3(storage, offset, shape, strides, grad, hooks, storage.dtype, *more)
 
 
@@ -202,7 +203,7 @@ def _rebuild_v3(
     storage: StorageName, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
 ) -> TensorRecord:
     if any(more):
-        raise FormatError(f"its tensor is a view of a kind that is not read: {more}")
+        raise FormatError(f"its tensor is a view of a kind that is not supported ({more})")
     return TensorRecord(storage, dtype, offset, tuple(shape), tuple(strides))
 
 
@@ -218,7 +219,7 @@ _REBUILD = {
 
 
 class _UntypedStorage(_Unread):
-    """As a name: its tensor says of which dtype it is."""
+    """Substitute for a storage whose dtype is that of its tensor."""
 
 
 class _TensorUnpickler(pickle.Unpickler):
@@ -233,37 +234,40 @@ class _TensorUnpickler(pickle.Unpickler):
             return STORAGES[name]
         if module == "torch" and name in DTYPES:
             return getattr(torch, name)
-        raise UnsafeObjectError(f"it names {module}.{name}, and is to be a plain tensor")
+        raise UnsafeObjectError(f"it names {module}.{name}, expected a plain tensor")
 
     def persistent_load(self, pid: Any) -> StorageName:
         kind, dtype, name, *_ = pid
         if kind != "storage" or not (isinstance(dtype, torch.dtype) or dtype is _UntypedStorage):
-            raise FormatError(f"it refers to {pid}")
+            raise FormatError(f"it refers to {pid}, expected a storage")
         return StorageName(dtype if isinstance(dtype, torch.dtype) else None, str(name))
 
 
 def load_tensor_record(data: bytes, where: str) -> TensorRecord:
-    """`data.pkl` of an archive. Raises FormatError."""
+    """Loads `data.pkl` of an archive. Raises FormatError if it is not a plain tensor, or is damaged."""
     found = _load(_TensorUnpickler, data, io.BytesIO(data), where)
     if not isinstance(found, TensorRecord) or not isinstance(found.dtype, torch.dtype):
-        raise FormatError(f"{where}: it is no tensor")
+        raise FormatError(f"{where}: it is not a tensor")
     numbers = (found.storage_offset, *found.shape, *found.strides)
     if len(found.shape) != len(found.strides) or not all(
         isinstance(number, int) and 0 <= number < 1 << 62 for number in numbers
     ):
-        raise FormatError(f"{where}: its tensor has shape {found.shape} and strides {found.strides}")
+        raise FormatError(
+            f"{where}: its tensor has an impossible shape {found.shape}, strides {found.strides} "
+            f"or offset {found.storage_offset}"
+        )
     return found
 
 
 class _Storage:
-    """A storage beside the pickle that refers to it."""
+    """A storage in the same archive as the pickle that refers to it."""
 
     def __init__(self, kind: type[Any], count: int) -> None:
         self.reference = ("storage", kind, "0", "cpu", count)
 
 
 class _Rebuilt:
-    """Pickled as a call of one of torch's functions."""
+    """An object that is pickled as a call of a function."""
 
     def __init__(self, *call: Any) -> None:
         self.call = call
@@ -278,7 +282,7 @@ class _TensorPickler(pickle.Pickler):
 
 
 def dump_tensor_record(dtype: str, shape: Sequence[int]) -> bytes:
-    """`data.pkl` of a contiguous tensor on the host, whose storage is named 0: as torch.save writes it."""
+    """Returns `data.pkl` as torch.save writes it for a contiguous tensor on the host, with storage 0."""
     found = getattr(torch, dtype)
     count, strides = math.prod(shape), contiguous_strides(shape)
     hooks: collections.OrderedDict[str, Any] = collections.OrderedDict()
@@ -298,7 +302,7 @@ def dump_tensor_record(dtype: str, shape: Sequence[int]) -> bytes:
 def _load(
     unpickler: type[pickle.Unpickler], data: bytes | mmap.mmap, file: BinaryIO | io.BytesIO, where: str
 ) -> Any:
-    """Executes the pickle that is in `data`, and in `file`."""
+    """Executes a pickle, whose bytes are `data` and also the contents of `file`."""
     try:
         _check_sizes(data)
         return unpickler(file).load()
@@ -308,7 +312,7 @@ def _load(
         raise FormatError(f"{where} is damaged: {type(error).__name__}: {error}") from error
 
 
-# How long the argument of each opcode is, as pickletools has it: bytes, or less than 0 for one that says so.
+# Bytes of each opcode's argument according to pickletools; negative if the argument has its own length.
 _ARGUMENTS = {ord(op.code): op.arg.n if op.arg is not None else 0 for op in pickletools.opcodes}
 _COUNTED = {
     pickletools.TAKEN_FROM_ARGUMENT1: 1,
@@ -320,10 +324,10 @@ _TWO_LINES = {pickle.GLOBAL[0], pickle.INST[0]}
 
 
 def _check_sizes(data: bytes | mmap.mmap) -> None:
-    """Walks over the opcodes of a pickle, before an unpickler takes memory for what they announce.
+    """Checks the lengths in a pickle's opcodes, before an unpickler allocates memory for them.
 
     Raises:
-        UnpicklingError: one announces more bytes than there are, or a place in the memo that is too far.
+        UnpicklingError: a length exceeds the pickle, or a memo index its number of bytes so far.
     """
     at, size = 0, len(data)
     arguments, stop = _ARGUMENTS, pickle.STOP[0]
@@ -351,10 +355,12 @@ def _check_sizes(data: bytes | mmap.mmap) -> None:
         if code == stop:
             break
     if at > size:
-        raise pickle.UnpicklingError("it announces more bytes than there are")
+        raise pickle.UnpicklingError("it is truncated, or an opcode has a length beyond its end")
 
 
 def _check_number(number: int, at: int, size: int, code: int) -> None:
-    most = size - at if code == pickle.FRAME[0] else at  # a place for each byte so far
+    most = size - at if code == pickle.FRAME[0] else at  # at most one memo entry per byte so far
     if not 0 <= number <= most:
-        raise pickle.UnpicklingError(f"it announces {number} where {most} is the most")
+        raise pickle.UnpicklingError(
+            f"byte {at} has the length or memo index {number}, expected at most {most}"
+        )

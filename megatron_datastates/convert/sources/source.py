@@ -1,6 +1,7 @@
-"""A checkpoint of any format, to be read: what is in it, and slices of its tensors.
+"""The interface of a format that can be read: its contents, and slices of its tensors.
 
-Sources open files when something in them is asked for, and hold no tensor. They need no torch.distributed.
+Sources open files only when something in them is requested, and keep no tensors. They need no
+torch.distributed.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import torch
 from megatron_datastates.format.values import Fragment
 
 
-class StoredTensor(Protocol):
-    """One global tensor and the n boxes that it is stored in, of d dimensions."""
+class SourceTensor(Protocol):
+    """One global tensor of d dimensions, and the n boxes that it is stored in."""
 
     @property
     def dtype(self) -> str: ...  # as torch names it, such as bfloat16
@@ -32,26 +33,29 @@ class StoredTensor(Protocol):
     def shapes(self) -> npt.NDArray[np.int64]: ...  # (n, d), elements
 
 
-class Piece(NamedTuple):
-    """Bytes [begin, begin + size) of a stored fragment, in row-major order, on their way to a window."""
+class FragmentRange(NamedTuple):
+    """Bytes [begin, begin + size) of a stored fragment in row-major order, and their place in a window."""
 
     key: str
     fragment: int  # row of the tensor's offsets and shapes
     begin: int
     size: int
-    at: int  # where in the window they go
+    at: int  # first byte in the window
 
 
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """What one rank stored, in the order of its files."""
+class RankContents:
+    """The fragments and objects of one rank, in the order of its files."""
 
     fragments: list[tuple[str, int]]  # key, row of the tensor's offsets and shapes
     objects: list[str]
 
 
 class Source(ABC):
-    """Raises (all methods that read) DataStatesError's kinds: what is missing, damaged or not plain data."""
+    """A checkpoint that can be read.
+
+    All methods that read raise a subclass of DataStatesError for what is missing, damaged or not plain data.
+    """
 
     format: str  # as --ckpt-format names it
 
@@ -60,22 +64,22 @@ class Source(ABC):
 
     @property
     @abstractmethod
-    def tensors(self) -> Mapping[str, StoredTensor]:
-        """All tensors, by key."""
+    def tensors(self) -> Mapping[str, SourceTensor]:
+        """Returns all tensors by key."""
 
     @property
     @abstractmethod
     def objects(self) -> Sequence[str]:
-        """Keys of all objects, the common state among them (`common_state/shard_0_1`, if it is one)."""
+        """Returns the keys of all objects, with the common state if it is one (`common_state/shard_0_1`)."""
 
     @property
     @abstractmethod
     def other_files(self) -> Sequence[str]:
-        """Names of other files that belong to the checkpoint, such as `common.pt` before Megatron 0.19."""
+        """Returns the names of the checkpoint's other files, such as `common.pt` before Megatron 0.19."""
 
     @property
     def other_directories(self) -> Sequence[str]:
-        """Names of directories of others that belong to the checkpoint, such as ModelOpt's."""
+        """Returns the names of directories that others have added to the checkpoint, such as ModelOpt's."""
         with os.scandir(self.directory) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir())
 
@@ -83,40 +87,44 @@ class Source(ABC):
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """A slice of a global tensor (all of it by default), in host memory, in its stored dtype.
+        """Reads a slice of a global tensor (by default all of it) to host memory, in its stored dtype.
 
         Raises:
-            MissingKeyError: no such tensor.
-            MismatchError: the slice leaves the tensor.
-            FormatError: the checkpoint holds only a part of it.
+            MissingKeyError: there is no such tensor.
+            MismatchError: the slice exceeds the tensor.
+            FormatError: parts of the slice are not stored.
         """
 
     @abstractmethod
-    def read_pieces(self, pieces: Sequence[Piece], window: npt.NDArray[np.uint8]) -> None:
-        """Fills `window` with pieces; what lies between them is left alone. Any thread may call it."""
+    def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
+        """Reads ranges of fragments to their places in `window`; leaves other bytes alone. Thread-safe."""
 
     @abstractmethod
     def read_object(self, key: str) -> bytes:
-        """An object as it is stored: what `torch.save([value])` gave. Raises MissingKeyError."""
+        """Returns the bytes of an object, as `torch.save([value])` wrote them. Raises MissingKeyError."""
 
     @abstractmethod
     def object_bytes(self, key: str) -> int:
-        """How long it is. Raises MissingKeyError."""
+        """Returns the size of what read_object returns. Raises MissingKeyError."""
 
     @abstractmethod
-    def stored_by_rank(self) -> list[Stored]:
-        """All fragments and objects, of each rank that stored any."""
+    def stored_by_rank(self) -> list[RankContents]:
+        """Returns all fragments and objects, by rank; ranks that stored none are left out."""
 
     @abstractmethod
     def require_files(self) -> None:
-        """Raises StorageError, FormatError: a file is missing or ends early; told before any data moves."""
+        """Checks, before any data is read, that all files are there and long enough.
+
+        Raises:
+            StorageError, FormatError: a file is missing or truncated.
+        """
 
     def fragment_crc(self, key: str, number: int) -> tuple[int, str] | None:
-        """CRC-32 of a fragment's bytes, and where it lies; None where reading checks it, or there is none."""
+        """Returns a fragment's CRC-32 and where it lies; None if reading checks it or none is stored."""
         return None
 
     def fragment(self, key: str, number: int) -> Fragment:
-        """One of a tensor's fragments."""
+        """Returns fragment `number` of a tensor."""
         entry = self.tensors[key]
         offset, shape = entry.offsets[number].tolist(), entry.shapes[number].tolist()
         return Fragment(key, entry.dtype, entry.global_shape, tuple(offset), tuple(shape))

@@ -1,7 +1,7 @@
-"""Checkpoints of `--ckpt-format torch_dist`: what torch.distributed.checkpoint (DCP) writes, read without it.
+"""Reads `--ckpt-format torch_dist`, which torch.distributed.checkpoint (DCP) writes, without DCP's reader.
 
-`.metadata` says where each fragment and object lies: so many bytes of a `.distcp` file, which for a tensor
-are an archive as torch.save makes it. Nothing is unpickled but through convert/sources/pickles.py.
+`.metadata` has the place of each fragment and object: an offset and a length in a `.distcp` file. The bytes
+of a tensor are an archive of torch.save. Everything is unpickled by convert/sources/pickles.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from megatron_datastates.convert.sources.archives import Archive, open_archive
 from megatron_datastates.convert.sources.pickles import BytesStorage, Metadata, TensorStorage, load_metadata
-from megatron_datastates.convert.sources.source import Piece, Source, Stored
+from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
 from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
 from megatron_datastates.files import open_regular, size_of
 from megatron_datastates.format.directory import TORCH_DIST_INDEX, is_of_a_format
@@ -33,7 +33,7 @@ from megatron_datastates.providers.tensors import dtype_name
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Record:
-    """So many bytes of a `.distcp` file."""
+    """Contiguous bytes of a `.distcp` file."""
 
     file: str
     offset: int
@@ -42,7 +42,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class TorchDistTensor:
-    """See StoredTensor. `records` are of the n fragments, in their order; None where DCP wrote none."""
+    """See SourceTensor. `records` has one record per fragment, in order; None where DCP wrote none."""
 
     dtype: str
     global_shape: tuple[int, ...]
@@ -52,10 +52,10 @@ class TorchDistTensor:
 
 
 class TorchDistSource(Source):
-    """Reads `.metadata` at once, and the rest when it is asked for.
+    """Reads `.metadata` when it is created, and data on request.
 
-    Raises (also when it is made): FormatError for what is damaged, hostile or written by an extension of DCP,
-    StorageError for a file that is missing or ends early.
+    Its constructor and methods raise FormatError for a checkpoint that is damaged, hostile or written by an
+    extension of DCP, and StorageError for a file that is missing or truncated.
     """
 
     format = "torch_dist"
@@ -67,22 +67,22 @@ class TorchDistSource(Source):
         self._tensors: dict[str, TorchDistTensor] = {}
         self._objects: dict[str, Record] = {}
         try:
-            self._take(metadata, path)
+            self._read_entries(metadata, path)
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise FormatError(f"{path} is damaged: {error}") from error
 
-    def _take(self, metadata: Metadata, path: Path) -> None:
+    def _read_entries(self, metadata: Metadata, path: Path) -> None:
         records = _records(metadata, path)
         for key, entry in metadata.state_dict_metadata.items():
             if not isinstance(key, str):
-                raise FormatError(f"{path}: the key {key!r} is no text")
-            key.encode()  # raises where half of a surrogate pair is in it
+                raise FormatError(f"{path}: a key is {key!r}, expected a string")
+            key.encode()  # raises for half of a surrogate pair
             if isinstance(entry, TensorStorage):
                 self._tensors[key] = _tensor(key, entry, records.get(key, {}), path)
             elif isinstance(entry, BytesStorage) and records.get(key):
                 self._objects[key] = next(iter(records[key].values()))
             else:
-                raise FormatError(f"{path}: {key!r} is neither a tensor nor an object that was stored")
+                raise FormatError(f"{path}: {key!r} is neither a stored tensor nor a stored object")
 
     @property
     def tensors(self) -> Mapping[str, TorchDistTensor]:
@@ -106,47 +106,45 @@ class TorchDistSource(Source):
         cuts = [(n, box) for n, box in found if box is not None]
         wanted, covered = math.prod(shape), sum(math.prod(lengths) for _, (_, lengths) in cuts)
         if covered < wanted:
-            raise FormatError(f"tensor {key!r} has holes: {covered} of {wanted} elements are stored")
+            raise FormatError(
+                f"tensor {key!r} has holes: {covered} of the {wanted} requested elements are stored"
+            )
         overlap = first_overlap(entry.offsets, entry.shapes) if len(cuts) > 1 else None
         if overlap is not None:
             raise FormatError(f"tensor {key!r}: two fragments both hold the element at {overlap}")
         target = np.empty(shape, f"V{element_bytes(entry.dtype)}")
         for n, (begin, lengths) in cuts:
             box = (slice(b - o, b - o + m) for b, o, m in zip(begin, offset, lengths, strict=True))
-            part: tuple[Any, ...] = (..., *box)
+            place: tuple[Any, ...] = (..., *box)
             inner = [b - o for b, o in zip(begin, entry.offsets[n].tolist(), strict=True)]
             record = self._place(key, n)
             with self._open(record.file) as file:
-                self._open_archive(file, key, n, record).read_box(inner, target[part])
+                self._open_archive(file, key, n, record).read_box(inner, target[place])
         data = torch.from_numpy(target.reshape(-1).view(np.uint8))
         return data.view(torch_dtype(entry.dtype)).reshape(shape)
 
-    def read_pieces(self, pieces: Sequence[Piece], window: npt.NDArray[np.uint8]) -> None:
-        by_file: dict[str, list[tuple[Piece, Record]]] = defaultdict(list)
-        for piece in pieces:
-            record = self._tensor(piece.key).records[piece.fragment]
-            if record is None:
-                raise FormatError(
-                    f"{self.directory / TORCH_DIST_INDEX} does not say where {piece.key!r} lies"
-                )
-            by_file[record.file].append((piece, record))
+    def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
+        by_file: dict[str, list[tuple[FragmentRange, Record]]] = defaultdict(list)
+        for part in ranges:
+            record = self._place(part.key, part.fragment)
+            by_file[record.file].append((part, record))
         for name, wanted in by_file.items():
             with self._open(name) as file:
-                for piece, record in wanted:
-                    self._read_piece(file, piece, record, window[piece.at : piece.at + piece.size])
+                for part, record in wanted:
+                    self._read_range(file, part, record, window[part.at : part.at + part.size])
 
-    def _read_piece(
-        self, file: BinaryIO, piece: Piece, record: Record, target: npt.NDArray[np.uint8]
+    def _read_range(
+        self, file: BinaryIO, part: FragmentRange, record: Record, target: npt.NDArray[np.uint8]
     ) -> None:
-        self._open_archive(file, piece.key, piece.fragment, record).read_into(piece.begin, target)
+        self._open_archive(file, part.key, part.fragment, record).read_into(part.begin, target)
 
     def _open_archive(self, file: BinaryIO, key: str, number: int, record: Record) -> Archive:
         where = f"{self.directory / record.file}, tensor {key!r} at byte {record.offset}"
         archive, fragment = open_archive(file, record.offset, record.bytes, where), self.fragment(key, number)
         if (archive.dtype, archive.shape) != (fragment.dtype, fragment.shape):
             raise FormatError(
-                f"{where}: it is {archive.dtype} {archive.shape}, and {TORCH_DIST_INDEX} says "
-                f"{fragment.dtype} {fragment.shape}"
+                f"{where}: it has dtype {archive.dtype} and shape {archive.shape}, expected "
+                f"{fragment.dtype} and {fragment.shape} according to {TORCH_DIST_INDEX}"
             )
         return archive
 
@@ -159,11 +157,11 @@ class TorchDistSource(Source):
     def read_object(self, key: str) -> bytes:
         record = self._object(key)
         with self._open(record.file) as file:
-            is_there = record.offset + record.bytes <= size_of(file)  # looked at before memory is asked for
+            is_there = record.offset + record.bytes <= size_of(file)  # checked before memory is allocated
             file.seek(record.offset)
             data = file.read(record.bytes) if is_there else b""
         if len(data) != record.bytes:
-            raise StorageError(f"{self.directory / record.file} ends within object {key!r}")
+            raise StorageError(f"{self.directory / record.file} is truncated: it ends within object {key!r}")
         return data
 
     def object_bytes(self, key: str) -> int:
@@ -181,10 +179,10 @@ class TorchDistSource(Source):
                 size = size_of(file)
             if size < end:
                 raise StorageError(
-                    f"{self.directory / name} has {size} bytes, and {end} were written: it is cut off"
+                    f"{self.directory / name} is truncated: it has {size} bytes, expected at least {end}"
                 )
 
-    def stored_by_rank(self) -> list[Stored]:
+    def stored_by_rank(self) -> list[RankContents]:
         fragments: dict[tuple[int, str], list[tuple[str, int, str, int]]] = defaultdict(list)
         objects: dict[tuple[int, str], list[str]] = defaultdict(list)
         for key, entry in self._tensors.items():
@@ -194,7 +192,7 @@ class TorchDistSource(Source):
         for key, record in self._objects.items():
             objects[_rank_of(record.file)].append(key)
         return [
-            Stored([(key, n) for _, _, key, n in sorted(fragments[rank])], objects[rank])
+            RankContents([(key, n) for _, _, key, n in sorted(fragments[rank])], objects[rank])
             for rank in sorted(fragments.keys() | objects.keys())
         ]
 
@@ -206,18 +204,18 @@ class TorchDistSource(Source):
 
     def _tensor(self, key: str) -> TorchDistTensor:
         if key not in self._tensors:
-            raise MissingKeyError(f"there is no tensor {key!r} in {self.directory}")
+            raise MissingKeyError(f"{self.directory} contains no tensor {key!r}")
         return self._tensors[key]
 
     def _place(self, key: str, number: int) -> Record:
         record = self._tensor(key).records[number]
         if record is None:
-            raise FormatError(f"{self.directory / TORCH_DIST_INDEX} does not say where {key!r} lies")
+            raise FormatError(f"{self.directory / TORCH_DIST_INDEX} has no place for a fragment of {key!r}")
         return record
 
     def _object(self, key: str) -> Record:
         if key not in self._objects:
-            raise MissingKeyError(f"there is no object {key!r} in {self.directory}")
+            raise MissingKeyError(f"{self.directory} contains no object {key!r}")
         return self._objects[key]
 
 
@@ -229,13 +227,13 @@ def _common(
 
 
 def _rank_of(file: str) -> tuple[int, str]:
-    """The rank that a file's name tells; a file of another name is one rank's alone."""
+    """Returns a sort key for the rank in a file's name; any other file counts as a rank of its own."""
     match = re.fullmatch(r"__(\d{1,9})_\d+\.distcp", file, re.ASCII)
     return (int(match[1]), "") if match else (1 << 62, file)
 
 
 def _records(metadata: Metadata, path: Path) -> dict[str, dict[tuple[int, ...], Record]]:
-    """By key, then by a fragment's offset."""
+    """Returns all records by key and then by the fragment's offset."""
     found: dict[str, dict[tuple[int, ...], Record]] = defaultdict(dict)
     for index, info in metadata.storage_data.items():
         if getattr(info, "transform_descriptors", None):
@@ -245,10 +243,12 @@ def _records(metadata: Metadata, path: Path) -> dict[str, dict[tuple[int, ...], 
             )
         file, place = info.relative_path, (info.offset, info.length)
         if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\0" in file:
-            raise FormatError(f"{path}: {index.fqn!r} lies in {file!r}, which is no name of a file beside it")
-        file.encode()  # raises where half of a surrogate pair is in it
+            raise FormatError(f"{path}: {index.fqn!r} is in {file!r}, expected a file in the same directory")
+        file.encode()  # raises for half of a surrogate pair
         if not all(isinstance(number, int) and 0 <= number < 1 << 62 for number in place):
-            raise FormatError(f"{path}: {index.fqn!r} lies at {place} in {file}")
+            raise FormatError(
+                f"{path}: {index.fqn!r} has offset and length {place} in {file}, expected integers below 2^62"
+            )
         found[index.fqn][tuple(index.offset or ())] = Record(file, *place)
     return found
 
@@ -258,14 +258,16 @@ def _tensor(
 ) -> TorchDistTensor:
     dtype, shape = dtype_name(entry.properties.dtype), _numbers(entry.size)
     if dtype not in DTYPES:
-        raise FormatError(f"{path}: tensor {key!r} is {dtype}, which the datastates format cannot hold")
+        raise FormatError(f"{path}: tensor {key!r} has dtype {dtype}, which is not supported")
     boxes = [(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks]
     for offset, size in boxes:
         fits = len(offset) == len(size) == len(shape)
         if not fits or any(o + n > s for o, n, s in zip(offset, size, shape, strict=True)):
-            raise FormatError(f"{path}: tensor {key!r} of shape {shape} has a fragment {size} at {offset}")
+            raise FormatError(
+                f"{path}: tensor {key!r} of shape {shape} does not contain its fragment {size} at {offset}"
+            )
     if element_bytes(dtype) * int(np.prod(shape, dtype=object)) >= 1 << 62:
-        raise FormatError(f"{path}: tensor {key!r} of shape {shape} is too large")
+        raise FormatError(f"{path}: tensor {key!r} of shape {shape} is larger than 2^62 bytes")
     offsets = np.array([offset for offset, _ in boxes], np.int64).reshape(len(boxes), len(shape))
     shapes = np.array([size for _, size in boxes], np.int64).reshape(len(boxes), len(shape))
     return TorchDistTensor(dtype, shape, offsets, shapes, [_record(key, o, records) for o, _ in boxes])
@@ -274,11 +276,11 @@ def _tensor(
 def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
     found = tuple(values)
     if not all(isinstance(value, int) and value >= 0 for value in found):
-        raise TypeError(f"{found} are no offset or shape")
+        raise TypeError(f"{found} is not an offset or shape")
     return found
 
 
 def _record(key: str, offset: tuple[int, ...], records: Mapping[tuple[int, ...], Record]) -> Record | None:
-    # A plain tensor, not a shard of one, is stored under an offset of zeros, and in old releases under none.
+    # A whole tensor, not a shard, is stored under an offset of zeros, and under none by old releases.
     found: Any = records.get(offset)
     return found or (records.get(()) if not any(offset) else None)

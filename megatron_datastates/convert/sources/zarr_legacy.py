@@ -1,21 +1,21 @@
-"""Checkpoints of `--ckpt-format zarr`, which Megatron-Core once wrote and no longer reads.
+"""Reads checkpoints of `--ckpt-format zarr`, which Megatron-Core once wrote and no longer reads.
 
-The layout, as Megatron-LM wrote it (`megatron/core/dist_checkpointing/strategies/zarr.py`, commit 3702761a,
-and `strategies/common.py`; `tensorstore.py` beside them reads it):
+The files, as Megatron-LM wrote them (`megatron/core/dist_checkpointing/strategies/zarr.py`, commit 3702761a,
+and `strategies/common.py`; `strategies/tensorstore.py` read them):
 
     metadata.json              {"sharded_backend": "zarr", "sharded_backend_version": 1, ...}
     common.pt                  the common state, by torch.save
     KEY/.zarray, KEY/0.1, ...  a tensor: a zarr v2 array, uncompressed, without fill value, all chunks
-                               written; bfloat16 is spelled as TensorStore does: "dtype": "bfloat16"
-    KEY.sync/                  locks of ranks that wrote parts of one chunk (flattened tensors); means nothing
-    KEY/shard_OFFSET_SHAPE.pt  a ShardedObject's value, by torch.save: not in a list, as later formats have it
+                               written; bfloat16 is spelled as in TensorStore: "dtype": "bfloat16"
+    KEY.sync/                  locks of ranks that wrote parts of one chunk (flattened tensors); ignored
+    KEY/shard_OFFSET_SHAPE.pt  a ShardedObject's value, by torch.save; later formats put it in a list
 
-Names of objects once lacked the last number after a dot (`shard_0.1_2.pt` for `shard_0.1_2.4`), which is
-found again as Megatron does it: from the largest offset.
+Names of objects once lacked the last number of their shape (`shard_0.1_2.pt` for `shard_0.1_2.4`). It is
+derived from the largest offset, as Megatron does.
 
-zarr reads the documents. Chunks are the elements themselves, and are mapped: zarr would read all of a chunk,
-which may be a whole embedding, for any slice of it. They have no checksums. A chunk that is missing, or has
-another size than the array's, is an error, and is looked for before anything is allocated.
+The package zarr reads the JSON documents. Chunks contain plain elements and are mapped, because zarr would
+read a whole chunk, perhaps a whole embedding, for any slice of it. They have no checksums. A chunk that is
+missing or has the wrong size is an error, which is detected before memory is allocated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_datastates.convert.sources.source import Piece, Source, Stored
+from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
 from megatron_datastates.errors import (
     FormatError,
     MissingKeyError,
@@ -59,19 +59,19 @@ try:
     from zarr.storage import LocalStore
 except ImportError as error:
     raise MissingPackageError(
-        f"checkpoints of --ckpt-format zarr are read with zarr ({error}): "
+        f"checkpoints of --ckpt-format zarr need the package zarr, which cannot be imported ({error}): "
         "pip install 'megatron-datastates[zarr]'"
     ) from error
 
 _ARRAY_NAME = ".zarray"
-_MOST_CHUNKS_MISSING = 1 << 20  # of an array that can still be listed
+_MOST_CHUNKS_MISSING = 1 << 20  # of an incomplete array whose chunks are listed anyway
 _OBJECT = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)\.pt", re.ASCII)
-# zarr has no bfloat16: it reads the same bytes as this.
+# zarr has no bfloat16 and reads it as integers of the same size.
 _BFLOAT16, _BITS = b'"bfloat16"', b'"<u2"'
 
 
 class _ArrayStore(LocalStore):
-    """The files of one array, with a dtype that zarr knows."""
+    """The files of one array, whose dtype is replaced by one that zarr knows."""
 
     async def get(
         self,
@@ -87,7 +87,7 @@ class _ArrayStore(LocalStore):
 
 @dataclasses.dataclass(frozen=True)
 class ZarrTensor:
-    """See StoredTensor. The fragments are the chunks, in row-major order of the grid."""
+    """See SourceTensor. The fragments are the chunks, in row-major order of the grid."""
 
     path: Path
     array: zarr.Array[Any]
@@ -122,30 +122,32 @@ class ZarrTensor:
         return DTYPES[self.dtype][1]
 
     def cells(self, offset: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """The chunks that a slice touches.
+        """Yields the grid positions of the chunks that a slice touches.
 
         Raises:
-            StorageError: one of them is missing or has another size than the array's chunks.
+            StorageError: one of these chunks is missing or has the wrong size.
         """
         if math.prod(shape) == 0:
             return
-        spans = [
+        axes = [
             range(at // chunk, (at + size - 1) // chunk + 1)
             for at, size, chunk in zip(offset, shape, self.chunk_shape, strict=True)
         ]
-        self._require_count(math.prod(map(len, spans)))
-        for cell in itertools.product(*spans):
+        self._require_count(math.prod(map(len, axes)))
+        for cell in itertools.product(*axes):
             self._require_chunk(self._chunk_path(cell))
             yield cell
 
     def _require_count(self, chunks: int) -> None:
-        """Before anything is made of so many: a hostile array has any number of them."""
-        there = len(os.listdir(self.path))
-        if chunks > there:
-            raise StorageError(f"{self.path} holds only a part of its array: {there} files are there")
+        """Raises StorageError if there are fewer files than chunks, before a hostile number takes memory."""
+        files = len(os.listdir(self.path))
+        if chunks > files:
+            raise StorageError(
+                f"{self.path} is incomplete: it has {files} files, expected at least {chunks} chunks"
+            )
 
     def chunk(self, cell: tuple[int, ...]) -> npt.NDArray[np.uint8]:
-        """One of them, mapped: its elements, with an axis more for their bytes."""
+        """Maps a chunk: an array of its shape with one more axis, for the bytes of an element."""
         with open_regular(self._chunk_path(cell)) as file:
             return np.memmap(file, np.uint8, "r", shape=(*self.chunk_shape, self.element_bytes))
 
@@ -158,14 +160,14 @@ class ZarrTensor:
             found = path.stat().st_size
         except FileNotFoundError:
             raise StorageError(
-                f"{path} is missing: the checkpoint holds only a part of {self.path.name!r}"
+                f"{path} is missing: the checkpoint has only a part of tensor {self.path.name!r}"
             ) from None
         if found != wanted:
-            raise StorageError(f"{path} has {found} bytes, and a chunk of this array has {wanted}")
+            raise StorageError(f"{path} has {found} bytes, expected a chunk of {wanted}: it is damaged")
 
 
 class LegacyZarrSource(Source):
-    """Reads names of files when it is made, and the rest when it is asked for."""
+    """Lists files and reads .zarray documents when it is created; reads data on request."""
 
     format = "zarr"
 
@@ -202,7 +204,7 @@ class LegacyZarrSource(Source):
     ) -> torch.Tensor:
         tensor = self._tensor(key)
         offset, shape = checked_slice(key, tensor.global_shape, offset, shape)
-        cells = list(tensor.cells(offset, shape))  # all are there before memory is asked for
+        cells = list(tensor.cells(offset, shape))  # checks all before memory is allocated
         target = np.empty((*shape, tensor.element_bytes), np.uint8)
         for cell in cells:
             corner = [n * size for n, size in zip(cell, tensor.chunk_shape, strict=True)]
@@ -214,10 +216,10 @@ class LegacyZarrSource(Source):
             target[_slices(begin, end, offset)] = tensor.chunk(cell)[_slices(begin, end, corner)]
         return torch.from_numpy(target.reshape(-1)).view(torch_dtype(tensor.dtype)).reshape(shape)
 
-    def read_pieces(self, pieces: Sequence[Piece], window: npt.NDArray[np.uint8]) -> None:
-        for key, number, begin, size, at in pieces:
+    def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
+        for key, number, begin, size, at in ranges:
             tensor, fragment = self._tensor(key), self.fragment(key, number)
-            if fragment.shape == tensor.chunk_shape:  # then only the bytes of the piece are read
+            if fragment.shape == tensor.chunk_shape:  # then only the requested bytes are read
                 (cell,) = tensor.cells(fragment.offset, fragment.shape)
                 data = tensor.chunk(cell).reshape(-1)
             else:
@@ -226,9 +228,9 @@ class LegacyZarrSource(Source):
             window[at : at + size] = data[begin : begin + size]
 
     def read_object(self, key: str) -> bytes:
-        """Made anew, as its file has the value alone. Raises UnsafeObjectError: it is not plain data."""
+        """See Source. Serializes the value again, in a list. Raises UnsafeObjectError if it is not plain."""
         if key not in self._objects:
-            raise MissingKeyError(f"there is no object {key!r} in {self.directory}")
+            raise MissingKeyError(f"{self.directory} contains no object {key!r}")
         value = deserialize(_read(self._objects[key], OBJECT_BYTES), key)
         return PickledObject(key, [value], Mutability.NEVER).serialize()
 
@@ -240,14 +242,14 @@ class LegacyZarrSource(Source):
             for _ in tensor.cells((0,) * len(tensor.global_shape), tensor.global_shape):
                 pass
 
-    def stored_by_rank(self) -> list[Stored]:
-        """One rank: the layout does not say who wrote what."""
+    def stored_by_rank(self) -> list[RankContents]:
+        """Returns everything as one rank's, because the files do not say which rank wrote what."""
         fragments = [(key, n) for key, tensor in self._tensors.items() for n in range(len(tensor.offsets))]
-        return [Stored(fragments, list(self._objects))]
+        return [RankContents(fragments, list(self._objects))]
 
     def _tensor(self, key: str) -> ZarrTensor:
         if key not in self._tensors:
-            raise MissingKeyError(f"there is no tensor {key!r} in {self.directory}")
+            raise MissingKeyError(f"{self.directory} contains no tensor {key!r}")
         return self._tensors[key]
 
 
@@ -269,18 +271,18 @@ def _open_tensor(path: Path) -> ZarrTensor:
         dtype = "bfloat16" if spelled == "bfloat16" else array.dtype.name
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise FormatError(f"{document} is damaged: {error}") from error
-    if members["chunks"] != list(array.chunks):  # zarr mends what cannot be
-        raise FormatError(f"{document} is damaged: there are no chunks of {members['chunks']}")
+    if members["chunks"] != list(array.chunks):  # zarr has replaced impossible ones
+        raise FormatError(f"{document} is damaged: its chunks have the impossible shape {members['chunks']}")
     if packed or dtype not in DTYPES or str(spelled).startswith(">") or array.order != "C":
         raise UnsupportedFormatError(
-            f"{document}: an array of {spelled!r}, compressor and filters {packed}, order {array.order}: "
-            "Megatron wrote plain numbers in C order"
+            f"{document}: an array of {spelled!r}, compressor and filters {packed}, order {array.order}; "
+            "expected uncompressed little-endian numbers in C order, as Megatron wrote"
         )
     return ZarrTensor(path, array, dtype)
 
 
 def _objects_in(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Keys and files of the objects of one key."""
+    """Yields the keys and files of the objects in a folder."""
     files = {path: _OBJECT.fullmatch(path.name) for path in sorted(folder.iterdir())}
     found = {path: (m[1], m[2]) for path, m in files.items() if m is not None}
     if not found:

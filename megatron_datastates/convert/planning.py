@@ -1,0 +1,104 @@
+"""Plans a conversion: checks all that can be checked before writing, and assigns fragments to files."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_datastates.convert.open import require_utf8
+from megatron_datastates.convert.sinks.datastates import DataStatesSink
+from megatron_datastates.convert.sinks.target import refuse_target
+from megatron_datastates.convert.sinks.torch_dist import TorchDistSink
+from megatron_datastates.convert.sources.source import RankContents, Source
+from megatron_datastates.convert.team import Team
+from megatron_datastates.errors import FormatError, OptionError, StorageError
+from megatron_datastates.pipeline.runs import metadata_members
+from megatron_datastates.plan.coverage import coverage_faults
+
+FORMATS = (DataStatesSink.format, TorchDistSink.format)
+_MOST_FAULTS_LISTED = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A conversion that is about to run; the same on every rank."""
+
+    source: Source
+    target: Path
+    format: str
+    files: list[RankContents]  # one for each file of the target, in order of its ranks
+    file_bytes: list[int]  # of the tensors in each file
+
+    @property
+    def work_directory(self) -> Path:
+        """Returns the directory that everything is written to before it gets the target's name."""
+        return self.target.parent / f".{self.target.name}.converting"
+
+    def files_of(self, team: Team) -> range:
+        """Returns the numbers of the files that this process writes."""
+        return range(team.rank, len(self.files), team.size)
+
+
+def default_format(source_format: str) -> str:
+    """Returns the format that a checkpoint is converted to unless another one is requested."""
+    return next(name for name in FORMATS if name != source_format)
+
+
+def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: int = 0) -> Plan:
+    """Plans a conversion and checks that it can be done; writes nothing.
+
+    Args:
+        format: format of the target (default: the one that the source does not have).
+        ranks: number of files to distribute whole fragments over, balanced by bytes. With 0, each file holds
+            what one rank of the source stored.
+
+    Raises:
+        OptionError: the format cannot be written, or `ranks` is negative.
+        StorageError: the target exists, lies inside the source or has too little space, or a file of the
+            source is missing or truncated.
+        FormatError: the source is damaged.
+    """
+    format = format or default_format(source.format)
+    if format not in FORMATS:
+        raise OptionError(f"format {format!r} cannot be written: expected one of {', '.join(FORMATS)}")
+    if ranks < 0:
+        raise OptionError(f"--ranks {ranks}: expected 1 or more, or 0 for one file per rank of the source")
+    require_utf8(target)
+    if target.resolve().is_relative_to(source.directory.resolve()):
+        raise StorageError(f"{target} lies inside its source, {source.directory}: choose another target")
+    metadata_members(source.directory)
+    _require_coverage(source)
+    source.require_files()
+    files = source.stored_by_rank()
+    if ranks:
+        files = _distribute(source, files, ranks)
+    sizes = [sum(source.fragment(*one).bytes for one in file.fragments) for file in files]
+    needed = sum(sizes) + sum(source.object_bytes(key) for key in source.objects)
+    refuse_target(target, needed, makes_parents=True)
+    return Plan(source, target, format, files, sizes)
+
+
+def _require_coverage(source: Source) -> None:
+    faults = [fault for key, entry in source.tensors.items() for fault in coverage_faults(key, entry)]
+    if faults:
+        raise FormatError(f"{source.directory} is damaged: {'; '.join(faults[:_MOST_FAULTS_LISTED])}")
+
+
+def _distribute(source: Source, files: Sequence[RankContents], ranks: int) -> list[RankContents]:
+    """Assigns each fragment, the largest first, to the file with the fewest bytes; keeps order in a file."""
+    fragments = [one for file in files for one in file.fragments]
+    sizes = [source.fragment(*one).bytes for one in fragments]
+    # More files than fragments and objects would be empty.
+    ranks = min(ranks, len(fragments) + sum(len(file.objects) for file in files))
+    assigned, heap = [0] * len(fragments), [(0, rank) for rank in range(ranks)]  # heap of (bytes, rank)
+    for i in sorted(range(len(fragments)), key=lambda i: (-sizes[i], i)):
+        held, assigned[i] = heap[0]
+        heapq.heapreplace(heap, (held + sizes[i], assigned[i]))
+    found = [RankContents([], []) for _ in range(ranks)]
+    for one, rank in zip(fragments, assigned, strict=True):
+        found[rank].fragments.append(one)
+    for n, key in enumerate(key for file in files for key in file.objects):
+        found[n % ranks].objects.append(key)
+    return [file for file in found if file.fragments or file.objects]

@@ -1,0 +1,97 @@
+"""Compares a converted checkpoint with its source, byte for byte, before it is published."""
+
+from __future__ import annotations
+
+import filecmp
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.planning import Plan
+from megatron_datastates.convert.sinks.sink import Progress, stream_fragments
+from megatron_datastates.convert.sources.source import RankContents, Source
+from megatron_datastates.convert.workers import Workers
+from megatron_datastates.errors import CorruptDataError
+from megatron_datastates.format.values import is_optimizer_map
+
+
+def verify_conversion(plan: Plan, window_bytes: int, numbers: Sequence[int], workers: Workers) -> None:
+    """Reads files `numbers` of the plan again, source and result, and compares them.
+
+    Also checks the checksums of the source that ordinary reading leaves unchecked.
+
+    Raises:
+        CorruptDataError: they differ, or the source does not match its own checksums.
+    """
+    written = open_source(plan.work_directory)
+    workers.run(
+        numbers, lambda n: _compare(plan.source, written, plan.files[n], window_bytes, workers.progress)
+    )
+    for name in plan.source.other_files:
+        if not filecmp.cmp(plan.source.directory / name, plan.work_directory / name, shallow=False):
+            raise _difference(f"file {name!r}")
+
+
+def _difference(what: str) -> CorruptDataError:
+    return CorruptDataError(
+        f"{what} differs from its source when read back, so nothing was published: check the disk, and "
+        "that nothing else writes to the source, and convert again"
+    )
+
+
+def _compare(
+    source: Source, written: Source, contents: RankContents, window_bytes: int, progress: Progress
+) -> None:
+    result = [(key, _find_fragment(source, written, key, number)) for key, number in contents.fragments]
+    windows = (np.empty(window_bytes, np.uint8), np.empty(window_bytes, np.uint8))
+    pairs = zip(
+        stream_fragments(source, contents.fragments, windows[0]),
+        stream_fragments(written, result, windows[1]),
+        strict=True,
+    )
+    expected: tuple[int, str] | None = None  # the fragment's CRC-32, and where it lies
+    crc = 0
+    for (part, before), (_, after) in pairs:
+        if part.begin == 0:
+            expected, crc = source.fragment_crc(part.key, part.fragment), 0
+        if expected is not None:
+            crc = zlib.crc32(before, crc)
+            if part.begin + part.size == source.fragment(part.key, part.fragment).bytes:
+                _check_crc(crc, *expected)
+        if not np.array_equal(before, after):
+            raise _difference(f"tensor {part.key!r}")
+        progress(part.size)
+    _compare_objects(source, written, contents.objects)
+
+
+def _compare_objects(source: Source, written: Source, keys: Sequence[str]) -> None:
+    for key in keys:
+        if is_optimizer_map(key) and key not in written.objects:
+            continue
+        if source.read_object(key) != written.read_object(key):
+            raise _difference(f"object {key!r}")
+
+
+def _check_crc(found: int, expected: int, where: str) -> None:
+    if found != expected:
+        raise CorruptDataError(
+            f"{where}: the source has CRC-32 {found:08x}, expected {expected:08x}, so it is corrupt and "
+            "nothing was published: convert another checkpoint"
+        )
+
+
+def _find_fragment(source: Source, written: Source, key: str, number: int) -> int:
+    """Returns the number of the same fragment in `written`. Raises CorruptDataError if it is not there."""
+    fragment, entry = source.fragment(key, number), written.tensors[key]
+    same = (entry.offsets == np.array(fragment.offset, np.int64)).all(axis=1) & (
+        entry.shapes == np.array(fragment.shape, np.int64)
+    ).all(axis=1)
+    found = np.flatnonzero(same)
+    if not len(found) or (entry.dtype, entry.global_shape) != (fragment.dtype, fragment.global_shape):
+        raise CorruptDataError(
+            f"tensor {key!r} was written without its fragment {fragment.shape} at {fragment.offset}, so "
+            "nothing was published: please report this as a bug"
+        )
+    return int(found[0])

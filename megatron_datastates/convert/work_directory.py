@@ -1,0 +1,85 @@
+"""The directory that a conversion writes to, beside its target: locked, emptied, and removed on failure.
+
+What no conversion of the same source makes is never deleted.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron_datastates.convert.sinks.target import refuse_target
+from megatron_datastates.engine.commit import sync_directory
+from megatron_datastates.errors import StorageError
+from megatron_datastates.format.directory import is_of_a_format
+
+
+@contextmanager
+def locked_work_directory(path: Path, other_names: Collection[str]) -> Iterator[None]:
+    """Creates or empties the directory and locks it. Removes it at the end if it still has this name.
+
+    Args:
+        other_names: names in the source, besides those of the formats, that a conversion copies.
+
+    Raises:
+        StorageError: another conversion holds the lock, or the directory contains something that this
+            conversion does not make.
+    """
+    descriptor = _open(path)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StorageError(
+                f"another conversion is writing to {path}: wait until it has finished, or stop it"
+            ) from None
+        except OSError:  # this file system has no locks
+            pass
+        _empty(path, other_names)
+        try:
+            yield
+        finally:
+            shutil.rmtree(path, ignore_errors=True)  # after a success it has the target's name
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    try:
+        if not path.is_symlink():
+            path.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno not in (errno.EEXIST, errno.ENOTDIR, errno.ELOOP):
+            raise
+        raise StorageError(
+            f"{path} is not a directory, and the conversion needs a directory of this name: remove it"
+        ) from None
+
+
+def _empty(directory: Path, other_names: Collection[str]) -> None:
+    """Removes the directory's contents, or nothing: raises StorageError if some are not a conversion's."""
+    paths = list(directory.iterdir())
+    foreign = [path for path in paths if not is_of_a_format(path.name) and path.name not in other_names]
+    if foreign:
+        raise StorageError(
+            f"{directory} contains {foreign[0].name!r}, which this conversion does not make, so it was not "
+            "emptied: move or remove the directory"
+        )
+    for path in paths:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def rename_to_target(work_directory: Path, target: Path) -> None:
+    """Gives the complete directory the target's name, durably. Raises StorageError if the target exists."""
+    refuse_target(target)
+    work_directory.rename(target)
+    sync_directory(target.parent)

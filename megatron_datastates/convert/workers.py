@@ -1,0 +1,46 @@
+"""Threads that stop together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+from megatron_datastates.convert.sinks.sink import Progress
+
+T = TypeVar("T")
+
+
+class Workers:
+    """Threads that all stop at their next report of progress once one has failed or the user interrupts."""
+
+    def __init__(self, count: int, progress: Progress) -> None:
+        self._count, self._progress = count, progress
+        self._stop = threading.Event()
+
+    def progress(self, bytes_done: int) -> None:
+        """Reports progress. Raises CancelledError once the threads are to stop."""
+        if self._stop.is_set():
+            raise CancelledError
+        self._progress(bytes_done)
+
+    def run(
+        self, numbers: Sequence[int], work: Callable[[int], T], on_error: Callable[[], None] = lambda: None
+    ) -> list[tuple[int, T]]:
+        """Calls `work` for each number, and returns (number, result) pairs.
+
+        After the first error it calls `on_error`, waits until all threads have stopped, and raises the error.
+        """
+        with ThreadPoolExecutor(self._count) as pool:
+            futures = [pool.submit(work, number) for number in numbers]
+            try:
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+                return [(number, future.result()) for number, future in zip(numbers, futures, strict=True)]
+            except BaseException:
+                self._stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                on_error()
+                raise

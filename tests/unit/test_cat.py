@@ -1,0 +1,188 @@
+"""The command cat: slices, values, objects and .npy files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_datastates.convert.slices import parse_slice
+from megatron_datastates.errors import MismatchError
+from tests.unit.inspecting import WEIGHT, all_files, call, output_of, refused
+from tests.unit.states import KNOWN_DTYPES, data_files, new_saver, random_tensor, save
+from tests.unit.test_optimizer_state import STATE
+
+
+class RemovesWhenUnpickled:
+    """An object that removes `path` if it is unpickled with pickle."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return shutil.rmtree, (str(self.path),)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", ":", "0", "-1", "0:1,:,3", "1,2,3", "...,1", "1,...", ":,-2:", "0:2,1:1", "[0,1]", ":, 1 , 0:-1"],
+)
+def test_cat_prints_the_slice_that_torch_returns(checkpoint, text):
+    found = json.loads(output_of("cat", "--json", checkpoint, "decoder.weight", "--", text))
+    expected = eval(f"WEIGHT[{text.strip('[]') or '...'}]")
+    assert found["shape"] == list(expected.shape)
+    assert found["values"] == expected.tolist()
+
+
+@pytest.mark.parametrize("text", ["-1", "-2:,:2", "-1,-1,-1"])
+def test_cat_takes_a_slice_that_begins_with_a_minus(checkpoint, text):
+    found = json.loads(output_of("cat", checkpoint, "decoder.weight", text, "--json"))
+    assert found["values"] == eval(f"WEIGHT[{text}]").tolist()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * 5000,
+        f"0:{'9' * 5000}",
+        "2",
+        "-3",
+        "0:3",
+        "1:0",
+        "0,0,0,0",
+        "::2",
+        "a",
+        "0:1:1",
+        "1.5",
+        ",",
+        "--1",
+    ],
+)
+def test_a_malformed_slice_or_one_beyond_the_tensor_is_refused(text):
+    with pytest.raises(MismatchError):
+        parse_slice(text, (2, 3, 4))
+
+
+def test_cat_prints_values_and_objects(checkpoint):
+    assert "nan" in output_of("cat", checkpoint, "odd [bold]")
+    assert "-1.5" in output_of("cat", checkpoint, "decoder.bias")
+    assert output_of("cat", checkpoint, "common_state/shard_0_1").strip() == "{'iteration': 5}"
+    assert json.loads(output_of("cat", checkpoint, "odd [bold]", "--json"))["values"][1:3] == ["nan", "inf"]
+    assert json.loads(output_of("cat", checkpoint, f"{STATE}w", "0", "--json"))["values"] == [2, 3]
+
+
+def test_cat_shows_what_megatron_stores_and_runs_none_of_its_code(tmp_path):
+    state = {"args": argparse.Namespace(hidden=8, sum=Fraction(1, 3)), (1, 2): math.inf, 3: {4}}
+    hostile = [RemovesWhenUnpickled(tmp_path / "c")]
+    save(
+        new_saver(trust_objects=True),
+        tmp_path / "c",
+        {"a": torch.ones(1)},
+        {"common": [state], "hostile": hostile, "numpy": [np.ones(3)]},
+    )
+    assert "Namespace(hidden=8" in output_of("cat", tmp_path / "c", "common")
+    assert json.loads(output_of("cat", tmp_path / "c", "common", "--json"))["value"] == {
+        "args": {"hidden": 8, "sum": {"arguments": [1, 3]}}, "(1, 2)": "inf", "3": "{4}",
+    }  # fmt: skip
+    assert "array([1., 1., 1.])" in output_of("cat", tmp_path / "c", "numpy")
+    assert "rmtree(arguments=" in output_of("cat", tmp_path / "c", "hostile")
+    assert (tmp_path / "c").exists()
+
+
+def test_an_object_that_contains_itself_is_not_json(tmp_path, saver):
+    circular: list[object] = [1, 2]
+    circular.append(circular)
+    save(saver, tmp_path, {"a": torch.ones(1)}, {"circular": circular})
+    assert "cannot be shown" in refused("cat", tmp_path, "circular", "--json")
+    assert "Recursion on list" in output_of("cat", tmp_path, "circular")
+
+
+def test_json_output_is_standard_json(tmp_path, saver):
+    huge = torch.tensor([1e308, 1e308, -1e308, -1e308], dtype=torch.float64)
+    save(saver, tmp_path, {"t": huge}, {"o": [{"x": math.nan, "y": (math.inf,)}]})
+    (row,) = json.loads(output_of("show", tmp_path, "t", "--stats", "--json"), parse_constant=pytest.fail)[
+        "tensors"
+    ]
+    assert row["norm"] is None and row["max"] == 1e308
+    found = json.loads(output_of("cat", tmp_path, "o", "--json"), parse_constant=pytest.fail)
+    assert found["value"] == {"x": "nan", "y": ["inf"]}
+
+
+@pytest.mark.parametrize("name", KNOWN_DTYPES)
+def test_cat_prints_every_dtype(tmp_path, saver, name):
+    save(saver, tmp_path, {"t": random_tensor(getattr(torch, name), (3,))})
+    assert f"t: {name}, [3]" in output_of("cat", tmp_path, "t")
+
+
+@pytest.mark.parametrize("name", KNOWN_DTYPES)
+def test_cat_writes_the_bits_of_every_dtype(tmp_path, saver, name):
+    tensor = random_tensor(getattr(torch, name), (5, 3))
+    save(saver, tmp_path / "c", {"t": tensor})
+    output_of("cat", tmp_path / "c", "t", "1:4", "--out", tmp_path / "t.npy")
+    found = np.load(tmp_path / "t.npy")
+    assert found.shape == (3, 3)
+    assert found.tobytes() == tensor[1:4].contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_cat_converts(checkpoint, tmp_path):
+    result = call("cat", checkpoint, "decoder.bias", "--out", tmp_path / "raw.npy")
+    assert "uint16 (the raw bits of bfloat16)" in result.stderr
+    output_of("cat", checkpoint, "decoder.bias", "--out", tmp_path / "b.npy", "--as", "float32")
+    found = np.load(tmp_path / "b.npy")
+    assert (found.dtype, found.tolist()) == (np.float32, [0.5, -1.5])
+    found = json.loads(output_of("cat", checkpoint, "decoder.bias", "--as", "float64", "--json"))
+    assert (found["dtype"], found["values"]) == ("float64", [0.5, -1.5])
+    output_of("cat", checkpoint, "decoder.weight", "1,:,2", "--out", tmp_path / "w.npy")
+    assert np.load(tmp_path / "w.npy").tolist() == WEIGHT[1, :, 2].tolist()
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN_DTYPES if "complex" in name or "float4" in name])
+def test_cat_refuses_conversions_that_lose_a_part(tmp_path, saver, name):
+    save(saver, tmp_path, {"t": random_tensor(getattr(torch, name), (3,))})
+    before = all_files(tmp_path)
+    for target in ([], ["--out", tmp_path / "t.npy"]):
+        assert "cannot be converted to float32" in refused("cat", tmp_path, "t", "--as", "float32", *target)
+    assert all_files(tmp_path) == before
+
+
+def test_cat_writes_part_by_part(tmp_path, saver, monkeypatch):
+    tensor = random_tensor(torch.float32, (50, 7))
+    save(saver, tmp_path / "c", {"t": tensor})
+    monkeypatch.setattr("megatron_datastates.convert.sinks.npy.PART_BYTES", 120)
+    output_of("cat", tmp_path / "c", "t", "3:,1:", "--out", tmp_path / "t.npy")
+    assert np.load(tmp_path / "t.npy").tobytes() == tensor[3:, 1:].numpy().tobytes()
+
+
+def test_cat_leaves_no_file_where_it_fails(checkpoint, tmp_path):
+    (tmp_path / "there.npy").write_text("mine")
+    assert "exists already" in refused("cat", checkpoint, "scalar", "--out", tmp_path / "there.npy")
+    assert (tmp_path / "there.npy").read_text() == "mine"
+    assert "No such file" in refused("cat", checkpoint, "scalar", "--out", tmp_path / "no" / "t.npy")
+    path = data_files(checkpoint)[0]
+    data = bytearray(path.read_bytes())
+    data[4100] ^= 1
+    path.write_bytes(data)
+    before = all_files(tmp_path)
+    assert "is corrupt" in refused("cat", checkpoint, "decoder.weight", "--out", tmp_path / "t.npy")
+    assert all_files(tmp_path) == before
+
+
+def test_cat_leaves_temporary_files_of_others_alone(checkpoint, tmp_path):
+    theirs = tmp_path / ".t.npy.tmp"
+    theirs.write_text("theirs")
+    output_of("cat", checkpoint, "scalar", "--out", tmp_path / "t.npy")
+    assert theirs.read_text() == "theirs" and np.load(tmp_path / "t.npy") == 7
+    assert {path.name for path in tmp_path.iterdir()} >= {"t.npy", ".t.npy.tmp"}
+
+
+def test_cat_of_a_huge_tensor_asks_for_a_slice(tmp_path, saver):
+    save(saver, tmp_path, {"t": torch.zeros(2 << 20, dtype=torch.uint8)})
+    assert "add a slice" in refused("cat", tmp_path, "t")
+    assert "[0, 0]" in output_of("cat", tmp_path, "t", "0:2")
