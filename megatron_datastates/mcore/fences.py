@@ -56,7 +56,7 @@ def _unread_before(original: Callable[..., Any]) -> Callable[..., Any]:
     return unread_before
 
 
-def before_unmapping(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_unmap(original: Callable[..., Any]) -> Callable[..., Any]:
     """For what unmaps device memory, nobody knows of which tensors."""
 
     def unmap(*args: Any, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ def before_unmapping(original: Callable[..., Any]) -> Callable[..., Any]:
     return unmap
 
 
-def witnessed(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `step` of Megatron's own optimizers, at whose end no hook of torch can be missing.
 
     If a step succeeded and no fence came before it, the hook did not fire: such a save fails rather than
@@ -97,9 +97,9 @@ def _fenced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     return maker
 
 
-before_offload = _fenced("offloading")  # resizes storages to nothing, or refills them
-before_graph_replay = _fenced("the optimizer's CUDA graph")  # a replayed graph runs no hooks
-before_gather = _fenced("the gathering of parameters")  # into ranks whose own optimizer may be empty
+wrap_offload = _fenced("offloading")  # resizes storages to nothing, or refills them
+wrap_graph_replay = _fenced("the optimizer's CUDA graph")  # a replayed graph runs no hooks
+wrap_gather = _fenced("the gathering of parameters")  # into ranks whose own optimizer may be empty
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

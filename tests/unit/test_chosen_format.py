@@ -109,7 +109,7 @@ def test_arguments_are_adopted_once():
 
 
 def test_lazy_is_for_megatrons_own_loop():
-    strategy = loop.our_strategy(object)("torch_dist", 1)
+    strategy = loop.wrap_save_strategy(object)("torch_dist", 1)
     assert isinstance(strategy, TrainingSaveStrategy)
     during: list[bool] = []
     loop.wrap_train(lambda: during.append(strategy.is_lazy()))()

@@ -192,7 +192,7 @@ def _cause(failures: dict[int, Failure]) -> DataStatesError | None:
 # -- what is made of Megatron's functions -----------------------------------------------------------------
 
 
-def agreed(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `dist_checkpointing.load`."""
     signature = inspect.signature(original)
 
@@ -237,7 +237,7 @@ def _is_parallel(strategy: Any) -> bool:
     return parallel and len(ranks_of(strategy.parallelization_group)) > 1
 
 
-def begun_alike(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_validate_integrity_and_strict_load(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `validate_integrity_and_strict_load`, which is given what was gathered, and then may raise."""
 
     def validate(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -256,7 +256,7 @@ def begun_alike(original: Callable[..., Any]) -> Callable[..., Any]:
     return validate
 
 
-def agreed_in_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_fully_parallel_load(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `FullyParallelLoadStrategyWrapper.load`, where `dist_checkpointing.load` has not called it."""
 
     def load(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
@@ -268,7 +268,7 @@ def agreed_in_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
-def settled_before(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_exchange_by_distribution(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `exchange_by_distribution` of a fully parallel load, in which all ranks of the world take part."""
 
     def exchange_by_distribution(*args: Any, **kwargs: Any) -> Any:

@@ -20,7 +20,7 @@ from megatron_datastates.pipeline.runs import is_ours, is_published, may_be_ours
 logger = logging.getLogger(__name__)
 
 
-def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_maybe_load_config(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `maybe_load_config`."""
 
     def maybe_load_config(checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
     return maybe_load_config
 
 
-def reader_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_get_filesystem_reader(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `_get_filesystem_reader`."""
 
     def _get_filesystem_reader(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ def reader_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
     return _get_filesystem_reader
 
 
-def common_state_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_load_common(original: Callable[..., Any]) -> Callable[..., Any]:
     """For the function that loads the common state, whatever its name is."""
 
     def load_common(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> Any:
@@ -71,7 +71,7 @@ def common_state_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_common
 
 
-def common_state_method(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_load_common_method(original: Callable[..., Any]) -> Callable[..., Any]:
     """For a strategy's method that does it."""
 
     def load_common(self: Any, checkpoint_dir: str | Path) -> Any:
@@ -82,7 +82,7 @@ def common_state_method(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_common
 
 
-def strategy_from_registry(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_get_default_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `get_default_strategy`: torch_dist's load strategy loads ours too, with our reader."""
 
     def get_default_strategy(action: Any, backend: str, version: int) -> Any:
@@ -92,7 +92,7 @@ def strategy_from_registry(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_default_strategy
 
 
-def load_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_torch_dist_load(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `TorchDistLoadShardedStrategy.load`: the first wrong key, shape or file is named."""
 
     def load(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,7 +126,7 @@ def load_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
-def planned_alone(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
     """For DCP's `load_state_dict`: without it all ranks would take part in the load of any of them."""
 
     def load_state_dict(state_dict: Any, storage_reader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +137,7 @@ def planned_alone(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_state_dict
 
 
-def removal_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_remove_sharded_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `TorchDistLoadShardedStrategy.remove_sharded_tensors`."""
 
     def remove_sharded_tensors(self: Any, checkpoint_dir: str, key_prefix: str) -> Any:

@@ -18,7 +18,7 @@ from megatron_datastates.mcore.training.arguments import options_of
 from megatron_datastates.pipeline.runs import may_be_ours
 
 
-def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `load_checkpoint`, in any format: another one may overwrite what a save is still reading, too."""
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ def _together(load: state.Load) -> bool:
     return load.failed_alike or len(ranks_of()) == 1
 
 
-def begun_alike(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `_load_base_checkpoint`, which reads arguments and common state when it is called with `rank0`.
 
     Ranks have to agree on it at once: what Megatron does next is up to what was read, and communicates.

@@ -40,7 +40,7 @@ Named = dict[int, tuple[str, Any]]  # id of a parameter -> its name and its Shar
 _made: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
 
 
-def described(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_sharded_param_state_dp_reshardable(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `DistributedOptimizer.sharded_param_state_dp_reshardable`; also zeroes padding.
 
     The map hangs on an object that Megatron stores anyway, where only a save of ours looks for it: what

@@ -123,7 +123,7 @@ class DataStatesCaller:
         return finalize
 
 
-def recognized(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_schedule_async_request(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `AsyncCallsQueue.schedule_async_request`: our requests get our caller."""
 
     def schedule_async_request(self: Any, async_request: Any) -> Any:
@@ -140,7 +140,7 @@ def recognized(original: Callable[..., Any]) -> Callable[..., Any]:
     return schedule_async_request
 
 
-def closed(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_close(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `AsyncCallsQueue.close`: an aborted queue lets go of our saves, which stock's never reaches."""
 
     def close(self: Any, *args: Any, **kwargs: Any) -> Any:

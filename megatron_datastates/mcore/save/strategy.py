@@ -173,7 +173,7 @@ def parallel_sizes() -> dict[str, int]:
     return {name: int(size()) for name, size in sizes.items()}
 
 
-def kept_backend(original: Any) -> Any:
+def wrap_fully_parallel_init(original: Any) -> Any:
     """For `FullyParallelSaveStrategyWrapper.__init__`: metadata.json has to name the inner backend."""
 
     def __init__(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
@@ -184,7 +184,7 @@ def kept_backend(original: Any) -> Any:
     return __init__
 
 
-def checked_once(original: Any) -> Any:
+def wrap_apply_saving_parallelization(original: Any) -> Any:
     """For `FullyParallelSaveStrategyWrapper.apply_saving_parallelization`.
 
     Where nothing is distributed (a group of one rank) nothing is cached either, and Megatron would exchange

@@ -31,7 +31,7 @@ class _FormatAction(argparse._StoreAction):
         setattr(namespace, self.dest, "torch_dist" if values == FORMAT else values)
 
 
-def with_our_options(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_add_checkpointing_args(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `_add_checkpointing_args`."""
 
     def _add_checkpointing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

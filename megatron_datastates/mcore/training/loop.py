@@ -66,7 +66,7 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
     return train
 
 
-def our_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_save_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
     """For what makes the save strategy in `megatron.training.checkpointing`."""
     from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
     from megatron_datastates.mcore.training import retention

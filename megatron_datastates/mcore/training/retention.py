@@ -90,7 +90,7 @@ def _is_being_written(path: Path, iteration: int) -> bool:
     return path.absolute() in [save.save.context.directory for save in _pending()]
 
 
-def careful_cleanup(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_cleanup_old_non_persistent_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `cleanup_old_non_persistent_checkpoint`."""
 
     def cleanup_old_non_persistent_checkpoint(
@@ -128,7 +128,7 @@ def _delete(directories: list[Path]) -> None:
         _deletions.pop(directory, None)
 
 
-def careful_deletion(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_async_delete_checkpoint_impl(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `_async_delete_checkpoint_impl`, which retention runs in a thread or a forked process."""
 
     def _async_delete_checkpoint_impl(

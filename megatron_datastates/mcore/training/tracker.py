@@ -18,7 +18,7 @@ from megatron_datastates.pipeline.runs import find_iterations, is_published, tra
 logger = logging.getLogger(__name__)
 
 
-def with_fallback(original: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
     """For `read_metadata`. Every rank reads the same files, so all fall back alike."""
 
     def read_metadata(tracker_filename: str, *args: Any, **kwargs: Any) -> Any:
