@@ -90,7 +90,7 @@ def test_nothing_is_claimed_of_copies_that_a_factory_builds(caplog):
     param = torch.nn.Parameter(torch.zeros(4, 3))
     copies = factory(param, lambda t: [half.T.contiguous() for half in t.chunk(2)])
     assert parameter_of(param, copies).shards == ()
-    assert "does not say what the parameter 'model.w' is" in caplog.text
+    assert "the optimizer map lacks the parameter 'model.w'" in caplog.text
 
 
 def test_nothing_is_claimed_of_a_parameter_that_the_model_does_not_name():

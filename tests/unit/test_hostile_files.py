@@ -31,7 +31,7 @@ from megatron_datastates.files import (
 )
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.mcore.training.loop import tracker
+from megatron_datastates.mcore.training import tracker
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.runs import may_be_ours, require_tracked, stored_backend, tracked_iteration
 from megatron_datastates.pipeline.verify import verify

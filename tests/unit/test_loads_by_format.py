@@ -147,7 +147,7 @@ def test_common_state_that_is_none_is_refused(tmp_path, stored):
     saver = new_saver()
     save(saver, tmp_path, {"w": torch.zeros(3)}, {COMMON_STATE_KEY: stored})
     saver.close()
-    with pytest.raises(CheckpointingException, match="is no common state"):
+    with pytest.raises(CheckpointingException, match="is not a common state"):
         read_common_state(tmp_path)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_datastates.format.directory import TRACKER_NAME
-from megatron_datastates.mcore.training.loop import arguments, retention, tracker
+from megatron_datastates.mcore.training import arguments, retention, tracker
 
 OURS, OTHERS, UNFINISHED = "datastates.manifest", "metadata.json", "data-00000-0011223344556677-1.bin"
 
