@@ -116,10 +116,10 @@ def _parameter(memory: torch.Tensor) -> torch.nn.Parameter:
 
 
 def _count_lazy(state: State) -> int:
-    from megatron_datastates.mcore.save import mapping
+    from megatron_datastates.mcore.save import mutability
     from megatron_datastates.providers.base import Mutability
 
-    classify = mapping.proof_in_training_loop()
+    classify = mutability.proof_in_training_loop()
     return sum(classify(parameter) is Mutability.AT_FENCE for parameter in state.values())
 
 

@@ -1,10 +1,10 @@
-"""Megatron-Core's side: the only importer of megatron.
+"""The integration with Megatron-Core: the only package that imports megatron.
 
 Users of `--ckpt-format datastates` need not import anything. Programs without Megatron's argument parser
-call `enable()`, or hand a `DataStatesSaveStrategy` to `dist_checkpointing.save` themselves.
+call `enable()`, or pass a `DataStatesSaveStrategy` to `dist_checkpointing.save` themselves.
 
-Belongs here: hook points, mapping Megatron's sharded state to fragments, fences, versions. Does not
-belong here: anything that other trainers could use.
+Belongs here: hook points, the mapping of Megatron's sharded state to fragments, fences, differences between
+releases. Does not belong here: anything that other trainers could use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _HOMES = {
     "fence": "fences",
 }
 
-autoload()  # where torch did not do it (TORCH_DEVICE_BACKEND_AUTOLOAD=0)
+autoload()  # for processes in which torch did not (TORCH_DEVICE_BACKEND_AUTOLOAD=0)
 
 
 def __getattr__(name: str) -> Any:
@@ -36,6 +36,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    if name == "DataStatesSaveStrategy":  # before the program makes the state that it is going to save
+    if name == "DataStatesSaveStrategy":  # before the program creates the state that it will save
         importlib.import_module(f"{__name__}.hooks.attach").attach_saving()
     return found

@@ -1,6 +1,6 @@
-"""Errors raised through Megatron's functions: ours, and Megatron's CheckpointingException, too.
+"""Errors raised through Megatron's functions: each is one of ours and Megatron's CheckpointingException.
 
-Programs that catch either go on working.
+Programs that catch either continue to work.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron_datastates.errors import (
 
 
 class MegatronSaveFailedError(SaveFailedError, CheckpointingException):  # type: ignore[misc]
-    """See SaveFailedError."""
+    """A SaveFailedError that is also a CheckpointingException."""
 
 
 class MegatronLoadFailedError(LoadFailedError, CheckpointingException):  # type: ignore[misc]
-    """See LoadFailedError."""
+    """A LoadFailedError that is also a CheckpointingException."""
 
 
 class LoadMismatch(MegatronLoadFailedError, MismatchError, CheckpointException):
-    """A key that is not there, or a shape or dtype that does not fit: what torch_dist raises here, too."""
+    """A missing key, or a shape or dtype that does not match; also DCP's CheckpointException."""
 
     def __init__(self, text: str) -> None:
         Exception.__init__(self, text)
@@ -41,7 +41,7 @@ class LoadMismatch(MegatronLoadFailedError, MismatchError, CheckpointException):
 
 @contextlib.contextmanager
 def load_errors() -> Iterator[None]:
-    """Raises a MegatronLoadFailedError in place of an error that is ours alone, which is its cause."""
+    """Raises MegatronLoadFailedError from any error that is ours but not Megatron's."""
     try:
         yield
     except CheckpointingException:

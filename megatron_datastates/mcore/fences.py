@@ -1,9 +1,9 @@
-"""Who fences: every place where memory that a save may still be reading is about to change or to go.
+"""Fences: waits before memory that a save may still be reading is changed or freed.
 
-Memory goes where a storage is resized (`tensor.untyped_storage().resize_(0)`) or moved to shared memory, and
-where memory savers unmap it. Only what comes through Python is seen: not `tensor.resize_` beyond the storage,
-nor `torch.ops.inductor.resize_storage_bytes_`, which compiled FSDP calls. A tensor that is given other memory
-(`tensor.data = ...`, `tensor.set_`) needs no fence: saves keep storages, not tensors.
+Memory is freed where a storage is resized (`tensor.untyped_storage().resize_(0)`) or moved to shared memory,
+and where memory savers unmap it. Only calls from Python are seen: not `tensor.resize_` beyond the storage,
+and not `torch.ops.inductor.resize_storage_bytes_`, which compiled FSDP calls. Assigning other memory to a
+tensor (`tensor.data = ...`, `tensor.set_`) needs no fence: saves keep storages alive, not tensors.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from megatron_datastates.engine.fence import FENCE
 
-# Optimizers whose pre-step hook has fired: their memory is known to change behind a fence only.
+# Optimizers whose pre-step hook has fired: their memory is known to change only after a fence.
 _stepped: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed = False
-_GIVING_UP = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
+_FREEING_METHODS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
 
 def fence(reason: str = "an explicit fence") -> None:
-    """Returns when everything that saves were reading may change, be freed, or be unmapped.
+    """Waits until all memory that saves were reading may be changed, freed, or unmapped.
 
-    Callers that do so otherwise than by an optimizer's step call it before (see
+    Call it before doing any of these except in an optimizer's step (see
     `DataStatesSaveStrategy(assume_immutable=True)`).
     """
     FENCE.wait(reason)
@@ -35,17 +35,17 @@ def fence(reason: str = "an explicit fence") -> None:
 
 
 def install() -> None:
-    """Fences every optimizer step of this process, and all storages. Idempotent."""
+    """Adds a fence to every optimizer step and every storage of this process. Idempotent."""
     global _installed
     if not _installed:
         register_optimizer_step_pre_hook(_before_step)
-        for name in _GIVING_UP:
+        for name in _FREEING_METHODS:
             setattr(torch.UntypedStorage, name, _unread_before(getattr(torch.UntypedStorage, name)))
         _installed = True
 
 
 def _unread_before(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For methods of a storage that give its memory up. A tenth of a microsecond while no save copies."""
+    """Wraps a storage's method that frees its memory. Costs 0.1 us while no save is copying."""
 
     @functools.wraps(original)
     def unread_before(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -56,8 +56,8 @@ def _unread_before(original: Callable[..., Any]) -> Callable[..., Any]:
     return unread_before
 
 
-def before_unmapping(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For what unmaps device memory, nobody knows of which tensors."""
+def wrap_unmap(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function that unmaps device memory; which tensors lie in it is unknown, so it waits for all."""
 
     def unmap(*args: Any, **kwargs: Any) -> Any:
         FENCE.wait_until_unread()
@@ -66,12 +66,12 @@ def before_unmapping(original: Callable[..., Any]) -> Callable[..., Any]:
     return unmap
 
 
-def witnessed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `step` of Megatron's own optimizers, at whose end no hook of torch can be missing.
+def wrap_optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `step` of Megatron's own optimizers: checks that torch's pre-step hook fired, then fences.
 
-    If a step succeeded and no fence came before it, the hook did not fire: such a save fails rather than
-    being published torn. After a skipped step, and one without parameters of this rank, it is one more
-    fence: clip_qk rewrites weights there.
+    If a step succeeded without a fence before it, the hook did not fire: a save that was reading then fails
+    rather than being published torn. The fence at the end also covers a skipped step, and one without
+    parameters on this rank: clip_qk rewrites weights after it.
     """
 
     def step(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,21 +85,21 @@ def witnessed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fenced(reason: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """What changes the memory of parameters or of optimizers by itself: fenced whenever it is called."""
+    """Returns a wrapper that fences before each call, for functions that change or free memory themselves."""
 
-    def maker(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         def fenced(*args: Any, **kwargs: Any) -> Any:
             FENCE.wait(reason)
             return original(*args, **kwargs)
 
         return fenced
 
-    return maker
+    return wrap
 
 
-before_offload = _fenced("offloading")  # resizes storages to nothing, or refills them
-before_graph_replay = _fenced("the optimizer's CUDA graph")  # a replayed graph runs no hooks
-before_gather = _fenced("the gathering of parameters")  # into ranks whose own optimizer may be empty
+wrap_offload = _fenced("offloading")  # resizes storages to zero bytes, or refills them
+wrap_graph_replay = _fenced("the optimizer's CUDA graph")  # a replayed graph runs no hooks
+wrap_gather = _fenced("the gathering of parameters")  # into ranks whose own optimizer may be empty
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -111,7 +111,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def stepped_storages() -> set[int]:
-    """Storage addresses of the parameters and the state of every optimizer that has stepped."""
+    """Returns the storage addresses of the parameters and the state of every optimizer that has stepped."""
     found: set[int] = set()
     for optimizer in list(_stepped):
         for group in optimizer.param_groups:
@@ -127,5 +127,5 @@ def _address(tensor: torch.Tensor) -> int:
     tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor has no memory of its own
     try:
         return tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # nor has another wrapper: what it stands for is not proved to be lazy
+    except RuntimeError:  # another wrapper without memory: not proved to be lazy
         return 0

@@ -1,4 +1,4 @@
-"""Programs that use Megatron-Core without Megatron's argument parser: Megatron-Bridge, NeMo, own loops."""
+"""For programs without Megatron's argument parser: Megatron-Bridge, NeMo, custom training loops."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _STOCK = "megatron.core.dist_checkpointing.strategies.torch"
 _NAME = "TorchDistSaveShardedStrategy"
 
 
-class _AnyOfOurs(type(TrainingSaveStrategy)):  # type: ignore[misc]
-    """Megatron's `save` replaces what is no instance of the class below: not a strategy of ours, too."""
+class _MatchesOurStrategies(type(TrainingSaveStrategy)):  # type: ignore[misc]
+    """Makes every strategy of ours an instance: Megatron's `save` replaces strategies that are not."""
 
     def __instancecheck__(cls, item: object) -> bool:
         return isinstance(item, DataStatesSaveStrategy)
 
 
 def enable(**options: Any) -> None:
-    """Makes every save of this process through Megatron's torch_dist strategy ours.
+    """Saves in the datastates format from now on, wherever this process uses Megatron's torch_dist strategy.
 
-    Call it once on every rank, alike, before training starts; the program goes on asking for torch_dist.
-    Everything is copied before a save returns, so the program may then swap weights, offload or unmap memory.
-    Calling it again changes the options of later saves.
+    Call it once on every rank, with the same options, before training starts; the program still asks for
+    torch_dist. Each save copies everything before it returns, so the program may then swap weights, and
+    offload or unmap memory. Another call changes the options of later saves.
 
     Args:
-        options: fields of megatron_datastates.config.Options, as values (`staging_memory=2 << 30`); the rest
-            comes from the environment. `lazy=True` is a promise: Parameters, and the memory of optimizers,
-            change and are given up in optimizer steps only, or after a call of
-            `megatron_datastates.mcore.fence()`. Then they are copied while training goes on.
-            `on_failure="warn"` concerns asynchronous saves only: a synchronous one raises SaveFailedError on
-            every rank, for the program to catch.
+        options: fields of megatron_datastates.config.Options, as values (`staging_memory=2 << 30`); the
+            others come from the environment. `lazy=True` is a promise: Parameters, and the memory of
+            optimizers, are changed and freed only in optimizer steps, or after a call of
+            `megatron_datastates.mcore.fence()`. They are then copied while training continues.
+            `on_failure="warn"` applies to asynchronous saves only: a synchronous one raises SaveFailedError
+            on every rank, for the program to catch.
 
     Raises:
-        OptionError: an option that does not exist, or makes no sense.
-        HookPointError: this Megatron-Core lacks what saving is attached to.
+        OptionError: an option does not exist, or its value is invalid.
+        HookPointError: this release of Megatron-Core lacks a hook point for saving.
     """
     chosen = Options.from_environment(options, lazy=False)
     attach_saving()
@@ -47,8 +47,8 @@ def enable(**options: Any) -> None:
     module = importlib.import_module(_STOCK)
     before = getattr(module, _NAME)
 
-    class EnabledSaveStrategy(TrainingSaveStrategy, metaclass=_AnyOfOurs):
-        """Takes the arguments of the strategy that it stands for, which say nothing to it."""
+    class EnabledSaveStrategy(TrainingSaveStrategy, metaclass=_MatchesOurStrategies):
+        """Accepts and ignores the arguments of the strategy that it replaces."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(options=chosen, in_loop=lambda: chosen.lazy)

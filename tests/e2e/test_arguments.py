@@ -67,7 +67,7 @@ def test_help_explains_format_and_options(forge: RankForge, tmp_path: Path) -> N
 def test_object_store_is_refused(parse, option: str) -> None:
     outcome = parse(option, "msc://bucket/run")
     assert outcome.exits == [1]
-    assert f"file systems only: {option} is msc://bucket/run" in outcome.log
+    assert f"needs a file system path, found {option} msc://bucket/run" in outcome.log
 
 
 def test_last_format_given_wins(parse, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def test_failures_with_warn_cost_those_saves_alone(
     assert checkpoints.published() == checkpoints.complete() == [4]
     assert checkpoints.tracked() == 4
     for log in ranks_of(ending.log):
-        told = [line for line in log.splitlines() if "Training goes on" in line]
+        told = [line for line in log.splitlines() if "Training continues" in line]
         causes = ["rank 1: reserve", "rank 0: ", "rank 0: ", "rank 1: open", "rank 1: sync"]
         assert len(told) == len(causes), told
         for iteration, cause, line in zip((1, 2, 3, 5, 6), causes, told, strict=True):
@@ -102,7 +102,7 @@ def test_failing_non_persistent_save_with_warn_leaves_its_tracker(
     every_step = ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "1"]
     how = ["--async-save", "--datastates-on-failure", "warn", "--exit-interval", "3"]
     ending = pretraining.run(*train(root, *how, *every_step), environment=failing(1, "sync:3:EIO"))
-    assert "Training goes on" in ending.log
+    assert "Training continues" in ending.log
     assert Checkpoints(root).tracked() == 2
     assert Checkpoints(root / "non_persistent").published() == [1]
     assert Checkpoints(root / "non_persistent").tracked() == 1

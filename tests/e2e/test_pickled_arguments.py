@@ -87,7 +87,7 @@ def test_workers_save_what_the_driver_asked_for_and_resume_exactly(tmp_path: Pat
     ("verb", "word"),
     [
         ("unhooked", "no megatron.core.dist_checkpointing.strategies.fully_parallel.Fully"),
-        ("detached", "--ckpt-format datastates cannot be had"),
+        ("detached", "--ckpt-format datastates is not available"),
     ],
 )
 def test_a_worker_that_cannot_save_ours_saves_nothing(tmp_path: Path, verb: str, word: str) -> None:

@@ -190,7 +190,7 @@ def test_a_memory_saver_without_its_hook_point_is_told_and_left_alone(
     with caplog.at_level(logging.WARNING):
         assert importlib.import_module("torch_memory_saver").answer == 42
     assert "no torch_memory_saver.entrypoint.TorchMemorySaver.pause" in caplog.text
-    assert "call megatron_datastates.mcore.fence() before device memory is unmapped" in caplog.text
+    assert "call megatron_datastates.mcore.fence() before unmapping device memory" in caplog.text
     forget("torch_memory_saver")
 
 

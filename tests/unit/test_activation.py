@@ -3,9 +3,11 @@
 import subprocess
 import sys
 
+from megatron_datastates.mcore.hooks import versions
+from megatron_datastates.mcore.hooks.activation import WATCHED_MODULES
+
 LIGHT = {"megatron_datastates"} | {
-    f"megatron_datastates.{name}"
-    for name in ("mcore", "mcore.hooks", "mcore.hooks.activation", "mcore.hooks.versions")
+    f"megatron_datastates.{name}" for name in ("mcore", "mcore.hooks", "mcore.hooks.activation")
 }
 LIST_OURS = "import sys; print(*sorted(m for m in sys.modules if m.startswith('megatron_datastates')))"
 HOOKS = (
@@ -27,8 +29,32 @@ def run(code: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_import_torch_loads_nothing_heavy_of_ours() -> None:
-    assert set(run(f"import torch; {LIST_OURS}").split()) <= LIGHT
+def test_import_torch_loads_the_import_hook_and_nothing_else_of_ours() -> None:
+    assert set(run(f"import torch; {LIST_OURS}").split()) == LIGHT
+
+
+def test_import_hook_imports_nothing_that_torch_has_not_imported() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); "
+        "import megatron_datastates.mcore; print(*(set(sys.modules) - before))"
+    )
+    assert set(run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").split()) == LIGHT
+
+
+def test_watched_modules_are_those_that_the_table_attaches_to_at_import() -> None:
+    loading = {hook.module for release in versions.RELEASES for hook in release.loading}
+    assert loading | versions.MEMORY_SAVERS.keys() == WATCHED_MODULES
+
+
+def test_wrappers_are_named_after_what_they_wrap_and_share_no_name() -> None:
+    hooks = {
+        hook.wrapper
+        for release in versions.RELEASES
+        for hook in (*release.loading, *release.saving, *release.training)
+    }
+    names = [wrapper.rpartition(".")[2] for wrapper in hooks]
+    assert all(name.startswith("wrap_") for name in names)
+    assert len(set(names)) == len(names)
 
 
 def test_package_itself_imports_nothing() -> None:
@@ -50,7 +76,7 @@ def test_modules_of_megatron_that_are_loaded_already_are_attached() -> None:
     code = (
         "import torch, megatron.core.dist_checkpointing as d, megatron_datastates.mcore; "
         "s = __import__('sys').modules['megatron.core.dist_checkpointing.strategies.torch']; "
-        "print(s._get_filesystem_reader._of_datastates, d.load_common_state_dict._of_datastates)"
+        "print(s._get_filesystem_reader._is_datastates_hook, d.load_common_state_dict._is_datastates_hook)"
     )
     assert run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "True True"
 

@@ -28,7 +28,8 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from megatron_datastates.errors import StorageError
 from megatron_datastates.mcore.load.reader import DataStatesReader
 from megatron_datastates.mcore.save import strategy as _attaches_our_reader  # noqa: F401
-from megatron_datastates.mcore.save.mapping import ShardedStateProvider, nothing_promised
+from megatron_datastates.mcore.save.mapping import ShardedStateProvider
+from megatron_datastates.mcore.save.mutability import nothing_promised
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from tests.unit.grids import DTYPES, SHAPES, Box, Shape, grids, part, regular, slices, targets

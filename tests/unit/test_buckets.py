@@ -12,7 +12,10 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 
 from megatron_datastates.format.optimizer_map import OptimizerMap, Parameter
-from megatron_datastates.mcore.save.buckets import carried_map, described
+from megatron_datastates.mcore.save.buckets import (
+    carried_map,
+    wrap_sharded_param_state_dp_reshardable,
+)
 
 GROUP = "optimizer.distributed.dp_group_idx_2."
 BUCKET = "gbuf_idx_0.dtype_d.bucket_idx_0"
@@ -34,7 +37,7 @@ class Optimizer:
 
 def carried(optimizer: Optimizer, model: dict[str, Any], replica: int = 0, **how: Any) -> Any:
     """(key, text) of the map that goes with a state, or None."""
-    hooked = described(lambda self, *args, **kwargs: self.state(replica))
+    hooked = wrap_sharded_param_state_dp_reshardable(lambda self, *args, **kwargs: self.state(replica))
     return carried_map(hooked(optimizer, model, **how)["per_bucket_numel"])
 
 
@@ -87,7 +90,7 @@ def test_nothing_is_claimed_of_copies_that_a_factory_builds(caplog):
     param = torch.nn.Parameter(torch.zeros(4, 3))
     copies = factory(param, lambda t: [half.T.contiguous() for half in t.chunk(2)])
     assert parameter_of(param, copies).shards == ()
-    assert "does not say what the parameter 'model.w' is" in caplog.text
+    assert "the optimizer map lacks the parameter 'model.w'" in caplog.text
 
 
 def test_nothing_is_claimed_of_a_parameter_that_the_model_does_not_name():

@@ -11,10 +11,10 @@ import torch
 from megatron_datastates.config import Options
 from megatron_datastates.engine import staging
 from megatron_datastates.errors import OptionError
-from megatron_datastates.mcore.save.mapping import nothing_promised
+from megatron_datastates.mcore.save.mutability import nothing_promised
 from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
-from megatron_datastates.mcore.training.arguments import adopt
 from megatron_datastates.mcore.training import arguments, loop, retention
+from megatron_datastates.mcore.training.arguments import adopt
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Run, Saver
 from megatron_datastates.providers.base import Mutability
@@ -109,7 +109,7 @@ def test_arguments_are_adopted_once():
 
 
 def test_lazy_is_for_megatrons_own_loop():
-    strategy = loop.our_strategy(object)("torch_dist", 1)
+    strategy = loop.wrap_save_strategy(object)("torch_dist", 1)
     assert isinstance(strategy, TrainingSaveStrategy)
     during: list[bool] = []
     loop.wrap_train(lambda: during.append(strategy.is_lazy()))()

@@ -14,12 +14,12 @@ from megatron_datastates.errors import (
     UnsafeObjectError,
     UnsupportedFormatError,
 )
-from megatron_datastates.mcore.load.agreement import Failure, _cause, _told, is_damage
+from megatron_datastates.mcore.load.agreement import Failure, _cause, _summary, is_damage
 
 
 def told(*texts: str | None) -> str:
     """Of ranks with these failures."""
-    return _told({rank: Failure(text, None, False) for rank, text in enumerate(texts) if text is not None})
+    return _summary({rank: Failure(text, None, False) for rank, text in enumerate(texts) if text is not None})
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,11 @@ def test_without_metadata_json_the_manifest_decides(ours, tmp_path):
 
 def test_a_config_that_megatron_found_is_kept(ours):
     config = CheckpointingConfig("zarr", 1)
-    assert by_format.config_from_manifest(lambda directory: config)(str(ours)) is config
+    assert by_format.wrap_maybe_load_config(lambda directory: config)(str(ours)) is config
 
 
 def test_a_published_save_without_metadata_json_gets_its_config(ours, tmp_path):
-    load_config = by_format.config_from_manifest(lambda directory: None)
+    load_config = by_format.wrap_maybe_load_config(lambda directory: None)
     assert load_config(str(ours)) == CheckpointingConfig("datastates", 1)
     assert load_config(str(tmp_path)) is None
     assert load_config("") is None
@@ -117,9 +117,14 @@ def test_other_formats_go_to_their_own_reader_and_loader(tmp_path):
     def original(self_or_directory, *args, **kwargs):
         return "original", self_or_directory, args, kwargs
 
-    assert by_format.reader_by_format(original)(tmp_path, 1, x=2) == ("original", tmp_path, (1,), {"x": 2})
-    assert by_format.common_state_by_format(original)(tmp_path) == ("original", tmp_path, (), {})
-    loaded = by_format.load_by_format(original)("self", {}, tmp_path, 1, x=2)
+    assert by_format.wrap_get_filesystem_reader(original)(tmp_path, 1, x=2) == (
+        "original",
+        tmp_path,
+        (1,),
+        {"x": 2},
+    )
+    assert by_format.wrap_load_common(original)(tmp_path) == ("original", tmp_path, (), {})
+    loaded = by_format.wrap_torch_dist_load(original)("self", {}, tmp_path, 1, x=2)
     assert loaded == ("original", "self", ({}, tmp_path, 1), {"x": 2})
 
 
@@ -128,12 +133,12 @@ def unreachable(*args, **kwargs):
 
 
 def test_ours_go_to_our_reader(ours):
-    reader = by_format.reader_by_format(unreachable)(str(ours))
+    reader = by_format.wrap_get_filesystem_reader(unreachable)(str(ours))
     assert reader.checkpoint.directory == ours
 
 
 def test_common_state_is_read_without_torch_distributed(ours):
-    assert by_format.common_state_by_format(unreachable)(str(ours)) == {"iteration": 7}
+    assert by_format.wrap_load_common(unreachable)(str(ours)) == {"iteration": 7}
 
 
 def test_errors_of_ours_are_megatrons(ours, tmp_path):
@@ -142,7 +147,7 @@ def test_errors_of_ours_are_megatrons(ours, tmp_path):
     with pytest.raises(CheckpointingException, match=str(broken)):
         open_checkpoint(broken)
     with pytest.raises(CheckpointingException, match=str(broken)):
-        by_format.common_state_by_format(unreachable)(broken)
+        by_format.wrap_load_common(unreachable)(broken)
 
 
 def test_a_directory_that_was_saved_again_is_opened_again(tmp_path):
@@ -150,7 +155,7 @@ def test_a_directory_that_was_saved_again_is_opened_again(tmp_path):
     for value in (1, 2, 3):
         save(saver, tmp_path / "c", {}, {COMMON_STATE_KEY: [value]})
         for _ in range(2):
-            assert by_format.common_state_by_format(unreachable)(tmp_path / "c") == value
+            assert by_format.wrap_load_common(unreachable)(tmp_path / "c") == value
     saver.close()
 
 
@@ -159,7 +164,7 @@ def test_a_published_directory_without_common_state_says_so(tmp_path):
     save(saver, tmp_path / "c", {"w": torch.ones(1)})
     saver.close()
     with pytest.raises(CheckpointingException, match=r"there is no file 'common.pt' in the checkpoint"):
-        by_format.common_state_by_format(unreachable)(tmp_path / "c")
+        by_format.wrap_load_common(unreachable)(tmp_path / "c")
 
 
 @pytest.mark.parametrize("stored", [[], {"a": 1}, [1, 2]])
@@ -167,7 +172,7 @@ def test_common_state_that_is_none_is_refused(tmp_path, stored):
     saver = new_saver()
     save(saver, tmp_path, {"w": torch.zeros(3)}, {COMMON_STATE_KEY: stored})
     saver.close()
-    with pytest.raises(CheckpointingException, match="is no common state"):
+    with pytest.raises(CheckpointingException, match="is not a common state"):
         read_common_state(tmp_path)
 
 
@@ -196,7 +201,7 @@ def test_common_state_in_a_file_of_megatrons_is_read_and_checked(tmp_path):
     labels = Labels(other_files=("common.pt",))
     saver.start(tmp_path / "c", State({"w": torch.ones(1)}), labels=labels).wait()
     saver.close()
-    load = by_format.common_state_by_format(unreachable)
+    load = by_format.wrap_load_common(unreachable)
     assert load(tmp_path / "c") == {"iteration": 9}
     torch.save({"iteration": 8}, tmp_path / "c" / "common.pt")
     with pytest.raises(CheckpointingException, match=r"common.pt is not the file that was saved"):
@@ -281,7 +286,7 @@ def test_the_first_of_several_problems_is_told(ours):
 
 
 def test_a_load_that_does_not_fit_never_begins(ours):
-    load = by_format.load_by_format(unreachable)
+    load = by_format.wrap_torch_dist_load(unreachable)
     with pytest.raises(CheckpointingException, match=f"{ours}: there is no tensor 'a'"):
         load("self", {"model": {"a": wanted("a", torch.ones(1))}}, ours)
 

@@ -26,17 +26,17 @@ def sums_of(*saves: SaveId | None) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 1000])
-def test_ranks_with_the_same_save_are_alike(ranks: int) -> None:
+def test_ranks_with_the_same_save_are_equal(ranks: int) -> None:
     save = SaveId(2**62 + 12345, 7)
-    assert agreement._are_alike(sums_of(*[save] * ranks))
-    assert agreement._are_alike(sums_of(*[save] * ranks, None, None))
-    assert agreement._are_alike(sums_of(None, None))
+    assert agreement._are_equal(sums_of(*[save] * ranks))
+    assert agreement._are_equal(sums_of(*[save] * ranks, None, None))
+    assert agreement._are_equal(sums_of(None, None))
 
 
 @pytest.mark.parametrize("others", [1, 2, 999])
 def test_one_rank_with_another_save_is_noticed(others: int) -> None:
-    assert not agreement._are_alike(sums_of(*[SaveId(5, 7)] * others, SaveId(5, 9)))
-    assert not agreement._are_alike(sums_of(*[SaveId(5, 7)] * others, SaveId(5, 9), None))
+    assert not agreement._are_equal(sums_of(*[SaveId(5, 7)] * others, SaveId(5, 9)))
+    assert not agreement._are_equal(sums_of(*[SaveId(5, 7)] * others, SaveId(5, 9), None))
 
 
 def test_the_sums_of_a_million_ranks_fit_the_collective() -> None:

@@ -85,7 +85,7 @@ def test_fragments_with_holes_or_overlaps_are_refused_where_they_are_wanted(tmp_
     fragments = [(fragment("v", [8], [at], [size]), 0, 4096) for at, size in places]
     write_checkpoint(tmp_path, [Part()], index_of(fragments))
     opened = Checkpoint.open(tmp_path, OPTIONS)
-    with pytest.raises(FormatError, match="'v': its fragments overlap, or hold not all"):
+    with pytest.raises(FormatError, match="'v': its fragments overlap, or do not cover"):
         _ = known(opened, {"v": ([1], [7])})["v"].chunks
     assert len(known(opened, {"v": ([0], [1])})["v"].chunks) == 1
 

@@ -27,13 +27,15 @@ def root(tmp_path):
 def read(root: Path, text: str) -> str:
     """What Megatron reads where the tracker says `text`."""
     (root / TRACKER_NAME).write_text(text)
-    return tracker.with_fallback(lambda name: Path(name).read_text())(str(root / TRACKER_NAME))
+    return tracker.wrap_read_metadata(lambda name: Path(name).read_text())(str(root / TRACKER_NAME))
 
 
 def deleted(root: Path, iteration: int) -> bool:
     """Whether retention's deletion of an iteration is let through."""
     asked: list[int] = []
-    retention.careful_deletion(lambda path, number: asked.append(number))(str(root), iteration)
+    retention.wrap_async_delete_checkpoint_impl(lambda path, number: asked.append(number))(
+        str(root), iteration
+    )
     return asked == [iteration]
 
 
@@ -75,5 +77,5 @@ def test_retention_never_deletes_the_latest_checkpoint(root):
 def test_parser_of_an_unknown_release_is_left_alone(caplog):
     parser = argparse.ArgumentParser()
     with caplog.at_level(logging.WARNING):
-        assert arguments.with_our_options(lambda parser: parser)(parser) is parser
+        assert arguments.wrap_add_checkpointing_args(lambda parser: parser)(parser) is parser
     assert "no --ckpt-format" in caplog.text

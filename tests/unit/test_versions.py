@@ -43,9 +43,9 @@ def test_a_release_serves_until_the_next_one_that_differs(version, first):
 
 
 @pytest.mark.parametrize("release", RELEASES, ids=lambda release: str(release.first))
-def test_every_maker_is_there(release):
+def test_every_wrapper_is_there(release):
     for hook in (*release.loading, *release.saving, *release.training):
-        module, _, function = hook.maker.rpartition(".")
+        module, _, function = hook.wrapper.rpartition(".")
         assert callable(getattr(importlib.import_module(f"megatron_datastates.mcore.{module}"), function))
 
 
@@ -59,7 +59,7 @@ def test_every_hook_point_of_the_installed_release_is_attached():
         "    try: owner = importlib.import_module(hook.module)\n"
         "    except ImportError: assert hook.need or 'training' in hook.module, hook; continue\n"
         "    for part in hook.name.split('.'): owner = getattr(owner, part)\n"
-        "    assert owner._of_datastates, hook\n"
+        "    assert owner._is_datastates_hook, hook\n"
         "print('all')"
     )
     assert run(PRELUDE + code).splitlines()[-1] == "all"
@@ -82,12 +82,13 @@ def test_missing_hook_point_for_saving_is_named_and_saving_refused():
 def test_missing_hook_point_for_loading_is_named_and_breaks_nothing_else():
     code = (
         "import importlib, megatron_datastates.mcore.hooks.versions as v\n"
-        "module, maker = 'megatron.core.dist_checkpointing.core', 'load.by_format.reader_by_format'\n"
-        "hook = v.Hook(module, 'Gone.method', maker)\n"
+        "module = 'megatron.core.dist_checkpointing.core'\n"
+        "wrapper = 'load.by_format.wrap_get_filesystem_reader'\n"
+        "hook = v.Hook(module, 'Gone.method', wrapper)\n"
         "release = v.dataclasses.replace(v.RELEASES[-1], loading=(hook, *v.RELEASES[-1].loading))\n"
         "v.installed = lambda: release\n"
         "import megatron.core.dist_checkpointing.core as core\n"
-        "print(core.check_is_distributed_checkpoint('nowhere'), core.maybe_load_config._of_datastates)"
+        "print(core.check_is_distributed_checkpoint('nowhere'), core.maybe_load_config._is_datastates_hook)"
     )
     said = run(code)
     assert "has no megatron.core.dist_checkpointing.core.Gone.method" in said
@@ -113,7 +114,7 @@ def test_either_queue_serves(installed):
         "        def close(self, abort=False): pass\n"
         "    queue.AsyncCallsQueue = Queue\n"
         "import megatron_datastates.mcore.hooks.attach as t; t.attach_saving()\n"
-        "print('attached', Queue.close._of_datastates)"
+        "print('attached', Queue.close._is_datastates_hook)"
     ).replace("INSTALLED", str(installed))
     said = run(PRELUDE + code).splitlines()[-1]
     if installed:

@@ -1,1 +1,1 @@
-"""Where Megatron is attached to: which functions are replaced, in which release, and when."""
+"""Hooks: which functions of Megatron are replaced, in which release, and when."""

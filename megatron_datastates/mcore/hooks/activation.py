@@ -1,8 +1,9 @@
-"""What runs at the end of every `import torch`: one import hook, nothing else.
+"""The import hook that `import torch` installs: it attaches us to modules of Megatron when they are imported.
 
-torch calls entry points of the group `torch.backends`. An exception here would break `import torch` for
-the whole environment, so nothing here raises, and nothing heavy is imported before Megatron itself is.
-`TORCH_DEVICE_BACKEND_AUTOLOAD=0` switches this off; `import megatron_datastates.mcore` then does the same.
+torch calls every entry point of the group `torch.backends` at the end of its own import. An exception there
+would break `import torch` for the whole environment, so nothing here raises, and nothing is imported that
+Python and torch have not imported before. `TORCH_DEVICE_BACKEND_AUTOLOAD=0` switches entry points off;
+`import megatron_datastates.mcore` then installs the import hook.
 """
 
 from __future__ import annotations
@@ -10,13 +11,29 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from megatron_datastates.mcore.hooks.versions import WATCHED_MODULES
+# The modules that versions.py attaches to at import, written out because importing that takes milliseconds.
+WATCHED_MODULES = frozenset(
+    {
+        "megatron.core.dist_checkpointing.core",
+        "megatron.core.dist_checkpointing.serialization",
+        "megatron.core.dist_checkpointing.strategies.base",
+        "megatron.core.dist_checkpointing.strategies.common",
+        "megatron.core.dist_checkpointing.strategies.fully_parallel",
+        "megatron.core.dist_checkpointing.strategies.torch",
+        "megatron.core.dist_checkpointing.validation",
+        "megatron.training.arguments",
+        "megatron.training.checkpointing",
+        "torch_memory_saver",
+        "vllm.device_allocator.cumem",
+    }
+)
 
 
 class _Finder:
-    """Lets the other finders find a module that we attach to, and does so once it has been executed."""
+    """Finds the watched modules with the other finders, and attaches to each after it has been executed."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        """Returns the spec that the first other finder has for a watched module; None for all others."""
         if name not in WATCHED_MODULES:
             return None
         for finder in sys.meta_path:
@@ -39,7 +56,7 @@ def _attach_after_execution(spec: Any) -> None:
 
 
 def attach(module: Any) -> None:
-    """Attaches us to one of the watched modules. Never raises: the user's program goes on without us."""
+    """Attaches our hooks to one of the watched modules. Never raises: a failure is logged as a warning."""
     try:
         from megatron_datastates.mcore.hooks.attach import attach_module
 
@@ -54,9 +71,9 @@ def attach(module: Any) -> None:
 
 
 def _refuse_saves(module: Any, error: Exception) -> None:
-    """Sees that nothing asked for as datastates is saved as something else, where ours is not in place."""
+    """Replaces a `save_checkpoint` that has no hook: it must not save in another format than asked for."""
     original = getattr(module, "save_checkpoint", None)
-    if original is None or getattr(original, "_of_datastates", False):
+    if original is None or getattr(original, "_is_datastates_hook", False):
         return
 
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
@@ -67,8 +84,8 @@ def _refuse_saves(module: Any, error: Exception) -> None:
         found = get_args()
         if "datastates" in (getattr(found, "ckpt_backend", None), getattr(found, "ckpt_format", None)):
             raise HookPointError(
-                "--ckpt-format datastates cannot be had: megatron_datastates did not attach to "
-                f"{module.__name__} when that was imported ({type(error).__name__}: {error})"
+                "--ckpt-format datastates is not available: megatron_datastates could not attach to "
+                f"{module.__name__} when it was imported ({type(error).__name__}: {error})"
             ) from error
         return original(*args, **kwargs)
 
@@ -76,7 +93,7 @@ def _refuse_saves(module: Any, error: Exception) -> None:
 
 
 def autoload() -> None:
-    """The entry point. Idempotent."""
+    """Installs the import hook, and attaches to watched modules that are imported already. Idempotent."""
     try:
         if any(isinstance(finder, _Finder) for finder in sys.meta_path):
             return
@@ -84,4 +101,4 @@ def autoload() -> None:
         for name in WATCHED_MODULES & sys.modules.keys():
             attach(sys.modules[name])
     except Exception as error:
-        print(f"megatron_datastates was not activated: {error}", file=sys.stderr)
+        print(f"megatron_datastates was not activated: {type(error).__name__}: {error}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""How we attach to Megatron: its functions are replaced, at the hook points that `versions` names.
+"""Attaches us to Megatron: replaces its functions at the hook points that `versions` lists.
 
-Loading is attached always, when Megatron's modules are imported (activation.py). Saving is attached by
-`attach_saving`: once `--ckpt-format datastates` was given, `enable` was called, or the strategy was taken
-from the package or made.
+The hooks for loading are always attached, when Megatron's modules are imported (activation.py). Those for
+saving are attached by `attach_saving`: when `--ckpt-format datastates` is given, when `enable` is called, or
+when DataStatesSaveStrategy is imported from the package or constructed.
 """
 
 from __future__ import annotations
@@ -17,67 +17,68 @@ from typing import Any
 from megatron_datastates.errors import HookPointError
 from megatron_datastates.mcore.hooks import versions
 
-Maker = Callable[[Callable[..., Any]], Callable[..., Any]]
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def replace(owner: Any, name: str, make: Maker, everywhere: bool = True) -> None:
-    """Replaces owner.name by make(owner.name), once; the original stays at `__wrapped__`.
+def replace(owner: Any, name: str, wrapper: Wrapper, everywhere: bool = True) -> None:
+    """Replaces owner.name by wrapper(owner.name), once; the original stays available as `__wrapped__`.
 
-    `everywhere`: also where other modules have imported it by its name.
+    With `everywhere`, also replaces it in modules that have imported it by name.
     """
-    # Looked up in the owner itself: what a base class has replaced already is still to be replaced here.
+    # Looked up in the owner itself: if a base class has its hook already, this class still needs one.
     original = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else getattr(owner, name)
-    if getattr(original, "_of_datastates", False):
+    if getattr(original, "_is_datastates_hook", False):
         return
-    replacement = functools.wraps(original)(make(original))
-    replacement._of_datastates = True  # type: ignore[attr-defined]
+    replacement = functools.wraps(original)(wrapper(original))
+    replacement._is_datastates_hook = True  # type: ignore[attr-defined]
     setattr(owner, name, replacement)
     if everywhere and isinstance(owner, ModuleType):
         rebind(name, original, replacement)
 
 
 def rebind(name: str, original: Any, replacement: Any) -> None:
-    """The same in modules (the user's script among them) that have imported `original` by its name."""
+    """Replaces `original` in all modules, the user's script included, that have imported it by name."""
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and vars(module).get(name) is original:
             setattr(module, name, replacement)
 
 
 def attach_module(module: ModuleType) -> None:
-    """Attaches what loading needs to one of Megatron's modules, or the fence to a memory saver.
+    """Attaches the hooks for loading to one of Megatron's modules, or the fence to a memory saver.
 
     Raises:
-        HookPointError: some of the hook points are not there; the others are attached.
+        HookPointError: some hook points do not exist; the others are attached.
     """
     if module.__name__ in versions.MEMORY_SAVERS:
         missing = _missing(versions.MEMORY_SAVERS[module.__name__])
         if missing:
             raise HookPointError(
-                f"there is no {', no '.join(missing)}: call megatron_datastates.mcore.fence() before device "
-                "memory is unmapped after a lazy save"
+                f"{module.__name__} has no {', no '.join(missing)}, so no fence can be attached: call "
+                "megatron_datastates.mcore.fence() before unmapping device memory after a lazy save"
             )
         return
     hooks = [hook for hook in versions.installed().loading if hook.module == module.__name__]
     _attach(hooks, "load checkpoints of the datastates format")
 
 
-@functools.cache  # looking for what is not installed takes a millisecond, and every save makes a strategy
+# Cached because every strategy calls it, and a search for packages that are not installed takes 1 ms.
+@functools.cache
 def attach_saving() -> None:
-    """Attaches what every save of ours needs, in any program. Idempotent.
+    """Attaches the hooks that saving needs in any program. Idempotent.
 
     Raises:
-        HookPointError: this Megatron lacks some of the hook points.
+        HookPointError: this release of Megatron lacks some of the hook points.
     """
     _attach(versions.installed().saving, "save in the datastates format")
-    # Imports torch's compiler, which a program that only loads need not wait for.
+    # Imported late: it imports torch's compiler, which a program that only loads does not need.
     importlib.import_module("megatron_datastates.mcore.fences").install()
 
 
 def attach_training() -> None:
-    """Attaches what saves in Megatron's own training loop need besides.
+    """Attaches the further hooks that saving needs in Megatron's own training loop.
 
     Raises:
-        HookPointError: this Megatron lacks some of the hook points.
+        HookPointError: this release of Megatron lacks some of the hook points.
     """
     _attach(versions.installed().training, "save in Megatron's training loop")
 
@@ -87,15 +88,15 @@ def _attach(hooks: Iterable[versions.Hook], purpose: str) -> None:
     if missing:
         raise HookPointError(
             f"megatron-core {versions.installed_version()} has no {', no '.join(missing)}, "
-            f"which megatron_datastates needs to {purpose}: use a release that it is tested with (README.md)"
+            f"which megatron_datastates needs to {purpose}: use a release listed in README.md"
         )
 
 
 def _missing(hooks: Iterable[versions.Hook]) -> list[str]:
-    """Attaches the hooks; returns the names of those that are needed and not there."""
+    """Attaches the hooks; returns the names of the required ones that do not exist."""
     attached = {hook: _attached(hook) for hook in hooks}
-    served = {hook.need for hook, is_there in attached.items() if is_there and hook.need}
-    return [str(hook) for hook, is_there in attached.items() if not is_there and hook.need not in served]
+    served = {hook.need for hook, exists in attached.items() if exists and hook.need}
+    return [str(hook) for hook, exists in attached.items() if not exists and hook.need not in served]
 
 
 def _attached(hook: versions.Hook) -> bool:
@@ -107,7 +108,7 @@ def _attached(hook: versions.Hook) -> bool:
     try:
         for part in classes:
             owner = getattr(owner, part)
-        replace(owner, name, _maker(hook), hook.rebind)
+        replace(owner, name, _wrapper(hook), hook.rebind)
     except AttributeError as error:
         if error.name in (*classes, name):
             return False
@@ -115,7 +116,7 @@ def _attached(hook: versions.Hook) -> bool:
     return True
 
 
-def _maker(hook: versions.Hook) -> Maker:
-    module, _, function = hook.maker.rpartition(".")
-    maker: Maker = getattr(importlib.import_module("megatron_datastates.mcore." + module), function)
-    return maker
+def _wrapper(hook: versions.Hook) -> Wrapper:
+    module, _, function = hook.wrapper.rpartition(".")
+    found: Wrapper = getattr(importlib.import_module("megatron_datastates.mcore." + module), function)
+    return found

@@ -1,1 +1,1 @@
-"""Loads through Megatron: by format, in agreement between ranks, and in place."""
+"""Loads through Megatron: chosen by the directory's format, in place, with one outcome on all ranks."""

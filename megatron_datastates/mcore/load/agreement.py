@@ -1,18 +1,19 @@
-"""A load that fails on one rank fails on all of them, with one text.
+"""Agreement between ranks: a load that fails on one rank fails on all of them, with one message.
 
-A load is known to be collective where Megatron itself makes a collective call in it on all ranks: in a
-`dist_checkpointing.load` that gathers metadata, in a fully parallel load, and in the training loop's
-load_checkpoint. All else communicates with nobody: one rank may read alone.
+A load is known to be collective if Megatron itself makes a collective call in it on all ranks: a
+`dist_checkpointing.load` that gathers metadata, a fully parallel load, and the training loop's
+load_checkpoint. All other loads communicate with no other rank: one rank may read alone.
 
-Where ranks meet, each of them the same number of times whatever fails:
-  1. load_checkpoint: one sum, once arguments and common state were read (training_load.py).
-  2. load: in Megatron's own gather of metadata, to which a rank that failed before it sends its failure; one
-     sum where Megatron gathers nothing.
-  3. load: one sum, once each rank has read its part; in a fully parallel load before the parts are exchanged.
+Collective calls, which every rank makes equally often even if it fails:
+  1. load_checkpoint: one sum, after arguments and common state have been read (training_load.py).
+  2. load: Megatron's own gather of metadata, to which a rank that has failed sends its failure; one sum if
+     Megatron gathers nothing.
+  3. load: one sum, after each rank has read its part; in a fully parallel load before parts are exchanged.
      It also shows whether all ranks have opened the same checkpoint: another run may publish one in between.
-What Megatron checks between 2 and a fully parallel load fails as a value: that load gathers metadata first.
+A check of Megatron's that fails between 2 and a fully parallel load is kept as a value instead of raised,
+since that load starts with a gather of metadata.
 
-A rank that sees no file of the checkpoint at all cannot tell that it is ours, and raises alone, as before.
+A rank that sees none of the checkpoint's files does not know that the checkpoint is ours, and raises alone.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ from megatron_datastates.mcore.load import state
 from megatron_datastates.pipeline.runs import may_be_ours
 
 _DAMAGE = (CorruptDataError, StorageError, FormatError, NotACheckpointError)
-_TOLD = 3  # different failures that are told in full
+_LISTED = 3  # different failures, and ranks of each, that a message lists
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether a load failed because of the checkpoint's files: an older checkpoint may load."""
+    """Returns whether a load failed because of the checkpoint's files: an older checkpoint may load."""
     cause = error.__cause__
     return isinstance(cause, _DAMAGE) and not isinstance(cause, UnsafeObjectError)
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """What one rank met; sent to the others."""
+    """One rank's failure, as sent to the others."""
 
     text: str
     cause: DataStatesError | None
@@ -57,22 +58,23 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
+        """Describes `error`, whatever wraps it."""
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
         from megatron_datastates.mcore.errors import LoadMismatch
 
-        if not isinstance(error, Exception):  # torch's CheckpointException holds what it was
+        if not isinstance(error, Exception):  # torch's CheckpointException holds the errors it wraps
             error = next((cause for cause, _ in error.failures.values()), error)  # type: ignore[attr-defined]
-        # An error that is Megatron's, too, has ours for its cause.
+        # An error that is also Megatron's has ours as its cause.
         is_ours_alone = isinstance(error, DataStatesError) and not isinstance(error, CheckpointingException)
         ours = error if is_ours_alone else error.__cause__
-        told = str(error) if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, CheckpointingException) else f"{type(error).__name__}: {error}"
         cause = ours if isinstance(ours, DataStatesError) else None
-        return cls(told, cause, isinstance(error, LoadMismatch))
+        return cls(text, cause, isinstance(error, LoadMismatch))
 
 
 class Agreement:
-    """On whether one load has failed: between the ranks of a process group, None being the world."""
+    """The agreement of a process group (None: the world) on whether one load has failed."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class Agreement:
         *,
         is_parallel: bool = False,
         gathers: bool = False,
-        began_alike: bool = False,
+        has_begun: bool = False,
     ) -> None:
         self.failure: Failure | None = None
         self.is_over = False
@@ -89,12 +91,12 @@ class Agreement:
         self.is_parallel = is_parallel
         self._directory, self._group = directory, group
         self._last_group = None if is_parallel else group  # Megatron exchanges objects in the whole world
-        self._gathers = gathers  # Megatron does, metadata
-        self._began_alike = began_alike
+        self._gathers = gathers  # whether Megatron gathers metadata in this load
+        self._has_begun = has_begun
 
     @contextlib.contextmanager
-    def reached(self) -> Iterator[None]:
-        """Around what may fail on this rank alone."""
+    def sharing_failures(self) -> Iterator[None]:
+        """Shares a failure in this block, which may be this rank's alone, with the other ranks."""
         from torch.distributed.checkpoint.api import CheckpointException
 
         try:
@@ -104,7 +106,7 @@ class Agreement:
             if self.is_over:
                 raise
             self.fail(error)
-            if not self._began_alike:
+            if not self._has_begun:
                 self.begin(None)
             self.settle()
         else:
@@ -112,19 +114,22 @@ class Agreement:
                 self.settle()
 
     def fail(self, error: BaseException) -> None:
-        """Notes a failure of this rank; the first one is told."""
+        """Records a failure of this rank; only the first one counts."""
         if self.failure is None:
             self.failure = Failure.of(error)
 
     def begin(self, metadata: Iterable[Any] | None) -> None:
-        """The first meeting: in what Megatron gathered, or, on a rank that failed before it, now (None).
+        """Makes the first collective call, or takes its result from what Megatron has gathered.
+
+        Args:
+            metadata: what Megatron has gathered; None on a rank that failed before.
 
         Raises:
-            LoadFailedError (and a CheckpointingException): a rank failed before; the same on all ranks.
+            LoadFailedError (and a CheckpointingException): a rank has failed; the same on all ranks.
         """
         from megatron_datastates.pipeline.agreement import gather_objects
 
-        self._began_alike = True
+        self._has_begun = True
         if not self._gathers:
             self._raise_if_any(self._group)
             return
@@ -134,8 +139,8 @@ class Agreement:
     def verify_files(self) -> None:
         """Compares the files with the SHA-256 sums in Megatron's `integrity.json`, on the first rank.
 
-        In place of Megatron's own call, where the first rank tells the others what is wrong: one that fails
-        otherwise, or before it, would leave them waiting.
+        Replaces Megatron's own call, in which the first rank sends its result to the others: any other
+        failure of the first rank would leave them waiting.
         """
         import torch.distributed as dist
         from megatron.core.dist_checkpointing import validation
@@ -146,7 +151,7 @@ class Agreement:
             validation._verify_integrity_manifest_impl(os.fspath(self._directory))
 
     def settle(self) -> None:
-        """The last meeting. Raises LoadFailedError, the same on all ranks, if any failed."""
+        """Makes the last collective call. Raises LoadFailedError, the same on all ranks, if any failed."""
         self.is_over = True
         self._raise_if_any(self._last_group)
 
@@ -156,11 +161,11 @@ class Agreement:
         failed, *sums = sum_now([int(self.failure is not None), *_terms(self.save_id)], group)
         if failed:
             self._raise_for(gather_objects(self.failure, group), group)
-        elif not _are_alike(sums):  # so say the same sums on every rank
+        elif not _are_equal(sums):  # so say the same sums on every rank
             from megatron_datastates.mcore.errors import MegatronLoadFailedError
 
             self.is_over = True
-            state.current().failed_alike = True
+            state.current().failed_on_all_ranks = True
             text = (
                 f"loading {self._directory}: ranks have opened different checkpoints there; it was saved "
                 "again meanwhile, or they do not see the same storage. Load it again while no run saves there"
@@ -172,14 +177,16 @@ class Agreement:
         from megatron_datastates.pipeline.agreement import ranks_of
 
         ranks = ranks_of(group)
-        told = zip(ranks, everyone, strict=True)
-        failures = {rank: failure for rank, failure in told if isinstance(failure, Failure)}
+        by_rank = zip(ranks, everyone, strict=True)
+        failures = {rank: failure for rank, failure in by_rank if isinstance(failure, Failure)}
         if not failures:
             return
         self.is_over = True
-        state.current().failed_alike = True
+        state.current().failed_on_all_ranks = True
         mismatch = all(failure.is_mismatch for failure in failures.values())
-        text = f"loading {self._directory} failed on {len(failures)} of {len(ranks)} ranks: {_told(failures)}"
+        text = (
+            f"loading {self._directory} failed on {len(failures)} of {len(ranks)} ranks: {_summary(failures)}"
+        )
         raise (LoadMismatch if mismatch else MegatronLoadFailedError)(text) from _cause(failures)
 
 
@@ -193,38 +200,38 @@ def _terms(save_id: SaveId | None) -> list[int]:
     return [1, *numbers, *(number * number for number in numbers)]
 
 
-def _are_alike(sums: Sequence[int]) -> bool:
+def _are_equal(sums: Sequence[int]) -> bool:
     """Numbers are all the same if and only if the square of their sum is their count times their squares."""
     count, one, other, one_squared, other_squared = sums
     return one * one == count * one_squared and other * other == count * other_squared
 
 
-def _told(failures: dict[int, Failure]) -> str:
+def _summary(failures: dict[int, Failure]) -> str:
     ranks_by_text: dict[str, list[int]] = {}
     for rank, failure in failures.items():
         ranks_by_text.setdefault(failure.text, []).append(rank)
-    told = [f"{_named(ranks)}: {text}" for text, ranks in list(ranks_by_text.items())[:_TOLD]]
-    untold = sum(len(ranks) for ranks in list(ranks_by_text.values())[_TOLD:])
-    return "; ".join(told) + (f" (and {untold} more ranks)" if untold else "")
+    listed = [f"{_rank_names(ranks)}: {text}" for text, ranks in list(ranks_by_text.items())[:_LISTED]]
+    omitted = sum(len(ranks) for ranks in list(ranks_by_text.values())[_LISTED:])
+    return "; ".join(listed) + (f" (and {omitted} more ranks)" if omitted else "")
 
 
-def _named(ranks: list[int]) -> str:
-    names = ", ".join(map(str, ranks[:_TOLD]))
-    more = f" and {len(ranks) - _TOLD} more" if len(ranks) > _TOLD else ""
+def _rank_names(ranks: list[int]) -> str:
+    names = ", ".join(map(str, ranks[:_LISTED]))
+    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
     return f"rank {names}" if len(ranks) == 1 else f"ranks {names}{more}"
 
 
 def _cause(failures: dict[int, Failure]) -> DataStatesError | None:
-    """The same on all ranks: damage before anything else, as it decides what is to be done."""
+    """Returns the same cause on all ranks: damage if there is any, as it decides what the user can do."""
     causes = [failure.cause for failure in failures.values() if failure.cause is not None]
     return next((cause for cause in causes if isinstance(cause, _DAMAGE)), causes[0] if causes else None)
 
 
-# -- what is made of Megatron's functions -----------------------------------------------------------------
+# -- wrappers of Megatron's functions -----------------------------------------------------------------
 
 
-def agreed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `dist_checkpointing.load`."""
+def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `dist_checkpointing.load`."""
     signature = inspect.signature(original)
 
     def load(*args: Any, **kwargs: Any) -> Any:
@@ -234,7 +241,7 @@ def agreed(original: Callable[..., Any]) -> Callable[..., Any]:
         if agreement is None:
             with state.opened():
                 return original(*args, **kwargs)
-        with agreement.reached():
+        with agreement.sharing_failures():
             if call.arguments.get("verify_integrity"):  # since 0.19
                 call.arguments["verify_integrity"] = False
                 agreement.verify_files()
@@ -243,21 +250,21 @@ def agreed(original: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
-def _agreement_of(asked: dict[str, Any]) -> Agreement | None:
-    """None if nobody else is known to take part in this load."""
-    if not may_be_ours(asked["checkpoint_dir"]):
+def _agreement_of(arguments: dict[str, Any]) -> Agreement | None:
+    """Returns None if no other rank is known to take part in this load."""
+    if not may_be_ours(arguments["checkpoint_dir"]):
         return None
     from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 
     from megatron_datastates.pipeline.agreement import ranks_of
 
-    group = asked.get("process_group")  # since 0.19
-    strict = parse_strict_flag(asked["strict"])
-    gathers = asked["validate_access_integrity"] or StrictHandling.requires_global_app_metadata(strict)
-    is_parallel = _is_parallel(asked["sharded_strategy"])
+    group = arguments.get("process_group")  # since 0.19
+    strict = parse_strict_flag(arguments["strict"])
+    gathers = arguments["validate_access_integrity"] or StrictHandling.requires_global_app_metadata(strict)
+    is_parallel = _is_parallel(arguments["sharded_strategy"])
     if not (gathers or is_parallel or state.current().in_training_loop) or len(ranks_of(group)) < 2:
         return None
-    return Agreement(asked["checkpoint_dir"], group, is_parallel=is_parallel, gathers=gathers)
+    return Agreement(arguments["checkpoint_dir"], group, is_parallel=is_parallel, gathers=gathers)
 
 
 def _is_parallel(strategy: Any) -> bool:
@@ -269,8 +276,8 @@ def _is_parallel(strategy: Any) -> bool:
     return parallel and len(ranks_of(strategy.parallelization_group)) > 1
 
 
-def begun_alike(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `validate_integrity_and_strict_load`, which is given what was gathered, and then may raise."""
+def wrap_validate_integrity_and_strict_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `validate_integrity_and_strict_load`, which receives the gathered metadata and may raise."""
 
     def validate(sharded_state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         agreement = state.current().agreement
@@ -288,20 +295,20 @@ def begun_alike(original: Callable[..., Any]) -> Callable[..., Any]:
     return validate
 
 
-def agreed_in_parallel(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `FullyParallelLoadStrategyWrapper.load`, where `dist_checkpointing.load` has not called it."""
+def wrap_fully_parallel_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `FullyParallelLoadStrategyWrapper.load` for calls not made by `dist_checkpointing.load`."""
 
     def load(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         if state.current().agreement is not None or not may_be_ours(checkpoint_dir) or not _is_parallel(self):
             return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        with Agreement(checkpoint_dir, None, is_parallel=True, began_alike=True).reached():
+        with Agreement(checkpoint_dir, None, is_parallel=True, has_begun=True).sharing_failures():
             return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
     return load
 
 
-def settled_before(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `exchange_by_distribution` of a fully parallel load, in which all ranks of the world take part."""
+def wrap_exchange_by_distribution(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `exchange_by_distribution` in a fully parallel load; all ranks of the world call it."""
 
     def exchange_by_distribution(*args: Any, **kwargs: Any) -> Any:
         agreement = state.current().agreement

@@ -1,4 +1,4 @@
-"""Megatron's functions that load: what of ours answers instead where a directory is of our format."""
+"""Wrappers of Megatron's loading functions: they call ours for a directory in our format."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint, read_common_state
 from megatron_datastates.pipeline.runs import is_published, may_be_ours
 
-# The native module is not loaded before a directory of ours is: this module is, in every Megatron process. So
-# functions import what needs it.
+# This module is imported in every Megatron process; the native module only once a directory in our format is
+# loaded. So functions import the modules that need it.
 logger = logging.getLogger(__name__)
 
 
-def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `maybe_load_config`."""
+def wrap_maybe_load_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `maybe_load_config`."""
 
     def maybe_load_config(checkpoint_dir: str, *args: Any, **kwargs: Any) -> Any:
         from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
@@ -34,15 +34,15 @@ def config_from_manifest(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             config = original(checkpoint_dir, *args, **kwargs)
             is_damaged = config is not None and not isinstance(config.sharded_backend, str)
-            problem: Exception | None = TypeError("it names no backend") if is_damaged else None
-        except (ValueError, TypeError, AttributeError) as error:  # cut short by a crash, or damaged otherwise
+            problem: Exception | None = TypeError("it has no name of a backend") if is_damaged else None
+        except (ValueError, TypeError, AttributeError) as error:  # truncated by a crash, or otherwise damaged
             config, problem, is_damaged = None, error, True
         if (is_damaged or config is None) and checkpoint_dir and is_published(checkpoint_dir):
             return CheckpointingConfig(BACKEND, 1)
         if is_damaged and may_be_ours(checkpoint_dir):
             raise CheckpointingException(
                 f"{Path(checkpoint_dir, METADATA_NAME)} is damaged ({type(problem).__name__}: {problem}), "
-                f"and there is no {MANIFEST_NAME}: a save there was not published; load another checkpoint"
+                f"and there is no {MANIFEST_NAME}: the save was not published; load another checkpoint"
             ) from problem
         if config is None and problem is not None:
             raise problem
@@ -62,8 +62,8 @@ def _cannot_be_read(directory: str | os.PathLike[str]) -> bool:
     return False
 
 
-def reader_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `_get_filesystem_reader`."""
+def wrap_get_filesystem_reader(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `_get_filesystem_reader`."""
 
     def _get_filesystem_reader(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> Any:
         if not is_ours(checkpoint_dir):
@@ -75,8 +75,8 @@ def reader_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
     return _get_filesystem_reader
 
 
-def common_state_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For the function that loads the common state, whatever its name is."""
+def wrap_load_common(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the function that loads the common state, which releases name differently."""
 
     def load_common(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> Any:
         if is_ours(checkpoint_dir):
@@ -86,8 +86,8 @@ def common_state_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_common
 
 
-def common_state_method(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For a strategy's method that does it."""
+def wrap_load_common_method(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the strategy's method that loads the common state in the oldest releases."""
 
     def load_common(self: Any, checkpoint_dir: str | Path) -> Any:
         if is_ours(checkpoint_dir):
@@ -97,8 +97,8 @@ def common_state_method(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_common
 
 
-def strategy_from_registry(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `get_default_strategy`: torch_dist's load strategy loads ours too, with our reader."""
+def wrap_get_default_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `get_default_strategy`: torch_dist's load strategy also loads our format, with our reader."""
 
     def get_default_strategy(action: Any, backend: str, version: int) -> Any:
         is_load = action.value == "load_sharded" and backend == BACKEND
@@ -107,11 +107,11 @@ def strategy_from_registry(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_default_strategy
 
 
-def load_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `TorchDistLoadShardedStrategy.load`: the first wrong key, shape or file is named."""
+def wrap_torch_dist_load(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `TorchDistLoadShardedStrategy.load`; errors name the first key, shape or file that is wrong."""
 
     def load(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        FENCE.wait("a load")  # it is about to overwrite what a save may still be reading
+        FENCE.wait("a load")  # the load overwrites memory that a save may still be reading
         if not is_ours(checkpoint_dir):
             return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
         from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -131,7 +131,7 @@ def load_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 with state.opened(boxes=boxes):
                     return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-            except CheckpointException as error:  # DCP's, around what its reader and planner raise
+            except CheckpointException as error:  # DCP wraps what its reader and planner raise
                 causes = (cause for cause, _ in error.failures.values())
                 ours = next((cause for cause in causes if isinstance(cause, DataStatesError)), None)
                 if ours is None:
@@ -141,8 +141,8 @@ def load_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
-def planned_alone(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For DCP's `load_state_dict`: without it all ranks would take part in the load of any of them."""
+def wrap_load_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps DCP's `load_state_dict`: otherwise the load of one rank would wait for all ranks."""
 
     def load_state_dict(state_dict: Any, storage_reader: Any, *args: Any, **kwargs: Any) -> Any:
         if getattr(storage_reader, "plans_alone", False):
@@ -152,8 +152,8 @@ def planned_alone(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_state_dict
 
 
-def removal_by_format(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `TorchDistLoadShardedStrategy.remove_sharded_tensors`."""
+def wrap_remove_sharded_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `TorchDistLoadShardedStrategy.remove_sharded_tensors`."""
 
     def remove_sharded_tensors(self: Any, checkpoint_dir: str, key_prefix: str) -> Any:
         if not is_ours(checkpoint_dir):

@@ -1,6 +1,6 @@
-"""What DCP sees of an index: metadata of a tensor is made when it is asked for, and only of what is wanted.
+"""DCP's view of an index: a tensor's metadata is made on demand, and only for the requested boxes.
 
-A large checkpoint has millions of fragments, of which one rank wants some hundred.
+A large checkpoint has millions of fragments, of which one rank needs some hundred.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megatron_datastates.format.index import Index
 from megatron_datastates.pipeline.load import torch_dtype
 from megatron_datastates.plan.boxes import boxes_that_meet, first_overlap, hold_all
 
-# Key -> offsets and shapes of the wanted boxes, (n, dimensions) each, in elements of the global tensor.
+# Key -> offsets and shapes of the requested boxes, (n, dimensions) each, in elements of the global tensor.
 Boxes = Mapping[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]
 
 
 def requested_boxes(items: Iterable[Any]) -> Boxes:
-    """The boxes that ShardedTensors ask for. Their own shapes lack the axes that were prepended."""
+    """Returns the boxes that ShardedTensors request, with the prepended axes, which local_shape lacks."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
     found: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
@@ -45,7 +45,10 @@ def requested_boxes(items: Iterable[Any]) -> Boxes:
 
 
 class StoredTensor(TensorStorageMetadata):
-    """Its size may be assigned: Megatron does. Its chunks are the fragments that meet the wanted boxes."""
+    """A tensor's metadata: its chunks are the fragments that meet the requested boxes.
+
+    Its size can be assigned, which Megatron does.
+    """
 
     def __init__(self, index: Index, key: str, boxes: Boxes) -> None:
         dtype, shape = index.describe(key)
@@ -57,15 +60,15 @@ class StoredTensor(TensorStorageMetadata):
     def chunks(self) -> list[ChunkStorageMetadata]:  # type: ignore[override]
         entry = self._index.tensor(self._key)
         offsets, shapes = entry.offsets, entry.shapes
-        wanted = self._boxes.get(self._key)
-        if wanted is not None and wanted[0].shape[1:] == offsets.shape[1:]:
-            meeting = boxes_that_meet(offsets, shapes, *wanted)
+        requested = self._boxes.get(self._key)
+        if requested is not None and requested[0].shape[1:] == offsets.shape[1:]:
+            meeting = boxes_that_meet(offsets, shapes, *requested)
             offsets, shapes = offsets[meeting], shapes[meeting]
-            # DCP would leave what no fragment holds as it is in memory, and load twice what two of them do.
+            # DCP would leave elements without a fragment unloaded, and load those of two fragments twice.
             whole = first_overlap(offsets, shapes) is None
-            if not (whole and hold_all(offsets, shapes, *wanted, entry.global_shape)):
+            if not (whole and hold_all(offsets, shapes, *requested, entry.global_shape)):
                 raise FormatError(
-                    f"tensor {self._key!r}: its fragments overlap, or hold not all that is wanted"
+                    f"tensor {self._key!r}: its fragments overlap, or do not cover a requested box"
                 )
         pairs = zip(offsets.tolist(), shapes.tolist(), strict=True)
         return [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in pairs]
@@ -75,7 +78,7 @@ class StoredTensor(TensorStorageMetadata):
 
 
 class StoredMetadata(Mapping[str, STORAGE_TYPES]):
-    """Read-only `state_dict_metadata`: the same object for a key each time. Copies are plain dictionaries."""
+    """A read-only `state_dict_metadata`, one object per key. Copies and pickles are plain dictionaries."""
 
     def __init__(self, index: Index, objects: Collection[str], boxes: Boxes) -> None:
         self._index, self._boxes = index, boxes

@@ -1,4 +1,4 @@
-"""Whether a load asks for what the checkpoint does not hold."""
+"""The comparison of a load's request with the checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
 
 
 def first_mismatch(checkpoint: Checkpoint, requested: Iterable[Any]) -> str | None:
-    """What is asked for and not there, or does not fit; None if all is well."""
+    """Describes the first item that the checkpoint lacks or that does not match; None if all match."""
     for item in requested:
         if isinstance(item, ShardedObject) and item.unique_key not in checkpoint.index.objects:
             return f"there is no object {item.unique_key!r} in this checkpoint"
@@ -39,7 +39,7 @@ def _tensor_mismatch(checkpoint: Checkpoint, item: Any) -> str | None:
 
 
 def _converts(stored: str, wanted: Any) -> bool:
-    """Whether values keep their kind: conversions are torch_dist's, but floats do not become integers."""
+    """Returns whether values keep their kind: as torch_dist converts, but no floats to integers."""
     return torch.can_cast(torch_dtype(stored), wanted)
 
 

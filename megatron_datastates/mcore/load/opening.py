@@ -1,4 +1,4 @@
-"""Checkpoints of ours as Megatron's functions open them: one at a time, whose errors are Megatron's."""
+"""Opening checkpoints for Megatron's functions: the last one is cached, and errors are also Megatron's."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from megatron_datastates.pipeline import runs
 if TYPE_CHECKING:
     from megatron_datastates.pipeline.load import Checkpoint
 
-_opened: dict[object, Checkpoint] = {}  # the last one: a load opens it several times
+_opened: dict[object, Checkpoint] = {}  # the last one, since a load opens it several times
 
 
 def forget() -> None:
-    """Opens what was opened last anew the next time."""
+    """Empties the cache: the next call of open_checkpoint opens the checkpoint anew."""
     _opened.clear()
 
 
@@ -60,7 +60,7 @@ def _open(directory: str | os.PathLike[str], options: Options) -> Checkpoint:
         manifest = (Path(directory).absolute() / MANIFEST_NAME).stat()
         key = (os.fspath(directory), manifest.st_ino, manifest.st_mtime_ns, manifest.st_size, options)
     except OSError:
-        key = None  # Checkpoint.open says what is wrong
+        key = None  # Checkpoint.open raises an error that says what is wrong
     checkpoint = _opened.get(key) if key is not None else None
     if checkpoint is not None:
         return checkpoint
@@ -72,7 +72,7 @@ def _open(directory: str | os.PathLike[str], options: Options) -> Checkpoint:
 
 
 def read_common_state(directory: str | os.PathLike[str]) -> Any:
-    """The common state of a directory of ours. Needs no torch.distributed: Megatron reads arguments early."""
+    """Reads a checkpoint's common state. Needs no torch.distributed: Megatron reads arguments before it."""
     from megatron_datastates.mcore.errors import load_errors
 
     checkpoint = open_checkpoint(directory)
@@ -80,6 +80,9 @@ def read_common_state(directory: str | os.PathLike[str]) -> Any:
         if COMMON_STATE_KEY in checkpoint.index.objects:
             stored = checkpoint.read_object(COMMON_STATE_KEY)
             if not isinstance(stored, list) or len(stored) != 1:
-                raise FormatError(f"the object {COMMON_STATE_KEY!r} of {directory} is no common state")
+                raise FormatError(
+                    f"the object {COMMON_STATE_KEY!r} of {directory} is not a common state: "
+                    "expected a list of one element"
+                )
             return stored[0]
         return checkpoint.read_other_object(COMMON_FILE)

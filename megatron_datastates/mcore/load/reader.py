@@ -1,7 +1,7 @@
-"""A DCP storage reader over our manifest.
+"""A DCP storage reader of our checkpoints.
 
-Megatron's own load planner keeps doing its work: shape checks, resharding, allow_shape_mismatch, streaming
-dequantization, in-place loads.
+Megatron's own load planner stays in charge of shape checks, resharding, allow_shape_mismatch, streaming
+dequantization and in-place loads.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead, torch_d
 from megatron_datastates.plan.boxes import cut_box, overlaps_itself
 from megatron_datastates.plan.reads import plan_box
 
-# Host memory at a time for what cannot be read in place. Converting it may take as much again.
+# Host memory for temporaries, where a tensor cannot be read in place. Conversion may need as much again.
 _TEMPORARY_BYTES = 32 << 20
 
 
 class DataStatesReader(FileSystemReader):
-    """Reads one published checkpoint. A FileSystemReader, because Megatron's code is typed for that."""
+    """Reads one published checkpoint. Derives from FileSystemReader, which Megatron's code expects."""
 
-    plans_alone = True  # no rank needs another one's plan
+    plans_alone = True  # no rank needs another rank's plan
 
     def __init__(self, checkpoint: Checkpoint, boxes: Boxes | None = None) -> None:
-        """Of tensors with `boxes`, metadata tells only the fragments that meet them."""
+        """With `boxes`, the metadata of those tensors lists only the fragments that meet them."""
         super().__init__(checkpoint.directory)
         self.checkpoint = checkpoint
         self._boxes = boxes or {}
@@ -48,15 +48,15 @@ class DataStatesReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         index = self.checkpoint.index
         objects = {key for key in index.objects if not is_optimizer_map(key)}
-        if versions.installed().writes_common_file:  # and knows no such key: it would call it unexpected
+        if versions.installed().writes_common_file:  # such a release would report the key as unexpected
             objects.discard(COMMON_STATE_KEY)
         known: Any = StoredMetadata(index, objects, self._boxes)
         return Metadata(known, storage_data={}, storage_meta=StorageMeta(load_id=self.load_id))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads in place what can be, in one pass over the files, and the rest through temporaries behind it.
+        """Reads what it can in place, in one pass over the files, and then the rest through temporaries.
 
-        Raises what pipeline.load.Checkpoint.read raises; DCP wraps it in its own exception.
+        Raises what pipeline.load.Checkpoint.read raises; DCP wraps that in its own exception.
         """
         reader = self.checkpoint.new_reader()
         objects = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
@@ -86,9 +86,9 @@ class DataStatesReader(FileSystemReader):
 
 
 def _hand_over(planner: LoadPlanner, key: str, value: Any) -> None:
-    """As DefaultLoadPlanner.load_bytes does, which would unpickle anything; ours is unpickled safely."""
+    """Replaces DefaultLoadPlanner.load_bytes, which would unpickle anything; `value` was unpickled safely."""
     if not isinstance(planner, DefaultLoadPlanner):
-        raise FormatError(f"objects cannot be handed to a {type(planner).__name__}")
+        raise FormatError(f"objects need a DefaultLoadPlanner, found a {type(planner).__name__}")
     if planner.flatten_state_dict:
         set_element(planner.original_state_dict, planner.mappings[key], value)
     else:
@@ -97,7 +97,7 @@ def _hand_over(planner: LoadPlanner, key: str, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Box:
-    """What a read item asks for: a box of a stored fragment."""
+    """The box of a stored fragment that a read item requests."""
 
     item: ReadItem
     entry: TensorEntry
@@ -105,7 +105,7 @@ class _Box:
 
     @classmethod
     def of(cls, item: ReadItem, checkpoint: Checkpoint) -> _Box:
-        """Raises MissingKeyError, FormatError."""
+        """Finds the fragment of `item`. Raises MissingKeyError, FormatError."""
         entry = checkpoint.index.tensor(item.storage_index.fqn)
         return cls(item, entry, find_fragment(entry, item.storage_index))
 
@@ -115,25 +115,25 @@ class _Box:
 
     @property
     def place(self) -> tuple[int, int]:
-        """For reading in the order of the files."""
+        """Sorts reads in the order of the files: (file number, offset in bytes)."""
         return self.file, int(self.entry.file_offsets[self.fragment])
 
     def is_detour(self, planner: LoadPlanner) -> bool:
-        """Whether the planner may make a tensor, to be loaded and then copied to one that is not plain.
+        """Returns whether the planner may resolve to a new tensor that it copies to the target afterwards.
 
-        Megatron's does for quantized tensors, and there is not to be more than one of them at a time.
+        Megatron's planner does so for quantized tensors; only one of these should exist at a time.
         """
         return isinstance(planner, DefaultLoadPlanner) and not _is_plain(
             planner.lookup_tensor(self.item.dest_index)
         )
 
     def resolved(self, planner: LoadPlanner) -> _Transfer:
-        """Raises MismatchError."""
+        """Resolves the target with the planner. Raises MismatchError."""
         target = planner.resolve_tensor(self.item).detach()
         if target.size() != self.item.lengths:
             raise MismatchError(
-                f"tensor {self.item.storage_index.fqn!r}: a slice of {tuple(self.item.lengths)} "
-                f"was asked for as {tuple(target.size())}"
+                f"tensor {self.item.storage_index.fqn!r}: the planner requested a slice of shape "
+                f"{tuple(self.item.lengths)} into a tensor of shape {tuple(target.size())}"
             )
         memory = target if _fits_in_place(target, torch_dtype(self.entry.dtype)) else None
         return _Transfer(self, tuple(self.item.storage_offsets), target, target, memory)
@@ -146,11 +146,11 @@ class _Transfer:
     box: _Box
     start: tuple[int, ...]  # in the fragment
     target: torch.Tensor
-    whole: torch.Tensor | None  # what the planner resolved, with the last part of it
-    memory: torch.Tensor | None  # what is read into: the target itself, or a temporary once it is made
+    whole: torch.Tensor | None  # what the planner resolved, on its last part only
+    memory: torch.Tensor | None  # destination of the read: the target, or a temporary
 
     def parts(self) -> Iterator[_Transfer]:
-        """Itself in place, else parts whose temporaries are small. What is not a plain tensor is not cut."""
+        """Yields itself if read in place or not a plain tensor, else parts with small temporaries."""
         if self.memory is not None or not _is_plain(self.target):
             yield self
             return
@@ -188,7 +188,7 @@ class _Transfer:
 
 
 def _resolve_in_place(boxes: Iterable[_Box], planner: LoadPlanner) -> tuple[list[_Transfer], list[_Box]]:
-    """Those whose targets native code can write to, and the others, unresolved."""
+    """Splits boxes into transfers to targets that native code can write to, and others, unresolved."""
     in_place, others = [], []
     for box in boxes:
         transfer = None if box.is_detour(planner) else box.resolved(planner)
@@ -200,7 +200,7 @@ def _resolve_in_place(boxes: Iterable[_Box], planner: LoadPlanner) -> tuple[list
 
 
 def _groups(transfers: Iterable[_Transfer]) -> Iterator[list[_Transfer]]:
-    """As many at a time as have temporaries of _TEMPORARY_BYTES, or one."""
+    """Groups transfers whose temporaries fit in _TEMPORARY_BYTES; a larger one is a group by itself."""
     group: list[_Transfer] = []
     size = 0
     for transfer in transfers:
@@ -222,7 +222,7 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
 
 
 def _fits_in_place(target: torch.Tensor, stored: torch.dtype) -> bool:
-    """Whether stored bytes are the target's bytes, in memory that native code can write to."""
+    """Returns whether stored bytes can be written to the target unchanged, by native code."""
     return (
         _is_plain(target)
         and target.dtype == stored
@@ -234,9 +234,9 @@ def _fits_in_place(target: torch.Tensor, stored: torch.dtype) -> bool:
 
 
 def find_fragment(entry: TensorEntry, index: MetadataIndex) -> int:
-    """The stored fragment that DCP's plan means: the one with elements at that offset.
+    """Returns the number of the stored fragment that DCP's plan means: the one with elements at that offset.
 
-    The plan's number is the one in the metadata, which may tell only some fragments: no more than a hint.
+    The plan's number counts the fragments in the metadata, which may list only some: it is only a hint.
     """
     offset = tuple(index.offset) if index.offset is not None else (0,) * len(entry.global_shape)
     hint = index.index

@@ -1,4 +1,4 @@
-"""An open load: what our hooks know of it that Megatron's functions between them do not hand on."""
+"""The open load: facts that our hooks share, since Megatron's functions between them do not pass them on."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Load:
-    """The open load of this thread, from the outermost of our hooks on."""
+    """The open load of this thread, from the call of our outermost hook until it returns."""
 
-    options: Callable[[], Options] = Options.from_environment  # Megatron's training loop has arguments, too
+    options: Callable[[], Options] = Options.from_environment  # in the training loop, from its arguments
     in_training_loop: bool = False  # within load_checkpoint, which all ranks call
-    failed_alike: bool = False  # on all ranks, so that they may go on together
-    directory: str | None = None  # that Megatron's maybe_load_config was last asked for
-    agreement: Any = None  # between ranks (agreement.py), where several take part; else None
-    boxes: Boxes | None = None  # that are wanted of each tensor
+    failed_on_all_ranks: bool = False  # so that ranks may communicate in handling the failure
+    directory: str | None = None  # the last one passed to Megatron's maybe_load_config
+    agreement: Any = None  # an agreement.Agreement if several ranks take part
+    boxes: Boxes | None = None  # the requested ones of each tensor
     # What it has opened, with which options. Another save may publish there meanwhile, but all that one load
     # reads is of the same save.
     checkpoints: dict[Path, tuple[Options, Checkpoint]] = dataclasses.field(default_factory=dict)
@@ -35,13 +35,13 @@ _open: ContextVar[Load | None] = ContextVar("the open load", default=None)
 
 
 def current() -> Load:
-    """Returns the open load; a new one, which nobody else sees, where none is."""
+    """Returns the open load; if none is open, a new one that nobody else sees."""
     return _open.get() or Load()
 
 
 @contextlib.contextmanager
 def opened(**facts: Any) -> Iterator[Load]:
-    """Goes on with the open load, or opens one. `facts` are fields that it has until the block ends."""
+    """Continues the open load, or opens one. `facts` are fields of Load, set until the block ends."""
     load = current()
     before = {name: getattr(load, name) for name in facts}
     token = _open.set(load)

@@ -1,6 +1,6 @@
-"""Loads of Megatron's training loop: they fail on all ranks alike, and an error says what to do next.
+"""Loads in Megatron's training loop: they fail on all ranks, and the error says what to do next.
 
-No other checkpoint is ever loaded than the one that was asked for.
+They never load a checkpoint other than the requested one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron_datastates.mcore.training.arguments import options_of
 from megatron_datastates.pipeline.runs import may_be_ours
 
 
-def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `load_checkpoint`, in any format: another one may overwrite what a save is still reading, too."""
+def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `load_checkpoint`, in any format: each may overwrite memory that a save is still reading."""
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -27,11 +27,11 @@ def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron_datastates.mcore.errors import MegatronLoadFailedError
 
         FENCE.wait("a load")
-        with state.opened(options=_options, in_training_loop=True, failed_alike=False) as load:
+        with state.opened(options=_options, in_training_loop=True, failed_on_all_ranks=False) as load:
             try:
                 return original(*args, **kwargs)
             except CheckpointingException as error:
-                if not is_damage(error) or not _together(load):
+                if not is_damage(error) or not _all_ranks_are_here(load):
                     raise
                 raise MegatronLoadFailedError(f"{error} {_advice(load)}") from error.__cause__
 
@@ -44,17 +44,17 @@ def _options() -> Options:
     return options_of(get_args())
 
 
-def _together(load: state.Load) -> bool:
-    """Whether all ranks are here."""
+def _all_ranks_are_here(load: state.Load) -> bool:
+    """Returns whether all ranks are handling this failure, so that they may communicate."""
     from megatron_datastates.pipeline.agreement import ranks_of
 
-    return load.failed_alike or len(ranks_of()) == 1
+    return load.failed_on_all_ranks or len(ranks_of()) == 1
 
 
-def begun_alike(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `_load_base_checkpoint`, which reads arguments and common state when it is called with `rank0`.
+def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `_load_base_checkpoint`, which with `rank0` reads arguments and common state.
 
-    Ranks have to agree on it at once: what Megatron does next is up to what was read, and communicates.
+    Ranks must agree on the outcome at once: Megatron's next collective calls depend on what was read.
     """
 
     def _load_base_checkpoint(
@@ -83,7 +83,7 @@ def begun_alike(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _advice(load: state.Load) -> str:
-    """What the user can do; collective if the ranks look for an older checkpoint."""
+    """Returns what the user can do. Collective if the ranks search for an older checkpoint."""
     from megatron.training.global_vars import get_args
 
     from megatron_datastates.pipeline.agreement import Collectives
@@ -93,19 +93,19 @@ def _advice(load: state.Load) -> str:
     most = collectives.share_from_first(options.fallback)
     if most == 0:
         return (
-            "--datastates-fallback N tells which is the newest of the N older checkpoints that is whole; "
-            "--ckpt-step loads it."
+            "Start again with --datastates-fallback N to find the newest intact one of the N checkpoints "
+            "before it; --ckpt-step loads that one."
         )
     args, directory = get_args(), Path(load.directory or "")
     root = Path(args.load) if directory.parent == _non_persistent(args) else directory.parent
     found = look_for_older(directory, root, most, collectives, options)
     if found.iteration is None:
-        looked = ", ".join(iteration_name(iteration) for iteration in found.damaged) or "there is none"
+        looked = ", ".join(iteration_name(iteration) for iteration in found.damaged) or "none found"
         return f"No older checkpoint in {root} verifies ({looked})."
     first = ""
     if getattr(args, "non_persistent_ckpt_type", None) is not None:
-        first = ", without --non-persistent-ckpt-type, which loads what is newer than that step first"
-    how = "verifies" if found.has_checksums else "is whole but for data, which has no checksums"
+        first = ", without --non-persistent-ckpt-type, which would load a newer one"
+    how = "verifies" if found.has_checksums else "is complete, but its data has no checksums to verify"
     return f"{iteration_name(found.iteration)} {how}: resume with --ckpt-step {found.iteration}{first}."
 
 

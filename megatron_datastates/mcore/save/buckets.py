@@ -1,7 +1,7 @@
-"""Buckets of Megatron's distributed optimizer, where it hands them over: padding is zeroed, the map is made.
+"""Buckets of Megatron's distributed optimizer: zeroes their padding and makes the optimizer map.
 
-The map (format/optimizer_map.py) can only be made here, where the optimizer and the model's sharded state are
-both at hand. Reading it is pipeline/optimizer.py's.
+The map (format/optimizer_map.py) is made here because both the optimizer and the model's sharded state are
+known. It is read in pipeline/optimizer.py.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
 from megatron_datastates.plan.boxes import contiguous_strides
 
 logger = logging.getLogger(__name__)
-_CARRIER = "per_bucket_numel"  # an object that every data-parallel group stores once, as it does its map
+_CARRIER = "per_bucket_numel"  # an object that every data-parallel group stores once, like the map
 _ATTRIBUTE = "_datastates_map"
 _SHARDED = (ShardedTensor, ShardedTensorFactory)
 Named = dict[int, tuple[str, Any]]  # id of a parameter -> its name and its ShardedTensor or factory
-# Structures stay as they are in a run: by optimizer, what the map was made of, and the map.
+# By optimizer: the fingerprint of what the map was made from, and the map. Both rarely change.
 _made: weakref.WeakKeyDictionary[Any, tuple[Any, str]] = weakref.WeakKeyDictionary()
 
 
-def described(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `DistributedOptimizer.sharded_param_state_dp_reshardable`; also zeroes padding.
+def wrap_sharded_param_state_dp_reshardable(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `DistributedOptimizer.sharded_param_state_dp_reshardable`: adds the map, and zeroes padding.
 
-    The map hangs on an object that Megatron stores anyway, where only a save of ours looks for it: what
-    other formats are given is what they would be given without us.
+    The map is an attribute of an object that Megatron stores anyway. Only our saves look for it, so saves in
+    other formats do not change.
     """
 
     def sharded_param_state_dp_reshardable(
@@ -60,7 +60,7 @@ def described(original: Callable[..., Any]) -> Callable[..., Any]:
         if not is_loading and isinstance(carrier, ShardedObject) and is_main_replica(carrier.replica_id):
             try:
                 setattr(carrier, _ATTRIBUTE, _map_of(self, state, model_sharded_state_dict, metadata))
-            except Exception as error:  # the state itself is whole: no reason to end the training
+            except Exception as error:  # the state itself is complete: no reason to end the training
                 logger.warning("the checkpoint will have no optimizer map: %r", error)
         return state
 
@@ -68,9 +68,9 @@ def described(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _zero_padding(state: Any) -> None:
-    """Megatron pads with uninitialized memory, and two checkpoints of one state would differ.
+    """Zeroes padding, which Megatron leaves uninitialized: equal states then have equal checkpoints.
 
-    A padding is a dictionary of tensors with a mark among them.
+    Padding is a dictionary of tensors with a true 'padding' entry.
     """
     for entry in _dictionaries(state):
         if getattr(entry.get("padding"), "obj", False) is True:
@@ -88,7 +88,7 @@ def _dictionaries(nested: Any) -> Iterator[dict[Any, Any]]:
 
 
 def carried_map(item: ShardedObject) -> tuple[str, str] | None:
-    """(key, text) of the optimizer map that hangs on an object of a sharded state."""
+    """Returns (key, text) of the optimizer map attached to an object of a sharded state; None without one."""
     text = getattr(item, _ATTRIBUTE, None)
     if text is None:
         return None
@@ -106,22 +106,22 @@ def _map_of(optimizer: Any, state: dict[Any, Any], model_state: Any, metadata: A
 
 
 def _fingerprint(optimizer: Any, state: dict[Any, Any], model_state: Any, metadata: Any) -> Any:
-    """What a map depends on: equal ones have equal maps. The trainer waits for it at every save."""
+    """Returns all that a map depends on. On the trainer's path in every save."""
     own = {id(param) for buffer in optimizer.buffers for param in buffer.param_index_map}
     model = [
         (id(item.data), item.key, getattr(item, "global_offset", None), getattr(item, "global_shape", None))
         for item in nested_values(model_state)
-        if isinstance(item, _SHARDED) and id(item.data) in own  # others may be made anew for every save
+        if isinstance(item, _SHARDED) and id(item.data) in own  # other items may be new objects in every save
     ]
     places = [id(buffer.param_index_map) for buffer in optimizer.buffers]  # made with the buffer
     states = [list(entries[0]) for _, _, entries in _buckets(optimizer, state)]
-    # Some of it says which shards factories build.
+    # Part of the metadata decides which shards factories build.
     plain = {key: value for key, value in (metadata or {}).items() if isinstance(value, str | int)}
     return model, places, states, plain
 
 
 def _named(nested: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Sharded tensors, and factories of such, each with its name."""
+    """Yields sharded tensors and factories of them, each with its name."""
     if isinstance(nested, _SHARDED):
         yield path, nested
     elif isinstance(nested, dict | list):
@@ -131,7 +131,7 @@ def _named(nested: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _buckets(optimizer: Any, state: dict[Any, Any]) -> Iterator[tuple[Any, int, list[dict[str, Any]]]]:
-    """(buffer, number of the bucket in it, what this rank stores of the bucket)."""
+    """Yields (buffer, number of the bucket in it, the parts of the bucket that this rank stores)."""
     for gbuf_idx, buffer in enumerate(optimizer.buffers):
         for by_bucket in state[gbuf_idx].values():
             for number, entries in enumerate(by_bucket):
@@ -168,15 +168,15 @@ def _parameter(param: Any, begin: int, end: int, named: Named) -> Parameter:
     name, item = named.get(id(param), ("", None))
     shards = () if item is None else _shards(name, item)
     if not shards:
-        logger.warning("the optimizer map does not say what the parameter %r is in the model", name)
+        logger.warning("the optimizer map lacks the parameter %r: its place in the model is unknown", name)
     return Parameter(name, begin, end, shards)
 
 
 def _shards(name: str, item: Any) -> tuple[ParameterShard, ...]:
-    """What the model stores of a parameter; nothing, if one of its shards is no view of the parameter."""
+    """Returns the shards that the model stores of a parameter; none if any is not a view of the parameter."""
     if isinstance(item, ShardedTensor):
         return (_shard(item, 0, contiguous_strides(item.local_shape)),)
-    # What a factory builds of memory that is not there shows where it would take every element from.
+    # A factory's views of a tensor on the meta device show which elements of the parameter each shard takes.
     probe = torch.empty(item.data.shape, dtype=item.data.dtype, device="meta")
     built = [
         shard

@@ -1,7 +1,7 @@
-"""Our saves in Megatron's queue of asynchronous calls: no process, no worker, only polls.
+"""Saves as requests in Megatron's queue of asynchronous calls, polled without a worker process.
 
-The queue asks a caller of ours whether a call is done. That caller publishes before it says so, because
-the queue removes a request before it runs the finalize functions (metadata.json, the tracker file).
+The queue asks our caller whether a call is done. The caller publishes before it answers yes, because the
+queue removes a request before it runs the finalize functions (metadata.json, the tracker file).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _QUEUES = (
 
 
 class SaveHandle:
-    """The `async_fn` of our requests: recognized by the queue, awaited by `execute_sync`."""
+    """The `async_fn` of our requests: the queue's hook recognizes it; calling it waits for the save."""
 
     def __init__(self, publication: Publication, on_failure: str) -> None:
         self.publication = publication
@@ -34,7 +34,7 @@ class SaveHandle:
 
 
 def raise_if_failed(publication: Publication, outcome: Outcome) -> None:
-    """Raises SaveFailedError, the same on every rank."""
+    """Raises SaveFailedError, the same on every rank, if the outcome is FAILED."""
     if outcome is Outcome.FAILED:
         raise MegatronSaveFailedError(publication.error) from publication.save.cause
 
@@ -42,7 +42,7 @@ def raise_if_failed(publication: Publication, outcome: Outcome) -> None:
 class _OnlyIfPublished(list[Callable[[], None]]):
     """Finalize functions of a request: metadata.json, the tracker, retention. No-ops if the save failed.
 
-    Guarded one by one as they come, since Megatron may move them to a request of somebody else's.
+    Each is wrapped as it is appended, since Megatron may move them to another request.
     """
 
     def __init__(self, publication: Publication) -> None:
@@ -50,15 +50,15 @@ class _OnlyIfPublished(list[Callable[[], None]]):
         self._publication = publication
 
     def append(self, function: Callable[[], None]) -> None:
-        def guarded() -> None:
+        def run_unless_failed() -> None:
             if self._publication.outcome is not Outcome.FAILED:
                 function()
 
-        super().append(guarded)
+        super().append(run_unless_failed)
 
 
 def make_request(publication: Publication, async_strategy: str, on_failure: str = "raise") -> Any:
-    """An AsyncRequest of the library whose queue will be asked."""
+    """Returns an AsyncRequest of the library whose queue will poll it."""
     return _request_class(async_strategy)(
         async_fn=SaveHandle(publication, on_failure),
         async_fn_args=(),
@@ -71,25 +71,25 @@ def _request_class(async_strategy: str) -> Any:
         try:
             return importlib.import_module(_QUEUES[1]).AsyncRequest
         except ImportError:
-            pass  # not installed: Megatron's own queue takes Megatron's own request
+            pass  # not installed: Megatron's own queue needs Megatron's own request
     return importlib.import_module(_QUEUES[0]).AsyncRequest
 
 
 class DataStatesCaller:
-    """What the queue talks to, in place of a worker process."""
+    """The queue's interface to a save, in place of a worker process."""
 
     def __init__(self, handle: SaveHandle, finalize_fns: list[Callable[[], None]]) -> None:
         self._publication = handle.publication
         self._on_failure = handle.on_failure
         self._publication.hold_report = True
-        # In place: the queue's frozen copy of the request holds the same list.
+        # In place, because the queue's frozen copy of the request shares this list.
         finalize_fns[:] = [self._finalizer(list(finalize_fns))]
 
     def schedule_async_call(self, async_req: Any) -> None:
-        """The save was started when the request was made."""
+        """Does nothing: the save has been started already."""
 
     def is_current_async_call_done(self, blocking: bool = False, no_dist: bool = False) -> bool:
-        """Collective, unless `no_dist`, which only looks.
+        """Returns whether the save has ended. Collective unless `no_dist`, which only looks.
 
         Raises:
             SaveFailedError: the save failed on any rank; raised on all.
@@ -111,7 +111,7 @@ class DataStatesCaller:
             self._publication.hold_report = False
             self._publication.save.released()
             raise_if_failed(self._publication, Outcome.FAILED)
-        logger.warning("%s Training goes on (--datastates-on-failure warn).", self._publication.error)
+        logger.warning("%s Training continues (--datastates-on-failure warn).", self._publication.error)
 
     def _finalizer(self, functions: list[Callable[[], None]]) -> Callable[[], None]:
         def finalize() -> None:
@@ -123,8 +123,8 @@ class DataStatesCaller:
         return finalize
 
 
-def recognized(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `AsyncCallsQueue.schedule_async_request`: our requests get our caller."""
+def wrap_schedule_async_request(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `AsyncCallsQueue.schedule_async_request`: our requests get our caller."""
 
     def schedule_async_request(self: Any, async_request: Any) -> Any:
         handle = async_request.async_fn
@@ -140,8 +140,8 @@ def recognized(original: Callable[..., Any]) -> Callable[..., Any]:
     return schedule_async_request
 
 
-def closed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `AsyncCallsQueue.close`: an aborted queue lets go of our saves, which stock's never reaches."""
+def wrap_close(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `AsyncCallsQueue.close`: an aborted queue abandons our saves, which Megatron's own would not."""
 
     def close(self: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("abort", args[0] if args else False):

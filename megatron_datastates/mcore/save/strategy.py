@@ -1,4 +1,4 @@
-"""The save strategy that Megatron is given."""
+"""Save strategies for Megatron."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from megatron_datastates.format.directory import (
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.hooks.attach import attach_saving
-from megatron_datastates.mcore.save import mapping
+from megatron_datastates.mcore.save import mutability
+from megatron_datastates.mcore.save.mapping import ShardedStateProvider
 from megatron_datastates.mcore.save.request import make_request, raise_if_failed
 from megatron_datastates.pipeline.held import holding
 from megatron_datastates.pipeline.publication import Labels, Publication
@@ -38,8 +39,8 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
 
     Args:
         assume_immutable: the caller promises not to change the tensors before the next step of a torch
-            optimizer, or before calling `fence()`. Their copy then runs behind the caller. Without the
-            promise everything is copied before the save returns.
+            optimizer, or before calling `fence()`. They are then copied after the save has returned. Without
+            the promise everything is copied before the save returns.
         options: see megatron_datastates.config; by default from the environment.
     """
 
@@ -50,40 +51,40 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         self.options = options or Options.from_environment()
 
     def is_lazy(self) -> bool:
-        """Whether the save about to start may go on reading the caller's memory after it has returned."""
+        """Returns whether a save started now may read the caller's memory after it has returned."""
         return self.assume_immutable
 
-    def classifier(self) -> mapping.Classify:
-        """How mutable each tensor of the save about to start is."""
-        return mapping.all_promised if self.is_lazy() else mapping.nothing_promised
+    def classifier(self) -> mutability.Classify:
+        """Returns the function that classifies the tensors of a save started now."""
+        return mutability.all_promised if self.is_lazy() else mutability.nothing_promised
 
     def async_save(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, async_strategy: str = "mcore"
     ) -> Any:
-        """Starts the save; the request that is returned must be scheduled in an AsyncCallsQueue.
+        """Starts the save and returns a request, which must be scheduled in an AsyncCallsQueue.
 
-        Errors of one rank do not raise here: every rank learns them when the request is finalized.
+        An error on one rank is not raised here: it is raised on every rank when the request is finalized.
         """
         with holding("start"):
             publication = self._start(sharded_state_dict, checkpoint_dir, "async")
         return make_request(publication, async_strategy, self.options.on_failure)
 
     def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
-        """The same, awaited.
+        """Saves, and returns once the checkpoint is published.
 
         Raises:
-            SaveFailedError (and a CheckpointingException): on every rank alike, if any rank failed.
+            SaveFailedError (and a CheckpointingException): any rank failed; the same on every rank.
         """
         with holding("start"):
             publication = self._start(sharded_state_dict, checkpoint_dir, "sync")
         raise_if_failed(publication, publication.wait())
 
     def fence(self) -> None:
-        """Returns when everything that saves still read may change."""
+        """Waits until all memory that saves were reading may be changed. See mcore.fence."""
         fences.fence()
 
     def _start(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, mode: str) -> Publication:
-        provider = mapping.ShardedStateProvider(sharded_state_dict, self.classifier)
+        provider = ShardedStateProvider(sharded_state_dict, self.classifier)
         return saver_for(self.options).start(
             Path(checkpoint_dir),
             provider,
@@ -95,11 +96,11 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
 
 
 class TrainingSaveStrategy(DataStatesSaveStrategy):
-    """For loops in which memory changes in optimizer steps only, if it is proved to belong to them.
+    """A strategy for training loops: memory proved to change only in optimizer steps is copied lazily.
 
     Args:
-        in_loop: whether such a loop runs now. Where it does not, everything is copied before a save returns.
-        started: called with every asynchronous save once it goes on behind the trainer.
+        in_loop: returns whether such a loop is running. If not, a save copies everything before it returns.
+        started: called with every asynchronous save after it has started.
     """
 
     def __init__(
@@ -120,28 +121,29 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
     def is_lazy(self) -> bool:
         return self._in_loop()
 
-    def classifier(self) -> mapping.Classify:
-        return mapping.proof_in_training_loop() if self.is_lazy() else mapping.nothing_promised
+    def classifier(self) -> mutability.Classify:
+        return mutability.proof_in_training_loop() if self.is_lazy() else mutability.nothing_promised
 
 
 def _labels(config: CheckpointingConfig) -> Labels:
     own = (COMMON_FILE,) if versions.installed().writes_common_file else ()
-    return Labels(parallel_sizes(), own, FILES_OF_TORCH_DIST, _content_of_metadata(config))
+    return Labels(parallel_sizes(), own, FILES_OF_TORCH_DIST, _metadata_json(config))
 
 
-def _content_of_metadata(config: Any) -> bytes:
+def _metadata_json(config: Any) -> bytes:
     return json.dumps(dataclasses.asdict(config)).encode()
 
 
 def wrap_save_config(original: Any) -> Any:
-    """For `save_config`, which writes metadata.json on rank 0 while all others wait in a barrier.
+    """Wraps `save_config`, which writes metadata.json on rank 0 while all others wait in a barrier.
 
-    A save of ours has written it whole by then, and a failure of that was the failure of all ranks.
+    Our save has already written the complete file, or failed on all ranks; an error here would leave the
+    other ranks waiting.
     """
 
     def save_config(config: Any, checkpoint_dir: str) -> None:
         if config.sharded_backend == BACKEND:
-            content = _content_of_metadata(config)
+            content = _metadata_json(config)
             with contextlib.suppress(OSError):
                 if read_regular(Path(checkpoint_dir) / METADATA_NAME, len(content)) == content:
                     return
@@ -158,7 +160,7 @@ def _iteration(sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
 
 
 def parallel_sizes() -> dict[str, int]:
-    """Sizes of Megatron's parallel groups, where they are initialized."""
+    """Returns the sizes of Megatron's parallel groups; empty if they are not initialized."""
     from megatron.core import parallel_state as state
 
     if not state.model_parallel_is_initialized():
@@ -173,8 +175,8 @@ def parallel_sizes() -> dict[str, int]:
     return {name: int(size()) for name, size in sizes.items()}
 
 
-def kept_backend(original: Any) -> Any:
-    """For `FullyParallelSaveStrategyWrapper.__init__`: metadata.json has to name the inner backend."""
+def wrap_fully_parallel_init(original: Any) -> Any:
+    """Wraps `FullyParallelSaveStrategyWrapper.__init__`: metadata.json has to name the inner backend."""
 
     def __init__(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
         original(self, strategy, *args, **kwargs)
@@ -184,11 +186,11 @@ def kept_backend(original: Any) -> Any:
     return __init__
 
 
-def checked_once(original: Any) -> Any:
-    """For `FullyParallelSaveStrategyWrapper.apply_saving_parallelization`.
+def wrap_apply_saving_parallelization(original: Any) -> Any:
+    """Wraps `FullyParallelSaveStrategyWrapper.apply_saving_parallelization`: checks only the first save.
 
-    Where nothing is distributed (a group of one rank) nothing is cached either, and Megatron would exchange
-    the metadata of all ranks again in every save, although their structure is said to be constant.
+    In a group of one rank there is no distribution to cache, so Megatron would exchange the metadata of all
+    ranks in every save, although their structure is declared constant.
     """
     checked: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -1,1 +1,1 @@
-"""Megatron's own training program: its arguments, its loop, and the directories of its runs."""
+"""The integration with Megatron's training program: its arguments, loop, and run directories."""

@@ -1,8 +1,8 @@
 """Megatron's command line: `--ckpt-format datastates` and the `--datastates-*` options.
 
-Twenty places of Megatron compare `args.ckpt_format` with "torch_dist", so that is what is stored there;
-`args.ckpt_backend` says "datastates" beside it. Arguments are part of every checkpoint, of other formats too:
-what was not given leaves no trace in them.
+Megatron compares `args.ckpt_format` with "torch_dist" in twenty places, so that value is stored there, and
+`args.ckpt_backend` is "datastates". Arguments are part of checkpoints in every format: options that were not
+given are not stored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DIRECTORIES = ("save", "load", "pretrained_checkpoint", "non_persistent_global_
 
 
 class _FormatAction(argparse._StoreAction):
-    """Stores what Megatron expects and remembers what was asked for."""
+    """Stores the format that Megatron expects, and the requested one in `ckpt_backend`."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         vars(namespace).pop("ckpt_backend", None)  # the last one given wins
@@ -31,14 +31,16 @@ class _FormatAction(argparse._StoreAction):
         setattr(namespace, self.dest, "torch_dist" if values == FORMAT else values)
 
 
-def with_our_options(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `_add_checkpointing_args`."""
+def wrap_add_checkpointing_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `_add_checkpointing_args`: adds our format and the `--datastates-*` options."""
 
     def _add_checkpointing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         parser = original(parser)
         action = parser._option_string_actions.get("--ckpt-format")
-        if action is None:  # of a release that we do not know: leave its parser alone
-            logger.warning("megatron_datastates found no --ckpt-format among Megatron's arguments")
+        if action is None:  # an unknown release: leave its parser alone
+            logger.warning(
+                "Megatron's parser has no --ckpt-format: --ckpt-format datastates is not available"
+            )
             return parser
         action.__class__ = _FormatAction
         action.choices = [*(action.choices or ()), FORMAT]
@@ -67,14 +69,14 @@ def _type(spec: OptionSpec) -> Callable[[str], Any]:
 
 
 def is_selected(args: Any) -> bool:
-    """Whether these arguments ask for our format."""
+    """Returns whether these arguments select our format."""
     return getattr(args, "ckpt_backend", None) == FORMAT
 
 
 def adopt(args: Any) -> bool:
-    """Whether these arguments ask for our format, also where our parser has not seen them (a YAML file).
+    """Returns whether these arguments select our format, even if our parser has not seen them (YAML).
 
-    What Megatron expects is then put in its place.
+    If they do, stores the values that the parser would have stored.
     """
     if getattr(args, "ckpt_format", None) == FORMAT:
         args.ckpt_backend, args.ckpt_format = FORMAT, "torch_dist"
@@ -82,31 +84,31 @@ def adopt(args: Any) -> bool:
 
 
 def options_of(args: Any) -> Options:
-    """The options given, then the environment, then defaults. Raises OptionError."""
+    """Returns the options: as given, else from the environment, else defaults. Raises OptionError."""
     given = {name: getattr(args, f"datastates_{name}", None) for name in Options.specs()}
     options = Options.from_environment({name: value for name, value in given.items() if value is not None})
     if getattr(args, "perform_rl_step", False):
-        # Reinforcement learning moves weights between training and inference, behind no hook of ours.
+        # Reinforcement learning moves weights between training and inference without a fence.
         options = dataclasses.replace(options, lazy=False)
     return options
 
 
 def is_converting(args: Any) -> bool:
-    """Whether Megatron converts a checkpoint: that save stays its own, as it ends without finalizing any."""
+    """Returns whether Megatron converts a checkpoint: we leave that save to it, as it finalizes none."""
     return getattr(args, "ckpt_convert_format", None) is not None
 
 
 def refuse_object_stores(args: Any) -> None:
-    """Raises OptionError: a directory that our saves concern is in an object store."""
+    """Raises OptionError if a directory of a save or load is in an object store."""
     for name in _DIRECTORIES:
         path = getattr(args, name, None)
         if path is not None and str(path).startswith("msc://"):
             flag = "--" + name.replace("_", "-")
-            raise OptionError(f"--ckpt-format datastates works with file systems only: {flag} is {path}")
+            raise OptionError(f"--ckpt-format datastates needs a file system path, found {flag} {path}")
 
 
-def without_worker(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """Validates as Megatron does, which drops --async-save where no worker process is asked for."""
+def validate_without_worker(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
+    """Calls Megatron's validation, which would drop --async-save if no worker process were requested."""
     if not hasattr(args, "use_persistent_ckpt_worker"):
         return original(args, *rest, **kwargs)
     args.use_persistent_ckpt_worker = True
@@ -117,9 +119,9 @@ def without_worker(original: Callable[..., Any], args: Any, *rest: Any, **kwargs
 
 
 def settle(args: Any) -> None:
-    """Sets what our saves need of other arguments."""
+    """Sets other arguments as our saves need them."""
     if getattr(args, "async_strategy", None) == "nvrx" and not _nvrx_is_usable():
-        args.async_strategy = "mcore"  # only whose queue polls us
+        args.async_strategy = "mcore"  # we only need its queue
     if not getattr(args, "ckpt_assume_constant_structure", True):
         args.ckpt_assume_constant_structure = True
         if getattr(args, "rank", 0) == 0:
@@ -127,7 +129,7 @@ def settle(args: Any) -> None:
 
 
 def _nvrx_is_usable() -> bool:
-    """Whether nvidia-resiliency-ext is there, in a version that this Megatron works with."""
+    """Returns whether nvidia-resiliency-ext is installed, in a version that this Megatron supports."""
     from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
 
     try:

@@ -1,4 +1,4 @@
-"""Megatron's training loop once `--ckpt-format datastates` was given."""
+"""Saves in Megatron's training loop with `--ckpt-format datastates`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from megatron_datastates.mcore.training.arguments import (
     options_of,
     refuse_object_stores,
     settle,
-    without_worker,
+    validate_without_worker,
 )
 from megatron_datastates.pipeline.held import holding
 
 logger = logging.getLogger(__name__)
 _LOOP = "megatron.training.training"
-_options: Options | None = None  # those of the last call of enable_saving
+_options: Options | None = None  # of the last call of enable_saving
 _loops = 0  # calls of Megatron's `train` that have not returned
 
 
 def enable_saving(options: Options) -> None:
-    """Makes saves in Megatron's training loop ours. Idempotent: arguments may be parsed twice.
+    """Makes Megatron's training loop save in our format. Idempotent: arguments may be parsed twice.
 
     Raises:
-        HookPointError: this release of Megatron lacks what we attach to.
+        HookPointError: this release of Megatron lacks a hook point.
     """
     from megatron_datastates.pipeline.saver import saver_for
 
@@ -41,19 +41,19 @@ def enable_saving(options: Options) -> None:
     saver.warm_up()
     saver.reporter.listeners[:] = [_write_scalars]
     attach_training()
-    loop = sys.modules.get(_LOOP)  # a program that has not imported it, runs a loop of its own
+    loop = sys.modules.get(_LOOP)  # a program that has not imported it runs its own loop
     if loop is not None:
         replace(loop, "train", wrap_train)
     _options = options
 
 
 def is_training() -> bool:
-    """Whether Megatron's own loop runs, in which parameters change in optimizer steps only."""
+    """Returns whether Megatron's own loop is running, where parameters change only in optimizer steps."""
     return _loops > 0
 
 
 def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `train`, Megatron's own loop."""
+    """Wraps `train`, Megatron's own loop."""
 
     def train(*args: Any, **kwargs: Any) -> Any:
         global _loops
@@ -66,8 +66,8 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
     return train
 
 
-def our_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For what makes the save strategy in `megatron.training.checkpointing`."""
+def wrap_save_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the function or class that `megatron.training.checkpointing` calls for a save strategy."""
     from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
     from megatron_datastates.mcore.training import retention
 
@@ -75,7 +75,7 @@ def our_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `validate_args`."""
+    """Wraps `validate_args`."""
 
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         if getattr(args, "dist_ckpt_format_deprecated", None) == FORMAT:
@@ -83,7 +83,7 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         if not adopt(args) or is_converting(args):
             return original(args, *rest, **kwargs)
         refuse_object_stores(args)
-        result = without_worker(original, args, *rest, **kwargs)
+        result = validate_without_worker(original, args, *rest, **kwargs)
         settle(args)
         options = options_of(args)
         if getattr(args, "save", None):
@@ -94,9 +94,9 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `save_checkpoint`, in any format: what is asked for as datastates is never saved as something else.
+    """Wraps `save_checkpoint`, in any format: a save that should be ours never uses another format.
 
-    All of it holds the trainer; the failure of a save may be only a warning.
+    The trainer is held for the whole call. A failed save raises, or is logged with `on_failure` "warn".
     """
 
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
@@ -105,26 +105,26 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
         from megatron_datastates.mcore.training import retention  # which imports the native module
 
-        assert _options is not None, "_saves_are_ours has seen to it"
+        assert _options is not None, "_saves_are_ours has called enable_saving"
         with holding("save_checkpoint"), retention.saving(iteration):
             try:
                 return original(iteration, *args, **kwargs)
-            except SaveFailedError as error:  # on every rank alike, so every rank goes on alike
+            except SaveFailedError as error:  # on every rank, so all continue together
                 if _options.on_failure == "raise":
                     raise
-                logger.warning("%s Training goes on (--datastates-on-failure warn).", error)
+                logger.warning("%s Training continues (--datastates-on-failure warn).", error)
                 return None
 
     return save_checkpoint
 
 
 def _saves_are_ours() -> bool:
-    """Whether the arguments ask for our format; makes saves ours where that was not done in this process.
+    """Returns whether the arguments select our format; calls enable_saving if this process has not.
 
     Arguments may have been parsed and validated in another process (Ray's driver) or come from a file.
 
     Raises:
-        OptionError, HookPointError: they ask for it, and it cannot be had.
+        OptionError, HookPointError: they select our format, and it is not available.
     """
     from megatron.training.global_vars import get_args
 
@@ -138,7 +138,7 @@ def _saves_are_ours() -> bool:
 
 
 def _write_scalars(report: dict[str, Any]) -> None:
-    """To TensorBoard and W&B, with this rank's times; Megatron gives writers to the last rank alone."""
+    """Writes this rank's times to TensorBoard and W&B. Megatron has writers on the last rank only."""
     if report["state"] != "published" or report["iteration"] is None:
         return
     from megatron.training.global_vars import get_args, get_tensorboard_writer, get_wandb_writer
@@ -149,5 +149,5 @@ def _write_scalars(report: dict[str, Any]) -> None:
     if tensorboard is not None:
         for name, value in scalars.items():
             tensorboard.add_scalar(name, value, report["iteration"])
-    if wandb is not None:  # it drops what belongs to an earlier step than the last
+    if wandb is not None:  # W&B drops values for steps before its last one
         wandb.log(scalars, max(report["iteration"], getattr(get_args(), "curr_iteration", 0)))

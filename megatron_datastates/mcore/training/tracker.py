@@ -1,7 +1,7 @@
-"""Megatron's tracker file (latest_checkpointed_iteration.txt) when a crash has truncated it.
+"""Recovery from a damaged tracker file (Megatron's latest_checkpointed_iteration.txt).
 
-Megatron opens it with 'w'. A kill in that moment leaves it empty, and stock Megatron then exits with
-code 0, untrained. We fall back, loudly, to the newest published checkpoint beside it.
+Megatron opens it with mode 'w'. A kill at that moment leaves it empty, and unmodified Megatron then exits
+with code 0, untrained. We fall back to the newest complete checkpoint in its directory, with a warning.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from megatron_datastates.pipeline.runs import find_iterations, is_published, tra
 logger = logging.getLogger(__name__)
 
 
-def with_fallback(original: Callable[..., Any]) -> Callable[..., Any]:
-    """For `read_metadata`. Every rank reads the same files, so all fall back alike."""
+def wrap_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `read_metadata`. Every rank reads the same files, so all fall back to the same checkpoint."""
 
     def read_metadata(tracker_filename: str, *args: Any, **kwargs: Any) -> Any:
         iteration = _fallback(Path(tracker_filename))
         if iteration is None:
             return original(tracker_filename, *args, **kwargs)
-        # The original also agrees with the other ranks; it is given what the tracker should have said.
+        # The original also communicates with the other ranks, so it is called with a corrected tracker.
         with tempfile.TemporaryDirectory() as directory:
-            stand_in = Path(directory) / tracker_filename.rsplit("/", 1)[-1]
-            stand_in.write_text(str(iteration))
-            return original(str(stand_in), *args, **kwargs)
+            corrected = Path(directory) / tracker_filename.rsplit("/", 1)[-1]
+            corrected.write_text(str(iteration))
+            return original(str(corrected), *args, **kwargs)
 
     return read_metadata
 
 
 def mend(tracker: Path) -> None:
-    """Gives a damaged tracker its meaning back, before Megatron's retention stumbles over it.
+    """Repairs a damaged tracker, on which Megatron's retention would fail. Never raises.
 
-    It then names the newest published checkpoint, which retention may delete once there is a newer one; with
-    no such checkpoint it is removed, as if this were the first save. Never raises.
+    The tracker then names the newest complete checkpoint, which retention may delete once a newer one
+    exists. If no checkpoint was published in our format, the tracker is deleted, as before the first save.
     """
     try:
         if _is_damaged(tracker):
@@ -46,11 +46,11 @@ def mend(tracker: Path) -> None:
             if iteration is None:
                 tracker.unlink()
             else:
-                stand_in = tracker.with_name(tracker.name + ".mended")
-                stand_in.write_text(str(iteration))
-                stand_in.replace(tracker)
+                corrected = tracker.with_name(tracker.name + ".mended")
+                corrected.write_text(str(iteration))
+                corrected.replace(tracker)
     except OSError as error:
-        logger.warning("%s is damaged and was not mended: %s", tracker, error)
+        logger.warning("%s is damaged and could not be repaired: %s", tracker, error)
 
 
 def _is_damaged(tracker: Path) -> bool:
@@ -60,7 +60,7 @@ def _is_damaged(tracker: Path) -> bool:
 
 
 def _text(tracker: Path) -> str:
-    """What it says; nothing where it cannot be read."""
+    """Returns the tracker's text; empty if it cannot be read."""
     try:
         return read_regular(tracker, TRACKER_BYTES).decode(errors="replace")
     except OSError:
@@ -68,9 +68,9 @@ def _text(tracker: Path) -> str:
 
 
 def _fallback(tracker: Path) -> int | None:
-    """The newest complete iteration, if the tracker says nothing and any of them was saved in our format.
+    """Returns the newest complete iteration, if the tracker is damaged and any was saved in our format.
 
-    It may be in another format: what is loaded is decided by what lies in its directory.
+    The iteration itself may be in another format: loads detect the format of its directory.
     """
     if not _is_damaged(tracker):
         return None
@@ -79,7 +79,8 @@ def _fallback(tracker: Path) -> int | None:
         return None
     iteration = max(found)
     logger.warning(
-        "%s is damaged: it says %r. Falling back to the newest complete checkpoint, iteration %d (%s).",
+        "%s is damaged: expected an iteration, found %r. "
+        "Falling back to the newest complete checkpoint, iteration %d (%s).",
         tracker, _text(tracker), iteration, found[iteration],
     )  # fmt: skip
     return iteration
