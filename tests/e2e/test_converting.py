@@ -1,4 +1,4 @@
-"""`datastates convert` between runs of Megatron's own loop: they go on bit for bit from either format."""
+"""`datastates convert` between runs of Megatron's own loop, which resume bit for bit from either format."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ RUNS = {
 
 @pytest.mark.conformance
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_goes_on_from_what_was_converted_and_from_what_was_converted_back(
+def test_run_resumes_exactly_from_a_converted_checkpoint_and_from_one_converted_back(
     name: str, pretraining: Pretraining, tmp_path: Path
 ) -> None:
     stock = Checkpoints(tmp_path / "stock")
@@ -42,7 +42,9 @@ def test_a_run_goes_on_from_what_was_converted_and_from_what_was_converted_back(
 
 
 @pytest.mark.conformance
-def test_a_run_goes_on_from_files_that_were_dealt_out_anew(pretraining: Pretraining, tmp_path: Path) -> None:
+def test_run_resumes_exactly_from_a_conversion_to_another_number_of_files(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
     ours = Checkpoints(tmp_path / "ours")
     saved = pretraining.run(*RUNS["tp2"], "--ckpt-format", "datastates", "--save", ours.root)
     for ckpt_format, ranks in (("datastates", 1), ("datastates", 5), ("torch_dist", 3)):

@@ -20,9 +20,9 @@ from saving_rank import (
     full_tensor,
     join,
     make_directory,
+    report,
     save,
     state,
-    tell,
     wait_for,
 )
 
@@ -37,7 +37,7 @@ def save_and_load(directory: str, mode: str, wrapped: bool, folder: str) -> None
     strategy = DataStatesSaveStrategy()
     save(Path(directory), state(3), FullyParallelSaveStrategyWrapper(strategy) if wrapped else strategy, mode)
     assert_loads(Path(directory), 3)
-    tell(folder, files=sorted(os.listdir(directory)))
+    report(folder, files=sorted(os.listdir(directory)))
 
 
 def load(directory: str, value: int, shards: int, folder: str) -> None:
@@ -45,7 +45,7 @@ def load(directory: str, value: int, shards: int, folder: str) -> None:
     assert_loads(Path(directory), value, shards=shards)
     plain = dist_checkpointing.load_plain_tensors(directory)
     assert torch.equal(plain["weight"], full_tensor(value, shards))
-    tell(folder)
+    report(folder)
 
 
 def mutate_at_once(directory: str, folder: str) -> None:
@@ -63,7 +63,7 @@ def mutate_at_once(directory: str, folder: str) -> None:
     queue.schedule_async_request(request)
     queue.maybe_finalize_async_calls(blocking=True)
     assert_loads(Path(directory), 5)
-    tell(folder)
+    report(folder)
 
 
 def step_behind_slow_copy(directory: str, folder: str) -> None:
@@ -95,7 +95,7 @@ def step_behind_slow_copy(directory: str, folder: str) -> None:
     queue.maybe_finalize_async_calls(blocking=True)
     assert_loads(Path(directory), 5)
     assert not torch.equal(parameter, state(5)["weight"].data), "the step has changed the parameter"
-    tell(
+    report(
         folder,
         copied_at_return=copied_at_return,
         written_at_step=written_at_step,
@@ -135,7 +135,7 @@ def saves_between_steps(root: str, folder: str) -> None:
     for name in ("first", "second"):
         assert_loads(Path(root, name), 5)
     assert torch.equal(parameter.data, value - 2)
-    tell(folder, under_way=under_way, fences=[job.fence_seconds for job in jobs])
+    report(folder, under_way=under_way, fences=[job.fence_seconds for job in jobs])
 
 
 def torn_without_fence(directory: str, tripwire: bool, folder: str) -> None:
@@ -150,7 +150,7 @@ def torn_without_fence(directory: str, tripwire: bool, folder: str) -> None:
     source.fill_(-7)
     error = failure_of(request.execute_sync)
     torn = error is None and bool((dist_checkpointing.load(state(-1), directory)["weight"] == -7).any())
-    tell(folder, error=error, torn=torn, published=Path(directory, "datastates.manifest").exists())
+    report(folder, error=error, torn=torn, published=Path(directory, "datastates.manifest").exists())
 
 
 class StepWithoutHook(FP32Optimizer):
@@ -188,7 +188,7 @@ def step_without_fence(directory: str, skip: bool, outlast_copy: bool, folder: s
     error = failure_of(request.execute_sync)
     if error is None:
         assert_loads(Path(directory), 5)
-    tell(folder, error=error, published=Path(directory, "datastates.manifest").exists())
+    report(folder, error=error, published=Path(directory, "datastates.manifest").exists())
 
 
 def two_saves_at_once(directories: list[str], folder: str) -> None:
@@ -206,7 +206,7 @@ def two_saves_at_once(directories: list[str], folder: str) -> None:
     queue.close()
     for value, directory in enumerate(directories):
         assert_loads(Path(directory), value)
-    tell(folder, waiting=waiting)
+    report(folder, waiting=waiting)
 
 
 def sync_save_between_polls(root: str, folder: str) -> None:
@@ -226,7 +226,7 @@ def sync_save_between_polls(root: str, folder: str) -> None:
     request.execute_sync()
     assert_loads(Path(root, "first"), 1)
     assert_loads(Path(root, "second"), 2)
-    tell(folder)
+    report(folder)
 
 
 def fresh_bytes(root: str, folder: str) -> None:
@@ -244,7 +244,7 @@ def fresh_bytes(root: str, folder: str) -> None:
     for value in range(4):
         assert_loads(Path(root, str(value)), value)
     layouts = len(saver_for(strategy.options).run.plans)
-    tell(folder, layouts=layouts, addresses=len(addresses))
+    report(folder, layouts=layouts, addresses=len(addresses))
 
 
 def count_collectives(root: str, folder: str) -> None:
@@ -257,7 +257,7 @@ def count_collectives(root: str, folder: str) -> None:
         before = dict(calls)
         save(Path(root, str(value)), state(value), strategy, "sync")
         per_save.append({kind: calls[kind] - before.get(kind, 0) for kind in calls})
-    tell(folder, per_save=per_save, groups=len(dist.distributed_c10d._world.pg_map) - groups_before)
+    report(folder, per_save=per_save, groups=len(dist.distributed_c10d._world.pg_map) - groups_before)
 
 
 def starting_makes_no_collective(root: str, folder: str) -> None:
@@ -274,7 +274,7 @@ def starting_makes_no_collective(root: str, folder: str) -> None:
     )
     started.touch()
     request.execute_sync()
-    tell(folder, threads=[t.name for t in threading.enumerate() if not t.daemon])
+    report(folder, threads=[t.name for t in threading.enumerate() if not t.daemon])
 
 
 def abandoned_at_exit(directory: str, folder: str) -> None:
@@ -283,7 +283,7 @@ def abandoned_at_exit(directory: str, folder: str) -> None:
     make_directory(Path(directory))
     strategy = DataStatesSaveStrategy(options=Options(write_limit=300_000))
     dist_checkpointing.save(state(1), directory, strategy, async_sharded_save=True)
-    tell(folder)
+    report(folder)
 
 
 def fork_in_mid_save(directory: str, folder: str) -> None:
@@ -301,7 +301,7 @@ def fork_in_mid_save(directory: str, folder: str) -> None:
     _, status = os.waitpid(child, 0)
     request.execute_sync()
     assert_loads(Path(directory), 9)
-    tell(folder, child=os.waitstatus_to_exitcode(status))
+    report(folder, child=os.waitstatus_to_exitcode(status))
 
 
 def _exists(descriptor: str) -> bool:
@@ -337,7 +337,7 @@ def enable_twice(root: str, folder: str) -> None:
     )
     job = request.async_fn.publication.save
     request.execute_sync()
-    tell(folder, lazy=lazy, stock=stock, error=error, own_lazy=job.lazy_bytes, own_eager=job.eager_bytes)
+    report(folder, lazy=lazy, stock=stock, error=error, own_lazy=job.lazy_bytes, own_eager=job.eager_bytes)
 
 
 def dtensors_have_stepped(root: str, folder: str) -> None:
@@ -355,4 +355,4 @@ def dtensors_have_stepped(root: str, folder: str) -> None:
     known = fences.stepped_storages()
     save(Path(root, "after"), state(3), TrainingSaveStrategy(), "sync")
     assert_loads(Path(root, "after"), 3)
-    tell(folder, known=local.untyped_storage().data_ptr() in known)
+    report(folder, known=local.untyped_storage().data_ptr() in known)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from late_device import LateDevice
-from saving_rank import join, tell
+from saving_rank import join, report
 
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.pipeline import agreement
@@ -76,7 +76,7 @@ def collectives_alone(folder: str) -> None:
     found = arriving.result()
     assert found == ([bytes([each + 1]) * size for each, size in enumerate(sizes)] if rank == 0 else [])
     assert device.made == [64, 64 * ranks if rank == 0 else 0], "rounds share their memory"
-    tell(folder)
+    report(folder)
 
 
 def saves(root: str, transport: str, folder: str) -> None:
@@ -95,7 +95,7 @@ def saves(root: str, transport: str, folder: str) -> None:
         made.append(len(device.made) if device is not None else 0)
     index = len(publication.save.plan.layout.index) if publication.save.plan is not None else 0
     saver.close()
-    tell(folder, counts=counts, polls=polls, made=made, index=index)
+    report(folder, counts=counts, polls=polls, made=made, index=index)
 
 
 def two_saves_at_once(root: str, transport: str, overtake: bool, folder: str) -> None:
@@ -119,7 +119,7 @@ def two_saves_at_once(root: str, transport: str, overtake: bool, folder: str) ->
         assert_stored(Path(root, str(value)), value)
     calls = saver.run.collectives.calls
     saver.close()
-    tell(folder, gathers=calls["gather"], layouts=calls["gather layouts"])
+    report(folder, gathers=calls["gather"], layouts=calls["gather layouts"])
 
 
 def fail_while_writing(root: str, transport: str, failing_rank: int, folder: str) -> None:
@@ -129,7 +129,7 @@ def fail_while_writing(root: str, transport: str, failing_rank: int, folder: str
     polls = poll_to_end(publication)
     calls = dict(saver.run.collectives.calls)
     saver.close()
-    tell(folder, error=publication.error, left=listed(root), polls=polls, calls=calls)
+    report(folder, error=publication.error, left=listed(root), polls=polls, calls=calls)
 
 
 def options_with(faults: str, rank: int) -> Options:
@@ -171,7 +171,7 @@ def fail_as_records_go_out(root: str, transport: str, failing_rank: int, later: 
         assert_stored(Path(root, "bad"), 1)
     began = publication._publisher is not None
     saver.close()
-    tell(folder, error=publication.error, left=listed(root), began=began)
+    report(folder, error=publication.error, left=listed(root), began=began)
 
 
 def end_while_indexes_are_under_way(root: str, folder: str) -> None:
@@ -190,4 +190,4 @@ def end_while_indexes_are_under_way(root: str, folder: str) -> None:
         publication.poll()
     began = time.monotonic()
     saver.close()
-    tell(folder, seconds=time.monotonic() - began, left=listed(root), failure=publication.save.failure)
+    report(folder, seconds=time.monotonic() - began, left=listed(root), failure=publication.save.failure)

@@ -26,7 +26,7 @@ from megatron.core.optimizer.optimizer import (
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
-from saving_rank import MCORE_QUEUE, failure_of, join, make_directory, save, tell
+from saving_rank import MCORE_QUEUE, failure_of, join, make_directory, report, save
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
@@ -271,7 +271,7 @@ def changed_behind_slow_copy(directory: str, change: str, fenced: bool, folder: 
             sharded([torch.nn.Parameter(torch.zeros_like(param.detach())) for param in params]), str(place)
         )
         same = all(bool((found == VALUE).all()) for found in loaded.values())
-    tell(
+    report(
         folder,
         lazy=at_return == 0,
         fence=fence,

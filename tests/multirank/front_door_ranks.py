@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import torch
-from saving_rank import join, tell
+from saving_rank import join, report
 
 import megatron_datastates as ds
 from megatron_datastates.errors import SaveFailedError
@@ -28,7 +28,7 @@ def save(root: str, value: int, folder: str) -> None:
     while not handle.done():
         time.sleep(0.001)
     assert handle.report is not None
-    tell(folder, state=handle.report["state"], ranks=handle.report["ranks"])
+    report(folder, state=handle.report["state"], ranks=handle.report["ranks"])
 
 
 def load(root: str, value: int, folder: str) -> None:
@@ -38,7 +38,7 @@ def load(root: str, value: int, folder: str) -> None:
     found = ds.load(Path(root, "ck"), into={"weight": blank, "step": None})
     assert torch.equal(blank.tensor, part(rank, ranks, value).tensor)
     assert found["step"] == value
-    tell(folder)
+    report(folder)
 
 
 def save_what_fails(root: str, how: str, folder: str) -> None:
@@ -52,4 +52,4 @@ def save_what_fails(root: str, how: str, folder: str) -> None:
     try:
         ds.save(states[how], Path(root, "ck"))
     except SaveFailedError as error:
-        tell(folder, error=str(error))
+        report(folder, error=str(error))

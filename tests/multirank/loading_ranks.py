@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from model_ranks import FORMATS, leaves, strategies
-from saving_rank import failure_of, join, make_directory, tell
+from saving_rank import failure_of, join, make_directory, report
 
 ROWS, COLUMNS = 12, 36  # of every global tensor: 1, 2 and 3 ranks can cut them along either axis
 DTYPES = (
@@ -79,7 +79,7 @@ def save_everything(root: str, folder: str) -> None:
         state["rng"] = ShardedObject("rng", [1, 2], (1,), (0,), replica_id=rank)
         state["iteration"] = 7
         dist_checkpointing.save(state, str(Path(root, name)), strategies(name, parallel=False)[0])
-    tell(folder)
+    report(folder)
 
 
 def load_some_keys(root: str, folder: str) -> None:
@@ -97,7 +97,7 @@ def load_some_keys(root: str, folder: str) -> None:
     assert_columns(nested["model"]["layers"][0], whole(torch.bfloat16))
     assert_columns(nested["model"]["layers"][1], whole(torch.int64))
     assert nested["rng"] == [1, 2]
-    tell(folder)
+    report(folder)
 
 
 def load_plain(root: str, folder: str) -> None:
@@ -106,7 +106,7 @@ def load_plain(root: str, folder: str) -> None:
     assert dict(leaves(ours, "")) == dict(leaves(stock, ""))
     wanted = {str(dtype): whole(dtype) for dtype in DTYPES} | {"iteration": 7}
     assert dict(leaves(ours, "")) == dict(leaves(wanted, ""))
-    tell(folder)
+    report(folder)
 
 
 def load_other_shapes(root: str, folder: str) -> None:
@@ -118,7 +118,7 @@ def load_other_shapes(root: str, folder: str) -> None:
         wanted = torch.zeros((rows, COLUMNS), dtype=torch.int32)
         wanted[:ROWS] = whole(torch.int32)[:rows]
         assert_columns(found["w"], wanted)
-    tell(folder)
+    report(folder)
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
@@ -145,4 +145,4 @@ def load_other_dtypes(root: str, folder: str) -> None:
             told = failure_of(functools.partial(dist_checkpointing.load, request(), str(Path(root, "ours"))))
             assert told is not None and f"is {str(stored)[6:]} in this checkpoint" in told, told
             refused.append(f"{stored} to {wanted}")
-    tell(folder, converted=converted, refused=refused)
+    report(folder, converted=converted, refused=refused)

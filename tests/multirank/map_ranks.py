@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from model_ranks import FORMATS, Layout, Training, build, random_values, save_both, step, strategies
-from saving_rank import join, make_directory, tell
+from saving_rank import join, make_directory, report
 
 from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.pipeline.load import Checkpoint
@@ -45,7 +45,7 @@ def compare(root: str, layouts: list[Layout], with_stock: bool, folder: str) -> 
         if with_stock:
             compare_with_stock(training, found, place + "-stock")
         told.append(sorted(found))
-    tell(folder, keys=told)
+    report(folder, keys=told)
 
 
 def hide(root: str, layout: Layout, folder: str) -> None:
@@ -61,7 +61,7 @@ def hide(root: str, layout: Layout, folder: str) -> None:
     asked = training.sharded(is_loading=True)
     _, missing, unexpected = dist_checkpointing.load(asked, ours, strict=StrictHandling.RETURN_ALL)
     assert not missing and not unexpected, (missing, unexpected)
-    tell(folder, maps=[key for key in objects if is_optimizer_map(key)])
+    report(folder, maps=[key for key in objects if is_optimizer_map(key)])
 
 
 def saved_state(training: Training, directory: str) -> dict[str, StateTensor]:

@@ -34,7 +34,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from saving_rank import join, make_directory, tell
+from saving_rank import join, make_directory, report
 
 from megatron_datastates.mcore import DataStatesSaveStrategy
 
@@ -263,7 +263,7 @@ def reshard(root: str, pairs: list[tuple[Layout, list[Layout]]], optimizer: str 
         told.append(
             [sorted(load_both(place, other, optimizer, parallel=number % 2 == 1)) for other in others]
         )
-    tell(folder, loaded=told)
+    report(folder, loaded=told)
 
 
 def save_several(root: str, layouts: list[Layout], optimizer: str | None, folder: str) -> None:
@@ -271,7 +271,7 @@ def save_several(root: str, layouts: list[Layout], optimizer: str | None, folder
     join()
     for number, layout in enumerate(layouts):
         save_both(str(Path(root, str(number))), layout, optimizer)
-    tell(folder)
+    report(folder)
 
 
 def load_several(root: str, layouts: list[Layout], optimizer: str | None, folder: str) -> None:
@@ -280,4 +280,4 @@ def load_several(root: str, layouts: list[Layout], optimizer: str | None, folder
     told = [
         sorted(load_both(place, layout, optimizer)) for place, layout in zip(places, layouts, strict=True)
     ]
-    tell(folder, loaded=told)
+    report(folder, loaded=told)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject
 from model_ranks import Layout, build, leaves, random_values, step
-from saving_rank import MCORE_QUEUE, failure_of, join, make_directory, save, tell
+from saving_rank import MCORE_QUEUE, failure_of, join, make_directory, report, save
 
 from megatron_datastates.config import Options
 from megatron_datastates.mcore import DataStatesSaveStrategy
@@ -85,7 +85,7 @@ def mutate_everything(root: str, layout: Layout, sharding: str, promise_all: boo
         different = sorted(key for key in before.keys() | behind.keys() if before.get(key) != behind.get(key))
         checkpoint = Checkpoint.open(Path(root, "behind"))
         zeros = [bool((checkpoint.read_tensor(key, at, shape) == 0).all()) for key, at, shape in padded]
-    tell(
+    report(
         folder,
         under_way=under_way,
         fence=job.fence_seconds,

@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies import torch as megatron
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import sharded_state_dict_default
 from model_ranks import FORMATS, leaves, strategies
-from saving_rank import join, make_directory, tell
+from saving_rank import join, make_directory, report
 from torch.utils._pytree import tree_map_only
 
 from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
@@ -120,7 +120,7 @@ def save_quantized(root: str, folder: str) -> None:
         dist.barrier()
         strategy = strategies(name, parallel=False)[0] if name == "stock" else TrainingSaveStrategy()
         dist_checkpointing.save(weights(1, lambda tensor: tensor), str(Path(root, name)), strategy)
-    tell(folder)
+    report(folder)
 
 
 TARGETS: dict[str, Callable[[Quantized], torch.Tensor]] = {
@@ -151,7 +151,7 @@ def load_quantized(root: str, folder: str) -> None:
         assert not found["ours"].items() & blank.items(), f"{target}: nothing was loaded"
     ours, stock = (dist_checkpointing.load_plain_tensors(str(Path(root, name))) for name in FORMATS)
     assert dict(leaves(ours, "")) == dict(leaves(stock, ""))
-    tell(folder, dtypes=sorted({str(value.dtype) for value in ours.values()}))
+    report(folder, dtypes=sorted({str(value.dtype) for value in ours.values()}))
 
 
 def subclass_keeps_its_dtype(root: str, folder: str) -> None:
@@ -168,7 +168,7 @@ def subclass_keeps_its_dtype(root: str, folder: str) -> None:
         dist.barrier()
         dist_checkpointing.save(state(3), str(Path(root, name)), strategies(name, parallel=False)[0])
         stored[name] = dict(leaves(dist_checkpointing.load_plain_tensors(str(Path(root, name))), ""))
-    tell(folder, **stored)
+    report(folder, **stored)
 
 
 class Layer(torch.nn.Module):
@@ -230,4 +230,4 @@ def extra_states(root: str, folder: str) -> None:
     wanted = [Layer(form, 7 + rank).get_extra_state() for form in FORMS[:3]]
     expected = dict(leaves(wanted, "extra"))
     assert expected.items() <= found["ours"].items()
-    tell(folder, objects=[key for key in found["ours"] if "_extra_state" in key])
+    report(folder, objects=[key for key in found["ours"] if "_extra_state" in key])

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-from saving_rank import join, save, tell
+from saving_rank import join, report, save
 
 from megatron_datastates.mcore import DataStatesSaveStrategy
 from megatron_datastates.mcore.load.opening import open_checkpoint
@@ -65,7 +65,7 @@ def save_replicas(directory: str, tp: int, folder: str) -> None:
     place = Place(tp)
     strategy = FullyParallelSaveStrategyWrapper(DataStatesSaveStrategy(), place.dp_group)
     save(Path(directory), state(place, 1), strategy, "sync")
-    tell(folder)
+    report(folder)
 
 
 def count_reads(directory: str, tp: int, how: str, folder: str) -> None:
@@ -78,7 +78,7 @@ def count_reads(directory: str, tp: int, how: str, folder: str) -> None:
     loaded = dist_checkpointing.load(state(place, -1), directory, strategy)
     assert loaded["iteration"] == 1 and loaded["layers.1.extra"] == {"layer": 1}
     checkpoint = open_checkpoint(directory)
-    tell(
+    report(
         folder,
         read=checkpoint.bytes_read,
         stored=sum(entry.footer_offset for entry in checkpoint.manifest.files),

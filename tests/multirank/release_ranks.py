@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from saving_rank import join, make_directory, save, tell
+from saving_rank import join, make_directory, report, save
 
 from megatron_datastates.mcore import DataStatesSaveStrategy
 
@@ -34,7 +34,7 @@ def values() -> torch.Tensor:
 def write(directory: str, folder: str) -> None:
     join()
     save(Path(directory), state(values()), DataStatesSaveStrategy(), "sync")
-    tell(folder)
+    report(folder)
 
 
 def write_stock(directory: str, folder: str) -> None:
@@ -42,7 +42,7 @@ def write_stock(directory: str, folder: str) -> None:
     join()
     make_directory(Path(directory))
     dist_checkpointing.save(state(values()), directory)
-    tell(folder)
+    report(folder)
 
 
 def read(directory: str, folder: str) -> None:
@@ -58,4 +58,4 @@ def read(directory: str, folder: str) -> None:
     assert (common["iteration"], common["names"]) == (7, ["a", "b"])
     assert {key for key, item in plain.items() if isinstance(item, torch.Tensor)} == {"weight"}, plain
     assert torch.equal(plain["weight"], values())
-    tell(folder, missing=sorted(missing), unexpected=sorted(unexpected))
+    report(folder, missing=sorted(missing), unexpected=sorted(unexpected))

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from saving_rank import MCORE_QUEUE, assert_loads, join, make_directory, save, state, tell, wait_for
+from saving_rank import MCORE_QUEUE, assert_loads, join, make_directory, report, save, state, wait_for
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
@@ -47,7 +47,7 @@ def abort_and_begin_anew(root: str, folder: str) -> None:
     save(later, state(3), DataStatesSaveStrategy(options=SLOW), "async")
     assert_loads(later, 3)
     assert_loads(whole, 1)
-    tell(
+    report(
         folder,
         left=left,
         torn=sorted(os.listdir(torn)),

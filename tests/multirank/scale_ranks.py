@@ -6,7 +6,7 @@ from typing import Any
 
 import model_ranks
 from megatron.core.distributed import DistributedDataParallelConfig
-from saving_rank import join, tell
+from saving_rank import join, report
 
 
 def save_in_buckets(root: str, layouts: list[dict[str, Any]], bucket_elements: int, folder: str) -> None:
@@ -17,4 +17,4 @@ def save_in_buckets(root: str, layouts: list[dict[str, Any]], bucket_elements: i
     )
     for number, layout in enumerate(layouts):
         model_ranks.save_both(str(Path(root, str(number))), layout, "dp_reshardable", parallel=True)
-    tell(folder)
+    report(folder)

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.conformance
 def test_saved_state_loads_and_our_strategy_wrote_it(
     world: World, tmp_path: Path, mode: str, wrapped: bool
 ) -> None:
-    told = world.run("api_ranks:save_and_load", tmp_path / "ck", mode, wrapped)
-    files = told[0]["files"]
+    reports = world.run("api_ranks:save_and_load", tmp_path / "ck", mode, wrapped)
+    files = reports[0]["files"]
     assert '"datastates"' in (tmp_path / "ck" / "metadata.json").read_text()
     assert "datastates.manifest" in files and sum(name.startswith("data-") for name in files) == 2
     assert not any(name.endswith(".distcp") for name in files)
@@ -40,33 +40,33 @@ def test_step_waits_for_the_copy_and_not_for_the_write(world: World, tmp_path: P
 
 
 def test_broken_promise_is_caught_and_nothing_is_published(world: World, tmp_path: Path) -> None:
-    told = world.run("api_ranks:torn_without_fence", tmp_path / "ck", True)
-    assert len({rank["error"] for rank in told}) == 1
-    assert "tensor 'weight' changed too early" in told[0]["error"]
-    assert not told[0]["published"]
+    reports = world.run("api_ranks:torn_without_fence", tmp_path / "ck", True)
+    assert len({rank["error"] for rank in reports}) == 1
+    assert "tensor 'weight' changed too early" in reports[0]["error"]
+    assert not reports[0]["published"]
 
 
 def test_broken_promise_tears_the_copy_so_the_fence_is_what_prevents_it(world: World, tmp_path: Path) -> None:
-    told = world.run("api_ranks:torn_without_fence", tmp_path / "ck", False)
-    assert [(rank["error"], rank["torn"]) for rank in told] == [(None, True)] * 2
+    reports = world.run("api_ranks:torn_without_fence", tmp_path / "ck", False)
+    assert [(rank["error"], rank["torn"]) for rank in reports] == [(None, True)] * 2
 
 
 @pytest.mark.parametrize("outlast_copy", [False, True], ids=["short step", "step that outlasts the copy"])
 def test_step_that_fired_no_fence_fails_the_save(world: World, tmp_path: Path, outlast_copy: bool) -> None:
-    told = world.run("api_ranks:step_without_fence", tmp_path / "ck", False, outlast_copy)
-    assert len({rank["error"] for rank in told}) == 1
-    assert "stepped without its inner optimizer's fence" in told[0]["error"]
-    assert not told[0]["published"]
+    reports = world.run("api_ranks:step_without_fence", tmp_path / "ck", False, outlast_copy)
+    assert len({rank["error"] for rank in reports}) == 1
+    assert "stepped without its inner optimizer's fence" in reports[0]["error"]
+    assert not reports[0]["published"]
 
 
 def test_end_of_a_skipped_step_is_a_fence(world: World, tmp_path: Path) -> None:
-    told = world.run("api_ranks:step_without_fence", tmp_path / "ck", True, False)
-    assert [(rank["error"], rank["published"]) for rank in told] == [(None, True)] * 2
+    reports = world.run("api_ranks:step_without_fence", tmp_path / "ck", True, False)
+    assert [(rank["error"], rank["published"]) for rank in reports] == [(None, True)] * 2
 
 
 def test_second_save_starts_before_the_first_is_published(world: World, tmp_path: Path) -> None:
-    told = world.run("api_ranks:two_saves_at_once", [str(tmp_path / "a"), str(tmp_path / "b")])
-    assert [rank["waiting"] for rank in told] == [2, 2]
+    reports = world.run("api_ranks:two_saves_at_once", [str(tmp_path / "a"), str(tmp_path / "b")])
+    assert [rank["waiting"] for rank in reports] == [2, 2]
 
 
 def test_step_waits_for_every_save_that_began_since_the_last(world: World, tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_first_save_broadcasts_once_and_later_ones_gather_one_record(world: Worl
 
 
 def test_starting_a_save_waits_for_no_other_rank(world: World, tmp_path: Path) -> None:
-    told = world.run("api_ranks:starting_makes_no_collective", tmp_path)
-    assert told[0]["threads"] == ["MainThread"]
+    reports = world.run("api_ranks:starting_makes_no_collective", tmp_path)
+    assert reports[0]["threads"] == ["MainThread"]
 
 
 def test_program_that_ends_in_mid_save_publishes_nothing_and_does_not_hang(

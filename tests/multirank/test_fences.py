@@ -42,6 +42,6 @@ def test_change_waits_for_the_copy(world: World, tmp_path: Path, change: str) ->
 
 @pytest.mark.parametrize("change", [change for change in CHANGES if not change.startswith("buffer")])
 def test_without_fences_the_save_fails_on_all_ranks(world: World, tmp_path: Path, change: str) -> None:
-    told = world.run("fence_ranks:changed_behind_slow_copy", tmp_path, change, False)
-    assert len({rank["error"] for rank in told}) == 1
-    assert told[0]["error"] is not None and not told[0]["published"], told
+    reports = world.run("fence_ranks:changed_behind_slow_copy", tmp_path, change, False)
+    assert len({rank["error"] for rank in reports}) == 1
+    assert reports[0]["error"] is not None and not reports[0]["published"], reports

@@ -30,6 +30,6 @@ def test_larger_and_smaller_shapes_are_loaded_where_that_is_allowed(world: World
 
 
 def test_other_dtypes_are_loaded_unless_numbers_would_change_their_kind(world: World, saved: Path) -> None:
-    told = world.run("loading_ranks:load_other_dtypes", saved)[0]
-    assert {"torch.float32 to torch.bfloat16", "torch.bfloat16 to torch.float32"} <= set(told["converted"])
-    assert {"torch.float32 to torch.int32", "torch.complex64 to torch.float32"} <= set(told["refused"])
+    reports = world.run("loading_ranks:load_other_dtypes", saved)[0]
+    assert {"torch.float32 to torch.bfloat16", "torch.bfloat16 to torch.float32"} <= set(reports["converted"])
+    assert {"torch.float32 to torch.int32", "torch.complex64 to torch.float32"} <= set(reports["refused"])

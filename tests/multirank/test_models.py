@@ -17,8 +17,8 @@ GROUPED: Layout = {"num_query_groups": 2}
 
 def reshard(world: World, folder: Path, *pairs: tuple[Layout, list[Layout]]) -> list[list[list[str]]]:
     """By pair and layout, the names that rank 0 loaded."""
-    told = world.run("model_ranks:reshard", folder, pairs, None, timeout_seconds=120)
-    loaded: list[list[list[str]]] = told[0]["loaded"]
+    reports = world.run("model_ranks:reshard", folder, pairs, None, timeout_seconds=120)
+    loaded: list[list[list[str]]] = reports[0]["loaded"]
     return loaded
 
 

@@ -23,10 +23,10 @@ MIDDLE = SHARD - 10_000  # in the second chunk, and between the samples of the s
 def test_early_write_on_one_rank_fails_the_save_on_all(
     world: World, tmp_path: Path, begin: int, size: int, options: dict[str, bool]
 ) -> None:
-    told = world.run("tripwire_ranks:write_early", tmp_path, begin, size, options)
-    assert len({rank["error"] for rank in told}) == 1
-    assert "rank 1" in told[0]["error"] and "'weight' changed too early" in told[0]["error"]
-    assert not any(rank["published"] for rank in told)
+    reports = world.run("tripwire_ranks:write_early", tmp_path, begin, size, options)
+    assert len({rank["error"] for rank in reports}) == 1
+    assert "rank 1" in reports[0]["error"] and "'weight' changed too early" in reports[0]["error"]
+    assert not any(rank["published"] for rank in reports)
     assert not list((tmp_path / "ck").glob("data-*"))
 
 
@@ -37,8 +37,8 @@ def test_what_finds_it_is_the_tripwire(
     world: World, tmp_path: Path, begin: int, options: dict[str, bool]
 ) -> None:
     """That the test above can fail; and no more than the samples is looked at by default."""
-    told = world.run("tripwire_ranks:write_early", tmp_path, begin, 1, options)
-    assert [(rank["error"], rank["published"]) for rank in told] == [(None, True)] * 2
+    reports = world.run("tripwire_ranks:write_early", tmp_path, begin, 1, options)
+    assert [(rank["error"], rank["published"]) for rank in reports] == [(None, True)] * 2
 
 
 @pytest.mark.parametrize("paranoid", [False, True])

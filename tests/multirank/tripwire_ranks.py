@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from megatron.core import dist_checkpointing
-from saving_rank import assert_loads, failure_of, join, make_directory, save, state, tell
+from saving_rank import assert_loads, failure_of, join, make_directory, report, save, state
 
 from megatron_datastates.config import Options
 from megatron_datastates.format.values import MANIFEST_NAME
@@ -33,7 +33,7 @@ def write_early(root: str, begin: int, size: int, options: dict[str, bool], fold
     published = (directory / MANIFEST_NAME).exists()
     save(Path(root, "next"), state(6), strategy, "async")
     assert_loads(Path(root, "next"), 6)
-    tell(folder, error=error, published=published)
+    report(folder, error=error, published=published)
 
 
 def save_untouched(directory: str, options: dict[str, bool], folder: str) -> None:
@@ -52,4 +52,4 @@ def save_untouched(directory: str, options: dict[str, bool], folder: str) -> Non
         ctypes.memset(weight.data_ptr(), 0xFF, weight.nbytes)
         request.execute_sync()
         assert_loads(Path(directory, str(value)), value)
-    tell(folder)
+    report(folder)
