@@ -49,7 +49,7 @@ def load(directory: str, value: int, shards: int, folder: str) -> None:
 
 
 def mutate_at_once(directory: str, folder: str) -> None:
-    """Without a promise, everything may be changed as soon as the save returns."""
+    """Changes a tensor as soon as the save returns, without the promise not to."""
     join()
     make_directory(Path(directory))
     options = Options(copy_limit=20_000_000)
@@ -66,8 +66,8 @@ def mutate_at_once(directory: str, folder: str) -> None:
     report(folder)
 
 
-def step_behind_slow_copy(directory: str, folder: str) -> None:
-    """A promised tensor is copied behind the trainer; its optimizer's step waits for the copy alone."""
+def step_during_slow_copy(directory: str, folder: str) -> None:
+    """Steps while a promised tensor is being copied: the step waits for the copy, not for the write."""
     join()
     make_directory(Path(directory))
     # The copy takes about 0.6 s, the write about 3 s.
@@ -106,7 +106,7 @@ def step_behind_slow_copy(directory: str, folder: str) -> None:
 
 
 def saves_between_steps(root: str, folder: str) -> None:
-    """A step before any save; then two lazy saves under way at once, an evaluation, and the next steps."""
+    """Steps before any save, then starts two lazy saves, evaluates, and steps again."""
     join()
     # Each copy takes about 0.6 s; the second save shares the first one's threads and slots.
     strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options(copy_limit=2_000_000))
@@ -139,7 +139,7 @@ def saves_between_steps(root: str, folder: str) -> None:
 
 
 def torn_without_fence(directory: str, tripwire: bool, folder: str) -> None:
-    """A promise that is broken, and no fence: without the tripwire, new bytes get into the checkpoint."""
+    """Breaks the promise without a fence: without the tripwire, new bytes get into the checkpoint."""
     join()
     make_directory(Path(directory))
     sharded = state(5)
@@ -154,7 +154,7 @@ def torn_without_fence(directory: str, tripwire: bool, folder: str) -> None:
 
 
 class StepWithoutHook(FP32Optimizer):
-    """One of Megatron's optimizers around something that is no torch optimizer: it fires no hook."""
+    """One of Megatron's optimizers without an inner torch optimizer: its step fires no hook."""
 
     def __init__(self, tensor: torch.Tensor, skip: bool, linger: Callable[[], None]) -> None:
         self.tensor, self.skip, self.linger = tensor, skip, linger
@@ -192,7 +192,7 @@ def step_without_fence(directory: str, skip: bool, outlast_copy: bool, folder: s
 
 
 def two_saves_at_once(directories: list[str], folder: str) -> None:
-    """A second save is started before the first is published; both become whole."""
+    """Starts a second save before the first is published; both become whole."""
     join()
     options = Options(write_limit=2_000_000, staging_memory=8 << 20)
     queue = AsyncCallsQueue()
@@ -210,7 +210,7 @@ def two_saves_at_once(directories: list[str], folder: str) -> None:
 
 
 def sync_save_between_polls(root: str, folder: str) -> None:
-    """A save of the same, new layout is published while an earlier one is being polled."""
+    """Publishes a save while an earlier one of the same, new layout is being polled."""
     join()
     strategy = DataStatesSaveStrategy()
     make_directory(Path(root, "first"))
@@ -230,12 +230,12 @@ def sync_save_between_polls(root: str, folder: str) -> None:
 
 
 def fresh_bytes(root: str, folder: str) -> None:
-    """Saves with one layout: tensors moved, freed and reallocated in between."""
+    """Saves several times with one layout, moving, freeing and reallocating tensors in between."""
     join()
     strategy = DataStatesSaveStrategy(assume_immutable=True)
     addresses = set()
     for value in range(4):
-        spoiled = torch.full((6 * 50_000,), -3.0)  # takes the memory that the last state had
+        spoiled = torch.full((6 * 50_000,), -3.0)  # takes the memory of the previous state
         sharded = state(value)
         addresses.add(sharded["weight"].data.data_ptr())
         save(Path(root, str(value)), sharded, strategy, "async" if value % 2 else "sync")
@@ -261,7 +261,7 @@ def count_collectives(root: str, folder: str) -> None:
 
 
 def starting_makes_no_collective(root: str, folder: str) -> None:
-    """After the run's first save, a rank starts a save while its peer is not there at all."""
+    """Starts a save on one rank, after the run's first, while its peer makes no call."""
     rank, _ = join()
     strategy = DataStatesSaveStrategy()
     save(Path(root, "first"), state(0), strategy, "sync")
@@ -278,7 +278,7 @@ def starting_makes_no_collective(root: str, folder: str) -> None:
 
 
 def abandoned_at_exit(directory: str, folder: str) -> None:
-    """The program ends while a save is under way: no hang, nothing published."""
+    """Ends the program while a save is in flight."""
     join()
     make_directory(Path(directory))
     strategy = DataStatesSaveStrategy(options=Options(write_limit=300_000))
@@ -296,7 +296,7 @@ def fork_in_mid_save(directory: str, folder: str) -> None:
         held = [
             str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in os.listdir("/proc/self/fd") if _exists(fd)
         ]
-        strategy.fence()  # a copy of the parent's save: nothing to wait for
+        strategy.fence()  # the save is the parent's: nothing to wait for
         os._exit(any(name.startswith(directory) for name in held))
     _, status = os.waitpid(child, 0)
     request.execute_sync()
@@ -309,7 +309,7 @@ def _exists(descriptor: str) -> bool:
 
 
 def enable_twice(root: str, folder: str) -> None:
-    """The name in Megatron's module, and where it was bound before, make our strategy."""
+    """Enables twice; the name in Megatron's module, and where it was imported before, makes our strategy."""
     import megatron.core.dist_checkpointing.serialization as holder
     import megatron.core.dist_checkpointing.strategies.torch as home
 
@@ -328,7 +328,7 @@ def enable_twice(root: str, folder: str) -> None:
         error = type(failure).__name__
     name = "TorchDistSaveShardedStrategy"
     stock = [vars(module).get(name, home.TorchDistSaveShardedStrategy).__name__ for module in (home, holder)]
-    # An object of one's own keeps its promise and its options: everything may change when save returns.
+    # A strategy object keeps its own options: here, everything may change when save returns.
     sharded, own = state(7), DataStatesSaveStrategy(options=Options(copy_threads=1))
     sharded["weight"].data = torch.nn.Parameter(sharded["weight"].data)
     make_directory(Path(root, "own"))
@@ -341,7 +341,7 @@ def enable_twice(root: str, folder: str) -> None:
 
 
 def dtensors_have_stepped(root: str, folder: str) -> None:
-    """FSDP2's parameters are wrappers without memory of their own."""
+    """Steps parameters like FSDP2's, which are wrappers without memory of their own."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

@@ -32,7 +32,7 @@ def save(root: str, value: int, folder: str) -> None:
 
 
 def load(root: str, value: int, folder: str) -> None:
-    """On any number of ranks, which do not communicate."""
+    """Loads on any number of ranks, which do not communicate."""
     rank, ranks = join()
     blank = part(rank, ranks, -1)
     found = ds.load(Path(root, "ck"), into={"weight": blank, "step": None})
@@ -42,7 +42,7 @@ def load(root: str, value: int, folder: str) -> None:
 
 
 def save_what_fails(root: str, how: str, folder: str) -> None:
-    """One rank's state makes no sense, or both ranks save the same tensor whole."""
+    """Saves an invalid state on one rank, or the same whole tensor on both."""
     rank, _ = join()
     states = {
         "replicas": {"weight": torch.ones(3)},

@@ -21,7 +21,7 @@ LAYERS, ROWS, COLUMNS, WIDTH = 2, 4096, 4096, 4096
 
 
 class Place:
-    """This rank's, among tensor-parallel ranks that are neighbours, as Megatron orders them."""
+    """This rank's tensor-parallel and data-parallel rank, in Megatron's order (tensor-parallel innermost)."""
 
     def __init__(self, tp: int) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -36,7 +36,7 @@ def filled(value: float, *shape: int) -> torch.Tensor:
 
 
 def state(place: Place, value: int) -> dict[str, Any]:
-    """64 MiB of weights split over TP, 64 MiB of optimizer split over both, norms and objects."""
+    """Returns 64 MiB of weights split over TP, 64 MiB of moments split over both, norms and objects."""
     sharded: dict[str, Any] = {"iteration": value}
     rank, ranks = place.tp * place.dp_size + place.dp, place.tp_size * place.dp_size
     for layer in range(LAYERS):
@@ -69,7 +69,7 @@ def save_replicas(directory: str, tp: int, folder: str) -> None:
 
 
 def count_reads(directory: str, tp: int, how: str, folder: str) -> None:
-    """Bytes that this rank read from data files, and those that all of them hold."""
+    """Reports the bytes that this rank read from data files, and the bytes that these hold."""
     join()
     place = Place(tp)
     strategy: Any = TorchDistLoadShardedStrategy()

@@ -16,7 +16,7 @@ ROWS, COLUMNS = 8, 16
 
 
 def state(weight: torch.Tensor) -> dict[str, Any]:
-    """This rank's part of a small state, with `weight` as the global tensor."""
+    """Returns this rank's part of a small state, with `weight` as the global tensor."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = weight.chunk(ranks)[rank].clone()
     return {
@@ -38,7 +38,7 @@ def write(directory: str, folder: str) -> None:
 
 
 def write_stock(directory: str, folder: str) -> None:
-    """The same, saved by Megatron as torch_dist."""
+    """Saves the same state by Megatron as torch_dist."""
     join()
     make_directory(Path(directory))
     dist_checkpointing.save(state(values()), directory)
@@ -46,7 +46,7 @@ def write_stock(directory: str, folder: str) -> None:
 
 
 def read(directory: str, folder: str) -> None:
-    """All that a program asks of a checkpoint: its state, strictly; its common state; plain tensors."""
+    """Loads the state, strictly, the common state, and plain tensors."""
     rank, ranks = join()
     blank = state(torch.zeros(ROWS, COLUMNS))
     found, missing, unexpected = dist_checkpointing.load(blank, directory, strict=StrictHandling.RETURN_ALL)

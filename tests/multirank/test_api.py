@@ -33,8 +33,8 @@ def test_without_a_promise_tensors_may_change_when_save_returns(world: World, tm
 
 
 def test_step_waits_for_the_copy_and_not_for_the_write(world: World, tmp_path: Path) -> None:
-    for rank in world.run("api_ranks:step_behind_slow_copy", tmp_path / "ck"):
-        assert not rank["copied_at_return"], "save has to return before the bytes are copied"
+    for rank in world.run("api_ranks:step_during_slow_copy", tmp_path / "ck"):
+        assert not rank["copied_at_return"], "the save must return before the bytes are copied"
         assert rank["copied_at_step"] and not rank["written_at_step"], rank
         assert rank["fence"] > 0
 
@@ -46,7 +46,7 @@ def test_broken_promise_is_caught_and_nothing_is_published(world: World, tmp_pat
     assert not reports[0]["published"]
 
 
-def test_broken_promise_tears_the_copy_so_the_fence_is_what_prevents_it(world: World, tmp_path: Path) -> None:
+def test_broken_promise_without_tripwire_tears_the_copy(world: World, tmp_path: Path) -> None:
     reports = world.run("api_ranks:torn_without_fence", tmp_path / "ck", False)
     assert [(rank["error"], rank["torn"]) for rank in reports] == [(None, True)] * 2
 
@@ -59,7 +59,7 @@ def test_step_that_fired_no_fence_fails_the_save(world: World, tmp_path: Path, o
     assert not reports[0]["published"]
 
 
-def test_end_of_a_skipped_step_is_a_fence(world: World, tmp_path: Path) -> None:
+def test_skipped_step_waits_for_the_copy(world: World, tmp_path: Path) -> None:
     reports = world.run("api_ranks:step_without_fence", tmp_path / "ck", True, False)
     assert [(rank["error"], rank["published"]) for rank in reports] == [(None, True)] * 2
 
@@ -69,13 +69,13 @@ def test_second_save_starts_before_the_first_is_published(world: World, tmp_path
     assert [rank["waiting"] for rank in reports] == [2, 2]
 
 
-def test_step_waits_for_every_save_that_began_since_the_last(world: World, tmp_path: Path) -> None:
+def test_step_waits_for_every_save_since_the_last_step(world: World, tmp_path: Path) -> None:
     for rank in world.run("api_ranks:saves_between_steps", tmp_path):
         assert rank["under_way"] == [True, True]
         assert sum(rank["fences"]) > 0
 
 
-def test_parameters_that_are_wrappers_are_known_by_the_memory_that_they_wrap(
+def test_step_of_wrapped_parameters_is_recorded_for_the_memory_they_wrap(
     world: World, tmp_path: Path
 ) -> None:
     assert all(rank["known"] for rank in world.run("api_ranks:dtensors_have_stepped", tmp_path))
@@ -87,7 +87,7 @@ def test_saves_of_one_new_layout_may_overlap(world: World, tmp_path: Path) -> No
 
 def test_cached_layout_saves_current_bytes(world: World, tmp_path: Path) -> None:
     for rank in world.run("api_ranks:fresh_bytes", tmp_path):
-        assert rank["layouts"] == 1, "the layout has to be reused for this to show anything"
+        assert rank["layouts"] == 1, "the layout must be reused, or this test shows nothing"
 
 
 def test_first_save_broadcasts_once_and_later_ones_gather_one_record(world: World, tmp_path: Path) -> None:

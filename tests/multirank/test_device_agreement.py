@@ -1,6 +1,6 @@
-"""Agreement on a device's backend, on several ranks: no poll waits for what it enqueued itself.
+"""Agreement over a device's backend, on several ranks: no poll waits for what it enqueued.
 
-The device is a stand-in (late_device.py), which also fails on whatever would synchronize it.
+The device is a stand-in (late_device.py), which also fails on anything that would synchronize it.
 """
 
 from pathlib import Path

@@ -9,7 +9,7 @@ from tests.support.world import World
 
 pytestmark = pytest.mark.conformance
 
-# Then no bucket has padding, which Megatron's fully reshardable state does not get over.
+# With these sizes no bucket has padding, with which Megatron's fully reshardable save fails.
 EVEN: Layout = {"hidden_size": 128, "ffn_hidden_size": 128}
 FC1 = "optimizer.state.exp_avg_sq.decoder.layers.mlp.linear_fc1.weight"  # of SwiGLU: two halves
 TIED: Layout = {"tied": True}
@@ -38,7 +38,7 @@ def test_state_in_padded_buckets_equals_what_the_optimizer_held(world: World, tm
     world.run("map_ranks:compare", tmp_path, layouts, False, ranks=4, timeout_seconds=200)
 
 
-def test_megatron_is_shown_no_map_and_other_formats_are_given_none(world: World, tmp_path: Path) -> None:
+def test_megatron_does_not_see_the_map_and_other_formats_store_none(world: World, tmp_path: Path) -> None:
     reports = world.run("map_ranks:hide", tmp_path, EXPERTS | EP2, ranks=4, timeout_seconds=120)
     # One of the dense parameters, and one for each expert-parallel rank.
     assert len(reports[0]["maps"]) == 3, reports[0]["maps"]

@@ -1,4 +1,4 @@
-"""What loads read from disk, all ranks together: replicas may share reads and exchange."""
+"""The bytes that all ranks together read from disk: replicas may share reads and exchange the data."""
 
 from pathlib import Path
 

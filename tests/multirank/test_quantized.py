@@ -1,7 +1,7 @@
-"""Quantized weights and extra states, as Transformer Engine makes them, are kept as torch_dist keeps them.
+"""Quantized weights and extra states, as Transformer Engine makes them, load as from torch_dist.
 
-Transformer Engine is not needed here: quantized_ranks.py stands in for it. What needs it is in
-test_transformer_engine.py.
+These tests run without Transformer Engine, with the stand-ins of quantized_ranks.py. Those that need it are
+in test_transformer_engine.py.
 """
 
 from pathlib import Path
@@ -24,6 +24,6 @@ def test_tensor_subclass_that_is_not_quantized_keeps_its_dtype(world: World, tmp
     assert reports[0]["ours"] == reports[0]["stock"]
 
 
-def test_extra_states_in_every_form_come_back_as_with_torch_dist(world: World, tmp_path: Path) -> None:
+def test_extra_states_in_every_form_load_as_with_torch_dist(world: World, tmp_path: Path) -> None:
     reports = world.run("quantized_ranks:extra_states", tmp_path)
     assert len(reports[0]["objects"]) == 5

@@ -13,7 +13,7 @@ from megatron_datastates.mcore import DataStatesSaveStrategy
 
 
 def write_early(root: str, begin: int, size: int, options: dict[str, bool], folder: str) -> None:
-    """Rank 1 writes to its promised tensor, as a fused kernel does, before it is copied."""
+    """Writes to rank 1's promised tensor, as a fused kernel does, before it is copied."""
     rank, _ = join()
     directory = Path(root, "ck")
     strategy = DataStatesSaveStrategy(
@@ -28,7 +28,7 @@ def write_early(root: str, begin: int, size: int, options: dict[str, bool], fold
     if rank == 1:
         ctypes.memset(weight.data_ptr() + begin, 0xFF, size)
     error = failure_of(request.execute_sync)
-    assert weight._version == version, "a write that moves a version counter shows nothing here"
+    assert weight._version == version, "the write must not change the version counter"
     assert torch.equal(weight, before) == (rank == 0)
     published = (directory / MANIFEST_NAME).exists()
     save(Path(root, "next"), state(6), strategy, "async")
@@ -37,7 +37,7 @@ def write_early(root: str, begin: int, size: int, options: dict[str, bool], fold
 
 
 def save_untouched(directory: str, options: dict[str, bool], folder: str) -> None:
-    """Nothing is changed too early; steps that are fenced raise no alarm."""
+    """Overwrites tensors only after a fence, which raises no alarm."""
     join()
     strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options(slot_size=1 << 20, **options))
     weight = None
