@@ -1,6 +1,6 @@
-"""What several folders share: ranks to run functions in, and leaving out what needs a CUDA device.
+"""Shared by all folders: forked ranks to run functions in, and deselecting tests that need a CUDA device.
 
-Tests marked `gpu`, which all of tests/gpu are, are left out where there is none.
+Tests marked `gpu` (all of tests/gpu) are deselected on machines without a CUDA device.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def has_cuda_device() -> bool:
-    import torch  # here, since it takes seconds and most runs have no such test to ask for
+    import torch  # imported late: it takes seconds, and most runs select no such test
 
     return torch.cuda.is_available()
 
@@ -39,5 +39,5 @@ def world_forge() -> Iterator[RankForge]:
 
 @pytest.fixture
 def world(world_forge: RankForge, tmp_path: Path) -> World:
-    """Several ranks with Megatron-Core and without its training loop."""
+    """Runs functions in ranks with Megatron-Core and without its training loop."""
     return World(world_forge, tmp_path / "runs")

@@ -20,8 +20,8 @@ Reference = Callable[..., Ending]
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """megatron-core 0.16 carries no training loop to test with. None: others may ignore it."""
-    # Not by looking for the module: laid over another release, it would be the other's.
+    """Ignores this folder with megatron-core 0.16, which has no training loop. None: no opinion."""
+    # Looking for the module instead would find that of another release that this one was installed over.
     return True if metadata.version("megatron-core") < "0.17" else None
 
 
@@ -43,7 +43,7 @@ def pretraining(forge: RankForge, tmp_path: Path) -> Pretraining:
 
 @pytest.fixture(scope="session")
 def reference(forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    """By layout and steps, a run that neither saved nor loaded anything. Each is made once."""
+    """Returns, by layout and steps, a run that neither saved nor loaded anything. Each is run once."""
     pretraining = Pretraining(forge, tmp_path_factory.mktemp("reference"))
 
     @functools.cache

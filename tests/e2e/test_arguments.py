@@ -37,9 +37,7 @@ def parse(forge: RankForge, tmp_path: Path):
         ("--datastates-fence-deadline", "-1", "a number of seconds above 0"),
     ],
 )
-def test_value_that_an_option_does_not_take_is_refused_with_the_range(
-    parse, option: str, value: str, allowed: str
-) -> None:
+def test_value_out_of_range_is_refused_with_the_range(parse, option: str, value: str, allowed: str) -> None:
     outcome = parse(option, value)
     assert outcome.exits == [2]
     assert f"argument {option}: " in outcome.log and value in outcome.log and allowed in outcome.log
@@ -51,13 +49,13 @@ def test_option_that_does_not_exist_is_refused(parse) -> None:
     assert "--datastates-slot-sizes" in outcome.log
 
 
-def test_environment_twin_is_refused_by_its_name(parse) -> None:
+def test_bad_value_in_the_environment_is_refused_with_the_variables_name(parse) -> None:
     outcome = parse(environment={"MEGATRON_DATASTATES_SLOT_SIZE": "3"})
     assert outcome.exits == [1]
     assert "MEGATRON_DATASTATES_SLOT_SIZE='3'" in outcome.log and "a multiple of 1MiB" in outcome.log
 
 
-def test_help_explains_format_and_options(forge: RankForge, tmp_path: Path) -> None:
+def test_help_lists_the_format_and_its_options(forge: RankForge, tmp_path: Path) -> None:
     shown = " ".join(forge.run("help_rank:main", ranks=1, logs=tmp_path).succeeded().log.split())
     assert "torch_dist,torch_dcp,fsdp_dtensor,datastates}" in shown
     assert "--datastates-staging-memory SIZE" in shown and "25% of the free memory" in shown

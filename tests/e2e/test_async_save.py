@@ -1,4 +1,4 @@
-"""`--async-save` alone is enough: no worker process, whichever strategy is asked for."""
+"""`--async-save` alone is enough: no worker process, whichever strategy is requested."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ STRATEGIES = {
     "default": [],
     "mcore": ["--async-strategy", "mcore"],
     "nvrx": ["--async-strategy", "nvrx"],
-    "worker asked for": ["--use-persistent-ckpt-worker", "--dist-ckpt-workers", "4"],
+    "worker requested": ["--use-persistent-ckpt-worker", "--dist-ckpt-workers", "4"],
 }
 
 
@@ -38,4 +38,4 @@ def test_structure_is_not_assumed_for_other_formats(pretraining: Pretraining, tm
     saving = ["--save", tmp_path / "ck", "--ckpt-format", "torch_dist", "--async-save"]
     settled = pretraining.run(*LAYOUTS["tp2"], *saving, "--exit-interval", "1").ranks[0].facts["arguments"]
     assert settled["ckpt_assume_constant_structure"] is False
-    assert settled["async_save"] is False, "as stock: it wants a worker"
+    assert settled["async_save"] is False, "as in Megatron alone: its async save needs a worker"

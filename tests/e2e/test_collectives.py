@@ -1,4 +1,4 @@
-"""What a save and a load cost in collective calls, in Megatron's own training loop."""
+"""The collective calls that a save and a load make in Megatron's own training loop."""
 
 import json
 from pathlib import Path
@@ -19,36 +19,38 @@ PARTS = {"save_checkpoint", "start", "polls", "finalize"}
 def test_only_the_first_save_of_a_run_makes_collective_calls_before_it_returns(
     forge: RankForge, tmp_path: Path
 ) -> None:
-    report = tmp_path / "report.jsonl"
+    report_file = tmp_path / "report.jsonl"
     arguments = [*(RECIPES / "tiny.args").read_text().split(), *LAYOUTS["tp2"], "--async-save"]
     arguments += ["--save", str(tmp_path / "ck"), "--save-interval", "3", "--train-iters", "9"]
-    arguments += ["--ckpt-format", "datastates", "--datastates-report-file", str(report)]
+    arguments += ["--ckpt-format", "datastates", "--datastates-report-file", str(report_file)]
     logs = tmp_path / "logs"
     outcome = forge.run("counting_rank:main", ranks=2, logs=logs, arguments=[arguments, str(logs)])
     outcome.succeeded()
     for rank in range(2):
-        told = json.loads((logs / f"rank{rank}.json").read_text())
-        first, second, third = (told[f"save {number}"] for number in (1, 2, 3))
+        counts = json.loads((logs / f"rank{rank}.json").read_text())
+        first, second, third = (counts[f"save {number}"] for number in (1, 2, 3))
         assert first["broadcast"] == 1, "the run's id"
         assert first["all_gather_object"] == 2, "Megatron's own checks of a new structure"
         assert second == third == WHEN_WRITING_FILES, "--ckpt-assume-constant-structure is our default"
-        # Each poll sums flags; Megatron sums once more and waits twice when it finalizes. Of ours, a
-        # publication gathers one record of fixed size, and layouts once, for the first one.
-        assert told["poll"]["all_gather_into_tensor"] == 3
-        assert told["poll"]["gather"] == 1
-        assert told["poll"].keys() <= {"all_gather_into_tensor", "gather", "all_reduce", "barrier"}
-    saves = [json.loads(line) for line in report.read_text().splitlines()]
+        # Each poll sums flags; Megatron sums once more and waits twice when it finalizes. This package
+        # gathers one record of fixed size for each publication, and the layouts for the first one only.
+        assert counts["poll"]["all_gather_into_tensor"] == 3
+        assert counts["poll"]["gather"] == 1
+        assert counts["poll"].keys() <= {"all_gather_into_tensor", "gather", "all_reduce", "barrier"}
+    saves = [json.loads(line) for line in report_file.read_text().splitlines()]
     assert [save["iteration"] for save in saves] == [3, 6, 9]
     for save in saves:
-        assert save["held_parts_ms"].keys() >= PARTS, "all that holds the trainer is told"
+        assert save["held_parts_ms"].keys() >= PARTS, "all that holds the trainer is reported"
         outermost = ("save_checkpoint", "until_poll", "polls", "fence", "finalize")
-        assert save["held_parts_ms"].keys() >= {*outermost} - {"fence"}, "copies may be over before the step"
+        assert save["held_parts_ms"].keys() >= {*outermost} - {"fence"}, (
+            "copies may have ended before the step"
+        )
         parts = [save["held_parts_ms"].get(part, 0.0) for part in outermost]
         assert save["held_ms"] == pytest.approx(sum(parts), abs=0.1)
 
 
 def counts_of_load(forge: RankForge, folder: Path, *how: str) -> dict[str, int]:
-    """Rank 0's, in load_checkpoint of a run that resumes what another one saved."""
+    """Returns rank 0's counts in load_checkpoint of a run that resumes from a checkpoint of another."""
     arguments = [*(RECIPES / "tiny.args").read_text().split(), *LAYOUTS["dp2"], *how]
     arguments += ["--save", str(folder / "ck"), "--load", str(folder / "ck"), "--save-interval", "2"]
     for name, exit_at in (("save", "2"), ("load", "3")):
@@ -60,10 +62,10 @@ def counts_of_load(forge: RankForge, folder: Path, *how: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("options", [[], ["--ckpt-fully-parallel-load"]], ids=["plain", "parallel"])
-def test_load_costs_two_sums_more_than_torch_dist_s(
+def test_load_makes_two_sums_more_than_with_torch_dist(
     options: list[str], forge: RankForge, tmp_path: Path
 ) -> None:
-    """One when arguments and common state were read, one when everything was."""
+    """One after reading arguments and common state, one after reading everything."""
     stock = counts_of_load(forge, tmp_path / "stock", "--ckpt-format", "torch_dist", *options)
     ours = counts_of_load(forge, tmp_path / "ours", "--ckpt-format", "datastates", *options)
     sums = stock.get("all_reduce", 0) + 2

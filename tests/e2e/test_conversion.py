@@ -1,4 +1,4 @@
-"""Megatron's own conversion, which loads, saves and exits: from our format into Megatron's."""
+"""Megatron's own conversion (--ckpt-convert-format), from our format into Megatron's."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def test_conversion_writes_the_other_format_and_nothing_of_ours(
 ) -> None:
     source, before = saved
     convert = ["--ckpt-convert-format", target, "--ckpt-convert-save", tmp_path, "--load", source]
-    # As of its own: the legacy format takes no distributed optimizer of another one.
+    # As from torch_dist: the legacy format cannot take over the distributed optimizer of another format.
     how = ["--no-load-optim", "--no-save-optim"] if target == "torch" else []
     saving = ["--save", tmp_path / "unused", *given]
 
@@ -45,14 +45,14 @@ def test_conversion_writes_the_other_format_and_nothing_of_ours(
 
 
 def models(ending: Ending) -> list[dict[str, str]]:
-    """The parameters that each rank began with."""
+    """Returns the parameters that each rank began with."""
     return [
         {name: value for name, value in rank.begun.items() if name.startswith("model")}
         for rank in ending.ranks
     ]
 
 
-def test_conversion_into_our_format_is_left_to_our_own_tool(
+def test_conversion_into_our_format_is_refused(
     saved: tuple[Path, Ending], pretraining: Pretraining, tmp_path: Path
 ) -> None:
     convert = ["--ckpt-convert-format", "datastates", "--ckpt-convert-save", str(tmp_path)]

@@ -1,4 +1,4 @@
-"""`datastates convert` between runs of Megatron's own loop: they continue bit for bit from either format."""
+"""`datastates convert` between runs of Megatron's own loop, which resume bit for bit from either format."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ RUNS = {
 
 @pytest.mark.conformance
 @pytest.mark.parametrize("name", RUNS)
-def test_a_run_continues_from_a_conversion_there_and_back(
+def test_run_resumes_exactly_from_a_converted_checkpoint_and_from_one_converted_back(
     name: str, pretraining: Pretraining, tmp_path: Path
 ) -> None:
     stock = Checkpoints(tmp_path / "stock")
@@ -44,7 +44,7 @@ def test_a_run_continues_from_a_conversion_there_and_back(
 
 
 @pytest.mark.conformance
-def test_a_run_continues_after_fragments_were_redistributed_over_files(
+def test_run_resumes_exactly_from_a_conversion_to_another_number_of_files(
     pretraining: Pretraining, tmp_path: Path
 ) -> None:
     ours = Checkpoints(tmp_path / "ours")

@@ -1,4 +1,4 @@
-"""A killed run resumes from the newest published checkpoint, and goes on as if never killed."""
+"""A killed run resumes from the newest published checkpoint, and continues as if never killed."""
 
 import re
 import signal
@@ -11,10 +11,11 @@ from tests.support.tiny import LAYOUTS, TRACKER, Checkpoints, Pretraining
 
 SIGKILLED = [-signal.SIGKILL, -signal.SIGKILL]
 MANY_STEPS, INTERVAL = 12, 5
+STOPPED_AT_4 = ["--exit-interval", "4", "--save-interval", "2"]
 
 
 def train(steps: int, root: Path, ckpt_format: str) -> list[str]:
-    """The arguments of a run that goes on from what is in `root`, if anything is."""
+    """Returns the arguments of a run that resumes from `root` if there is a checkpoint."""
     how = [*LAYOUTS["tp2"], "--train-iters", str(steps), "--ckpt-format", ckpt_format]
     return [*how, "--save", str(root), "--load", str(root)]
 
@@ -54,27 +55,25 @@ def test_unreadable_tracker_falls_back_to_newest_published_checkpoint(
     if ckpt_format != "datastates":
         pytest.skip("stock Megatron exits with code 0, untrained")
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    stopped_at_4 = ["--exit-interval", "4", "--save-interval", "2"]
-    pretraining.run(*train(STEPS, checkpoints.root, ckpt_format), *stopped_at_4)
+    pretraining.run(*train(STEPS, checkpoints.root, ckpt_format), *STOPPED_AT_4)
     assert checkpoints.published() == [2, 4]
     (checkpoints.root / TRACKER).write_text("")
 
     resumed = pretraining.run(*train(STEPS, checkpoints.root, ckpt_format))
 
-    told = [line for line in resumed.log.splitlines() if TRACKER in line]
-    assert any(re.search(r"iter(ation)?[ _]+0*4\b", line) for line in told), resumed.log[-4000:]
+    lines = [line for line in resumed.log.splitlines() if TRACKER in line]
+    assert any(re.search(r"iter(ation)?[ _]+0*4\b", line) for line in lines), resumed.log[-4000:]
     assert resumed.resumed_from(reference("tp2")) == 4
     assert resumed.differences(reference("tp2")) == []
 
 
-def test_unpublished_checkpoint_is_not_fallen_back_to(
+def test_unreadable_tracker_does_not_fall_back_to_an_unpublished_checkpoint(
     ckpt_format: str, pretraining: Pretraining, reference: Reference, tmp_path: Path
 ) -> None:
     if ckpt_format != "datastates":
-        pytest.skip("only our format tells a published checkpoint from a torn one")
+        pytest.skip("only our format distinguishes a published checkpoint from a torn one")
     checkpoints = Checkpoints(tmp_path / "checkpoints")
-    stopped_at_4 = ["--exit-interval", "4", "--save-interval", "2"]
-    pretraining.run(*train(STEPS, checkpoints.root, ckpt_format), *stopped_at_4)
+    pretraining.run(*train(STEPS, checkpoints.root, ckpt_format), *STOPPED_AT_4)
     (checkpoints.at(4) / "datastates.manifest").unlink()
     (checkpoints.root / TRACKER).write_text("")
 

@@ -1,4 +1,4 @@
-"""What a user starts works as documented: the demo, and a stock-like entry without our code."""
+"""The documented entry points work: the demo, and a script like Megatron's that imports nothing of ours."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from tests.support.tiny import RECIPES, ROOT, Checkpoints
 
 
 def run(*command: str | Path, timeout_seconds: float) -> str:
-    """Runs a program in new processes; its output, once it has exited with 0."""
+    """Runs a program, which must exit with 0, and returns its output."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=ROOT,
@@ -46,7 +46,7 @@ def test_demo_ends_with_ok(ckpt_format: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--ckpt-format", "torch"], ["--no-such-option"]])
-def test_demo_refuses_what_it_does_not_know(arguments: list[str]) -> None:
+def test_demo_refuses_unknown_formats_and_options(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, RECIPES / "demo.py", *arguments], capture_output=True, text=True)
     assert done.returncode == 2
     assert arguments[-1] in done.stderr

@@ -14,8 +14,8 @@ WRITERS = {"parallel_save": [], "plain_save": ["--no-ckpt-fully-parallel-save"]}
 ITERATIONS = ["--train-iters", str(STEPS)]
 
 
-def saves_told(report: Path) -> list[tuple[int, str, str]]:
-    """(iteration, mode, state) of each save in a report file."""
+def saves_reported(report: Path) -> list[tuple[int, str, str]]:
+    """Returns (iteration, mode, state) of each save in a report file."""
     events = [json.loads(line) for line in report.read_text().splitlines()]
     saves = [event for event in events if event["event"] == "save"]
     return [(save["iteration"], save["mode"], save["state"]) for save in saves]
@@ -53,7 +53,7 @@ def test_resumed_run_equals_uninterrupted_one(
     checkpoints.assert_format(3, ckpt_format)
     assert checkpoints.tracked() == STEPS
     if ckpt_format == "datastates":
-        assert saves_told(report) == [(3, mode, "published"), (STEPS, mode, "published")]
+        assert saves_reported(report) == [(3, mode, "published"), (STEPS, mode, "published")]
 
 
 @pytest.mark.conformance

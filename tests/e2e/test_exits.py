@@ -1,4 +1,4 @@
-"""Every way in which Megatron's loop ends leaves what it leaves with torch_dist, saves under way included."""
+"""However Megatron's loop ends, the same checkpoints are left as with torch_dist, async saves included."""
 
 import os
 import signal
@@ -20,14 +20,14 @@ STOCK = ["--ckpt-format", "torch_dist"]
 EXITS: dict[str, list[str]] = {
     "interval, saved there": ["--exit-interval", "4"],
     "interval, not saved there": ["--exit-interval", "3"],
-    "duration": ["--exit-duration-in-mins=-1"],  # over since before the first step
+    "duration": ["--exit-duration-in-mins=-1"],  # has passed before the first step
     "last step": ["--train-iters", "5"],
 }
 
 
 @dataclass(frozen=True)
 class Left:
-    """What a run left behind, in whatever format."""
+    """The checkpoints that a run left, in any format, and the steps that it took."""
 
     complete: list[int]
     tracked: int | None
@@ -41,7 +41,7 @@ def train(root: Path, *arguments: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def stock(forge, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Left]:
-    """What torch_dist leaves, by the way to exit."""
+    """Returns what torch_dist leaves, by the way to exit."""
     folder = tmp_path_factory.mktemp("stock")
     pretraining, known = Pretraining(forge, folder / "runs"), dict[str, Left]()
 
@@ -78,14 +78,14 @@ def test_exit_leaves_what_torch_dist_leaves(
 def test_sigterm_in_mid_save_publishes_that_save_and_the_last_one(
     mode: list[str], pretraining: Pretraining, reference: Reference, tmp_path: Path
 ) -> None:
-    """The writes of a save are slow; the signal comes when its files are there and it is not published."""
+    """Writes are slow; the signal comes after the save has created its files and before it is published."""
     checkpoints = Checkpoints(tmp_path / "ck")
     slow = ["--datastates-write-limit", "4MB"]
     arguments = train(checkpoints.root, "--ckpt-format", "datastates", "--save-interval", "4", *mode)
     running = pretraining.start(*arguments, *slow, "--exit-signal-handler", "--step-delay-ms", "100")
     running.job.wait_until(lambda: any(checkpoints.at(4).glob("data-*")), timeout_seconds=60)
     assert checkpoints.published() == []
-    os.kill(running.job.pids[1], signal.SIGTERM)  # one rank alone: Megatron tells the others
+    os.kill(running.job.pids[1], signal.SIGTERM)  # to one rank only: Megatron passes it on
 
     ending = running.finish()
 
@@ -93,7 +93,7 @@ def test_sigterm_in_mid_save_publishes_that_save_and_the_last_one(
     last = checkpoints.tracked()
     assert last is not None and last < STEPS
     assert checkpoints.published() == checkpoints.complete() == sorted({4, last})
-    assert "iteration       4 to" in ending.log  # Megatron's finalize functions of the save under way ran
+    assert "iteration       4 to" in ending.log  # the finalize functions of the interrupted save ran
     resumed = pretraining.run(*arguments)
     assert resumed.resumed_from(reference("tp2", STEPS)) == last
     assert resumed.differences(reference("tp2", STEPS)) == []

@@ -1,4 +1,4 @@
-"""What Megatron's loop has saved: compared with what it saved later, exported under its modules' names."""
+"""Checkpoints of Megatron's loop: compared with each other, and exported under the names of its modules."""
 
 import json
 import subprocess
@@ -17,13 +17,13 @@ def datastates(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def fused(name: str) -> str:
-    """As a layer of Transformer Engine names it: Megatron's local layers are saved under these names, too."""
+    """Returns Transformer Engine's name of a fused layer: Megatron saves its local layers under it, too."""
     name = name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
     return name.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
 
 
 @pytest.mark.conformance
-def test_a_trained_models_weights_are_exported_as_its_modules_name_them_and_drift_is_seen(
+def test_trained_weights_are_exported_under_module_names_and_diff_reports_drift(
     pretraining: Pretraining, tmp_path: Path
 ) -> None:
     checkpoints = Checkpoints(tmp_path / "ck")
@@ -39,5 +39,9 @@ def test_a_trained_models_weights_are_exported_as_its_modules_name_them_and_drif
     trained = {name for name in ending.ranks[0].begun if name.startswith("model")}
     assert names == {fused(name.removeprefix("model 0 module.module.")) for name in trained}
     assert compared.returncode == 1, compared.stderr
-    told = json.loads(compared.stdout)
-    assert told["first_layer"] == "decoder.layers.0" and not told["added"] and not told["removed"]
+    difference = json.loads(compared.stdout)
+    assert (
+        difference["first_layer"] == "decoder.layers.0"
+        and not difference["added"]
+        and not difference["removed"]
+    )

@@ -1,4 +1,4 @@
-"""A damaged checkpoint in the training loop: told alike on all ranks, with the exact way to go on."""
+"""A damaged checkpoint in the training loop: all ranks raise the same error, with the flags to resume."""
 
 import re
 import shutil
@@ -39,7 +39,7 @@ def flip_bit(checkpoints: Checkpoints, iteration: int, rank: int = 1) -> Path:
 
 
 def error_of(outcome: Outcome) -> str:
-    """What ended every rank."""
+    """Returns the message of the error that ended every rank."""
     assert outcome.exits == [1, 1], outcome.log[-3000:]
     ending = r"^(?:\[rank\d\]: )?(?:\w+\.)*MegatronLoadFailedError: (.*)$"
     found = [re.findall(ending, log, re.MULTILINE)[-1] for log in outcome.log.split("--- rank")[1:]]
@@ -51,16 +51,16 @@ def load(checkpoints: Checkpoints, *options: str) -> list[str]:
     return [*COMMON, "--load", str(checkpoints.root), *options]
 
 
-def test_newest_checkpoint_that_is_whole_is_named_with_the_flag_that_resumes_from_it(
+def test_newest_whole_checkpoint_is_named_with_the_flag_that_resumes_from_it(
     checkpoints: Checkpoints, pretraining: Pretraining, reference: Reference
 ) -> None:
     newest, older = flip_bit(checkpoints, 4), flip_bit(checkpoints, 3, rank=0)
 
-    told = error_of(pretraining.fail(*load(checkpoints, LOOK, "2")))
+    error = error_of(pretraining.fail(*load(checkpoints, LOOK, "2")))
 
-    assert f"rank 1: {newest}, which rank 1 wrote, is corrupt" in told
-    named = re.search(r"iter_0000002 verifies: resume with (--ckpt-step \d+)\.$", told)
-    assert named, told
+    assert f"rank 1: {newest}, which rank 1 wrote, is corrupt" in error
+    named = re.search(r"iter_0000002 verifies: resume with (--ckpt-step \d+)\.$", error)
+    assert named, error
     resumed = pretraining.run(*load(checkpoints, *named[1].split()))
     assert resumed.resumed_from(reference("tp2")) == 2
     assert resumed.differences(reference("tp2")) == []
@@ -73,8 +73,8 @@ def test_no_more_checkpoints_are_verified_than_allowed(
     flip_bit(checkpoints, 4)
     flip_bit(checkpoints, 3, rank=0)
     outcome = pretraining.fail(*load(checkpoints, LOOK, "1"))
-    told = error_of(outcome)
-    assert told.endswith(f"No older checkpoint in {checkpoints.root} verifies (iter_0000003).")
+    error = error_of(outcome)
+    assert error.endswith(f"No older checkpoint in {checkpoints.root} verifies (iter_0000003).")
     looked = re.findall(r"iter_(\d+): .* checked in", outcome.log)
     assert looked == ["0000003"], "one line, of one rank"
 
@@ -88,7 +88,9 @@ def test_error_names_the_option_that_looks_for_an_older_checkpoint(
     assert "checked in" not in outcome.log
 
 
-@pytest.mark.parametrize("last", [3, 4], ids=["a non-persistent one is damaged", "one is in between"])
+@pytest.mark.parametrize(
+    "last", [3, 4], ids=["non-persistent one is damaged", "non-persistent one is in between"]
+)
 def test_flags_that_are_named_get_past_non_persistent_checkpoints(
     last: int, pretraining: Pretraining, reference: Reference, tmp_path: Path
 ) -> None:
@@ -101,10 +103,10 @@ def test_flags_that_are_named_get_past_non_persistent_checkpoints(
     assert non_persistent.tracked() == 3
     flip_bit(non_persistent if last == 3 else checkpoints, last)
 
-    told = error_of(pretraining.fail(*load(checkpoints, LOOK, "1", *temporary)))
+    error = error_of(pretraining.fail(*load(checkpoints, LOOK, "1", *temporary)))
 
-    named = re.search(r"iter_0000002 verifies: resume with (--ckpt-step 2), without (\S+), which", told)
-    assert named and named[2] in temporary, told
+    named = re.search(r"iter_0000002 verifies: resume with (--ckpt-step 2), without (\S+), which", error)
+    assert named and named[2] in temporary, error
     resumed = pretraining.run(*load(checkpoints, *named[1].split()))
     assert resumed.resumed_from(reference("tp2")) == 2
 
@@ -114,35 +116,35 @@ DISK_ERRORS = {"plain": ["--no-load-rng"], "parallel": ["--ckpt-fully-parallel-l
 
 @pytest.mark.parametrize("how", DISK_ERRORS)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_disk_error_on_one_rank_ends_all_alike(
+def test_disk_error_on_one_rank_ends_all_with_the_same_error(
     rank: int, how: str, checkpoints: Checkpoints, pretraining: Pretraining
 ) -> None:
     environment = {f"MEGATRON_DATASTATES_FAULTS_OF_RANK_{rank}": "read:1:EIO"}
-    told = error_of(pretraining.fail(*load(checkpoints, *DISK_ERRORS[how]), environment=environment))
-    assert f"failed on 1 of 2 ranks: rank {rank}: " in told and "Input/output error" in told
+    error = error_of(pretraining.fail(*load(checkpoints, *DISK_ERRORS[how]), environment=environment))
+    assert f"failed on 1 of 2 ranks: rank {rank}: " in error and "Input/output error" in error
 
 
 @pytest.mark.parametrize("how", DISK_ERRORS)
-def test_unseen_manifest_on_all_ranks_ends_all_alike(
+def test_unseen_manifest_on_all_ranks_ends_all_with_the_same_error(
     how: str, checkpoints: Checkpoints, pretraining: Pretraining
 ) -> None:
     (checkpoints.at(4) / "datastates.manifest").unlink()
-    told = error_of(pretraining.fail(*load(checkpoints, *DISK_ERRORS[how], LOOK, "3")))
-    assert "ranks 0, 1: " in told and "unfinished datastates checkpoint" in told
-    assert told.endswith("iter_0000003 verifies: resume with --ckpt-step 3.")
+    error = error_of(pretraining.fail(*load(checkpoints, *DISK_ERRORS[how], LOOK, "3")))
+    assert "ranks 0, 1: " in error and "unfinished datastates checkpoint" in error
+    assert error.endswith("iter_0000003 verifies: resume with --ckpt-step 3.")
 
 
-def test_what_does_not_fit_is_no_damage(checkpoints: Checkpoints, pretraining: Pretraining) -> None:
+def test_mismatch_with_the_model_does_not_start_a_search_for_older_checkpoints(
+    checkpoints: Checkpoints, pretraining: Pretraining
+) -> None:
     """An older checkpoint would not fit either."""
     outcome = pretraining.fail(*load(checkpoints, "--ffn-hidden-size", "192", LOOK, "3"))
     assert outcome.exits == [1, 1]
     assert "has global shape" in outcome.log and "verifies" not in outcome.log
 
 
-def test_checksums_that_are_switched_off_are_not_checked(
-    checkpoints: Checkpoints, pretraining: Pretraining
-) -> None:
-    """By flag, in a run that does not ask for our format."""
+def test_checksums_switched_off_are_not_checked(checkpoints: Checkpoints, pretraining: Pretraining) -> None:
+    """The flag works in a run without --ckpt-format datastates, too."""
     flip_bit(checkpoints, 4)
     ending = pretraining.run(*load(checkpoints, "--datastates-checksums", "off"))
     assert ending.ranks[0].begun_at == 4

@@ -1,4 +1,4 @@
-"""A save that fails on one rank, in the training loop: told alike on all, and nothing is lost."""
+"""A save that fails on one rank in the training loop: all ranks raise the same error, and nothing is lost."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,11 @@ from tests.support.world import FILES_OF_MEGATRON
 
 MODES = {"async": ["--async-save"], "sync": []}
 SAVED_AT = {"first": 2, "second": 4, "last": 6}
-PLANS = {"first": "sync:1:EIO", "second": "sync:2:EIO", "last": "sync:3:EIO"}  # one of each data file
+PLANS = {
+    "first": "sync:1:EIO",
+    "second": "sync:2:EIO",
+    "last": "sync:3:EIO",
+}  # each save syncs its data file once
 
 
 def train(root: Path, *arguments: str) -> list[str]:
@@ -26,7 +30,7 @@ def failing(rank: int, plan: str) -> dict[str, str]:
 
 
 def errors(outcome: Outcome) -> list[str]:
-    """The exception that ended each rank."""
+    """Returns the message of the exception that ended each rank."""
     ending = r"^(?:\[rank\d\]: )?(?:\w+\.)*MegatronSaveFailedError: (.*)$"
     found = [re.findall(ending, log, re.MULTILINE) for log in ranks_of(outcome.log)]
     return [messages[-1] for messages in found if messages]
@@ -39,7 +43,7 @@ def ranks_of(log: str) -> list[str]:
 @pytest.mark.conformance
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("which", PLANS)
-def test_failure_on_one_rank_ends_all_alike(
+def test_failure_on_one_rank_ends_all_with_the_same_error(
     which: str, mode: str, pretraining: Pretraining, reference: Reference, tmp_path: Path
 ) -> None:
     checkpoints = Checkpoints(tmp_path / "ck")
@@ -48,10 +52,10 @@ def test_failure_on_one_rank_ends_all_alike(
     outcome = pretraining.fail(*arguments, environment=failing(1, PLANS[which]))
 
     assert outcome.exits == [1, 1], outcome.log[-3000:]
-    told = errors(outcome)
-    assert len(told) == 2 and len(set(told)) == 1, told
-    assert "rank 1: sync" in told[0] and "Input/output error" in told[0]
-    assert str(checkpoints.at(SAVED_AT[which])) in told[0] and "Nothing was published" in told[0]
+    found = errors(outcome)
+    assert len(found) == 2 and len(set(found)) == 1, found
+    assert "rank 1: sync" in found[0] and "Input/output error" in found[0]
+    assert str(checkpoints.at(SAVED_AT[which])) in found[0] and "Nothing was published" in found[0]
     before = [iteration for iteration in SAVED_AT.values() if iteration < SAVED_AT[which]]
     assert checkpoints.published() == checkpoints.complete() == before
     assert checkpoints.tracked() == (before[-1] if before else None)
@@ -63,7 +67,7 @@ def test_failure_on_one_rank_ends_all_alike(
         assert checkpoints.published() == [2, 4, 6]
 
 
-# Of six saves, one an iteration, all but the fourth fail, each at a stage of its own.
+# Of six saves, one per iteration, all but the fourth fail, each at another stage.
 STAGES = {
     0: "write manifest:1:ENOSPC,rename manifest:1:EIO",  # the second and the third
     1: "reserve:1:ENOSPC,open:5:EIO,sync:4:EIO",  # the first, the fifth, the sixth
@@ -72,7 +76,7 @@ STAGES = {
 
 @pytest.mark.conformance
 @pytest.mark.parametrize("mode", MODES)
-def test_failures_with_warn_cost_those_saves_alone(
+def test_failures_with_warn_cost_only_the_failed_saves(
     mode: str, pretraining: Pretraining, reference: Reference, tmp_path: Path
 ) -> None:
     checkpoints = Checkpoints(tmp_path / "ck")
@@ -81,14 +85,14 @@ def test_failures_with_warn_cost_those_saves_alone(
 
     ending = pretraining.run(*arguments, "--datastates-on-failure", "warn", environment=plans)
 
-    assert ending.differences(reference("tp2")) == [], "training went on as if nothing had been"
+    assert ending.differences(reference("tp2")) == [], "failed saves changed what was trained"
     assert checkpoints.published() == checkpoints.complete() == [4]
     assert checkpoints.tracked() == 4
     for log in ranks_of(ending.log):
-        told = [line for line in log.splitlines() if "Training continues" in line]
+        warnings = [line for line in log.splitlines() if "Training continues" in line]
         causes = ["rank 1: reserve", "rank 0: ", "rank 0: ", "rank 1: open", "rank 1: sync"]
-        assert len(told) == len(causes), told
-        for iteration, cause, line in zip((1, 2, 3, 5, 6), causes, told, strict=True):
+        assert len(warnings) == len(causes), warnings
+        for iteration, cause, line in zip((1, 2, 3, 5, 6), causes, warnings, strict=True):
             assert cause in line and str(checkpoints.at(iteration)) in line
     resumed = pretraining.run(*arguments)
     assert resumed.resumed_from(reference("tp2")) == 4

@@ -1,4 +1,4 @@
-"""In Megatron's loop the next optimizer step waits for slow copies, and none of what it changes is saved."""
+"""In Megatron's loop the next optimizer step waits for slow copies, so that no change of its is saved."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ SAVED_AT = 3
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])
-def test_steps_behind_a_slow_copy_do_not_reach_the_checkpoint(
+def test_steps_during_a_slow_copy_do_not_reach_the_checkpoint(
     layout: str, pretraining: Pretraining, reference: Reference, tmp_path: Path
 ) -> None:
     checkpoints, report = Checkpoints(tmp_path / "checkpoints"), tmp_path / "report.jsonl"
@@ -31,7 +31,9 @@ def test_steps_behind_a_slow_copy_do_not_reach_the_checkpoint(
     first = json.loads(report.read_text().splitlines()[0])
     assert first["iteration"] == SAVED_AT
     assert first["lazy_bytes"] > 100 * first["eager_bytes"], "parameters and optimizer state are lazy"
-    assert first["fence_ms"] > 0, "the copy has to be slow enough for the step to wait, or this shows nothing"
+    assert first["fence_ms"] > 0, (
+        "the copy must be slow enough for the step to wait, or this test shows nothing"
+    )
 
 
 @pytest.mark.conformance

@@ -1,4 +1,4 @@
-"""The harness sees what it is there to see: differences, failures and hangs."""
+"""The test harness detects differences, failures and hangs."""
 
 import contextlib
 import signal
@@ -35,7 +35,7 @@ def sleep():
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankForge]:
-    """A parent for ranks that know nothing of Megatron."""
+    """Forks ranks without Megatron."""
     folder = tmp_path_factory.mktemp("module")
     (folder / "targets.py").write_text(TARGETS)
     with RankForge(["torch.distributed", "targets"], [folder]) as parent:
@@ -61,7 +61,7 @@ def test_ranks_find_each_other(plain: RankForge, tmp_path: Path) -> None:
     assert outcome.log.count("sum 6") == 3
 
 
-def test_failing_rank_takes_its_peers_along(plain: RankForge, tmp_path: Path) -> None:
+def test_peers_of_a_failing_rank_are_killed(plain: RankForge, tmp_path: Path) -> None:
     outcome = plain.run("targets:fail_in_rank", ranks=2, logs=tmp_path, arguments=[1])
     assert outcome.exits == [-signal.SIGKILL, 1]
     assert "meant to fail" in outcome.log
@@ -69,7 +69,7 @@ def test_failing_rank_takes_its_peers_along(plain: RankForge, tmp_path: Path) ->
         outcome.succeeded()
 
 
-def test_hanging_ranks_are_killed_and_tell_where_they_were(plain: RankForge, tmp_path: Path) -> None:
+def test_hanging_ranks_are_killed_and_their_stacks_shown(plain: RankForge, tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match=r"targets\.py.*in sleep"):
         plain.run("targets:sleep", ranks=1, logs=tmp_path, timeout_seconds=1)
 

@@ -1,7 +1,7 @@
 """Megatron's options for loading do with our checkpoints what they do with torch_dist's.
 
-One checkpoint in each format, of the same run; each option is tried on both, and what was loaded, kept
-and logged is compared.
+The same run is saved in each format; each option is tried on both checkpoints, and what was loaded and
+logged is compared.
 """
 
 import re
@@ -24,7 +24,7 @@ Saved = Callable[..., dict[str, Checkpoints]]
 
 @pytest.fixture(scope="module")
 def saved(forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """By options of the saving run, its checkpoints in each format. Each is made once."""
+    """Returns, by options of the saving run, its checkpoints in each format. Each is made once."""
     folder = tmp_path_factory.mktemp("saved")
     pretraining = Pretraining(forge, folder / "runs")
     made: dict[tuple[str, ...], dict[str, Checkpoints]] = {}
@@ -43,7 +43,7 @@ def saved(forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 def load(pretraining: Pretraining, saved: dict[str, Checkpoints], *options: str) -> dict[str, Ending]:
-    """One step after loading what each format saved. Nothing is saved, and no format is asked for."""
+    """Loads each format's checkpoint and takes one step. Saves nothing and passes no --ckpt-format."""
     return {
         name: pretraining.run(*COMMON, "--load", checkpoints.root, *options)
         for name, checkpoints in saved.items()
@@ -56,7 +56,7 @@ def begun(ending: Ending) -> list[tuple[int, dict[str, str]]]:
 
 OPTIONS = {
     "no optimizer, no rng": (4, ["--no-load-optim", "--no-load-rng"]),
-    "weights alone, in another layout": (4, ["--no-load-optim", "--no-load-rng", *LAYOUTS["tp2"]]),
+    "weights only, in another layout": (4, ["--no-load-optim", "--no-load-rng", *LAYOUTS["tp2"]]),
     "finetune": (0, ["--finetune"]),
     "step": (2, ["--ckpt-step", "2"]),
     "parallel load": (4, ["--ckpt-fully-parallel-load"]),
@@ -76,23 +76,23 @@ def test_option_loads_what_it_loads_from_torch_dist(
 
 
 def test_arguments_of_the_checkpoint_are_used_on_request(saved: Saved, pretraining: Pretraining) -> None:
-    """The size of the model's middle layers is not given, and not the default."""
+    """The run does not pass --ffn-hidden-size, and the checkpoint's is not the default."""
     endings = load(pretraining, saved(), "--use-checkpoint-args")
     assert begun(endings["datastates"]) == begun(endings["torch_dist"])
     assert "Setting ffn_hidden_size to 192 from checkpoint" in endings["datastates"].log
 
 
 def test_what_was_not_saved_is_not_loaded(saved: Saved, pretraining: Pretraining) -> None:
-    kept_out = saved("--no-save-optim", "--no-save-rng")
-    endings = load(pretraining, kept_out, *MODEL, "--no-load-optim", "--no-load-rng")
+    without_them = saved("--no-save-optim", "--no-save-rng")
+    endings = load(pretraining, without_them, *MODEL, "--no-load-optim", "--no-load-rng")
     assert begun(endings["datastates"]) == begun(endings["torch_dist"])
-    for name, checkpoints in kept_out.items():
+    for name, checkpoints in without_them.items():
         outcome = pretraining.fail(*COMMON, *MODEL, "--load", checkpoints.root)
         assert all(outcome.exits), (name, outcome.exits)
 
 
-# Whether the run ends with an error, and which keys it is told of. Megatron's own loop does not know what
-# to do with keys that are returned to it.
+# Whether the run ends with an error, and which kinds of keys it logs. Megatron's own loop fails when the
+# load returns keys to it.
 STRICTNESS: dict[str, tuple[bool, set[str]]] = {
     "assume_ok_unexpected": (True, set()),
     "log_unexpected": (False, {"Unexpected"}),
@@ -107,7 +107,7 @@ STRICTNESS: dict[str, tuple[bool, set[str]]] = {
 
 @pytest.mark.parametrize("strictness", STRICTNESS)
 def test_strictness_is_as_with_torch_dist(strictness: str, saved: Saved, pretraining: Pretraining) -> None:
-    """The model has layer norms that the checkpoint lacks, and lacks the biases that are in it."""
+    """The model has layer norms that the checkpoint lacks, and lacks biases that the checkpoint has."""
     other_model = [*MODEL, "--qk-layernorm", "--disable-bias-linear"]
     how = [*other_model, "--no-load-optim", "--no-load-rng", "--dist-ckpt-strictness", strictness]
     seen = {}
@@ -122,7 +122,7 @@ def test_strictness_is_as_with_torch_dist(strictness: str, saved: Saved, pretrai
 
 
 def mismatches(log: str) -> list[str]:
-    """What Megatron says of keys that do not match, without times and places: sets, in any order."""
+    """Returns Megatron's log lines on keys that do not match, without times and with the keys sorted."""
     lines = [line for line in log.splitlines() if re.search(r"(Unexpected|Missing) keys", line)]
-    told = {re.sub(r"^.*?(Unexpected|Missing)", r"\1", line) for line in lines}
-    return sorted(" ".join(sorted(re.findall(r"'[^']*'|^[A-Z][a-z]+", line))) for line in told)
+    found = {re.sub(r"^.*?(Unexpected|Missing)", r"\1", line) for line in lines}
+    return sorted(" ".join(sorted(re.findall(r"'[^']*'|^[A-Z][a-z]+", line))) for line in found)

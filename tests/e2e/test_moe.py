@@ -8,7 +8,7 @@ from tests.support.tiny import Checkpoints, Ending, Pretraining
 
 EXPERTS = [
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-token-dispatcher-type", "allgather"),
-    # A buffer that training changes before the optimizer steps, behind no hook.
+    # Adds a buffer that training changes before the optimizer steps, without any hook.
     *("--moe-router-enable-expert-bias", "--moe-router-score-function", "sigmoid"),
     *("--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights"),
     *("--mtp-num-layers", "1"),
@@ -20,7 +20,7 @@ FULLY_RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 
 @pytest.fixture(scope="module")
 def uninterrupted(forge: object, tmp_path_factory: pytest.TempPathFactory) -> Ending:
-    """A run with experts on two ranks that neither saved nor loaded anything."""
+    """Runs experts on two ranks, without saving or loading."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     return Pretraining(forge, folder).run(*EXPERTS, *EP2)  # type: ignore[arg-type]
 
@@ -44,8 +44,8 @@ def test_resumed_run_with_experts_equals_uninterrupted_one(
         assert any(part in name for name in names), f"this run has no {part}"
 
 
-def test_experts_move_to_other_ranks_as_with_torch_dist(pretraining: Pretraining, tmp_path: Path) -> None:
-    # With expert parallelism Megatron has two optimizers, without it one, and loads none into the other.
+def test_experts_reshard_as_with_torch_dist(pretraining: Pretraining, tmp_path: Path) -> None:
+    # With expert parallelism Megatron has two optimizers, without it one, and cannot load one into the other.
     chain = {2: EP2, 4: [*PP2, "--no-load-optim"], 6: []}
 
     def follow(root: Path, ckpt_format: str) -> list[Ending]:

@@ -28,7 +28,7 @@ def train(root: Path, *arguments: str | Path, steps: int = STEPS) -> list[str]:
 def test_newer_non_persistent_checkpoint_is_resumed_from(
     name: str, own_directory: bool, pretraining: Pretraining, reference: Reference, tmp_path: Path
 ) -> None:
-    """Saved at 1, 2, 3 (non-persistent), 4 (persistent), 5 and 6 (non-persistent); one old one is left."""
+    """Saves 1, 2, 3 (non-persistent), 4 (persistent), 5 and 6 (non-persistent); cleanup keeps 5 and 6."""
     root = tmp_path / "ck"
     other = Checkpoints(tmp_path / "np" if own_directory else root / "non_persistent")
     where = ["--non-persistent-global-ckpt-dir", other.root] if own_directory else []
@@ -37,7 +37,7 @@ def test_newer_non_persistent_checkpoint_is_resumed_from(
 
     assert Checkpoints(root).complete() == [4] and Checkpoints(root).tracked() == 4
     assert other.tracked() == 6
-    # Those that were still under way when the next one began are left to a later cleanup.
+    # An async save that was in flight when the next one began is left to a later cleanup.
     assert other.complete()[-2:] == [5, 6] if "async" in name else other.complete() == [5, 6]
     if name != "torch_dist":
         assert Checkpoints(root).published() == [4] and other.published() == other.complete()
@@ -56,7 +56,7 @@ def test_older_non_persistent_checkpoint_is_not_resumed_from(
     assert "non-persistent checkpoints are older than persistent checkpoint" in resumed.log
 
 
-def test_local_checkpoint_shares_the_queue(pretraining: Pretraining, tmp_path: Path) -> None:
+def test_local_checkpoints_share_the_async_queue(pretraining: Pretraining, tmp_path: Path) -> None:
     pytest.importorskip("nvidia_resiliency_ext", reason="Megatron's local checkpoints are made by it")
     root, local = tmp_path / "ck", tmp_path / "local"
     every_step = ["--non-persistent-ckpt-type", "local", "--non-persistent-save-interval", "1"]
@@ -70,7 +70,7 @@ def test_local_checkpoint_shares_the_queue(pretraining: Pretraining, tmp_path: P
 
 @pytest.fixture(scope="module")
 def complete(forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of one complete checkpoint."""
+    """Saves one complete checkpoint and returns its directory."""
     folder = tmp_path_factory.mktemp("complete")
     how = ["--ckpt-format", "datastates", "--exit-interval", "1"]
     Pretraining(forge, folder / "runs").run(*train(folder / "ck", *how))
@@ -79,7 +79,7 @@ def complete(forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 @pytest.fixture
 def with_old_directories(complete: Path, tmp_path: Path) -> Checkpoints:
-    """Non-persistent ones: 8 and 90 complete, 7 and 95 not; nobody tracks any."""
+    """Makes untracked non-persistent checkpoints: 8 and 90 are complete, 7 and 95 are not."""
     old = Checkpoints(tmp_path / "ck" / "non_persistent")
     for iteration in (8, 90):
         shutil.copytree(complete, old.at(iteration))
@@ -90,13 +90,13 @@ def with_old_directories(complete: Path, tmp_path: Path) -> Checkpoints:
 
 @pytest.mark.conformance
 @pytest.mark.parametrize("mode", [["--async-save"], []], ids=["async", "sync"])
-def test_cleanup_counts_complete_ones_and_spares_what_is_tracked_or_being_written(
+def test_cleanup_counts_complete_checkpoints_and_keeps_those_tracked_or_in_flight(
     mode: list[str], with_old_directories: Checkpoints, pretraining: Pretraining, tmp_path: Path
 ) -> None:
-    """A new run beside an old one's left-overs with higher numbers; its saves are slow to be published.
+    """A new run saves, slowly, where an old run left checkpoints of later iterations.
 
-    Stock counts 95, which is not complete, as the newest, and deletes all else: the latest checkpoint
-    and saves under way included, which could not be published then.
+    Megatron takes 95, which is not complete, for the newest and deletes all others, including the latest
+    checkpoint and the files of saves in flight, which then cannot be published.
     """
     old = with_old_directories
     how = ["--ckpt-format", "datastates", *EVERY_STEP, *mode, "--datastates-write-limit", "8MB"]
@@ -105,7 +105,7 @@ def test_cleanup_counts_complete_ones_and_spares_what_is_tracked_or_being_writte
     left = sorted(int(path.name[5:]) for path in old.root.glob("iter_*"))
     assert old.tracked() == 4 and 4 in old.published()
     assert 90 in left, "the newest complete one"
-    assert 95 in left, "newer than all that is complete: it may be another process's"
+    assert 95 in left, "newer than all complete ones: another process may be writing it"
     assert 7 not in left, "left by a crash, and older"
     assert 8 not in left, "complete, and not the newest"
     assert mode or left == [3, 4, 90, 95]
@@ -130,7 +130,7 @@ def test_retention_deletes_what_it_deletes_with_torch_dist(
 def test_retention_survives_a_truncated_tracker(
     mode: list[str], pretraining: Pretraining, reference: Reference, tmp_path: Path
 ) -> None:
-    """Stock ends with an error on rank 0 alone, having saved: int('')."""
+    """Megatron, having saved, ends with an error on rank 0 only: int('')."""
     checkpoints = Checkpoints(tmp_path / "ck")
     how = ["--ckpt-format", "datastates", *mode, "--save-interval", "2"]
     pretraining.run(*train(checkpoints.root, *how, "--exit-interval", "4"))
@@ -143,11 +143,11 @@ def test_retention_survives_a_truncated_tracker(
     assert checkpoints.tracked() == STEPS
 
 
-def test_retention_never_deletes_what_the_tracker_names_or_a_save_writes(
+def test_retention_never_deletes_a_checkpoint_that_is_tracked_or_being_saved(
     pretraining: Pretraining, tmp_path: Path
 ) -> None:
-    """Going on from an earlier checkpoint, retention deletes the later one in the background (at the save of
-    3, whose tracker said 4 before), while the same iteration is saved anew."""
+    """A run that resumes from 2 finds 4 in the tracker: at the save of 3, retention would delete 4 in the
+    background, while 4 is being saved again."""
     checkpoints = Checkpoints(tmp_path / "ck")
     how = ["--ckpt-format", "datastates", "--async-save", "--save-interval", "1"]
     how += ["--exit-interval", "4"]

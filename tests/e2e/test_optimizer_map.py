@@ -1,4 +1,4 @@
-"""State saved in buckets by Megatron's training loop: listed by parameter, and no surprise to Megatron."""
+"""State saved in buckets by Megatron's loop is listed by parameter, and Megatron sees no unexpected keys."""
 
 from pathlib import Path
 
@@ -24,13 +24,13 @@ def test_run_resumes_from_a_checkpoint_whose_optimizer_state_is_listed_by_parame
     resumed = pretraining.run(*how, "--load", checkpoints.root, "--dist-ckpt-strictness", "log_all")
 
     assert resumed.resumed_from(saved) == 4
-    assert "datastates_map" not in resumed.log, "log_all names what Megatron did not expect"
-    for iteration in (2, 4):  # the map of the second was made for the first
+    assert "datastates_map" not in resumed.log, "log_all would log keys that Megatron did not expect"
+    for iteration in (2, 4):  # the second save reuses the map made for the first
         assert_listed(Checkpoint.open(checkpoints.at(iteration)))
 
 
 def assert_listed(checkpoint: Checkpoint) -> None:
-    """Every parameter's states are there, and its main copy rounds to what the model has."""
+    """Checks that all states of each parameter are listed and its main copy rounds to the weight."""
     model = {key for key in checkpoint.index.tensors if ".dp_group_idx_" not in key}
     listed = optimizer_state(checkpoint)
     assert listed.keys() == {f"optimizer.state.{state}.{key}" for state in STATES for key in model}

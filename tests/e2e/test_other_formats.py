@@ -1,6 +1,7 @@
-"""Without `--ckpt-format datastates` a run is, byte for byte, what it is without us.
+"""Without `--ckpt-format datastates` a run is, byte for byte, what it is without this package.
 
-Twin runs: in the one torch activates us as it does wherever we are installed, in the other it does not.
+Compares twin runs: in one, torch loads this package's entry point, as it does wherever it is installed; in
+the other, it does not.
 """
 
 import re
@@ -12,7 +13,7 @@ import pytest
 from tests.support.ranks import RankForge
 from tests.support.tiny import LAYOUTS, PATH, PRELOAD, TRACKER, Ending, Pretraining
 
-# What importing torch and Megatron, and loading a checkpoint of another format, may import of ours.
+# Modules of ours that a run in another format must not import.
 HEAVY = ("engine._native", "engine.native", "engine.staging", "pipeline.saver", "mcore.save.strategy")
 FORMATS = {
     "torch_dist": ["--ckpt-format", "torch_dist"],
@@ -43,7 +44,7 @@ def save_then_resume(forge: RankForge, folder: Path, root: Path, how: list[str])
 def test_run_in_another_format_is_the_same_without_us(
     name: str, forge: RankForge, without_us: RankForge, tmp_path: Path
 ) -> None:
-    """The same path in both, one after the other: the arguments are part of what is saved."""
+    """Both runs use the same path, one after the other: the arguments are part of what is saved."""
     root = tmp_path / "ck"
     how = [*FORMATS[name], *(EVERYTHING if name == "torch_dist" else [])]
     with_us = save_then_resume(forge, tmp_path / "with", root, how)
@@ -64,6 +65,6 @@ def test_run_in_another_format_is_the_same_without_us(
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    """Every file's bytes, but for the id that torch draws for each save and keeps in its metadata."""
+    """Returns every file's bytes, without the random id that torch puts into the metadata of each save."""
     files = sorted(path for path in root.rglob("*") if path.is_file())
     return {str(path.relative_to(root)): DRAWN.sub(b"(drawn)", path.read_bytes()) for path in files}

@@ -1,4 +1,4 @@
-"""One process parses the arguments, others save with them: never in another format than was asked for."""
+"""One process parses the arguments, others save with them, never in another format than requested."""
 
 import json
 import os
@@ -14,7 +14,8 @@ import pytest
 from tests.support.tiny import LAYOUTS, PATH, RECIPES, ROOT, Checkpoints
 
 pytestmark = pytest.mark.skipif(
-    metadata.version("megatron-core") < "0.19", reason="older Megatrons validate arguments where they start"
+    metadata.version("megatron-core") < "0.19",
+    reason="before 0.19, Megatron validates arguments where it trains",
 )
 PROGRAM = ROOT / "tests/support/pickled_rank.py"
 TINY = (RECIPES / "tiny.args").read_text().split()
@@ -23,10 +24,10 @@ RANKS = 2
 
 def environment(rank: int = 0, port: int = 0) -> dict[str, str]:
     ours = [*map(str, PATH), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
     return (
         os.environ
-        | {name: str(value) for name, value in told.items()}
+        | {name: str(value) for name, value in numbers.items()}
         | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
         | {"PYTHONPATH": os.pathsep.join(ours), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     )
@@ -38,7 +39,7 @@ def drive(file: Path, *arguments: str | Path) -> None:
 
 
 def work(verb: str, file: Path, folder: Path, *, fails: bool = False) -> str:
-    """What the workers printed, in new processes."""
+    """Runs the workers in new processes and returns what they printed."""
     folder.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -64,7 +65,7 @@ def work(verb: str, file: Path, folder: Path, *, fails: bool = False) -> str:
     return "\n".join(printed)
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
+def reports(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 
@@ -78,7 +79,7 @@ def test_workers_save_what_the_driver_asked_for_and_resume_exactly(tmp_path: Pat
     assert Checkpoints(save).tracked() == 1
     drive(tmp_path / "resuming", *flags, "--load", save)
     work("load", tmp_path / "resuming", tmp_path / "loaded")
-    for before, after in zip(told(tmp_path / "saved"), told(tmp_path / "loaded"), strict=True):
+    for before, after in zip(reports(tmp_path / "saved"), reports(tmp_path / "loaded"), strict=True):
         assert after["iteration"] == 1
         assert after["state"] == before["state"]
 
@@ -90,7 +91,7 @@ def test_workers_save_what_the_driver_asked_for_and_resume_exactly(tmp_path: Pat
         ("detached", "--ckpt-format datastates is not available"),
     ],
 )
-def test_a_worker_that_cannot_save_ours_saves_nothing(tmp_path: Path, verb: str, word: str) -> None:
+def test_worker_that_cannot_save_in_our_format_saves_nothing(tmp_path: Path, verb: str, word: str) -> None:
     drive(tmp_path / "args", *LAYOUTS["tp2"], "--save", tmp_path / "ck")
     printed = work(verb, tmp_path / "args", tmp_path / "saved", fails=True)
     assert "HookPointError" in printed and word in printed

@@ -1,4 +1,4 @@
-"""Checkpoints load into other parallel layouts as Megatron's own format does, to the last bit."""
+"""Checkpoints load into other parallel layouts as those of torch_dist do, bit for bit."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ COMMON = ["--train-iters", "6", "--dist-ckpt-optim-fully-reshardable"]
 
 
 def reshard_along_chain(pretraining: Pretraining, root: Path, ckpt_format: str) -> list[Ending]:
-    """Two steps in each layout of CHAIN; what one saved, the next loads."""
+    """Takes two steps in each layout of CHAIN; each run loads what the one before it saved."""
     checkpoints = Checkpoints(root)
     endings = []
     for stop, layout in CHAIN.items():
@@ -26,7 +26,7 @@ def reshard_along_chain(pretraining: Pretraining, root: Path, ckpt_format: str) 
 
 
 @pytest.mark.conformance
-def test_chain_of_layouts_gives_what_torch_dist_gives(
+def test_chain_of_layouts_trains_as_with_torch_dist(
     ckpt_format: str, pretraining: Pretraining, tmp_path: Path
 ) -> None:
     ours = reshard_along_chain(pretraining, tmp_path / "ours", ckpt_format)

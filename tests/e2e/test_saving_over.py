@@ -1,4 +1,4 @@
-"""A save over the same iteration in another format: nothing of the older one mixes in."""
+"""A save over a checkpoint of another format: nothing of the older one is loaded."""
 
 from pathlib import Path
 
@@ -13,16 +13,14 @@ HOW = {
 
 
 @pytest.mark.parametrize(("first", "second"), [("torch_dist", "datastates"), ("datastates", "torch_dist")])
-def test_later_save_is_what_is_loaded(
-    first: str, second: str, pretraining: Pretraining, tmp_path: Path
-) -> None:
-    """Another seed makes other weights, so that a mixture shows."""
+def test_later_save_is_loaded(first: str, second: str, pretraining: Pretraining, tmp_path: Path) -> None:
+    """Another seed makes other weights, so that a mixture would show."""
     checkpoints = Checkpoints(tmp_path / "ck")
     arguments = [*LAYOUTS["tp2"], "--train-iters", "6", "--save", checkpoints.root]
     stop = ["--exit-interval", "4"]
     earlier = pretraining.run(*arguments, *stop, *HOW[first], "--seed", "7")
     if first == "torch_dist":
-        # What Megatron before 0.19 left there. Megatron 0.19 prefers it to what is in the checkpoint.
+        # As Megatron before 0.19 leaves it. Megatron 0.19 prefers it to the common state in the checkpoint.
         (checkpoints.at(4) / "common.pt").write_bytes(b"stale")
 
     later = pretraining.run(*arguments, *stop, *HOW[second])

@@ -1,4 +1,4 @@
-"""Ranks of the tests in this folder."""
+"""Ranks of the tests in this folder: saves that fail, die, or are damaged afterwards."""
 
 import ctypes
 import fractions
@@ -18,10 +18,10 @@ from saving_rank import (
     failure_of,
     join,
     make_directory,
+    report,
     save,
     set_faults,
     state,
-    tell,
 )
 
 from megatron_datastates.config import Options
@@ -39,7 +39,7 @@ class Unpicklable:
 
 
 def fail_then_recover(root: str, mode: str, plan: str, failing_rank: int, folder: str) -> None:
-    """A good save, one that fails on one rank, and one more into the directory where it failed."""
+    """Saves once, fails on one rank, and saves again into the directory of the failed save."""
     join()
     good, bad = Path(root, "good"), Path(root, "bad")
     save(good, state(1), DataStatesSaveStrategy(), mode)
@@ -52,21 +52,23 @@ def fail_then_recover(root: str, mode: str, plan: str, failing_rank: int, folder
     assert_loads(good, 1)
     save(bad, state(3), DataStatesSaveStrategy(), mode)
     assert_loads(bad, 3)
-    tell(folder, error=error, left=left, after=sorted(os.listdir(bad)))
+    report(folder, error=error, left=left, after=sorted(os.listdir(bad)))
 
 
 def save_to_directories_of_their_own(root: str, mode: str, folder: str) -> None:
-    """As on nodes whose --save is a local disk."""
+    """Saves as on nodes where --save is a local disk."""
     rank, _ = join()
     own = Path(root, f"node{rank}")
     own.mkdir()
     strategy = DataStatesSaveStrategy()
     error = failure_of(lambda: save(own, state(1), strategy, mode))
-    tell(folder, error=error, left=sorted(name for name in os.listdir(own) if not name.startswith("index-")))
+    report(
+        folder, error=error, left=sorted(name for name in os.listdir(own) if not name.startswith("index-"))
+    )
 
 
 def tear_on_one_rank(root: str, failing_rank: int, folder: str) -> None:
-    """One rank breaks its promise and changes a tensor behind the save, without a fence."""
+    """Breaks the promise on one rank: changes a tensor while it is being copied, without a fence."""
     rank, _ = join()
     bad = Path(root, "bad")
     make_directory(bad)
@@ -80,15 +82,15 @@ def tear_on_one_rank(root: str, failing_rank: int, folder: str) -> None:
     left = sorted(os.listdir(bad))
     save(bad, state(3), slow, "async")
     assert_loads(bad, 3)
-    tell(folder, error=error, left=left, after=sorted(os.listdir(bad)))
+    report(folder, error=error, left=left, after=sorted(os.listdir(bad)))
 
 
 class Unprovable(DataStatesSaveStrategy):
-    """On one rank, whatever says what is lazy fails."""
+    """A strategy that, on one rank, fails to classify its tensors as lazy or eager."""
 
     def classifier(self) -> Any:
         if torch.distributed.get_rank() == 1:
-            raise RuntimeError("nothing can be said of this tensor")
+            raise RuntimeError("this tensor cannot be classified")
         return super().classifier()
 
 
@@ -96,11 +98,11 @@ def fail_while_classifying(root: str, folder: str) -> None:
     join()
     bad = Path(root, "bad")
     error = failure_of(lambda: save(bad, state(1), Unprovable(), "async"))
-    tell(folder, error=error, left=sorted(os.listdir(bad)))
+    report(folder, error=error, left=sorted(os.listdir(bad)))
 
 
 def fail_with_moved_finalize_functions(root: str, folder: str) -> None:
-    """Megatron's main moves them to a later request of its own; the save fails, and training goes on."""
+    """Calls the finalize functions later, as Megatron's main branch does, after a failed save."""
     join()
     bad = Path(root, "bad")
     make_directory(bad)
@@ -115,51 +117,45 @@ def fail_with_moved_finalize_functions(root: str, folder: str) -> None:
     queue.maybe_finalize_async_calls(blocking=True)
     for function in moved:
         function()
-    tell(folder, moved=len(moved), left=sorted(os.listdir(bad)))
+    report(folder, moved=len(moved), left=sorted(os.listdir(bad)))
 
 
-def fail_while_pickling(root: str, failing_rank: int, folder: str) -> None:
+BAD_OBJECTS = {"unpicklable": Unpicklable(), "untrusted": fractions.Fraction(1, 3)}
+
+
+def fail_with_a_bad_object(root: str, kind: str, failing_rank: int, folder: str) -> None:
+    """Saves an object that, on one rank, cannot be pickled, or that no load would accept."""
     rank, ranks = join()
     directory = Path(root, "bad")
     sharded = state(1)
-    payload = Unpicklable() if rank == failing_rank else "fine"
+    payload = BAD_OBJECTS[kind] if rank == failing_rank else "fine"
     sharded["own"] = ShardedObject("own", payload, (ranks,), (rank,))
     error = failure_of(lambda: save(directory, sharded, DataStatesSaveStrategy(), "async"))
-    tell(folder, error=error, left=sorted(os.listdir(directory)))
+    report(folder, error=error, left=sorted(os.listdir(directory)))
 
 
-def fail_with_an_object_that_no_load_accepts(root: str, failing_rank: int, folder: str) -> None:
-    rank, ranks = join()
-    directory = Path(root, "bad")
-    sharded = state(1)
-    payload = fractions.Fraction(1, 3) if rank == failing_rank else "fine"
-    sharded["own"] = ShardedObject("own", payload, (ranks,), (rank,))
-    error = failure_of(lambda: save(directory, sharded, DataStatesSaveStrategy(), "async"))
-    tell(folder, error=error, left=sorted(os.listdir(directory)))
-
-
-def hole_in_the_state(root: str, folder: str) -> None:
-    """One rank leaves its shard of a tensor out."""
+def save_with_a_hole(root: str, folder: str) -> None:
+    """Saves a state of which one rank has left out its shard of a tensor."""
     rank, _ = join()
     sharded = state(1)
     if rank == 1:
         del sharded["weight"]
     strategy = DataStatesSaveStrategy()
     request = strategy.async_save({k: v for k, v in sharded.items() if k != "iteration"}, Path(root, "bad"))
-    tell(folder, error=failure_of(request.execute_sync))
+    report(folder, error=failure_of(request.execute_sync))
 
 
 def die(root: str, plan: str, dying_rank: int, resave: bool, folder: str) -> None:
-    """A good save, then one in which a rank is killed: elsewhere, or into the same directory."""
+    """Saves, then is killed on one rank in a second save: into another directory, or the same (`resave`)."""
     join()
     save(Path(root, "first"), state(1), DataStatesSaveStrategy(), "sync")
     set_faults(plan, dying_rank)
     save(Path(root, "first" if resave else "second"), state(2), DataStatesSaveStrategy(), "async")
-    tell(folder)
+    report(folder)
 
 
 def loads_after_death(root: str, resave: bool, folder: str) -> None:
-    """What was whole before the kill still is; the directory of the killed save can be used again."""
+    """Loads what was published before the kill, and saves again into the directory of the killed save."""
     join()
     second = Path(root, "first" if resave else "second")
     state_of_first = load_value(Path(root, "first"))
@@ -167,7 +163,7 @@ def loads_after_death(root: str, resave: bool, folder: str) -> None:
     refused = failure_of(lambda: dist_checkpointing.load(state(-1), str(second)))
     save(second, state(3), DataStatesSaveStrategy(), "async")
     assert_loads(second, 3)
-    tell(folder, first=state_of_first, refused=refused, after=sorted(os.listdir(second)))
+    report(folder, first=state_of_first, refused=refused, after=sorted(os.listdir(second)))
 
 
 def load_value(directory: Path) -> int:
@@ -178,11 +174,11 @@ def load_value(directory: Path) -> int:
 def save_only(directory: str, value: int, folder: str) -> None:
     join()
     save(Path(directory), state(value), DataStatesSaveStrategy(), "sync")
-    tell(folder)
+    report(folder)
 
 
 def errors_of_loads(directory: str, folder: str) -> None:
-    """What a load says on this rank: of all that was saved, and of things that do not fit."""
+    """Reports the errors of loads of the whole state, and of requests that do not match it."""
     join()
     changed = {
         "whole": lambda sharded: None,
@@ -198,7 +194,7 @@ def errors_of_loads(directory: str, folder: str) -> None:
         errors[name] = failure_of(
             lambda wanted=sharded: dist_checkpointing.load(wanted, directory, validate_access_integrity=False)
         )
-    tell(folder, errors=errors)
+    report(folder, errors=errors)
 
 
 def plain(key: str, tensor: torch.Tensor) -> ShardedTensor:
@@ -206,7 +202,7 @@ def plain(key: str, tensor: torch.Tensor) -> ShardedTensor:
 
 
 class Malicious:
-    """Runs code when it is unpickled by anything that is not careful."""
+    """Makes a directory when it is unpickled without an allow list."""
 
     def __init__(self, marker: str) -> None:
         self.marker = marker
@@ -222,11 +218,11 @@ def save_malicious(directory: str, marker: str, folder: str) -> None:
     trusting = DataStatesSaveStrategy(options=Options(trust_objects=True))
     save(Path(directory), sharded, trusting, "sync")
     error = failure_of(lambda: dist_checkpointing.load(state(-1), directory))
-    tell(folder, error=error, ran=Path(marker).is_dir())
+    report(folder, error=error, ran=Path(marker).is_dir())
 
 
 def save_while_saving(root: str, on_failure: str, folder: str) -> None:
-    """A save that one rank writes slowly, another that is started at once, and one after both."""
+    """Starts a save that one rank writes slowly, a second one at once, and a third after both."""
     rank, _ = join()
     options = {"while_saving": "refuse", "on_failure": on_failure}
     slow = {"write_limit": 2_000_000} if rank == 1 else {}
@@ -252,16 +248,16 @@ def save_while_saving(root: str, on_failure: str, folder: str) -> None:
     assert_loads(first, 0)
     save(third, state(2), strategy, "async")
     assert_loads(third, 2)
-    tell(folder, error=error, left=left, first=sorted(os.listdir(first)))
+    report(folder, error=error, left=left, first=sorted(os.listdir(first)))
 
 
 def wait_for_durable(publication: Any) -> None:
-    while not publication.save.is_durable:  # the job's own time limit ends it
+    while not publication.save.is_durable:  # ended by the job's time limit
         time.sleep(0.01)
 
 
 def save_in_children(root: str, folder: str) -> None:
-    """Each rank forks a child in mid-save, which saves, too."""
+    """Forks a child in mid-save on each rank; the child saves, too."""
     rank, _ = join()
     first, own = Path(root, "first"), Path(root, f"child{rank}")
     slow = DataStatesSaveStrategy(options=Options.from_environment({"write_limit": 2_000_000}))
@@ -275,11 +271,11 @@ def save_in_children(root: str, folder: str) -> None:
     for function in request.finalize_fns:
         function()
     assert_loads(first, 1)
-    tell(folder, child=code, files=len(list(own.glob("data-*"))))
+    report(folder, child=code, files=len(list(own.glob("data-*"))))
 
 
 def save_alone(directory: Path) -> int:
-    """Exit code: 0 if it was published."""
+    """Saves without peers; returns an exit code, 0 if the save was published."""
     saver = Saver(Options(), Run())
     publication = saver.start(directory, TensorProvider({"w": torch.ones(1000)}, Mutability.AT_FENCE))
     published = publication.wait() is Outcome.PUBLISHED

@@ -1,4 +1,4 @@
-"""Ranks that load what is damaged, or what one of them cannot read."""
+"""Ranks that load damaged checkpoints, or checkpoints that one of them cannot read."""
 
 import os
 import shutil
@@ -14,7 +14,17 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-from saving_rank import assert_loads, clear_faults, failure_of, join, save, set_faults, state, tell, wait_for
+from saving_rank import (
+    assert_loads,
+    clear_faults,
+    failure_of,
+    join,
+    report,
+    save,
+    set_faults,
+    state,
+    wait_for,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_datastates.config import Options
@@ -26,7 +36,7 @@ counts: Counter[str] = Counter()
 
 
 def count_collectives() -> None:
-    """From here on, in `counts`."""
+    """Counts later collective calls in `counts`."""
 
     def counted(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -40,7 +50,7 @@ def count_collectives() -> None:
 
 
 class LateFaults(TorchDistLoadShardedStrategy):
-    """What is read before this is called is read well."""
+    """Sets the fault plan only when shards are loaded: the common state is read without faults."""
 
     def load(self, *args: Any, **kwargs: Any) -> Any:
         if "LATE_FAULTS" in os.environ:
@@ -54,7 +64,7 @@ def strategy(how: str) -> Any:
 
 
 def load(directory: str, how: str, odd_one: bool = False) -> dict[str, Any]:
-    """How a load of the whole state fails on this rank; the odd one asks for what is not there."""
+    """Returns how a load of the state fails on this rank; the odd one also asks for a missing tensor."""
     wanted = state(-1)
     if odd_one:
         wanted["more"] = plain("other.weight", torch.zeros(3))
@@ -71,12 +81,12 @@ def load(directory: str, how: str, odd_one: bool = False) -> dict[str, Any]:
     return {"error": None}
 
 
-def fail_alike(
+def fail_together(
     directory: str, good: str, hows: list[str], plan: str, odd_rank: int, views: str, folder: str
 ) -> None:
-    """Loads that fail, one after the other, and a good one after them: the ranks are in step again.
+    """Loads that fail, one after the other, and then one that succeeds: the ranks are still in step.
 
-    With `views`, each rank looks at the (relative) directory from a folder of its own.
+    With `views`, each rank resolves the (relative) directory from its own folder.
     """
     rank, _ = join()
     if views:
@@ -91,7 +101,7 @@ def fail_alike(
         clear_faults()
         dist.barrier()
     assert_loads(Path(good), 1)
-    tell(folder, failures=failures)
+    report(folder, failures=failures)
 
 
 def count_of_good_load(directory: str, how: str, validated: bool, folder: str) -> None:
@@ -100,25 +110,25 @@ def count_of_good_load(directory: str, how: str, validated: bool, folder: str) -
     chosen = strategy(how)
     count_collectives()
     dist_checkpointing.load(wanted, directory, chosen, validate_access_integrity=validated)
-    tell(folder, counts=counts)
+    report(folder, counts=counts)
 
 
 def load_directly_in_parallel(directory: str, plan: str, odd_rank: int, folder: str) -> None:
-    """Not through `dist_checkpointing.load`."""
+    """Calls the fully parallel load strategy itself, not through `dist_checkpointing.load`."""
     join()
     set_faults(plan, odd_rank)
     wanted = {key: value for key, value in state(-1).items() if key != "iteration"}
     error = failure_of(lambda: strategy("parallel").load(wanted, Path(directory)))
-    tell(folder, error=error)
+    report(folder, error=error)
 
 
 def read_alone(good: str, damaged: str, folder: str) -> None:
-    """One rank reads; the other takes part in nothing until that is done."""
+    """Reads on one rank, while the other makes no call until that is done."""
     rank, ranks = join()
     done = Path(folder, "done")
     if rank != 0:
         wait_for(done)
-        tell(folder)
+        report(folder)
         return
     count_collectives()
     everything = dist_checkpointing.load_plain_tensors(good)
@@ -133,7 +143,7 @@ def read_alone(good: str, damaged: str, folder: str) -> None:
     ]
     seen = dict(counts)
     done.touch()
-    tell(folder, errors=errors, counts=seen)
+    report(folder, errors=errors, counts=seen)
 
 
 def save_and_load_malicious(directory: str, marker: str, hows: list[str], folder: str) -> None:
@@ -143,7 +153,7 @@ def save_and_load_malicious(directory: str, marker: str, hows: list[str], folder
     trusting = DataStatesSaveStrategy(options=Options(trust_objects=True))  # as an attacker's own program
     save(Path(directory), sharded, trusting, "sync")
     failures = {how: load(directory, how) for how in hows}
-    tell(folder, failures=failures, ran=Path(marker).is_dir())
+    report(folder, failures=failures, ran=Path(marker).is_dir())
 
 
 class SavedMeanwhile(TorchDistLoadShardedStrategy):
@@ -162,7 +172,7 @@ def load_while_another_save_is_published(root: str, folder: str) -> None:
         lambda: found.update(dist_checkpointing.load(state(-1), str(directory), SavedMeanwhile()))
     )
     assert_loads(directory, 2)
-    tell(folder, error=error, found=sorted(found))
+    report(folder, error=error, found=sorted(found))
 
 
 class RemovedMeanwhile(TorchDistLoadShardedStrategy):
@@ -181,7 +191,7 @@ def load_while_it_is_removed(root: str, folder: str) -> None:
     directory = Path(root, "saved")
     save(directory, state(1), DataStatesSaveStrategy(), "sync")
     error = failure_of(lambda: dist_checkpointing.load(state(-1), str(directory), RemovedMeanwhile()))
-    tell(folder, error=error)
+    report(folder, error=error)
 
 
 def load_another_checkpoint_on_each_rank(root: str, folder: str) -> None:
@@ -190,4 +200,4 @@ def load_another_checkpoint_on_each_rank(root: str, folder: str) -> None:
     for value in (0, 1):
         save(Path(root, f"saved{value}"), state(value), DataStatesSaveStrategy(), "sync")
     error = failure_of(lambda: dist_checkpointing.load(state(-1), str(Path(root, f"saved{rank}"))))
-    tell(folder, error=error)
+    report(folder, error=error)

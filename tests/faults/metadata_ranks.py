@@ -1,4 +1,4 @@
-"""The rank of test_damaged_metadata.py: one alone, which loads checkpoints whose metadata.json is damaged."""
+"""The single rank of test_damaged_metadata.py: loads checkpoints whose metadata.json is damaged."""
 
 import shutil
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, core
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from saving_rank import join, save, tell
+from saving_rank import join, report, save
 
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore import DataStatesSaveStrategy
@@ -20,7 +20,7 @@ def sharded(value: float) -> dict[str, Any]:
 
 
 def outcome(action: Callable[[Path], object], directory: Path) -> list[Any]:
-    """What it returned, or the class and the text of what it raised."""
+    """Returns what `action` returned, or the class and the text of what it raised."""
     try:
         return ["returned", action(directory)]
     except BaseException as error:  # torch's CheckpointException is no Exception
@@ -32,16 +32,21 @@ def load(directory: Path) -> bool:
     return bool((dist_checkpointing.load(sharded(0.0), str(directory))["w"] == 3).all())
 
 
-def look_alone(directory: Path) -> bool:
+def load_config_without_us(directory: Path) -> bool:
     return core.maybe_load_config.__wrapped__(str(directory)) is None
 
 
 def loads(root: str, damages: dict[str, str], folder: str) -> None:
-    """By damage: what a load returned or raised, and what Megatron's own function does without us."""
+    """Reports, by damage, what a load returned or raised, and what Megatron's unhooked function does."""
     join()
     save(Path(root, "ours"), sharded(3.0), DataStatesSaveStrategy(), "sync")
     save(Path(root, "stock"), sharded(3.0), None, "sync")
-    told: dict[str, dict[str, Any]] = {"published": {}, "not published": {}, "stock": {}, "alone": {}}
+    outcomes: dict[str, dict[str, Any]] = {
+        "published": {},
+        "not published": {},
+        "stock": {},
+        "megatron only": {},
+    }
     for number, (damage, text) in enumerate(damages.items()):
         for kind in ("published", "not published", "stock"):
             directory = Path(root, f"{kind} {number}")
@@ -49,6 +54,6 @@ def loads(root: str, damages: dict[str, str], folder: str) -> None:
             (directory / "metadata.json").write_bytes(text.encode("latin-1"))
             if kind == "not published":
                 (directory / MANIFEST_NAME).unlink()
-            told[kind][damage] = outcome(load, directory)
-        told["alone"][damage] = outcome(look_alone, directory)
-    tell(folder, **told)
+            outcomes[kind][damage] = outcome(load, directory)
+        outcomes["megatron only"][damage] = outcome(load_config_without_us, directory)
+    report(folder, **outcomes)

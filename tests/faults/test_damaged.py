@@ -1,4 +1,4 @@
-"""Loading what was damaged or does not fit: Megatron's CheckpointingException, in clear words."""
+"""Loads of damaged or mismatched checkpoints raise Megatron's CheckpointingException and name the fault."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,18 +26,18 @@ def flip_byte(path: Path, offset: int) -> None:
 
 
 def errors(world: World, checkpoint: Path, ranks: int = 1) -> dict[str, str]:
-    """What a load of the state by one rank says, by what was asked for."""
+    """Returns the errors that rank 0 reports, by what was asked for."""
     found: dict[str, str] = world.run("fault_ranks:errors_of_loads", checkpoint, ranks=ranks)[0]["errors"]
     return found
 
 
-def test_what_does_not_fit_is_named(world: World, checkpoint: Path) -> None:
-    said = errors(world, checkpoint, ranks=2)
-    assert said["whole"] is None
-    assert "no tensor 'other.weight'" in said["key"]
-    assert "'same'" in said["shape"] and "(33,)" in said["shape"] and "(34,)" in said["shape"]
-    assert "'same'" in said["dtype"] and "bfloat16" in said["dtype"] and "int32" in said["dtype"]
-    assert "'more/shard_0_1'" in said["object"]
+def test_mismatched_request_is_named_in_the_error(world: World, checkpoint: Path) -> None:
+    found = errors(world, checkpoint, ranks=2)
+    assert found["whole"] is None
+    assert "no tensor 'other.weight'" in found["key"]
+    assert "'same'" in found["shape"] and "(33,)" in found["shape"] and "(34,)" in found["shape"]
+    assert "'same'" in found["dtype"] and "bfloat16" in found["dtype"] and "int32" in found["dtype"]
+    assert "'more/shard_0_1'" in found["object"]
 
 
 def missing(checkpoint: Path) -> str:
@@ -92,24 +92,23 @@ DAMAGES = [missing, truncated, bit_in_data, bit_in_footer, bit_in_index, bit_in_
 
 
 @pytest.mark.parametrize("damage", [*DAMAGES, later_format], ids=lambda damage: damage.__name__)
-def test_damage_is_refused_with_its_name(
-    world: World, checkpoint: Path, damage: Callable[[Path], str]
-) -> None:
+def test_damage_is_named_in_the_error(world: World, checkpoint: Path, damage: Callable[[Path], str]) -> None:
     words = damage(checkpoint)
-    said = errors_of_two_ranks_as_one(world, checkpoint)
-    assert words in said and str(checkpoint) in said, said
+    error = error_of_two_ranks(world, checkpoint)
+    assert words in error and str(checkpoint) in error, error
 
 
-def errors_of_two_ranks_as_one(world: World, checkpoint: Path) -> str:
-    told = world.run("fault_ranks:errors_of_loads", checkpoint, ranks=2)
-    found = [each["errors"]["whole"] for each in told]
+def error_of_two_ranks(world: World, checkpoint: Path) -> str:
+    """Returns the error of the first of two ranks that failed to load."""
+    reports = world.run("fault_ranks:errors_of_loads", checkpoint, ranks=2)
+    found = [each["errors"]["whole"] for each in reports]
     return next(error for error in found if error is not None)
 
 
 def test_directory_that_holds_no_checkpoint_is_refused(world: World, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    said = errors(world, tmp_path / "empty")["whole"]
-    assert "empty" in said and "is not a distributed checkpoint" in said
+    error = errors(world, tmp_path / "empty")["whole"]
+    assert "empty" in error and "is not a distributed checkpoint" in error
 
 
 def test_malicious_object_does_not_run(world: World, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A damaged metadata.json, and one rank that loads: our manifest is enough; without it the error is clear."""
+"""Damaged metadata.json: a checkpoint with a manifest loads; without one, the error names what is missing."""
 
 from typing import Any
 
@@ -22,35 +22,35 @@ DAMAGED = {
     "a number for a backend": '{"sharded_backend": 7, "sharded_backend_version": 1}',
     "null for a backend": '{"sharded_backend": null, "sharded_backend_version": 1}',
 }
-READ_BY_STOCK = {"a number for a backend", "null for a backend"}  # as a configuration of some format
+READ_BY_STOCK = {"a number for a backend", "null for a backend"}  # Megatron takes any value for a format
 damages = pytest.mark.parametrize("damage", DAMAGED)
 
 
 @pytest.fixture(scope="module")
-def told(world_forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def outcomes(world_forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("metadata")
     world = World(world_forge, folder / "runs")
     return world.run("metadata_ranks:loads", folder, DAMAGED, ranks=1, timeout_seconds=120)[0]
 
 
 @damages
-def test_a_published_checkpoint_loads_whatever_its_metadata_says(told: dict[str, Any], damage: str) -> None:
-    assert told["published"][damage] == ["returned", True]
+def test_published_checkpoint_loads_despite_damaged_metadata(outcomes: dict[str, Any], damage: str) -> None:
+    assert outcomes["published"][damage] == ["returned", True]
 
 
 @damages
-def test_without_a_manifest_the_error_says_what_is_missing(told: dict[str, Any], damage: str) -> None:
-    kind, text = told["not published"][damage]
+def test_without_a_manifest_the_error_says_what_is_missing(outcomes: dict[str, Any], damage: str) -> None:
+    kind, text = outcomes["not published"][damage]
     assert kind == "CheckpointingException", text
     assert "metadata.json is damaged" in text and "no datastates.manifest" in text, text
 
 
 @damages
-def test_a_damaged_checkpoint_of_torch_dist_ends_as_it_does_without_us(
-    told: dict[str, Any], damage: str
+def test_damaged_torch_dist_checkpoint_fails_as_without_this_package(
+    outcomes: dict[str, Any], damage: str
 ) -> None:
     if damage in READ_BY_STOCK:
-        assert told["alone"][damage] == ["returned", False]
+        assert outcomes["megatron only"][damage] == ["returned", False]
         return
-    assert told["stock"][damage] == told["alone"][damage]
-    assert told["stock"][damage][0] not in ("returned", "CheckpointingException")
+    assert outcomes["stock"][damage] == outcomes["megatron only"][damage]
+    assert outcomes["stock"][damage][0] not in ("returned", "CheckpointingException")

@@ -1,4 +1,4 @@
-"""A load that fails on one rank: no rank hangs, and all are told the same."""
+"""A load that fails on one rank: no rank hangs, and all raise the same error."""
 
 import re
 import shutil
@@ -29,7 +29,7 @@ BOTH = pytest.mark.parametrize("ranks", [2, 4])
 
 @pytest.fixture(scope="module")
 def saved(world_forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """By ranks, a checkpoint of theirs. Each is made once; copy it to damage it."""
+    """Returns, by number of ranks, a checkpoint that they saved. Each is made once; copy it to damage it."""
     folder = tmp_path_factory.mktemp("saved")
     world = World(world_forge, folder / "runs")
 
@@ -53,9 +53,9 @@ def failures(
     odd_rank: int = -1,
     views: Path | str = "",
 ) -> dict[str, dict]:
-    """By how it was loaded, what all ranks were told alike."""
-    told = world.run(
-        "load_ranks:fail_alike",
+    """Returns, by load strategy, the failure that all ranks reported, after checking that it is the same."""
+    reports = world.run(
+        "load_ranks:fail_together",
         directory,
         good,
         hows,
@@ -66,9 +66,9 @@ def failures(
         timeout_seconds=120,
     )
     for how in hows:
-        assert all(each["failures"][how] == told[0]["failures"][how] for each in told), told
-        assert told[0]["failures"][how]["error"] is not None, how
-    found: dict[str, dict] = told[0]["failures"]
+        assert all(each["failures"][how] == reports[0]["failures"][how] for each in reports), reports
+        assert reports[0]["failures"][how]["error"] is not None, how
+    found: dict[str, dict] = reports[0]["failures"]
     return found
 
 
@@ -91,7 +91,7 @@ def test_file_that_one_rank_reads_fails_all(
         assert re.search("[Rr]ank 1 wrote", failure["error"])
 
 
-def test_bad_block_is_told_with_its_offset(
+def test_bad_block_is_reported_with_its_offset(
     world: World, saved: Callable[[int], Path], tmp_path: Path
 ) -> None:
     directory = Path(shutil.copytree(saved(2), tmp_path / "ck"))
@@ -109,7 +109,7 @@ def test_bad_block_is_told_with_its_offset(
 @pytest.mark.parametrize(
     "damage", [bit_in_index, bit_in_manifest, no_manifest], ids=lambda damage: damage.__name__
 )
-def test_what_all_ranks_meet_is_told_once(
+def test_error_common_to_all_ranks_is_reported_once(
     world: World, saved: Callable[[int], Path], tmp_path: Path, ranks: int, damage: Callable[[Path], str]
 ) -> None:
     directory = Path(shutil.copytree(saved(ranks), tmp_path / "ck"))
@@ -125,7 +125,7 @@ def test_what_all_ranks_meet_is_told_once(
 def test_disk_error_on_one_rank_fails_all(
     world: World, saved: Callable[[int], Path], ranks: int, plan: str
 ) -> None:
-    """Before Megatron gathers metadata, and after."""
+    """The error comes before Megatron gathers metadata, or after."""
     for failure in failures(world, saved(ranks), saved(ranks), ranks, plan=plan, odd_rank=1).values():
         assert f"failed on 1 of {ranks} ranks: rank 1: " in failure["error"]
         assert "Input/output error" in failure["error"] and str(saved(ranks)) in failure["error"]
@@ -150,10 +150,10 @@ def test_strictness_that_raises_on_one_rank_fails_all(world: World, saved: Calla
 @pytest.mark.parametrize(
     "sums", ['{"files"', '{"files": {"datastates.manifest": "00"}}'], ids=["cut", "wrong"]
 )
-def test_sums_of_megatrons_that_do_not_fit_fail_all(
+def test_wrong_checksums_of_megatron_fail_all(
     world: World, saved: Callable[[int], Path], tmp_path: Path, sums: str
 ) -> None:
-    """Only the first rank looks at them."""
+    """Only the first rank checks them."""
     if not versions.installed_version().startswith("0.19"):
         pytest.skip("load(verify_integrity=...) is new in 0.19")
     directory = Path(shutil.copytree(saved(2), tmp_path / "ck"))
@@ -169,7 +169,7 @@ def test_sums_of_megatrons_that_do_not_fit_fail_all(
 def test_file_that_one_rank_does_not_see_fails_all(
     world: World, saved: Callable[[int], Path], tmp_path: Path, unseen: str
 ) -> None:
-    """As over NFS, whose caches differ from machine to machine. Each rank has a folder of its own here."""
+    """As over NFS, where each machine has its own cache: here each rank has its own view of the directory."""
     hidden = ["datastates.manifest", "metadata.json"] if unseen == "both" else [unseen]
     for rank in range(2):
         view = tmp_path / str(rank) / "ck"
@@ -181,22 +181,22 @@ def test_file_that_one_rank_does_not_see_fails_all(
         assert failure["error"].startswith("loading ck failed on 1 of 2 ranks: rank 1: ")
 
 
-def test_object_that_would_run_code_fails_all_and_does_not_run(world: World, tmp_path: Path) -> None:
-    told = world.run("load_ranks:save_and_load_malicious", tmp_path / "ck", tmp_path / "ran", HOWS)
-    for each in told:
+def test_malicious_object_does_not_run_and_fails_all(world: World, tmp_path: Path) -> None:
+    reports = world.run("load_ranks:save_and_load_malicious", tmp_path / "ck", tmp_path / "ran", HOWS)
+    for each in reports:
         assert not each["ran"]
-        assert each["failures"] == told[0]["failures"]
+        assert each["failures"] == reports[0]["failures"]
         for failure in each["failures"].values():
             assert "'object/shard_0_1'" in failure["error"] and "is not trusted" in failure["error"]
 
 
 def test_fully_parallel_load_by_itself_fails_on_all_ranks(world: World, saved: Callable[[int], Path]) -> None:
-    told = world.run("load_ranks:load_directly_in_parallel", saved(2), "read:1:EIO", 1)
-    assert told[0]["error"] == told[1]["error"]
-    assert "rank 1: " in told[0]["error"] and "Input/output error" in told[0]["error"]
+    reports = world.run("load_ranks:load_directly_in_parallel", saved(2), "read:1:EIO", 1)
+    assert reports[0]["error"] == reports[1]["error"]
+    assert "rank 1: " in reports[0]["error"] and "Input/output error" in reports[0]["error"]
 
 
-# Beside Megatron's own gather of metadata, and what an exchange takes.
+# Besides Megatron's own gather of metadata and the collectives of an exchange.
 @pytest.mark.parametrize(
     ("how", "validated", "sums"),
     [("plain", True, 1), ("plain", False, 0), ("parallel", True, 1), ("parallel", False, 2)],
@@ -210,23 +210,21 @@ def test_good_load_costs_one_sum_and_one_more_where_megatron_gathers_nothing(
         assert each["counts"].get("all_gather_object", 0) == gathers
 
 
-def test_one_rank_reads_alone_while_others_do_something_else(
-    world: World, saved: Callable[[int], Path], tmp_path: Path
-) -> None:
+def test_one_rank_reads_without_its_peers(world: World, saved: Callable[[int], Path], tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(saved(2), tmp_path / "ck"))
     bit_in_data(damaged)
-    told = world.run("load_ranks:read_alone", saved(2), damaged)[0]
-    assert told["counts"] == {}
-    assert "is corrupt" in told["errors"][0] and "ranks" not in told["errors"][0]
-    assert told["errors"][1] is None, "rank 0's part of it is whole"
+    reports = world.run("load_ranks:read_alone", saved(2), damaged)[0]
+    assert reports["counts"] == {}
+    assert "is corrupt" in reports["errors"][0] and "ranks" not in reports["errors"][0]
+    assert reports["errors"][1] is None, "the part that rank 0 loads is whole"
 
 
 def test_load_never_mixes_two_saves_that_are_published_one_after_the_other(
     world: World, tmp_path: Path
 ) -> None:
-    told = world.run("load_ranks:load_while_another_save_is_published", tmp_path)
-    assert len({each["error"] for each in told}) == 1
-    for each in told:
+    reports = world.run("load_ranks:load_while_another_save_is_published", tmp_path)
+    assert len({each["error"] for each in reports}) == 1
+    for each in reports:
         assert each["error"] is not None and each["found"] == [], "its tensors are another save's"
         assert "was saved anew while it was read: load again" in each["error"]
 

@@ -1,4 +1,4 @@
-"""SIGKILL at every stage of a save: what was whole stays whole, and the next save succeeds."""
+"""SIGKILL at every stage of a save: earlier checkpoints stay whole, and the next save succeeds."""
 
 import signal
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.world import World
 
-BEFORE_COMMIT = [
+BEFORE_PUBLISHING = [
     ("open:1", 1),
     ("reserve:1", 1),
     ("write:1", 1),
@@ -29,8 +29,8 @@ def kill(world: World, root: Path, point: str, rank: int, resave: bool) -> None:
     assert outcome.exits[rank] == -signal.SIGKILL, outcome.log
 
 
-@pytest.mark.parametrize(("point", "rank"), BEFORE_COMMIT, ids=lambda value: str(value))
-def test_kill_before_the_commit_leaves_the_earlier_checkpoint(
+@pytest.mark.parametrize(("point", "rank"), BEFORE_PUBLISHING, ids=lambda value: str(value))
+def test_kill_before_publishing_leaves_the_earlier_checkpoint(
     world: World, tmp_path: Path, point: str, rank: int
 ) -> None:
     kill(world, tmp_path, point, rank, resave=False)
@@ -38,7 +38,7 @@ def test_kill_before_the_commit_leaves_the_earlier_checkpoint(
     for each in world.run("fault_ranks:loads_after_death", tmp_path, False):
         assert each["first"] == 1
         assert each["refused"] is not None and "second" in each["refused"], each["refused"]
-        # What the killed run has left may be under way, as far as another run knows: it stays for prune.
+        # Another run cannot know that the killed save is dead: its files stay until prune removes them.
         assert sum(name.startswith("data-") for name in each["after"]) >= 2
 
 
@@ -57,8 +57,8 @@ def test_kill_between_manifest_and_metadata_json_leaves_a_complete_checkpoint(
 ) -> None:
     kill(world, tmp_path, "committed manifest:1", 0, resave=False)
     assert not (tmp_path / "second" / "metadata.json").exists()
-    told = world.run("fault_ranks:loads_after_death", tmp_path, False)
-    assert [each["refused"] for each in told] == [None, None]
+    reports = world.run("fault_ranks:loads_after_death", tmp_path, False)
+    assert [each["refused"] for each in reports] == [None, None]
 
 
 def test_kill_after_saving_again_leaves_the_new_checkpoint(world: World, tmp_path: Path) -> None:

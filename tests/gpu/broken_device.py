@@ -1,4 +1,4 @@
-"""A save on a device that breaks under it; run by test_device_saves.py in a process of its own."""
+"""A save during which the device fails; run by test_device_saves.py in a separate process."""
 
 import os
 import sys
@@ -30,7 +30,7 @@ def main(folder: Path) -> None:
         save.save.join()
         engine.close()
         sys.stdout.flush()
-        os._exit(0)  # torch's own end may abort without a device
+        os._exit(0)  # torch may abort at exit without a device
     print("the save did not fail")
     os._exit(1)
 

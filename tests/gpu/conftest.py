@@ -1,4 +1,4 @@
-"""An engine on the real driver. The tests of this folder are left out where there is no GPU."""
+"""Staging engines on the real driver. The tests of this folder are deselected without a GPU."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from megatron_datastates.engine.staging import StagingEngine
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[StagingEngine]:
-    """Room for 1 GiB, so that no test but one of a small pool ever waits for a slot."""
+    """An engine with a pool of 1 GiB, in which no test has to wait for a slot."""
     torch.cuda.init()
     made = StagingEngine(Options(staging_memory=GIB, slot_size=4 * MIB))
     yield made
@@ -22,7 +22,7 @@ def engine() -> Iterator[StagingEngine]:
 
 @pytest.fixture
 def slow_engine() -> Iterator[StagingEngine]:
-    """Copies 32 MiB a second."""
+    """An engine that copies 32 MiB a second."""
     made = StagingEngine(Options(staging_memory=GIB, slot_size=MIB, copy_limit=32 * MIB))
     yield made
     FENCE.forget()
@@ -31,7 +31,7 @@ def slow_engine() -> Iterator[StagingEngine]:
 
 @pytest.fixture
 def small_engine() -> Iterator[StagingEngine]:
-    """Two slots of 1 MiB."""
+    """An engine with two slots of 1 MiB."""
     made = StagingEngine(Options(staging_memory=2 * MIB, slot_size=MIB))
     yield made
     FENCE.forget()

@@ -1,4 +1,4 @@
-"""One rank's save of CUDA tensors, and what its data file holds. Needs nothing but torch and numpy."""
+"""One rank's save of CUDA tensors, and what its data file holds. Needs only torch and numpy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PATIENCE = 120.0  # seconds
 
 
 class DeviceSave:
-    """Started when made. `start_seconds` and `fence_seconds`: how long each held the host."""
+    """A save, started by the constructor. `start_seconds`, `fence_seconds`: time that each held the host."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class DeviceSave:
         while not self.save.is_durable:
             self.save.advance()
             assert self.save.failure is None, self.save.failure
-            assert time.monotonic() < deadline, "the save does not end"
+            assert time.monotonic() < deadline, f"the save is not durable after {_PATIENCE} s"
             time.sleep(0.0005)
         self.save.join()
 
@@ -66,7 +66,7 @@ class DeviceSave:
         return self._folder / self._save_id.data_file_name(0)
 
     def stored(self) -> Tensors:
-        """The tensors of a finished save, read from its file."""
+        """Reads the tensors of a finished save from its file."""
         places = dict(zip(self.layout.order, self.layout.offsets.tolist(), strict=True))
         found = {}
         for number, (key, (shape, dtype)) in enumerate(self._shapes.items()):

@@ -21,14 +21,14 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 class Allocations:
-    """Device memory of the driver itself, each in an allocation of its own: torch would put many into one."""
+    """Separate allocations of device memory from the driver: torch would put many tensors into one."""
 
     def __init__(self) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._addresses: list[int] = []
 
     def take(self, size: int) -> torch.Tensor:
-        """All of a new allocation, with random bytes in it."""
+        """Returns a new allocation as a tensor of random bytes."""
         address = ctypes.c_ulonglong()
         code = self._driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
         assert code == 0, f"cuMemAlloc failed with CUDA error {code}"
@@ -79,7 +79,7 @@ def assert_saved(engine: StagingEngine, folder: Path, tensors: Tensors) -> None:
 def test_a_strided_tensor_may_end_with_its_allocation(
     engine: StagingEngine, tmp_path: Path, allocations: Allocations, size: int, width: int
 ) -> None:
-    """Its last piece ends with the memory: what would be one more step lies outside of it."""
+    """The last row ends where the memory ends: one full step more would lie outside."""
     memory = allocations.take(size)
     step = 4096
     first = size % step + step - width
@@ -92,7 +92,7 @@ def test_a_strided_tensor_may_end_with_its_allocation(
 def test_a_wide_strided_tensor_may_end_with_its_allocation(
     engine: StagingEngine, tmp_path: Path, allocations: Allocations
 ) -> None:
-    """Pieces of more than a slot: each is a copy of its own, the last one to the last byte."""
+    """Each row is larger than a slot and copied by itself, the last one up to the last byte of the memory."""
     memory = allocations.take(64 * MIB)
     pitch, width = 32 * MIB, 20 * MIB + 64
     tensor = memory.as_strided((2, width), (pitch, 1), pitch - width)
@@ -114,7 +114,7 @@ def test_adjacent_allocations_are_saved_together(
 
 
 def test_adjacent_segments_of_torch_are_saved_together(engine: StagingEngine, tmp_path: Path) -> None:
-    """As above, by torch's own allocator: large tensors have allocations of their own there."""
+    """As above, with torch's allocator, in which large tensors have separate allocations."""
     torch.cuda.empty_cache()
     tensors = {
         f"part{i:02}": torch.empty(20 * MIB, dtype=torch.uint8, device="cuda").random_() for i in range(16)
@@ -124,7 +124,7 @@ def test_adjacent_segments_of_torch_are_saved_together(engine: StagingEngine, tm
 
 
 @pytest.mark.parametrize("order", ["by address", "shuffled"])
-def test_thousands_of_small_tensors_arrive(engine: StagingEngine, tmp_path: Path, order: str) -> None:
+def test_thousands_of_small_tensors_are_saved(engine: StagingEngine, tmp_path: Path, order: str) -> None:
     sizes = [512 << (i % 5) for i in range(8000)]
     memory = torch.empty(sum(sizes) + 512 * len(sizes), dtype=torch.uint8, device="cuda").random_()
     tensors, at = {}, 0
@@ -155,7 +155,7 @@ def test_a_synchronize_between_start_and_poll_changes_nothing(
         work = work @ work / 1024
     assert float(work[0, 0]) == 1.0  # an `.item()` beside the copies
     save.fence()
-    FENCE.wait("a second time, with nothing left to wait for")
+    FENCE.wait("second fence, with nothing left to wait for")
     for tensor in tensors.values():
         tensor.zero_()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What tests/native shows of reads to a fake device, on a real one: bytes, order, no device memory."""
+"""Reads to a real device (tests/native has a fake one): bytes, order, no device memory."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,7 +37,7 @@ def checkpoint(weight: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def load(checkpoint: Checkpoint, target: torch.Tensor, row: int = 0, column: int = 0) -> None:
-    """The box of the stored tensor that begins there, into `target`."""
+    """Reads the box of the stored tensor that begins at (row, column) into `target`."""
     box = plan_box(checkpoint.index.tensor("weight"), 0, (row, column), target.shape, target.stride())
     checkpoint.read([ScheduledRead(box, target.data_ptr(), target.is_cuda)])
 
@@ -62,18 +62,16 @@ def test_every_bit_arrives(checkpoint: Checkpoint, weight: torch.Tensor) -> None
         assert torch.equal(target.to("cuda"), wanted)
 
 
-def test_nothing_beside_the_target_is_written(checkpoint: Checkpoint) -> None:
+def test_nothing_outside_the_target_is_written(checkpoint: Checkpoint) -> None:
     memory = torch.full((1000, 300), -7.0, device="cuda")
     load(checkpoint, memory[100:900, 50:250])
     memory[100:900, 50:250] = -7.0
     assert (memory == -7.0).all()
 
 
-def test_a_load_comes_after_what_the_stream_was_given_before(
-    checkpoint: Checkpoint, weight: torch.Tensor
-) -> None:
+def test_load_runs_after_earlier_work_on_the_stream(checkpoint: Checkpoint, weight: torch.Tensor) -> None:
     target = torch.zeros_like(weight)
-    load(checkpoint, target)  # its memory and its stream are made
+    load(checkpoint, target)  # allocates its memory and its stream
     torch.cuda.synchronize()
     torch.cuda._sleep(int(0.5 * CYCLES_PER_SECOND))
     target.fill_(9)
@@ -81,7 +79,7 @@ def test_a_load_comes_after_what_the_stream_was_given_before(
     assert torch.equal(target, weight)
 
 
-def test_what_is_given_to_the_stream_next_sees_what_was_loaded(
+def test_later_work_on_the_stream_sees_the_loaded_values(
     checkpoint: Checkpoint, weight: torch.Tensor
 ) -> None:
     target = torch.zeros_like(weight)

@@ -1,4 +1,4 @@
-"""What tests/native shows on a fake driver, on a real one: bytes, order, fences, no device memory."""
+"""Saves on a real device (tests/native has a fake driver): bytes, order, fences, no device memory."""
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ def assert_all(stored: Tensors, value: int) -> None:
 
 @pytest.fixture
 def warm(engine: StagingEngine, tmp_path: Path) -> StagingEngine:
-    """Its stream is made and its memory page-locked."""
+    """An engine whose stream exists and whose memory is page-locked."""
     save = DeviceSave(engine, tmp_path / "warm", layers())
     save.fence()
     save.finish()
@@ -58,12 +58,12 @@ def test_every_bit_arrives(engine: StagingEngine, tmp_path: Path) -> None:
         "bfloat16": raw[:MIB].view(torch.bfloat16),
         "float8": raw[: MIB - 3].view(torch.float8_e4m3fn),
         "matrix": matrix,
-        "slice": matrix[100:900, 256:768],  # one run, of pieces of 2 KiB
+        "slice": matrix[100:900, 256:768],  # a strided span with rows of 2 KiB
         "narrow slice": matrix.to(torch.bfloat16)[:, 7:8],
         "transposed": matrix.t(),
         "permuted": matrix.reshape(30, 50, 1024).permute(1, 0, 2),
         "expanded": matrix[:, :1].expand(1500, 3),
-        "windows": matrix[0].unfold(0, 100, 30),  # pieces overlap
+        "windows": matrix[0].unfold(0, 100, 30),  # rows overlap
         "every third row": matrix[5::3],
         "cube": matrix.view(15, 100, 1024)[2:9, 10:60, 512:].bfloat16()[:, ::2],
         "scalar": matrix[0, 0],
@@ -114,7 +114,7 @@ def test_start_and_fence_do_not_wait_for_the_device(warm: StagingEngine, tmp_pat
     save.fence()
     overwrite(tensors)
     assert time.perf_counter() - begin < 0.25
-    assert not torch.cuda.current_stream().query()  # the device still has its old work to do
+    assert not torch.cuda.current_stream().query()  # the device is still busy
     save.finish()
     assert_all(save.stored(), BEFORE)
 
@@ -128,7 +128,7 @@ def test_eager_tensors_may_be_overwritten_without_a_fence(warm: StagingEngine, t
 
 @pytest.mark.parametrize("paranoid", [False, True], ids=["samples", "paranoid"])
 def test_overwriting_without_a_fence_fails_the_save(tmp_path: Path, paranoid: bool) -> None:
-    """Copies 32 MiB a second, so that nearly all of 64 MiB are copied too late."""
+    """The copy limit makes nearly all of the 64 MiB be copied after they were overwritten."""
     engine = StagingEngine(
         Options(
             staging_memory=128 * MIB,
@@ -150,19 +150,19 @@ def test_overwriting_without_a_fence_fails_the_save(tmp_path: Path, paranoid: bo
 
 
 def test_samples_of_many_tensors_do_not_wait_for_the_device(warm: StagingEngine, tmp_path: Path) -> None:
-    """Fewer than the driver queues: with all of them, the start would stand until the device is free."""
+    """Only some are sampled: sampling all would fill the driver's queue and block on the device."""
     memory = torch.zeros(5000, 128, dtype=torch.uint8, device="cuda")
     tensors = {str(i): row[:100] for i, row in enumerate(memory)}
     torch.cuda.synchronize()
     busy(2.0)
     save = DeviceSave(warm, tmp_path, tensors)
-    assert not torch.cuda.current_stream().query()  # the device still has its old work to do
+    assert not torch.cuda.current_stream().query()  # the device is still busy
     save.fence()
     save.finish()
 
 
 def test_several_saves_are_in_flight(engine: StagingEngine, tmp_path: Path) -> None:
-    """Each holds what the tensors were when it began; the pool has room for all of them."""
+    """Each holds the tensors as they were when it began; the pool has room for all of them."""
     tensors, saves = layers(count=4), []
     for value in range(6):
         for tensor in tensors.values():
@@ -175,7 +175,7 @@ def test_several_saves_are_in_flight(engine: StagingEngine, tmp_path: Path) -> N
         assert_all(save.stored(), value)
 
 
-def test_tensors_that_nobody_else_holds_are_kept_until_they_are_copied(
+def test_tensors_without_other_references_are_kept_until_copied(
     slow_engine: StagingEngine, tmp_path: Path
 ) -> None:
     save = DeviceSave(slow_engine, tmp_path, layers(count=2))
@@ -186,14 +186,14 @@ def test_tensors_that_nobody_else_holds_are_kept_until_they_are_copied(
     assert all(int(other.min()) == AFTER for other in others)
 
 
-def test_a_fork_in_the_middle_of_a_save_harms_nothing(slow_engine: StagingEngine, tmp_path: Path) -> None:
-    """As for a worker that loads data. Page-locked memory does not go along."""
+def test_fork_in_mid_save_harms_nothing(slow_engine: StagingEngine, tmp_path: Path) -> None:
+    """As for a data loading worker. The child does not inherit page-locked memory."""
     save = DeviceSave(slow_engine, tmp_path, tensors := layers(count=2))
     child = os.fork()
     if child == 0:
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    assert save.save.times()["staging"] == 0  # copies go on
+    assert save.save.times()["staging"] == 0  # copies are still running
     save.fence()
     overwrite(tensors)
     save.finish()
@@ -214,8 +214,8 @@ def test_a_device_that_is_full_can_be_saved(warm: StagingEngine, tmp_path: Path)
     assert_all(save.stored(), BEFORE)
 
 
-def test_a_device_that_breaks_fails_the_save_and_no_more(tmp_path: Path) -> None:
-    """In a process of its own, since its device is lost for good."""
+def test_failing_device_fails_only_the_save(tmp_path: Path) -> None:
+    """Runs in a separate process, whose CUDA context is lost for good."""
     script = Path(__file__).with_name("broken_device.py")
     command = [sys.executable, str(script), str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=script.parents[2])
@@ -236,7 +236,9 @@ def test_no_device_memory_is_allocated(warm: StagingEngine, tmp_path: Path) -> N
         save.fence()
         save.finish()
     assert torch.cuda.max_memory_allocated() == held
-    assert torch.cuda.mem_get_info()[0] == free  # of the whole device: nothing behind torch's back
+    assert (
+        torch.cuda.mem_get_info()[0] == free
+    )  # of the whole device: also memory that torch does not know of
 
 
 def test_a_graph_can_be_captured_while_copies_run(slow_engine: StagingEngine, tmp_path: Path) -> None:
@@ -247,7 +249,7 @@ def test_a_graph_can_be_captured_while_copies_run(slow_engine: StagingEngine, tm
         y = x
         for _ in range(200):
             y = y + 1
-    assert save.save.times()["staging"] == 0  # copies go on: the engine's threads were busy all the time
+    assert save.save.times()["staging"] == 0  # copies are still running, as during the whole capture
     save.fence()
     save.finish()
     graph.replay()
@@ -271,7 +273,7 @@ def test_a_graph_that_overwrites_is_replayed_after_the_fence(warm: StagingEngine
 
 
 def test_saves_may_be_dropped_by_any_thread(warm: StagingEngine, tmp_path: Path) -> None:
-    """Many, as a leak of events would only show in the end."""
+    """Many saves, since only many would exhaust what a leak of events takes."""
     tensors = {"layer": torch.zeros(MIB, dtype=torch.uint8, device="cuda")}
     saves = []
     for number in range(100):

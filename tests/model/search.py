@@ -1,28 +1,29 @@
-"""Breadth-first search over all states of a model, up to the first that must not be."""
+"""Breadth-first search over all states of a model, up to the first that breaks a rule."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 
-from tests.model.protocol import Model, State, steps, violation
+from tests.model.protocol import steps, violation
+from tests.model.state import Model, State
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a search came to. `trace`: the shortest way to the violation, a step a line."""
+    """The result of a search. `trace`: the labels of the shortest path to the violation."""
 
     states: int
     violation: str
     trace: list[str]
-    ends: list[State]  # in which nothing can happen any more
+    ends: list[State]  # states without a next step
 
     def __str__(self) -> str:
         return "\n".join([self.violation or "nothing is wrong", *self.trace])
 
 
 def search(model: Model) -> Found:
-    """Visits every state that can be reached, each once."""
+    """Visits every reachable state once, up to the first that breaks a rule."""
     start = model.start()
     came_from: dict[State, tuple[State, str] | None] = {start: None}
     queue, ends = collections.deque([start]), []

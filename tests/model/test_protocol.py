@@ -1,4 +1,4 @@
-"""No interleaving of the publishing protocol publishes what is not there; with a step left out, one does.
+"""No interleaving of the publishing protocol breaks a rule; with a step left out, the search finds one.
 
 What the model covers and what it does not: tests/model/protocol.py. To read how a mutant fails:
 `print(search(dataclasses.replace(TWO_RUNS, mutants=frozenset({"no look before the manifest"}))))`.
@@ -10,8 +10,9 @@ import dataclasses
 
 import pytest
 
-from tests.model.protocol import MANIFEST, Files, Model, save_of
+from tests.model.files import MANIFEST, Files, save_of
 from tests.model.search import Found, search
+from tests.model.state import Model
 
 ONE_EACH = Model(saves=(("a1",), ("b1",)), faulty=(0,))
 TWO_RUNS = Model(saves=(("a1", "a2"), ("b1", "b2")), faulty=(0,))
@@ -32,15 +33,15 @@ MODELS = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", MODELS)
-def test_no_interleaving_publishes_what_is_not_there(name):
+def test_no_interleaving_publishes_a_damaged_checkpoint(name):
     found = search(MODELS[name])
     assert not found.violation, str(found)
-    assert found.states > 500, "the model has become so small that it proves little"
+    assert found.states > 500, "too few states: the model has become too small to prove much"
     assert_ends_are_as_the_protocol_says(MODELS[name], found)
 
 
 def assert_ends_are_as_the_protocol_says(model: Model, found: Found) -> None:
-    """Nobody hangs; temporary files are left by the dead only; a run that fares well leaves nothing."""
+    """Checks that all end, only dead runs leave temporary files, and a run without faults leaves nothing."""
     for state in found.ends:
         assert all(run.at in ("ended", "dead") for run in state.runs), state
         files = Files(state.directory)
@@ -65,15 +66,15 @@ MUTANTS = [
     (TWO_RUNS, "index name is shared", "(1)"),
     (ONE_EACH, "all that the manifest does not name is removed", "(1)"),
     (ONE_EACH, "files are removed before the rename", "(1)"),
-    (ONE_EACH, "files are given up after records went out", "(1)"),
-    (ONE_EACH, "files are given up whatever was renamed", "(1)"),
-    (ONE_EACH, "files are given up where another manifest is in place", "(1)"),
+    (ONE_EACH, "files are removed after records were sent", "(1)"),
+    (ONE_EACH, "files are removed even if the manifest was renamed", "(1)"),
+    (ONE_EACH, "files are removed if another manifest is in place", "(1)"),
     (ONE_EACH, "a failed save leaves its index", "(4)"),
     (OVERLAPPING, "saves of a run publish at once", "(1)"),
     (OVERLAPPING, "no look before the manifest", "(1)"),
-    (PRUNED, "prune does not look at what it renamed", "(3)"),
+    (PRUNED, "prune does not read what it renamed", "(3)"),
     (PRUNED, "prune does not sync the rename", "(1)"),
-    (PRUNED, "prune removes what it has not seen", "(1)"),
+    (PRUNED, "prune removes what it has not listed", "(1)"),
     (PRUNED, "prune has no guard", "(1)"),
     (dataclasses.replace(PRUNED_LEFT_OVERS, saves=(("a1",), ())), "prune has no guard", "(1)"),
     (PRUNED_LEFT_OVERS, "prune does not sync what it has read", "(1)"),
@@ -82,7 +83,7 @@ MUTANTS = [
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("model", "mutant", "expected"), MUTANTS)
-def test_a_step_that_is_left_out_is_found(model, mutant, expected):
+def test_search_finds_what_a_mutant_breaks(model, mutant, expected):
     found = search(dataclasses.replace(model, mutants=frozenset(mutant.split(" + "))))
     assert found.violation.startswith(expected), str(found)
-    assert found.trace, "it takes steps to get there"
+    assert found.trace, "a violation needs steps that lead to it"

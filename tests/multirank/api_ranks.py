@@ -20,9 +20,9 @@ from saving_rank import (
     full_tensor,
     join,
     make_directory,
+    report,
     save,
     state,
-    tell,
     wait_for,
 )
 
@@ -37,7 +37,7 @@ def save_and_load(directory: str, mode: str, wrapped: bool, folder: str) -> None
     strategy = DataStatesSaveStrategy()
     save(Path(directory), state(3), FullyParallelSaveStrategyWrapper(strategy) if wrapped else strategy, mode)
     assert_loads(Path(directory), 3)
-    tell(folder, files=sorted(os.listdir(directory)))
+    report(folder, files=sorted(os.listdir(directory)))
 
 
 def load(directory: str, value: int, shards: int, folder: str) -> None:
@@ -45,11 +45,11 @@ def load(directory: str, value: int, shards: int, folder: str) -> None:
     assert_loads(Path(directory), value, shards=shards)
     plain = dist_checkpointing.load_plain_tensors(directory)
     assert torch.equal(plain["weight"], full_tensor(value, shards))
-    tell(folder)
+    report(folder)
 
 
 def mutate_at_once(directory: str, folder: str) -> None:
-    """Without a promise, everything may be changed as soon as the save returns."""
+    """Changes a tensor as soon as the save returns, without the promise not to."""
     join()
     make_directory(Path(directory))
     options = Options(copy_limit=20_000_000)
@@ -63,11 +63,11 @@ def mutate_at_once(directory: str, folder: str) -> None:
     queue.schedule_async_request(request)
     queue.maybe_finalize_async_calls(blocking=True)
     assert_loads(Path(directory), 5)
-    tell(folder)
+    report(folder)
 
 
-def step_behind_slow_copy(directory: str, folder: str) -> None:
-    """A promised tensor is copied behind the trainer; its optimizer's step waits for the copy alone."""
+def step_during_slow_copy(directory: str, folder: str) -> None:
+    """Steps while a promised tensor is being copied: the step waits for the copy, not for the write."""
     join()
     make_directory(Path(directory))
     # The copy takes about 0.6 s, the write about 3 s.
@@ -95,7 +95,7 @@ def step_behind_slow_copy(directory: str, folder: str) -> None:
     queue.maybe_finalize_async_calls(blocking=True)
     assert_loads(Path(directory), 5)
     assert not torch.equal(parameter, state(5)["weight"].data), "the step has changed the parameter"
-    tell(
+    report(
         folder,
         copied_at_return=copied_at_return,
         written_at_step=written_at_step,
@@ -106,7 +106,7 @@ def step_behind_slow_copy(directory: str, folder: str) -> None:
 
 
 def saves_between_steps(root: str, folder: str) -> None:
-    """A step before any save; then two lazy saves under way at once, an evaluation, and the next steps."""
+    """Steps before any save, then starts two lazy saves, evaluates, and steps again."""
     join()
     # Each copy takes about 0.6 s; the second save shares the first one's threads and slots.
     strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options(copy_limit=2_000_000))
@@ -135,11 +135,11 @@ def saves_between_steps(root: str, folder: str) -> None:
     for name in ("first", "second"):
         assert_loads(Path(root, name), 5)
     assert torch.equal(parameter.data, value - 2)
-    tell(folder, under_way=under_way, fences=[job.fence_seconds for job in jobs])
+    report(folder, under_way=under_way, fences=[job.fence_seconds for job in jobs])
 
 
 def torn_without_fence(directory: str, tripwire: bool, folder: str) -> None:
-    """A promise that is broken, and no fence: without the tripwire, new bytes get into the checkpoint."""
+    """Breaks the promise without a fence: without the tripwire, new bytes get into the checkpoint."""
     join()
     make_directory(Path(directory))
     sharded = state(5)
@@ -150,11 +150,11 @@ def torn_without_fence(directory: str, tripwire: bool, folder: str) -> None:
     source.fill_(-7)
     error = failure_of(request.execute_sync)
     torn = error is None and bool((dist_checkpointing.load(state(-1), directory)["weight"] == -7).any())
-    tell(folder, error=error, torn=torn, published=Path(directory, "datastates.manifest").exists())
+    report(folder, error=error, torn=torn, published=Path(directory, "datastates.manifest").exists())
 
 
 class StepWithoutHook(FP32Optimizer):
-    """One of Megatron's optimizers around something that is no torch optimizer: it fires no hook."""
+    """One of Megatron's optimizers without an inner torch optimizer: its step fires no hook."""
 
     def __init__(self, tensor: torch.Tensor, skip: bool, linger: Callable[[], None]) -> None:
         self.tensor, self.skip, self.linger = tensor, skip, linger
@@ -188,11 +188,11 @@ def step_without_fence(directory: str, skip: bool, outlast_copy: bool, folder: s
     error = failure_of(request.execute_sync)
     if error is None:
         assert_loads(Path(directory), 5)
-    tell(folder, error=error, published=Path(directory, "datastates.manifest").exists())
+    report(folder, error=error, published=Path(directory, "datastates.manifest").exists())
 
 
 def two_saves_at_once(directories: list[str], folder: str) -> None:
-    """A second save is started before the first is published; both become whole."""
+    """Starts a second save before the first is published; both become whole."""
     join()
     options = Options(write_limit=2_000_000, staging_memory=8 << 20)
     queue = AsyncCallsQueue()
@@ -206,11 +206,11 @@ def two_saves_at_once(directories: list[str], folder: str) -> None:
     queue.close()
     for value, directory in enumerate(directories):
         assert_loads(Path(directory), value)
-    tell(folder, waiting=waiting)
+    report(folder, waiting=waiting)
 
 
 def sync_save_between_polls(root: str, folder: str) -> None:
-    """A save of the same, new layout is published while an earlier one is being polled."""
+    """Publishes a save while an earlier one of the same, new layout is being polled."""
     join()
     strategy = DataStatesSaveStrategy()
     make_directory(Path(root, "first"))
@@ -226,16 +226,16 @@ def sync_save_between_polls(root: str, folder: str) -> None:
     request.execute_sync()
     assert_loads(Path(root, "first"), 1)
     assert_loads(Path(root, "second"), 2)
-    tell(folder)
+    report(folder)
 
 
 def fresh_bytes(root: str, folder: str) -> None:
-    """Saves with one layout: tensors moved, freed and reallocated in between."""
+    """Saves several times with one layout, moving, freeing and reallocating tensors in between."""
     join()
     strategy = DataStatesSaveStrategy(assume_immutable=True)
     addresses = set()
     for value in range(4):
-        spoiled = torch.full((6 * 50_000,), -3.0)  # takes the memory that the last state had
+        spoiled = torch.full((6 * 50_000,), -3.0)  # takes the memory of the previous state
         sharded = state(value)
         addresses.add(sharded["weight"].data.data_ptr())
         save(Path(root, str(value)), sharded, strategy, "async" if value % 2 else "sync")
@@ -244,7 +244,7 @@ def fresh_bytes(root: str, folder: str) -> None:
     for value in range(4):
         assert_loads(Path(root, str(value)), value)
     layouts = len(saver_for(strategy.options).run.plans)
-    tell(folder, layouts=layouts, addresses=len(addresses))
+    report(folder, layouts=layouts, addresses=len(addresses))
 
 
 def count_collectives(root: str, folder: str) -> None:
@@ -257,11 +257,11 @@ def count_collectives(root: str, folder: str) -> None:
         before = dict(calls)
         save(Path(root, str(value)), state(value), strategy, "sync")
         per_save.append({kind: calls[kind] - before.get(kind, 0) for kind in calls})
-    tell(folder, per_save=per_save, groups=len(dist.distributed_c10d._world.pg_map) - groups_before)
+    report(folder, per_save=per_save, groups=len(dist.distributed_c10d._world.pg_map) - groups_before)
 
 
 def starting_makes_no_collective(root: str, folder: str) -> None:
-    """After the run's first save, a rank starts a save while its peer is not there at all."""
+    """Starts a save on one rank, after the run's first, while its peer makes no call."""
     rank, _ = join()
     strategy = DataStatesSaveStrategy()
     save(Path(root, "first"), state(0), strategy, "sync")
@@ -274,16 +274,16 @@ def starting_makes_no_collective(root: str, folder: str) -> None:
     )
     started.touch()
     request.execute_sync()
-    tell(folder, threads=[t.name for t in threading.enumerate() if not t.daemon])
+    report(folder, threads=[t.name for t in threading.enumerate() if not t.daemon])
 
 
 def abandoned_at_exit(directory: str, folder: str) -> None:
-    """The program ends while a save is under way: no hang, nothing published."""
+    """Ends the program while a save is in flight."""
     join()
     make_directory(Path(directory))
     strategy = DataStatesSaveStrategy(options=Options(write_limit=300_000))
     dist_checkpointing.save(state(1), directory, strategy, async_sharded_save=True)
-    tell(folder)
+    report(folder)
 
 
 def fork_in_mid_save(directory: str, folder: str) -> None:
@@ -296,12 +296,12 @@ def fork_in_mid_save(directory: str, folder: str) -> None:
         held = [
             str(Path(f"/proc/self/fd/{fd}").readlink()) for fd in os.listdir("/proc/self/fd") if _exists(fd)
         ]
-        strategy.fence()  # a copy of the parent's save: nothing to wait for
+        strategy.fence()  # the save is the parent's: nothing to wait for
         os._exit(any(name.startswith(directory) for name in held))
     _, status = os.waitpid(child, 0)
     request.execute_sync()
     assert_loads(Path(directory), 9)
-    tell(folder, child=os.waitstatus_to_exitcode(status))
+    report(folder, child=os.waitstatus_to_exitcode(status))
 
 
 def _exists(descriptor: str) -> bool:
@@ -309,7 +309,7 @@ def _exists(descriptor: str) -> bool:
 
 
 def enable_twice(root: str, folder: str) -> None:
-    """The name in Megatron's module, and where it was bound before, make our strategy."""
+    """Enables twice; the name in Megatron's module, and where it was imported before, makes our strategy."""
     import megatron.core.dist_checkpointing.serialization as holder
     import megatron.core.dist_checkpointing.strategies.torch as home
 
@@ -328,7 +328,7 @@ def enable_twice(root: str, folder: str) -> None:
         error = type(failure).__name__
     name = "TorchDistSaveShardedStrategy"
     stock = [vars(module).get(name, home.TorchDistSaveShardedStrategy).__name__ for module in (home, holder)]
-    # An object of one's own keeps its promise and its options: everything may change when save returns.
+    # A strategy object keeps its own options: here, everything may change when save returns.
     sharded, own = state(7), DataStatesSaveStrategy(options=Options(copy_threads=1))
     sharded["weight"].data = torch.nn.Parameter(sharded["weight"].data)
     make_directory(Path(root, "own"))
@@ -337,11 +337,11 @@ def enable_twice(root: str, folder: str) -> None:
     )
     job = request.async_fn.publication.save
     request.execute_sync()
-    tell(folder, lazy=lazy, stock=stock, error=error, own_lazy=job.lazy_bytes, own_eager=job.eager_bytes)
+    report(folder, lazy=lazy, stock=stock, error=error, own_lazy=job.lazy_bytes, own_eager=job.eager_bytes)
 
 
 def dtensors_have_stepped(root: str, folder: str) -> None:
-    """FSDP2's parameters are wrappers without memory of their own."""
+    """Steps parameters like FSDP2's, which are wrappers without memory of their own."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -355,4 +355,4 @@ def dtensors_have_stepped(root: str, folder: str) -> None:
     known = fences.stepped_storages()
     save(Path(root, "after"), state(3), TrainingSaveStrategy(), "sync")
     assert_loads(Path(root, "after"), 3)
-    tell(folder, known=local.untyped_storage().data_ptr() in known)
+    report(folder, known=local.untyped_storage().data_ptr() in known)

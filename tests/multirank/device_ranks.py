@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from late_device import LateDevice
-from saving_rank import join, tell
+from saving_rank import join, report
 
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.pipeline import agreement
@@ -38,7 +38,7 @@ def start(saver: Saver, directory: Path, value: int) -> Publication:
 
 
 def poll_to_end(publication: Publication) -> int:
-    """The number of polls. Ranks poll in step, as trainers do."""
+    """Polls in step with the other ranks, as trainers do; returns the number of polls."""
     polls = 0
     while publication.outcome is Outcome.PENDING:
         dist.barrier()
@@ -49,7 +49,7 @@ def poll_to_end(publication: Publication) -> int:
 
 
 def assert_stored(directory: Path, value: int) -> None:
-    dist.barrier()  # rank 0 has read its own outcome at the same poll: the manifest is there
+    dist.barrier()  # rank 0 read its outcome in the same poll: the manifest exists
     checkpoint = Checkpoint.open(directory)
     for rank in range(dist.get_world_size()):
         for key, tensor in tensors_of(rank, value).items():
@@ -57,7 +57,7 @@ def assert_stored(directory: Path, value: int) -> None:
 
 
 def collectives_alone(folder: str) -> None:
-    """Sums and gathers of two sorts in flight at once, read in any order, and again."""
+    """Starts sums and gathers at once and reads their results in any order, several times."""
     device = enter("device")
     assert device is not None
     collectives = agreement.Collectives()
@@ -76,11 +76,11 @@ def collectives_alone(folder: str) -> None:
     found = arriving.result()
     assert found == ([bytes([each + 1]) * size for each, size in enumerate(sizes)] if rank == 0 else [])
     assert device.made == [64, 64 * ranks if rank == 0 else 0], "rounds share their memory"
-    tell(folder)
+    report(folder)
 
 
 def saves(root: str, transport: str, folder: str) -> None:
-    """Three saves of one layout, one after the other, whose indexes come in several rounds."""
+    """Saves one layout three times; the indexes are gathered in several rounds."""
     device = enter(transport)
     ranks = dist.get_world_size()
     agreement._ROUND_BYTES, agreement._LEAST_ROUND_BYTES = 256 * ranks, 1
@@ -95,11 +95,11 @@ def saves(root: str, transport: str, folder: str) -> None:
         made.append(len(device.made) if device is not None else 0)
     index = len(publication.save.plan.layout.index) if publication.save.plan is not None else 0
     saver.close()
-    tell(folder, counts=counts, polls=polls, made=made, index=index)
+    report(folder, counts=counts, polls=polls, made=made, index=index)
 
 
 def two_saves_at_once(root: str, transport: str, overtake: bool, folder: str) -> None:
-    """Polled by turns; their layout is new to both. Or the second overtakes the first."""
+    """Polls two saves of one new layout by turns, or publishes the second first (`overtake`)."""
     enter(transport)
     saver = Saver(OPTIONS, Run())
     both = [start(saver, Path(root, str(value)), value) for value in range(2)]
@@ -111,7 +111,7 @@ def two_saves_at_once(root: str, transport: str, overtake: bool, folder: str) ->
         while both[0]._records_asked is None:
             both[0].poll()
         poll_to_end(both[1])
-        saver.run.store._merged.clear()  # so that the first is published from what it has gathered itself
+        saver.run.store._merged.clear()  # so that the first must gather the layouts itself
     while Outcome.PENDING in [publication.outcome for publication in both]:
         for publication in both:
             publication.poll()
@@ -119,7 +119,7 @@ def two_saves_at_once(root: str, transport: str, overtake: bool, folder: str) ->
         assert_stored(Path(root, str(value)), value)
     calls = saver.run.collectives.calls
     saver.close()
-    tell(folder, gathers=calls["gather"], layouts=calls["gather layouts"])
+    report(folder, gathers=calls["gather"], layouts=calls["gather layouts"])
 
 
 def fail_while_writing(root: str, transport: str, failing_rank: int, folder: str) -> None:
@@ -129,7 +129,7 @@ def fail_while_writing(root: str, transport: str, failing_rank: int, folder: str
     polls = poll_to_end(publication)
     calls = dict(saver.run.collectives.calls)
     saver.close()
-    tell(folder, error=publication.error, left=listed(root), polls=polls, calls=calls)
+    report(folder, error=publication.error, left=listed(root), polls=polls, calls=calls)
 
 
 def options_with(faults: str, rank: int) -> Options:
@@ -142,7 +142,7 @@ def listed(root: str) -> list[str]:
 
 
 def fail_as_records_go_out(root: str, transport: str, failing_rank: int, later: bool, folder: str) -> None:
-    """One rank fails when it has sent its record: before it sends flags in that poll, or (`later`) after."""
+    """Fails on one rank after it sent its record: before sending flags in that poll, or (`later`) after."""
     enter(transport)
     saver = Saver(options_with("write manifest:1:stall=300", 0), Run())
     publication = start(saver, Path(root, "bad"), 1)
@@ -171,11 +171,11 @@ def fail_as_records_go_out(root: str, transport: str, failing_rank: int, later: 
         assert_stored(Path(root, "bad"), 1)
     began = publication._publisher is not None
     saver.close()
-    tell(folder, error=publication.error, left=listed(root), began=began)
+    report(folder, error=publication.error, left=listed(root), began=began)
 
 
 def end_while_indexes_are_under_way(root: str, folder: str) -> None:
-    """The device hangs, and the program ends."""
+    """Ends the program while the device hangs."""
     device = enter("device")
     assert device is not None
     publications._PATIENCE_SECONDS = 0.2
@@ -184,10 +184,10 @@ def end_while_indexes_are_under_way(root: str, folder: str) -> None:
     while not publication.records:
         if publication._records_asked is not None:
             assert publication._flags_asked is not None
-            publication._flags_asked.result()  # so that all that was enqueued before the next poll is done
+            publication._flags_asked.result()  # so that everything enqueued before the next poll is done
             device.hangs = True
         dist.barrier()
         publication.poll()
     began = time.monotonic()
     saver.close()
-    tell(folder, seconds=time.monotonic() - began, left=listed(root), failure=publication.save.failure)
+    report(folder, seconds=time.monotonic() - began, left=listed(root), failure=publication.save.failure)

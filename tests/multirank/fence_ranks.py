@@ -1,7 +1,6 @@
-"""Ranks of test_fences.py: something changes what a slow lazy copy still reads, each time in another way.
+"""Ranks of test_fences.py: ways in which the source of a slow lazy copy changes.
 
-Every change here is one of Megatron's own, made by Megatron's own code, around tensors that are filled with
-one value before it and hold other values after it.
+Each change is made by Megatron's own code, to tensors that hold one value before it and others after it.
 """
 
 import contextlib
@@ -26,18 +25,18 @@ from megatron.core.optimizer.optimizer import (
 )
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
-from saving_rank import MCORE_QUEUE, failure_of, join, make_directory, save, tell
+from saving_rank import MCORE_QUEUE, failure_of, join, make_directory, report, save
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.mcore import DataStatesSaveStrategy
 
-SLOW = Options(copy_limit=4_000_000)  # the copy of what each rank saves takes a good part of a second
+SLOW = Options(copy_limit=4_000_000)  # the copy of a rank's state takes most of a second
 VALUE, ELEMENTS = 3.0, 300_000
 
 
 class ThroughPointers(torch.optim.Optimizer):
-    """As fused optimizers write: no version counter moves."""
+    """An optimizer that writes as fused ones do, without changing version counters."""
 
     def __init__(self, params: list[torch.nn.Parameter]) -> None:
         super().__init__(params, {})
@@ -94,7 +93,7 @@ def chained() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
 
 
 def hybrid() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
-    """Steps on the host: its pinned copies of the parameters change there."""
+    """An optimizer that steps pinned copies of the parameters on the host."""
     params = parameters()
     with pretended_device(params):
         optimizer = HybridDeviceOptimizer(
@@ -116,7 +115,7 @@ def hybrid() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
 
 
 def layer_wise() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
-    """Rank 0 owns the only parameter; rank 1 steps nothing and is sent the new values."""
+    """An optimizer with one parameter, owned by rank 0; rank 1 only receives the new values."""
     parallel_state.initialize_model_parallel()
     params = parameters(1)
     optimizer = LayerWiseDistributedOptimizer(
@@ -135,13 +134,13 @@ def _gather_unequal(parts: list[torch.Tensor], own: torch.Tensor, group: Any = N
 
 
 def graph_replay() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
-    """A captured optimizer: what is replayed calls nothing of Python."""
+    """An optimizer captured in a CUDA graph, whose replay calls no Python."""
     from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
 
     params = parameters()
     wrapper = OptimizerCudaGraphWrapper(lambda: None)
     replay = ThroughPointers(params)
-    OptimizerCudaGraphWrapper.curr_iteration = 5  # captured in an earlier one
+    OptimizerCudaGraphWrapper.curr_iteration = 5  # later than the iteration of the capture
     OptimizerCudaGraphWrapper.cuda_graph = SimpleNamespace(
         replay=type(replay).step.__wrapped__.__get__(replay)
     )
@@ -149,7 +148,7 @@ def graph_replay() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
 
 
 def optimizer_offload() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
-    """Of an optimizer's memory, which torch's allocator then gives to others."""
+    """Offloads an optimizer, whose freed memory torch's allocator may then reuse."""
     params = parameters()
     optimizer = FP32Optimizer(adam(params), config(), lambda *_: None)
 
@@ -165,7 +164,7 @@ def optimizer_offload() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
 
 @contextlib.contextmanager
 def pretended_device(tensors: list[torch.nn.Parameter]) -> Iterator[None]:
-    """These call themselves CUDA tensors, and are copied when they are moved."""
+    """Makes these tensors claim to be CUDA tensors, which are copied when moved to the host."""
     real, on_device = torch.Tensor.cpu, {id(tensor) for tensor in tensors}
     torch.Tensor.is_cuda = property(lambda self: id(self) in on_device)  # type: ignore[assignment,misc]
     torch.Tensor.cpu = torch.Tensor.clone  # type: ignore[assignment,method-assign]
@@ -177,7 +176,7 @@ def pretended_device(tensors: list[torch.nn.Parameter]) -> Iterator[None]:
 
 
 def buffer_offload() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
-    """Of the buffers that parameters are views of: their storage is resized to nothing, then refilled."""
+    """Offloads the buffer that parameters are views of: its storage is resized to zero, then refilled."""
     whole = torch.full((2 * ELEMENTS,), VALUE)
     params = [torch.nn.Parameter(part) for part in whole.chunk(2)]
     buffer = object.__new__(_ParamAndGradBuffer)
@@ -193,7 +192,7 @@ def buffer_offload() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
 
 
 def staging() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
-    """Before 0.19, FP8 parameters: what they are to hold reaches their buffer in the next iteration only."""
+    """FP8 parameters before 0.19, whose new values reach their buffer only in the next iteration."""
     whole = torch.full((2 * ELEMENTS,), VALUE)
     params = [torch.nn.Parameter(part) for part in whole.chunk(2)]
     ranges = {
@@ -211,7 +210,7 @@ def staging() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
 
 
 def loading(formats: str) -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
-    """Into the very tensors that are being saved."""
+    """Loads into the tensors that are being saved."""
     directory = Path(ROOT[0], "earlier")
     other = parameters()
     for param in other:
@@ -246,8 +245,8 @@ def sharded(params: list[torch.nn.Parameter]) -> dict[str, Any]:
     }
 
 
-def changed_behind_slow_copy(directory: str, change: str, fenced: bool, folder: str) -> None:
-    """Saves, changes everything that is being saved, and looks at what the checkpoint holds."""
+def change_during_slow_copy(directory: str, change: str, fenced: bool, folder: str) -> None:
+    """Saves, changes everything being saved, and reports what the checkpoint holds."""
     join()
     ROOT[:] = [directory]
     params, act = CHANGES[change]()
@@ -271,7 +270,7 @@ def changed_behind_slow_copy(directory: str, change: str, fenced: bool, folder: 
             sharded([torch.nn.Parameter(torch.zeros_like(param.detach())) for param in params]), str(place)
         )
         same = all(bool((found == VALUE).all()) for found in loaded.values())
-    tell(
+    report(
         folder,
         lazy=at_return == 0,
         fence=fence,

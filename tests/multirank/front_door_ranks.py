@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import torch
-from saving_rank import join, tell
+from saving_rank import join, report
 
 import megatron_datastates as ds
 from megatron_datastates.errors import SaveFailedError
@@ -28,21 +28,21 @@ def save(root: str, value: int, folder: str) -> None:
     while not handle.done():
         time.sleep(0.001)
     assert handle.report is not None
-    tell(folder, state=handle.report["state"], ranks=handle.report["ranks"])
+    report(folder, state=handle.report["state"], ranks=handle.report["ranks"])
 
 
 def load(root: str, value: int, folder: str) -> None:
-    """On any number of ranks, which do not communicate."""
+    """Loads on any number of ranks, which do not communicate."""
     rank, ranks = join()
     blank = part(rank, ranks, -1)
     found = ds.load(Path(root, "ck"), into={"weight": blank, "step": None})
     assert torch.equal(blank.tensor, part(rank, ranks, value).tensor)
     assert found["step"] == value
-    tell(folder)
+    report(folder)
 
 
 def save_what_fails(root: str, how: str, folder: str) -> None:
-    """One rank's state makes no sense, or both ranks save the same tensor whole."""
+    """Saves an invalid state on one rank, or the same whole tensor on both."""
     rank, _ = join()
     states = {
         "replicas": {"weight": torch.ones(3)},
@@ -52,4 +52,4 @@ def save_what_fails(root: str, how: str, folder: str) -> None:
     try:
         ds.save(states[how], Path(root, "ck"))
     except SaveFailedError as error:
-        tell(folder, error=str(error))
+        report(folder, error=str(error))

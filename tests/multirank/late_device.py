@@ -1,12 +1,12 @@
-"""A stand-in for a device and its backend, in each of several real ranks: all that it does, it does late.
+"""A stand-in for a device and its backend, in each of several real ranks, which runs everything late.
 
     device = LateDevice()  # collective; from here on Collectives work on it
 
-A thread does what is enqueued, in that order, with gloo underneath. Nothing that a poll enqueues is begun
-before that poll has returned. A copy to host memory leaves garbage there until an event behind it was seen to
-be over. Whatever would synchronize the device fails: reading a tensor that lies on it, and waiting for an
-event in the poll that recorded it. So does a thread other than the trainer's that asks for an event while
-saves are polled: torch captures CUDA graphs in global mode, in which that breaks a capture.
+A thread runs what is enqueued, in order, with gloo underneath. Work that a poll enqueues begins only after
+that poll has returned. A copy to host memory leaves garbage there until a later event was seen to be reached.
+Anything that would synchronize the device fails: reading a tensor on it, and waiting for an event in the poll
+that recorded it. So does querying an event on a thread other than the trainer's while saves are polled: torch
+captures CUDA graphs in global mode, in which such a query breaks a capture.
 """
 
 import threading
@@ -25,7 +25,7 @@ HARMLESS = {"view", "unbind", "numel", "__getitem__", "__len__", "__get__"}
 
 
 class OnDevice(torch.Tensor):
-    """Can be cut and counted, not read: whatever else is done with it has to be enqueued."""
+    """A tensor that can be sliced and measured but not read: everything else must be enqueued."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -35,7 +35,7 @@ class OnDevice(torch.Tensor):
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, as the device itself sees it."""
+    """Returns the same memory as an ordinary tensor, for the device's own thread."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.as_subclass(torch.Tensor)
 
@@ -44,11 +44,13 @@ class LateDevice:
     """See the module; also what `Collectives._transport` returns, once one was made."""
 
     def __init__(self) -> None:
-        self.made: list[int] = []  # bytes of each piece of memory that was allocated on it
+        self.made: list[int] = []  # bytes of each allocation on it
         self.hangs = False
         self._group = dist.new_group(backend="gloo")
         self._changed = threading.Condition()
-        self._queue: deque[tuple[int, Callable[[], None]]] = deque()  # with the poll that it was asked for in
+        self._queue: deque[tuple[int, Callable[[], None]]] = (
+            deque()
+        )  # with the number of the poll that enqueued it
         self.arriving: list[
             tuple[torch.Tensor, torch.Tensor]
         ] = []  # copies to the host, done and not yet seen

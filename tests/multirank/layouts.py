@@ -1,4 +1,4 @@
-"""Models and layouts of the tests around model_ranks.py: fields of TransformerConfig, and `tied`."""
+"""Models and layouts for model_ranks.py: fields of TransformerConfig, and `tied`."""
 
 from typing import Any
 

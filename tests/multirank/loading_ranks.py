@@ -1,6 +1,6 @@
-"""Ranks of test_loading.py: what is asked for is less than what was saved, or of another shape or dtype.
+"""Ranks of test_loading.py: requests for fewer keys, or other shapes or dtypes, than were saved.
 
-Everything is saved in both formats and asked of both: torch_dist says what the answer is.
+Everything is saved in both formats and requested from both: torch_dist's answer is the expected one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from model_ranks import FORMATS, leaves, strategies
-from saving_rank import failure_of, join, make_directory, tell
+from saving_rank import failure_of, join, make_directory, report
 
 ROWS, COLUMNS = 12, 36  # of every global tensor: 1, 2 and 3 ranks can cut them along either axis
 DTYPES = (
@@ -27,7 +27,7 @@ Request = Callable[[], dict[str, Any]]
 
 
 def whole(dtype: torch.dtype) -> torch.Tensor:
-    """The global tensor named after its dtype: any bits that it can have."""
+    """Returns the global tensor of a dtype, filled with random bits."""
     generator = torch.Generator().manual_seed(DTYPES.index(dtype))
     values = 2 if dtype is torch.bool else 256
     size = ROWS * COLUMNS * dtype.itemsize
@@ -36,34 +36,34 @@ def whole(dtype: torch.dtype) -> torch.Tensor:
 
 
 def shard(key: str, tensor: torch.Tensor, axis: int, **how: Any) -> ShardedTensor:
-    """This rank's part of a global tensor that is cut along one axis."""
+    """Returns this rank's part of a global tensor that is split along one axis."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     data = tensor.chunk(ranks, axis)[rank].clone()
     return ShardedTensor.from_rank_offsets(key, data, (axis, rank, ranks), **how)
 
 
 def blank(key: torch.dtype, dtype: torch.dtype | None = None, rows: int = ROWS, **how: Any) -> ShardedTensor:
-    """A request for this rank's columns of a tensor that was saved by rows."""
+    """Requests this rank's columns of a tensor that was saved by rows."""
     return shard(str(key), torch.ones(rows, COLUMNS).to(dtype or key), axis=1, **how)
 
 
 def load_both(root: str, request: Request) -> list[dict[str, Any]]:
-    """What each format answers to a request."""
+    """Returns what each format loads for a request."""
     return [
         dist_checkpointing.load(request(), str(Path(root, name)), strategies(name, parallel=False)[1])
         for name in FORMATS
     ]
 
 
-def loaded_alike(root: str, request: Request) -> dict[str, Any]:
-    """What our checkpoint answers; torch_dist's has to answer the same."""
+def load_equal(root: str, request: Request) -> dict[str, Any]:
+    """Returns what our checkpoint loads, after checking that torch_dist's loads the same."""
     ours, stock = load_both(root, request)
     assert dict(leaves(ours, "")) == dict(leaves(stock, "")), (ours, stock)
     return ours
 
 
 def assert_columns(found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """`found` is this rank's part of `wanted`, bit for bit."""
+    """Checks that `found` is this rank's part of `wanted`, bit for bit."""
     columns = wanted.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
     assert found.dtype == columns.dtype
     assert torch.equal(found.contiguous().view(torch.uint8), columns.view(torch.uint8))
@@ -79,15 +79,15 @@ def save_everything(root: str, folder: str) -> None:
         state["rng"] = ShardedObject("rng", [1, 2], (1,), (0,), replica_id=rank)
         state["iteration"] = 7
         dist_checkpointing.save(state, str(Path(root, name)), strategies(name, parallel=False)[0])
-    tell(folder)
+    report(folder)
 
 
 def load_some_keys(root: str, folder: str) -> None:
     join()
-    one = loaded_alike(root, lambda: {"any name": blank(torch.float32)})
+    one = load_equal(root, lambda: {"any name": blank(torch.float32)})
     assert one.keys() == {"any name", "iteration"}
     assert_columns(one["any name"], whole(torch.float32))
-    nested = loaded_alike(
+    nested = load_equal(
         root,
         lambda: {
             "model": {"layers": [blank(torch.bfloat16), blank(torch.int64)]},
@@ -97,7 +97,7 @@ def load_some_keys(root: str, folder: str) -> None:
     assert_columns(nested["model"]["layers"][0], whole(torch.bfloat16))
     assert_columns(nested["model"]["layers"][1], whole(torch.int64))
     assert nested["rng"] == [1, 2]
-    tell(folder)
+    report(folder)
 
 
 def load_plain(root: str, folder: str) -> None:
@@ -106,23 +106,23 @@ def load_plain(root: str, folder: str) -> None:
     assert dict(leaves(ours, "")) == dict(leaves(stock, ""))
     wanted = {str(dtype): whole(dtype) for dtype in DTYPES} | {"iteration": 7}
     assert dict(leaves(ours, "")) == dict(leaves(wanted, ""))
-    tell(folder)
+    report(folder)
 
 
 def load_other_shapes(root: str, folder: str) -> None:
-    """What is missing is zero; what is too much is left out."""
+    """Loads fewer and more rows than were saved: the missing ones are zeros."""
     join()
     for rows in (ROWS - 5, ROWS + 5):
         how = {"rows": rows, "allow_shape_mismatch": True}
-        found = loaded_alike(root, lambda how=how: {"w": blank(torch.int32, **how)})  # type: ignore[misc]
+        found = load_equal(root, lambda how=how: {"w": blank(torch.int32, **how)})  # type: ignore[misc]
         wanted = torch.zeros((rows, COLUMNS), dtype=torch.int32)
         wanted[:ROWS] = whole(torch.int32)[:rows]
         assert_columns(found["w"], wanted)
-    tell(folder)
+    report(folder)
 
 
 def numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """With all NaNs alike: which bits a converted one has, depends in torch on where it lies in memory."""
+    """Makes all NaNs equal: in torch, the bits of a converted NaN depend on its place in memory."""
     parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     if not parts.is_floating_point():
         return tensor
@@ -130,7 +130,7 @@ def numbers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def load_other_dtypes(root: str, folder: str) -> None:
-    """Every pair of dtypes: as torch_dist converts, or, where numbers would change their kind, refused."""
+    """Converts every pair of dtypes as torch_dist does, or is refused where torch cannot cast."""
     join()
     converted, refused = [], []
     for stored, wanted in itertools.product(DTYPES, DTYPES):
@@ -142,7 +142,7 @@ def load_other_dtypes(root: str, folder: str) -> None:
             assert dict(leaves(numbers(ours), "")) == dict(leaves(numbers(stock), "")), (stored, wanted)
             converted.append(f"{stored} to {wanted}")
         else:
-            told = failure_of(functools.partial(dist_checkpointing.load, request(), str(Path(root, "ours"))))
-            assert told is not None and f"is {str(stored)[6:]} in this checkpoint" in told, told
+            error = failure_of(functools.partial(dist_checkpointing.load, request(), str(Path(root, "ours"))))
+            assert error is not None and f"is {str(stored)[6:]} in this checkpoint" in error, error
             refused.append(f"{stored} to {wanted}")
-    tell(folder, converted=converted, refused=refused)
+    report(folder, converted=converted, refused=refused)

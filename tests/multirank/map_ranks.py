@@ -1,7 +1,7 @@
-"""Ranks of test_optimizer_map.py: what our checkpoint of buckets says of each parameter's states is compared.
+"""Ranks of test_optimizer_map.py: read each parameter's states from a checkpoint of buckets and compare them.
 
-With two witnesses: the optimizer's own memory, put together here; and what Megatron itself saves of the same
-state as fully reshardable.
+They are compared with the optimizer's memory, gathered here, and with what Megatron saves of the same state
+as fully reshardable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from model_ranks import FORMATS, Layout, Training, build, random_values, save_both, step, strategies
-from saving_rank import join, make_directory, tell
+from saving_rank import join, make_directory, report
 
 from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.pipeline.load import Checkpoint
@@ -31,9 +31,9 @@ from megatron_datastates.pipeline.optimizer import StateTensor, optimizer_state
 
 
 def compare(root: str, layouts: list[Layout], with_stock: bool, folder: str) -> None:
-    """Each layout is saved twice, with other shards of the model: the first must not describe the second."""
+    """Saves each layout twice, the model sharded differently, so that a map reused by mistake shows."""
     join()
-    told = []
+    keys = []
     for number, layout in enumerate(layouts):
         training = build(layout, "dp_reshardable", random_values())
         for singletons in (True, False):
@@ -44,12 +44,12 @@ def compare(root: str, layouts: list[Layout], with_stock: bool, folder: str) -> 
             compare_with_memory(training, found)
         if with_stock:
             compare_with_stock(training, found, place + "-stock")
-        told.append(sorted(found))
-    tell(folder, keys=told)
+        keys.append(sorted(found))
+    report(folder, keys=keys)
 
 
 def hide(root: str, layout: Layout, folder: str) -> None:
-    """One state in both formats; what Megatron is shown of each."""
+    """Saves one state in both formats and checks that Megatron sees no optimizer map of ours."""
     join()
     save_both(root, layout, "dp_reshardable")
     ours, stock = (str(Path(root, name)) for name in FORMATS)
@@ -61,11 +61,11 @@ def hide(root: str, layout: Layout, folder: str) -> None:
     asked = training.sharded(is_loading=True)
     _, missing, unexpected = dist_checkpointing.load(asked, ours, strict=StrictHandling.RETURN_ALL)
     assert not missing and not unexpected, (missing, unexpected)
-    tell(folder, maps=[key for key in objects if is_optimizer_map(key)])
+    report(folder, maps=[key for key in objects if is_optimizer_map(key)])
 
 
 def saved_state(training: Training, directory: str) -> dict[str, StateTensor]:
-    """The optimizer's state as the checkpoint has it that is saved there, in our format."""
+    """Saves in our format and returns the optimizer's state as the checkpoint lists it."""
     make_directory(Path(directory))
     dist.barrier()
     dist_checkpointing.save(training.sharded(), directory, strategies("ours", parallel=True)[0])
@@ -90,7 +90,7 @@ def compare_with_stock(training: Training, found: dict[str, StateTensor], direct
 
 
 def compare_with_memory(training: Training, found: dict[str, StateTensor]) -> None:
-    """Every shard that this rank's model has of every state; together with the others' all of it."""
+    """Compares this rank's shards of every state, and checks that the ranks together compare all of it."""
     compared = dict.fromkeys(found, 0)
     for shard in shards_in_memory(training):
         offset = tuple(shard.global_offset)
@@ -104,7 +104,7 @@ def compare_with_memory(training: Training, found: dict[str, StateTensor]) -> No
 
 
 def shards_in_memory(training: Training) -> Iterator[ShardedTensor]:
-    """Main replicas of all states, sharded as the model is, of the parameters whole on this rank."""
+    """Yields the main replicas of all states of this rank's parameters, sharded as the model is."""
     model = training.sharded()
     model.pop("optimizer")
     kinds = (ShardedTensor, ShardedTensorFactory)
@@ -125,7 +125,7 @@ def shards_in_memory(training: Training) -> Iterator[ShardedTensor]:
 
 
 def gathered(optimizer: Any) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:
-    """Each parameter and its states, put together from the ranks that own a part of it."""
+    """Yields each parameter and its states, gathered from the ranks that own a part of it."""
     own = {}
     for number, param in enumerate(p for buffer in optimizer.buffers for p in buffer.param_index_map):
         if param in optimizer.model_param_gbuf_map:

@@ -1,8 +1,8 @@
 """Ranks of the tests that compare us with torch_dist on Megatron-Core's own models and optimizers.
 
 A state is saved twice, by our strategy and by Megatron's own, and each checkpoint is loaded into fresh
-models of another parallel layout. What comes back has to be the same, bit for bit. What belongs here:
-building, filling, saving, loading and comparing. Which models and layouts: the tests say.
+models of another parallel layout. Both must load the same, bit for bit. What belongs here: building, filling,
+saving, loading and comparing. What does not: the choice of models and layouts, which is the tests'.
 
 A *layout* is a dict of TransformerConfig's fields; those that parallel_state knows lay out the ranks.
 """
@@ -34,7 +34,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from saving_rank import join, make_directory, tell
+from saving_rank import join, make_directory, report
 
 from megatron_datastates.mcore import DataStatesSaveStrategy
 
@@ -96,7 +96,7 @@ class Training:
             self.optimizer.load_state_dict(loaded["optimizer"])
 
     def leaves(self) -> dict[str, str]:
-        """Everything that training goes on with, by name."""
+        """Returns a digest of everything that training continues with, by name."""
         found = dict(leaves([chunk.state_dict() for chunk in self.chunks], "model"))
         for link, chained in enumerate(getattr(self.optimizer, "chained_optimizers", [self.optimizer])):
             inner = getattr(chained, "optimizer", None)
@@ -108,7 +108,7 @@ class Training:
 
 
 def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], None]) -> Training:
-    """A model in this layout, every tensor of it filled, with an optimizer.
+    """Builds a model in this layout, fills all its tensors, and adds an optimizer.
 
     `optimizer` is the sharding type of a distributed one, PRECISION_AWARE + that, or NOT_DISTRIBUTED.
     """
@@ -172,13 +172,13 @@ def build_chunk(config: TransformerConfig, vp_stage: int | None, tied: bool) -> 
 
 
 def random_values() -> Callable[[torch.Tensor], None]:
-    """Different on each rank, replicas too: which of them is stored shows."""
+    """Returns a filler whose values differ between ranks and replicas, so that it shows which is stored."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return lambda tensor: tensor.copy_(torch.randn(tensor.shape, generator=generator))
 
 
 def step(training: Training) -> None:
-    """One step with made-up gradients, so that the optimizer has moments."""
+    """Takes one step with random gradients, so that the optimizer has moments."""
     generator = torch.Generator().manual_seed(100 + dist.get_rank())
     for chunk in training.chunks:
         for param in chunk.parameters():
@@ -187,9 +187,9 @@ def step(training: Training) -> None:
 
 
 def leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    """(path, text) of all that is in nested containers; equal texts mean equal bits."""
+    """Yields (path, text) of every leaf of nested containers; equal texts mean equal bits."""
     if isinstance(value, dict) and value.get("padding") is True:
-        return  # of a bucket: nobody reads it, and what is in it is no promise of torch_dist's
+        return  # of a bucket: nothing reads it, and torch_dist does not define its content
     if isinstance(value, dict):
         for key, item in value.items():
             yield from leaves(item, f"{path}.{key}")
@@ -208,7 +208,7 @@ def leaves(value: Any, path: str) -> Iterator[tuple[str, str]]:
 
 
 def strategies(name: str, parallel: bool) -> tuple[Any, Any]:
-    """One format's (save, load); `parallel` as by --ckpt-fully-parallel-save and -load."""
+    """Returns a format's (save, load); `parallel` as with --ckpt-fully-parallel-save and -load."""
     save: Any = DataStatesSaveStrategy() if name == "ours" else TorchDistSaveShardedStrategy("torch_dist", 1)
     load: Any = TorchDistLoadShardedStrategy()
     if parallel:
@@ -219,14 +219,14 @@ def strategies(name: str, parallel: bool) -> tuple[Any, Any]:
 
 
 def save_both(root: str, layout: Layout, optimizer: str | None = None, parallel: bool = False) -> None:
-    """ROOT/ours and ROOT/stock: one and the same state in both formats."""
+    """Saves one state in both formats, to ROOT/ours and ROOT/stock."""
     training = build(layout, optimizer, random_values())
     if optimizer is not None:
         step(training)
     for name in FORMATS:
         make_directory(Path(root, name))
         dist.barrier()
-        # What fully_reshardable gathers is fresh each time, from the same values.
+        # fully_reshardable gathers into fresh memory each time, from the same values.
         dist_checkpointing.save(training.sharded(), str(Path(root, name)), strategies(name, parallel)[0])
     written = {name: {path.suffix for path in Path(root, name).iterdir()} for name in FORMATS}
     assert ".manifest" in written["ours"] and ".distcp" not in written["ours"], written
@@ -236,7 +236,7 @@ def save_both(root: str, layout: Layout, optimizer: str | None = None, parallel:
 def load_both(
     root: str, layout: Layout, optimizer: str | None = None, parallel: bool = False
 ) -> dict[str, str]:
-    """Loads both into models that differ everywhere before; returns what both became."""
+    """Loads both into models that differ everywhere; returns the state after the load, the same for both."""
     became = {}
     for name, before in zip(FORMATS, (3.0, 5.0), strict=True):
         training = build(layout, optimizer, lambda tensor, before=before: tensor.fill_(before))
@@ -248,36 +248,36 @@ def load_both(
         became[name] = found | training.leaves()
     ours, stock = became["ours"], became["stock"]
     unequal = [path for path in sorted(ours.keys() | stock.keys()) if ours.get(path) != stock.get(path)]
-    told = [f"{path}: {ours.get(path)}, and of torch_dist {stock.get(path)}" for path in unequal]
-    assert not unequal, f"loaded into {layout}: " + "\n".join(told[:20])
+    lines = [f"{path}: {ours.get(path)}, torch_dist loads {stock.get(path)}" for path in unequal]
+    assert not unequal, f"loaded into {layout}: " + "\n".join(lines[:20])
     return stock
 
 
 def reshard(root: str, pairs: list[tuple[Layout, list[Layout]]], optimizer: str | None, folder: str) -> None:
-    """Each first layout is saved, and loaded into each of its others; every second one fully parallel."""
+    """Saves each first layout and loads it into each of its others; every second pair fully parallel."""
     join()
-    told = []
+    loaded = []
     for number, (saved, others) in enumerate(pairs):
         place = str(Path(root, str(number)))
         save_both(place, saved, optimizer, parallel=number % 2 == 1)
-        told.append(
+        loaded.append(
             [sorted(load_both(place, other, optimizer, parallel=number % 2 == 1)) for other in others]
         )
-    tell(folder, loaded=told)
+    report(folder, loaded=loaded)
 
 
 def save_several(root: str, layouts: list[Layout], optimizer: str | None, folder: str) -> None:
-    """One checkpoint of each format and layout, for `load_several` in other ranks."""
+    """Saves a checkpoint of each format and layout, for `load_several` in other ranks."""
     join()
     for number, layout in enumerate(layouts):
         save_both(str(Path(root, str(number))), layout, optimizer)
-    tell(folder)
+    report(folder)
 
 
 def load_several(root: str, layouts: list[Layout], optimizer: str | None, folder: str) -> None:
     join()
     places = [str(Path(root, str(number))) for number in range(len(layouts))]
-    told = [
+    loaded = [
         sorted(load_both(place, layout, optimizer)) for place, layout in zip(places, layouts, strict=True)
     ]
-    tell(folder, loaded=told)
+    report(folder, loaded=loaded)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject
 from model_ranks import Layout, build, leaves, random_values, step
-from saving_rank import MCORE_QUEUE, failure_of, join, make_directory, save, tell
+from saving_rank import MCORE_QUEUE, failure_of, join, make_directory, report, save
 
 from megatron_datastates.config import Options
 from megatron_datastates.mcore import DataStatesSaveStrategy
@@ -22,14 +22,14 @@ MARK = -7.0
 
 
 def contents(directory: Path) -> dict[str, str]:
-    """Everything that a checkpoint holds, padding included, by key."""
+    """Returns everything that a checkpoint holds, padding included, by key."""
     checkpoint = Checkpoint.open(directory)
     found = {key: checkpoint.read_tensor(key) for key in checkpoint.index.tensors}
     return dict(leaves(found | checkpoint.read_objects(checkpoint.index.objects), ""))
 
 
 def paddings(state: Any) -> list[Any]:
-    """The tensors that fill gaps of buckets, in a sharded state."""
+    """Returns the tensors that fill gaps of buckets in a sharded state."""
     if isinstance(state, dict):
         mark = state.get("padding")
         if isinstance(mark, LocalNonpersistentObject) and mark.obj is True:
@@ -39,10 +39,10 @@ def paddings(state: Any) -> list[Any]:
 
 
 def mutate_everything(root: str, layout: Layout, sharding: str, promise_all: bool, folder: str) -> None:
-    """ROOT/before holds the state as it was; ROOT/behind is copied while everything changes."""
+    """Saves to ROOT/before, then to ROOT/during, which is copied while everything changes."""
     rank, ranks = join()
     training = build(layout, sharding, random_values())
-    step(training)  # from here on the optimizer's memory is known to change behind a fence only
+    step(training)  # from here on the optimizer's memory is known to change after a fence only
     args = Namespace(iteration=1, values=[1, 2])
     generators = tensor_parallel.get_cuda_rng_tracker().get_states()
 
@@ -54,7 +54,7 @@ def mutate_everything(root: str, layout: Layout, sharding: str, promise_all: boo
         }
 
     save(Path(root, "before"), state(), DataStatesSaveStrategy(), "sync")
-    make_directory(Path(root, "behind"))
+    make_directory(Path(root, "during"))
     strategy = (
         DataStatesSaveStrategy(assume_immutable=True, options=SLOW)
         if promise_all
@@ -63,7 +63,7 @@ def mutate_everything(root: str, layout: Layout, sharding: str, promise_all: boo
     sharded = state()
     padded = [(item.key, item.global_offset, item.data.shape) for item in paddings(sharded)]
     request = dist_checkpointing.save(
-        sharded, str(Path(root, "behind")), strategy, async_sharded_save=True, **MCORE_QUEUE
+        sharded, str(Path(root, "during")), strategy, async_sharded_save=True, **MCORE_QUEUE
     )
     job = request.async_fn.publication.save
     under_way = job.times()["staging"] == 0
@@ -81,11 +81,11 @@ def mutate_everything(root: str, layout: Layout, sharding: str, promise_all: boo
     different: list[str] = []
     zeros = None
     if error is None and rank == 0:
-        before, behind = contents(Path(root, "before")), contents(Path(root, "behind"))
-        different = sorted(key for key in before.keys() | behind.keys() if before.get(key) != behind.get(key))
-        checkpoint = Checkpoint.open(Path(root, "behind"))
+        before, during = contents(Path(root, "before")), contents(Path(root, "during"))
+        different = sorted(key for key in before.keys() | during.keys() if before.get(key) != during.get(key))
+        checkpoint = Checkpoint.open(Path(root, "during"))
         zeros = [bool((checkpoint.read_tensor(key, at, shape) == 0).all()) for key, at, shape in padded]
-    tell(
+    report(
         folder,
         under_way=under_way,
         fence=job.fence_seconds,

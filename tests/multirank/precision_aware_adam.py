@@ -1,6 +1,6 @@
-"""In place of Transformer Engine's FusedAdam: states of lower precision, as Megatron asks for them.
+"""A stand-in for Transformer Engine's FusedAdam, with states of lower precision as Megatron configures them.
 
-What belongs here: what Megatron calls of it. What does not: Adam's arithmetic; any new values will do.
+What belongs here: the methods that Megatron calls. What does not: Adam's arithmetic; any new values will do.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class FusedAdam(torch.optim.Optimizer):
                 param.data.copy_(self.state[param]["master_param"])
 
     def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
-        """Fresh where it is scaled, as what has 16 bits and a small exponent is."""
+        """Returns a new tensor for scaled states, which are those of float16."""
         state: torch.Tensor = self.state[param][name]
         return state.float() if state.dtype is torch.float16 else state
 
@@ -59,7 +59,7 @@ class FusedAdam(torch.optim.Optimizer):
         self.state[param][name].copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Torch's would give states the parameters' dtype."""
+        """Loads states in their own dtypes; torch's method would cast them to the parameters' dtype."""
         super().load_state_dict(state_dict)
         for group, stored in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for param, number in zip(group["params"], stored["params"], strict=True):
@@ -68,7 +68,7 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def installed() -> dict[str, Any]:
-    """Has Megatron use it; gives the fields of OptimizerConfig that ask for it."""
+    """Installs it in Megatron; returns the fields of OptimizerConfig that enable it."""
     module = ModuleType("transformer_engine.pytorch.optimizers")
     module.FusedAdam = FusedAdam  # type: ignore[attr-defined]
     sys.modules[module.__name__] = module

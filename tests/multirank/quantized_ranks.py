@@ -1,8 +1,8 @@
-"""Ranks of test_quantized.py: what Transformer Engine puts into a state, without Transformer Engine.
+"""Ranks of test_quantized.py: quantized tensors and extra states, without Transformer Engine.
 
 What belongs here: stand-ins for its quantized tensors and its extra states, and a module around them.
-Megatron recognizes quantized tensors by Transformer Engine's class; `pretend_transformer_engine` names ours
-in its place, so that all of Megatron's own code for them runs.
+Megatron recognizes quantized tensors by Transformer Engine's class; `pretend_transformer_engine` replaces it
+by the stand-in, so that Megatron's own code for them runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron.core.dist_checkpointing.strategies import torch as megatron
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.utils import sharded_state_dict_default
 from model_ranks import FORMATS, leaves, strategies
-from saving_rank import join, make_directory, tell
+from saving_rank import join, make_directory, report
 from torch.utils._pytree import tree_map_only
 
 from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
@@ -31,9 +31,9 @@ ROWS, COLUMNS = 8, 96
 
 
 class Quantized(torch.Tensor):
-    """A byte an element and one scale, passed off as bfloat16 on a GPU: TE's QuantizedTensor in small.
+    """One byte per element and one scale, which claims to be bfloat16 on a GPU, as TE's QuantizedTensor does.
 
-    It has no memory of its own that anybody could take bytes from, only its parts do.
+    It has no storage of its own; only its parts have.
     """
 
     codes: torch.Tensor
@@ -81,7 +81,7 @@ def pretend_transformer_engine() -> None:
 
 
 def quantized(seed: int | None) -> Quantized:
-    """Codes from a seed, or all 1."""
+    """Returns a tensor with codes from a seed, or all 1."""
     if seed is None:
         return Quantized(torch.ones((ROWS, COLUMNS), dtype=torch.int8), 0.25)
     generator = torch.Generator().manual_seed(seed)
@@ -90,7 +90,7 @@ def quantized(seed: int | None) -> Quantized:
 
 
 def weights(seed: int | None, make: Any) -> dict[str, Any]:
-    """Quantized shards as Megatron has them: a row of shards, one layer of several, a SwiGLU pair."""
+    """Returns quantized shards of Megatron's kinds: split along rows, one layer of several, a SwiGLU pair."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     seeds = [None] * 3 if seed is None else [seed + 3 * rank + i for i in range(3)]
     row, layer, pair = (make(quantized(s)) for s in seeds)
@@ -104,7 +104,7 @@ def weights(seed: int | None, make: Any) -> dict[str, Any]:
 
 
 def bits(loaded: dict[str, Any]) -> dict[str, str]:
-    """Quantized tensors as codes, the others as they are."""
+    """Describes quantized tensors by their codes, others by their bits."""
     parts = {
         name: value.codes if isinstance(value, Quantized) else value
         for name, value in loaded.items()
@@ -120,7 +120,7 @@ def save_quantized(root: str, folder: str) -> None:
         dist.barrier()
         strategy = strategies(name, parallel=False)[0] if name == "stock" else TrainingSaveStrategy()
         dist_checkpointing.save(weights(1, lambda tensor: tensor), str(Path(root, name)), strategy)
-    tell(folder)
+    report(folder)
 
 
 TARGETS: dict[str, Callable[[Quantized], torch.Tensor]] = {
@@ -134,7 +134,7 @@ TARGETS: dict[str, Callable[[Quantized], torch.Tensor]] = {
 
 
 def load_quantized(root: str, folder: str) -> None:
-    """Into every target, from both formats."""
+    """Loads into every target from both formats."""
     join()
     parallel_state.initialize_model_parallel()
     for target, make in TARGETS.items():
@@ -151,7 +151,7 @@ def load_quantized(root: str, folder: str) -> None:
         assert not found["ours"].items() & blank.items(), f"{target}: nothing was loaded"
     ours, stock = (dist_checkpointing.load_plain_tensors(str(Path(root, name))) for name in FORMATS)
     assert dict(leaves(ours, "")) == dict(leaves(stock, ""))
-    tell(folder, dtypes=sorted({str(value.dtype) for value in ours.values()}))
+    report(folder, dtypes=sorted({str(value.dtype) for value in ours.values()}))
 
 
 def subclass_keeps_its_dtype(root: str, folder: str) -> None:
@@ -168,11 +168,11 @@ def subclass_keeps_its_dtype(root: str, folder: str) -> None:
         dist.barrier()
         dist_checkpointing.save(state(3), str(Path(root, name)), strategies(name, parallel=False)[0])
         stored[name] = dict(leaves(dist_checkpointing.load_plain_tensors(str(Path(root, name))), ""))
-    tell(folder, **stored)
+    report(folder, **stored)
 
 
 class Layer(torch.nn.Module):
-    """A layer with an extra state in one of the forms that Transformer Engine's versions give it."""
+    """A layer with an extra state in one of the forms that Transformer Engine's versions use."""
 
     def __init__(self, form: str, value: int | None) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ FORMS = ("tensor", "empty", "bytes", "stream", "none")
 
 
 def extra_states(root: str, folder: str) -> None:
-    """Each rank is a pipeline stage with one layer of each form, the object of all layers one sharded key."""
+    """Saves and loads one layer of each form per pipeline stage, all layers' objects under one key."""
     rank, ranks = join()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=ranks)
 
@@ -230,4 +230,4 @@ def extra_states(root: str, folder: str) -> None:
     wanted = [Layer(form, 7 + rank).get_extra_state() for form in FORMS[:3]]
     expected = dict(leaves(wanted, "extra"))
     assert expected.items() <= found["ours"].items()
-    tell(folder, objects=[key for key in found["ours"] if "_extra_state" in key])
+    report(folder, objects=[key for key in found["ours"] if "_extra_state" in key])

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-from saving_rank import join, save, tell
+from saving_rank import join, report, save
 
 from megatron_datastates.mcore import DataStatesSaveStrategy
 from megatron_datastates.mcore.load.opening import open_checkpoint
@@ -21,7 +21,7 @@ LAYERS, ROWS, COLUMNS, WIDTH = 2, 4096, 4096, 4096
 
 
 class Place:
-    """This rank's, among tensor-parallel ranks that are neighbours, as Megatron orders them."""
+    """This rank's tensor-parallel and data-parallel rank, in Megatron's order (tensor-parallel innermost)."""
 
     def __init__(self, tp: int) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -36,7 +36,7 @@ def filled(value: float, *shape: int) -> torch.Tensor:
 
 
 def state(place: Place, value: int) -> dict[str, Any]:
-    """64 MiB of weights split over TP, 64 MiB of optimizer split over both, norms and objects."""
+    """Returns 64 MiB of weights split over TP, 64 MiB of moments split over both, norms and objects."""
     sharded: dict[str, Any] = {"iteration": value}
     rank, ranks = place.tp * place.dp_size + place.dp, place.tp_size * place.dp_size
     for layer in range(LAYERS):
@@ -65,11 +65,11 @@ def save_replicas(directory: str, tp: int, folder: str) -> None:
     place = Place(tp)
     strategy = FullyParallelSaveStrategyWrapper(DataStatesSaveStrategy(), place.dp_group)
     save(Path(directory), state(place, 1), strategy, "sync")
-    tell(folder)
+    report(folder)
 
 
 def count_reads(directory: str, tp: int, how: str, folder: str) -> None:
-    """Bytes that this rank read from data files, and those that all of them hold."""
+    """Reports the bytes that this rank read from data files, and the bytes that these hold."""
     join()
     place = Place(tp)
     strategy: Any = TorchDistLoadShardedStrategy()
@@ -78,7 +78,7 @@ def count_reads(directory: str, tp: int, how: str, folder: str) -> None:
     loaded = dist_checkpointing.load(state(place, -1), directory, strategy)
     assert loaded["iteration"] == 1 and loaded["layers.1.extra"] == {"layer": 1}
     checkpoint = open_checkpoint(directory)
-    tell(
+    report(
         folder,
         read=checkpoint.bytes_read,
         stored=sum(entry.footer_offset for entry in checkpoint.manifest.files),

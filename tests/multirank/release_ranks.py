@@ -8,7 +8,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
-from saving_rank import join, make_directory, save, tell
+from saving_rank import join, make_directory, report, save
 
 from megatron_datastates.mcore import DataStatesSaveStrategy
 
@@ -16,7 +16,7 @@ ROWS, COLUMNS = 8, 16
 
 
 def state(weight: torch.Tensor) -> dict[str, Any]:
-    """This rank's part of a small state, with `weight` as the global tensor."""
+    """Returns this rank's part of a small state, with `weight` as the global tensor."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = weight.chunk(ranks)[rank].clone()
     return {
@@ -34,19 +34,19 @@ def values() -> torch.Tensor:
 def write(directory: str, folder: str) -> None:
     join()
     save(Path(directory), state(values()), DataStatesSaveStrategy(), "sync")
-    tell(folder)
+    report(folder)
 
 
 def write_stock(directory: str, folder: str) -> None:
-    """The same, saved by Megatron as torch_dist."""
+    """Saves the same state by Megatron as torch_dist."""
     join()
     make_directory(Path(directory))
     dist_checkpointing.save(state(values()), directory)
-    tell(folder)
+    report(folder)
 
 
 def read(directory: str, folder: str) -> None:
-    """All that a program asks of a checkpoint: its state, strictly; its common state; plain tensors."""
+    """Loads the state, strictly, the common state, and plain tensors."""
     rank, ranks = join()
     blank = state(torch.zeros(ROWS, COLUMNS))
     found, missing, unexpected = dist_checkpointing.load(blank, directory, strict=StrictHandling.RETURN_ALL)
@@ -58,4 +58,4 @@ def read(directory: str, folder: str) -> None:
     assert (common["iteration"], common["names"]) == (7, ["a", "b"])
     assert {key for key, item in plain.items() if isinstance(item, torch.Tensor)} == {"weight"}, plain
     assert torch.equal(plain["weight"], values())
-    tell(folder, missing=sorted(missing), unexpected=sorted(unexpected))
+    report(folder, missing=sorted(missing), unexpected=sorted(unexpected))

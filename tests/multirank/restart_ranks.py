@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from saving_rank import MCORE_QUEUE, assert_loads, join, make_directory, save, state, tell, wait_for
+from saving_rank import MCORE_QUEUE, assert_loads, join, make_directory, report, save, state, wait_for
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
@@ -17,7 +17,7 @@ SLOW = Options(copy_limit=2_000_000, write_limit=1_000_000)
 
 
 def begin_anew(name: str, ranks: list[int]) -> None:
-    """A world of these ranks of the old one, with new numbers: the others stay out of it."""
+    """Forms a new world of some ranks of the old one, renumbered; the others leave."""
     old = int(os.environ["RANK"])
     dist.destroy_process_group()
     if old in ranks:
@@ -28,7 +28,7 @@ def begin_anew(name: str, ranks: list[int]) -> None:
 
 
 def abort_and_begin_anew(root: str, folder: str) -> None:
-    """As reset_persistent_async_worker does it, in the middle of a save; then training goes on."""
+    """Aborts the queue in mid-save, as reset_persistent_async_worker does, and saves in a new world."""
     join()
     whole, torn, later = (Path(root, name) for name in ("whole", "torn", "later"))
     save(whole, state(1), DataStatesSaveStrategy(options=SLOW), "sync")
@@ -47,7 +47,7 @@ def abort_and_begin_anew(root: str, folder: str) -> None:
     save(later, state(3), DataStatesSaveStrategy(options=SLOW), "async")
     assert_loads(later, 3)
     assert_loads(whole, 1)
-    tell(
+    report(
         folder,
         left=left,
         torn=sorted(os.listdir(torn)),
@@ -57,14 +57,14 @@ def abort_and_begin_anew(root: str, folder: str) -> None:
 
 
 def restart_without_queue(root: str, folder: str) -> None:
-    """Ranks that were interrupted at different saves agree again; a rank fewer takes part."""
+    """Saves again with one rank fewer after ranks were interrupted at different saves."""
     rank, _ = join()
     strategy = DataStatesSaveStrategy()
     save(Path(root, "first"), state(1), strategy, "sync")
-    if rank == 1:  # got further than its peers: had started a save of which nobody hears again
+    if rank == 1:  # further than its peers: it had started a save that never ends
         strategy.async_save({}, Path(root, "never"))
     begin_anew("fewer", [2, 1])
-    if rank == 0:  # which serves the store that the others meet in
+    if rank == 0:  # serves the store of the new world
         wait_for(Path(folder, "survivor0"))
         wait_for(Path(folder, "survivor1"))
         return

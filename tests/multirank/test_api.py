@@ -14,8 +14,8 @@ pytestmark = pytest.mark.conformance
 def test_saved_state_loads_and_our_strategy_wrote_it(
     world: World, tmp_path: Path, mode: str, wrapped: bool
 ) -> None:
-    told = world.run("api_ranks:save_and_load", tmp_path / "ck", mode, wrapped)
-    files = told[0]["files"]
+    reports = world.run("api_ranks:save_and_load", tmp_path / "ck", mode, wrapped)
+    files = reports[0]["files"]
     assert '"datastates"' in (tmp_path / "ck" / "metadata.json").read_text()
     assert "datastates.manifest" in files and sum(name.startswith("data-") for name in files) == 2
     assert not any(name.endswith(".distcp") for name in files)
@@ -33,49 +33,49 @@ def test_without_a_promise_tensors_may_change_when_save_returns(world: World, tm
 
 
 def test_step_waits_for_the_copy_and_not_for_the_write(world: World, tmp_path: Path) -> None:
-    for rank in world.run("api_ranks:step_behind_slow_copy", tmp_path / "ck"):
-        assert not rank["copied_at_return"], "save has to return before the bytes are copied"
+    for rank in world.run("api_ranks:step_during_slow_copy", tmp_path / "ck"):
+        assert not rank["copied_at_return"], "the save must return before the bytes are copied"
         assert rank["copied_at_step"] and not rank["written_at_step"], rank
         assert rank["fence"] > 0
 
 
 def test_broken_promise_is_caught_and_nothing_is_published(world: World, tmp_path: Path) -> None:
-    told = world.run("api_ranks:torn_without_fence", tmp_path / "ck", True)
-    assert len({rank["error"] for rank in told}) == 1
-    assert "tensor 'weight' changed too early" in told[0]["error"]
-    assert not told[0]["published"]
+    reports = world.run("api_ranks:torn_without_fence", tmp_path / "ck", True)
+    assert len({rank["error"] for rank in reports}) == 1
+    assert "tensor 'weight' changed too early" in reports[0]["error"]
+    assert not reports[0]["published"]
 
 
-def test_broken_promise_tears_the_copy_so_the_fence_is_what_prevents_it(world: World, tmp_path: Path) -> None:
-    told = world.run("api_ranks:torn_without_fence", tmp_path / "ck", False)
-    assert [(rank["error"], rank["torn"]) for rank in told] == [(None, True)] * 2
+def test_broken_promise_without_tripwire_tears_the_copy(world: World, tmp_path: Path) -> None:
+    reports = world.run("api_ranks:torn_without_fence", tmp_path / "ck", False)
+    assert [(rank["error"], rank["torn"]) for rank in reports] == [(None, True)] * 2
 
 
 @pytest.mark.parametrize("outlast_copy", [False, True], ids=["short step", "step that outlasts the copy"])
 def test_step_that_fired_no_fence_fails_the_save(world: World, tmp_path: Path, outlast_copy: bool) -> None:
-    told = world.run("api_ranks:step_without_fence", tmp_path / "ck", False, outlast_copy)
-    assert len({rank["error"] for rank in told}) == 1
-    assert "stepped without its inner optimizer's fence" in told[0]["error"]
-    assert not told[0]["published"]
+    reports = world.run("api_ranks:step_without_fence", tmp_path / "ck", False, outlast_copy)
+    assert len({rank["error"] for rank in reports}) == 1
+    assert "stepped without its inner optimizer's fence" in reports[0]["error"]
+    assert not reports[0]["published"]
 
 
-def test_end_of_a_skipped_step_is_a_fence(world: World, tmp_path: Path) -> None:
-    told = world.run("api_ranks:step_without_fence", tmp_path / "ck", True, False)
-    assert [(rank["error"], rank["published"]) for rank in told] == [(None, True)] * 2
+def test_skipped_step_waits_for_the_copy(world: World, tmp_path: Path) -> None:
+    reports = world.run("api_ranks:step_without_fence", tmp_path / "ck", True, False)
+    assert [(rank["error"], rank["published"]) for rank in reports] == [(None, True)] * 2
 
 
 def test_second_save_starts_before_the_first_is_published(world: World, tmp_path: Path) -> None:
-    told = world.run("api_ranks:two_saves_at_once", [str(tmp_path / "a"), str(tmp_path / "b")])
-    assert [rank["waiting"] for rank in told] == [2, 2]
+    reports = world.run("api_ranks:two_saves_at_once", [str(tmp_path / "a"), str(tmp_path / "b")])
+    assert [rank["waiting"] for rank in reports] == [2, 2]
 
 
-def test_step_waits_for_every_save_that_began_since_the_last(world: World, tmp_path: Path) -> None:
+def test_step_waits_for_every_save_since_the_last_step(world: World, tmp_path: Path) -> None:
     for rank in world.run("api_ranks:saves_between_steps", tmp_path):
         assert rank["under_way"] == [True, True]
         assert sum(rank["fences"]) > 0
 
 
-def test_parameters_that_are_wrappers_are_known_by_the_memory_that_they_wrap(
+def test_step_of_wrapped_parameters_is_recorded_for_the_memory_they_wrap(
     world: World, tmp_path: Path
 ) -> None:
     assert all(rank["known"] for rank in world.run("api_ranks:dtensors_have_stepped", tmp_path))
@@ -87,7 +87,7 @@ def test_saves_of_one_new_layout_may_overlap(world: World, tmp_path: Path) -> No
 
 def test_cached_layout_saves_current_bytes(world: World, tmp_path: Path) -> None:
     for rank in world.run("api_ranks:fresh_bytes", tmp_path):
-        assert rank["layouts"] == 1, "the layout has to be reused for this to show anything"
+        assert rank["layouts"] == 1, "the layout must be reused, or this test shows nothing"
 
 
 def test_first_save_broadcasts_once_and_later_ones_gather_one_record(world: World, tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_first_save_broadcasts_once_and_later_ones_gather_one_record(world: Worl
 
 
 def test_starting_a_save_waits_for_no_other_rank(world: World, tmp_path: Path) -> None:
-    told = world.run("api_ranks:starting_makes_no_collective", tmp_path)
-    assert told[0]["threads"] == ["MainThread"]
+    reports = world.run("api_ranks:starting_makes_no_collective", tmp_path)
+    assert reports[0]["threads"] == ["MainThread"]
 
 
 def test_program_that_ends_in_mid_save_publishes_nothing_and_does_not_hang(

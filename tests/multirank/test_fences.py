@@ -1,7 +1,7 @@
-"""Whatever changes the state of training waits until a save has copied it.
+"""Every change to the training state waits until a save has copied it.
 
-Each way is made by Megatron's own code. Without fences, the same save has to fail: it shows that the change
-really came before the copy, and that a torn save is not published even then.
+Each change is made by Megatron's own code. Without fences, the same save must fail: this shows that the
+change did come before the copy, and that a torn save is not published.
 """
 
 from pathlib import Path
@@ -33,15 +33,15 @@ if versions.installed().first < (0, 19):
 @pytest.mark.conformance
 @pytest.mark.parametrize("change", CHANGES)
 def test_change_waits_for_the_copy(world: World, tmp_path: Path, change: str) -> None:
-    for rank in world.run("fence_ranks:changed_behind_slow_copy", tmp_path, change, True):
-        assert rank["lazy"], "the copy has to be under way when the save returns"
+    for rank in world.run("fence_ranks:change_during_slow_copy", tmp_path, change, True):
+        assert rank["lazy"], "the copy must be in progress when the save returns"
         assert rank["fence"] > 0
-        assert all(rank["changed"]), "the state has to be another afterwards, for this to show anything"
+        assert all(rank["changed"]), "the state must have changed, or this test shows nothing"
         assert rank["error"] is None and rank["published"] and rank["same"], rank
 
 
 @pytest.mark.parametrize("change", [change for change in CHANGES if not change.startswith("buffer")])
 def test_without_fences_the_save_fails_on_all_ranks(world: World, tmp_path: Path, change: str) -> None:
-    told = world.run("fence_ranks:changed_behind_slow_copy", tmp_path, change, False)
-    assert len({rank["error"] for rank in told}) == 1
-    assert told[0]["error"] is not None and not told[0]["published"], told
+    reports = world.run("fence_ranks:change_during_slow_copy", tmp_path, change, False)
+    assert len({rank["error"] for rank in reports}) == 1
+    assert reports[0]["error"] is not None and not reports[0]["published"], reports

@@ -15,12 +15,12 @@ def test_shards_saved_by_two_ranks_load_on_any_number(world: World, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("how", "words"),
     [("replicas", "'weight'"), ("names", "both called 'a.b'"), ("object", "rank 1")],
 )
-def test_every_rank_raises_the_same_for_a_state_that_makes_no_sense(
-    world: World, tmp_path: Path, how: str, said: str
+def test_invalid_state_raises_the_same_error_on_all_ranks(
+    world: World, tmp_path: Path, how: str, words: str
 ) -> None:
     errors = {each["error"] for each in world.run("front_door_ranks:save_what_fails", tmp_path, how)}
-    assert len(errors) == 1 and said in errors.pop()
+    assert len(errors) == 1 and words in errors.pop()
     assert not (tmp_path / "ck" / "datastates.manifest").exists()

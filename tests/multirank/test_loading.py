@@ -1,4 +1,4 @@
-"""Loads that ask for something else than what was saved give what torch_dist gives, bit for bit."""
+"""Loads of other keys, shapes or dtypes than were saved return what torch_dist returns, bit for bit."""
 
 from pathlib import Path
 
@@ -25,11 +25,11 @@ def test_plain_tensors_are_loaded_whole_by_every_rank(world: World, saved: Path)
     world.run("loading_ranks:load_plain", saved)
 
 
-def test_larger_and_smaller_shapes_are_loaded_where_that_is_allowed(world: World, saved: Path) -> None:
+def test_larger_and_smaller_shapes_are_loaded_if_allowed(world: World, saved: Path) -> None:
     world.run("loading_ranks:load_other_shapes", saved)
 
 
-def test_other_dtypes_are_loaded_unless_numbers_would_change_their_kind(world: World, saved: Path) -> None:
-    told = world.run("loading_ranks:load_other_dtypes", saved)[0]
-    assert {"torch.float32 to torch.bfloat16", "torch.bfloat16 to torch.float32"} <= set(told["converted"])
-    assert {"torch.float32 to torch.int32", "torch.complex64 to torch.float32"} <= set(told["refused"])
+def test_other_dtypes_are_loaded_if_torch_can_cast_them(world: World, saved: Path) -> None:
+    reports = world.run("loading_ranks:load_other_dtypes", saved)[0]
+    assert {"torch.float32 to torch.bfloat16", "torch.bfloat16 to torch.float32"} <= set(reports["converted"])
+    assert {"torch.float32 to torch.int32", "torch.complex64 to torch.float32"} <= set(reports["refused"])

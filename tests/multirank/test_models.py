@@ -1,7 +1,6 @@
 """States of Megatron-Core's own models reshard as torch_dist's do, bit for bit: pipelines and vocabularies.
 
-Each test saves in one layout and loads into others; `model_ranks.py` compares. What the lists below show
-is that the layouts differ where the test says so.
+Each test saves in one layout and loads into others; `model_ranks.py` compares.
 """
 
 from pathlib import Path
@@ -16,9 +15,9 @@ GROUPED: Layout = {"num_query_groups": 2}
 
 
 def reshard(world: World, folder: Path, *pairs: tuple[Layout, list[Layout]]) -> list[list[list[str]]]:
-    """By pair and layout, the names that rank 0 loaded."""
-    told = world.run("model_ranks:reshard", folder, pairs, None, timeout_seconds=120)
-    loaded: list[list[list[str]]] = told[0]["loaded"]
+    """Returns, by pair and layout, the names that rank 0 loaded."""
+    reports = world.run("model_ranks:reshard", folder, pairs, None, timeout_seconds=120)
+    loaded: list[list[list[str]]] = reports[0]["loaded"]
     return loaded
 
 

@@ -14,7 +14,7 @@ def test_experts_fit_other_expert_parallel_sizes(world: World, tmp_path: Path) -
         (EXPERTS | TP2_OF_EXPERTS, [two]),
         (EXPERTS | VPP2, [two, one]),
     ]
-    told = world.run("model_ranks:reshard", tmp_path, pairs, None, timeout_seconds=150)
-    for names in (names for pair in told[0]["loaded"] for names in pair):
+    reports = world.run("model_ranks:reshard", tmp_path, pairs, None, timeout_seconds=150)
+    for names in (names for pair in reports[0]["loaded"] for names in pair):
         for part in (".router.expert_bias", ".local_experts.1.linear_fc1.weight", ".shared_experts."):
             assert any(part in name for name in names), f"{part} was not loaded"

@@ -10,18 +10,18 @@ from tests.support.world import World
 
 def test_fully_reshardable_state_fits_other_layouts(world: World, tmp_path: Path) -> None:
     pairs = [(DENSE, [TP2, VPP2, CP2]), (TP2, [DENSE, PP2]), (EXPERTS | EP2, [EXPERTS | EP2]), (CP2, [TP2])]
-    told = world.run("model_ranks:reshard", tmp_path, pairs, "fully_reshardable", timeout_seconds=150)
-    assert any(name.endswith(".exp_avg_sq") for name in told[0]["loaded"][0][0])
+    reports = world.run("model_ranks:reshard", tmp_path, pairs, "fully_reshardable", timeout_seconds=150)
+    assert any(name.endswith(".exp_avg_sq") for name in reports[0]["loaded"][0][0])
 
 
 def test_fully_reshardable_state_of_two_optimizers_fits_other_expert_parallel_sizes(
     world: World, tmp_path: Path
 ) -> None:
     pairs = [(EXPERTS | EP4, [EXPERTS | EP2, EXPERTS | EP2 | PP2]), (EXPERTS | EP2, [EXPERTS | EP4])]
-    told = world.run(
+    reports = world.run(
         "model_ranks:reshard", tmp_path, pairs, "fully_reshardable", ranks=4, timeout_seconds=200
     )
-    assert any(name.startswith("optimizer.1.") for name in told[0]["loaded"][0][0])
+    assert any(name.startswith("optimizer.1.") for name in reports[0]["loaded"][0][0])
 
 
 @pytest.mark.parametrize(("writers", "readers"), [(4, 2), (2, 4)])
@@ -30,8 +30,8 @@ def test_bucket_state_fits_other_data_parallel_sizes(
 ) -> None:
     how = (tmp_path, [DENSE, EXPERTS | EP2], "dp_reshardable")
     world.run("model_ranks:save_several", *how, ranks=writers, timeout_seconds=120)
-    told = world.run("model_ranks:load_several", *how, ranks=readers, timeout_seconds=120)
-    dense, experts = told[0]["loaded"]
+    reports = world.run("model_ranks:load_several", *how, ranks=readers, timeout_seconds=120)
+    dense, experts = reports[0]["loaded"]
     assert any(name.endswith(".exp_avg_sq") for name in dense)
     assert any(name.startswith("optimizer.1.") for name in experts), "two optimizers in a chain"
 
@@ -42,8 +42,8 @@ def test_bucket_state_fits_data_parallel_sizes_that_do_not_divide_each_other(
 ) -> None:
     how = (tmp_path, [DENSE], "dp_reshardable")
     world.run("model_ranks:save_several", *how, ranks=writers, timeout_seconds=120)
-    told = world.run("model_ranks:load_several", *how, ranks=readers, timeout_seconds=120)
-    assert any(name.endswith(".exp_avg_sq") for name in told[0]["loaded"][0])
+    reports = world.run("model_ranks:load_several", *how, ranks=readers, timeout_seconds=120)
+    assert any(name.endswith(".exp_avg_sq") for name in reports[0]["loaded"][0])
 
 
 @pytest.mark.parametrize(
@@ -57,5 +57,5 @@ def test_bucket_state_fits_data_parallel_sizes_that_do_not_divide_each_other(
 def test_other_kinds_of_optimizer_state_fit_the_layouts_that_torch_dists_fit(
     world: World, tmp_path: Path, kind: str, others: list[Layout]
 ) -> None:
-    told = world.run("model_ranks:reshard", tmp_path, [(TP2, others)], kind, timeout_seconds=150)
-    assert any(name.endswith(".exp_avg_sq") for name in told[0]["loaded"][0][0])
+    reports = world.run("model_ranks:reshard", tmp_path, [(TP2, others)], kind, timeout_seconds=150)
+    assert any(name.endswith(".exp_avg_sq") for name in reports[0]["loaded"][0][0])

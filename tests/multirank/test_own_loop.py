@@ -1,4 +1,4 @@
-"""A loop of one's own: `enable()` makes what it saves through torch_dist's strategy ours."""
+"""Custom training loops: after `enable()`, their saves through torch_dist's strategy are in our format."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from tests.support.world import World
 
 
 def losses(forge: RankForge, folder: Path, checkpoints: Path, steps: int) -> list[str]:
-    """What each step of the example recipe printed, on all ranks."""
+    """Returns what each step of the example recipe printed, on all ranks."""
     arguments = ["--save", str(checkpoints), "--steps", str(steps)]
     outcome = forge.run("own_loop:main", ranks=2, logs=folder, arguments=[arguments], timeout_seconds=90)
     return sorted(line for line in outcome.succeeded().log.splitlines() if ": step " in line)
@@ -32,4 +32,4 @@ def test_enabling_again_changes_the_options_of_later_saves(world: World, tmp_pat
         assert rank["lazy"] == [True, False]
         assert rank["stock"] == ["EnabledSaveStrategy", "EnabledSaveStrategy"]
         assert rank["error"] == "OptionError"
-        assert rank["own_lazy"] == 0 < rank["own_eager"], "what is handed over as an object is not replaced"
+        assert rank["own_lazy"] == 0 < rank["own_eager"], "a strategy object is not replaced"

@@ -1,4 +1,4 @@
-"""What loads read from disk, all ranks together: replicas may share reads and exchange."""
+"""The bytes that all ranks together read from disk: replicas may share reads and exchange the data."""
 
 from pathlib import Path
 
@@ -29,9 +29,9 @@ def saved(world_forge: RankForge, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.mark.parametrize("name", SHARES)
 def test_replicas_that_share_their_reads_read_a_checkpoint_once(world: World, saved: Path, name: str) -> None:
     tensor_parallel, how, least, most = SHARES[name]
-    told = world.run("reading_ranks:count_reads", saved, tensor_parallel, how, ranks=4)
-    read = sum(each["read"] for each in told)
-    assert least <= read / told[0]["stored"] <= most, (read, told[0]["stored"])
-    for rank, each in enumerate(told):
+    reports = world.run("reading_ranks:count_reads", saved, tensor_parallel, how, ranks=4)
+    read = sum(each["read"] for each in reports)
+    assert least <= read / reports[0]["stored"] <= most, (read, reports[0]["stored"])
+    for rank, each in enumerate(reports):
         saved_by = rank % tensor_parallel * 2 // tensor_parallel
         assert (each["first"], each["norm"]) == (2 + saved_by / 8, 4096)

@@ -22,14 +22,12 @@ def test_checkpoint_of_another_release_is_read(world: World, writer: str, ranks:
         assert rank["missing"] == rank["unexpected"] == []
 
 
-def test_what_this_release_writes_it_reads(world: World, tmp_path: Path) -> None:
+def test_checkpoint_of_this_release_is_read(world: World, tmp_path: Path) -> None:
     world.run("release_ranks:write", tmp_path / "ck")
     world.run("release_ranks:read", tmp_path / "ck")
 
 
-def test_what_this_release_saved_as_torch_dist_is_converted_there_and_back(
-    world: World, tmp_path: Path
-) -> None:
+def test_torch_dist_checkpoint_of_this_release_is_converted_and_back(world: World, tmp_path: Path) -> None:
     stock, ours, back = (tmp_path / name for name in ("stock", "ours", "back"))
     world.run("release_ranks:write_stock", stock)
     for source, target, saved_as in ((stock, ours, "torch_dist"), (ours, back, "datastates")):

@@ -30,7 +30,7 @@ Contents = tuple[set[tuple[Any, ...]], dict[str, int]]
 
 
 def stored(directory: Path) -> Contents:
-    """(key, dtype, global shape, offset, shape, file) of each fragment; the file of each object."""
+    """Returns (key, dtype, global shape, offset, shape, file) per fragment, and the file of each object."""
     checkpoint = Checkpoint.open(directory)
     assert [file.rank for file in checkpoint.manifest.files] == list(range(RANKS))
     found = {
@@ -41,7 +41,7 @@ def stored(directory: Path) -> Contents:
     return found, dict(checkpoint.index.objects)
 
 
-def foretold(model: Model, parallel: Parallel) -> Contents:
+def predicted(model: Model, parallel: Parallel) -> Contents:
     fragments: set[tuple[Any, ...]] = set()
     objects: dict[str, int] = {}
     for rank, state in enumerate(rank_states(model, parallel)):
@@ -69,6 +69,6 @@ def test_simulated_ranks_store_what_real_ones_do(world: World, tmp_path: Path) -
     world.run("scale_ranks:save_in_buckets", tmp_path, layouts, BUCKET, ranks=RANKS, timeout_seconds=200)
     for number, (layout, model, parallel) in enumerate(cases):
         found = stored(tmp_path / str(number) / "ours")
-        told = foretold(model, parallel)
-        assert told[0] == found[0], f"{layout}: {sorted(told[0] ^ found[0])[:20]}"
-        assert told[1] == found[1], layout
+        expected = predicted(model, parallel)
+        assert expected[0] == found[0], f"{layout}: {sorted(expected[0] ^ found[0])[:20]}"
+        assert expected[1] == found[1], layout

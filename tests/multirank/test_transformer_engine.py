@@ -1,7 +1,7 @@
 """Transformer Engine's own FP8 weights and extra states, saved and loaded as torch_dist does.
 
-These need Transformer Engine and a CUDA device. Where either is missing they do not run; by name they are
-    test_fp8_weights_and_extra_states_come_back_as_with_torch_dist
+These need Transformer Engine and a CUDA device. Without either, these tests do not run:
+    test_fp8_weights_and_extra_states_load_as_with_torch_dist
     test_fp8_checkpoint_loads_into_high_precision_weights
 What can be shown without Transformer Engine is in test_quantized.py.
 """
@@ -71,7 +71,7 @@ def loaded(directory: Path, *, fp8_weights: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("fp8_weights", [True, False])
-def test_fp8_weights_and_extra_states_come_back_as_with_torch_dist(fp8_weights: bool, tmp_path: Path) -> None:
+def test_fp8_weights_and_extra_states_load_as_with_torch_dist(fp8_weights: bool, tmp_path: Path) -> None:
     places = save_both(linear(1, fp8_weights=fp8_weights), tmp_path)
     ours, stock = (loaded(places[name], fp8_weights=fp8_weights) for name in ("ours", "stock"))
     for name in ours:

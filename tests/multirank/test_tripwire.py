@@ -17,28 +17,28 @@ MIDDLE = SHARD - 10_000  # in the second chunk, and between the samples of the s
         pytest.param(0, SHARD, {}, id="all of it"),
         pytest.param(SECOND, SHARD - SECOND, {}, id="all of the second chunk"),
         pytest.param(MIDDLE, 1, {"paranoid": True}, id="one byte in the middle, paranoid"),
-        pytest.param(SHARD - 1, 1, {"paranoid": True, "tripwire": False}, id="the last byte, paranoid alone"),
+        pytest.param(SHARD - 1, 1, {"paranoid": True, "tripwire": False}, id="the last byte, paranoid only"),
     ],
 )
 def test_early_write_on_one_rank_fails_the_save_on_all(
     world: World, tmp_path: Path, begin: int, size: int, options: dict[str, bool]
 ) -> None:
-    told = world.run("tripwire_ranks:write_early", tmp_path, begin, size, options)
-    assert len({rank["error"] for rank in told}) == 1
-    assert "rank 1" in told[0]["error"] and "'weight' changed too early" in told[0]["error"]
-    assert not any(rank["published"] for rank in told)
+    reports = world.run("tripwire_ranks:write_early", tmp_path, begin, size, options)
+    assert len({rank["error"] for rank in reports}) == 1
+    assert "rank 1" in reports[0]["error"] and "'weight' changed too early" in reports[0]["error"]
+    assert not any(rank["published"] for rank in reports)
     assert not list((tmp_path / "ck").glob("data-*"))
 
 
 @pytest.mark.parametrize(
     ("begin", "options"), [(MIDDLE, {}), (SHARD - 1, {"tripwire": False})], ids=["between samples", "off"]
 )
-def test_what_finds_it_is_the_tripwire(
+def test_without_the_tripwires_sample_an_early_write_is_not_found(
     world: World, tmp_path: Path, begin: int, options: dict[str, bool]
 ) -> None:
-    """That the test above can fail; and no more than the samples is looked at by default."""
-    told = world.run("tripwire_ranks:write_early", tmp_path, begin, 1, options)
-    assert [(rank["error"], rank["published"]) for rank in told] == [(None, True)] * 2
+    """Shows that the test above can fail, and that only samples are checked by default."""
+    reports = world.run("tripwire_ranks:write_early", tmp_path, begin, 1, options)
+    assert [(rank["error"], rank["published"]) for rank in reports] == [(None, True)] * 2
 
 
 @pytest.mark.parametrize("paranoid", [False, True])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from megatron.core import dist_checkpointing
-from saving_rank import assert_loads, failure_of, join, make_directory, save, state, tell
+from saving_rank import assert_loads, failure_of, join, make_directory, report, save, state
 
 from megatron_datastates.config import Options
 from megatron_datastates.format.values import MANIFEST_NAME
@@ -13,7 +13,7 @@ from megatron_datastates.mcore import DataStatesSaveStrategy
 
 
 def write_early(root: str, begin: int, size: int, options: dict[str, bool], folder: str) -> None:
-    """Rank 1 writes to its promised tensor, as a fused kernel does, before it is copied."""
+    """Writes to rank 1's promised tensor, as a fused kernel does, before it is copied."""
     rank, _ = join()
     directory = Path(root, "ck")
     strategy = DataStatesSaveStrategy(
@@ -28,16 +28,16 @@ def write_early(root: str, begin: int, size: int, options: dict[str, bool], fold
     if rank == 1:
         ctypes.memset(weight.data_ptr() + begin, 0xFF, size)
     error = failure_of(request.execute_sync)
-    assert weight._version == version, "a write that moves a version counter shows nothing here"
+    assert weight._version == version, "the write must not change the version counter"
     assert torch.equal(weight, before) == (rank == 0)
     published = (directory / MANIFEST_NAME).exists()
     save(Path(root, "next"), state(6), strategy, "async")
     assert_loads(Path(root, "next"), 6)
-    tell(folder, error=error, published=published)
+    report(folder, error=error, published=published)
 
 
 def save_untouched(directory: str, options: dict[str, bool], folder: str) -> None:
-    """Nothing is changed too early; steps that are fenced raise no alarm."""
+    """Overwrites tensors only after a fence, which raises no alarm."""
     join()
     strategy = DataStatesSaveStrategy(assume_immutable=True, options=Options(slot_size=1 << 20, **options))
     weight = None
@@ -52,4 +52,4 @@ def save_untouched(directory: str, options: dict[str, bool], folder: str) -> Non
         ctypes.memset(weight.data_ptr(), 0xFF, weight.nbytes)
         request.execute_sync()
         assert_loads(Path(directory, str(value)), value)
-    tell(folder)
+    report(folder)

@@ -1,7 +1,8 @@
-"""One rank of a tiny pretraining that counts the collective calls of each save: runs in forked ranks.
+"""One rank of a tiny pretraining that counts collective calls. Runs in forked ranks.
 
-Counted are the functions of torch.distributed that Megatron and we call, by what the trainer was doing:
-`save N` (in the Nth save_checkpoint), `load`, `poll` (in maybe_finalize_async_save), or nothing of ours.
+Counts the functions of torch.distributed that Megatron and this package call, by what the trainer is doing:
+`save N` (in the Nth save_checkpoint), `load`, or `poll` (in maybe_finalize_async_save). Calls at any other
+time are not counted.
 """
 
 import json
@@ -61,18 +62,18 @@ def next_save() -> str:
 
 
 def main(arguments: list[str], folder: str) -> None:
-    """Pretrains; leaves FOLDER/rankN.json with the counts."""
+    """Pretrains and writes the counts to FOLDER/rankN.json."""
     sys.argv = ["pretrain_tiny.py", *arguments]
     for kind in KINDS:
         setattr(torch.distributed, kind, counted(kind, getattr(torch.distributed, kind)))
-    started = loop.setup_model_and_optimizer
+    set_up = loop.setup_model_and_optimizer
 
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        # Late: saving is attached to the loop when the arguments have been read.
+        # Not earlier: this package replaces these functions once the arguments are parsed.
         loop.save_checkpoint = during(next_save, loop.save_checkpoint)
         loop.load_checkpoint = during(lambda: "load", loop.load_checkpoint)
         loop.maybe_finalize_async_save = during(lambda: "poll", loop.maybe_finalize_async_save)
-        return started(*args, **kwargs)
+        return set_up(*args, **kwargs)
 
     loop.setup_model_and_optimizer = setup_model_and_optimizer
     try:

@@ -1,4 +1,4 @@
-"""Prints the help of Megatron's checkpointing options; 0.19.2's own --help fails at another option."""
+"""Prints the help of Megatron's checkpointing options. (In 0.19.2, --help fails at another one.)"""
 
 import argparse
 

@@ -1,10 +1,10 @@
-"""Arguments that one process parses and others save with, as frameworks on Ray do: new processes, no forks.
+"""Saves with arguments that another process parsed, as frameworks on Ray do: new processes, no forks.
 
     python pickled_rank.py drive FILE ARGUMENTS...    parses and validates, as a driver
     python pickled_rank.py save|load FILE FOLDER      a worker: takes one step and saves, or loads
-    python pickled_rank.py unhooked|detached ...      as save, where this package cannot attach to Megatron
+    python pickled_rank.py unhooked|detached ...      as `save`, where this package cannot attach to Megatron
 
-Nothing here imports this package, but for `detached`, which breaks it.
+Nothing here imports this package except `detached`, which breaks it.
 """
 
 import json
@@ -28,7 +28,10 @@ def drive(file: str, *arguments: str) -> None:
 
 
 def enter(file: str) -> tuple[Any, Any, Any]:
-    """Sets Megatron up with the driver's arguments; gives model, optimizer and scheduler, loaded if asked."""
+    """Sets Megatron up with the driver's arguments; returns model, optimizer and scheduler.
+
+    Their state is loaded if the arguments have --load.
+    """
     import os
 
     import pretrain_tiny
@@ -47,14 +50,14 @@ def enter(file: str) -> tuple[Any, Any, Any]:
     return made
 
 
-def tell(folder: str, made: tuple[Any, Any, Any]) -> None:
+def report(folder: str, made: tuple[Any, Any, Any]) -> None:
     from megatron.training import get_args
     from tiny_rank import Recorder
 
     recorder = Recorder()
     recorder._working = made
-    said = {"iteration": get_args().iteration, "state": recorder.state()}
-    Path(folder, f"rank{get_args().rank}.json").write_text(json.dumps(said))
+    facts = {"iteration": get_args().iteration, "state": recorder.state()}
+    Path(folder, f"rank{get_args().rank}.json").write_text(json.dumps(facts))
 
 
 def save(file: str, folder: str) -> None:
@@ -70,15 +73,15 @@ def save(file: str, folder: str) -> None:
     scheduler.step(increment=2)
     save_checkpoint(1, model, optimizer, scheduler, 0, checkpointing_context={})
     maybe_finalize_async_save(blocking=True, terminate=True)
-    tell(folder, made)
+    report(folder, made)
 
 
 def load(file: str, folder: str) -> None:
-    tell(folder, enter(file))
+    report(folder, enter(file))
 
 
 def unhooked(file: str, folder: str) -> None:
-    """A Megatron that lacks a hook point of our saves."""
+    """Saves with a Megatron that lacks a hook point that saves need."""
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
     del FullyParallelSaveStrategyWrapper.apply_saving_parallelization
@@ -86,7 +89,7 @@ def unhooked(file: str, folder: str) -> None:
 
 
 def detached(file: str, folder: str) -> None:
-    """What attaches us fails when Megatron is imported."""
+    """Saves where attaching this package to Megatron fails at import."""
     from megatron_datastates.mcore.hooks import versions
 
     versions.release_of = None

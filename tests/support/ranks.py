@@ -3,10 +3,10 @@
     with RankForge(preload=["torch"], path=[...]) as forge:
         outcome = forge.run("my_module:my_function", ranks=2, arguments=["x"], logs=tmp_path)
 
-A rank is a new process: nothing that an earlier rank did can be seen in it. It finds RANK,
-WORLD_SIZE and the like in its environment as under torchrun, and a rendezvous store that serves
-already, so that `torch.distributed.init_process_group("gloo")` works in it. It has imported what
-its parent (`zygote.py`) has. Its target is found through `path`, or in this folder.
+A rank is a new process: it sees nothing that an earlier rank did. Its environment has RANK,
+WORLD_SIZE and the rest as under torchrun, and its rendezvous store is already serving, so that
+`torch.distributed.init_process_group("gloo")` works. It starts with every module that its parent
+(`zygote.py`) has imported. Its target is found through `path`, or in this folder.
 
 What belongs here: the tests' end of the pipe to that parent. What does not: what the ranks do.
 """
@@ -28,13 +28,13 @@ LOG_TAIL = 6000
 
 @dataclass(frozen=True)
 class Outcome:
-    """One exit code a rank (negative: the signal that killed it) and what the ranks printed."""
+    """The exit code of each rank (negative: the signal that killed it) and what the ranks printed."""
 
     exits: list[int]
     log: str
 
     def succeeded(self) -> Self:
-        """This outcome; an AssertionError with the end of the log if a rank did not exit with 0."""
+        """Returns this outcome. Raises AssertionError, with the log's end, unless all ranks exited with 0."""
         assert not any(self.exits), (
             f"exit codes {self.exits}, expected zeros; the log ends:\n{self.log[-LOG_TAIL:]}"
         )
@@ -42,31 +42,31 @@ class Outcome:
 
 
 class Job:
-    """Ranks that run. `wait` for them, or `kill` them."""
+    """Running ranks: `wait` for them, or `kill` them."""
 
     def __init__(self, ask: Callable[..., dict[str, Any]], pids: list[int], logs: Path) -> None:
         self._ask, self.pids, self._logs = ask, pids, logs
 
     def exits(self) -> list[int | None]:
-        """One exit code a rank, None for those that still run."""
+        """Returns the exit code of each rank, None for those still running."""
         codes: list[int | None] = self._ask(do="poll", pids=self.pids)["exits"]
         return codes
 
     def log(self) -> str:
-        """What the ranks have printed so far, rank by rank."""
+        """Returns what the ranks have printed so far, rank by rank."""
         files = sorted(self._logs.glob("rank*.log"))
         return "".join(f"--- {file.stem}\n{file.read_text(errors='replace')}" for file in files)
 
     def wait(self, timeout_seconds: float, *, spare_peers: bool = False) -> Outcome:
         """Waits for all ranks.
 
-        When one fails, its peers are killed, unless they are to be spared. When they take too long,
-        all are killed, and the TimeoutError shows where they were.
+        When one fails, its peers are killed unless `spare_peers`. When the ranks take longer than
+        `timeout_seconds`, all are killed, and the TimeoutError shows their stacks.
         """
         deadline = time.monotonic() + timeout_seconds
         while None in (codes := self.exits()):
             if any(codes) and not spare_peers:
-                time.sleep(0.5)  # let the peers say what they saw of it
+                time.sleep(0.5)  # lets the peers print what they saw of it
                 return self.kill()
             if time.monotonic() > deadline:
                 self._show_stacks()
@@ -76,7 +76,7 @@ class Job:
         return Outcome([code for code in codes if code is not None], self.log())
 
     def wait_until(self, seen: Callable[[], bool], timeout_seconds: float) -> None:
-        """Waits until `seen()`, while every rank runs: an AssertionError otherwise."""
+        """Waits until `seen()`. Raises AssertionError if a rank ends first, or after `timeout_seconds`."""
         deadline = time.monotonic() + timeout_seconds
         while not seen():
             codes = self.exits()
@@ -84,12 +84,13 @@ class Job:
             if early or time.monotonic() > deadline:
                 log = self.kill().log
                 raise AssertionError(
-                    f"not seen before the ranks ended {codes}, or in time; log:\n{log[-LOG_TAIL:]}"
+                    f"not seen within {timeout_seconds} s, or before a rank ended (exit codes {codes}); "
+                    f"the log ends:\n{log[-LOG_TAIL:]}"
                 )
             time.sleep(POLL_SECONDS)
 
     def kill(self) -> Outcome:
-        """SIGKILL for every rank that still runs, at once."""
+        """Sends SIGKILL to every running rank at once and waits for their ends."""
         self._ask(do="signal", pids=self.pids, signal=int(signal.SIGKILL))
         while None in (codes := self.exits()):
             time.sleep(POLL_SECONDS)
@@ -101,7 +102,7 @@ class Job:
 
 
 class RankForge:
-    """A parent that imports `preload` ("module" or "module:function to call") and forks jobs.
+    """A parent process that imports `preload` ("module", or "module:function" to call) and forks jobs.
 
     `environment` is added to the parent's, for what a fork can no longer be given (LD_PRELOAD).
     """
@@ -134,7 +135,7 @@ class RankForge:
         self.close()
 
     def close(self) -> None:
-        """Ends the parent and everything that it forked."""
+        """Ends the parent and every rank that it forked."""
         assert self._parent.stdin is not None
         self._parent.stdin.close()
         self._parent.wait(timeout=30)
@@ -155,7 +156,7 @@ class RankForge:
     ) -> Job:
         """Forks `ranks` processes that call `target` ("module:function") with `arguments`.
 
-        The arguments travel as JSON; the output of rank N is in LOGS/rankN.log.
+        The arguments are sent as JSON; rank N writes its output to LOGS/rankN.log.
         """
         logs.mkdir(parents=True, exist_ok=True)
         answer = self._ask(
@@ -169,7 +170,7 @@ class RankForge:
         return Job(self._ask, answer["pids"], logs)
 
     def run(self, target: str, *, timeout_seconds: float = 60.0, **job: Any) -> Outcome:
-        """`start`, then `wait`."""
+        """Starts the job and waits for it."""
         return self.start(target, **job).wait(timeout_seconds)
 
     def _ask(self, **request: object) -> dict[str, Any]:
@@ -182,7 +183,7 @@ class RankForge:
         line = self._parent.stdout.readline()
         if not line:
             raise RuntimeError(
-                f"the parent of the ranks ended with {self._parent.wait()}; its stderr says why"
+                f"the parent of the ranks ended with exit code {self._parent.wait()}; see its stderr"
             )
         answer: dict[str, Any] = json.loads(line)
         return answer

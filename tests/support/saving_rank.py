@@ -1,8 +1,8 @@
 """What ranks do in the tests of tests/multirank and tests/faults: save and load small sharded states.
 
-What belongs here: a state whose every byte follows from one number, saving it, and telling what happened.
-What does not: launching and judging. Runs in forked ranks (`ranks.py`), with Megatron-Core, without its
-training loop.
+What belongs here: a state whose every byte follows from one number, saving it, and reporting to the test.
+What does not: launching ranks and judging what they report. Runs in forked ranks (`ranks.py`), with
+Megatron-Core and without its training loop.
 """
 
 import inspect
@@ -21,25 +21,28 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 ROWS, COLUMNS = 6, 50_000  # of one rank's shard: 1.2 MB
-# Requests for the queue used here; before 0.17 there was no other.
+# Asks for requests that AsyncCallsQueue accepts; before 0.17 there was no other kind.
 _CHOICE = "async_strategy" in inspect.signature(dist_checkpointing.save).parameters
 MCORE_QUEUE: dict[str, Any] = {"async_strategy": "mcore"} if _CHOICE else {}
 
 
 def join() -> tuple[int, int]:
-    """Enters the world; gives (rank, ranks)."""
+    """Initializes torch.distributed; returns this rank and the number of ranks."""
     dist.init_process_group("gloo")
     return dist.get_rank(), dist.get_world_size()
 
 
 def full_tensor(value: int, ranks: int) -> torch.Tensor:
-    """The global tensor `weight` of the state with this value."""
+    """Returns the global tensor `weight` of the state with this value."""
     count = ranks * ROWS * COLUMNS
     return (torch.arange(count, dtype=torch.float32) + value).reshape(ranks * ROWS, COLUMNS)
 
 
 def state(value: int, *, shards: int | None = None) -> dict[str, Any]:
-    """This rank's part of the state. Give the number of shards of the world that saved it to load it."""
+    """Returns this rank's part of the state with this value.
+
+    `shards`: the number of ranks that saved it, where other ranks load it.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     rows = (shards or ranks) * ROWS // ranks
     shard = full_tensor(value, shards or ranks)[rank * rows : (rank + 1) * rows].clone()
@@ -53,7 +56,7 @@ def state(value: int, *, shards: int | None = None) -> dict[str, Any]:
 
 
 def assert_loads(directory: Path, value: int, *, shards: int | None = None) -> None:
-    """The checkpoint is the whole state with this value, bit for bit. Collective."""
+    """Checks that the checkpoint is the whole state with this value, bit for bit. Collective."""
     wanted = state(value, shards=shards)
     blank = state(-1, shards=shards)
     found = dist_checkpointing.load(blank, str(directory))
@@ -64,7 +67,7 @@ def assert_loads(directory: Path, value: int, *, shards: int | None = None) -> N
 
 
 def make_directory(directory: Path) -> None:
-    """As Megatron does: rank 0 alone, nobody waits for it."""
+    """Makes the directory as Megatron does: on rank 0 only, and no rank waits for it."""
     if dist.get_rank() == 0:
         directory.mkdir(parents=True, exist_ok=True)
 
@@ -84,13 +87,13 @@ def save(directory: Path, sharded: dict[str, Any], strategy: Any, mode: str) -> 
 
 
 def wait_for(path: Path) -> None:
-    """Returns when the file is there: how ranks meet without a collective call."""
-    while not path.exists():  # the job's own time limit ends it
+    """Returns once the file exists: a rendezvous without a collective call."""
+    while not path.exists():  # ended by the job's time limit
         time.sleep(0.01)
 
 
 def failure_of(action: Callable[[], object]) -> str | None:
-    """The text of the CheckpointingException that `action` raises, if it does."""
+    """Runs `action`; returns the text of the CheckpointingException that it raised, if it did."""
     try:
         action()
     except CheckpointingException as error:
@@ -98,13 +101,13 @@ def failure_of(action: Callable[[], object]) -> str | None:
     return None
 
 
-def tell(folder: str, **facts: Any) -> None:
-    """Leaves what this rank has to say for the test to read (`told`)."""
+def report(folder: str, **facts: Any) -> None:
+    """Writes FOLDER/rankN.json, which `World.run` returns to the test."""
     Path(folder, f"rank{dist.get_rank()}.json").write_text(json.dumps(facts))
 
 
 def set_faults(plan: str, rank: int) -> None:
-    """The options read from the environment carry `plan` on one rank, and nothing on the others."""
+    """Sets the fault plan in the environment of one rank; options made later on that rank carry it."""
     if dist.get_rank() == rank:
         os.environ["MEGATRON_DATASTATES_FAULTS"] = plan
 

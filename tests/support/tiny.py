@@ -1,7 +1,7 @@
-"""Tiny pretrainings for tests: launching one in some layout, and comparing how two of them went.
+"""Tiny pretrainings for tests: launching one in some layout, and comparing two of them.
 
-What belongs here: the arguments of a run and what it left behind, as the tests see them. What does
-not: anything that imports torch (`tiny_rank.py` is what runs in the ranks).
+What belongs here: the arguments of a run, what it recorded, and the checkpoints that it left. What
+does not: anything that imports torch (`tiny_rank.py` is what runs in the ranks).
 """
 
 import json
@@ -23,17 +23,17 @@ LAYOUTS: dict[str, list[str]] = {
 }
 MANIFEST = "datastates.manifest"
 TRACKER = "latest_checkpointed_iteration.txt"
-# A data loader draws a seed from torch's generator when it is made, which is after a checkpoint was
-# loaded: from there on, a stock resumed run has another state of it than an uninterrupted one.
+# Megatron makes its data loaders after loading a checkpoint, and each draws a seed from torch's generator:
+# from there on, the generator of a resumed run differs from that of an uninterrupted one, with any format.
 DRAWN_BY_LOADER = "generator torch"
 
 
 @dataclass(frozen=True)
-class Told:
+class RankRecord:
     """What one rank recorded: digests by name, when training began and at later moments.
 
-    `facts` are `children` (names of processes that it ever had), `our modules` (that it had imported in
-    the end) and `arguments` (as Megatron settled them).
+    `facts` are `children` (names of the child processes seen), `our modules` (modules of this package that
+    were imported at the end) and `arguments` (as Megatron settled them).
     """
 
     begun_at: int
@@ -43,21 +43,21 @@ class Told:
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        told: dict[str, Any] = json.loads(path.read_text())
-        begun = told["begun"]
-        return cls(begun["iteration"], begun["state"], told["states"], told["facts"])
+        record: dict[str, Any] = json.loads(path.read_text())
+        begun = record["begun"]
+        return cls(begun["iteration"], begun["state"], record["states"], record["facts"])
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run went on each rank, and what it printed."""
+    """What each rank of a finished run recorded, and what the run printed."""
 
-    ranks: list[Told]
+    ranks: list[RankRecord]
     log: str
 
     def differences(self, other: "Ending") -> list[str]:
-        """What was not the same to the last bit after the first step, of those that both took,
-        where anything was not (or at the end). Empty: the two runs went alike."""
+        """Returns what differed, bit for bit, at the first moment (a step that both took, or the end) at
+        which anything differed. Empty if the two runs were identical."""
         for moment in _moments(self, other):
             unequal = [
                 f"rank {rank}, {moment}: {name}"
@@ -70,19 +70,19 @@ class Ending:
         return []
 
     def resumed_from(self, other: "Ending") -> int:
-        """The iteration this run resumed from, after a check that it began with the very state (all
-        random generators included) that `other` had there."""
+        """Returns the iteration that this run resumed from, after checking that it began with exactly the
+        state (random generators included) that `other` had after that step."""
         for ours, theirs in zip(self.ranks, other.ranks, strict=True):
             then = theirs.states[f"step {ours.begun_at}"]
             unequal = [name for name in _unequal(ours.begun, then) if not name.startswith("loss")]
-            assert not unequal, f"not loaded as it was at step {ours.begun_at}: {unequal}"
+            assert not unequal, f"loaded state differs from step {ours.begun_at}: {unequal}"
         return self.ranks[0].begun_at
 
 
 def _moments(left: Ending, right: Ending) -> list[str]:
-    """The moments that all ranks of both runs tell of, in order."""
-    told = [rank.states.keys() for rank in (*left.ranks, *right.ranks)]
-    common = [moment for moment in left.ranks[0].states if all(moment in keys for keys in told)]
+    """Returns the moments that all ranks of both runs recorded, in order."""
+    recorded = [rank.states.keys() for rank in (*left.ranks, *right.ranks)]
+    common = [moment for moment in left.ranks[0].states if all(moment in keys for keys in recorded)]
     assert common, "these two runs took no step in common"
     return common
 
@@ -101,21 +101,21 @@ class Checkpoints:
         return self.root / f"iter_{iteration:07d}"
 
     def published(self) -> list[int]:
-        """Iterations whose checkpoint is committed, in order: those that hold a manifest."""
+        """Returns the iterations with a published checkpoint (one with a manifest), in order."""
         return sorted(int(path.parent.name[5:]) for path in self.root.glob(f"iter_*/{MANIFEST}"))
 
     def complete(self) -> list[int]:
-        """Iterations that were saved to the end, in order, in whatever format Megatron calls distributed."""
+        """Returns the iterations with a complete checkpoint in any distributed format, in order."""
         return sorted(int(path.parent.name[5:]) for path in self.root.glob("iter_*/metadata.json"))
 
     def tracked(self) -> int | None:
-        """The iteration that Megatron's tracker names, if there is one."""
+        """Returns the iteration in Megatron's tracker file, None if there is none."""
         tracker = self.root / TRACKER
         text = tracker.read_text() if tracker.exists() else ""
         return int(text) if text else None
 
     def assert_format(self, iteration: int, expected: str) -> None:
-        """This checkpoint was written by `expected`, and by nothing else."""
+        """Checks that the checkpoint was written in format `expected` and holds no files of another."""
         metadata = json.loads((self.at(iteration) / "metadata.json").read_text())
         assert metadata["sharded_backend"] == expected
         files = sorted(path.name for path in self.at(iteration).iterdir())
@@ -126,25 +126,27 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Running:
-    """A run that was started, with the folder of its logs."""
+    """A started run and the folder of its logs."""
 
     job: Job
     folder: Path
 
     def finish(self, timeout_seconds: float = 60.0) -> Ending:
-        """Waits for its end, which has to be a good one."""
+        """Waits for the run, which must succeed, and returns what it recorded."""
         log = self.job.wait(timeout_seconds).succeeded().log
-        told = sorted(self.folder.glob("rank*.json"))
-        assert len(told) == RANKS, f"not every rank trained; the log ends:\n{log[-2000:]}"
-        return Ending([Told.read(path) for path in told], log)
+        records = sorted(self.folder.glob("rank*.json"))
+        assert len(records) == RANKS, (
+            f"{len(records)} ranks trained, expected {RANKS}; the log ends:\n{log[-2000:]}"
+        )
+        return Ending([RankRecord.read(path) for path in records], log)
 
     def fail(self, timeout_seconds: float = 60.0) -> Outcome:
-        """Waits for its end, which every rank has to reach by itself."""
+        """Waits until every rank has ended by itself, with any exit code."""
         return self.job.wait(timeout_seconds, spare_peers=True)
 
 
 class Pretraining:
-    """Launches tiny pretrainings of two ranks in forks of one parent, each in its own folder."""
+    """Launches tiny pretrainings of two ranks, forked from one parent, each in its own folder."""
 
     def __init__(self, forge: RankForge, folder: Path) -> None:
         self._forge, self._folder, self._runs = forge, folder, 0
@@ -154,7 +156,7 @@ class Pretraining:
         """Starts a run with `recipes/tiny.args` and then these arguments, which win."""
         self._runs += 1
         folder = self._folder / f"run{self._runs}"
-        instead = {"--bf16"} if "--fp16" in arguments else set()  # Megatron takes one of them
+        instead = {"--bf16"} if "--fp16" in arguments else set()  # Megatron accepts only one of them
         everything = [name for name in self._arguments if name not in instead] + list(map(str, arguments))
         job = self._forge.start(
             "tiny_rank:main",
@@ -171,9 +173,9 @@ class Pretraining:
         timeout_seconds: float = 60.0,
         environment: dict[str, str] | None = None,
     ) -> Ending:
-        """Runs to the end, which has to be a good one."""
+        """Starts a run and waits for it; it must succeed."""
         return self.start(*arguments, environment=environment).finish(timeout_seconds)
 
     def fail(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> Outcome:
-        """Runs to an end that need not be a good one; no rank may hang."""
+        """Starts a run and waits until every rank has ended, with any exit code; none may hang."""
         return self.start(*arguments, environment=environment).fail()

@@ -28,9 +28,9 @@ SETTLED = ("async_save", "async_strategy", "use_persistent_ckpt_worker", "ckpt_a
 
 
 class Recorder:
-    """Sees what Megatron's training loop works on: wraps its set-up and its step, nothing else.
+    """Records the state of Megatron's training loop by wrapping its set-up and its step.
 
-    The functions that save and load are left alone: they are what is tested.
+    The functions that save and load are not wrapped: they are what is tested.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Recorder:
         loop.train_step = train_step
 
     def state(self) -> Digests:
-        """A digest of everything that a resumed run has to have, by name."""
+        """Returns a digest of everything that a resumed run must restore, by name."""
         assert self._working is not None
         model, optimizer, scheduler = self._working
         described = {"scheduler": _text(scheduler.state_dict()), **_generators()}
@@ -67,8 +67,8 @@ class Recorder:
                 described[f"model {index} {name}"] = _text(value)
         return described | dict(_optimizer_state(optimizer))
 
-    def told(self) -> dict[str, Any]:
-        """Everything, with the state after the last save and how much data made it."""
+    def record(self) -> dict[str, Any]:
+        """Returns all that was recorded, and the state and the consumed samples at the end."""
         end = self.state() | {"consumed samples": str(get_args().consumed_train_samples)}
         moment = f"end, after step {get_args().curr_iteration + 1}"
         facts = {
@@ -89,7 +89,7 @@ def _generators() -> Digests:
 
 
 def _optimizer_state(optimizer: Any) -> Iterator[tuple[str, str]]:
-    """Of each inner optimizer: its options (the step is one), main parameters and their moments."""
+    """Yields each inner optimizer's options (the step is one), main parameters and their moments."""
     for link, chained in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
         inner = chained.optimizer
         for index, group in enumerate(inner.param_groups):
@@ -103,7 +103,7 @@ def _optimizer_state(optimizer: Any) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """Equal texts mean equal bits."""
+    """Describes a value such that equal texts mean equal bits."""
     if isinstance(value, torch.Tensor):
         data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
         return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
@@ -116,9 +116,9 @@ def _text(value: Any) -> str:
 
 
 def main(arguments: list[str], folder: str) -> None:
-    """Pretrains with `arguments`; leaves FOLDER/rankN.json, unless it failed or trained nothing.
+    """Pretrains with `arguments` and writes FOLDER/rankN.json, unless it fails or trains no step.
 
-    MEGATRON_DATASTATES_FAULTS_OF_RANK_N is the fault plan of rank N alone.
+    The environment variable MEGATRON_DATASTATES_FAULTS_OF_RANK_N is the fault plan of rank N only.
     """
     sys.argv = ["pretrain_tiny.py", *arguments]
     own = os.environ.get(f"{FAULTS}_OF_RANK_{os.environ['RANK']}")
@@ -133,5 +133,5 @@ def main(arguments: list[str], folder: str) -> None:
         code = stop.code
     if not code and recorder.states:
         name = f"rank{torch.distributed.get_rank()}.json"
-        Path(folder, name).write_text(json.dumps(recorder.told(), indent=1))
+        Path(folder, name).write_text(json.dumps(recorder.record(), indent=1))
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""The tests' side of saving_rank.py: a parent to fork ranks from, and what the ranks told."""
+"""The tests' side of saving_rank.py: runs its functions in forked ranks and returns their reports."""
 
 import json
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ PRELOAD = ("stand_ins:install", "saving_rank", "megatron_datastates.mcore.save.s
 
 
 class World:
-    """Runs functions of a module beside the tests in forked ranks, each run in a folder of its own."""
+    """Runs functions of the modules on PATH in forked ranks, each run in its own folder."""
 
     def __init__(self, forge: RankForge, folder: Path) -> None:
         self._forge, self._folder, self._runs = forge, folder, 0
@@ -25,18 +25,22 @@ class World:
     def run(
         self, target: str, *arguments: Any, ranks: int = 2, timeout_seconds: float = 60.0
     ) -> list[dict[str, Any]]:
-        """What each rank told; every rank has to end well. The target's last argument is its folder."""
+        """Runs `target` ("module:function") and returns what each rank reported.
+
+        Raises AssertionError unless every rank exits with 0. The folder for the reports is appended to the
+        arguments of the target.
+        """
         folder = self._next_folder()
         outcome = self._start(target, folder, arguments, ranks, timeout_seconds)
         outcome.succeeded()
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
     def run_to_end(self, target: str, *arguments: Any, ranks: int = 2) -> None:
-        """The same for ranks that need not tell anything."""
+        """Does as `run` for ranks that need not report anything."""
         self._start(target, self._next_folder(), arguments, ranks, 60.0).succeeded()
 
     def run_to_death(self, target: str, *arguments: Any, ranks: int = 2) -> Outcome:
-        """The same for ranks of which one is going to be killed; its peers are killed then, too."""
+        """Does as `run` for a job in which a rank is killed; its peers are then killed, too."""
         return self._start(target, self._next_folder(), arguments, ranks, 60.0)
 
     def _next_folder(self) -> Path:

@@ -1,17 +1,16 @@
 """The process that forks ranks: it imports once what every rank needs; a job is N forks of it.
 
-What belongs here: forking, reaping and killing, driven by JSON lines on stdin, answered on stdout.
+What belongs here: forking, reaping and killing, driven by JSON lines on stdin and answered on stdout.
 What does not: anything about training or checkpoints, and any arithmetic on tensors (a fork of a
-process that has used OpenMP hangs in its first parallel loop). `ranks.py` holds the other end of
-the pipe.
+process that has used OpenMP hangs in its first parallel loop). `ranks.py` is the other end of the pipe.
 
 Requests, one per line, each answered by one line:
     {"do": "start", "target": "module:function", "arguments": [...], "ranks": n,
      "environment": {...}, "logs": path}           -> {"pids": [...]}
     {"do": "poll", "pids": [...]}                  -> {"exits": [code or null, ...]}
     {"do": "signal", "pids": [...], "signal": n}   -> {}
-An exit code is negative for a rank that a signal killed. Whatever still runs is killed when stdin
-ends, or this process does.
+An exit code is negative for a rank that a signal killed. Ranks still running are killed when stdin
+ends, or when this process ends.
 """
 
 import contextlib
@@ -36,17 +35,17 @@ PARENT = os.getpid()
 
 @dataclass
 class Rank:
-    """What a fork is to do. Only the process that is that fork ever holds one."""
+    """What a fork is to do. Exists only in the forked process itself."""
 
     rank: int
     request: Request
     listener: socket.socket
 
     def enter(self) -> None:
-        """Leaves the parent: a process group, an output file and an environment of its own."""
+        """Takes a process group, an output file and an environment of its own."""
         os.setpgid(0, 0)
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))  # however the parent ends
-        if os.getppid() != PARENT:  # it has ended before that
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL))  # also if the parent crashes
+        if os.getppid() != PARENT:  # the parent ended before prctl
             os._exit(1)
         log = (Path(self.request["logs"]) / f"rank{self.rank}.log").open("a")
         with open(os.devnull) as nothing:
@@ -66,14 +65,14 @@ class Rank:
             "LOCAL_WORLD_SIZE": ranks,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.listener.getsockname()[1]),
-            # As under torchrun: every rank is a client of a store that serves already.
+            # As under torchrun: every rank is a client of a store that is already serving.
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
         return {**launched, **self.request["environment"]}
 
     def run(self) -> None:
-        """Calls the target. What it raises ends the process as it would any other."""
+        """Calls the target. An exception ends the process as usual."""
         store = self._serve_store() if self.rank == 0 else None
         self.listener.close()
         module, _, function = self.request["target"].partition(":")
@@ -84,12 +83,12 @@ class Rank:
             raise
         distributed: Any = sys.modules.get("torch.distributed")
         if distributed is not None and distributed.is_initialized():
-            # A thread of gloo's that lets go of a tensor aborts a process whose interpreter is ending.
+            # A gloo thread that releases a tensor while the interpreter is ending aborts the process.
             distributed.destroy_process_group()
         del store
 
     def _serve_store(self) -> object:
-        """The rendezvous, on a socket bound before the fork: no port is ever raced for."""
+        """Serves the rendezvous on a socket that was bound before the fork, so that no port is raced for."""
         from torch.distributed import TCPStore
 
         port, descriptor = self.listener.getsockname()[1], self.listener.detach()
@@ -97,15 +96,15 @@ class Rank:
 
 
 def settle(most_seconds: float = 10.0) -> None:
-    """Returns when no other thread wants a processor.
+    """Waits until no other thread of this process is running, or `most_seconds` have passed.
 
-    For a rank that ends by an exception, perhaps behind a call of gloo's that its own thread there has not
-    quite left: one that lets go of a tensor while the interpreter ends aborts the process. To destroy the
-    process group would wait for ranks that do not come.
+    For a rank that ends with an exception while a gloo thread is still finishing a collective: a gloo thread
+    that releases a tensor while the interpreter is ending aborts the process. Destroying the process group
+    instead would wait for ranks that never come.
     """
     idle, end = 0, time.monotonic() + most_seconds
     while idle < 3 and time.monotonic() < end:
-        time.sleep(0.01)  # without Python's lock, which such a thread may want
+        time.sleep(0.01)  # releases the GIL, which such a thread may need
         others = [task for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
         idle = 0 if any(_is_running(task) for task in others) else idle + 1
 
@@ -114,7 +113,7 @@ def _is_running(task: Path) -> bool:
     try:
         return (task / "stat").read_text().rpartition(")")[2].split()[0] == "R"
     except OSError:
-        return False  # it has ended
+        return False  # the thread has ended
 
 
 class Ranks:
@@ -124,13 +123,13 @@ class Ranks:
         self._exits: dict[int, int | None] = {}
 
     def start(self, request: Request) -> dict[str, object] | Rank:
-        """Forks the ranks of a job. In each of them it returns that Rank."""
+        """Forks the ranks of a job and returns their pids; in each fork, returns its Rank."""
         with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
             pids = []
             for rank in range(request["ranks"]):
                 if not (pid := os.fork()):
                     return Rank(rank, request, listener.dup())
-                with contextlib.suppress(OSError):  # the rank does so too: one of them is first
+                with contextlib.suppress(OSError):  # the rank does so, too: either may be first
                     os.setpgid(pid, pid)
                 pids.append(pid)
         self._exits.update(dict.fromkeys(pids))
@@ -144,7 +143,7 @@ class Ranks:
         return {"exits": [self._exits[pid] for pid in request["pids"]]}
 
     def signal(self, request: Request) -> dict[str, object]:
-        """Signals each rank's process group, so that what a rank started goes with it."""
+        """Signals the process group of each running rank, which includes the processes that it started."""
         for pid in request["pids"]:
             if self._exits[pid] is None:
                 os.killpg(pid, request["signal"])
@@ -155,7 +154,7 @@ class Ranks:
 
 
 def serve(requests: TextIO, answers: TextIO) -> Rank | None:
-    """Answers until `requests` ends. In a forked rank it returns that rank, at once."""
+    """Answers requests until they end. In a forked rank, returns its Rank at once."""
     ranks = Ranks()
     verbs = {"start": ranks.start, "poll": ranks.poll, "signal": ranks.signal}
     for line in requests:
@@ -176,11 +175,11 @@ def preload(names: list[str]) -> None:
         if function:
             getattr(imported, function)()
     gc.collect()
-    gc.freeze()  # the forks share these objects' pages for as long as no collection touches them
+    gc.freeze()  # forks share the pages of these objects as long as no collection touches them
 
 
 def main() -> None:
-    """Preloads what the arguments name, then serves."""
+    """Preloads the modules named in argv, then serves."""
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         preload(sys.argv[1:])

@@ -110,7 +110,7 @@ def test_megatron_is_not_sent_into_a_metadata_json_that_is_no_document(ours, tmp
 
     published = Path(shutil.copytree(ours, tmp_path / "c"))
     put(published / "metadata.json")
-    assert by_format.config_from_manifest(original)(str(published)) == CheckpointingConfig("datastates", 1)
+    assert by_format.wrap_maybe_load_config(original)(str(published)) == CheckpointingConfig("datastates", 1)
 
 
 def test_other_formats_go_to_their_own_reader_and_loader(tmp_path):
