@@ -38,7 +38,7 @@ from megatron_datastates.convert.sinks.target import refuse_target, sync_tree
 from megatron_datastates.convert.sinks.torch_dist import TorchDistSink
 from megatron_datastates.convert.sources.source import Source, Stored
 from megatron_datastates.convert.team import Team
-from megatron_datastates.engine.commit import sync_directory
+from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.errors import CorruptDataError, FormatError, OptionError, StorageError
 from megatron_datastates.files import open_regular
 from megatron_datastates.format.directory import is_of_a_format

@@ -25,7 +25,7 @@ _NONE = -1
 
 
 @dataclasses.dataclass
-class Found:
+class FallbackSearch:
     """What was looked at."""
 
     iteration: int | None = None  # the newest one that is whole
@@ -33,13 +33,15 @@ class Found:
     damaged: list[int] = dataclasses.field(default_factory=list)  # newer than that, and not whole
 
 
-def look_for_older(damaged: Path, root: Path, most: int, collectives: Collectives, options: Options) -> Found:
+def find_older_checkpoint(
+    damaged: Path, root: Path, most: int, collectives: Collectives, options: Options
+) -> FallbackSearch:
     """Verifies up to `most` published checkpoints under `root` that are older than `damaged`, newest first.
 
     Collective: all ranks call it, and all find the same, among what rank 0 sees.
     """
     older = _older(damaged, root)[:most] if collectives.rank == 0 else []
-    found = Found()
+    found = FallbackSearch()
     for turn in range(most):
         iteration = collectives.share_from_first(older[turn] if turn < len(older) else _NONE)
         if iteration == _NONE:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_datastates.engine.commit import sync_directory, sync_file
+from megatron_datastates.engine.atomic_files import sync_directory, sync_file
 from megatron_datastates.errors import DataStatesError, FormatError
 from megatron_datastates.files import MANIFEST_BYTES, read_regular
 from megatron_datastates.format.directory import COMMON_FILE
@@ -21,7 +21,7 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 _VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0
 
 
-def named_by_save(entry: IndexEntry, save_id: SaveId) -> IndexEntry:
+def named_after_save(entry: IndexEntry, save_id: SaveId) -> IndexEntry:
     """The entry of an index whose file is that save's own."""
     return msgspec.structs.replace(entry, name=save_id.index_file_name(entry.sha256))
 
@@ -92,7 +92,7 @@ def _missing_files(directory: Path, manifest: Manifest) -> list[str]:
     return wrong
 
 
-def files_of(path: Path) -> set[str]:
+def files_in_manifest(path: Path) -> set[str]:
     """Files of ours that a manifest names; none if there is no manifest, or none that can be read."""
     try:
         manifest = Manifest.decode(read_regular(path, MANIFEST_BYTES), os.fspath(path))
@@ -108,7 +108,7 @@ def sync_above(directory: Path) -> None:
             sync_directory(above)
 
 
-def described(path: Path, check: Callable[[bytes, str], None]) -> OtherFile:
+def other_file_entry(path: Path, check: Callable[[bytes, str], None]) -> OtherFile:
     """A file of somebody else's, made durable: the manifest is going to vouch for it.
 
     `check` looks at the object in it, if it is the common state: a load is going to want it.
@@ -119,7 +119,7 @@ def described(path: Path, check: Callable[[bytes, str], None]) -> OtherFile:
     return OtherFile(path.name, len(data), hashlib.sha256(data).hexdigest())
 
 
-def has_whole(path: Path, data: bytes) -> bool:
+def holds_exactly(path: Path, data: bytes) -> bool:
     """Returns whether a file holds exactly `data`."""
     try:
         return read_regular(path, len(data)) == data

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_datastates.engine.commit import write_whole
+from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.index import Index, index_entry

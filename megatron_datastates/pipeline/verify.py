@@ -150,14 +150,14 @@ def _check_surroundings(checkpoint: Checkpoint, verdict: Verdict) -> None:
     if twice:
         verdict.faults.append(f"{directory / MANIFEST_NAME} names more than one file of rank {twice[0]}")
     _check_metadata(checkpoint, verdict)
-    for name in strangers(checkpoint):
+    for name in extra_names(checkpoint):
         verdict.notes.append(f"{directory / name} does not belong to the checkpoint")
     named = iteration_in_name(directory.absolute().name)
     if named is not None and manifest.iteration not in (None, named):
         verdict.notes.append(f"{directory} holds iteration {manifest.iteration}, as its manifest says")
 
 
-def strangers(checkpoint: Checkpoint) -> list[str]:
+def extra_names(checkpoint: Checkpoint) -> list[str]:
     """Names in its directory of what does not belong to it."""
     manifest = checkpoint.manifest
     known = {MANIFEST_NAME, METADATA_NAME, manifest.index.name}

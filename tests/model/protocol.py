@@ -25,7 +25,8 @@ whose rename is not atomic; syncs that lie; clocks (prune takes files for old on
 dead, so its guard of an hour is an assumption here); files of others; hostile contents; a third run; removal
 of the directory itself; a fault of prune between its rename of a manifest and its look at it.
 
-The names of the steps and rules are those of pipeline/publication.py, engine/commit.py and pipeline/prune.py.
+The names of the steps and rules are those of pipeline/publication.py, engine/atomic_files.py and
+pipeline/prune.py.
 """
 
 from __future__ import annotations
@@ -396,7 +397,7 @@ def _next(model: Model, at: str) -> str:
 
 
 def _to_remove(model: Model, files: Files, run: Run, save: str) -> tuple[str, ...]:
-    """As engine.commit.remove_replaced."""
+    """As engine.atomic_files.remove_replaced."""
     keep = set(model.files(save))
     old = set(model.files(run.replaced)) if run.replaced else set()
     for before in model.earlier(save):

@@ -24,7 +24,7 @@ from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.presence import described
+from megatron_datastates.pipeline.presence import other_file_entry
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability, Place, Tensors
 from megatron_datastates.providers.objects import PickledObject, check_stored
@@ -226,7 +226,7 @@ def test_a_manifest_that_names_files_of_another_format_gives_none_of_them(tmp_pa
     assert isinstance(source, DataStatesSource)
     for name in ("__0_0.distcp", ".metadata", "metadata.json", "common.pt"):
         (tmp_path / "ours" / name).write_bytes(COMMON if name == "common.pt" else b"{}")
-        source.checkpoint.manifest.others.append(described(tmp_path / "ours" / name, check_stored))
+        source.checkpoint.manifest.others.append(other_file_entry(tmp_path / "ours" / name, check_stored))
     assert source.other_files == ["common.pt"]
 
 

@@ -10,7 +10,7 @@ from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import Index, index_entry
 from megatron_datastates.format.values import Fragment
 from megatron_datastates.pipeline import publication
-from megatron_datastates.pipeline.publication import LayoutStore
+from megatron_datastates.pipeline.layouts import LayoutStore
 from megatron_datastates.pipeline.records import RankRecord
 from tests.unit.by_hand import fragment, index_of
 

@@ -21,7 +21,7 @@ from megatron_datastates.pipeline import load as load_module
 from megatron_datastates.pipeline import presence
 from megatron_datastates.pipeline import publication as publication_module
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.publication import Labels, Outcome, Publication
+from megatron_datastates.pipeline.publication import Outcome, Publication, PublicationExtras
 from megatron_datastates.pipeline.runs import metadata_members
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.states import State, new_saver, save
@@ -139,7 +139,7 @@ def test_metadata_json_is_written_whole_with_the_manifest(tmp_path):
     content = b'{"sharded_backend": "datastates"}'
     saver = new_saver()
     for _ in range(2):
-        saver.start(tmp_path, State(tensors(1)), labels=Labels(metadata=content)).wait()
+        saver.start(tmp_path, State(tensors(1)), extras=PublicationExtras(metadata=content)).wait()
         assert (tmp_path / METADATA_NAME).read_bytes() == content
     saver.close()
 

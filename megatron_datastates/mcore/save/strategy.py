@@ -28,8 +28,8 @@ from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.hooks.attach import attach_saving
 from megatron_datastates.mcore.save import mapping
 from megatron_datastates.mcore.save.request import make_request, raise_if_failed
-from megatron_datastates.pipeline.held import holding
-from megatron_datastates.pipeline.publication import Labels, Publication
+from megatron_datastates.pipeline.held import trainer_held
+from megatron_datastates.pipeline.publication import Publication, PublicationExtras
 from megatron_datastates.pipeline.saver import saver_for
 
 
@@ -64,7 +64,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
 
         Errors of one rank do not raise here: every rank learns them when the request is finalized.
         """
-        with holding("start"):
+        with trainer_held("start"):
             publication = self._start(sharded_state_dict, checkpoint_dir, "async")
         return make_request(publication, async_strategy, self.options.on_failure)
 
@@ -74,7 +74,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         Raises:
             SaveFailedError (and a CheckpointingException): on every rank alike, if any rank failed.
         """
-        with holding("start"):
+        with trainer_held("start"):
             publication = self._start(sharded_state_dict, checkpoint_dir, "sync")
         raise_if_failed(publication, publication.wait())
 
@@ -89,7 +89,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             provider,
             iteration=_iteration(sharded_state_dict, checkpoint_dir),
             mode=mode,
-            labels=_labels(CheckpointingConfig(self.backend, self.version)),
+            extras=_extras(CheckpointingConfig(self.backend, self.version)),
             await_copies=not self.is_lazy(),
         )
 
@@ -124,9 +124,9 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         return mapping.proof_in_training_loop() if self.is_lazy() else mapping.nothing_promised
 
 
-def _labels(config: CheckpointingConfig) -> Labels:
+def _extras(config: CheckpointingConfig) -> PublicationExtras:
     own = (COMMON_FILE,) if versions.installed().writes_common_file else ()
-    return Labels(parallel_sizes(), own, FILES_OF_TORCH_DIST, _content_of_metadata(config))
+    return PublicationExtras(parallel_sizes(), own, FILES_OF_TORCH_DIST, _content_of_metadata(config))
 
 
 def _content_of_metadata(config: Any) -> bytes:
