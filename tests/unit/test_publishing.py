@@ -223,14 +223,14 @@ def test_two_runs_that_save_in_turns_leave_a_whole_checkpoint(runs, order):
 def test_a_reader_that_meets_a_save_into_the_directory_opens_the_new_manifest(tmp_path, monkeypatch):
     saver = new_saver()
     save(saver, tmp_path, tensors(1))
-    open_index = load_module._open_index
+    open_index = load_module.open_index
 
     def late(path, *args):
-        monkeypatch.setattr(load_module, "_open_index", open_index)
+        monkeypatch.setattr(load_module, "open_index", open_index)
         save(saver, tmp_path, {"other": torch.ones(3)})
         return open_index(path, *args)
 
-    monkeypatch.setattr(load_module, "_open_index", late)
+    monkeypatch.setattr(load_module, "open_index", late)
     assert list(Checkpoint.open(tmp_path, reuse=False).index.tensors) == ["other"]
     saver.close()
 

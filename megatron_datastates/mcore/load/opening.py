@@ -34,12 +34,14 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
     except OSError:
         key = None  # Checkpoint.open says what is wrong
     checkpoint = _opened.get(key) if key is not None else None
-    if checkpoint is not None:
-        return checkpoint
-    with load_errors():
-        checkpoint = Checkpoint.open(directory, options)
-    _opened.clear()
-    _opened[key] = checkpoint
+    was_open = checkpoint is not None
+    if checkpoint is None:
+        with load_errors():
+            checkpoint = Checkpoint.open(directory, options)
+        _opened.clear()
+        _opened[key] = checkpoint
+    if (tracker := state.current().tracker) is not None:
+        tracker.follow(checkpoint, was_open=was_open)
     return checkpoint
 
 

@@ -12,6 +12,7 @@ from megatron_datastates.config import Options
 
 if TYPE_CHECKING:
     from megatron_datastates.mcore.load.metadata import Boxes
+    from megatron_datastates.pipeline.load_report import LoadTracker
 
 
 @dataclasses.dataclass
@@ -23,6 +24,7 @@ class Load:
     failed_alike: bool = False  # on all ranks, so that they may go on together
     directory: str | None = None  # that Megatron's maybe_load_config was last asked for
     agreement: Any = None  # between ranks (agreement.py), where several take part; else None
+    tracker: LoadTracker | None = None  # of the load that is being reported, if any
     boxes: Boxes | None = None  # that are wanted of each tensor
 
 
