@@ -26,7 +26,7 @@ _NONE = -1
 
 @dataclasses.dataclass
 class FallbackSearch:
-    """What was looked at."""
+    """What the search for an older checkpoint found."""
 
     iteration: int | None = None  # the newest one that is whole
     has_checksums: bool = True  # all files of that one; without them, data cannot be verified
@@ -55,7 +55,7 @@ def find_older_checkpoint(
 
 
 def _older(damaged: Path, root: Path) -> list[int]:
-    """Newest first. Iteration 0 is left out: --ckpt-step does not know it."""
+    """Returns older iterations, newest first; without 0, which --ckpt-step does not accept."""
     number = iteration_in_name(damaged.name)
     try:
         published = find_published(root)
@@ -66,7 +66,7 @@ def _older(damaged: Path, root: Path) -> list[int]:
 
 
 def _verified(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int]:
-    """Faults, and files without checksums, that the ranks found together."""
+    """Returns the numbers of faults and of files without checksums that the ranks found together."""
     began = time.monotonic()
     with ThreadPoolExecutor(1, "datastates-verify") as thread:
         share = thread.submit(_check, directory, collectives.rank, collectives.size, options)

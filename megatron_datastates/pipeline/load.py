@@ -153,7 +153,7 @@ class Checkpoint:
     # -- reading ----------------------------------------------------------------------------------------
 
     def require(self, files: Iterable[int]) -> None:
-        """Reads the footers of these data files: what is missing or truncated is told here."""
+        """Reads the footers of these data files: a missing or truncated file raises here."""
         unknown = sorted(set(files) - self._footers.keys())
         if len(unknown) < 2:
             for file in unknown:
@@ -164,7 +164,7 @@ class Checkpoint:
                 pass
 
     def read(self, scheduled: Iterable[ScheduledRead], reader: Reader | None = None) -> None:
-        """Executes reads in one pass over the files; what is missing is told before any data moves.
+        """Executes reads in one pass over the files; a missing file raises before any data moves.
 
         Args:
             reader: with memory from an earlier read of the same load.
@@ -180,7 +180,7 @@ class Checkpoint:
         beyond = runs.ends() > np.array([footer.data_bytes for _, footer in sources], np.uint64)[places]
         if beyond.any():
             path = sources[places[beyond.argmax()]][0]
-            raise FormatError(f"{self.manifest.index.name} places data behind the end of the data of {path}")
+            raise FormatError(f"{self.manifest.index.name} places data beyond the end of the data of {path}")
         runs = dataclasses.replace(runs, files=places.astype(np.uint64))
         with self.costs.timing("reading"):
             outcome = (reader or self.new_reader()).read(sources, runs)
@@ -192,7 +192,7 @@ class Checkpoint:
         self.costs.bytes += sum(item.bytes for item in items)
 
     def new_reader(self) -> Reader:
-        """For several reads of one load."""
+        """Returns a reader for several reads of one load."""
         return Reader(self._options)
 
     def read_tensor(
@@ -300,7 +300,7 @@ class Checkpoint:
         if beyond.any():
             path = self.file_path(int(entry.files[beyond.argmax()]))
             raise FormatError(
-                f"{self.manifest.index.name} places {key!r} behind the end of the data of {path}"
+                f"{self.manifest.index.name} places {key!r} beyond the end of the data of {path}"
             )
         overlap = first_overlap(entry.offsets, entry.shapes) if len(reads) > 1 else None
         if overlap is not None:  # then the count above proves nothing
@@ -319,7 +319,7 @@ class Checkpoint:
         return objects.values()
 
     def read_object_bytes(self, key: str) -> bytes:
-        """One of them as it is stored: what torch.save gave."""
+        """Returns an object as it is stored: the bytes that torch.save wrote."""
         objects = self.plan_objects([key])
         self.read(objects.scheduled)
         return objects.buffers[key].tobytes()
@@ -336,7 +336,7 @@ class Checkpoint:
         return ObjectReads(buffers, scheduled, self._options.trust_objects)
 
     def read_other(self, name: str) -> bytes:
-        """A whole file of somebody else's that belongs to the checkpoint.
+        """Returns the bytes of a file that others wrote and that belongs to the checkpoint.
 
         Raises:
             MissingKeyError: the manifest names no such file.
@@ -353,7 +353,7 @@ class Checkpoint:
         return data
 
     def read_object(self, key: str) -> Any:
-        """One of them."""
+        """Returns one object. Raises as `read_objects`."""
         return self.read_objects([key])[key]
 
     def read_other_object(self, name: str) -> Any:

@@ -32,9 +32,9 @@ from megatron_datastates.plan.coverage import coverage_faults
 from megatron_datastates.plan.reads import gather_runs, plan_blocks
 from megatron_datastates.providers.objects import check_stored
 
-_MOST_BLOCKS = 16  # of one file that are told one by one
+_MOST_BLOCKS = 16  # of one file that are reported one by one
 _FILE_THREADS = 8  # headers and footers are small, and a network file system answers late
-Progress = Callable[[int], None]  # told how many more bytes are done
+Progress = Callable[[int], None]  # called with how many more bytes are done
 
 
 @dataclasses.dataclass
@@ -47,7 +47,7 @@ class Verdict:
     bytes_checked: int = 0
     unchecked_files: int = 0  # saved without checksums
     faults: list[str] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)  # what is unusual, and no fault
+    notes: list[str] = dataclasses.field(default_factory=list)  # what is unusual but no fault
 
     @property
     def good(self) -> bool:
@@ -248,7 +248,7 @@ def _check_order(
     at, previous = HEADER_BYTES, "the header"
     for start, end, key in zip(starts.tolist(), ends.tolist(), keys, strict=True):
         if end > data_bytes:
-            verdict.faults.append(f"{path}: {key!r} lies behind the end of the data")
+            verdict.faults.append(f"{path}: {key!r} lies beyond the end of the data")
         if start < at and end > start:
             verdict.faults.append(f"{path}: {key!r} overlaps {previous!r}")
         if end > at:

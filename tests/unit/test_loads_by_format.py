@@ -160,7 +160,7 @@ def test_a_directory_that_cannot_be_looked_into_raises_nothing_on_one_rank_alone
 
     monkeypatch.setattr(os, "stat", refused)
     assert may_be_ours(ours)
-    with pytest.raises(CheckpointingException, match="cannot be looked at"):
+    with pytest.raises(CheckpointingException, match="cannot be read, or is not a file"):
         open_checkpoint(ours)
 
 

@@ -236,7 +236,7 @@ def test_what_is_no_map_is_refused(text):
 
 @pytest.mark.parametrize("value", [b"{}", 3, ["x"], {"a": 1}])
 def test_an_object_that_is_no_text_is_refused(tmp_path, value):
-    with pytest.raises(FormatError, match="is no text"):
+    with pytest.raises(FormatError, match="is not a list of one text"):
         optimizer_state(checkpoint(tmp_path / "c", [torch.zeros(1)], [value]))
 
 
