@@ -172,7 +172,7 @@ def test_an_ambiguous_state_fails_the_save(tmp_path: Path) -> None:
 
 
 def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="no option nonsense"):
+    with pytest.raises(OptionError, match="no such option: nonsense"):
         ds.save({}, tmp_path / "ck", nonsense=1)
 
 
