@@ -240,7 +240,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_says_so(tmp_path):
     save(saver, tmp_path, tensors(1))
     checkpoint = Checkpoint.open(tmp_path)
     save(saver, tmp_path, tensors(2))
-    with pytest.raises(StorageError, match=r"saved anew while it was read: load again"):
+    with pytest.raises(StorageError, match=r"replaced by another save while it was read: load again"):
         checkpoint.read_tensor("a")
     saver.close()
 
