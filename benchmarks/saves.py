@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import StateProvider
 
 _numbers = itertools.count(1)
@@ -23,7 +23,7 @@ class Saves:
     """Saves states with one Saver, each into a new directory inside `folder`."""
 
     def __init__(self, folder: Path, options: Options) -> None:
-        self.saver = Saver(options, Run())
+        self.saver = Saver(options, SaveSession())
         self._folder = folder
 
     def start(self, provider: StateProvider) -> Publication:

@@ -17,6 +17,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.load_report import reported_load
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.saver import saver_for
@@ -153,19 +154,25 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
         CorruptDataError, StorageError, FormatError: damaged, missing or hostile files, by name. Tensors of
             `into` may have been filled in part.
     """
-    checkpoint = Checkpoint.open(directory, Options.from_environment(options))
-    if into is None:
-        return {**_whole_tensors(checkpoint), **checkpoint.read_objects(checkpoint.objects)}
+    chosen = Options.from_environment(options)
+    with reported_load(directory, lambda: chosen) as tracker:
+        checkpoint = Checkpoint.open(directory, chosen)
+        tracker.follow(checkpoint)
+        return _load_everything(checkpoint) if into is None else _load_into(checkpoint, into)
+
+
+def _load_everything(checkpoint: Checkpoint) -> dict[Any, Any]:
+    names = list(checkpoint.tensors)
+    tensors = checkpoint.read_tensors((name, None, None) for name in names)
+    return {**dict(zip(names, tensors, strict=True)), **checkpoint.read_objects(checkpoint.objects)}
+
+
+def _load_into(checkpoint: Checkpoint, into: State) -> dict[Any, Any]:
     wanted = named_values(into)
     shards = {name: shard for name, value in wanted.items() if (shard := _as_shard(value)) is not None}
     checkpoint.read_into({name: (shard.place, shard.tensor) for name, shard in shards.items()})
     objects = checkpoint.read_objects(name for name in wanted if name not in shards)
     return map_leaves(into, lambda name: wanted[name] if name in shards else objects[name])
-
-
-def _whole_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    names = list(checkpoint.tensors)
-    return dict(zip(names, checkpoint.read_tensors((name, None, None) for name in names), strict=True))
 
 
 def _as_shard(value: Any) -> Shard | None:

@@ -192,7 +192,10 @@ class Options:
         "(default off)",
     )
     report_file: str = _option(
-        "", str, "PATH", "rank 0 appends one line of JSON per save to this file (default: no file)"
+        "",
+        str,
+        "PATH",
+        "rank 0 appends one line of JSON per save and per load to this file (default: no file)",
     )
     # For tests and benchmarks; --help does not list them.
     faults: str = dataclasses.field(default="", metadata={})

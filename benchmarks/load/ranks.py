@@ -135,11 +135,11 @@ def _load(job: Job) -> RankResult:
     from megatron.core import dist_checkpointing
 
     from megatron_datastates.mcore.load import opening
-    from megatron_datastates.pipeline import load
+    from megatron_datastates.pipeline import opening as indexes
 
     if job.forget:
         opening.forget()
-        load._decoded.clear()
+        indexes._decoded.clear()
     state = make_state(job.sharding, job.model, dist.get_rank())
     targets = list(state.values())
     for tensor in targets:
@@ -165,7 +165,7 @@ def _take_bytes_read(directory: str) -> int:
     if not runs.is_ours(directory):
         return 0
     checkpoint = opening.open_checkpoint(directory)  # the one that was loaded from is still open
-    read, checkpoint.bytes_read = checkpoint.bytes_read, 0
+    read, checkpoint.costs.bytes_read = checkpoint.costs.bytes_read, 0
     return read
 
 

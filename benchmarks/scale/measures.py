@@ -28,7 +28,8 @@ from benchmarks.scale.ranks import RankState, rank_states
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.values import MANIFEST_NAME, Fragment, SaveId
 from megatron_datastates.pipeline.agreement import Collectives
-from megatron_datastates.pipeline.publication import LayoutStore, Publication
+from megatron_datastates.pipeline.layouts import LayoutStore
+from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.records import RankRecord
 from megatron_datastates.pipeline.save import RankSave, SaveContext
 from megatron_datastates.plan.layout import plan_layout

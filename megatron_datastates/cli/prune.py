@@ -13,7 +13,7 @@ from megatron_datastates.errors import DataStatesError, OptionError
 from megatron_datastates.pipeline.prune import (
     MIN_AGE_SECONDS,
     PrunePlan,
-    Rules,
+    RetentionRules,
     age_text,
     plan_prune,
     remove_left_overs,
@@ -58,7 +58,7 @@ def prune(
     if keep_last is None and keep_every is None:
         cannot(OptionError("give --keep-last N, --keep-every N, or both: prune needs to know what to keep"))
     try:
-        rules = Rules(keep_last, keep_every, min_age * 60)
+        rules = RetentionRules(keep_last, keep_every, min_age * 60)
         plan = plan_prune(root, rules)
         sizes = {one.path: stored_bytes(one.path) for one in plan.removed}
         if not as_json:
@@ -77,7 +77,7 @@ def prune(
         say("Nothing was removed. Add --yes to remove.")
 
 
-def _prune_with_progress(root: Path, rules: Rules, sizes: dict[Path, int]) -> list[Iteration]:
+def _prune_with_progress(root: Path, rules: RetentionRules, sizes: dict[Path, int]) -> list[Iteration]:
     with progress_bar("removing") as progress:
         task = progress.add_task("", total=sum(sizes.values()))
         return prune_run(

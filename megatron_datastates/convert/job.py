@@ -33,7 +33,7 @@ from megatron_datastates.convert.team import Team
 from megatron_datastates.convert.verification import verify_conversion
 from megatron_datastates.convert.work_directory import locked_work_directory, rename_to_target
 from megatron_datastates.convert.workers import Workers
-from megatron_datastates.engine.commit import sync_directory
+from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.files import open_regular
 from megatron_datastates.format.values import SaveId
 

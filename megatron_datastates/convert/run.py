@@ -15,7 +15,7 @@ from megatron_datastates.convert.planning import Plan, default_format, plan_conv
 from megatron_datastates.convert.sinks.sink import Progress, write_synced
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.team import Team
-from megatron_datastates.engine.commit import sync_directory
+from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.pipeline.runs import tracked_iteration

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_datastates.convert.sinks.target import refuse_target
-from megatron_datastates.engine.commit import sync_directory
+from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import is_of_a_format
 

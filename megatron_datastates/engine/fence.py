@@ -19,11 +19,11 @@ class Fenced(Protocol):
         """Returns when the memory may change. Never raises: a save that cannot make it fails instead."""
         ...
 
-    def torn(self, reason: str) -> None:
+    def mark_torn(self, reason: str) -> None:
         """The memory changed before the save was fenced: it fails."""
         ...
 
-    def polled(self) -> None:
+    def on_poll(self) -> None:
         """The trainer polls, for this save or for another: what was put off until then may begin."""
         ...
 
@@ -87,12 +87,12 @@ class Fence:
         """Something has changed already: a save that still stands here may have copied both old and new."""
         for _ in range(len(self._standing)):
             if self._standing:
-                self._standing.pop(0).torn(reason)
+                self._standing.pop(0).mark_torn(reason)
 
-    def polled(self) -> None:
+    def on_poll(self) -> None:
         """Lets every standing save know of a poll: Megatron's queue asks for the oldest save alone."""
         for save in self._standing:
-            save.polled()
+            save.on_poll()
 
     def forget(self) -> None:
         """In a forked child, whose copies of the saves nobody works on."""

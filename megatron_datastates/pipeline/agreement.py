@@ -24,7 +24,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Pending(Protocol[T_co]):
+class PendingResult(Protocol[T_co]):
     """A collective call that was started; nobody has to read it."""
 
     def result(self) -> T_co:
@@ -32,7 +32,7 @@ class Pending(Protocol[T_co]):
         ...
 
 
-class Arriving(Pending[T_co], Protocol[T_co]):
+class PollableResult(PendingResult[T_co], Protocol[T_co]):
     """One that another thread may read, once.
 
     The trainer's thread looks whether it is over, and then reading it asks nothing of the device: torch
@@ -104,7 +104,7 @@ class Collectives:
         device = cls._device()
         return None if device.type == "cpu" else CudaTransport(device)
 
-    def start_sum(self, values: Sequence[int]) -> Pending[list[int]]:
+    def start_sum(self, values: Sequence[int]) -> PendingResult[list[int]]:
         """Asks for the sums of small whole numbers over all ranks."""
         if not self.distributed:
             return _Known(list(values))
@@ -112,7 +112,7 @@ class Collectives:
         own = torch.tensor(values, dtype=torch.int32).view(torch.uint8)
         return self._start(_all_reduce, own, own.numel(), lambda data: data.view(torch.int32).tolist())
 
-    def start_gather(self, record: bytes) -> Pending[list[bytes]]:
+    def start_gather(self, record: bytes) -> PendingResult[list[bytes]]:
         """Asks for every rank's record, in the order of ranks; all have the same length."""
         if not self.distributed:
             return _Known([record])
@@ -131,7 +131,7 @@ class Collectives:
         own: torch.Tensor,
         received_bytes: int,
         decode: Callable[[torch.Tensor], T],
-    ) -> Pending[T]:
+    ) -> PendingResult[T]:
         transport = self._transport()
         if transport is None:
             received = own if received_bytes == own.numel() else own.new_empty(received_bytes)
@@ -154,7 +154,7 @@ class Collectives:
         dist.broadcast(tensor, 0)
         return int(tensor.item())
 
-    def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> Arriving[list[bytes]]:
+    def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> PollableResult[list[bytes]]:
         """Asks for every rank's bytes on rank 0, of the lengths that all ranks know; for nothing elsewhere.
 
         In rounds, since all ranks' pieces of one are as long: they take _ROUND_BYTES on a device, or of more

@@ -41,7 +41,7 @@ def what_rank_wrote(manifest: Manifest, index: Index, file: int) -> str:
 
 
 def _readable_tensors(index: Index) -> Iterator[tuple[str, TensorEntry]]:
-    """For messages: what is wrong with one tensor must not hide what they tell of others."""
+    """For messages: what is wrong with one tensor must not hide what they say about others."""
     for key in index.tensors:
         try:
             entry = index.tensors[key]
@@ -55,10 +55,12 @@ def describe_blocks(checkpoint: Described, bad_blocks: Sequence[tuple[int, int]]
     by_file: dict[int, list[int]] = defaultdict(list)
     for file, block in bad_blocks:
         by_file[file].append(block)
-    told = [_describe_file(checkpoint, file, blocks) for file, blocks in list(by_file.items())[:_MOST_NAMED]]
+    described = [
+        _describe_file(checkpoint, file, blocks) for file, blocks in list(by_file.items())[:_MOST_NAMED]
+    ]
     more = f" So are {len(by_file) - _MOST_NAMED} more files." if len(by_file) > _MOST_NAMED else ""
     return (
-        f"{' '.join(told)}{more} Nothing of these blocks was used: "
+        f"{' '.join(described)}{more} Nothing of these blocks was used: "
         "load an older checkpoint, or restore what is corrupt."
     )
 
@@ -99,7 +101,7 @@ def why_no_checkpoint(path: Path) -> str:
     except OSError as error:
         return f"{path} cannot be listed: {error.strerror}"
     if MANIFEST_NAME in names:
-        return f"{path / MANIFEST_NAME} cannot be looked at, or is no file"
+        return f"{path / MANIFEST_NAME} cannot be read, or is not a file"
     if any(is_own_file_name(name) for name in names):
         return (
             f"{path} holds an unfinished datastates checkpoint: it has data files but no {MANIFEST_NAME}, "

@@ -25,21 +25,23 @@ _NONE = -1
 
 
 @dataclasses.dataclass
-class Found:
-    """What was looked at."""
+class FallbackSearch:
+    """What the search for an older checkpoint found."""
 
     iteration: int | None = None  # the newest one that is whole
     has_checksums: bool = True  # all files of that one; without them, data cannot be verified
     damaged: list[int] = dataclasses.field(default_factory=list)  # newer than that, and not whole
 
 
-def look_for_older(damaged: Path, root: Path, most: int, collectives: Collectives, options: Options) -> Found:
+def find_older_checkpoint(
+    damaged: Path, root: Path, most: int, collectives: Collectives, options: Options
+) -> FallbackSearch:
     """Verifies up to `most` published checkpoints under `root` that are older than `damaged`, newest first.
 
     Collective: all ranks call it, and all find the same, among what rank 0 sees.
     """
     older = _older(damaged, root)[:most] if collectives.rank == 0 else []
-    found = Found()
+    found = FallbackSearch()
     for turn in range(most):
         iteration = collectives.share_from_first(older[turn] if turn < len(older) else _NONE)
         if iteration == _NONE:
@@ -53,7 +55,7 @@ def look_for_older(damaged: Path, root: Path, most: int, collectives: Collective
 
 
 def _older(damaged: Path, root: Path) -> list[int]:
-    """Newest first. Iteration 0 is left out: --ckpt-step does not know it."""
+    """Returns older iterations, newest first; without 0, which --ckpt-step does not accept."""
     number = iteration_in_name(damaged.name)
     try:
         published = find_published(root)
@@ -64,7 +66,7 @@ def _older(damaged: Path, root: Path) -> list[int]:
 
 
 def _verified(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int]:
-    """Faults, and files without checksums, that the ranks found together."""
+    """Returns the numbers of faults and of files without checksums that the ranks found together."""
     began = time.monotonic()
     with ThreadPoolExecutor(1, "datastates-verify") as thread:
         share = thread.submit(_check, directory, collectives.rank, collectives.size, options)

@@ -1,6 +1,6 @@
 """How long a save holds the trainer: all of save_checkpoint, polls, fence and finalize.
 
-Spans may be nested; only the outermost counts towards the total, each counts towards its own part.
+Intervals may be nested; only the outermost counts towards the total, each counts towards its own part.
 """
 
 from __future__ import annotations
@@ -12,60 +12,60 @@ from typing import Protocol
 
 
 class Holder(Protocol):
-    """A save that spans are charged to."""
+    """A save that intervals are charged to."""
 
     held: HeldTime
 
-    def released(self) -> None:
-        """The outermost span has ended."""
+    def on_trainer_released(self) -> None:
+        """Called when the outermost interval has ended."""
         ...
 
 
 class HeldTime:
-    """Seconds, in total and by part."""
+    """The seconds for which a save held the trainer, in total and by part."""
 
     def __init__(self) -> None:
         self.total = 0.0
         self.parts: dict[str, float] = {}
 
     def add(self, part: str, seconds: float, *, to_total: bool = True) -> None:
-        """Charges a part; of nested ones, only the outermost counts towards the total."""
+        """Adds seconds to a part, and to the total unless they belong to a nested interval."""
         self.parts[part] = self.parts.get(part, 0.0) + seconds
         if to_total:
             self.total += seconds
 
 
-class _Span:
+class _Interval:
     holder: Holder | None = None
 
 
-_open_spans: list[_Span] = []
+_open_intervals: list[_Interval] = []
 
 
-def charge_open_spans(holder: Holder) -> bool:
-    """Charges `holder` with the spans that are open now and nobody's; returns whether there is one."""
-    unclaimed = [span for span in _open_spans if span.holder is None]
-    for span in unclaimed:
-        span.holder = holder
+def charge_open_intervals(holder: Holder) -> bool:
+    """Charges `holder` with the open intervals that have no holder yet; returns whether there are any."""
+    unclaimed = [interval for interval in _open_intervals if interval.holder is None]
+    for interval in unclaimed:
+        interval.holder = holder
     return bool(unclaimed)
 
 
 @contextlib.contextmanager
-def holding(part: str, holder: Holder | None = None) -> Iterator[None]:
-    """The trainer waits for a save in here. Used on the trainer's thread alone."""
-    span = _Span()
-    span.holder = holder
-    _open_spans.append(span)
+def trainer_held(part: str, holder: Holder | None = None) -> Iterator[None]:
+    """Measures a block in which the trainer waits for a save. Used on the trainer's thread only."""
+    interval = _Interval()
+    interval.holder = holder
+    _open_intervals.append(interval)
     begin = time.perf_counter()
     try:
         yield
     finally:
-        _open_spans.pop()
-        if span.holder is not None:
-            _charge(span.holder, part, time.perf_counter() - begin)
+        _open_intervals.pop()
+        if interval.holder is not None:
+            _charge(interval.holder, part, time.perf_counter() - begin)
 
 
 def _charge(holder: Holder, part: str, seconds: float) -> None:
-    holder.held.add(part, seconds, to_total=not _open_spans)
-    if not _open_spans:
-        holder.released()
+    holder.held.add(part, seconds, to_total=not _open_intervals)
+    if not _open_intervals:
+        holder.on_trainer_released()

@@ -6,8 +6,8 @@ import dataclasses
 import hashlib
 import math
 import os
-import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,26 +20,23 @@ from megatron_datastates.engine.reader import (
     Reader,
     is_on_current_device,
     read_footer,
-    read_ranges,
     read_small,
 )
 from megatron_datastates.errors import (
     CorruptDataError,
-    DataStatesError,
     FormatError,
     MismatchError,
     MissingKeyError,
-    NotACheckpointError,
     StorageError,
 )
-from megatron_datastates.files import MANIFEST_BYTES, OBJECT_BYTES
+from megatron_datastates.files import OBJECT_BYTES
 from megatron_datastates.format.footer import Footer
-from megatron_datastates.format.index import DecodedEntries, Index, TensorEntry
-from megatron_datastates.format.manifest import FileEntry, Manifest
-from megatron_datastates.format.tables import Directory
-from megatron_datastates.format.values import MANIFEST_NAME, Extent
-from megatron_datastates.pipeline.damage import describe_blocks, what_rank_wrote, why_no_checkpoint
-from megatron_datastates.pipeline.runs import is_published
+from megatron_datastates.format.index import Index, TensorEntry
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.values import Extent
+from megatron_datastates.pipeline.damage import describe_blocks, what_rank_wrote
+from megatron_datastates.pipeline.opening import check_identity, open_index, read_manifest, refuse_replaced
+from megatron_datastates.pipeline.read_costs import ReadCosts
 from megatron_datastates.plan.boxes import checked_slice, cut_box, first_overlap
 from megatron_datastates.plan.reads import BoxReads, gather_runs, plan_extent, plan_slice
 from megatron_datastates.providers.base import Place
@@ -47,17 +44,20 @@ from megatron_datastates.providers.objects import deserialize
 
 _FOOTER_THREADS = 8  # a footer is small, and a network file system answers late
 _TEMPORARY_ELEMENTS = 1 << 20  # of a tensor that cannot be read in place: 16 MiB at most
-# Of the indexes of open checkpoints, by SHA-256: most checkpoints of a run have the same.
-_decoded: weakref.WeakValueDictionary[str, DecodedEntries] = weakref.WeakValueDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledRead:
-    """Runs of one file and the address that their targets count from."""
+    """Spans of one file and the address that their targets count from."""
 
     reads: BoxReads
     address: int
     on_device: bool = False  # the current one
+
+    @property
+    def bytes(self) -> int:
+        """Returns how many bytes it delivers."""
+        return len(self.reads.offsets) * self.reads.pieces * self.reads.piece_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Checkpoint:
         self.directory = directory
         self.manifest = manifest
         self.index = index
-        self.bytes_read = 0
+        self.costs = ReadCosts()
         self._options = options
         self._footers: dict[int, Footer] = {}
 
@@ -103,15 +103,18 @@ class Checkpoint:
             NotACheckpointError: there is no manifest.
             FormatError, UnsupportedFormatError, StorageError: it, or the index, cannot be used.
         """
+        begin = time.perf_counter()
         path = Path(directory)
-        manifest = _read_manifest(path)
+        manifest = read_manifest(path)
         while True:
             try:
-                index = _open_index(path / manifest.index.name, manifest, reuse)
-                return cls(path, manifest, index, options or Options.from_environment())
+                index = open_index(path / manifest.index.name, manifest, reuse)
+                checkpoint = cls(path, manifest, index, options or Options.from_environment())
+                checkpoint.costs.opening = time.perf_counter() - begin
+                return checkpoint
             except (StorageError, FormatError):
                 # A save into this directory may have replaced both meanwhile.
-                before, manifest = manifest, _read_manifest(path)
+                before, manifest = manifest, read_manifest(path)
                 if manifest.save_id == before.save_id:
                     raise
 
@@ -125,9 +128,9 @@ class Checkpoint:
             try:
                 footer = read_footer(self.file_path(file), entry.bytes)
             except (StorageError, FormatError) as error:
-                _refuse_replaced(self.directory, self.manifest, error)
+                refuse_replaced(self.directory, self.manifest, error)
                 raise error.extended(f". {what_rank_wrote(self.manifest, self.index, file)}") from error
-            _check_identity(self.manifest, entry, footer, self.file_path(file))
+            check_identity(self.manifest, entry, footer, self.file_path(file))
             self._footers[file] = footer
         return self._footers[file]
 
@@ -150,7 +153,7 @@ class Checkpoint:
     # -- reading ----------------------------------------------------------------------------------------
 
     def require(self, files: Iterable[int]) -> None:
-        """Reads the footers of these data files: what is missing or truncated is told here."""
+        """Reads the footers of these data files: a missing or truncated file raises here."""
         unknown = sorted(set(files) - self._footers.keys())
         if len(unknown) < 2:
             for file in unknown:
@@ -161,7 +164,7 @@ class Checkpoint:
                 pass
 
     def read(self, scheduled: Iterable[ScheduledRead], reader: Reader | None = None) -> None:
-        """Executes reads in one pass over the files; what is missing is told before any data moves.
+        """Executes reads in one pass over the files; a missing file raises before any data moves.
 
         Args:
             reader: with memory from an earlier read of the same load.
@@ -171,22 +174,25 @@ class Checkpoint:
             return
         runs = gather_runs([i.reads for i in items], [i.address for i in items], [i.on_device for i in items])
         files, places = np.unique(runs.files, return_inverse=True)
-        self.require(files.tolist())
+        with self.costs.timing("opening"):
+            self.require(files.tolist())
         sources = [(self.file_path(file), self.footer(file)) for file in files.tolist()]
         beyond = runs.ends() > np.array([footer.data_bytes for _, footer in sources], np.uint64)[places]
         if beyond.any():
             path = sources[places[beyond.argmax()]][0]
-            raise FormatError(f"{self.manifest.index.name} places data behind the end of the data of {path}")
+            raise FormatError(f"{self.manifest.index.name} places data beyond the end of the data of {path}")
         runs = dataclasses.replace(runs, files=places.astype(np.uint64))
-        outcome = (reader or self.new_reader()).read(sources, runs)
-        self.bytes_read += outcome.bytes_read
+        with self.costs.timing("reading"):
+            outcome = (reader or self.new_reader()).read(sources, runs)
+        self.costs.bytes_read += outcome.bytes_read
         if outcome.bad_blocks:
             raise CorruptDataError(
                 describe_blocks(self, [(int(files[n]), block) for n, block in outcome.bad_blocks])
             )
+        self.costs.bytes += sum(item.bytes for item in items)
 
     def new_reader(self) -> Reader:
-        """For several reads of one load."""
+        """Returns a reader for several reads of one load."""
         return Reader(self._options)
 
     def read_tensor(
@@ -206,10 +212,11 @@ class Checkpoint:
     ) -> list[torch.Tensor]:
         """Several of them, each (key, offset, shape), in one pass: a block that they share is read once."""
         targets, scheduled = [], []
-        for key, offset, shape in slices:
-            target, reads = self._plan_tensor(key, offset, shape)
-            targets.append(target)
-            scheduled += reads
+        with self.costs.timing("planning"):
+            for key, offset, shape in slices:
+                target, reads = self._plan_tensor(key, offset, shape)
+                targets.append(target)
+                scheduled += reads
         self.read(scheduled)
         return targets
 
@@ -227,12 +234,13 @@ class Checkpoint:
             FormatError: the checkpoint holds only a part of it.
         """
         scheduled, others = [], []
-        for key, (place, target) in targets.items():
-            target = target.detach()
-            if self._check_target(key, place, target):
-                scheduled += self._plan_slice(key, place.offset, place.shape, target)
-            else:
-                others.append((key, place, target))
+        with self.costs.timing("planning"):
+            for key, (place, target) in targets.items():
+                target = target.detach()
+                if self._check_target(key, place, target):
+                    scheduled += self._plan_slice(key, place.offset, place.shape, target)
+                else:
+                    others.append((key, place, target))
         reader = self.new_reader()
         self.read(scheduled, reader)
         for key, place, target in others:
@@ -292,7 +300,7 @@ class Checkpoint:
         if beyond.any():
             path = self.file_path(int(entry.files[beyond.argmax()]))
             raise FormatError(
-                f"{self.manifest.index.name} places {key!r} behind the end of the data of {path}"
+                f"{self.manifest.index.name} places {key!r} beyond the end of the data of {path}"
             )
         overlap = first_overlap(entry.offsets, entry.shapes) if len(reads) > 1 else None
         if overlap is not None:  # then the count above proves nothing
@@ -311,7 +319,7 @@ class Checkpoint:
         return objects.values()
 
     def read_object_bytes(self, key: str) -> bytes:
-        """One of them as it is stored: what torch.save gave."""
+        """Returns an object as it is stored: the bytes that torch.save wrote."""
         objects = self.plan_objects([key])
         self.read(objects.scheduled)
         return objects.buffers[key].tobytes()
@@ -328,7 +336,7 @@ class Checkpoint:
         return ObjectReads(buffers, scheduled, self._options.trust_objects)
 
     def read_other(self, name: str) -> bytes:
-        """A whole file of somebody else's that belongs to the checkpoint.
+        """Returns the bytes of a file that others wrote and that belongs to the checkpoint.
 
         Raises:
             MissingKeyError: the manifest names no such file.
@@ -345,7 +353,7 @@ class Checkpoint:
         return data
 
     def read_object(self, key: str) -> Any:
-        """One of them."""
+        """Returns one object. Raises as `read_objects`."""
         return self.read_objects([key])[key]
 
     def read_other_object(self, name: str) -> Any:
@@ -372,54 +380,3 @@ def torch_dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise FormatError(f"the checkpoint holds {name}, which torch {torch.__version__} does not have")
     return dtype
-
-
-def _check_identity(manifest: Manifest, entry: FileEntry, footer: Footer, path: Path) -> None:
-    found = (footer.save_id, footer.rank, footer.data_bytes)
-    if found != (manifest.save_id, entry.rank, entry.footer_offset):
-        raise StorageError(
-            f"{path} belongs to save {footer.save_id}, rank {footer.rank}; "
-            f"its manifest is of save {manifest.save_id} and names it as rank {entry.rank}'s"
-        )
-    if footer.crc != entry.footer_crc:
-        raise StorageError(
-            f"{path} has a footer of checksum {footer.crc:08x}, its manifest says {entry.footer_crc:08x}: "
-            "it was replaced"
-        )
-
-
-def _read_manifest(path: Path) -> Manifest:
-    if not is_published(path):
-        raise NotACheckpointError(why_no_checkpoint(path))
-    data = read_small(path / MANIFEST_NAME, MANIFEST_BYTES)
-    return Manifest.decode(data, str(path / MANIFEST_NAME))
-
-
-def _open_index(path: Path, manifest: Manifest, reuse: bool) -> Index:
-    entry = manifest.index
-    (data,) = read_ranges(path, entry.bytes, [(0, entry.directory_bytes)])
-    if hashlib.sha256(data).hexdigest() != entry.sha256:
-        raise FormatError(f"{path} is damaged: its SHA-256 differs")
-    directory = Directory(data, str(path), entry.bytes)
-    if directory.bytes != entry.directory_bytes:
-        raise FormatError(f"{path} is damaged: its directory has not the size that the manifest says")
-    known = _decoded.setdefault(entry.sha256, DecodedEntries()) if reuse else DecodedEntries()
-
-    def read_sections(ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-        try:
-            yield from read_ranges(path, entry.bytes, ranges)
-        except StorageError as error:
-            _refuse_replaced(path.parent, manifest, error)
-            raise
-
-    return Index.from_directory(directory, len(manifest.files), read_sections, known)
-
-
-def _refuse_replaced(path: Path, opened: Manifest, error: Exception) -> None:
-    """Raises StorageError if another save was published in the directory since this manifest was read."""
-    try:
-        is_replaced = _read_manifest(path).save_id != opened.save_id
-    except DataStatesError:
-        is_replaced = False
-    if is_replaced:
-        raise StorageError(f"{path} was saved anew while it was read: load again") from error

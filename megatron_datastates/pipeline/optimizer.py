@@ -38,7 +38,7 @@ class BucketBox:
 
     @property
     def elements(self) -> int:
-        """Of the bucket, from the box's first to behind its last."""
+        """Of the bucket, from the box's first to its last, both included."""
         return footprint_elements(self.shape, self.strides)
 
 
@@ -144,7 +144,7 @@ def _maps(checkpoint: Checkpoint) -> Iterator[tuple[str, OptimizerMap]]:
     keys = sorted(filter(is_optimizer_map, checkpoint.index.objects))
     for key, value in checkpoint.read_objects(keys).items():
         if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], str)):
-            raise FormatError(f"the optimizer map {key!r} is no text")
+            raise FormatError(f"the optimizer map {key!r} is not a list of one text")
         yield key[: key.rindex(OPTIMIZER_MAP_NAME)], OptimizerMap.decode(value[0], key)
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 looks at in a checkpoint's directory before and after it publishes: whether all is there."""
+"""Rank 0's checks before and after it publishes: are all files in the checkpoint's directory?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_datastates.engine.commit import sync_directory, sync_file
+from megatron_datastates.engine.atomic_files import sync_directory, sync_file
 from megatron_datastates.errors import DataStatesError, FormatError
 from megatron_datastates.files import MANIFEST_BYTES, read_regular
 from megatron_datastates.format.directory import COMMON_FILE
@@ -21,19 +21,19 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 _VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0
 
 
-def named_by_save(entry: IndexEntry, save_id: SaveId) -> IndexEntry:
+def named_after_save(entry: IndexEntry, save_id: SaveId) -> IndexEntry:
     """The entry of an index whose file is that save's own."""
     return msgspec.structs.replace(entry, name=save_id.index_file_name(entry.sha256))
 
 
 def require_files(directory: Path, manifest: Manifest) -> None:
-    """Looks whether all that `manifest` names is in `directory`, with its size.
+    """Checks that every file that `manifest` names is in `directory` with the expected size.
 
     Another run or a deletion may have taken files away that ranks know to be durable, or each node has a
     directory of its own. Where the file system is slow to show other nodes' files, this waits for a while.
 
     Raises:
-        DataStatesError: it is not.
+        DataStatesError: a file is missing, or has another size.
     """
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while wrong := _missing_files(directory, manifest):
@@ -71,7 +71,7 @@ def require_published(directory: Path, manifest: Manifest, encoded: bytes) -> No
 
 
 def _missing_files(directory: Path, manifest: Manifest) -> list[str]:
-    """What of the manifest's files is wrong, by rank."""
+    """Describes the manifest's files that are missing or have another size."""
     wanted = {file.name: (file.bytes, f" of rank {file.rank}") for file in manifest.files}
     wanted[manifest.index.name] = (manifest.index.bytes, "")
     try:
@@ -88,11 +88,11 @@ def _missing_files(directory: Path, manifest: Manifest) -> list[str]:
         if name not in sizes:
             wrong.append(f"{name}{whose}")
         elif sizes[name] != size:
-            wrong.append(f"{name}{whose} (of {sizes[name]} instead of {size} bytes)")
+            wrong.append(f"{name}{whose} (has {sizes[name]} bytes, expected {size})")
     return wrong
 
 
-def files_of(path: Path) -> set[str]:
+def files_in_manifest(path: Path) -> set[str]:
     """Files of ours that a manifest names; none if there is no manifest, or none that can be read."""
     try:
         manifest = Manifest.decode(read_regular(path, MANIFEST_BYTES), os.fspath(path))
@@ -108,8 +108,8 @@ def sync_above(directory: Path) -> None:
             sync_directory(above)
 
 
-def described(path: Path, check: Callable[[bytes, str], None]) -> OtherFile:
-    """A file of somebody else's, made durable: the manifest is going to vouch for it.
+def other_file_entry(path: Path, check: Callable[[bytes, str], None]) -> OtherFile:
+    """A file of somebody else's, made durable, because the manifest will name it.
 
     `check` looks at the object in it, if it is the common state: a load is going to want it.
     """
@@ -119,8 +119,8 @@ def described(path: Path, check: Callable[[bytes, str], None]) -> OtherFile:
     return OtherFile(path.name, len(data), hashlib.sha256(data).hexdigest())
 
 
-def has_whole(path: Path, data: bytes) -> bool:
-    """Returns whether a file holds exactly `data`."""
+def holds_exactly(path: Path, data: bytes) -> bool:
+    """Returns whether a file holds exactly `data`; False if it cannot be read."""
     try:
         return read_regular(path, len(data)) == data
     except OSError:

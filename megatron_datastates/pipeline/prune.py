@@ -40,7 +40,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_datastates.engine.commit import sync_directory
+from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import (
     DataStatesError,
@@ -60,7 +60,7 @@ MIN_AGE_SECONDS = 3600.0  # of files that no manifest names, before they count a
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
+class RetentionRules:
     """What to keep beside what is always kept. At least one of them is given."""
 
     keep_last: int | None = None  # so many of the newest complete checkpoints
@@ -76,7 +76,7 @@ class Rules:
 
 
 @dataclasses.dataclass(frozen=True)
-class Unnamed:
+class UnnamedFile:
     """A file of ours that no manifest names."""
 
     path: Path
@@ -90,10 +90,10 @@ class PrunePlan:
 
     removed: list[Iteration]
     kept: list[tuple[Iteration, str]]
-    left_overs: list[Unnamed]  # that go from directories that stay
+    left_overs: list[UnnamedFile]  # that go from directories that stay
 
 
-def plan_prune(root: str | os.PathLike[str], rules: Rules) -> PrunePlan:
+def plan_prune(root: str | os.PathLike[str], rules: RetentionRules) -> PrunePlan:
     """Looks at all iterations right under `root`.
 
     Raises:
@@ -126,7 +126,7 @@ def plan_prune(root: str | os.PathLike[str], rules: Rules) -> PrunePlan:
     return plan
 
 
-def _under_way(unnamed: Sequence[Unnamed], rules: Rules) -> str | None:
+def _under_way(unnamed: Sequence[UnnamedFile], rules: RetentionRules) -> str | None:
     young = min(unnamed, key=lambda file: file.age_seconds, default=None)
     if young is None or young.age_seconds >= rules.min_age_seconds:
         return None
@@ -136,7 +136,7 @@ def _under_way(unnamed: Sequence[Unnamed], rules: Rules) -> str | None:
     )
 
 
-def _just_made(one: Iteration, rules: Rules) -> str | None:
+def _just_made(one: Iteration, rules: RetentionRules) -> str | None:
     """Megatron makes a directory; the first file of its save comes a moment later."""
     age = time.time() - one.path.stat().st_mtime
     if one.complete or age >= rules.min_age_seconds or any(one.path.iterdir()):
@@ -152,7 +152,7 @@ def age_text(seconds: float) -> str:
     return f"{max(seconds, 0.0):.0f} s"
 
 
-def _unnamed(path: Path) -> list[Unnamed]:
+def _unnamed(path: Path) -> list[UnnamedFile]:
     """Files of ours in a directory that its manifest does not name; all of them if there is none."""
     named = {REMOVAL_NAME} | _named_by(path / MANIFEST_NAME)
     found: list[tuple[os.DirEntry[str], os.stat_result]] = []
@@ -167,7 +167,7 @@ def _unnamed(path: Path) -> list[Unnamed]:
         last_change[save] = max(last_change.get(save, status.st_mtime), status.st_mtime)
     now = time.time()
     return [
-        Unnamed(path / name, status.st_size, now - last_change[save_id_in_name(name) or name])
+        UnnamedFile(path / name, status.st_size, now - last_change[save_id_in_name(name) or name])
         for name, status in sorted((entry.name, status) for entry, status in found)
     ]
 
@@ -218,7 +218,7 @@ def _damage(path: Path) -> str | None:
     return None
 
 
-def _reason(one: Iteration, whole: list[int], tracked: int | None, rules: Rules) -> str | None:
+def _reason(one: Iteration, whole: list[int], tracked: int | None, rules: RetentionRules) -> str | None:
     """Why this stays. `whole`: complete iterations, ascending."""
     if one.number == tracked:
         return "the tracker names it"
@@ -244,7 +244,7 @@ def _may_be_whole(path: Path) -> bool:
 
 def prune(
     root: str | os.PathLike[str],
-    rules: Rules,
+    rules: RetentionRules,
     *,
     progress: Callable[[Iteration], None] = lambda removed: None,
     stays: Callable[[Iteration, str], None] = lambda one, why: None,
@@ -361,8 +361,8 @@ def _remove_entry(path: Path) -> None:
 
 
 def remove_left_overs(
-    left_overs: Sequence[Unnamed], min_age_seconds: float = MIN_AGE_SECONDS, *, faults: str = ""
-) -> list[Unnamed]:
+    left_overs: Sequence[UnnamedFile], min_age_seconds: float = MIN_AGE_SECONDS, *, faults: str = ""
+) -> list[UnnamedFile]:
     """Removes what `PrunePlan.left_overs` lists, unless it has changed since; returns what is gone.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What every rank tells all others when a save is durable, or has failed: records of fixed size."""
+"""What every rank sends to all others when a save is durable or has failed: records of fixed size."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class RankRecord:
 
 
 def encode_failure(text: str | None) -> bytes:
-    """A rank's first error, or that it has none; cut to the record's size."""
+    """Encodes a rank's first error, cut to the record's size, or that it has none."""
     data = (text or "").encode()[: _FAILURE_BYTES - 3]
     return _FAILURE.pack(text is not None, len(data), data)
 
 
 def decode_failure(data: bytes) -> str | None:
-    """The inverse."""
+    """Decodes what encode_failure returned; None if the rank has no error."""
     failed, size, text = _FAILURE.unpack(data)
     return text[:size].decode(errors="replace") if failed else None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from megatron_datastates.engine.commit import write_whole
+from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.index import Index, index_entry
@@ -16,10 +16,10 @@ from megatron_datastates.pipeline.load import Checkpoint
 
 
 def remove_keys(directory: str | os.PathLike[str], prefix: str) -> list[str]:
-    """Removes every tensor and object whose key begins with `prefix`; gives their keys.
+    """Removes every tensor and object whose key begins with `prefix`; returns their keys.
 
-    Atomic: a new index and then a new manifest are committed. The data files stay as they are, so no
-    space is gained.
+    Atomic: publishes a new index and then a new manifest. The data files stay as they are, so that no
+    space is freed.
 
     Raises:
         DataStatesError: the directory is no readable checkpoint, or cannot be written.

@@ -24,7 +24,7 @@ from typing import NoReturn
 import msgspec
 
 from megatron_datastates.config import Options
-from megatron_datastates.engine.commit import write_whole
+from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.reader import read_footer, read_small
 from megatron_datastates.errors import (
@@ -55,7 +55,7 @@ from megatron_datastates.format.values import (
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.prune import REMOVAL_NAME
 from megatron_datastates.pipeline.runs import metadata_members, stored_backend
-from megatron_datastates.pipeline.verify import Progress, strangers, verify_checkpoint
+from megatron_datastates.pipeline.verify import Progress, extra_names, verify_checkpoint
 from megatron_datastates.providers.members import check_archive
 
 _MOST_TOLD = 3
@@ -105,7 +105,7 @@ def repair(
     )
     notes.append("the sizes of the parallel groups are left out: data files do not tell them")
     checkpoint = Checkpoint(path, manifest, index, options)
-    strange = strangers(checkpoint)
+    strange = extra_names(checkpoint)
     if strange:
         notes.append(f"the lost manifest may have named other files; the new one does not: {_some(strange)}")
     verdict = verify_checkpoint(checkpoint, options, progress=progress)

@@ -1,4 +1,7 @@
-"""What each save cost, for people and for machines: a log line and a JSON line, written by rank 0."""
+"""Reports of saves and loads: on rank 0 a line in the log and a line of JSON in a file.
+
+The fields are listed in docs/reports.md. What a load cost is measured in load_report.py.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class Reporter:
-    """Brings a report to the log and to a file, on rank 0, and to listeners, on every rank.
+    """Writes reports to the log and to a file, on rank 0, and passes them to listeners, on every rank.
 
     Args:
-        path: of the file that takes a line of JSON per report; none if empty.
+        path: the file that gets one line of JSON per report; no file if empty.
     """
 
     def __init__(self, path: str) -> None:
@@ -26,56 +29,55 @@ class Reporter:
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
 
     def is_wanted(self, rank: int) -> bool:
-        """Whether anybody reads this rank's reports."""
+        """Returns whether this rank's reports are written or listened to."""
         return rank == 0 or bool(self.listeners)
 
     def emit(self, report: dict[str, Any]) -> None:
-        """Writes one report. Raises nothing: on one rank alone, training must not end for it."""
+        """Writes one report. Never raises: an error of one rank here must not end training."""
         if report["rank"] == 0:
             self._write(report)
         for listener in self.listeners:
             try:
                 listener(report)
             except Exception as error:
-                logger.warning("the report of a save did not reach %r: %s", listener, error)
+                logger.warning(
+                    "the listener %r raised for the report of a %s: %s", listener, report["event"], error
+                )
 
     def _write(self, report: dict[str, Any]) -> None:
-        logger.info(
-            "datastates: %s %s of %.1f MB to %s; trainer held %.1f ms, %.1f ms of it at the fence; "
-            "its stream waited %.1f ms; waited %.1f ms for slots behind %d unfinished saves; %.0f MB/s",
-            report["state"],
-            report["mode"] + " save",
-            report["bytes"] / 1e6,
-            report["directory"],
-            report["held_ms"],
-            report["fence_ms"],
-            report["stream_wait_ms"],
-            report["slot_wait_ms"],
-            report["saves_before"],
-            report["write_mb_per_s"],
-        )
+        logger.info("%s", _save_line(report) if report["event"] == "save" else _load_line(report))
         if not self._path:
             return
         try:
             with open(self._path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(report) + "\n")
         except OSError as error:
-            logger.warning("the report of a save was not written to %s: %s", self._path, error.strerror)
+            logger.warning(
+                "the report of a %s was not written to %s: %s", report["event"], self._path, error.strerror
+            )
+
+
+def _save_line(report: dict[str, Any]) -> str:
+    return (
+        f"datastates: {report['state']} {report['mode']} save of {report['bytes'] / 1e6:.1f} MB to "
+        f"{report['directory']}; trainer held {report['held_ms']:.1f} ms, {report['fence_ms']:.1f} ms of it "
+        f"at the fence; its stream waited {report['stream_wait_ms']:.1f} ms; waited "
+        f"{report['slot_wait_ms']:.1f} ms for slots, with {report['saves_before']} unfinished saves before; "
+        f"{report['write_mb_per_s']:.0f} MB/s"
+    )
+
+
+def _load_line(report: dict[str, Any]) -> str:
+    result = f"{report['state']} load of {report['bytes'] / 1e6:.1f} MB from {report['directory']}"
+    return (
+        f"datastates: {result} in {report['total_ms']:.1f} ms; opening {report['opening_ms']:.1f} ms, "
+        f"planning {report['planning_ms']:.1f} ms, reading {report['bytes_read'] / 1e6:.1f} MB in "
+        f"{report['reading_ms']:.1f} ms; {report['read_mb_per_s']:.0f} MB/s"
+    )
 
 
 def save_report(publication: Publication, mode: str) -> dict[str, Any]:
-    """One save as plain data.
-
-    `bytes` are all ranks' data files; eager and lazy bytes are this rank's tensors. Times are milliseconds,
-    on this rank (rank 0 in the log and the file) unless under `ranks_ms`. `held_ms` is host time: all of
-    save_checkpoint, what follows it until the first poll (`until_poll` in `held_parts_ms`: Megatron's timers
-    synchronize the device there), polls, fence and finalization. `stream_wait_ms` is how long the trainer's
-    stream waited for copies, by the device's clock; a wait that is not over yet is left out.
-    `slot_wait_ms` adds up what the
-    copying threads waited for a free slot: behind the `saves_before` that were not finished when this one
-    started, and for its own writes where the pool is smaller than the shard. `memory_wait_ms` is the part
-    of it in which the pool was still being made: this save came before its memory.
-    """
+    """Returns the report of one save on this rank; docs/reports.md lists the fields."""
     save = publication.save
     times = save.times()
     data = sum(record.file_bytes for record in publication.records)
@@ -93,17 +95,17 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "bytes": data,
         "eager_bytes": save.eager_bytes,
         "lazy_bytes": save.lazy_bytes,
-        "held_ms": _ms(save.held.total),
-        "held_parts_ms": {part: _ms(seconds) for part, seconds in save.held.parts.items()},
-        "fence_ms": _ms(save.fence_seconds),
-        "stream_wait_ms": _ms(times["stream_wait"]),
-        "staging_ms": _ms(times["staging"]),
-        "serializing_ms": _ms(times["serializing"]),
-        "writing_ms": _ms(times["writing"]),
-        "durable_ms": _ms(times["durable"]),
+        "held_ms": milliseconds(save.held.total),
+        "held_parts_ms": {part: milliseconds(seconds) for part, seconds in save.held.parts.items()},
+        "fence_ms": milliseconds(save.fence_seconds),
+        "stream_wait_ms": milliseconds(times["stream_wait"]),
+        "staging_ms": milliseconds(times["staging"]),
+        "serializing_ms": milliseconds(times["serializing"]),
+        "writing_ms": milliseconds(times["writing"]),
+        "durable_ms": milliseconds(times["durable"]),
         "saves_before": save.saves_before,
-        "slot_wait_ms": _ms(times["slot_wait"]),
-        "memory_wait_ms": _ms(times["memory_wait"]),
+        "slot_wait_ms": milliseconds(times["slot_wait"]),
+        "memory_wait_ms": milliseconds(times["memory_wait"]),
         "write_mb_per_s": round(data / slowest / 1e6, 1) if slowest > 0 else 0.0,
         "ranks_ms": _rank_statistics(publication.records),
     }
@@ -115,13 +117,14 @@ def _rank_statistics(records: Sequence[RankRecord]) -> dict[str, dict[str, float
         values = [getattr(record, name) for record in records]
         if values:
             found[name] = {
-                "min": _ms(min(values)),
-                "median": _ms(statistics.median(values)),
-                "max": _ms(max(values)),
+                "min": milliseconds(min(values)),
+                "median": milliseconds(statistics.median(values)),
+                "max": milliseconds(max(values)),
                 "slowest_rank": records[values.index(max(values))].rank,
             }
     return found
 
 
-def _ms(seconds: float) -> float:
+def milliseconds(seconds: float) -> float:
+    """Returns seconds as milliseconds, rounded to microseconds."""
     return round(seconds * 1000, 3)

@@ -176,7 +176,7 @@ def _named_in(text: bytes) -> int | None:
 
 
 def stored_bytes(directory: Path) -> int:
-    """Of all files below it. What vanishes meanwhile is not counted."""
+    """Returns the bytes of all files below a directory. Files that vanish meanwhile are not counted."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:

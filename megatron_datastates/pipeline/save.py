@@ -1,9 +1,10 @@
 """One rank's side of one save: from state to a durable data file.
 
-States: open -> staged -> sealed -> durable, or failed (and published, by publication.py). Two threads work
-on it. The trainer's thread starts it, fences it, confirms that nothing changed before its copies were done,
-and polls. The finishing thread serializes what is left, and seals the file once that confirmation is there: a
-torn save leaves no valid footer. Errors are values until all ranks have agreed (publication.py).
+Milestones: enqueued -> staged -> written -> durable, or failed (published is set by publication.py). Two
+threads work on a save. The trainer's thread starts it, waits for it at fences, confirms that nothing changed
+before it was copied, and polls. The finishing thread serializes objects, and seals the file once it has that
+confirmation: a torn save leaves no valid footer. Errors are values until all ranks have agreed
+(publication.py).
 """
 
 from __future__ import annotations
@@ -22,31 +23,31 @@ from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.values import Extent, SaveId
-from megatron_datastates.pipeline.held import HeldTime, charge_open_spans, holding
+from megatron_datastates.pipeline.held import HeldTime, charge_open_intervals, trainer_held
 from megatron_datastates.pipeline.plans import Memory, StatePlan
 from megatron_datastates.providers.base import Mutability, ObjectSource
 from megatron_datastates.providers.objects import check_saved
 
 logger = logging.getLogger(__name__)
-_SLICE_SECONDS = 0.1
+_WAIT_SECONDS = 0.1
 _YIELD_SECONDS = 0.001
 _HELD_SECONDS = 60.0  # longer than a call that saves holds the trainer
 
 
 class State(enum.Enum):
-    """Of a save, as one rank knows it."""
+    """The milestones of a save, as one rank knows them."""
 
-    OPEN = "open"  # it reads what may change at the next fence
-    STAGED = "staged"  # that is copied, and did not change before
-    SEALED = "sealed"  # all data is in the file, and its footer was given to be written
-    DURABLE = "durable"  # the file will outlive a crash
+    ENQUEUED = "enqueued"  # the engine still reads memory that may change at the next fence
+    STAGED = "staged"  # everything that may change has been copied, and did not change before
+    WRITTEN = "written"  # all data is in the file, and the footer that seals it is being written
+    DURABLE = "durable"  # the file survives a crash
     PUBLISHED = "published"  # a manifest names it: all ranks' files are a checkpoint
     FAILED = "failed"  # on this rank, or by agreement
 
 
 @dataclasses.dataclass(frozen=True)
 class SaveContext:
-    """Which save, of whom, where to."""
+    """The identity and the target directory of one rank's save."""
 
     save_id: SaveId
     directory: Path
@@ -65,14 +66,14 @@ class DurableFile:
 
 
 class RankSave:
-    """See the module.
+    """One rank's part of one save; see the module.
 
     Args:
-        fence_deadline: seconds after which a fence lets the trainer go, and the save fails.
+        fence_deadline: seconds after which a fence returns although copies are not done, and the save fails.
         lazy_delay: seconds after which lazy copies from a device begin by themselves. They begin at the first
-            poll or fence, if that comes earlier: what is enqueued when the call that saves returns, a trainer
-            that synchronizes the device there (Megatron's timers do) would wait for.
-        trust_objects: whether what no load would accept is stored all the same.
+            poll or fence, if that comes earlier. They do not begin at once: a trainer that synchronizes the
+            device after the call that saves (Megatron's timers do) would wait for them.
+        trust_objects: whether to store objects that a load would refuse.
     """
 
     def __init__(
@@ -87,32 +88,34 @@ class RankSave:
         self._trust_objects = trust_objects
         self.fence_deadline = fence_deadline
         self._lazy_delay = lazy_delay
-        self._let_go_at: float | None = None  # from the return of the call that saves to a poll or fence
+        self._released_at: float | None = (
+            None  # set from the return of the call that saves until the next poll or fence
+        )
         self.held = HeldTime()
         self.fence_seconds = 0.0
         self.plan: StatePlan | None = None
-        self.saves_before = 0  # that were not finished when this one started
+        self.saves_before = 0  # number of saves that were unfinished when this one started
         self.file: DurableFile | None = None  # once durable; None for a rank that stores nothing
         self._save: FileSave | None = None
         self._durable = threading.Event()
         self._confirmed = threading.Event()  # nothing changed before the copies were done
-        self._sealed = threading.Event()
-        self._given_up = threading.Event()
+        self._written = threading.Event()
+        self._removal_wanted = threading.Event()
         self._failure: dict[
             str, tuple[str, BaseException]
         ] = {}  # the first one; any thread's, one atomic operation at a time
         self._finisher: threading.Thread | None = None
-        self._begun = time.perf_counter()
+        self._started_at = time.perf_counter()
         self._serialized_seconds = 0.0
-        self.on_released: Callable[[], None] = lambda: None
-        self._in_span = charge_open_spans(self)  # the trainer will be let go by the end of it
+        self.released_callback: Callable[[], None] = lambda: None
+        self._in_interval = charge_open_intervals(self)  # whose end releases the trainer
 
     # -- start ------------------------------------------------------------------------------------------
 
     def start(
         self, engine: StagingEngine, plan: StatePlan, memory: Memory, objects: Sequence[ObjectSource]
     ) -> None:
-        """Starts the copies of what is in `memory`; secures the objects. Never raises: see `failure`."""
+        """Starts the copies of tensors and takes snapshots of objects. Never raises: see `failure`."""
         self.plan = plan
         try:
             snapshots = [item.snapshot() for item in objects]
@@ -121,7 +124,7 @@ class RankSave:
                 return
             header = Header(self.context.save_id, self.context.rank, self.context.world_size).encode()
             path = self.context.directory / self.context.save_id.data_file_name(self.context.rank)
-            self._begun = time.perf_counter()
+            self._started_at = time.perf_counter()
             self._save = engine.begin(
                 path,
                 header,
@@ -130,13 +133,13 @@ class RankSave:
                 memory.addresses,
                 memory.owners,
                 plan.object_bytes,
-                _HELD_SECONDS if self._in_span else self._lazy_delay,
+                _HELD_SECONDS if self._in_interval else self._lazy_delay,
             )
             FENCE.add_reader(self)
             if Mutability.AT_FENCE in plan.structure.mutability:
                 FENCE.add(self)
             else:
-                self._confirmed.set()  # nothing that it still reads can change
+                self._confirmed.set()  # nothing that the save still reads can change
             finisher = threading.Thread(
                 target=self._finish,
                 args=(self._save, plan, snapshots),
@@ -152,24 +155,24 @@ class RankSave:
 
     @property
     def eager_bytes(self) -> int:
-        """Of tensors that were copied before the save returned."""
+        """Returns the bytes of tensors that were copied before the call that saves returned."""
         return self.plan.eager_bytes if self.plan is not None else 0
 
     @property
     def lazy_bytes(self) -> int:
-        """Of tensors that are copied behind the trainer."""
+        """Returns the bytes of tensors that are copied while the trainer runs."""
         return self.plan.lazy_bytes if self.plan is not None else 0
 
     # -- the trainer's thread ---------------------------------------------------------------------------
 
     def fence(self, reason: str) -> None:
-        """Returns when the sources may change; the save fails if that takes too long. Never raises."""
+        """Waits until the sources may change; the save fails if that takes too long. Never raises."""
         save = self._save
         if save is None or self._confirmed.is_set():
             return
-        self._let_go_at = None
+        self._released_at = None
         begin = time.perf_counter()
-        with holding("fence", self):
+        with trainer_held("fence", self):
             if not save.fence(self.fence_deadline):
                 save.cancel(
                     f"{reason} waited {self.fence_deadline:g} s for its copies (--datastates-fence-deadline)"
@@ -181,59 +184,59 @@ class RankSave:
         self.fence_seconds += time.perf_counter() - begin
 
     def await_copies(self) -> None:
-        """Returns when the trainer's memory is read no more, and may also be unmapped. Never raises."""
+        """Waits until the save reads no memory of the trainer, which may then be unmapped. Never raises."""
         if self._save is None:
             return
         begin = time.perf_counter()
-        with holding("fence", self):
+        with trainer_held("fence", self):
             self._save.await_copies(self.fence_deadline)
             self.advance()
         self.fence_seconds += time.perf_counter() - begin
 
     def reads(self, storage: int) -> bool:
-        """See engine.fence.Reader."""
+        """Returns whether the save may still read a storage (engine.fence.Reader)."""
         return self._save is not None and self._save.reads(storage)
 
-    def torn(self, reason: str) -> None:
-        """See engine.fence.Fenced. Copies that are over by now prove nothing: they may have just ended."""
+    def mark_torn(self, reason: str) -> None:
+        """Fails the save, even if its copies are done by now: they may have just ended."""
         if self._save is None or self._confirmed.is_set():
             return
         self._save.cancel(reason)
-        self.fail(DataStatesError(f"{reason}: its copies would have mixed two states"))
+        self.fail(DataStatesError(f"{reason}: its copies would mix values from before and after the change"))
 
     def advance(self) -> None:
-        """Looks after the save: confirms copies that are done and drops the sources."""
-        self.polled()
+        """Confirms copies that are done, drops their sources, and records a failure of the engine."""
+        self.on_poll()
         save = self._save
         if save is None:
             return
         if save.sources_copied():
-            # Seen on the trainer's thread, before anything behind it in the program could change them.
+            # Observed on the trainer's thread, before any later statement of the program could change them.
             self._confirmed.set()
             FENCE.discard(self)
             FENCE.discard_reader(self)
         if save.failure is not None:
             self.fail(save.failure)
 
-    def polled(self) -> None:
-        """See engine.fence.Fenced."""
-        # Megatron polls at the top of its next iteration. What comes before (timers that synchronize the
-        # device, a barrier) it waits for because of the save.
+    def on_poll(self) -> None:
+        """Starts postponed lazy copies and charges the time since the call that saves returned."""
+        # Megatron polls at the top of its next iteration. The save makes it wait for what comes before that:
+        # timers that synchronize the device, and a barrier.
         if self._save is not None:
             self._save.allow_lazy_copies()
-        if self._let_go_at is not None and "save_checkpoint" in self.held.parts:
-            self.held.add("until_poll", time.perf_counter() - self._let_go_at)
-        self._let_go_at = None
+        if self._released_at is not None and "save_checkpoint" in self.held.parts:
+            self.held.add("until_poll", time.perf_counter() - self._released_at)
+        self._released_at = None
 
     @property
     def is_durable(self) -> bool:
         return self._durable.is_set()
 
-    def give_up(self, reason: str) -> None:
-        """Stops everything and has the file removed. Only while no manifest can name it."""
-        # Order: the finishing thread looks at _given_up after it has set _durable, so one of the two
-        # sees the other's flag and removes the file (twice does no harm).
-        self._given_up.set()
+    def cancel_and_remove(self, reason: str) -> None:
+        """Cancels the save and removes its file. Only valid while no manifest can name the file."""
+        # Order: the finishing thread reads _removal_wanted after it has set _durable, so one of the two
+        # threads sees the other's flag and removes the file (removing it twice does no harm).
+        self._removal_wanted.set()
         FENCE.discard(self)
         if self._save is None:
             return
@@ -246,46 +249,46 @@ class RankSave:
         if self._finisher is not None:
             self._finisher.join(seconds)
 
-    def released(self) -> None:
-        """See held.Holder."""
-        if self._in_span:
-            self._in_span = False
-            self._let_go_at = time.perf_counter()
+    def on_trainer_released(self) -> None:
+        """Notes that the trainer resumes (held.Holder)."""
+        if self._in_interval:
+            self._in_interval = False
+            self._released_at = time.perf_counter()
             if self._save is not None:
                 self._save.allow_lazy_copies(self._lazy_delay)
-        self.on_released()
+        self.released_callback()
 
     # -- any thread -------------------------------------------------------------------------------------
 
     @property
     def failure(self) -> str | None:
-        """The first error of this rank as a text, if any."""
+        """Returns the text of this rank's first error, if any."""
         return self._failure["first"][0] if self._failure else None
 
     @property
     def cause(self) -> BaseException | None:
-        """The first error of this rank, if any."""
+        """Returns this rank's first error, if any."""
         return self._failure["first"][1] if self._failure else None
 
     @property
     def state(self) -> State:
-        """How far this rank has come."""
+        """Returns the last milestone that this rank has reached."""
         if self.failure is not None:
             return State.FAILED
-        reached = {State.DURABLE: self._durable, State.SEALED: self._sealed, State.STAGED: self._confirmed}
-        return next((state for state, event in reached.items() if event.is_set()), State.OPEN)
+        reached = {State.DURABLE: self._durable, State.WRITTEN: self._written, State.STAGED: self._confirmed}
+        return next((state for state, event in reached.items() if event.is_set()), State.ENQUEUED)
 
     def fail(self, error: BaseException) -> None:
-        """Keeps the first error. The others are told at the next agreement."""
+        """Records an error, if it is this rank's first. The other ranks learn of it at the next poll."""
         ours = isinstance(error, DataStatesError)
         text = printable(str(error) if ours else f"{type(error).__name__}: {error}", keep="\n")
-        first = (text, error.with_traceback(None))  # whose frames would keep memory
+        first = (text, error.with_traceback(None))  # its frames would keep tensors alive
         if self._failure.setdefault("first", first) is not first:
             return
         logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, text)
 
     def times(self) -> dict[str, float]:
-        """Seconds until the save was staged, serialized, written and durable, and those of its waits."""
+        """Returns the seconds to staged, serialized, written and durable, and those of the save's waits."""
         status = self._save.status() if self._save is not None else {}
         names = {"staging": "copied_at", "writing": "written_at", "durable": "durable_at"}
         times = {name: max(float(str(status.get(key, 0.0))), 0.0) for name, key in names.items()}
@@ -298,21 +301,21 @@ class RankSave:
 
     def _finish(self, save: FileSave, plan: StatePlan, objects: list[ObjectSource]) -> None:
         try:
-            # The trainer's thread has just started this one and wants Python's lock back; serializing
-            # would keep it for milliseconds.
+            # The trainer's thread has just started this one and needs the GIL; serializing would hold it for
+            # milliseconds.
             time.sleep(_YIELD_SECONDS)
             data = [item.serialize() for item in objects]
-            self._serialized_seconds = time.perf_counter() - self._begun
+            self._serialized_seconds = time.perf_counter() - self._started_at
             plan.object_bytes = sum(len(one) + 64 for one in data)
             places = save.append_objects(data)
             extents = {item.key: Extent(0, *place) for item, place in zip(objects, places, strict=True)}
             self._check_objects(objects, data)
-            while not (self._confirmed.wait(_SLICE_SECONDS) and save.wait_written()):
+            while not (self._confirmed.wait(_WAIT_SECONDS) and save.wait_written()):
                 if save.failure is not None:
                     raise save.failure
             footer = self._footer(save, extents)
             save.finish(footer)
-            self._sealed.set()
+            self._written.set()
             while not save.wait_durable():
                 pass
             _, _, crc = decode_trailer(footer[-TRAILER_BYTES:], save.path.name)
@@ -322,17 +325,17 @@ class RankSave:
             save.cancel(str(error))
             self.fail(error)
             save.remove()
-        if self._given_up.is_set():
+        if self._removal_wanted.is_set():
             save.remove()
 
     def _check_objects(self, objects: Sequence[ObjectSource], data: Sequence[bytes]) -> None:
-        """Raises UnsafeObjectError: no load would accept one of them."""
+        """Raises UnsafeObjectError if a load would refuse one of the objects."""
         for item, stored in zip(objects, data, strict=True):
-            time.sleep(0)  # Python's lock to whoever wants it: nobody waits for this
+            time.sleep(0)  # releases the GIL: nothing waits for this check
             self.check_object(stored, item.key)
 
     def check_object(self, stored: bytes, key: str) -> None:
-        """Raises UnsafeObjectError: no load would accept it. Any thread may call it."""
+        """Raises UnsafeObjectError if a load would refuse the object. Thread-safe."""
         check_saved(stored, key, trust=self._trust_objects)
 
     def _footer(self, save: FileSave, extents: dict[str, Extent]) -> bytes:

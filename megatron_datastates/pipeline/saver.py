@@ -1,7 +1,7 @@
-"""What a process keeps between saves: the run's identity and layouts, and an engine.
+"""What a process keeps between saves: the identity of its saves, known layouts, plans, and an engine.
 
-A Run is the same on all ranks and for all options. A Saver has an engine with its options; it serves any
-number of strategy objects and directories.
+A process has one SaveSession, whatever the options of its saves. It has one Saver for each set of options,
+with an engine of its own; a Saver serves any number of strategy objects and directories.
 """
 
 from __future__ import annotations
@@ -20,44 +20,45 @@ from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.agreement import Collectives
-from megatron_datastates.pipeline.plans import Plans
-from megatron_datastates.pipeline.publication import Labels, LayoutStore, Outcome, Publication
+from megatron_datastates.pipeline.layouts import LayoutStore
+from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan
+from megatron_datastates.pipeline.publication import Outcome, Publication, PublicationExtras
 from megatron_datastates.pipeline.report import Reporter, save_report
 from megatron_datastates.pipeline.save import RankSave, SaveContext
-from megatron_datastates.providers.base import Mutability, StateProvider
+from megatron_datastates.providers.base import Mutability, ObjectSource, StateProvider
 
 logger = logging.getLogger(__name__)
 _WARM_BYTES = 64 << 20  # staging memory made before the size of the shard is known
-_CLOSING_SECONDS = 60.0  # after which what still hangs is left behind
-_FIRST_FENCES = 8  # at which staging memory is prepared: those of about two steps
-_LONG_WAIT_SECONDS = 0.01  # for staging memory; worth a line in the log
+_CLOSING_SECONDS = 60.0  # how long the end of a program waits for copies and writes that hang
+_FIRST_FENCES = 8  # at which staging memory is prepared; about two optimizer steps
+_LONG_WAIT_SECONDS = 0.01  # for staging memory; a longer wait is logged
 _EAGER = {Mutability.AT_FENCE: Mutability.NOW}
 _KEPT_PLANS = 8  # persistent and non-persistent saves alternate; more than a few means they change
 
 
-class Run:
-    """What all saves of a process share, whatever their options. Used by the trainer's thread alone."""
+class SaveSession:
+    """The state that all saves of a process share. Used by the trainer's thread only."""
 
     def __init__(self) -> None:
-        self.store = LayoutStore()
+        self.layouts = LayoutStore()
         self.plans = Plans(_KEPT_PLANS)
         self.collectives = Collectives()
-        self.told_of_memory = False  # that a save had to wait for it
+        self.memory_wait_reported = False  # logged once
         self._run_id: int | None = None
         self._ordinal = 0
 
     def enter_world(self) -> None:
-        """Begins anew where torch.distributed was initialized (again) since the last save.
+        """Starts afresh if torch.distributed was initialized (again) since the last save.
 
-        Options are known before it is; and a restart within the process gives ranks new numbers and peers, so
-        nothing that was agreed on holds any more.
+        A Saver may exist before torch.distributed is initialized. After a restart within the process, ranks
+        have new numbers and peers, so that nothing the old ones agreed on is valid.
         """
         if not self.collectives.is_current():
-            self.collectives, self.store = Collectives(), LayoutStore()
+            self.collectives, self.layouts = Collectives(), LayoutStore()
             self._run_id, self._ordinal = None, 0
 
     def next_id(self) -> SaveId:
-        """Counted alike on every rank. The first one makes a collective call."""
+        """Returns the next save id, the same on every rank. The first call is collective."""
         if self._run_id is None:
             self._run_id = self.collectives.share_from_first(secrets.randbits(63))
         self._ordinal += 1
@@ -65,16 +66,16 @@ class Run:
 
 
 class Saver:
-    """Starts saves. Used by the trainer's thread alone."""
+    """Starts saves with one set of options. Used by the trainer's thread only."""
 
-    def __init__(self, options: Options, run: Run) -> None:
+    def __init__(self, options: Options, session: SaveSession) -> None:
         self.options = options
-        self.run = run
+        self.session = session
         self._engine: StagingEngine | None = None
         self._faults = Faults(options.faults)
         self.reporter = Reporter(options.report_file)
         self._preparing: Fenced | None = None
-        self._told_of_pool = False
+        self._pool_trouble_reported = False
         self._unfinished: list[Publication] = []
 
     def start(
@@ -84,80 +85,91 @@ class Saver:
         *,
         iteration: int | None = None,
         mode: str = "async",
-        labels: Labels | None = None,
+        extras: PublicationExtras | None = None,
         await_copies: bool = False,
     ) -> Publication:
         """Starts a save of this rank's part of the state into `directory`.
 
-        Returns when everything that may change at once has been copied; what is copied from a device, the
-        trainer's stream waits for. The rest may change after the next fence (engine.fence.FENCE). With
-        `await_copies`, or without `lazy` among the options, returns when everything has been copied, so that
-        memory may also be unmapped. Nothing is published before every rank has polled often enough. Errors of
-        this rank are kept for the agreement: this raises none of them.
+        Returns as soon as everything that may change at once has been copied (copies from a device may still
+        run: the trainer's stream waits for them). The rest must not change before the next fence
+        (engine.fence.FENCE). With `await_copies`, or if the option `lazy` is off, returns when everything has
+        been copied, so that memory may also be unmapped. Nothing is published before every rank has polled
+        the returned publication a few times. Never raises: polls bring this rank's error to all ranks.
         """
-        run, path = self.run, Path(directory).absolute()
-        run.enter_world()
+        session, options = self.session, self.options
+        session.enter_world()
         self._abandon_old_world()
-        context = SaveContext(run.next_id(), path, run.collectives.rank, run.collectives.size, iteration)
-        options = self.options
+        ranks = session.collectives
+        context = SaveContext(
+            session.next_id(), Path(directory).absolute(), ranks.rank, ranks.size, iteration
+        )
         save = RankSave(
             context, options.fence_deadline, options.lazy_delay, trust_objects=options.trust_objects
         )
-        publication = Publication(save, run.collectives, run.store, self._faults, labels)
-        save.on_released = lambda: self._report_once(publication, mode)
-        before = [earlier for earlier in self._unfinished if earlier.is_under_way]
-        save.saves_before = len(before)
+        publication = Publication(save, ranks, session.layouts, self._faults, extras)
+        save.released_callback = lambda: self._report_once(publication, mode)
         try:
-            if before and self.options.while_saving == "refuse":
-                publication.refused = True
-                raise DataStatesError(
-                    f"the save to {before[0].save.context.directory} is not finished "
-                    "(--datastates-while-saving refuse)"
-                )
-            tensors, objects = provider.tensors(), list(provider.objects())
-            if not self.options.lazy:
-                tensors.mutability = [_EAGER.get(mutability, mutability) for mutability in tensors.mutability]
-            plan, memory = run.plans.find(tensors, [item.key for item in objects])
+            self._admit(publication)
+            plan, memory, objects = self._plan(provider)
             save.start(self._get_engine(), plan, memory, objects)
-            if await_copies or not self.options.lazy:
+            if await_copies or not options.lazy:
                 save.await_copies()
         except Exception as error:
             save.fail(error)
         self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
         return publication
 
+    def _admit(self, publication: Publication) -> None:
+        """Counts the unfinished saves; raises DataStatesError if the options allow none beside a new one."""
+        before = [earlier for earlier in self._unfinished if earlier.is_under_way]
+        publication.save.saves_before = len(before)
+        if before and self.options.while_saving == "refuse":
+            publication.refused = True
+            raise DataStatesError(
+                f"the save to {before[0].save.context.directory} is not finished, and "
+                "--datastates-while-saving refuse allows no second one: save less often, or choose wait"
+            )
+
+    def _plan(self, provider: StateProvider) -> tuple[StatePlan, Memory, list[ObjectSource]]:
+        tensors, objects = provider.tensors(), list(provider.objects())
+        if not self.options.lazy:
+            tensors.mutability = [_EAGER.get(mutability, mutability) for mutability in tensors.mutability]
+        plan, memory = self.session.plans.find(tensors, [item.key for item in objects])
+        return plan, memory, objects
+
     def _abandon_old_world(self) -> None:
         for publication in self._unfinished:
-            if publication.collectives is not self.run.collectives:
+            if publication.collectives is not self.session.collectives:
                 publication.abandon("torch.distributed was initialized anew before the save was published")
 
     def warm_up(self) -> None:
-        """Starts the engine, and lets it make staging memory in the background before the first save.
+        """Starts the engine, which allocates staging memory in the background before the first save.
 
-        Memory is page-locked as soon as the program is seen to use CUDA: now, or at its first optimizer step.
-        Where the user chose no size, what the first save needs is made once optimizer states exist
-        (_AtFirstFences). Raises nothing, on this rank alone: the first save reports what cannot be had.
+        Memory is page-locked as soon as the program uses CUDA: now, or at its first optimizer step. If the
+        user chose no size, memory for the first save is allocated once optimizer states exist
+        (_AtFirstFences). Never raises: if memory cannot be allocated, the first save fails on all ranks.
         """
         try:
             engine = self._get_engine()
             engine.grow(self.options.staging_memory or _WARM_BYTES)
             is_locked = engine.page_lock()
         except Exception as error:
-            logger.warning("staging memory is not made before the first save: %s", error)
+            logger.warning("staging memory was not allocated before the first save: %s", error)
             return
         if self._preparing is None and not (is_locked and self.options.staging_memory):
             self._preparing = _AtFirstFences(engine, is_locked)
             FENCE.add(self._preparing)
 
     def close(self) -> None:
-        """Gives up what is not published, and joins every thread.
+        """Abandons unpublished saves and joins every thread.
 
-        A program is to end, though: of a device or a disk that hangs it takes leave after a while.
+        A device or a disk that hangs must not keep the program from ending: waits up to _CLOSING_SECONDS for
+        it and then abandons the copies or writes.
         """
         for publication in self._unfinished:
             if publication.outcome is Outcome.PENDING:
                 directory, state = publication.save.context.directory, publication.state.value
-                logger.warning("a save to %s was not published, only %s", directory, state)
+                logger.warning("the save to %s was not published: it had only reached %s", directory, state)
                 publication.abandon("the program ended before the save was published")
             publication.join_publisher()
         if self._preparing is not None:
@@ -167,10 +179,10 @@ class Saver:
             publication.save.join(max(deadline - time.monotonic(), 0.0))
         if self._engine is not None:
             if not self._engine.close(max(deadline - time.monotonic(), 1.0)):
-                logger.error("a copy or a write hangs: it is left behind after %g s", _CLOSING_SECONDS)
+                logger.error("a copy or a write still hangs after %g s and is abandoned", _CLOSING_SECONDS)
             self._engine = None
         for publication in self._unfinished:
-            publication.save.join()  # what waits for a thread that hangs has been told not to
+            publication.save.join()  # the engine is closed, so nothing waits for a thread that hangs
         self._unfinished = []
 
     def _get_engine(self) -> StagingEngine:
@@ -179,9 +191,9 @@ class Saver:
         return self._engine
 
     def _report_once(self, publication: Publication, mode: str) -> None:
-        """Reports a save, each time that the trainer is let go: the first time that it is over for good.
+        """Reports a save the first time that the trainer resumes after the save is over.
 
-        This is the whole way of a report: held.py -> RankSave.released -> here -> Reporter.emit.
+        The whole path of a report: held.py -> RankSave.on_trainer_released -> here -> Reporter.emit.
         """
         if publication.outcome is Outcome.PENDING or publication.hold_report or publication.is_reported:
             return
@@ -192,15 +204,15 @@ class Saver:
 
     def _warn_of_memory(self, publication: Publication) -> None:
         trouble = self._pool_facts().get("staging_trouble")
-        if trouble and not self._told_of_pool:
-            self._told_of_pool = True
+        if trouble and not self._pool_trouble_reported:
+            self._pool_trouble_reported = True
             logger.warning("rank %d: %s", publication.save.context.rank, trouble)
         waited = publication.save.times()["memory_wait"]
-        if waited > _LONG_WAIT_SECONDS and not self.run.told_of_memory:
-            self.run.told_of_memory = True
+        if waited > _LONG_WAIT_SECONDS and not self.session.memory_wait_reported:
+            self.session.memory_wait_reported = True
             logger.info(
-                "rank %d: copies of the save to %s waited %.0f ms for staging memory that was being made; "
-                "with a size, as in --datastates-staging-memory 4GiB, it is made when the program starts",
+                "rank %d: copies of the save to %s waited %.0f ms for staging memory to be allocated; with a "
+                "fixed size, as in --datastates-staging-memory 4GiB, it is allocated when the program starts",
                 publication.save.context.rank,
                 publication.save.context.directory,
                 waited * 1e3,
@@ -211,11 +223,11 @@ class Saver:
 
 
 class _AtFirstFences:
-    """Stands at the first fences as a save does, to make the memory that the first save will need.
+    """Waits at the first fences, as a save would, to allocate the memory that the first save will need.
 
-    At its first step a program that uses CUDA has initialized it: what there is gets page-locked. At those
-    after it the pool grows to what torch has on the device, within the budget: optimizers make their states
-    in their first step, one after another.
+    By its first step, a program that uses CUDA has initialized it: the staging memory is page-locked then. At
+    later fences the pool grows to the size of torch's memory on the device, within the budget: optimizers
+    create their states in their first step, one after another.
     """
 
     def __init__(self, engine: StagingEngine, is_locked: bool) -> None:
@@ -226,11 +238,11 @@ class _AtFirstFences:
     def fence(self, reason: str) -> None:
         self._prepare(has_stepped=self._fences_seen > 0)
 
-    def torn(self, reason: str) -> None:
+    def mark_torn(self, reason: str) -> None:
         self._prepare(has_stepped=True)
 
-    def polled(self) -> None:
-        """Waits for nothing."""
+    def on_poll(self) -> None:
+        """Does nothing: no copies were postponed until a poll."""
 
     def _prepare(self, *, has_stepped: bool) -> None:
         engine = self._engine
@@ -243,30 +255,30 @@ class _AtFirstFences:
                 engine.grow_for_device()
             if self._fences_seen < _FIRST_FENCES:
                 FENCE.add(self)
-        except Exception as error:  # the first save makes what it needs, and fails on all ranks if it cannot
-            logger.warning("staging memory is not made before the first save: %s", error)
+        except Exception as error:  # the first save tries again, and fails on all ranks if it cannot
+            logger.warning("staging memory was not allocated before the first save: %s", error)
 
 
 _savers: dict[Options, Saver] = {}
-_runs: list[Run] = []  # one, once there is one
+_sessions: list[SaveSession] = []  # at most one
 
 
 def _forget() -> None:
-    """In a forked child: what its copies stand for belongs to the parent."""
+    """Forgets all savers, in a forked child: their engines and files belong to the parent."""
     _savers.clear()
-    _runs.clear()
+    _sessions.clear()
 
 
 os.register_at_fork(after_in_child=_forget)
 
 
 def saver_for(options: Options) -> Saver:
-    """The process's Saver with these options; closed when the interpreter ends."""
-    if not _runs:
-        _runs.append(Run())
+    """Returns the process's Saver with these options; it is closed when the interpreter ends."""
+    if not _sessions:
+        _sessions.append(SaveSession())
         atexit.register(close_all)
     if options not in _savers:
-        _savers[options] = Saver(options, _runs[0])
+        _savers[options] = Saver(options, _sessions[0])
     return _savers[options]
 
 

@@ -32,9 +32,9 @@ from megatron_datastates.plan.coverage import coverage_faults
 from megatron_datastates.plan.reads import gather_runs, plan_blocks
 from megatron_datastates.providers.objects import check_stored
 
-_MOST_BLOCKS = 16  # of one file that are told one by one
+_MOST_BLOCKS = 16  # of one file that are reported one by one
 _FILE_THREADS = 8  # headers and footers are small, and a network file system answers late
-Progress = Callable[[int], None]  # told how many more bytes are done
+Progress = Callable[[int], None]  # called with how many more bytes are done
 
 
 @dataclasses.dataclass
@@ -47,7 +47,7 @@ class Verdict:
     bytes_checked: int = 0
     unchecked_files: int = 0  # saved without checksums
     faults: list[str] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)  # what is unusual, and no fault
+    notes: list[str] = dataclasses.field(default_factory=list)  # what is unusual but no fault
 
     @property
     def good(self) -> bool:
@@ -151,7 +151,7 @@ def _check_surroundings(checkpoint: Checkpoint, verdict: Verdict) -> None:
         verdict.faults.append(f"{directory / MANIFEST_NAME} names more than one file of rank {twice[0]}")
     _check_metadata(checkpoint, verdict)
     try:
-        for name in strangers(checkpoint):
+        for name in extra_names(checkpoint):
             verdict.notes.append(f"{directory / name} does not belong to the checkpoint")
     except OSError as error:  # the directory was removed meanwhile
         verdict.faults.append(f"{directory} cannot be listed: {error.strerror}")
@@ -160,7 +160,7 @@ def _check_surroundings(checkpoint: Checkpoint, verdict: Verdict) -> None:
         verdict.notes.append(f"{directory} holds iteration {manifest.iteration}, as its manifest says")
 
 
-def strangers(checkpoint: Checkpoint) -> list[str]:
+def extra_names(checkpoint: Checkpoint) -> list[str]:
     """Names in its directory of what does not belong to it."""
     manifest = checkpoint.manifest
     known = {MANIFEST_NAME, METADATA_NAME, manifest.index.name}
@@ -251,7 +251,7 @@ def _check_order(
     at, previous = HEADER_BYTES, "the header"
     for start, end, key in zip(starts.tolist(), ends.tolist(), keys, strict=True):
         if end > data_bytes:
-            verdict.faults.append(f"{path}: {key!r} lies behind the end of the data")
+            verdict.faults.append(f"{path}: {key!r} lies beyond the end of the data")
         if start < at and end > start:
             verdict.faults.append(f"{path}: {key!r} overlaps {previous!r}")
         if end > at:

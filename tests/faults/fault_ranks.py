@@ -28,7 +28,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore import DataStatesSaveStrategy
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
 
@@ -276,8 +276,8 @@ def save_in_children(root: str, folder: str) -> None:
 
 def save_alone(directory: Path) -> int:
     """Saves without peers; returns an exit code, 0 if the save was published."""
-    saver = Saver(Options(), Run())
+    saver = Saver(Options(), SaveSession())
     publication = saver.start(directory, TensorProvider({"w": torch.ones(1000)}, Mutability.AT_FENCE))
     published = publication.wait() is Outcome.PUBLISHED
     saver.close()
-    return 0 if published and saver.run.collectives.size == 1 else 1
+    return 0 if published and saver.session.collectives.size == 1 else 1

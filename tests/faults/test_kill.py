@@ -55,12 +55,12 @@ def test_kill_while_saving_again_leaves_the_checkpoint_in_that_directory(
 def test_kill_between_manifest_and_metadata_json_leaves_a_complete_checkpoint(
     world: World, tmp_path: Path
 ) -> None:
-    kill(world, tmp_path, "committed manifest:1", 0, resave=False)
+    kill(world, tmp_path, "durable manifest:1", 0, resave=False)
     assert not (tmp_path / "second" / "metadata.json").exists()
     reports = world.run("fault_ranks:loads_after_death", tmp_path, False)
     assert [each["refused"] for each in reports] == [None, None]
 
 
 def test_kill_after_saving_again_leaves_the_new_checkpoint(world: World, tmp_path: Path) -> None:
-    kill(world, tmp_path, "committed manifest:1", 0, resave=True)
+    kill(world, tmp_path, "durable manifest:1", 0, resave=True)
     assert [each["first"] for each in world.run("fault_ranks:loads_after_death", tmp_path, True)] == [2, 2]

@@ -36,8 +36,8 @@ from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trai
 from megatron_datastates.format.index import Index, build_index, index_entry
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import DTYPES, MANIFEST_NAME, Extent, Fragment, SaveId
-from megatron_datastates.pipeline.publication import Labels, Outcome
-from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.pipeline.publication import Outcome, PublicationExtras
+from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import (
     CompositeProvider,
     Mutability,
@@ -97,9 +97,9 @@ def one_rank_state(objects: list[ObjectSource]) -> StateProvider:
 
 def save_one_rank(directory: Path, objects: list[ObjectSource]) -> None:
     with mock.patch("secrets.randbits", return_value=RUN_ID):
-        saver = Saver(OPTIONS, Run())
-        labels = Labels({"tensor": 1, "data": 1})
-        publication = saver.start(directory, one_rank_state(objects), iteration=1234, labels=labels)
+        saver = Saver(OPTIONS, SaveSession())
+        extras = PublicationExtras({"tensor": 1, "data": 1})
+        publication = saver.start(directory, one_rank_state(objects), iteration=1234, extras=extras)
         assert publication.wait() is Outcome.PUBLISHED, publication.error
     saver.close()
 

@@ -26,7 +26,7 @@ def main(folder: Path) -> None:
         save.finish()
     except AssertionError as error:
         print(error)
-        save.save.give_up("the device broke")
+        save.save.cancel_and_remove("the device broke")
         save.save.join()
         engine.close()
         sys.stdout.flush()

@@ -9,7 +9,7 @@ import torch
 from megatron_datastates.config import Options
 from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.plan.reads import plan_box
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
@@ -27,7 +27,7 @@ def weight() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def checkpoint(weight: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkpoint]:
-    saver = Saver(Options(staging_memory=64 * MIB), Run())
+    saver = Saver(Options(staging_memory=64 * MIB), SaveSession())
     path = tmp_path_factory.mktemp("loads") / "c"
     publication = saver.start(path, TensorProvider({"weight": weight}, Mutability.NOW))
     assert publication.wait() is Outcome.PUBLISHED, publication.error
@@ -100,7 +100,7 @@ def test_no_device_memory_is_allocated(checkpoint: Checkpoint, weight: torch.Ten
 
 
 def test_a_bad_block_does_not_reach_the_device(weight: torch.Tensor, tmp_path: Path) -> None:
-    saver = Saver(Options(staging_memory=64 * MIB), Run())
+    saver = Saver(Options(staging_memory=64 * MIB), SaveSession())
     publication = saver.start(tmp_path / "c", TensorProvider({"weight": weight}, Mutability.NOW))
     assert publication.wait() is Outcome.PUBLISHED, publication.error
     publication.join()

@@ -1,7 +1,7 @@
 """The steps of a save in the model: its ranks, which write, and rank 0's publishing thread.
 
 What belongs here: each step's effect on the directory, and what a mutant changes in it. The names of the
-steps are those of pipeline/publication.py and engine/commit.py.
+steps are those of pipeline/publication.py and engine/atomic_files.py.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _next(model: Model, at: str) -> str:
 
 
 def _to_remove(model: Model, files: Files, run: Run, save: str) -> tuple[str, ...]:
-    """Lists what engine.commit.remove_replaced would remove."""
+    """Lists what engine.atomic_files.remove_replaced would remove."""
     keep = set(model.files(save))
     old = set(model.files(run.replaced)) if run.replaced else set()
     for before in model.earlier(save):

@@ -243,7 +243,7 @@ def fresh_bytes(root: str, folder: str) -> None:
         del sharded, spoiled
     for value in range(4):
         assert_loads(Path(root, str(value)), value)
-    layouts = len(saver_for(strategy.options).run.plans)
+    layouts = len(saver_for(strategy.options).session.plans)
     report(folder, layouts=layouts, addresses=len(addresses))
 
 
@@ -253,7 +253,7 @@ def count_collectives(root: str, folder: str) -> None:
     groups_before = len(dist.distributed_c10d._world.pg_map)
     per_save = []
     for value in range(3):
-        calls = saver_for(strategy.options).run.collectives.calls
+        calls = saver_for(strategy.options).session.collectives.calls
         before = dict(calls)
         save(Path(root, str(value)), state(value), strategy, "sync")
         per_save.append({kind: calls[kind] - before.get(kind, 0) for kind in calls})

@@ -16,7 +16,7 @@ from megatron_datastates.pipeline import agreement
 from megatron_datastates.pipeline import publication as publications
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
 
@@ -84,14 +84,14 @@ def saves(root: str, transport: str, folder: str) -> None:
     device = enter(transport)
     ranks = dist.get_world_size()
     agreement._ROUND_BYTES, agreement._LEAST_ROUND_BYTES = 256 * ranks, 1
-    saver, counts, polls, made = Saver(OPTIONS, Run()), [], [], []
+    saver, counts, polls, made = Saver(OPTIONS, SaveSession()), [], [], []
     for value in range(3):
-        saver.run.collectives.calls.clear()
+        saver.session.collectives.calls.clear()
         publication = start(saver, Path(root, str(value)), value)
         polls.append(poll_to_end(publication))
         assert publication.outcome is Outcome.PUBLISHED, publication.error
         assert_stored(Path(root, str(value)), value)
-        counts.append(dict(saver.run.collectives.calls))
+        counts.append(dict(saver.session.collectives.calls))
         made.append(len(device.made) if device is not None else 0)
     index = len(publication.save.plan.layout.index) if publication.save.plan is not None else 0
     saver.close()
@@ -101,7 +101,7 @@ def saves(root: str, transport: str, folder: str) -> None:
 def two_saves_at_once(root: str, transport: str, overtake: bool, folder: str) -> None:
     """Polls two saves of one new layout by turns, or publishes the second first (`overtake`)."""
     enter(transport)
-    saver = Saver(OPTIONS, Run())
+    saver = Saver(OPTIONS, SaveSession())
     both = [start(saver, Path(root, str(value)), value) for value in range(2)]
     for publication in both:
         while not publication.save.is_durable:
@@ -111,23 +111,23 @@ def two_saves_at_once(root: str, transport: str, overtake: bool, folder: str) ->
         while both[0]._records_asked is None:
             both[0].poll()
         poll_to_end(both[1])
-        saver.run.store._merged.clear()  # so that the first must gather the layouts itself
+        saver.session.layouts._merged.clear()  # so that the first must gather the layouts itself
     while Outcome.PENDING in [publication.outcome for publication in both]:
         for publication in both:
             publication.poll()
     for value in range(2):
         assert_stored(Path(root, str(value)), value)
-    calls = saver.run.collectives.calls
+    calls = saver.session.collectives.calls
     saver.close()
     report(folder, gathers=calls["gather"], layouts=calls["gather layouts"])
 
 
 def fail_while_writing(root: str, transport: str, failing_rank: int, folder: str) -> None:
     enter(transport)
-    saver = Saver(options_with("write:1:EIO", failing_rank), Run())
+    saver = Saver(options_with("write:1:EIO", failing_rank), SaveSession())
     publication = start(saver, Path(root, "bad"), 1)
     polls = poll_to_end(publication)
-    calls = dict(saver.run.collectives.calls)
+    calls = dict(saver.session.collectives.calls)
     saver.close()
     report(folder, error=publication.error, left=listed(root), polls=polls, calls=calls)
 
@@ -144,9 +144,9 @@ def listed(root: str) -> list[str]:
 def fail_as_records_go_out(root: str, transport: str, failing_rank: int, later: bool, folder: str) -> None:
     """Fails on one rank after it sent its record: before sending flags in that poll, or (`later`) after."""
     enter(transport)
-    saver = Saver(options_with("write manifest:1:stall=300", 0), Run())
+    saver = Saver(options_with("write manifest:1:stall=300", 0), SaveSession())
     publication = start(saver, Path(root, "bad"), 1)
-    collectives = saver.run.collectives
+    collectives = saver.session.collectives
 
     def fail() -> None:
         if collectives.rank == failing_rank:
@@ -179,7 +179,7 @@ def end_while_indexes_are_under_way(root: str, folder: str) -> None:
     device = enter("device")
     assert device is not None
     publications._PATIENCE_SECONDS = 0.2
-    saver = Saver(OPTIONS, Run())
+    saver = Saver(OPTIONS, SaveSession())
     publication = start(saver, Path(root, "bad"), 1)
     while not publication.records:
         if publication._records_asked is not None:

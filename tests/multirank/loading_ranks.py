@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from model_ranks import FORMATS, leaves, strategies
-from saving_rank import failure_of, join, make_directory, report
+from saving_rank import failure_of, join, make_directory, report, set_faults
 
 ROWS, COLUMNS = 12, 36  # of every global tensor: 1, 2 and 3 ranks can cut them along either axis
 DTYPES = (
@@ -146,3 +147,16 @@ def load_other_dtypes(root: str, folder: str) -> None:
             assert error is not None and f"is {str(stored)[6:]} in this checkpoint" in error, error
             refused.append(f"{stored} to {wanted}")
     report(folder, converted=converted, refused=refused)
+
+
+def load_with_reports(root: str, reports: str, folder: str) -> None:
+    """Two loads, and one for which rank 1 cannot read."""
+    join()
+    os.environ["MEGATRON_DATASTATES_REPORT_FILE"] = reports
+    directory, shown = str(Path(root, "ours")), blank(torch.float32)
+    for _ in range(2):
+        dist_checkpointing.load({"w": blank(torch.float32)}, directory)
+    set_faults("read:1:EIO", 1)
+    error = failure_of(lambda: dist_checkpointing.load({"w": blank(torch.float32)}, directory))
+    assert error is not None
+    report(folder, tensor_bytes=shown.data.nbytes)

@@ -80,7 +80,7 @@ def count_reads(directory: str, tp: int, how: str, folder: str) -> None:
     checkpoint = open_checkpoint(directory)
     report(
         folder,
-        read=checkpoint.bytes_read,
+        read=checkpoint.costs.bytes_read,
         stored=sum(entry.footer_offset for entry in checkpoint.manifest.files),
         norm=float(loaded["layers.1.norm"].sum()),
         first=float(loaded["layers.1.weight"][0, 0]),

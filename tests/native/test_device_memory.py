@@ -14,7 +14,7 @@ from megatron_datastates.engine._native import Milestone
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.pipeline.saver import Saver, SaveSession
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import DeviceTensors, label_as_device
 from tests.native.harness import (
@@ -125,7 +125,9 @@ def test_tensors_in_neighbouring_allocations_are_saved_whole(
     for tensor in tensors.values():
         tensor.random_(0, 256)
     state = {"t0": tensors["t0"], "t1": tensors["t1"]} | views
-    saver = Saver(Options(staging_memory=8 * MIB, slot_size=4 * MIB, driver=cuda.path, tripwire=False), Run())
+    saver = Saver(
+        Options(staging_memory=8 * MIB, slot_size=4 * MIB, driver=cuda.path, tripwire=False), SaveSession()
+    )
     publication = saver.start(tmp_path, DeviceTensors(state))
     FENCE.wait("the test")
     assert publication.wait() is Outcome.PUBLISHED, publication.error

@@ -14,7 +14,7 @@ from megatron_datastates.engine import _native as native
 from megatron_datastates.engine import reader as engine_reader
 from megatron_datastates.mcore.load import reader as mcore_reader
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
 from tests.native.fake_cuda.driver import LAUNCH_FAILURE, FakeCuda
@@ -254,7 +254,7 @@ def test_a_state_is_loaded_to_the_device_in_one_pass_and_the_rest_through_the_ho
     cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stored = {f"w{n}": torch.arange(300_000.0).reshape(600, 500) + n for n in range(4)}
-    saver = Saver(Options(staging_memory=8 * MIB, slot_size=MIB), Run())
+    saver = Saver(Options(staging_memory=8 * MIB, slot_size=MIB), SaveSession())
     saver.start(tmp_path, TensorProvider(stored, Mutability.NOW)).wait()
     saver.close()
     state = {key: torch.zeros_like(tensor) for key, tensor in stored.items()}

@@ -15,13 +15,13 @@ import torch
 from megatron_datastates.config import Options
 from megatron_datastates.engine import staging
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.pipeline.held import holding
+from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.plans import Structure
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.runs import is_published
-from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import CompositeProvider, Mutability
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import DeviceTensors, label_as_device
@@ -46,7 +46,7 @@ class Trainer:
 
     def saver(self, slots: int = 64, **options: Any) -> Saver:
         fixed = {"staging_memory": slots * SLOT, "slot_size": SLOT, "driver": self.cuda.path}
-        self._savers.append(Saver(Options(**(fixed | options)), Run()))
+        self._savers.append(Saver(Options(**(fixed | options)), SaveSession()))
         return self._savers[-1]
 
     def optimizer_step(self, fenced: bool = True) -> None:
@@ -398,7 +398,7 @@ def test_lazy_copies_begin_by_themselves_in_a_loop_that_neither_polls_nor_fences
 
 def test_that_time_counts_from_the_end_of_save_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
     """Which may take long, waiting for other ranks."""
-    with holding("save_checkpoint"):
+    with trainer_held("save_checkpoint"):
         publication = trainer.saver(lazy_delay=0.05).start(tmp_path, DeviceTensors(trainer.model))
         time.sleep(0.3)
         assert trainer.cuda.copies_to_host == samples_of(trainer)
@@ -438,7 +438,7 @@ def test_what_follows_save_checkpoint_counts_for_every_save(
     """Also on a rank without tensors, and where the start failed: all ranks' times are compared."""
     nothing = owner == "nothing to save"
     saver = trainer.saver() if nothing else trainer.saver(driver="/nowhere/libcuda.so.1")
-    with holding("save_checkpoint"):
+    with trainer_held("save_checkpoint"):
         publication = saver.start(tmp_path, DeviceTensors({} if nothing else trainer.model))
     time.sleep(0.1)
     assert publication.wait() is (Outcome.PUBLISHED if nothing else Outcome.FAILED)
@@ -450,7 +450,7 @@ def test_what_follows_save_checkpoint_counts_for_every_save(
 
 def test_a_save_may_be_polled_and_let_go_when_its_saver_was_closed(trainer: Trainer, tmp_path: Path) -> None:
     saver = trainer.saver()
-    with holding("save_checkpoint"):
+    with trainer_held("save_checkpoint"):
         publication = saver.start(tmp_path, DeviceTensors(trainer.model))
         saver.close()
     assert "the program ended" in failure(publication)
@@ -463,7 +463,7 @@ def test_a_child_that_goes_on_with_its_parents_save_harms_nothing(trainer: Train
     def go_on() -> object:
         publication.save.fence("a step in a child")
         publication.save.advance()
-        publication.save.released()
+        publication.save.on_trainer_released()
         return publication.save.failure
 
     assert in_child(go_on) == "this save belongs to the parent of this process"
@@ -474,7 +474,7 @@ def test_a_poll_for_an_earlier_save_lets_a_later_ones_copies_begin(trainer: Trai
     """Megatron's queue polls its head alone."""
     saver = trainer.saver(lazy_delay=3600.0)
     first = saver.start(tmp_path / "first", DeviceTensors(trainer.model))
-    with holding("save_checkpoint"):
+    with trainer_held("save_checkpoint"):
         second = saver.start(tmp_path / "second", DeviceTensors(trainer.model))
     first.poll()
     eventually(lambda: second.save.times()["staging"] > 0, "the later save's copies are over")

@@ -13,7 +13,7 @@ from megatron_datastates.config import MIB, Options
 from megatron_datastates.engine import staging
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.pipeline.saver import Saver, SaveSession
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import DeviceTensors, label_as_device
 from tests.native.harness import eventually
@@ -38,7 +38,7 @@ def program(monkeypatch: pytest.MonkeyPatch, cuda: FakeCuda) -> Program:
 
 @pytest.fixture
 def saver(cuda: FakeCuda, program: Program) -> Iterator[Saver]:
-    made = Saver(Options(staging_memory=POOL, slot_size=MIB, driver=cuda.path, tripwire=False), Run())
+    made = Saver(Options(staging_memory=POOL, slot_size=MIB, driver=cuda.path, tripwire=False), SaveSession())
     yield made
     cuda.let_go()
     made.close()
@@ -86,7 +86,7 @@ def test_memory_is_page_locked_at_the_first_step_of_a_program_that_uses_cuda_lat
 def automatic(cuda: FakeCuda, program: Program, monkeypatch: pytest.MonkeyPatch) -> Iterator[Saver]:
     """A budget of 256 MiB that the user did not choose."""
     monkeypatch.setattr(staging, "most_slots", lambda *_: 256)
-    made = Saver(Options(slot_size=MIB, driver=cuda.path, tripwire=False), Run())
+    made = Saver(Options(slot_size=MIB, driver=cuda.path, tripwire=False), SaveSession())
     yield made
     cuda.let_go()
     made.close()
@@ -221,7 +221,7 @@ def test_a_missing_driver_is_no_trouble_before_a_save_needs_it(
     program: Program, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     program.uses_cuda = True
-    saver = Saver(Options(staging_memory=POOL, slot_size=MIB, driver="no such library"), Run())
+    saver = Saver(Options(staging_memory=POOL, slot_size=MIB, driver="no such library"), SaveSession())
     saver.warm_up()
     FENCE.wait("a step")
     publication = saver.start(tmp_path / "c", device_state())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import StateProvider
 from tests.unit.states import OPTIONS
 
@@ -72,13 +72,13 @@ class RanksInTurn:
 
     def __init__(self, size: int) -> None:
         told: Told = defaultdict(dict)
-        self._savers = [Saver(OPTIONS, self._run(rank, size, told)) for rank in range(size)]
+        self._savers = [Saver(OPTIONS, self._session(rank, size, told)) for rank in range(size)]
 
     @staticmethod
-    def _run(rank: int, size: int, told: Told) -> Run:
-        run = Run()
-        run.collectives = CollectivesInTurn(rank, size, told)  # type: ignore[assignment]
-        return run
+    def _session(rank: int, size: int, told: Told) -> SaveSession:
+        session = SaveSession()
+        session.collectives = CollectivesInTurn(rank, size, told)  # type: ignore[assignment]
+        return session
 
     def save(self, directory: Path, states: Sequence[StateProvider]) -> Publication:
         """Saves each rank's state and waits for the outcome; gives rank 0's view of it."""

@@ -12,7 +12,7 @@ import torch
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.format.values import DTYPES
 from megatron_datastates.pipeline.publication import Publication
-from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import Mutability, Tensors
 from megatron_datastates.providers.objects import PickledObject
 from megatron_datastates.providers.tensors import TensorProvider
@@ -41,7 +41,7 @@ class State:
 
 def new_saver(**changes: Any) -> Saver:
     """Of a run of its own, with OPTIONS but for `changes`."""
-    return Saver(dataclasses.replace(OPTIONS, **changes), Run())
+    return Saver(dataclasses.replace(OPTIONS, **changes), SaveSession())
 
 
 def save(

@@ -16,7 +16,7 @@ from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, Trai
 from megatron_datastates.mcore.training import arguments, loop, retention
 from megatron_datastates.mcore.training.arguments import adopt
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.saver import Run, Saver
+from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import Mutability
 from tests.unit.states import OPTIONS, State
 
@@ -148,7 +148,7 @@ def test_a_save_that_is_not_lazy_has_copied_everything_when_it_returns(
 ):
     waited: list[float] = []
     monkeypatch.setattr(staging.FileSave, "await_copies", lambda self, seconds: waited.append(seconds))
-    saver = Saver(OPTIONS.__class__(staging_memory=8 << 20, slot_size=1 << 20, lazy=lazy), Run())
+    saver = Saver(OPTIONS.__class__(staging_memory=8 << 20, slot_size=1 << 20, lazy=lazy), SaveSession())
     state = State({"a": torch.ones(1000)}, mutability=Mutability.NEVER)
     publication = saver.start(tmp_path, state, await_copies=await_copies)
     assert publication.wait() is Outcome.PUBLISHED

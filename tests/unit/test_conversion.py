@@ -26,7 +26,7 @@ from megatron_datastates.convert.workers import Workers
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.presence import described
+from megatron_datastates.pipeline.presence import other_file_entry
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability, Place, Tensors
 from megatron_datastates.providers.objects import PickledObject, check_stored
@@ -228,7 +228,7 @@ def test_files_of_another_format_named_in_a_manifest_are_not_copied(tmp_path: Pa
     assert isinstance(source, DataStatesSource)
     for name in ("__0_0.distcp", ".metadata", "metadata.json", "common.pt"):
         (tmp_path / "ours" / name).write_bytes(COMMON if name == "common.pt" else b"{}")
-        source.checkpoint.manifest.others.append(described(tmp_path / "ours" / name, check_stored))
+        source.checkpoint.manifest.others.append(other_file_entry(tmp_path / "ours" / name, check_stored))
     assert source.other_files == ["common.pt"]
 
 

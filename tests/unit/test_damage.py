@@ -20,7 +20,7 @@ from megatron_datastates.errors import CorruptDataError, DataStatesError, Format
 from megatron_datastates.format.index import index_name
 from megatron_datastates.format.manifest import IndexEntry
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME
-from megatron_datastates.pipeline import load
+from megatron_datastates.pipeline import opening
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.states import OPTIONS, bits, data_files, new_saver, random_tensor, save
@@ -46,7 +46,7 @@ def good(tmp_path_factory) -> Path:
 @pytest.fixture
 def spoiled(good, tmp_path, monkeypatch) -> Path:
     """A copy to be damaged. What other tests have read of the same index is forgotten."""
-    monkeypatch.setattr(load, "_decoded", weakref.WeakValueDictionary())
+    monkeypatch.setattr(opening, "_decoded", weakref.WeakValueDictionary())
     return Path(shutil.copytree(good, tmp_path / "c"))
 
 

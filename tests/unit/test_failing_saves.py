@@ -126,6 +126,6 @@ def test_a_save_that_was_never_awaited_is_given_up_at_the_end(tmp_path, caplog):
     saver = new_saver()
     saver.start(tmp_path / "c", State(FIRST, mutability=Mutability.AT_FENCE))
     saver.close()
-    assert f"a save to {tmp_path / 'c'} was not published" in caplog.text
+    assert f"the save to {tmp_path / 'c'} was not published" in caplog.text
     assert not (tmp_path / "c").exists() or os.listdir(tmp_path / "c") == []
     FENCE.wait("the step")  # nobody stands there any more

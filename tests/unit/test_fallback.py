@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_datastates.pipeline.agreement import Collectives
-from megatron_datastates.pipeline.fallback import Found, look_for_older
+from megatron_datastates.pipeline.fallback import FallbackSearch, find_older_checkpoint
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
 from tests.unit.states import OPTIONS, data_files, new_saver, save
@@ -28,47 +28,51 @@ def damage(root: Path, iteration: int) -> None:
     path.write_bytes(data)
 
 
-def look(root: Path, iteration: int, most: int) -> Found:
-    return look_for_older(root / f"iter_{iteration:07d}", root, most, Collectives(), OPTIONS)
+def look(root: Path, iteration: int, most: int) -> FallbackSearch:
+    return find_older_checkpoint(root / f"iter_{iteration:07d}", root, most, Collectives(), OPTIONS)
 
 
 def test_the_newest_that_is_older_and_whole_is_found(tmp_path):
     make(tmp_path, 1, 2, 3, 4, 5)
     damage(tmp_path, 3)
     damage(tmp_path, 4)
-    assert look(tmp_path, 4, 9) == Found(2, True, [3])
+    assert look(tmp_path, 4, 9) == FallbackSearch(2, True, [3])
 
 
 def test_no_more_are_looked_at_than_asked_for(tmp_path):
     make(tmp_path, 1, 2, 3, 4)
     damage(tmp_path, 2)
     damage(tmp_path, 3)
-    assert look(tmp_path, 4, 2) == Found(None, True, [3, 2])
+    assert look(tmp_path, 4, 2) == FallbackSearch(None, True, [3, 2])
 
 
 def test_iteration_zero_cannot_be_asked_for_and_is_not_named(tmp_path):
     make(tmp_path, 0, 4)
-    assert look(tmp_path, 4, 9) == Found()
+    assert look(tmp_path, 4, 9) == FallbackSearch()
 
 
 def test_what_was_not_published_is_not_looked_at(tmp_path):
     make(tmp_path, 1, 2, 4)
     (tmp_path / "iter_0000002" / "datastates.manifest").unlink()
-    assert look(tmp_path, 4, 1) == Found(1, True, [])
+    assert look(tmp_path, 4, 1) == FallbackSearch(1, True, [])
 
 
 def test_nothing_is_older_than_what_is_no_iteration(tmp_path):
     make(tmp_path, 1)
-    assert look_for_older(tmp_path / "release", tmp_path, 3, Collectives(), OPTIONS) == Found()
     assert (
-        look_for_older(tmp_path / "gone" / "iter_0000003", tmp_path / "gone", 3, Collectives(), OPTIONS)
-        == Found()
+        find_older_checkpoint(tmp_path / "release", tmp_path, 3, Collectives(), OPTIONS) == FallbackSearch()
+    )
+    assert (
+        find_older_checkpoint(
+            tmp_path / "gone" / "iter_0000003", tmp_path / "gone", 3, Collectives(), OPTIONS
+        )
+        == FallbackSearch()
     )
 
 
 def test_missing_checksums_are_told(tmp_path):
     make(tmp_path, 1, checksums=False)
-    assert look(tmp_path, 4, 1) == Found(1, False, [])
+    assert look(tmp_path, 4, 1) == FallbackSearch(1, False, [])
 
 
 @pytest.mark.parametrize("shares", [1, 2, 3, 5])

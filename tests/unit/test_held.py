@@ -6,7 +6,7 @@ import pytest
 
 from megatron_datastates.engine.fence import Fence
 from megatron_datastates.pipeline import held
-from megatron_datastates.pipeline.held import HeldTime, charge_open_spans, holding
+from megatron_datastates.pipeline.held import HeldTime, charge_open_intervals, trainer_held
 
 
 class Clock:
@@ -24,7 +24,7 @@ class Save:
         self.held = HeldTime()
         self.releases: list[float] = []  # the total at each
 
-    def released(self) -> None:
+    def on_trainer_released(self) -> None:
         self.releases.append(self.held.total)
 
 
@@ -38,7 +38,7 @@ def clock(monkeypatch) -> Clock:
 def test_spans_of_a_save_add_up(clock):
     save = Save()
     for part, seconds in (("start", 1.0), ("polls", 0.25), ("polls", 0.5)):
-        with holding(part, save):
+        with trainer_held(part, save):
             clock.sleep(seconds)
         clock.sleep(10.0)  # the trainer trains
     assert save.held.total == 1.75
@@ -48,9 +48,9 @@ def test_spans_of_a_save_add_up(clock):
 
 def test_nested_spans_count_once_towards_the_total(clock):
     save = Save()
-    with holding("save_checkpoint", save):
+    with trainer_held("save_checkpoint", save):
         clock.sleep(1.0)
-        with holding("start", save):
+        with trainer_held("start", save):
             clock.sleep(2.0)
         assert save.releases == []
     assert save.held.total == 3.0
@@ -58,12 +58,12 @@ def test_nested_spans_count_once_towards_the_total(clock):
     assert save.releases == [3.0]
 
 
-def test_open_spans_are_charged_to_the_save_that_begins_in_them(clock):
+def test_open_intervals_are_charged_to_the_save_that_begins_in_them(clock):
     save = Save()
-    with holding("save_checkpoint"):
+    with trainer_held("save_checkpoint"):
         clock.sleep(1.0)
-        with holding("start"):
-            charge_open_spans(save)
+        with trainer_held("start"):
+            charge_open_intervals(save)
             clock.sleep(2.0)
     assert save.held.total == 3.0
     assert save.held.parts == {"save_checkpoint": 3.0, "start": 2.0}
@@ -71,28 +71,28 @@ def test_open_spans_are_charged_to_the_save_that_begins_in_them(clock):
 
 def test_a_span_that_belongs_to_a_save_is_not_charged_to_another(clock):
     first, second = Save(), Save()
-    with holding("fence", first):
-        charge_open_spans(second)
+    with trainer_held("fence", first):
+        charge_open_intervals(second)
         clock.sleep(1.0)
     assert (first.held.total, second.held.total, second.held.parts) == (1.0, 0.0, {})
 
 
 def test_a_span_without_a_save_is_charged_to_nobody(clock):
     save = Save()
-    with holding("save_checkpoint"):
+    with trainer_held("save_checkpoint"):
         clock.sleep(1.0)
-    with holding("polls", save):
+    with trainer_held("polls", save):
         clock.sleep(0.5)
     assert save.held.total == 0.5
 
 
 def test_a_span_that_ends_in_an_exception_counts(clock):
     save = Save()
-    with pytest.raises(KeyError), holding("start", save):
+    with pytest.raises(KeyError), trainer_held("start", save):
         clock.sleep(1.0)
         raise KeyError
     assert save.held.total == 1.0
-    with holding("polls", save):
+    with trainer_held("polls", save):
         clock.sleep(1.0)
     assert save.releases == [1.0, 2.0]
 

@@ -9,8 +9,8 @@ import pytest
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import Index, index_entry
 from megatron_datastates.format.values import Fragment
-from megatron_datastates.pipeline import publication
-from megatron_datastates.pipeline.publication import LayoutStore
+from megatron_datastates.pipeline import layouts
+from megatron_datastates.pipeline.layouts import LayoutStore
 from megatron_datastates.pipeline.records import RankRecord
 from tests.unit.by_hand import fragment, index_of
 
@@ -48,8 +48,8 @@ def test_layouts_that_alternate_are_merged_once(monkeypatch):
     store = LayoutStore()
     saves = [received(store, *halves(size)) for size in (4, 5)]
     first = [store.merged(records) for records in saves]
-    monkeypatch.setattr(publication, "merge_indexes", None)
-    monkeypatch.setattr(publication, "index_entry", None)
+    monkeypatch.setattr(layouts, "merge_indexes", None)
+    monkeypatch.setattr(layouts, "index_entry", None)
     for _ in range(3):
         assert [store.merged(records) for records in saves] == first
 
@@ -59,7 +59,7 @@ def test_only_the_layouts_used_last_are_kept():
     saves = [received(store, *halves(size)) for size in range(4, 9)]
     names = [[store.merged(records).entry.name for records in saves] for _ in range(2)]
     assert names[0] == names[1]
-    assert len(store._merged) == publication._KEPT_INDEXES
+    assert len(store._merged) == layouts._KEPT_INDEXES
 
 
 def test_the_same_layouts_on_other_ranks_are_another_checkpoint():

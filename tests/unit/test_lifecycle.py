@@ -41,7 +41,7 @@ def test_a_save_goes_through_its_states(tmp_path):
     seen.append(publication.state.value)
     publication.wait()
     seen.append(publication.state.value)
-    assert list(dict.fromkeys(seen)) == ["open", "staged", "sealed", "durable", "published"]
+    assert list(dict.fromkeys(seen)) == ["enqueued", "staged", "written", "durable", "published"]
     saver.close()
 
 
@@ -94,7 +94,7 @@ def test_threads_that_the_engine_cannot_have_are_told_by_the_first_save(tmp_path
     saver = new_saver()
     monkeypatch.setattr(saver, "_get_engine", lambda: (_ for _ in ()).throw(OSError(11, "no thread")))
     saver.warm_up()
-    assert "staging memory is not made before the first save: [Errno 11] no thread" in caplog.text
+    assert "staging memory was not allocated before the first save: [Errno 11] no thread" in caplog.text
     assert save(saver, tmp_path / "c", BIG).outcome is Outcome.FAILED
     monkeypatch.undo()
     assert save(saver, tmp_path / "c", BIG).outcome is Outcome.PUBLISHED
@@ -229,7 +229,7 @@ def test_a_device_that_hangs_keeps_no_program_from_its_end(tmp_path):
     command = [sys.executable, "-c", program, str(tmp_path), str(build(tmp_path))]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert ended.returncode == 0 and "Traceback" not in ended.stderr, ended.stderr
-    assert "a copy or a write hangs: it is left behind after 0.5 s" in ended.stderr
+    assert "a copy or a write still hangs after 0.5 s and is abandoned" in ended.stderr
     assert not is_published(tmp_path / "c")
     assert verify(tmp_path / "before", options=OPTIONS).good
 
@@ -326,11 +326,11 @@ def end_the_parents_save(publication) -> list[object]:
     """Everything of a save that a child may call: by mistake, or by an exit handler that it inherited."""
     rank_save = publication.save
     rank_save.fence("a step in a child")
-    rank_save.torn("a step in a child")
+    rank_save.mark_torn("a step in a child")
     rank_save.advance()
     told = [rank_save.times()["writing"], rank_save.failure]
     publication.abandon("the child ends")
-    rank_save.give_up("the child ends")
+    rank_save.cancel_and_remove("the child ends")
     publication.join()
     return told
 
@@ -363,7 +363,7 @@ def test_a_savers_copy_may_be_closed_in_a_child(slow, tmp_path):
 
 def test_small_files_are_not_kept_by_a_child(tmp_path, monkeypatch):
     """Forked while a manifest is being synced, as is its directory after it."""
-    from megatron_datastates.engine import commit
+    from megatron_datastates.engine import atomic_files
     from megatron_datastates.engine.faults import Faults
 
     told = []
@@ -372,7 +372,7 @@ def test_small_files_are_not_kept_by_a_child(tmp_path, monkeypatch):
         assert open_files_of_ours(tmp_path) != []
         told.append(in_process("fork", open_files_of_ours, tmp_path))
 
-    monkeypatch.setattr(commit.os, "fsync", sync)
-    commit.write_whole(tmp_path / MANIFEST_NAME, b"x" * MIB, Faults(""), SaveId(1, 1))
-    commit.sync_file(tmp_path / MANIFEST_NAME)
+    monkeypatch.setattr(atomic_files.os, "fsync", sync)
+    atomic_files.write_whole(tmp_path / MANIFEST_NAME, b"x" * MIB, Faults(""), SaveId(1, 1))
+    atomic_files.sync_file(tmp_path / MANIFEST_NAME)
     assert told == [[], [], []]

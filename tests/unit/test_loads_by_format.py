@@ -17,7 +17,7 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import by_format
 from megatron_datastates.mcore.load.mismatch import first_mismatch
 from megatron_datastates.mcore.load.opening import open_checkpoint, read_common_state
-from megatron_datastates.pipeline.publication import Labels
+from megatron_datastates.pipeline.publication import PublicationExtras
 from megatron_datastates.pipeline.runs import is_ours, may_be_ours
 from tests.unit.states import State, new_saver, random_tensor, save
 
@@ -190,7 +190,7 @@ def test_a_directory_that_cannot_be_looked_into_raises_nothing_on_one_rank_alone
 
     monkeypatch.setattr(os, "stat", refused)
     assert may_be_ours(ours)
-    with pytest.raises(CheckpointingException, match="cannot be looked at"):
+    with pytest.raises(CheckpointingException, match="cannot be read, or is not a file"):
         open_checkpoint(ours)
 
 
@@ -198,8 +198,8 @@ def test_common_state_in_a_file_of_megatrons_is_read_and_checked(tmp_path):
     (tmp_path / "c").mkdir()
     torch.save({"iteration": 9}, tmp_path / "c" / "common.pt")
     saver = new_saver()
-    labels = Labels(other_files=("common.pt",))
-    saver.start(tmp_path / "c", State({"w": torch.ones(1)}), labels=labels).wait()
+    extras = PublicationExtras(other_files=("common.pt",))
+    saver.start(tmp_path / "c", State({"w": torch.ones(1)}), extras=extras).wait()
     saver.close()
     load = by_format.wrap_load_common(unreachable)
     assert load(tmp_path / "c") == {"iteration": 9}

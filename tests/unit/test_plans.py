@@ -240,6 +240,6 @@ def test_space_for_objects_is_guessed_from_the_save_before(tmp_path: Path) -> No
     saver = new_saver()
     for name in "ab":
         save(saver, tmp_path / name, {"w": torch.ones(4)}, {"x": list(range(1000))})
-    (plan,) = saver.run.plans._plans
+    (plan,) = saver.session.plans._plans
     assert plan.object_bytes > 1000
     saver.close()

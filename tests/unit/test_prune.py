@@ -22,7 +22,7 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline import presence
 from megatron_datastates.pipeline.prune import (
     REMOVAL_NAME,
-    Rules,
+    RetentionRules,
     _put_back,
     plan_prune,
     prune,
@@ -68,11 +68,11 @@ def place(root: Path, number: int) -> Path:
 
 
 def removed(root: Path, **rules: int) -> list[int]:
-    return [one.number for one in plan_prune(root, Rules(**rules)).removed]
+    return [one.number for one in plan_prune(root, RetentionRules(**rules)).removed]
 
 
 def reasons(root: Path, **rules: int) -> dict[int, str]:
-    return {one.number: why for one, why in plan_prune(root, Rules(**rules)).kept}
+    return {one.number: why for one, why in plan_prune(root, RetentionRules(**rules)).kept}
 
 
 def lose(root: Path, number: int) -> None:
@@ -104,7 +104,7 @@ def test_rules_say_what_stays(root, rules, expected):
     assert removed(root, **rules) == expected
     assert sorted([*expected, *reasons(root, **rules)]) == NUMBERS
     assert complete(root) == NUMBERS  # a plan removes nothing
-    assert [one.number for one in prune(root, Rules(**rules))] == expected
+    assert [one.number for one in prune(root, RetentionRules(**rules))] == expected
     assert complete(root) == [number for number in NUMBERS if number not in expected]
     assert not any(place(root, number).exists() for number in expected)
 
@@ -122,7 +122,7 @@ def test_rules_say_what_stays(root, rules, expected):
 )
 def test_rules_that_say_nothing_are_refused(rules):
     with pytest.raises(OptionError):
-        Rules(**rules)
+        RetentionRules(**rules)
 
 
 def test_what_the_tracker_names_stays(root):
@@ -170,14 +170,14 @@ def test_what_only_lost_its_manifest_stays_and_can_be_repaired(root):
     (place(root, 200) / MANIFEST_NAME).unlink()
     assert removed(root, keep_every=1000) == [100, 300, 400]
     assert reasons(root, keep_every=1000)[200] == "its manifest is lost: see datastates repair"
-    prune(root, Rules(keep_every=1000))
+    prune(root, RetentionRules(keep_every=1000))
     repair(place(root, 200), options=OPTIONS)
     assert complete(root) == [200, 500]
 
 
 def test_a_removal_that_was_repaired_and_broke_again_is_no_removal(root):
     with pytest.raises(StorageError):
-        prune(root, Rules(keep_last=1), faults="sync removal of manifest:1:EIO")
+        prune(root, RetentionRules(keep_last=1), faults="sync removal of manifest:1:EIO")
     assert removed(root, keep_last=4) == [100]
     repair(place(root, 100), options=OPTIONS)
     (place(root, 100) / MANIFEST_NAME).unlink()
@@ -193,7 +193,7 @@ def test_a_tracker_that_may_name_anything_lets_nothing_go(root, damage):
     else:
         tracker.write_bytes(damage)
     with pytest.raises(StorageError if damage is None else FormatError, match=r"the tracker .* correct it"):
-        prune(root, Rules(keep_last=1))
+        prune(root, RetentionRules(keep_last=1))
     assert complete(root) == NUMBERS
 
 
@@ -233,7 +233,9 @@ def put(root: Path, number: int, name: str, seconds_old: float = 0.0) -> Path:
 
 
 def left_overs(root: Path, **rules: float) -> list[str]:
-    return [file.path.name for file in plan_prune(root, Rules(**{"keep_last": 9} | rules)).left_overs]
+    return [
+        file.path.name for file in plan_prune(root, RetentionRules(**{"keep_last": 9} | rules)).left_overs
+    ]
 
 
 OURS = [
@@ -250,7 +252,7 @@ def test_a_checkpoint_that_is_being_saved_again_stays(root, name):
     assert removed(root, keep_last=1) == [200, 300, 400]
     why = reasons(root, keep_last=1)[100]
     assert why == f"a save into it may be under way: {name}, which no manifest names, is 3 min old"
-    assert 100 not in [one.number for one in prune(root, Rules(keep_last=1))]
+    assert 100 not in [one.number for one in prune(root, RetentionRules(keep_last=1))]
     assert (place(root, 100) / name).exists() and complete(root) == [100, 500]
 
 
@@ -273,7 +275,7 @@ def test_a_young_file_keeps_a_rest_whose_other_files_are_old(root):
 def test_a_removal_that_was_killed_goes_on_once_its_files_are_old(root):
     """What it took the manifest of may be what a save has published at that very moment."""
     with pytest.raises(StorageError):
-        prune(root, Rules(keep_last=1), faults="sync removal of manifest:1:EIO")
+        prune(root, RetentionRules(keep_last=1), faults="sync removal of manifest:1:EIO")
     for path in place(root, 100).iterdir():
         age(path, 60)
     assert "a save into it may be under way" in reasons(root, keep_last=4)[100]
@@ -285,7 +287,7 @@ def test_left_overs_beside_a_checkpoint_that_stays_go(root):
     for name in OURS:
         put(root, 300, name, 4000)
     unnamed = put(root, 300, "notes.txt", 4000)
-    plan = plan_prune(root, Rules(keep_last=9))
+    plan = plan_prune(root, RetentionRules(keep_last=9))
     assert sorted(file.path.name for file in plan.left_overs) == sorted(OURS)
     assert all(file.bytes == 5 and 4000 <= file.age_seconds < 5000 for file in plan.left_overs)
     assert remove_left_overs(plan.left_overs) == plan.left_overs
@@ -313,7 +315,7 @@ def test_without_a_sound_manifest_nothing_is_a_left_over(root):
 @pytest.mark.parametrize("point", ["look at left-over", "remove left-over"])
 def test_an_error_while_left_overs_are_removed_says_where(root, point):
     put(root, 300, DEAD.data_file_name(0), 9000)
-    plan = plan_prune(root, Rules(keep_last=9))
+    plan = plan_prune(root, RetentionRules(keep_last=9))
     with pytest.raises(StorageError, match=r"left-overs were not removed from .*iter_0000300"):
         remove_left_overs(plan.left_overs, faults=f"{point}:1:EIO")
     assert complete(root) == NUMBERS
@@ -360,7 +362,7 @@ def test_a_save_that_publishes_between_the_decision_and_the_removal_is_kept(root
         for path in place(root, 100).iterdir():
             age(path, 9000)  # it has been silent for hours
     at_point(monkeypatch, "remove manifest", resumed.publish if begun == "before" else resumed.save)
-    prune(root, Rules(keep_last=3), stays=lambda one, why: told.update({one.number: why}))
+    prune(root, RetentionRules(keep_last=3), stays=lambda one, why: told.update({one.number: why}))
     assert told == {100: "a save has published into it meanwhile"}
     assert complete(root) == [100, 300, 400, 500]
 
@@ -369,7 +371,7 @@ def test_a_save_that_publishes_between_the_decision_and_the_removal_is_kept(root
 def test_a_save_that_begins_while_its_directory_is_removed_is_kept(root, monkeypatch, point):
     resumed, told = Resumed(root), {}
     at_point(monkeypatch, point, resumed.save)
-    prune(root, Rules(keep_last=4), stays=lambda one, why: told.update({one.number: why}))
+    prune(root, RetentionRules(keep_last=4), stays=lambda one, why: told.update({one.number: why}))
     assert told == {100: "the old checkpoint is gone; a save into it has begun meanwhile"}
     assert complete(root) == NUMBERS
     assert not (place(root, 100) / REMOVAL_NAME).exists()
@@ -381,7 +383,7 @@ def test_a_save_that_lost_its_files_to_prune_does_not_publish(root, monkeypatch)
     for path in place(root, 100).iterdir():
         age(path, 9000)
     monkeypatch.setattr(presence, "_VISIBLE_SECONDS", 0.05)
-    prune(root, Rules(keep_last=4))
+    prune(root, RetentionRules(keep_last=4))
     assert resumed.publication.wait() is Outcome.FAILED
     resumed.saver.close()
     assert complete(root) == [200, 300, 400, 500]
@@ -392,7 +394,7 @@ def test_a_left_over_that_is_published_after_all_stays(root, monkeypatch):
     resumed.begin()
     for path in place(root, 100).iterdir():
         age(path, 9000)
-    plan = plan_prune(root, Rules(keep_last=9))
+    plan = plan_prune(root, RetentionRules(keep_last=9))
     assert len(plan.left_overs) == 1
     at_point(monkeypatch, "look at left-over", resumed.publish)
     assert remove_left_overs(plan.left_overs) == []
@@ -423,7 +425,7 @@ def test_what_is_not_ours_stays(root, tmp_path):
     shutil.copytree(place(root, 300), root / "iter_30")
     (root / "iter_300_copy").mkdir()
     assert removed(root, keep_last=1) == [300, 400]
-    prune(root, Rules(keep_last=1))
+    prune(root, RetentionRules(keep_last=1))
     assert (tmp_path / "elsewhere" / MANIFEST_NAME).exists()
     assert [one.number for one in find_iterations(root)] == [10, 20, 30, 100, 200, 500]
     assert (root / "iter_300_copy").exists()
@@ -431,9 +433,9 @@ def test_what_is_not_ours_stays(root, tmp_path):
 
 def test_a_root_that_is_not_there_or_no_run_is_told(tmp_path):
     with pytest.raises(StorageError, match="cannot be listed"):
-        plan_prune(tmp_path / "nothing", Rules(keep_last=1))
+        plan_prune(tmp_path / "nothing", RetentionRules(keep_last=1))
     with pytest.raises(NotACheckpointError, match="no directory iter_"):
-        plan_prune(tmp_path, Rules(keep_last=1))
+        plan_prune(tmp_path, RetentionRules(keep_last=1))
 
 
 POINTS = ["remove manifest", "sync removal of manifest", "remove file", "remove directory"]
@@ -446,8 +448,8 @@ def test_a_kill_leaves_whole_checkpoints_and_rests_that_the_next_call_removes(ro
     (place(root, 100) / "a file of the user's").touch()
     (place(root, 200) / "z").touch()
     code = (
-        "import sys; from megatron_datastates.pipeline.prune import Rules, prune\n"
-        f"prune(sys.argv[1], Rules(keep_last=2), faults='{point}:{nth}:kill')"
+        "import sys; from megatron_datastates.pipeline.prune import RetentionRules, prune\n"
+        f"prune(sys.argv[1], RetentionRules(keep_last=2), faults='{point}:{nth}:kill')"
     )
     done = subprocess.run([sys.executable, "-c", code, root], check=False)
     assert done.returncode == -signal.SIGKILL
@@ -456,7 +458,7 @@ def test_a_kill_leaves_whole_checkpoints_and_rests_that_the_next_call_removes(ro
     for one in find_iterations(root):
         if not any(one.path.iterdir()):
             age(one.path, 9000)  # until then it may be a save's that has just made it
-    prune(root, Rules(keep_last=2))
+    prune(root, RetentionRules(keep_last=2))
     assert complete(root) == [400, 500]
     assert [one.number for one in find_iterations(root)] == [400, 500]
 
@@ -467,7 +469,7 @@ def test_a_directory_that_a_save_has_just_made_stays(root):
     made.mkdir()
     old.mkdir()
     age(old, 9000)
-    plan = plan_prune(root, Rules(keep_last=5))
+    plan = plan_prune(root, RetentionRules(keep_last=5))
     assert [one.number for one in plan.removed] == [250]
     (why,) = [why for one, why in plan.kept if one.number == 150]
     assert "it is empty, and was made 0 s ago" in why
@@ -475,7 +477,7 @@ def test_a_directory_that_a_save_has_just_made_stays(root):
 
 def test_an_error_says_what_is_left(root):
     with pytest.raises(StorageError, match=r"0000100 was not removed.*It is still complete"):
-        prune(root, Rules(keep_last=1), faults="remove manifest:1:EROFS")
+        prune(root, RetentionRules(keep_last=1), faults="remove manifest:1:EROFS")
     with pytest.raises(StorageError, match=r"0000100 was not removed.*It is no checkpoint any more"):
-        prune(root, Rules(keep_last=1), faults="remove file:1:EIO")
+        prune(root, RetentionRules(keep_last=1), faults="remove file:1:EIO")
     assert complete(root) == NUMBERS[1:]

@@ -21,7 +21,7 @@ from megatron_datastates.pipeline import load as load_module
 from megatron_datastates.pipeline import presence
 from megatron_datastates.pipeline import publication as publication_module
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.publication import Labels, Outcome, Publication
+from megatron_datastates.pipeline.publication import Outcome, Publication, PublicationExtras
 from megatron_datastates.pipeline.runs import metadata_members
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.states import State, new_saver, save
@@ -139,7 +139,7 @@ def test_metadata_json_is_written_whole_with_the_manifest(tmp_path):
     content = b'{"sharded_backend": "datastates"}'
     saver = new_saver()
     for _ in range(2):
-        saver.start(tmp_path, State(tensors(1)), labels=Labels(metadata=content)).wait()
+        saver.start(tmp_path, State(tensors(1)), extras=PublicationExtras(metadata=content)).wait()
         assert (tmp_path / METADATA_NAME).read_bytes() == content
     saver.close()
 
@@ -223,14 +223,14 @@ def test_two_runs_that_save_in_turns_leave_a_whole_checkpoint(runs, order):
 def test_a_reader_that_meets_a_save_into_the_directory_opens_the_new_manifest(tmp_path, monkeypatch):
     saver = new_saver()
     save(saver, tmp_path, tensors(1))
-    open_index = load_module._open_index
+    open_index = load_module.open_index
 
     def late(path, *args):
-        monkeypatch.setattr(load_module, "_open_index", open_index)
+        monkeypatch.setattr(load_module, "open_index", open_index)
         save(saver, tmp_path, {"other": torch.ones(3)})
         return open_index(path, *args)
 
-    monkeypatch.setattr(load_module, "_open_index", late)
+    monkeypatch.setattr(load_module, "open_index", late)
     assert list(Checkpoint.open(tmp_path, reuse=False).index.tensors) == ["other"]
     saver.close()
 
@@ -240,7 +240,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_says_so(tmp_path):
     save(saver, tmp_path, tensors(1))
     checkpoint = Checkpoint.open(tmp_path)
     save(saver, tmp_path, tensors(2))
-    with pytest.raises(StorageError, match=r"saved anew while it was read: load again"):
+    with pytest.raises(StorageError, match=r"replaced by another save while it was read: load again"):
         checkpoint.read_tensor("a")
     saver.close()
 

@@ -179,7 +179,7 @@ def test_one_pass_reads_every_block_once(saver, tmp_path):
     reader = DataStatesReader(checkpoint := Checkpoint.open(tmp_path / "c", OPTIONS))
     state = {key: torch.zeros_like(tensor) for key, tensor in stored.items()} | {"step": None}
     dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(), no_dist=True)
-    assert checkpoint.bytes_read == checkpoint.footer(0).data_bytes
+    assert checkpoint.costs.bytes_read == checkpoint.footer(0).data_bytes
 
 
 def test_elements_that_share_memory_are_torchs_to_refuse(saver, tmp_path):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.held import holding
+from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.records import RankRecord, decode_failure, encode_failure
 from megatron_datastates.pipeline.report import save_report
@@ -66,7 +66,7 @@ def test_a_line_tells_what_the_save_cost(reporting, tmp_path):
 def test_held_time_is_start_and_fence_and_polls(reporting, tmp_path):
     saver, lines = reporting
     tensors = {"a": torch.ones(99)}
-    with holding("start"):
+    with trainer_held("start"):
         publication = saver.start(tmp_path / "0", State(tensors, mutability=Mutability.AT_FENCE))
     FENCE.wait("the step")
     publication.wait()
@@ -82,7 +82,7 @@ def lazy() -> State:
 
 def test_what_follows_save_checkpoint_until_the_first_poll_is_held_time(reporting, tmp_path):
     saver, lines = reporting
-    with holding("save_checkpoint"):
+    with trainer_held("save_checkpoint"):
         publication = saver.start(tmp_path / "0", lazy())
     time.sleep(0.05)  # as Megatron's timers
     publication.poll()
@@ -97,7 +97,7 @@ def test_what_follows_save_checkpoint_until_the_first_poll_is_held_time(reportin
 @pytest.mark.parametrize("span", ["save_checkpoint", "start"])
 def test_training_until_a_fence_or_another_loops_poll_is_not_held_time(reporting, tmp_path, span):
     saver, lines = reporting
-    with holding(span):
+    with trainer_held(span):
         publication = saver.start(tmp_path / "0", lazy())
     if span == "save_checkpoint":
         FENCE.wait("the step")
@@ -107,7 +107,7 @@ def test_training_until_a_fence_or_another_loops_poll_is_not_held_time(reporting
 
 def test_a_save_that_is_awaited_in_save_checkpoint_has_no_time_after_it(reporting, tmp_path):
     saver, lines = reporting
-    with holding("save_checkpoint"):
+    with trainer_held("save_checkpoint"):
         saver.start(tmp_path / "0", lazy()).wait()
     assert set(lines()[0]["held_parts_ms"]) == {"save_checkpoint", "polls"}
 
@@ -128,7 +128,7 @@ def test_a_report_waits_for_whoever_will_hold_the_trainer_again(reporting, tmp_p
     publication.hold_report = True
     publication.wait()
     assert not (tmp_path / "reports.jsonl").exists()
-    with holding("finalize", publication.save):
+    with trainer_held("finalize", publication.save):
         publication.hold_report = False
     assert "finalize" in lines()[0]["held_parts_ms"]
 

@@ -111,8 +111,8 @@ def test_empty_fragments_neither_overlap_nor_count(tmp_path):
 def test_data_behind_the_end_is_found_and_not_read(tmp_path, offset):
     write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, offset)]))
     path = tmp_path / SAVE.data_file_name(1)
-    assert faults(tmp_path) == [f"{path}: 'w' lies behind the end of the data"]
-    with pytest.raises(FormatError, match=f"behind the end of the data of {path}"):
+    assert faults(tmp_path) == [f"{path}: 'w' lies beyond the end of the data"]
+    with pytest.raises(FormatError, match=f"beyond the end of the data of {path}"):
         read(tmp_path)
 
 

@@ -15,7 +15,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.convert.sinks.sink import Bytes, Progress, Sink
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
-from megatron_datastates.engine.commit import write_whole
+from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.engine.streaming import StreamedFile
@@ -25,8 +25,9 @@ from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trai
 from megatron_datastates.format.header import HEADER_BYTES, Header
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, Extent, SaveId
-from megatron_datastates.pipeline.presence import described
-from megatron_datastates.pipeline.publication import merge_layouts, releases
+from megatron_datastates.pipeline.layouts import merge_layouts
+from megatron_datastates.pipeline.presence import other_file_entry
+from megatron_datastates.pipeline.publication import releases
 from megatron_datastates.plan.layout import Layout, align_up, place_objects, plan_layout
 from megatron_datastates.providers.objects import check_stored
 
@@ -152,7 +153,7 @@ class DataStatesSink(Sink):
             files=[entry for entry, _ in written],
             iteration=old.iteration if old else iteration_in_name(self.source.directory.name),
             parallel=old.parallel if old else {},
-            others=[described(self.directory / name, self._check) for name in self.source.other_files],
+            others=[other_file_entry(self.directory / name, self._check) for name in self.source.other_files],
             writer=releases(),
             compatible=COMPATIBLE_CHECKSUMS,
         )

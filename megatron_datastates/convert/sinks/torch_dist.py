@@ -26,7 +26,7 @@ from megatron_datastates.convert.sinks.sink import Sink, stream_fragments, write
 from megatron_datastates.convert.sources.archives import write_archive
 from megatron_datastates.convert.sources.source import RankContents, SourceTensor
 from megatron_datastates.convert.sources.torch_dist import Record, TorchDistSource
-from megatron_datastates.engine.commit import sync_directory
+from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.format.directory import TORCH_DIST_INDEX
 from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.pipeline.load import torch_dtype

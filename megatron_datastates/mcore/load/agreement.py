@@ -237,10 +237,15 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
     def load(*args: Any, **kwargs: Any) -> Any:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
+        if not may_be_ours(call.arguments["checkpoint_dir"]):
+            return original(*args, **kwargs)
+        with _reported(call.arguments["checkpoint_dir"]):
+            return load_together(call)
+
+    def load_together(call: inspect.BoundArguments) -> Any:
         agreement = _agreement_of(call.arguments)
         if agreement is None:
-            with state.opened():
-                return original(*args, **kwargs)
+            return original(*call.args, **call.kwargs)
         with agreement.sharing_failures():
             if call.arguments.get("verify_integrity"):  # since 0.19
                 call.arguments["verify_integrity"] = False
@@ -250,10 +255,20 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
+@contextlib.contextmanager
+def _reported(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Reports the load in the block, once all ranks have agreed on whether it failed."""
+    from megatron_datastates.pipeline.load_report import reported_load
+
+    with (
+        reported_load(directory, state.current().options) as tracker,
+        state.opened(tracker=tracker),
+    ):
+        yield
+
+
 def _agreement_of(arguments: dict[str, Any]) -> Agreement | None:
     """Returns None if no other rank is known to take part in this load."""
-    if not may_be_ours(arguments["checkpoint_dir"]):
-        return None
     from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
 
     from megatron_datastates.pipeline.agreement import ranks_of

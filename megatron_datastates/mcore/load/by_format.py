@@ -124,10 +124,11 @@ def wrap_torch_dist_load(original: Callable[..., Any]) -> Callable[..., Any]:
         checkpoint, items = open_checkpoint(checkpoint_dir), list(nested_values(sharded_state_dict))
         boxes = requested_boxes(items)
         with load_errors():
-            problem = first_mismatch(checkpoint, items)
-            if problem is not None:
-                raise LoadMismatch(f"{checkpoint_dir}: {problem}")
-            checkpoint.index.preload(boxes)
+            with checkpoint.costs.timing("planning"):
+                problem = first_mismatch(checkpoint, items)
+                if problem is not None:
+                    raise LoadMismatch(f"{checkpoint_dir}: {problem}")
+                checkpoint.index.preload(boxes)
             try:
                 with state.opened(boxes=boxes):
                     return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)

@@ -34,16 +34,19 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
 
     load, path, options = state.current(), Path(directory).absolute(), state.current().options()
     first = load.checkpoints.get(path)
+    was_open = True
     if first is not None and first[0] == options:
         checkpoint = first[1]
     else:
-        checkpoint = _open(directory, options)
+        checkpoint, was_open = _open(directory, options)
         if first is not None and checkpoint.manifest.save_id != first[1].manifest.save_id:
             with load_errors():
                 raise StorageError(f"{directory} was saved anew while it was read: load again")
         load.checkpoints[path] = options, checkpoint
     if load.agreement is not None:
         load.agreement.save_id = checkpoint.manifest.save_id
+    if load.tracker is not None:
+        load.tracker.follow(checkpoint, was_open=was_open)
     return checkpoint
 
 
@@ -52,7 +55,8 @@ def is_ours(directory: str | os.PathLike[str]) -> bool:
     return Path(directory).absolute() in state.current().checkpoints or runs.is_ours(directory)
 
 
-def _open(directory: str | os.PathLike[str], options: Options) -> Checkpoint:
+def _open(directory: str | os.PathLike[str], options: Options) -> tuple[Checkpoint, bool]:
+    """Returns the checkpoint, and whether an earlier load has opened it."""
     from megatron_datastates.mcore.errors import load_errors
     from megatron_datastates.pipeline.load import Checkpoint
 
@@ -63,12 +67,12 @@ def _open(directory: str | os.PathLike[str], options: Options) -> Checkpoint:
         key = None  # Checkpoint.open raises an error that says what is wrong
     checkpoint = _opened.get(key) if key is not None else None
     if checkpoint is not None:
-        return checkpoint
+        return checkpoint, True
     with load_errors():
         checkpoint = Checkpoint.open(directory, options)
     _opened.clear()
     _opened[key] = checkpoint
-    return checkpoint
+    return checkpoint, False
 
 
 def read_common_state(directory: str | os.PathLike[str]) -> Any:

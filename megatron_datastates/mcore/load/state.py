@@ -14,6 +14,7 @@ from megatron_datastates.config import Options
 if TYPE_CHECKING:
     from megatron_datastates.mcore.load.metadata import Boxes
     from megatron_datastates.pipeline.load import Checkpoint
+    from megatron_datastates.pipeline.load_report import LoadTracker
 
 
 @dataclasses.dataclass
@@ -25,6 +26,7 @@ class Load:
     failed_on_all_ranks: bool = False  # so that ranks may communicate in handling the failure
     directory: str | None = None  # the last one passed to Megatron's maybe_load_config
     agreement: Any = None  # an agreement.Agreement if several ranks take part
+    tracker: LoadTracker | None = None  # of the load that is being reported, if any
     boxes: Boxes | None = None  # the requested ones of each tensor
     # What it has opened, with which options. Another save may publish there meanwhile, but all that one load
     # reads is of the same save.

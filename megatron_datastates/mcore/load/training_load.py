@@ -87,7 +87,7 @@ def _advice(load: state.Load) -> str:
     from megatron.training.global_vars import get_args
 
     from megatron_datastates.pipeline.agreement import Collectives
-    from megatron_datastates.pipeline.fallback import look_for_older
+    from megatron_datastates.pipeline.fallback import find_older_checkpoint
 
     options, collectives = _options(), Collectives()
     most = collectives.share_from_first(options.fallback)
@@ -98,7 +98,7 @@ def _advice(load: state.Load) -> str:
         )
     args, directory = get_args(), Path(load.directory or "")
     root = Path(args.load) if directory.parent == _non_persistent(args) else directory.parent
-    found = look_for_older(directory, root, most, collectives, options)
+    found = find_older_checkpoint(directory, root, most, collectives, options)
     if found.iteration is None:
         looked = ", ".join(iteration_name(iteration) for iteration in found.damaged) or "none found"
         return f"No older checkpoint in {root} verifies ({looked})."

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_datastates.mcore.errors import MegatronSaveFailedError
-from megatron_datastates.pipeline.held import holding
+from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.publication import Outcome, Publication
 
 logger = logging.getLogger(__name__)
@@ -109,13 +109,13 @@ class DataStatesCaller:
     def _failed(self) -> None:
         if self._on_failure == "raise":
             self._publication.hold_report = False
-            self._publication.save.released()
+            self._publication.save.on_trainer_released()
             raise_if_failed(self._publication, Outcome.FAILED)
         logger.warning("%s Training continues (--datastates-on-failure warn).", self._publication.error)
 
     def _finalizer(self, functions: list[Callable[[], None]]) -> Callable[[], None]:
         def finalize() -> None:
-            with holding("finalize", self._publication.save):
+            with trainer_held("finalize", self._publication.save):
                 for function in functions:
                     function()
                 self._publication.hold_report = False

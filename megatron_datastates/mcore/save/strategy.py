@@ -29,8 +29,8 @@ from megatron_datastates.mcore.hooks.attach import attach_saving
 from megatron_datastates.mcore.save import mutability
 from megatron_datastates.mcore.save.mapping import ShardedStateProvider
 from megatron_datastates.mcore.save.request import make_request, raise_if_failed
-from megatron_datastates.pipeline.held import holding
-from megatron_datastates.pipeline.publication import Labels, Publication
+from megatron_datastates.pipeline.held import trainer_held
+from megatron_datastates.pipeline.publication import Publication, PublicationExtras
 from megatron_datastates.pipeline.saver import saver_for
 
 
@@ -65,7 +65,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
 
         An error on one rank is not raised here: it is raised on every rank when the request is finalized.
         """
-        with holding("start"):
+        with trainer_held("start"):
             publication = self._start(sharded_state_dict, checkpoint_dir, "async")
         return make_request(publication, async_strategy, self.options.on_failure)
 
@@ -75,7 +75,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         Raises:
             SaveFailedError (and a CheckpointingException): any rank failed; the same on every rank.
         """
-        with holding("start"):
+        with trainer_held("start"):
             publication = self._start(sharded_state_dict, checkpoint_dir, "sync")
         raise_if_failed(publication, publication.wait())
 
@@ -90,7 +90,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             provider,
             iteration=_iteration(sharded_state_dict, checkpoint_dir),
             mode=mode,
-            labels=_labels(CheckpointingConfig(self.backend, self.version)),
+            extras=_extras(CheckpointingConfig(self.backend, self.version)),
             await_copies=not self.is_lazy(),
         )
 
@@ -125,9 +125,9 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         return mutability.proof_in_training_loop() if self.is_lazy() else mutability.nothing_promised
 
 
-def _labels(config: CheckpointingConfig) -> Labels:
+def _extras(config: CheckpointingConfig) -> PublicationExtras:
     own = (COMMON_FILE,) if versions.installed().writes_common_file else ()
-    return Labels(parallel_sizes(), own, FILES_OF_TORCH_DIST, _metadata_json(config))
+    return PublicationExtras(parallel_sizes(), own, FILES_OF_TORCH_DIST, _metadata_json(config))
 
 
 def _metadata_json(config: Any) -> bytes:

@@ -19,7 +19,7 @@ from megatron_datastates.mcore.training.arguments import (
     settle,
     validate_without_worker,
 )
-from megatron_datastates.pipeline.held import holding
+from megatron_datastates.pipeline.held import trainer_held
 
 logger = logging.getLogger(__name__)
 _LOOP = "megatron.training.training"
@@ -106,7 +106,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron_datastates.mcore.training import retention  # which imports the native module
 
         assert _options is not None, "_saves_are_ours has called enable_saving"
-        with holding("save_checkpoint"), retention.saving(iteration):
+        with trainer_held("save_checkpoint"), retention.saving(iteration):
             try:
                 return original(iteration, *args, **kwargs)
             except SaveFailedError as error:  # on every rank, so all continue together

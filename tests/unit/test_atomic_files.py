@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_datastates.engine import commit
-from megatron_datastates.engine.commit import remove_replaced, write_whole
+from megatron_datastates.engine import atomic_files
+from megatron_datastates.engine.atomic_files import remove_replaced, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
@@ -52,7 +52,7 @@ def test_a_failure_before_the_rename_leaves_what_was_there(tmp_path, name, step,
 
 def test_a_failure_after_the_rename_leaves_the_new_file(tmp_path):
     with pytest.raises(OSError, match="injected"):
-        write_whole(tmp_path / MANIFEST_NAME, b"new", Faults("committed manifest:1:EIO"), SAVE)
+        write_whole(tmp_path / MANIFEST_NAME, b"new", Faults("durable manifest:1:EIO"), SAVE)
     assert (tmp_path / MANIFEST_NAME).read_bytes() == b"new"
 
 
@@ -69,7 +69,7 @@ def test_data_is_durable_before_the_name_and_the_name_before_the_return(tmp_path
         return call
 
     for name in ("write", "fsync", "replace"):
-        monkeypatch.setattr(commit.os, name, recording(name))
+        monkeypatch.setattr(atomic_files.os, name, recording(name))
     write_whole(tmp_path / MANIFEST_NAME, b"data", NONE, SAVE)
     assert steps == ["write", "fsync file", "replace", "fsync directory"]
 
@@ -80,7 +80,7 @@ def _kind_of(descriptor: int) -> str:
 
 def test_short_writes_are_resumed(tmp_path, monkeypatch):
     write = os.write
-    monkeypatch.setattr(commit.os, "write", lambda fd, data: write(fd, bytes(data)[:3]))
+    monkeypatch.setattr(atomic_files.os, "write", lambda fd, data: write(fd, bytes(data)[:3]))
     write_whole(tmp_path / MANIFEST_NAME, b"0123456789", NONE, SAVE)
     assert (tmp_path / MANIFEST_NAME).read_bytes() == b"0123456789"
 
@@ -130,7 +130,7 @@ def test_a_failure_names_the_file_and_leaves_no_other(tmp_path, monkeypatch):
     def full(descriptor, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(commit.os, "write", full)
+    monkeypatch.setattr(atomic_files.os, "write", full)
     with pytest.raises(OSError, match=f"No space left on device: '{path}'"):
         write_whole(path, b"data", NONE, SAVE)
     assert os.listdir(tmp_path) == []
@@ -142,11 +142,11 @@ def test_two_runs_write_the_same_file_at_once(tmp_path, monkeypatch):
     other = SaveId(9, 1)
 
     def late(source, target):
-        monkeypatch.setattr(commit.os, "replace", replace)
+        monkeypatch.setattr(atomic_files.os, "replace", replace)
         write_whole(path, b"theirs", NONE, other)
         replace(source, target)
 
-    monkeypatch.setattr(commit.os, "replace", late)
+    monkeypatch.setattr(atomic_files.os, "replace", late)
     write_whole(path, b"ours", NONE, SAVE)
     assert path.read_bytes() == b"ours" and os.listdir(tmp_path) == [MANIFEST_NAME]
 

@@ -70,7 +70,7 @@ def _write_whole(
     on_renamed()
     faults.point(f"sync directory of {_kind(path)}")
     sync_directory(path.parent)
-    faults.point(f"committed {_kind(path)}")
+    faults.point(f"durable {_kind(path)}")
 
 
 def _kind(path: Path) -> str:

@@ -1,0 +1,67 @@
+"""Every load leaves one line in the report file, whether it succeeds or fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_datastates as ds
+from megatron_datastates.errors import MismatchError, NotACheckpointError
+
+STATE = {"weight": torch.arange(1000.0), "note": ["a"]}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, Path, dict[str, Any]]:
+    """A checkpoint, the file for reports of its loads, and the report of its save."""
+    report = ds.save(STATE, tmp_path / "ck", iteration=12)
+    return tmp_path / "ck", tmp_path / "reports.jsonl", report
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_load_reports_what_it_read_and_how_long_it_took(
+    saved: tuple[Path, Path, dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, reports, of_save = saved
+    with caplog.at_level(logging.INFO):
+        ds.load(directory, into={"weight": torch.zeros(1000)}, report_file=str(reports))
+    (report,) = lines(reports)
+    facts = {"event": "load", "state": "loaded", "error": None, "iteration": 12, "rank": 0, "ranks": 1}
+    assert report.items() >= facts.items()
+    assert (report["directory"], report["save_id"]) == (str(directory), of_save["save_id"])
+    assert report["bytes"] == 4000
+    assert report["bytes_read"] >= report["bytes"]
+    parts = [report[name] for name in ("opening_ms", "planning_ms", "reading_ms")]
+    assert min(parts) > 0 and sum(parts) <= report["total_ms"] + 0.01
+    assert report["read_mb_per_s"] > 0
+    assert f"loaded load of 0.0 MB from {directory}" in caplog.text
+
+
+def test_every_load_reports_its_own_costs(saved: tuple[Path, Path, dict[str, Any]]) -> None:
+    directory, reports, _ = saved
+    for _ in range(2):
+        ds.load(directory, report_file=str(reports))
+    first, second = lines(reports)
+    assert first["bytes"] == second["bytes"] > 4000
+    assert first["bytes_read"] == second["bytes_read"]
+
+
+def test_a_failed_load_reports_its_error(saved: tuple[Path, Path, dict[str, Any]], tmp_path: Path) -> None:
+    directory, reports, of_save = saved
+    with pytest.raises(MismatchError):
+        ds.load(directory, into={"weight": torch.zeros(999)}, report_file=str(reports))
+    with pytest.raises(NotACheckpointError):
+        ds.load(tmp_path / "none", report_file=str(reports))
+    mismatch, nothing = lines(reports)
+    assert (mismatch["state"], mismatch["save_id"]) == ("failed", of_save["save_id"])
+    assert mismatch["error"].startswith("MismatchError: tensor 'weight'")
+    assert (nothing["state"], nothing["save_id"], nothing["iteration"]) == ("failed", None, None)
+    assert str(tmp_path / "none") in nothing["error"]
