@@ -126,7 +126,7 @@ nb::dict StatusDict(const SaveJob& job) {
   facts["bytes_written"] = status.bytes_written;
   facts["reserved_at"] = status.reserved_at;
   facts["looked_at"] = status.looked_at;
-  facts["staged_at"] = status.staged_at;
+  facts["enqueued_at"] = status.enqueued_at;
   facts["copied_at"] = status.copied_at;
   facts["written_at"] = status.written_at;
   facts["durable_at"] = status.durable_at;
@@ -203,7 +203,7 @@ void BindEngine(nb::module_& module) {
 void BindJob(nb::module_& module) {
   nb::enum_<Milestone>(module, "Milestone")
       .value("EAGER", Milestone::kEager)
-      .value("STAGED", Milestone::kStaged)
+      .value("ENQUEUED", Milestone::kEnqueued)
       .value("COPIED", Milestone::kCopied)
       .value("WRITTEN", Milestone::kWritten)
       .value("DURABLE", Milestone::kDurable)

@@ -210,7 +210,7 @@ void Engine::Stage(const Stretch& stretch) {
 
 void Engine::PassOn(const Stretch& stretch, bool device, Slot* slot) {
   const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
-  stretch.job->Staged(*stretch.batch, chunk);
+  stretch.job->CountEnqueued(*stretch.batch, chunk);
   if (!device) {
     stretch.job->Copied(*stretch.batch, chunk);
     stretch.job->EndRead();

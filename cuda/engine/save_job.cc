@@ -24,8 +24,8 @@ bool SaveJob::Reached(Milestone milestone) const {
   switch (milestone) {
     case Milestone::kEager:
       return eager_left_ == 0;
-    case Milestone::kStaged:
-      return staged_left_ == 0;
+    case Milestone::kEnqueued:
+      return enqueued_left_ == 0;
     case Milestone::kCopied:
       return copied_left_ == 0;
     case Milestone::kWritten:
@@ -199,7 +199,7 @@ void SaveJob::Plan(const Batch& batch) {
   }
   const size_t chunks = batch.chunks().size();
   if (batch.fenced()) {
-    staged_left_ += chunks;
+    enqueued_left_ += chunks;
     copied_left_ += chunks;
   }
   written_left_ += chunks;
@@ -238,11 +238,11 @@ void SaveJob::Open(uint64_t reserve_bytes, WriteBackend* backend, Faults* faults
   status_.reserved_at = Elapsed();
 }
 
-void SaveJob::Staged(const Batch& batch, const Batch::Chunk& chunk) {
+void SaveJob::CountEnqueued(const Batch& batch, const Batch::Chunk& chunk) {
   const MutexLock lock(mutex_);
   if (chunk.eager) --eager_left_;
-  if (batch.fenced()) --staged_left_;
-  if (staged_left_ == 0 && status_.staged_at < 0) status_.staged_at = Elapsed();
+  if (batch.fenced()) --enqueued_left_;
+  if (enqueued_left_ == 0 && status_.enqueued_at < 0) status_.enqueued_at = Elapsed();
   changed_.NotifyAll();
 }
 

@@ -23,7 +23,7 @@ namespace datastates {
 // any more, that for kReleased as ever, the others at once.
 enum class Milestone {
   kEager,     // samples and eager chunks are enqueued: on the device's stream, or copied from host memory
-  kStaged,    // fenced chunks are enqueued, likewise
+  kEnqueued,    // fenced chunks are enqueued, likewise
   kCopied,    // no fenced source will be read any more: it may be freed, or unmapped
   kWritten,   // the input is closed and every chunk is in the file
   kDurable,   // the footer is written and the file and its directories are synced
@@ -40,7 +40,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
     bool direct = false;
     uint64_t bytes_planned = 0, bytes_copied = 0, bytes_written = 0;
     // Seconds since the job began; negative while it has not happened.
-    double reserved_at = -1, looked_at = -1, staged_at = -1, copied_at = -1, written_at = -1, durable_at = -1;
+    double reserved_at = -1, looked_at = -1, enqueued_at = -1, copied_at = -1, written_at = -1, durable_at = -1;
     double waited_for_slots = 0;   // of all staging threads together
     double waited_for_memory = 0;  // the part of it in which the pool was still being made
     // Where in the file a source changed before its copy was done; torn_bytes is 0 if none did.
@@ -57,7 +57,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   Status status() const;
   bool failed() const;
   // Lets `trainer` run on only after the device copies enqueued so far: after kEager the samples and the
-  // eager ones, after kStaged all fenced ones. Where that fails, the job fails.
+  // eager ones, after kEnqueued all fenced ones. Where that fails, the job fails.
   void HoldBack(CuStream trainer);
   // For how many seconds it was held back, by the device's clock and as far as that is over. Asks the driver.
   double StreamWaited();
@@ -87,7 +87,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   void Plan(const Batch& batch);  // counts what is coming
   void CloseInput();
   void Open(uint64_t reserve_bytes, WriteBackend* backend, Faults* faults);
-  void Staged(const Batch& batch, const Batch::Chunk& chunk);
+  void CountEnqueued(const Batch& batch, const Batch::Chunk& chunk);
   void Copied(const Batch& batch, const Batch::Chunk& chunk);
   void Written(const Batch::Chunk& chunk, const uint8_t* data);
   void Done();  // a chunk or task planned by Plan or Begin has left the engine
@@ -137,7 +137,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   // Chunks not yet: enqueued (eager; fenced), copied (fenced), in the file (any). Invariant: each counts
   // down to zero exactly once per planned chunk while the job has not failed.
   size_t eager_left_ GUARDED_BY(mutex_) = 0;
-  size_t staged_left_ GUARDED_BY(mutex_) = 0;
+  size_t enqueued_left_ GUARDED_BY(mutex_) = 0;
   size_t copied_left_ GUARDED_BY(mutex_) = 0;
   size_t written_left_ GUARDED_BY(mutex_) = 0;
   size_t reads_ GUARDED_BY(mutex_) = 0;  // begun and not ended

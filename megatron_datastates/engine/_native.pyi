@@ -10,7 +10,7 @@ class Milestone(enum.Enum):
     """What a wait can be for; see cuda/engine/save_job.h."""
 
     EAGER = 0
-    STAGED = 1
+    ENQUEUED = 1
     COPIED = 2
     WRITTEN = 3
     DURABLE = 4

@@ -246,7 +246,7 @@ class FileSave:
         """
         self.allow_lazy_copies()
         deadline = time.monotonic() + seconds
-        while not self._job.wait(native.Milestone.STAGED, _SLICE_SECONDS):
+        while not self._job.wait(native.Milestone.ENQUEUED, _SLICE_SECONDS):
             if time.monotonic() > deadline:
                 return False
         if self._on_device:

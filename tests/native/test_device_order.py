@@ -78,7 +78,7 @@ def test_start_and_fence_do_not_wait_for_the_device(
     cuda.hold_stream(trainer)
     fill(cuda, trainer, copy, BEFORE)
     save = Save(device_engines(most_slots=8), tmp_path / "data", [copy], stream=trainer)
-    save.expect(Milestone.STAGED)
+    save.expect(Milestone.ENQUEUED)
     save.job.hold_back(trainer)
     fill(cuda, trainer, copy, AFTER)
     assert not save.reaches(Milestone.COPIED, 0.05)  # the device has not even begun
@@ -95,7 +95,7 @@ def test_without_the_fence_copies_are_torn(cuda: FakeCuda, device_engines: Engin
     cuda.delay_copies(seconds=0.05)
     fill(cuda, trainer, copy, BEFORE)
     save = Save(device_engines(most_slots=8, tripwire=False), tmp_path / "data", [copy], stream=trainer)
-    save.expect(Milestone.STAGED)
+    save.expect(Milestone.ENQUEUED)
     fill(cuda, trainer, copy, AFTER)
     save.finish()
     assert AFTER in save.path.read_bytes()[: save.end]
@@ -131,7 +131,7 @@ def test_sources_are_in_use_until_the_device_has_read_them(
     cuda.hold_stream(trainer)
     engine = device_engines(most_slots=8, tripwire=tripwire)
     save = Save(engine, tmp_path / "data", [on_device(2 * SLOT)], stream=trainer)
-    save.expect(Milestone.STAGED)
+    save.expect(Milestone.ENQUEUED)
     assert not save.reaches(Milestone.COPIED, 0.05)
     assert save.status["bytes_copied"] == 0
     cuda.release_stream(trainer)
@@ -157,7 +157,7 @@ def test_two_saves_of_one_stream_keep_their_order(
     for value in (BEFORE, AFTER):
         fill(cuda, trainer, copy, value)
         saves.append(Save(engine, tmp_path / str(value), [copy], stream=trainer))
-        saves[-1].expect(Milestone.STAGED)
+        saves[-1].expect(Milestone.ENQUEUED)
         saves[-1].job.hold_back(trainer)
     for save, value in zip(saves, (BEFORE, AFTER), strict=True):
         save.finish()
@@ -242,7 +242,7 @@ def test_a_driver_that_hangs_leaves_other_threads_pythons_lock(
 ) -> None:
     stream = cuda.new_stream()
     save = Save(device_engines(), tmp_path / "data", [on_device(SLOT)], stream=stream)
-    save.expect(Milestone.STAGED)
+    save.expect(Milestone.ENQUEUED)
     before = len(cuda.calls("cuStreamWaitEvent"))
     cuda.hold_call("cuStreamWaitEvent")
 
@@ -299,9 +299,9 @@ def test_memory_is_page_locked_before_it_is_lent(
     engine = device_engines(most_slots=8, tripwire=False)  # which would lock its own on this thread
     save = Save(engine, tmp_path / "data", [on_device(4 * SLOT)], stream=trainer)
     eventually(lambda: cuda.calls("cuMemHostRegister"), "memory is there and being page-locked")
-    assert not save.reaches(Milestone.STAGED, 0.1)
+    assert not save.reaches(Milestone.ENQUEUED, 0.1)
     assert cuda.calls("cuMemcpyDtoHAsync") == []
     cuda.release_call("cuMemHostRegister")
-    save.expect(Milestone.STAGED)  # only enqueued: the stream stands still
+    save.expect(Milestone.ENQUEUED)  # only enqueued: the stream stands still
     cuda.release_stream(trainer)
     save.finish()

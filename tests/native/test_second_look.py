@@ -212,7 +212,7 @@ def test_sources_may_change_as_soon_as_all_is_staged(
         ]
         save = Save(engine, tmp_path / str(number), copies)
         before = [copy.source.copy() for copy in copies]
-        save.expect(Milestone.STAGED)
+        save.expect(Milestone.ENQUEUED)
         for copy in copies:
             change(copy)
         save.finish()

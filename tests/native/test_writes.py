@@ -244,7 +244,7 @@ def test_counters_tell_what_was_moved(engines: Engines, tmp_path: Path) -> None:
     save = save_whole(engines(), tmp_path / "data", COPIES)
     status = save.status
     assert status["bytes_planned"] == status["bytes_copied"] == status["bytes_written"] == save.end
-    times = [status[f"{name}_at"] for name in ("reserved", "staged", "copied", "written", "durable")]
+    times = [status[f"{name}_at"] for name in ("reserved", "enqueued", "copied", "written", "durable")]
     assert times == sorted(times) and times[0] > 0
     save.expect(Milestone.RELEASED)
 
