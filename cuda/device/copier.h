@@ -45,7 +45,7 @@ class DeviceCopier {
   static constexpr Place kCopiesPerEvent = 64;
 
   // Contiguous bytes on the device, to page-locked memory.
-  struct Piece {
+  struct Transfer {
     uint8_t* target;
     CuPointer source;
     size_t bytes;
@@ -64,9 +64,9 @@ class DeviceCopier {
   // `trainer` runs what it is given from now on after every copy enqueued so far.
   void HoldBack(CuStream trainer) const;
   // Enqueues copies beyond the bound: for a number of them that is bounded otherwise.
-  void CopyAtOnce(const std::vector<Piece>& pieces);
-  // The same for `rows` pieces of `bytes`, `step_bytes` apart on the device: one copy.
-  void CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t bytes, size_t step_bytes, size_t rows);
+  void CopyAtOnce(const std::vector<Transfer>& transfers);
+  // The same for `rows` of `bytes`, `row_step` apart on the device: one copy.
+  void CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t bytes, size_t row_step, size_t rows);
   // The place after everything that this thread has enqueued.
   Place Enqueued() const { return enqueued_; }
 
@@ -74,12 +74,12 @@ class DeviceCopier {
 
   // Once per worker thread and before any of the calls below; the trainer's thread is in the context.
   void EnterThread() const;
-  void Copy(const std::vector<Piece>& pieces);
-  // `pieces` of `bytes`, `step_bytes` apart on the device, one after the other: in one call if it can be.
-  void CopyPieces(uint8_t* target, CuPointer source, size_t bytes, size_t step_bytes, size_t pieces);
-  // `pieces` of `bytes`, `source_step` apart in host memory, to pieces `target_step` apart on the device.
+  void Copy(const std::vector<Transfer>& transfers);
+  // `rows` of `bytes`, `row_step` apart on the device, one after the other: in one call if it can be.
+  void CopyRows(uint8_t* target, CuPointer source, size_t bytes, size_t row_step, size_t rows);
+  // `rows` of `bytes`, `source_step` apart in host memory, to rows `target_step` apart on the device.
   void CopyToDevice(CuPointer target, size_t target_step, const uint8_t* source, size_t source_step,
-                    size_t bytes, size_t pieces);
+                    size_t bytes, size_t rows);
   // Returns when the stream has come to that place.
   void WaitFor(Place place);
   // For everything enqueued so far. Makes no event: it works where there is no memory for one.
@@ -96,7 +96,7 @@ class DeviceCopier {
     std::shared_ptr<Event> event;
   };
 
-  void Enqueue(const std::vector<Piece>& pieces, bool bounded);
+  void Enqueue(const std::vector<Transfer>& transfers, bool bounded);
   bool EnqueueBatch(CuPointer* targets, CuPointer* sources, size_t* bytes, size_t count);
   void Count(size_t copies, bool bounded);
   void MarkHere() REQUIRES(marking_);

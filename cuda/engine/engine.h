@@ -81,18 +81,18 @@ class Engine {
   using Clock = std::chrono::steady_clock;
 
   // The chunks of one batch, handed out one by one.
-  struct Stretch {
+  struct QueuedBatch {
     std::shared_ptr<SaveJob> job;
     std::shared_ptr<const Batch> batch;
     size_t next = 0;
     uint64_t reserve_bytes = 0;
     Clock::time_point lazy_from{};  // of chunks that are copied from a device, but not eagerly
-    bool opens = false;             // the file is opened before this stretch's first chunk
+    bool opens = false;             // the file is opened before this queued's first chunk
     bool looks = false;             // the tripwire looks before the first chunk that is not eager
-    bool busy = false;              // a thread opens or looks; the others take the next stretch
+    bool busy = false;              // a thread opens or looks; the others take the next queued
     // Chunks are copied to be checksummed, not to be written. Everything of the job comes after.
-    bool rehearsal = false;
-    size_t rehearsed = 0;
+    bool first_pass = false;
+    size_t checksummed = 0;
   };
   struct FilledChunk {
     std::shared_ptr<SaveJob> job;
@@ -112,23 +112,23 @@ class Engine {
   };
 
   void TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch);
-  void Queue(Stretch stretch);
+  void Queue(QueuedBatch queued);
   void StageLoop();
   void AwaitLoop();
   void WriteLoop();
   enum class Task { kOpen, kLook, kStage };
-  bool TakeTask(Stretch* taken, Task* task, bool* later) REQUIRES(mutex_);
-  static Task NextOf(const Stretch& stretch);
-  bool MustWait(const Stretch& stretch) const REQUIRES(mutex_);
+  bool TakeTask(QueuedBatch* taken, Task* task, bool* later) REQUIRES(mutex_);
+  static Task NextOf(const QueuedBatch& queued);
+  bool MustWait(const QueuedBatch& queued) const REQUIRES(mutex_);
   // Waits until none of these threads is in its loop; returns false if that takes too long.
   bool AwaitEnd(const int& threads, Clock::time_point deadline) REQUIRES(mutex_);
-  void OpenFile(const Stretch& stretch);
-  void Look(const Stretch& stretch);
-  std::deque<Stretch>::iterator Find(const Stretch& taken) REQUIRES(mutex_);
-  void Stage(const Stretch& stretch);
-  void PassOn(const Stretch& stretch, bool device, Slot* slot);
-  void EndRehearsal(const Stretch& stretch);  // of one chunk
-  void FillSlot(const Stretch& stretch, const Batch::Chunk& chunk, uint8_t* target, bool* device);
+  void OpenFile(const QueuedBatch& queued);
+  void Look(const QueuedBatch& queued);
+  std::deque<QueuedBatch>::iterator Find(const QueuedBatch& taken) REQUIRES(mutex_);
+  void Stage(const QueuedBatch& queued);
+  void PassOn(const QueuedBatch& queued, bool device, Slot* slot);
+  void EndFirstCopy(const QueuedBatch& queued);  // of one chunk
+  void FillSlot(const QueuedBatch& queued, const Batch::Chunk& chunk, uint8_t* target, bool* device);
   Slot SlotFor(SaveJob& job, const Batch::Chunk& chunk);
   void AwaitDevice(const SaveJob& job);
   bool Await(const CopiedChunk& copied);
@@ -151,7 +151,7 @@ class Engine {
 
   Mutex mutex_;
   CondVar stage_wake_, await_wake_, write_wake_, ended_;
-  std::deque<Stretch> stretches_ GUARDED_BY(mutex_);
+  std::deque<QueuedBatch> queue_ GUARDED_BY(mutex_);
   std::deque<CopiedChunk> in_flight_ GUARDED_BY(mutex_);
   std::deque<FilledChunk> filled_ GUARDED_BY(mutex_);
   std::deque<Footer> footers_ GUARDED_BY(mutex_);

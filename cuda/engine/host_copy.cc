@@ -11,11 +11,11 @@ namespace {
 
 constexpr size_t kLongBytes = size_t{64} << 10;
 
-// The compiler makes a load and a store of each: the usual pieces are single elements.
+// The compiler makes a load and a store of each: the usual rows are single elements.
 template <size_t kBytes>
 void CopyElements(uint8_t* target, size_t target_step, const uint8_t* source, size_t source_step,
-                  size_t pieces) {
-  for (size_t i = 0; i < pieces; ++i) {
+                  size_t rows) {
+  for (size_t i = 0; i < rows; ++i) {
     std::memcpy(target + i * target_step, source + i * source_step, kBytes);
   }
 }
@@ -44,19 +44,19 @@ void CopyPastCaches(uint8_t* target, const uint8_t* source, size_t bytes) {
 
 }  // namespace
 
-void CopyPieces(uint8_t* target, size_t target_step, const uint8_t* source, size_t source_step, size_t bytes,
-                size_t pieces) {
+void CopyRows(uint8_t* target, size_t target_step, const uint8_t* source, size_t source_step, size_t bytes,
+              size_t rows) {
   switch (bytes) {
     case 1:
-      return CopyElements<1>(target, target_step, source, source_step, pieces);
+      return CopyElements<1>(target, target_step, source, source_step, rows);
     case 2:
-      return CopyElements<2>(target, target_step, source, source_step, pieces);
+      return CopyElements<2>(target, target_step, source, source_step, rows);
     case 4:
-      return CopyElements<4>(target, target_step, source, source_step, pieces);
+      return CopyElements<4>(target, target_step, source, source_step, rows);
     case 8:
-      return CopyElements<8>(target, target_step, source, source_step, pieces);
+      return CopyElements<8>(target, target_step, source, source_step, rows);
     default:
-      for (size_t i = 0; i < pieces; ++i) {
+      for (size_t i = 0; i < rows; ++i) {
         uint8_t* const to = target + i * target_step;
         const uint8_t* const from = source + i * source_step;
         bytes < kLongBytes ? static_cast<void>(std::memcpy(to, from, bytes))

@@ -162,13 +162,13 @@ bool ReadJob::Check(const ReadPlan::Window& window, uint64_t begin, uint64_t end
 // Block by block, while it is in the caches. Gives whether a device was asked to copy something.
 bool ReadJob::Deliver(const ReadPlan::Window& window, const uint8_t* data) {
   bool device = false;
-  const auto copy = [&](const ReadRun& run, uint64_t target, const uint8_t* source, uint64_t bytes,
-                        uint64_t pieces) {
-    if (run.device) {
+  const auto copy = [&](const ReadSpan& span, uint64_t target, const uint8_t* source, uint64_t bytes,
+                        uint64_t rows) {
+    if (span.device) {
       device = true;
-      copier_->CopyToDevice(target, run.target_step, source, run.file_step, bytes, pieces);
+      copier_->CopyToDevice(target, span.target_step, source, span.file_step, bytes, rows);
     } else {
-      CopyPieces(reinterpret_cast<uint8_t*>(target), run.target_step, source, run.file_step, bytes, pieces);
+      CopyRows(reinterpret_cast<uint8_t*>(target), span.target_step, source, span.file_step, bytes, rows);
     }
   };
   for (uint64_t at = window.begin; at < window.end; at += kBlockBytes) {

@@ -1,11 +1,11 @@
 // Where the sources of a save are sampled (engine/tripwire.h): at places that are chosen anew at each save,
 // so that a small change that comes again and again is found in the end.
 //
-// Host memory has one sample in each run and in each chunk of a run, at a random place: a tenth of a
+// Host memory has one sample in each span and in each chunk of a span, at a random place: a tenth of a
 // microsecond of the trainer's time each. On a device a copy costs the trainer's thread microseconds, so
 // there are no more than kMostDeviceCopies for a save. Some of them are grids: one copy of many rows at equal
-// distances. Those go to large runs, in proportion to their bytes; the others go to runs one by one, evenly
-// spread where there are more runs than that. With the copies in flight (device/copier.h) they stay below
+// distances. Those go to large spans, in proportion to their bytes; the others go to spans one by one, evenly
+// spread where there are more spans than that. With the copies in flight (device/copier.h) they stay below
 // what a stream accepts.
 #pragma once
 
@@ -14,14 +14,14 @@
 #include <cstdint>
 #include <vector>
 
-#include "engine/run.h"
+#include "engine/span.h"
 
 namespace datastates {
 
 constexpr uint64_t kSampleBytes = 64;
 constexpr size_t kMostDeviceCopies = 256;
 constexpr size_t kMostGrids = 16;
-constexpr size_t kRowsPerGrid = 128;  // of a run with a 1/kMostGrids of all bytes
+constexpr size_t kRowsPerGrid = 128;  // of a span with a 1/kMostGrids of all bytes
 constexpr uint64_t kLeastRowStep = 4096;
 constexpr uint64_t kLeastGridBytes = 64 * kLeastRowStep;
 constexpr size_t kMostDeviceSamples = kMostDeviceCopies + kMostGrids * kRowsPerGrid;
@@ -30,7 +30,7 @@ constexpr size_t kMostDeviceSamples = kMostDeviceCopies + kMostGrids * kRowsPerG
 struct Sample {
   uint64_t source;
   uint64_t offset;  // in the file
-  uint32_t bytes;   // kSampleBytes, or the whole piece of a run if it has less
+  uint32_t bytes;   // kSampleBytes, or the whole row of a span if it has less
   uint32_t place;   // counted among the samples of the host, or of the device
   bool device;
 };
@@ -38,7 +38,7 @@ struct Sample {
 // Samples of kSampleBytes on a device that one copy takes.
 struct Grid {
   uint64_t source;
-  uint64_t step_bytes;
+  uint64_t row_step;
   uint32_t rows;
   uint32_t place;  // of the first; the others follow
 };
@@ -60,20 +60,20 @@ inline uint64_t Scatter(uint64_t seed, uint64_t number) {
   return mix(mix(seed) + number);
 }
 
-// The bytes around a random one of the file's [begin, end), which the run covers; they are of one piece.
-inline Sample SampleIn(const Run& run, uint64_t begin, uint64_t end, uint64_t seed) {
+// The bytes around a random one of the file's [begin, end), which the span covers; they are of one row.
+inline Sample SampleIn(const Span& span, uint64_t begin, uint64_t end, uint64_t seed) {
   const uint64_t middle = begin + Scatter(seed, begin) % (end - begin);
-  const uint64_t piece = (middle - run.offset) / run.piece_bytes;
-  const uint64_t piece_begin = run.offset + piece * run.piece_bytes;
-  const uint64_t low = std::max(begin, piece_begin), high = std::min(end, piece_begin + run.piece_bytes);
+  const uint64_t row = (middle - span.offset) / span.row_bytes;
+  const uint64_t row_begin = span.offset + row * span.row_bytes;
+  const uint64_t low = std::max(begin, row_begin), high = std::min(end, row_begin + span.row_bytes);
   const uint64_t bytes = std::min(kSampleBytes, high - low);
   const uint64_t before = std::min(kSampleBytes / 2, middle - low);
   const uint64_t offset = std::min(middle - before, high - bytes);
-  return {run.source + piece * run.step_bytes + (offset - piece_begin), offset, static_cast<uint32_t>(bytes),
-          0, run.device};
+  return {span.source + row * span.row_step + (offset - row_begin), offset, static_cast<uint32_t>(bytes), 0,
+          span.device};
 }
 
-// Of the lazy ones of `runs`. Chunks are counted from the file's `begin`.
-Samples ChooseSamples(const std::vector<Run>& runs, uint64_t begin, uint64_t chunk_bytes, uint64_t seed);
+// Of the lazy ones of `spans`. Chunks are counted from the file's `begin`.
+Samples ChooseSamples(const std::vector<Span>& spans, uint64_t begin, uint64_t chunk_bytes, uint64_t seed);
 
 }  // namespace datastates

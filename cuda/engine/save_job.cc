@@ -20,14 +20,14 @@ SaveJob::SaveJob(std::string path, bool direct, bool checksums, std::shared_ptr<
 
 bool SaveJob::Reached(Milestone milestone) const {
   if (milestone == Milestone::kReleased) return tasks_ == 0;
-  if (failure_) return milestone != Milestone::kCopied || reads_ == 0;
+  if (failure_) return milestone != Milestone::kStaged || reads_ == 0;
   switch (milestone) {
     case Milestone::kEager:
       return eager_left_ == 0;
     case Milestone::kEnqueued:
       return enqueued_left_ == 0;
-    case Milestone::kCopied:
-      return copied_left_ == 0;
+    case Milestone::kStaged:
+      return staged_left_ == 0;
     case Milestone::kWritten:
       return input_closed_ && written_left_ == 0;
     default:
@@ -139,17 +139,17 @@ void SaveJob::EndRead() {
   changed_.NotifyAll();
 }
 
-void SaveJob::PlanRehearsal(const Batch& batch) {
+void SaveJob::PlanFirstPass(const Batch& batch) {
   const MutexLock lock(mutex_);
   const size_t chunks = batch.chunks().size();
-  rehearsed_.resize(chunks);
+  first_checksums_.resize(chunks);
   eager_left_ += chunks;
   tasks_ += chunks;
 }
 
-void SaveJob::Rehearsed(size_t chunk, uint32_t crc) {
+void SaveJob::KeepFirstChecksum(size_t chunk, uint32_t crc) {
   const MutexLock lock(mutex_);
-  rehearsed_[chunk] = crc;
+  first_checksums_[chunk] = crc;
   --eager_left_;
   changed_.NotifyAll();
 }
@@ -166,21 +166,21 @@ bool SaveJob::Verify(const Batch& batch, size_t number, const uint8_t* staged) {
   const Batch::Chunk& chunk = batch.chunks()[number];
   if (tripwire_) {
     if (const auto change = tripwire_->FindChange(batch, number, staged)) {
-      Torn(change->offset, change->bytes);
+      FailTorn(change->offset, change->bytes);
       return false;
     }
   }
   std::optional<uint32_t> crc;
   {
     const MutexLock lock(mutex_);
-    if (!rehearsed_.empty()) crc = rehearsed_[number];
+    if (!first_checksums_.empty()) crc = first_checksums_[number];
   }
   if (!crc || *crc == Crc32c(0, staged, chunk.bytes)) return true;
-  Torn(chunk.offset, chunk.bytes);
+  FailTorn(chunk.offset, chunk.bytes);
   return false;
 }
 
-void SaveJob::Torn(uint64_t offset, uint64_t bytes) {
+void SaveJob::FailTorn(uint64_t offset, uint64_t bytes) {
   const MutexLock lock(mutex_);
   if (failure_) return;
   failure_ = FileFailure("stage", path_, 0,
@@ -191,7 +191,7 @@ void SaveJob::Torn(uint64_t offset, uint64_t bytes) {
   changed_.NotifyAll();
 }
 
-void SaveJob::Plan(const Batch& batch) {
+void SaveJob::CountPlanned(const Batch& batch) {
   const MutexLock lock(mutex_);
   for (const Batch::Chunk& chunk : batch.chunks()) {
     eager_left_ += chunk.eager;
@@ -200,7 +200,7 @@ void SaveJob::Plan(const Batch& batch) {
   const size_t chunks = batch.chunks().size();
   if (batch.fenced()) {
     enqueued_left_ += chunks;
-    copied_left_ += chunks;
+    staged_left_ += chunks;
   }
   written_left_ += chunks;
   tasks_ += chunks;
@@ -214,12 +214,12 @@ void SaveJob::CloseInput() {
   changed_.NotifyAll();
 }
 
-void SaveJob::Begin() {
+void SaveJob::BeginTask() {
   const MutexLock lock(mutex_);
   ++tasks_;
 }
 
-void SaveJob::Done() {
+void SaveJob::EndTask() {
   std::optional<Tripwire> dropped;  // behind the lock
   const MutexLock lock(mutex_);
   if (--tasks_ == 0) dropped.swap(tripwire_);  // its fenced chunks have been verified, or will not be
@@ -246,11 +246,11 @@ void SaveJob::CountEnqueued(const Batch& batch, const Batch::Chunk& chunk) {
   changed_.NotifyAll();
 }
 
-void SaveJob::Copied(const Batch& batch, const Batch::Chunk& chunk) {
+void SaveJob::CountStaged(const Batch& batch, const Batch::Chunk& chunk) {
   const MutexLock lock(mutex_);
-  if (batch.fenced()) --copied_left_;
-  status_.bytes_copied += chunk.bytes;
-  if (copied_left_ == 0 && status_.copied_at < 0) status_.copied_at = Elapsed();
+  if (batch.fenced()) --staged_left_;
+  status_.bytes_staged += chunk.bytes;
+  if (staged_left_ == 0 && status_.staged_at < 0) status_.staged_at = Elapsed();
   changed_.NotifyAll();
 }
 
@@ -259,19 +259,19 @@ DataFile* SaveJob::file() const {
   return file_.get();
 }
 
-void SaveJob::Written(const Batch::Chunk& chunk, const uint8_t* data) {
-  std::vector<Piece> pieces;
+void SaveJob::WriteChunk(const Batch::Chunk& chunk, const uint8_t* data) {
+  std::vector<BlockPart> parts;
   for (uint64_t at = 0; checksums_ && at < chunk.bytes;) {
     const uint64_t offset = chunk.offset + at;
     const uint64_t bytes = std::min(chunk.bytes - at, kBlockBytes - offset % kBlockBytes);
-    pieces.push_back({offset, bytes, Crc32c(0, data + at, bytes)});
+    parts.push_back({offset, bytes, Crc32c(0, data + at, bytes)});
     at += bytes;
   }
   DataFile* const open = file();
   if (open == nullptr) throw FileFailure("write", path_, 0, "the file is closed");
   open->WriteAt(data, chunk.bytes, chunk.offset);
   const MutexLock lock(mutex_);
-  pieces_.insert(pieces_.end(), pieces.begin(), pieces.end());
+  block_parts_.insert(block_parts_.end(), parts.begin(), parts.end());
   status_.bytes_written += chunk.bytes;
   if (--written_left_ == 0 && input_closed_) status_.written_at = Elapsed();
   changed_.NotifyAll();
@@ -279,22 +279,23 @@ void SaveJob::Written(const Batch::Chunk& chunk, const uint8_t* data) {
 
 std::vector<uint32_t> SaveJob::BlockChecksums() const {
   if (!home_.IsHere()) throw FileFailure("collect checksums", path_, 0, kOfTheParent);
-  std::vector<Piece> pieces;
+  std::vector<BlockPart> parts;
   {
     const MutexLock lock(mutex_);
-    pieces = pieces_;
+    parts = block_parts_;
   }
-  std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.offset < b.offset; });
+  std::sort(parts.begin(), parts.end(),
+            [](const BlockPart& a, const BlockPart& b) { return a.offset < b.offset; });
   std::vector<uint32_t> blocks;
   uint64_t end = 0;
-  for (const Piece& piece : pieces) {
-    if (piece.offset != end) throw FileFailure("collect checksums", path_, 0, "a chunk is missing");
-    if (piece.offset % kBlockBytes == 0) {
-      blocks.push_back(piece.crc);
+  for (const BlockPart& part : parts) {
+    if (part.offset != end) throw FileFailure("collect checksums", path_, 0, "a chunk is missing");
+    if (part.offset % kBlockBytes == 0) {
+      blocks.push_back(part.crc);
     } else {
-      blocks.back() = Crc32cCombine(blocks.back(), piece.crc, piece.bytes);
+      blocks.back() = Crc32cCombine(blocks.back(), part.crc, part.bytes);
     }
-    end = piece.offset + piece.bytes;
+    end = part.offset + part.bytes;
   }
   return blocks;
 }
@@ -320,7 +321,7 @@ void SaveJob::WriteFooter(const uint8_t* data, uint64_t bytes, uint64_t offset) 
   changed_.NotifyAll();
 }
 
-void SaveJob::SlotWait(double seconds, double of_it_growing) {
+void SaveJob::CountSlotWait(double seconds, double of_it_growing) {
   const MutexLock lock(mutex_);
   status_.waited_for_slots += seconds;
   status_.waited_for_memory += of_it_growing;

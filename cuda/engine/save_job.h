@@ -19,12 +19,12 @@
 
 namespace datastates {
 
-// What a wait can be for. When the job fails, every wait ends: that for kCopied once nothing reads a source
+// What a wait can be for. When the job fails, every wait ends: that for kStaged once nothing reads a source
 // any more, that for kReleased as ever, the others at once.
 enum class Milestone {
   kEager,     // samples and eager chunks are enqueued: on the device's stream, or copied from host memory
-  kEnqueued,    // fenced chunks are enqueued, likewise
-  kCopied,    // no fenced source will be read any more: it may be freed, or unmapped
+  kEnqueued,  // fenced chunks are enqueued, likewise
+  kStaged,    // no fenced source will be read any more: it may be freed, or unmapped
   kWritten,   // the input is closed and every chunk is in the file
   kDurable,   // the footer is written and the file and its directories are synced
   kReleased,  // nothing of this job is queued or running, no source is read, no slot is held
@@ -38,9 +38,10 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
     std::optional<Failure> failure;  // the first
     bool cancelled = false;
     bool direct = false;
-    uint64_t bytes_planned = 0, bytes_copied = 0, bytes_written = 0;
+    uint64_t bytes_planned = 0, bytes_staged = 0, bytes_written = 0;
     // Seconds since the job began; negative while it has not happened.
-    double reserved_at = -1, looked_at = -1, enqueued_at = -1, copied_at = -1, written_at = -1, durable_at = -1;
+    double reserved_at = -1, looked_at = -1, enqueued_at = -1, staged_at = -1, written_at = -1,
+           durable_at = -1;
     double waited_for_slots = 0;   // of all staging threads together
     double waited_for_memory = 0;  // the part of it in which the pool was still being made
     // Where in the file a source changed before its copy was done; torn_bytes is 0 if none did.
@@ -76,31 +77,31 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   void EndRead();
 
   // Used by the engine's workers.
-  void PlanRehearsal(const Batch& batch);
-  void Rehearsed(size_t chunk, uint32_t crc);  // the checksum of that chunk, copied before any change
+  void PlanFirstPass(const Batch& batch);
+  void KeepFirstChecksum(size_t chunk, uint32_t crc);  // the checksum of that chunk, copied before any change
   // The tripwire's second look at what is in host memory, if there is a tripwire. Before the first chunk that
   // is not eager is copied, so that nothing has changed for a good reason.
   void Look(const Batch& batch);
   // Whether the fenced chunk was staged as it was when the save began, as far as samples and rehearsal can
   // tell. If not, the job fails.
   bool Verify(const Batch& batch, size_t chunk, const uint8_t* staged);
-  void Plan(const Batch& batch);  // counts what is coming
+  void CountPlanned(const Batch& batch);  // counts what is coming
   void CloseInput();
   void Open(uint64_t reserve_bytes, WriteBackend* backend, Faults* faults);
   void CountEnqueued(const Batch& batch, const Batch::Chunk& chunk);
-  void Copied(const Batch& batch, const Batch::Chunk& chunk);
-  void Written(const Batch::Chunk& chunk, const uint8_t* data);
-  void Done();  // a chunk or task planned by Plan or Begin has left the engine
-  void Begin();
+  void CountStaged(const Batch& batch, const Batch::Chunk& chunk);
+  void WriteChunk(const Batch::Chunk& chunk, const uint8_t* data);
+  void EndTask();  // a chunk or task planned by Plan or Begin has left the engine
+  void BeginTask();
   void WriteFooter(const uint8_t* data, uint64_t bytes, uint64_t offset);
-  void SlotWait(double seconds, double of_it_growing);
+  void CountSlotWait(double seconds, double of_it_growing);
 
   const std::shared_ptr<DeviceCopier>& copier() const { return copier_; }
   bool checksums() const { return checksums_; }
 
  private:
   using Clock = std::chrono::steady_clock;
-  struct Piece {
+  struct BlockPart {
     uint64_t offset;
     uint64_t bytes;
     uint32_t crc;
@@ -111,7 +112,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
     std::unique_ptr<Event> begin, end;
   };
 
-  void Torn(uint64_t offset, uint64_t bytes);
+  void FailTorn(uint64_t offset, uint64_t bytes);
   double Elapsed() const { return std::chrono::duration<double>(Clock::now() - born_).count(); }
   bool Reached(Milestone milestone) const REQUIRES(mutex_);
   DataFile* file() const;
@@ -138,14 +139,15 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   // down to zero exactly once per planned chunk while the job has not failed.
   size_t eager_left_ GUARDED_BY(mutex_) = 0;
   size_t enqueued_left_ GUARDED_BY(mutex_) = 0;
-  size_t copied_left_ GUARDED_BY(mutex_) = 0;
+  size_t staged_left_ GUARDED_BY(mutex_) = 0;
   size_t written_left_ GUARDED_BY(mutex_) = 0;
   size_t reads_ GUARDED_BY(mutex_) = 0;  // begun and not ended
   size_t tasks_ GUARDED_BY(mutex_) = 0;  // queued or running in the engine, failed or not
   bool input_closed_ GUARDED_BY(mutex_) = false;
   bool durable_ GUARDED_BY(mutex_) = false;
-  std::vector<Piece> pieces_ GUARDED_BY(mutex_);
-  std::vector<uint32_t> rehearsed_ GUARDED_BY(mutex_);  // by chunk of the fenced batch; empty: no rehearsal
+  std::vector<BlockPart> block_parts_ GUARDED_BY(mutex_);
+  std::vector<uint32_t> first_checksums_
+      GUARDED_BY(mutex_);  // by chunk of the fenced batch; empty: no rehearsal
 };
 
 }  // namespace datastates

@@ -12,12 +12,12 @@ namespace {
 uint32_t LookAt(const Batch& batch, const Batch::Chunk& chunk, const uint8_t* staged) {
   uint32_t crc = 0;
   const uint64_t end = chunk.offset + chunk.bytes;
-  for (size_t i = chunk.first_run; i < batch.runs().size() && batch.runs()[i].offset < end; ++i) {
-    const Run& run = batch.runs()[i];
-    if (run.eager || run.device) continue;
-    const uint64_t to = std::min(run.offset + run.bytes, end);
-    for (uint64_t from = std::max(run.offset, chunk.offset); from < to; from += Tripwire::kLookBytes) {
-      const Sample place = SampleIn(run, from, std::min(from + Tripwire::kLookBytes, to), batch.seed());
+  for (size_t i = chunk.first_span; i < batch.spans().size() && batch.spans()[i].offset < end; ++i) {
+    const Span& span = batch.spans()[i];
+    if (span.eager || span.device) continue;
+    const uint64_t to = std::min(span.offset + span.bytes, end);
+    for (uint64_t from = std::max(span.offset, chunk.offset); from < to; from += Tripwire::kLookBytes) {
+      const Sample place = SampleIn(span, from, std::min(from + Tripwire::kLookBytes, to), batch.seed());
       crc = Crc32c(crc,
                    staged == nullptr ? reinterpret_cast<const uint8_t*>(place.source)
                                      : staged + (place.offset - chunk.offset),
@@ -33,7 +33,7 @@ void Tripwire::Take(const Batch& batch, DeviceCopier* copier, std::shared_ptr<ui
   device_ = std::move(device_memory);
   const Samples& samples = batch.samples();
   host_.reset(new uint8_t[samples.host * kSampleBytes]);
-  std::vector<DeviceCopier::Piece> pieces;
+  std::vector<DeviceCopier::Transfer> transfers;
   auto grid = samples.grids.begin();
   uint32_t after_grid = 0;  // the first place that no grid so far has
   for (const Sample& sample : samples.all) {
@@ -43,14 +43,14 @@ void Tripwire::Take(const Batch& batch, DeviceCopier* copier, std::shared_ptr<ui
     } else if (grid != samples.grids.end() && grid->place == sample.place) {
       after_grid = grid->place + grid++->rows;
     } else if (device_ && sample.place >= after_grid) {
-      pieces.push_back({device_.get() + sample.place * kSampleBytes, sample.source, sample.bytes});
+      transfers.push_back({device_.get() + sample.place * kSampleBytes, sample.source, sample.bytes});
     }
   }
   if (!device_) return;
-  if (!pieces.empty()) copier->CopyAtOnce(pieces);
+  if (!transfers.empty()) copier->CopyAtOnce(transfers);
   for (const Grid& rows : samples.grids) {
     copier->CopyRowsAtOnce(device_.get() + rows.place * kSampleBytes, rows.source, kSampleBytes,
-                           rows.step_bytes, rows.rows);
+                           rows.row_step, rows.rows);
   }
 }
 

@@ -11,7 +11,7 @@ class Milestone(enum.Enum):
 
     EAGER = 0
     ENQUEUED = 1
-    COPIED = 2
+    STAGED = 2
     WRITTEN = 3
     DURABLE = 4
     RELEASED = 5
@@ -61,8 +61,8 @@ class Engine:
         sources: NDArray[np.uint64],
         bytes: NDArray[np.uint64],
         offsets: NDArray[np.uint64],
-        piece_bytes: NDArray[np.uint64],
-        step_bytes: NDArray[np.uint64],
+        row_bytes: NDArray[np.uint64],
+        row_steps: NDArray[np.uint64],
         storages: NDArray[np.uint64],
         flags: NDArray[np.uint8],
         stream: int,
@@ -78,8 +78,8 @@ class Engine:
         sources: NDArray[np.uint64],
         bytes: NDArray[np.uint64],
         offsets: NDArray[np.uint64],
-        piece_bytes: NDArray[np.uint64],
-        step_bytes: NDArray[np.uint64],
+        row_bytes: NDArray[np.uint64],
+        row_steps: NDArray[np.uint64],
         storages: NDArray[np.uint64],
         flags: NDArray[np.uint8],
     ) -> None: ...
@@ -112,8 +112,8 @@ class Reader:
         sources: list[tuple[str, int, bytes]],
         files: NDArray[np.uint64],
         offsets: NDArray[np.uint64],
-        piece_bytes: NDArray[np.uint64],
-        pieces: NDArray[np.uint64],
+        row_bytes: NDArray[np.uint64],
+        rows: NDArray[np.uint64],
         file_steps: NDArray[np.uint64],
         targets: NDArray[np.uint64],
         target_steps: NDArray[np.uint64],

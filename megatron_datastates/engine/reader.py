@@ -1,4 +1,4 @@
-"""Reads runs of data files, checked, in parallel."""
+"""Reads spans of data files, checked, in parallel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_datastates.errors import FormatError, StorageError
 from megatron_datastates.files import INDEX_BYTES, open_regular, read_regular, size_of
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import HEADER_BYTES, Header
-from megatron_datastates.plan.reads import ReadRuns
+from megatron_datastates.plan.reads import ReadSpans
 
 SLOT_BYTES = 4 * MIB  # the longest read
 _SLICE_SECONDS = 0.1  # native waits return this often, so that signals get through
@@ -56,10 +56,10 @@ class Reader:
     def read(
         self,
         sources: Sequence[tuple[Path, Footer]],
-        runs: ReadRuns,
+        spans: ReadSpans,
         progress: Callable[[int], None] = lambda bytes_read: None,
     ) -> ReadOutcome:
-        """Executes `runs`, whose `files` count in `sources`, in one pass over the files.
+        """Executes `spans`, whose `files` count in `sources`, in one pass over the files.
 
         `progress` is told every 0.1 seconds how many bytes have been read since it was told last.
 
@@ -75,15 +75,15 @@ class Reader:
         with native.errors_for_users():  # before any file is opened
             job = self._native.start(
                 sources=files,
-                files=runs.files,
-                offsets=runs.offsets,
-                piece_bytes=runs.piece_bytes,
-                pieces=runs.pieces,
-                file_steps=runs.file_steps,
-                targets=runs.targets,
-                target_steps=runs.target_steps,
-                flags=runs.on_device * np.uint8(native.DEVICE_FLAG),
-                stream=_current_stream() if runs.on_device.any() else 0,
+                files=spans.files,
+                offsets=spans.offsets,
+                row_bytes=spans.row_bytes,
+                rows=spans.rows,
+                file_steps=spans.file_steps,
+                targets=spans.targets,
+                target_steps=spans.target_steps,
+                flags=spans.on_device * np.uint8(native.DEVICE_FLAG),
+                stream=_current_stream() if spans.on_device.any() else 0,
             )
         told, is_over = 0, False
         try:

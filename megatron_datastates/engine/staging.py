@@ -88,8 +88,8 @@ class StagingEngine:
                 sources=copies.sources(first.ctypes.data, addresses),
                 bytes=copies.bytes,
                 offsets=copies.offsets,
-                piece_bytes=copies.piece_bytes,
-                step_bytes=copies.step_bytes,
+                row_bytes=copies.row_bytes,
+                row_steps=copies.row_steps,
                 storages=copies.storages(list(map(id, owners)) if on_device else ()),
                 flags=copies.eager * np.uint8(native.EAGER_FLAG)
                 | copies.on_device * np.uint8(native.DEVICE_FLAG),
@@ -224,7 +224,7 @@ class FileSave:
         """
         self.allow_lazy_copies()
         deadline = time.monotonic() + seconds
-        while not self._job.wait(native.Milestone.COPIED, _SLICE_SECONDS):
+        while not self._job.wait(native.Milestone.STAGED, _SLICE_SECONDS):
             if time.monotonic() > deadline:
                 self.cancel(f"not everything was copied within {seconds:g} s")
 
@@ -259,7 +259,7 @@ class FileSave:
 
     def sources_copied(self) -> bool:
         """Whether no source is read any more; if so they are dropped, here on the trainer's thread."""
-        if self._sources is not None and self._job.wait(native.Milestone.COPIED, 0.0):
+        if self._sources is not None and self._job.wait(native.Milestone.STAGED, 0.0):
             self._sources = self._storages = None
         return self._sources is None
 
@@ -288,8 +288,8 @@ class FileSave:
             sources=np.array([memory[i].ctypes.data for i in present], np.uint64),
             bytes=present_bytes,
             offsets=np.array([offsets[i] for i in present], np.uint64),
-            piece_bytes=present_bytes,
-            step_bytes=present_bytes,
+            row_bytes=present_bytes,
+            row_steps=present_bytes,
             storages=np.zeros(len(present), np.uint64),
             flags=np.zeros(len(present), np.uint8),
         )

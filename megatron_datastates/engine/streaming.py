@@ -39,8 +39,8 @@ class StreamedFile:
             "sources": sources,
             "bytes": size,
             "offsets": offsets,
-            "piece_bytes": size,
-            "step_bytes": size,
+            "row_bytes": size,
+            "row_steps": size,
             "storages": np.zeros(1, np.uint64),
         }
         flags = np.full(1, native.EAGER_FLAG, np.uint8)
@@ -57,7 +57,7 @@ class StreamedFile:
                 )
         else:
             self._engine.native.append(job=self._job, begin=begin, end=self._end, flags=flags, **columns)
-        while int(str(self._status(self._job)["bytes_copied"])) < self._end:
+        while int(str(self._status(self._job)["bytes_staged"])) < self._end:
             time.sleep(_POLL_SECONDS)
 
     def checksums(self) -> bytes:

@@ -41,7 +41,7 @@ from megatron_datastates.format.values import MANIFEST_NAME, Extent
 from megatron_datastates.pipeline.damage import describe_blocks, what_rank_wrote, why_no_checkpoint
 from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.plan.boxes import checked_slice, cut_box, first_overlap
-from megatron_datastates.plan.reads import BoxReads, gather_runs, plan_extent, plan_slice
+from megatron_datastates.plan.reads import BoxReads, gather_spans, plan_extent, plan_slice
 from megatron_datastates.providers.base import Place
 from megatron_datastates.providers.objects import deserialize
 
@@ -53,7 +53,7 @@ _decoded: weakref.WeakValueDictionary[str, DecodedEntries] = weakref.WeakValueDi
 
 @dataclasses.dataclass(frozen=True)
 class ScheduledRead:
-    """Runs of one file and the address that their targets count from."""
+    """Spans of one file and the address that their targets count from."""
 
     reads: BoxReads
     address: int
@@ -169,16 +169,18 @@ class Checkpoint:
         items = list(scheduled)
         if not items:
             return
-        runs = gather_runs([i.reads for i in items], [i.address for i in items], [i.on_device for i in items])
-        files, places = np.unique(runs.files, return_inverse=True)
+        spans = gather_spans(
+            [i.reads for i in items], [i.address for i in items], [i.on_device for i in items]
+        )
+        files, places = np.unique(spans.files, return_inverse=True)
         self.require(files.tolist())
         sources = [(self.file_path(file), self.footer(file)) for file in files.tolist()]
-        beyond = runs.ends() > np.array([footer.data_bytes for _, footer in sources], np.uint64)[places]
+        beyond = spans.ends() > np.array([footer.data_bytes for _, footer in sources], np.uint64)[places]
         if beyond.any():
             path = sources[places[beyond.argmax()]][0]
             raise FormatError(f"{self.manifest.index.name} places data behind the end of the data of {path}")
-        runs = dataclasses.replace(runs, files=places.astype(np.uint64))
-        outcome = (reader or self.new_reader()).read(sources, runs)
+        spans = dataclasses.replace(spans, files=places.astype(np.uint64))
+        outcome = (reader or self.new_reader()).read(sources, spans)
         self.bytes_read += outcome.bytes_read
         if outcome.bad_blocks:
             raise CorruptDataError(

@@ -1,4 +1,4 @@
-"""Strided boxes as runs of bytes, pieces and intersections of boxes."""
+"""Strided boxes as spans of bytes, rows and intersections of boxes."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class PairedRuns(NamedTuple):
-    """A box that lies in two strided memories: runs of one form, copied from either to the other.
+class PairedSpans(NamedTuple):
+    """A box that lies in two strided memories: spans of one form, copied from either to the other.
 
-    A run is `pieces` pieces of `piece_bytes`, each `a_step` behind the one before in a, and `b_step` in b.
+    A span is `rows` rows of `row_bytes`, each `a_step` behind the one before in a, and `b_step` in b.
     """
 
-    a_starts: Offsets  # where each run begins, bytes behind the first element
+    a_starts: Offsets  # where each span begins, bytes behind the first element
     b_starts: Offsets
-    pieces: int
-    piece_bytes: int
+    rows: int
+    row_bytes: int
     a_step: int  # bytes
     b_step: int
 
 
-def paired_runs(
+def paired_spans(
     lengths: Sequence[int], a_strides: Sequence[int], b_strides: Sequence[int], item_bytes: int
-) -> PairedRuns:
-    """The fewest such runs, in row-major order of the box. An empty box has none.
+) -> PairedSpans:
+    """The fewest such spans, in row-major order of the box. An empty box has none.
 
     Args:
         lengths: elements per dimension.
@@ -52,52 +52,52 @@ def paired_runs(
         item_bytes: bytes per element.
     """
     if 0 in lengths:
-        return PairedRuns(np.zeros(0, np.uint64), np.zeros(0, np.uint64), 1, 0, 0, 0)
+        return PairedSpans(np.zeros(0, np.uint64), np.zeros(0, np.uint64), 1, 0, 0, 0)
     dims: list[tuple[int, int, int]] = []  # length and strides, where neighbours that make one are one
     for length, a, b in zip(lengths, a_strides, b_strides, strict=True):
         if dims and dims[-1][1:] == (length * a, length * b):
             dims[-1] = dims[-1][0] * length, a, b
         elif length != 1:
             dims.append((length, a, b))
-    piece = dims.pop()[0] if dims and dims[-1][1:] == (1, 1) else 1
-    pieces, a_step, b_step = dims.pop() if dims else (1, piece, piece)
+    row = dims.pop()[0] if dims and dims[-1][1:] == (1, 1) else 1
+    rows, a_step, b_step = dims.pop() if dims else (1, row, row)
     a_starts = b_starts = np.zeros(1, np.uint64)
     for length, a, b in dims:
         steps = np.arange(length, dtype=np.uint64) * np.uint64(item_bytes)
         a_starts = (a_starts[:, None] + steps * np.uint64(a)).reshape(-1)
         b_starts = (b_starts[:, None] + steps * np.uint64(b)).reshape(-1)
-    return PairedRuns(
+    return PairedSpans(
         a_starts,
         b_starts,
-        pieces,
-        piece * item_bytes,
+        rows,
+        row * item_bytes,
         a_step * item_bytes,
         b_step * item_bytes,
     )
 
 
-class Runs(NamedTuple):
-    """What is copied of one fragment: runs of equal size, stored one behind the other.
+class Spans(NamedTuple):
+    """What is copied of one fragment: spans of equal size, stored one behind the other.
 
-    A run is `pieces` pieces of `piece_bytes`, each `step_bytes` behind the one before in memory.
+    A span is `rows` rows of `row_bytes`, each `row_step` behind the one before in memory.
     """
 
-    starts: Offsets  # where each run begins, bytes behind the first element
-    pieces: int
-    piece_bytes: int
-    step_bytes: int
+    starts: Offsets  # where each span begins, bytes behind the first element
+    rows: int
+    row_bytes: int
+    row_step: int
 
 
-def strided_runs(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Runs:
-    """A strided memory that is to be stored in row-major order, as few runs.
+def strided_spans(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Spans:
+    """A strided memory that is to be stored in row-major order, as few spans.
 
     Args:
         shape: elements per dimension.
         strides: elements per step; none is negative.
         item_bytes: bytes per element.
     """
-    runs = paired_runs(shape, strides, contiguous_strides(shape), item_bytes)
-    return Runs(runs.a_starts, runs.pieces, runs.piece_bytes, runs.a_step)
+    spans = paired_spans(shape, strides, contiguous_strides(shape), item_bytes)
+    return Spans(spans.a_starts, spans.rows, spans.row_bytes, spans.a_step)
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.format.header import HEADER_BYTES
-from megatron_datastates.plan.boxes import Runs
+from megatron_datastates.plan.boxes import Spans
 from megatron_datastates.plan.layout import Layout
 
 Words = npt.NDArray[np.uint64]
@@ -17,25 +17,25 @@ Words = npt.NDArray[np.uint64]
 
 @dataclasses.dataclass(frozen=True)
 class CopyPlan:
-    """Runs in the order of the file, one element of each array a run; the first is the file's header."""
+    """Spans in the order of the file, one element of each array a span; the first is the file's header."""
 
     origin: npt.NDArray[np.intp]  # 0: the header; i + 1: fragment i
     starts: Words  # bytes behind the address of the origin
     offsets: Words  # in the file
     bytes: Words
-    piece_bytes: Words  # `bytes` are a multiple of it
-    step_bytes: Words  # from one piece to the next, in memory
+    row_bytes: Words  # `bytes` are a multiple of it
+    row_steps: Words  # from one row to the next, in memory
     eager: npt.NDArray[np.bool_]
     on_device: npt.NDArray[np.bool_]
     devices: tuple[int, ...]  # CUDA devices that sources are on
 
     def sources(self, header: int, fragments: Words) -> Words:
-        """Addresses of the runs, from those of the header and of each fragment at this save."""
+        """Addresses of the spans, from those of the header and of each fragment at this save."""
         origins = np.concatenate([np.array([header], np.uint64), fragments])
         return origins[self.origin] + self.starts
 
     def storages(self, fragments: Sequence[int]) -> Words:
-        """The storage of each run, from those of the fragments: runs of different ones are not merged.
+        """The storage of each span, from those of the fragments: spans of different ones are not merged.
 
         Without `fragments` all are one. That is for host memory, where a copy may cross allocations.
         """
@@ -45,30 +45,30 @@ class CopyPlan:
 
 
 def plan_copies(
-    layout: Layout, runs: Sequence[Runs], eager: Sequence[bool], devices: Sequence[int | None]
+    layout: Layout, spans: Sequence[Spans], eager: Sequence[bool], devices: Sequence[int | None]
 ) -> CopyPlan:
-    """Puts the runs of each fragment (relative to its address) where `layout` places it.
+    """Puts the spans of each fragment (relative to its address) where `layout` places it.
 
     Args:
-        runs, eager, devices: of each fragment; `devices` has None for host memory.
+        spans, eager, devices: of each fragment; `devices` has None for host memory.
     """
-    order = [runs[i] for i in layout.order]
+    order = [spans[i] for i in layout.order]
     counts = np.array([1, *(len(of_one.starts) for of_one in order)])
     first = np.cumsum(counts) - counts
 
     def each(header: int, values: Sequence[int] | Words) -> Words:
         return np.repeat(np.concatenate([[header], np.asarray(values, np.uint64)]).astype(np.uint64), counts)
 
-    sizes = each(HEADER_BYTES, [of_one.pieces * of_one.piece_bytes for of_one in order])
-    place = (np.arange(len(sizes)) - np.repeat(first, counts)).astype(np.uint64)  # of a run in its fragment
+    sizes = each(HEADER_BYTES, [of_one.rows * of_one.row_bytes for of_one in order])
+    place = (np.arange(len(sizes)) - np.repeat(first, counts)).astype(np.uint64)  # of a span in its fragment
     origin = np.repeat(np.array([0, *(i + 1 for i in layout.order)], np.intp), counts)
     return CopyPlan(
         origin=origin,
         starts=np.concatenate([np.zeros(1, np.uint64), *(np.array(r.starts, np.uint64) for r in order)]),
         offsets=each(0, layout.offsets) + place * sizes,
         bytes=sizes,
-        piece_bytes=each(HEADER_BYTES, [of_one.piece_bytes for of_one in order]),
-        step_bytes=each(HEADER_BYTES, [of_one.step_bytes for of_one in order]),
+        row_bytes=each(HEADER_BYTES, [of_one.row_bytes for of_one in order]),
+        row_steps=each(HEADER_BYTES, [of_one.row_step for of_one in order]),
         eager=np.array([False, *eager], np.bool_)[origin],
         on_device=np.array([False, *(device is not None for device in devices)], np.bool_)[origin],
         devices=tuple(sorted({device for device in devices if device is not None})),

@@ -1,4 +1,4 @@
-"""Which bytes of which file make up a requested slice, and where each run of them goes."""
+"""Which bytes of which file make up a requested slice, and where each span of them goes."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ import numpy.typing as npt
 
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import BLOCK_BYTES, Extent, element_bytes
-from megatron_datastates.plan.boxes import contiguous_strides, intersect, paired_runs
+from megatron_datastates.plan.boxes import contiguous_strides, intersect, paired_spans
 
 Words = npt.NDArray[np.uint64]
 
 
 @dataclasses.dataclass(frozen=True)
 class BoxReads:
-    """Runs of one form from one data file: pieces at equal distances go to memory at equal distances."""
+    """Spans of one form from one data file: rows at equal distances go to memory at equal distances."""
 
     file: int
-    offsets: Words  # of each run's first piece, in the file
+    offsets: Words  # of each span's first row, in the file
     targets: Words  # the same, bytes behind the first element of the destination
-    pieces: int
-    piece_bytes: int
-    file_step: int  # bytes from piece to piece
+    rows: int
+    row_bytes: int
+    file_step: int  # bytes from row to row
     target_step: int
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadRuns:
-    """Runs of any number of boxes, one element of each array a run."""
+class ReadSpans:
+    """Spans of any number of boxes, one element of each array a span."""
 
     files: Words
     offsets: Words
-    pieces: Words
-    piece_bytes: Words
+    rows: Words
+    row_bytes: Words
     file_steps: Words
     targets: Words  # addresses
     target_steps: Words
     on_device: npt.NDArray[np.bool_]
 
     def ends(self) -> Words:
-        """Where each run ends in its file."""
-        return self.offsets + (self.pieces - np.uint64(1)) * self.file_steps + self.piece_bytes
+        """Where each span ends in its file."""
+        return self.offsets + (self.rows - np.uint64(1)) * self.file_steps + self.row_bytes
 
 
-def gather_runs(boxes: Sequence[BoxReads], addresses: Sequence[int], on_device: Sequence[bool]) -> ReadRuns:
-    """All runs of `boxes`, whose destinations are at `addresses`."""
+def gather_spans(boxes: Sequence[BoxReads], addresses: Sequence[int], on_device: Sequence[bool]) -> ReadSpans:
+    """All spans of `boxes`, whose destinations are at `addresses`."""
     counts = [len(box.offsets) for box in boxes]
-    forms = [(box.file, box.pieces, box.piece_bytes, box.file_step, box.target_step) for box in boxes]
+    forms = [(box.file, box.rows, box.row_bytes, box.file_step, box.target_step) for box in boxes]
     each = np.repeat(np.array(forms, np.uint64).reshape(len(boxes), 5), counts, axis=0).T
-    files, pieces, piece_bytes, file_steps, target_steps = map(np.ascontiguousarray, each)
+    files, rows, row_bytes, file_steps, target_steps = map(np.ascontiguousarray, each)
     none = np.zeros(0, np.uint64)
-    return ReadRuns(
+    return ReadSpans(
         files=files,
         offsets=np.concatenate([none, *(box.offsets for box in boxes)]),
-        pieces=pieces,
-        piece_bytes=piece_bytes,
+        rows=rows,
+        row_bytes=row_bytes,
         file_steps=file_steps,
         targets=np.concatenate([none, *(box.targets for box in boxes)])
         + np.repeat(np.array(addresses, np.uint64), counts),
@@ -93,15 +93,15 @@ def plan_box(
     item = element_bytes(entry.dtype)
     strides = contiguous_strides(entry.shapes[fragment].tolist())
     first = int(entry.file_offsets[fragment]) + item * sum(s * n for s, n in zip(start, strides, strict=True))
-    runs = paired_runs(lengths, strides, target_strides, item)
+    spans = paired_spans(lengths, strides, target_strides, item)
     return BoxReads(
         int(entry.files[fragment]),
-        runs.a_starts + np.uint64(first),
-        runs.b_starts,
-        runs.pieces,
-        runs.piece_bytes,
-        runs.a_step,
-        runs.b_step,
+        spans.a_starts + np.uint64(first),
+        spans.b_starts,
+        spans.rows,
+        spans.row_bytes,
+        spans.a_step,
+        spans.b_step,
     )
 
 

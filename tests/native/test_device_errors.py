@@ -171,7 +171,7 @@ def test_closing_beside_a_slow_device_joins_soon(
     cuda.delay_copies(seconds=0.1)
     engine = device_engines(most_slots=4)
     save = Save(engine, tmp_path / "data", shard(100), stream=cuda.new_stream())
-    eventually(lambda: save.status["bytes_copied"] > 0, "the first slot is copied")
+    eventually(lambda: save.status["bytes_staged"] > 0, "the first slot is copied")
     begin = time.monotonic()
     engine.close()
     assert time.monotonic() - begin < 2

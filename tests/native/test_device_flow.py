@@ -37,8 +37,8 @@ def test_copied_does_not_wait_for_the_disk(cuda: FakeCuda, device_engines: Engin
     engine = device_engines(most_slots=16, write_threads=1, faults="write:0:stall=100")
     copy, stream = on_device(12 * SLOT), cuda.new_stream()
     save = Save(engine, tmp_path / "data", [copy], stream=stream)
-    save.expect(Milestone.COPIED)
-    assert save.status["bytes_copied"] == save.end
+    save.expect(Milestone.STAGED)
+    assert save.status["bytes_staged"] == save.end
     assert save.status["bytes_written"] < save.end / 2
     wanted = copy.source.tobytes()
     copy.source[:] = 0
@@ -52,9 +52,9 @@ def test_copied_comes_before_the_writes_of_an_earlier_save(
     engine = device_engines(most_slots=16, write_threads=1, write_limit=SLOT // 4)
     stream = cuda.new_stream()
     first = Save(engine, tmp_path / "first", [Copy(random_bytes(4 * SLOT), 0)])
-    first.expect(Milestone.COPIED)
+    first.expect(Milestone.STAGED)
     second = Save(engine, tmp_path / "second", [on_device(4 * SLOT, seed=1)], stream=stream)
-    second.expect(Milestone.COPIED)  # the writes take half a minute
+    second.expect(Milestone.STAGED)  # the writes take half a minute
     assert second.status["bytes_written"] == 0
     for save in (first, second):
         save.job.cancel("seen")
@@ -86,7 +86,7 @@ def test_lazy_copies_begin_by_themselves_after_their_time(
     save = Save(
         device_engines(), tmp_path / "data", [on_device(3 * SLOT)], stream=cuda.new_stream(), lazy_seconds=0.2
     )
-    save.expect(Milestone.COPIED)
+    save.expect(Milestone.STAGED)
     assert save.status["enqueued_at"] >= 0.2
     save.finish()
     save.assert_stored()
@@ -99,7 +99,7 @@ def test_a_time_can_be_brought_forward_but_not_put_off(
     save = Save(engine, tmp_path / "data", [on_device(SLOT)], stream=stream, lazy_seconds=NEVER)
     engine.allow_lazy_copies(save.job, 0.1)
     engine.allow_lazy_copies(save.job, NEVER)
-    save.expect(Milestone.COPIED)
+    save.expect(Milestone.STAGED)
 
 
 def test_one_saves_time_is_not_anothers(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_start_and_fence_do_not_wait_for_the_device(
     save.expect(Milestone.ENQUEUED)
     save.job.hold_back(trainer)
     fill(cuda, trainer, copy, AFTER)
-    assert not save.reaches(Milestone.COPIED, 0.05)  # the device has not even begun
+    assert not save.reaches(Milestone.STAGED, 0.05)  # the device has not even begun
     cuda.release_stream(trainer)
     save.finish()
     cuda.synchronize(trainer)
@@ -115,7 +115,7 @@ def test_eager_copies_hold_the_trainer_back_and_lazy_ones_do_not(
     engine.allow_lazy_copies(save.job, 0)
     fill(cuda, trainer, eager, AFTER)
     cuda.synchronize(trainer)
-    assert not save.reaches(Milestone.COPIED, 0)
+    assert not save.reaches(Milestone.STAGED, 0)
     save.finish()
     assert save.path.read_bytes()[: save.end] == wanted
     copies = [i for i, line in enumerate(cuda.log()) if line.startswith("ran copy")]
@@ -132,10 +132,10 @@ def test_sources_are_in_use_until_the_device_has_read_them(
     engine = device_engines(most_slots=8, tripwire=tripwire)
     save = Save(engine, tmp_path / "data", [on_device(2 * SLOT)], stream=trainer)
     save.expect(Milestone.ENQUEUED)
-    assert not save.reaches(Milestone.COPIED, 0.05)
-    assert save.status["bytes_copied"] == 0
+    assert not save.reaches(Milestone.STAGED, 0.05)
+    assert save.status["bytes_staged"] == 0
     cuda.release_stream(trainer)
-    save.expect(Milestone.COPIED)
+    save.expect(Milestone.STAGED)
     save.finish()
 
 
@@ -228,7 +228,7 @@ def test_a_driver_that_hangs_does_not_hang_the_trainer(
     engine.allow_lazy_copies(save.job, 0)
     eventually(lambda: len(cuda.calls(call)) > before, "a worker is caught in the driver")
     begin = time.monotonic()
-    assert not save.reaches(Milestone.COPIED, 0.1)
+    assert not save.reaches(Milestone.STAGED, 0.1)
     assert save.status["error"] is None
     save.job.cancel("the fence's deadline passed")
     assert time.monotonic() - begin < 2

@@ -195,7 +195,7 @@ def test_a_fence_ends_at_its_deadline_in_mid_copy_and_training_goes_on(
     publication = saver.start(tmp_path / "late", DeviceTensors(trainer.model))
     native = publication.save._save
     assert native is not None
-    eventually(lambda: native.status()["bytes_copied"], "the first chunks are copied")
+    eventually(lambda: native.status()["bytes_staged"], "the first chunks are copied")
     cuda.hold_call("cuMemcpyDtoHAsync")  # the driver takes no more of them
     trainer.optimizer_step()
     cuda.synchronize(trainer.stream)
@@ -204,7 +204,7 @@ def test_a_fence_ends_at_its_deadline_in_mid_copy_and_training_goes_on(
     assert "waited 0.3 s for its copies" in failure(publication)
     publication.join()
     status = native.status()
-    assert 0 < int(str(status["bytes_copied"])) < int(str(status["bytes_planned"]))
+    assert 0 < int(str(status["bytes_staged"])) < int(str(status["bytes_planned"]))
     assert os.listdir(tmp_path / "late") == []
     after = {key: tensor.clone() for key, tensor in trainer.model.items()}
     again = saver.start(tmp_path / "next", DeviceTensors(trainer.model))

@@ -41,7 +41,7 @@ def test_start_returns_before_lazy_bytes_are_copied(engines: Engines, tmp_path: 
     assert save.start_seconds < 0.3  # the copies take twice that
     assert save.reaches(Milestone.EAGER, 0)  # there are none
     assert not save.reaches(Milestone.ENQUEUED, 0)
-    assert save.status["bytes_copied"] == 0
+    assert save.status["bytes_staged"] == 0
     save.expect(Milestone.ENQUEUED)
     assert 0.4 < save.status["enqueued_at"] < 5
     save.finish()
@@ -84,15 +84,15 @@ def test_objects_are_not_waited_for_by_the_fence(engines: Engines, tmp_path: Pat
     engine = slow_engine(engines)
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(SLOT), 0)])
     save.append([Copy(random_bytes(5 * SLOT, 1), SLOT)])
-    save.expect(Milestone.COPIED)
-    assert save.status["bytes_copied"] < 3 * SLOT
+    save.expect(Milestone.STAGED)
+    assert save.status["bytes_staged"] < 3 * SLOT
     save.finish()
     save.assert_stored()
 
 
 def test_written_needs_the_input_to_be_closed(engines: Engines, tmp_path: Path) -> None:
     save = Save(engines(), tmp_path / "data", [Copy(random_bytes(10), 0)])
-    save.expect(Milestone.COPIED)
+    save.expect(Milestone.STAGED)
     assert not save.reaches(Milestone.WRITTEN, 0.05)
     save.finish()
 

@@ -211,7 +211,7 @@ class Schedule:
         elif step == "fence":
             assert save.reaches(Milestone.EAGER) and save.reaches(Milestone.ENQUEUED), save.status
         elif step == "wait":
-            save.reaches(Milestone.COPIED, 0.005)
+            save.reaches(Milestone.STAGED, 0.005)
 
     def _seal(self, save: Save) -> None:
         save.job.close_input()

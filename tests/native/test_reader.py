@@ -219,7 +219,7 @@ def test_a_read_that_was_interrupted_or_refused_direct_io_is_repeated(stored: Pa
     Read(stored, [(0, len(DATA))], direct=True, threads=2, faults=faults).assert_delivered()
 
 
-# -- strided runs, of several files -----------------------------------------------------------------------
+# -- strided spans, of several files -----------------------------------------------------------------------
 
 
 @st.composite
@@ -370,10 +370,10 @@ HUGE = (1 << 64) - 8
         (Request(len(DATA) - 5, 6, 0), "leaves the"),
         (Request(HUGE, 16, 0), "leaves the"),
         (Request(16, HUGE, 0), "leaves the"),
-        (Request(0, 10, 0, pieces=3, file_step=len(DATA) // 2), "leaves the"),
-        (Request(0, 10, 0, pieces=(1 << 32) + 1, file_step=1 << 32), "leaves the"),
-        (Request(0, 10, 0, pieces=HUGE, file_step=10), "leaves the"),
-        (Request(0, 10, 0, pieces=2, file_step=9), "overlaps itself"),
+        (Request(0, 10, 0, rows=3, file_step=len(DATA) // 2), "leaves the"),
+        (Request(0, 10, 0, rows=(1 << 32) + 1, file_step=1 << 32), "leaves the"),
+        (Request(0, 10, 0, rows=HUGE, file_step=10), "leaves the"),
+        (Request(0, 10, 0, rows=2, file_step=9), "overlaps itself"),
         (Request(0, 1, 0, file=1), "file 1, which is none of the 1"),
     ],
 )
