@@ -1,4 +1,4 @@
-// The Python face of the engine: parse, release the GIL, call. Nothing is decided here.
+// The Python bindings of the engine: parse, release the GIL, call. Nothing is decided here.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -21,9 +21,9 @@ using namespace nanobind::literals;
 namespace datastates {
 namespace {
 
-constexpr double kSliceSeconds = 0.1;  // of a wait that is not the caller's to cut
+constexpr double kSliceSeconds = 0.1;  // of a wait, so that signals are handled in between
 
-// One element a span, as in Span.
+// The fields of Span, as arrays with one element per span.
 struct SpanArrays {
   const Words &sources, &bytes, &offsets, &row_bytes, &row_steps, &storages;
   const Flags& flags;
@@ -48,7 +48,8 @@ Batch MakeBatch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced,
   return Batch(begin, end, chunk_bytes, fenced, std::move(spans), seed);
 }
 
-// What Python holds. In a forked child the engine's threads are gone: there it is leaked, never joined.
+// The object that Python holds. A forked child lacks the engine's threads: there it leaks the engine, never
+// joins.
 class EngineHandle {
  public:
   explicit EngineHandle(const Engine::Options& options) : engine_(std::make_shared<Engine>(options)) {}
@@ -62,17 +63,19 @@ class EngineHandle {
     }
   }
 
-  // Kept by every call that goes on without the GIL, while another thread may close the engine.
+  // Every call holds a reference while it runs without the GIL, since another thread may close the engine.
   std::shared_ptr<Engine> engine() {
-    if (!home_.IsHere()) throw nb::value_error("this engine belongs to the parent of this process");
+    if (!home_.IsHere())
+      throw nb::value_error(
+          "this engine belongs to the parent of this process; a forked child cannot use it");
     if (!engine_) throw nb::value_error("this engine is closed");
     return engine_;
   }
-  // Of an engine that is closed, or the parent's, there is nothing left to ask for.
+  // False for an engine that is closed or the parent's.
   bool is_open() const { return home_.IsHere() && engine_ != nullptr; }
-  // Gives whether every thread has ended within that time. Those that a hung disk or device keeps are then
-  // leaked with all that they use. Looks after signals while it waits; what a handler raises leaves the rest
-  // to be closed later.
+  // Returns whether every thread ended within that time. Threads that a hung disk or device blocks are
+  // leaked, with all that they use. Handles signals while it waits; if a handler raises, the engine can be
+  // closed later.
   bool Close(double seconds) {
     if (!home_.IsHere() || !engine_) return true;
     auto closing = std::move(engine_);

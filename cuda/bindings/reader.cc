@@ -34,7 +34,8 @@ std::vector<ReadFile> MakeFiles(const std::vector<FileTuple>& tuples) {
   return files;
 }
 
-// In a forked child what another thread of the parent worked with is leaked, never joined.
+// Owns an object whose threads exist only in the process that created it: a forked child leaks it, never
+// joins.
 template <typename Object>
 class AtHome {
  public:
@@ -51,7 +52,9 @@ class AtHome {
   AtHome& operator=(const AtHome&) = delete;
 
   const std::shared_ptr<Object>& get() const {
-    if (!home_.IsHere()) throw nb::value_error("this reader belongs to the parent of this process");
+    if (!home_.IsHere())
+      throw nb::value_error(
+          "this reader belongs to the parent of this process; a forked child cannot use it");
     return object_;
   }
 

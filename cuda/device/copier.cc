@@ -5,7 +5,7 @@
 namespace datastates {
 namespace {
 
-// Of copies shorter than this, many go into one call of the driver, where it has such a call.
+// Copies shorter than this are passed to the driver many at a time, if it has a call for that.
 constexpr size_t kShortBytes = size_t{1} << 20;
 
 }  // namespace
@@ -41,9 +41,9 @@ void DeviceCopier::EnterThread() const {
 
 void DeviceCopier::CopyAtOnce(const std::vector<Transfer>& transfers) { Enqueue(transfers, false); }
 
-void DeviceCopier::CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t bytes, size_t row_step,
+void DeviceCopier::CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step,
                                   size_t rows) {
-  driver_->CopyRowsToHost(target, source, bytes, row_step, rows, stream_);
+  driver_->CopyRowsToHost(target, source, row_bytes, row_step, rows, stream_);
   Count(1, false);
 }
 
@@ -79,31 +79,32 @@ bool DeviceCopier::EnqueueBatch(CuPointer* targets, CuPointer* sources, size_t* 
   try {
     return driver_->CopyBatchToHost(targets, sources, bytes, count, stream_);
   } catch (const Failure&) {
-    enqueued_ += count;  // some of it may be in the stream: who waits for Enqueued() waits for that, too
+    enqueued_ += count;  // some may be in the stream: waits for Enqueued() must cover them
     throw;
   }
 }
 
-void DeviceCopier::CopyRows(uint8_t* target, CuPointer source, size_t bytes, size_t row_step, size_t rows) {
-  if (rows > 1 && row_step >= bytes && row_step <= Driver::kMostPitch) {
-    driver_->CopyRowsToHost(target, source, bytes, row_step, rows, stream_);
+void DeviceCopier::CopyRows(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step,
+                            size_t rows) {
+  if (rows > 1 && row_step >= row_bytes && row_step <= Driver::kMostPitch) {
+    driver_->CopyRowsToHost(target, source, row_bytes, row_step, rows, stream_);
     return Count(1, true);
   }
   for (size_t i = 0; i < rows; ++i) {
-    driver_->CopyToHost(target + i * bytes, source + i * row_step, bytes, stream_);
+    driver_->CopyToHost(target + i * row_bytes, source + i * row_step, row_bytes, stream_);
     Count(1, true);
   }
 }
 
 void DeviceCopier::CopyToDevice(CuPointer target, size_t target_step, const uint8_t* source,
-                                size_t source_step, size_t bytes, size_t rows) {
-  const auto fits = [bytes](size_t pitch) { return pitch >= bytes && pitch <= Driver::kMostPitch; };
+                                size_t source_step, size_t row_bytes, size_t rows) {
+  const auto fits = [row_bytes](size_t pitch) { return pitch >= row_bytes && pitch <= Driver::kMostPitch; };
   if (rows > 1 && fits(target_step) && fits(source_step)) {
-    driver_->CopyRowsToDevice(target, target_step, source, source_step, bytes, rows, stream_);
+    driver_->CopyRowsToDevice(target, target_step, source, source_step, row_bytes, rows, stream_);
     return Count(1, true);
   }
   for (size_t i = 0; i < rows; ++i) {
-    driver_->CopyToDevice(target + i * target_step, source + i * source_step, bytes, stream_);
+    driver_->CopyToDevice(target + i * target_step, source + i * source_step, row_bytes, stream_);
     Count(1, true);
   }
 }

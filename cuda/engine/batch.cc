@@ -15,13 +15,13 @@ void CheckSpans(const std::vector<Span>& spans, uint64_t begin, uint64_t end) {
     if (span.bytes != 0 && (span.row_bytes == 0 || span.bytes % span.row_bytes != 0)) {
       throw Failure("plan copies", "", 0,
                     "span of " + std::to_string(span.bytes) + " bytes at offset " +
-                        std::to_string(span.offset) + " is no whole number of rows of " +
+                        std::to_string(span.offset) + " is not a whole number of rows of " +
                         std::to_string(span.row_bytes));
     }
     if (span.offset < at || span.bytes > end || span.offset > end - span.bytes) {
       throw Failure("plan copies", "", 0,
                     "span of " + std::to_string(span.bytes) + " bytes at offset " +
-                        std::to_string(span.offset) + " overlaps its predecessor or leaves [" +
+                        std::to_string(span.offset) + " overlaps the span before it or leaves [" +
                         std::to_string(begin) + ", " + std::to_string(end) + ")");
     }
     at = span.offset + span.bytes;
@@ -55,7 +55,8 @@ Batch::Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, st
     : fenced_(fenced), seed_(seed) {
   if (begin % kAlignment != 0 || end % kAlignment != 0 || begin > end) {
     throw Failure("plan copies", "", 0,
-                  "a batch begins and ends at multiples of " + std::to_string(kAlignment));
+                  "a batch must begin and end at multiples of " + std::to_string(kAlignment) + ", not at " +
+                      std::to_string(begin) + " and " + std::to_string(end));
   }
   CheckSpans(spans, begin, end);
   if (fenced) samples_ = ChooseSamples(spans, begin, chunk_bytes, seed);

@@ -1,4 +1,5 @@
-// What to copy where: the plan of one contiguous stretch of a data file, cut into slot-sized chunks.
+// A batch: the plan of one contiguous part of a data file, as spans cut into slot-sized chunks. Pure
+// planning: no memory of a source is read here, except through the function that Fill is given.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +17,11 @@ namespace datastates {
 class Batch {
  public:
   // `spans` are ordered by offset, do not overlap and lie in [begin, end); `begin` and `end` are
-  // multiples of kAlignment. Neighbours in memory and in the file become one span if they are of one storage:
-  // a device's driver refuses a copy that leaves an allocation, also where the next one follows at once
-  // (torch gives blocks of 10 MiB and more allocations of their own). Throws Failure.
-  // `fenced`: the sources may change at the next fence, so the fence waits for this batch, and `seed` says
-  // where they are sampled.
+  // multiples of kAlignment. Spans that are neighbours both in memory and in the file are merged if they
+  // share a storage: the CUDA driver refuses a copy that leaves an allocation, even into one that follows
+  // directly (torch allocates blocks of 10 MiB and more separately). Throws Failure. `fenced`: the sources
+  // may change after the next fence, so the fence waits for this batch. `seed` selects the places where they
+  // are sampled.
   Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, std::vector<Span> spans,
         uint64_t seed);
 
@@ -29,18 +30,18 @@ class Batch {
     uint64_t bytes;     // a multiple of kAlignment
     size_t first_span;  // the first span with bytes in this chunk
     bool eager;         // holds bytes of an eager span
-    bool device;        // holds bytes of a span on a device
+    bool device;        // holds bytes of a device span
   };
 
   const std::vector<Chunk>& chunks() const { return chunks_; }
   const std::vector<Span>& spans() const { return spans_; }
-  // Of a fenced batch's spans as they were given: each tensor has samples of its own.
+  // Samples of a fenced batch, chosen before spans are merged: each tensor has its own.
   const Samples& samples() const { return samples_; }
   uint64_t seed() const { return seed_; }
   bool fenced() const { return fenced_; }
 
-  // Calls copy(target, span, source, bytes, rows) for all of a span that is in the chunk: `rows` of
-  // `bytes`, span.row_step apart from `source` on, go to `target` one behind the other. A chunk's border may
+  // Calls copy(target, span, source, bytes, rows) for each part of a span within the chunk: `rows` of
+  // `bytes`, span.row_step apart from `source` on, go to `target` one after another. A chunk's border may
   // cut a row, so there are up to three calls a span. Zeroes the gaps between spans. `target` is the chunk's
   // slot.
   template <typename Copy>

@@ -18,7 +18,7 @@ uint64_t RandomSeed() {
   return (uint64_t{device()} << 32) | device();
 }
 
-// Whether there is something for the tripwire's second look.
+// Whether the tripwire's second look has anything to cover.
 bool HasLazyHostSpans(const Batch& batch) {
   return std::any_of(batch.spans().begin(), batch.spans().end(),
                      [](const Span& span) { return !span.eager && !span.device; });
@@ -36,7 +36,10 @@ Engine::Engine(const Options& options)
   if (options.slot_bytes == 0 || options.slot_bytes % kAlignment != 0 || options.most_slots == 0 ||
       options.copy_threads < 1 || options.write_threads < 1) {
     throw Failure("start engine", "", 0,
-                  "slot size must be a multiple of 4096, slots and threads at least 1");
+                  "slot size must be a positive multiple of 4096, found " +
+                      std::to_string(options.slot_bytes) + "; slots and threads must be at least 1, found " +
+                      std::to_string(options.most_slots) + " slots, " + std::to_string(options.copy_threads) +
+                      " copy threads and " + std::to_string(options.write_threads) + " write threads");
   }
   pool_ = std::make_unique<SlotPool>(options.slot_bytes, options.most_slots);
   try {
@@ -63,7 +66,7 @@ bool Engine::CloseWithin(double seconds) {
     stop_staging_ = true;
     stage_wake_.NotifyAll();
   }
-  // In this order: what one has filled must still find another that returns its slot.
+  // In this order: a chunk that one kind of thread has filled needs the next kind to return its slot.
   if (!AwaitEnd(staging_, deadline)) return false;
   stop_awaiting_ = true;
   await_wake_.NotifyAll();
@@ -107,7 +110,7 @@ std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream tra
     pool_->Register(copier->driver(), copier->context(), node_);
     sample_memory_ = std::make_shared<SampleMemory>(copier->driver(), copier->context(),
                                                     kMostDeviceSamples * kSampleBytes);
-    copier_ = std::move(copier);  // last: it stands for all of the above
+    copier_ = std::move(copier);  // last: a copier means that all of the above succeeded
   } else if (copier_->driver()->CurrentContext() != copier_->context()) {
     throw Failure("start save", "", 0,
                   "the first save of this process was from cuda:" + std::to_string(copier_->device()) +
@@ -136,7 +139,7 @@ std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve
     jobs_.push_back(job);
   }
   QueuedBatch queued{job, std::make_shared<const Batch>(std::move(batch))};
-  job->BeginTask();  // until all is queued
+  job->BeginTask();  // so that the job is not released before everything is queued
   if (options_.tripwire) TakeSamples(job, *queued.batch);
   if (options_.paranoid) {
     QueuedBatch first_pass = queued;
@@ -171,7 +174,7 @@ void Engine::TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch
     AwaitDevice(*job);
     return job->EndRead();
   }
-  // Nobody may take the job for released, nor its memory back, while the device is still at its samples.
+  // The job must not be released, nor its memory returned, while the device is copying samples.
   job->BeginTask();
   in_flight_.push_back({{job, nullptr, 0, Slot()}, job->copier()->Enqueued()});
   await_wake_.NotifyOne();
@@ -190,7 +193,7 @@ void Engine::Queue(QueuedBatch queued) {
     queued.job->CountPlanned(*queued.batch);
   }
   if (queued.batch->chunks().empty() && !queued.opens) return;
-  queued.job->BeginTask();  // the queued itself, until its last chunk is taken
+  queued.job->BeginTask();  // the batch itself, until its last chunk is taken
   queue_.push_back(std::move(queued));
   stage_wake_.NotifyAll();
 }

@@ -1,4 +1,4 @@
-// What the engine's threads do: stage, await the device, write.
+// The bodies of the engine's threads: staging, awaiting the device, writing. See engine.h for their order.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -13,10 +13,10 @@
 namespace datastates {
 namespace {
 
-// How often a chunk that waits for its time is looked at.
-constexpr auto kLook = std::chrono::milliseconds(100);
+// How often a staging thread checks whether a lazy chunk may be copied.
+constexpr auto kPollInterval = std::chrono::milliseconds(100);
 
-// Aligned copy of the footer; it has memory of its own, so sealing never waits for a slot.
+// An aligned copy of the footer in memory of its own, so that sealing a file never waits for a slot.
 class AlignedCopy {
  public:
   explicit AlignedCopy(const std::string& bytes) : mapping_(std::max<size_t>(bytes.size(), 1)) {
@@ -36,17 +36,16 @@ Engine::Task Engine::NextOf(const QueuedBatch& queued) {
   return looks ? Task::kLook : Task::kStage;
 }
 
-// Whether the next chunk's time has not come.
+// Whether the next chunk is lazy and may not be copied yet.
 bool Engine::MustWait(const QueuedBatch& queued) const {
   if (NextOf(queued) != Task::kStage || queued.first_pass) return false;
   const Batch::Chunk& chunk = queued.batch->chunks()[queued.next];
   return chunk.device && !chunk.eager && Clock::now() < queued.lazy_from && !queued.job->failed();
 }
 
-// Takes the next chunk in the order of the queue, or what comes before it. A queued whose file is being
-// opened, whose sources are being looked at, whose first_pass ends, or whose next chunk must wait (`later`
-// says that there is one), is passed over with everything of its job after it, so that no chunk comes before
-// it.
+// Takes the next chunk in the order of the queue, or the task that comes before it. A job is passed over as
+// long as its file is being opened, its sources are being looked at, its first pass is ending, or its next
+// chunk must wait (`later` then says so): none of its later chunks may overtake.
 bool Engine::TakeTask(QueuedBatch* taken, Task* task, bool* later) {
   std::vector<const SaveJob*> blocked;
   for (auto at = queue_.begin(); at != queue_.end(); ++at) {
@@ -80,7 +79,7 @@ void Engine::StageLoop() {
     bool later = false;
     if (!TakeTask(&taken, &task, &later)) {
       if (later) {
-        stage_wake_.WaitUntil(mutex_, Clock::now() + kLook);
+        stage_wake_.WaitUntil(mutex_, Clock::now() + kPollInterval);
       } else if (stop_staging_) {
         break;
       } else {
@@ -139,7 +138,7 @@ void Engine::Look(const QueuedBatch& queued) {
   stage_wake_.NotifyAll();
 }
 
-// One that is busy is not taken from the queue by anybody else.
+// A busy batch stays in the queue: no other thread takes it.
 std::deque<Engine::QueuedBatch>::iterator Engine::Find(const QueuedBatch& taken) {
   return std::find_if(queue_.begin(), queue_.end(), [&](const QueuedBatch& other) {
     return other.batch == taken.batch && other.first_pass == taken.first_pass;
@@ -154,7 +153,7 @@ void Engine::EnterDevice(const SaveJob& job) {
   entered = job.copier().get();
 }
 
-// Threads that read or write slots run where the slots are.
+// Runs this thread on the NUMA node of the slots that it reads or writes.
 void Engine::MoveNearDevice(const SaveJob& job) {
   thread_local bool moved = false;
   if (!job.copier() || moved) return;
@@ -169,7 +168,7 @@ void Engine::FillSlot(const QueuedBatch& queued, const Batch::Chunk& chunk, uint
       CopyRows(to, bytes, reinterpret_cast<const uint8_t*>(source), span.row_step, bytes, count);
       return;
     }
-    *device = true;  // before a copy that may be the first of several to be enqueued, and the next fail
+    *device = true;  // set first: some copies may be enqueued before one fails
     if (count == 1) {
       transfers.push_back({to, source, bytes});
     } else {
@@ -247,13 +246,13 @@ Slot Engine::SlotFor(SaveJob& job, const Batch::Chunk& chunk) {
   return slot;
 }
 
-// After an error: copies already enqueued may still read their sources, and write to the slot or the samples.
+// Called after an error: enqueued copies may still read their sources and write to the slot or the samples.
 void Engine::AwaitDevice(const SaveJob& job) {
   try {
-    job.copier()->driver()->CurrentContext();  // throws on a thread that could not enter it
+    job.copier()->driver()->CurrentContext();  // throws on a thread that could not enter the context
     job.copier()->WaitForAll();
   } catch (const Failure&) {
-    // The context is gone, and with it every copy. The first error has been kept.
+    // The context is lost, and with it every copy. The job keeps the first error.
   }
 }
 
@@ -287,7 +286,7 @@ void Engine::AwaitLoop() {
   ended_.NotifyAll();
 }
 
-// Whatever fails: the device must be done with the slot before anybody else gets it.
+// Also after an error, the device must be done with a slot before it is returned.
 bool Engine::Await(const CopiedChunk& copied) {
   const FilledChunk& filled = copied.filled;
   SaveJob& job = *filled.job;
@@ -310,7 +309,7 @@ void Engine::WriteLoop() {
   MutexLock lock(mutex_);
   ++writing_;
   while (true) {
-    if (!footers_.empty()) {  // first: one save is not to wait for all data of the next
+    if (!footers_.empty()) {  // first, so that a save does not wait for the data of the next one
       Footer footer = std::move(footers_.front());
       footers_.pop_front();
       lock.Unlock();

@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kLongBytes = size_t{64} << 10;
 
-// The compiler makes a load and a store of each: the usual rows are single elements.
+// With a constant size each copy is one load and one store; most rows are single elements.
 template <size_t kBytes>
 void CopyElements(uint8_t* target, size_t target_step, const uint8_t* source, size_t source_step,
                   size_t rows) {
@@ -34,7 +34,7 @@ void CopyPastCaches(uint8_t* target, const uint8_t* source, size_t bytes) {
     }
   }
   std::memcpy(target + at, source + at, bytes - at);
-  _mm_sfence();  // these stores are not ordered by the lock behind which another thread gets the slot
+  _mm_sfence();  // the lock that hands the slot to another thread does not order these stores
 }
 #else
 void CopyPastCaches(uint8_t* target, const uint8_t* source, size_t bytes) {
@@ -44,9 +44,9 @@ void CopyPastCaches(uint8_t* target, const uint8_t* source, size_t bytes) {
 
 }  // namespace
 
-void CopyRows(uint8_t* target, size_t target_step, const uint8_t* source, size_t source_step, size_t bytes,
-              size_t rows) {
-  switch (bytes) {
+void CopyRows(uint8_t* target, size_t target_step, const uint8_t* source, size_t source_step,
+              size_t row_bytes, size_t rows) {
+  switch (row_bytes) {
     case 1:
       return CopyElements<1>(target, target_step, source, source_step, rows);
     case 2:
@@ -59,8 +59,8 @@ void CopyRows(uint8_t* target, size_t target_step, const uint8_t* source, size_t
       for (size_t i = 0; i < rows; ++i) {
         uint8_t* const to = target + i * target_step;
         const uint8_t* const from = source + i * source_step;
-        bytes < kLongBytes ? static_cast<void>(std::memcpy(to, from, bytes))
-                           : CopyPastCaches(to, from, bytes);
+        row_bytes < kLongBytes ? static_cast<void>(std::memcpy(to, from, row_bytes))
+                               : CopyPastCaches(to, from, row_bytes);
       }
   }
 }

@@ -14,11 +14,12 @@ void CheckFile(const ReadFile& file) {
   const uint64_t blocks = AlignUp(file.data_bytes, kBlockBytes) / kBlockBytes;
   if (file.checksums.empty() || file.checksums.size() == blocks) return;
   throw FileFailure("plan reads", file.path, 0,
-                    "the number of checksums does not fit the file: " +
-                        std::to_string(file.checksums.size()) + " for " + std::to_string(blocks) + " blocks");
+                    "the number of checksums does not match the file: found " +
+                        std::to_string(file.checksums.size()) + ", expected one for each of its " +
+                        std::to_string(blocks) + " blocks");
 }
 
-// In an order in which nothing overflows.
+// The tests are in an order in which nothing overflows.
 bool Fits(const ReadSpan& span, uint64_t data_bytes) {
   if (span.row_bytes > data_bytes) return false;
   const uint64_t room = data_bytes - span.row_bytes;
@@ -31,8 +32,8 @@ bool Fits(const ReadSpan& span, uint64_t data_bytes) {
 void CheckSpan(const ReadSpan& span, const std::vector<ReadFile>& files) {
   if (span.file >= files.size()) {
     throw Failure("plan reads", "", 0,
-                  "span of file " + std::to_string(span.file) + ", which is none of the " +
-                      std::to_string(files.size()) + " given");
+                  "span of file " + std::to_string(span.file) + ": expected a file number below " +
+                      std::to_string(files.size()));
   }
   const ReadFile& file = files[span.file];
   if (Fits(span, file.data_bytes)) return;
@@ -43,7 +44,7 @@ void CheckSpan(const ReadSpan& span, const std::vector<ReadFile>& files) {
                         std::to_string(file.data_bytes) + " bytes of data");
 }
 
-// Rows that touch on both sides are one.
+// Merges rows that touch both in the file and in memory into one.
 void Simplify(ReadSpan* span) {
   if (span->rows > 1 && span->file_step == span->row_bytes && span->target_step == span->row_bytes) {
     span->row_bytes *= span->rows;
@@ -52,7 +53,8 @@ void Simplify(ReadSpan* span) {
   if (span->rows == 1) span->file_step = span->target_step = span->row_bytes;
 }
 
-// What has to be read of a file for a span, in multiples of `unit`; less than kReadGapBytes is not left out.
+// Adds the ranges of the file that a span needs, in multiples of `unit`. Holes of up to kReadGapBytes are
+// read.
 void AddRanges(const ReadSpan& span, uint64_t unit, uint64_t data_bytes, std::vector<Range>* ranges) {
   const bool dense = span.file_step - span.row_bytes <= kReadGapBytes;
   const uint64_t steps = dense ? 1 : span.rows;
@@ -110,10 +112,10 @@ void ReadPlan::CutFile(size_t file, size_t first_span, size_t end_span, uint64_t
     for (; at < stop; at += window_bytes) {
       Window window{file, at, std::min(at + window_bytes, stop), 0, 0};
       const auto reaching = std::upper_bound(reach.begin(), reach.end(), window.begin);
-      const auto behind = std::lower_bound(
+      const auto past_end = std::lower_bound(
           first, end, window.end, [](const ReadSpan& span, uint64_t offset) { return span.offset < offset; });
       window.first_span = first_span + static_cast<size_t>(reaching - reach.begin());
-      window.end_span = static_cast<size_t>(behind - spans_.begin());
+      window.end_span = static_cast<size_t>(past_end - spans_.begin());
       windows_.push_back(window);
     }
   }

@@ -1,4 +1,5 @@
-// What to read and where it goes: the plan of one load, cut into windows that fit a slot.
+// The plan of one load: which spans of which files go to which addresses, cut into windows that fit a slot.
+// Pure planning: files are read by engine/reader.h.
 #pragma once
 
 #include <algorithm>
@@ -14,10 +15,10 @@ namespace datastates {
 struct ReadFile {
   std::string path;
   uint64_t data_bytes;
-  std::vector<uint32_t> checksums;  // CRC-32C of each block of kBlockBytes; none: nothing is checked
+  std::vector<uint32_t> checksums;  // CRC-32C of each block of kBlockBytes; empty: nothing is checked
 };
 
-// Rows of a file at equal distances go to memory at equal distances: the mirror image of Span (batch.h).
+// Rows at equal distances in a file go to memory at equal distances: the mirror image of Span (span.h).
 struct ReadSpan {
   size_t file;
   uint64_t offset;     // in the file, of the first row
@@ -31,12 +32,12 @@ struct ReadSpan {
   uint64_t end() const { return offset + (rows - 1) * file_step + row_bytes; }
 };
 
-// Dense or sparse. What is needed of a file is rounded to what can be read: whole blocks where blocks are
-// checked, else multiples of kAlignment. A hole of up to this much is read too, a longer one is left out. So
-// a strided span whose rows are this close is read through and any other row by row, and no block that
-// is checked is read in vain. Four threads on a local disk of 3 GB/s pay 10 microseconds a read: there, holes
-// of 8 to 16 KiB take the same time either way, and holes of 64 KiB up to four times as long if they are
-// read. A disk that answers later gains from longer ones.
+// The longest hole that is read and discarded rather than skipped. Each span is first rounded outwards to
+// what can be read: whole blocks where blocks are checked, else multiples of kAlignment. So rows that are
+// this close are read as one range and others row by row, and no checked block is read unless some of it is
+// needed. On a local disk of 3 GB/s a read costs four threads 10 microseconds: holes of 8 to 16 KiB take the
+// same time either way, and reading a hole of 64 KiB takes up to four times as long as skipping it. A disk
+// with a higher latency would gain from a higher limit.
 constexpr uint64_t kReadGapBytes = uint64_t{32} << 10;
 
 class ReadPlan {
@@ -49,8 +50,8 @@ class ReadPlan {
     size_t first_span, end_span;
   };
 
-  // Runs may be in any order, and may overlap in a file. `window_bytes` is a multiple of kBlockBytes. Throws
-  // Failure for a span that leaves its file, and for checksums that are not one a block.
+  // Spans may be in any order, and may overlap in a file. `window_bytes` is a multiple of kBlockBytes. Throws
+  // Failure for a span that leaves its file, and unless there is one checksum per block.
   ReadPlan(std::vector<ReadFile> files, std::vector<ReadSpan> spans, uint64_t window_bytes);
 
   const std::vector<ReadFile>& files() const { return files_; }
@@ -78,7 +79,7 @@ void ReadPlan::Deliver(const Window& window, uint64_t begin, uint64_t end, const
   for (size_t i = window.first_span; i < window.end_span && spans_[i].offset < end; ++i) {
     const ReadSpan& span = spans_[i];
     uint64_t row = begin > span.offset ? (begin - span.offset) / span.file_step : 0;
-    if (span.offset + row * span.file_step + span.row_bytes <= begin) ++row;  // begin is in the gap behind
+    if (span.offset + row * span.file_step + span.row_bytes <= begin) ++row;  // begin is in the gap after it
     while (row < span.rows) {
       const uint64_t at = span.offset + row * span.file_step;
       if (at >= end) break;

@@ -9,8 +9,8 @@ bool MayHaveGrid(const Span& span) {
   return span.device && span.row_bytes == span.bytes && span.bytes >= kLeastGridBytes;
 }
 
-// How many grids' worth of rows each span gets: kMostGrids points at equal distances over the bytes of all
-// spans that may have one, from a random first.
+// Returns how many grids' worth of rows each span gets: kMostGrids points, equally spaced over the bytes of
+// all spans that may have a grid, are counted in each. The first point is random.
 std::vector<size_t> ShareGrids(const std::vector<Span>& spans, uint64_t seed) {
   uint64_t total = 0;
   for (const Span& span : spans) total += IsSampled(span) && MayHaveGrid(span) ? span.bytes : 0;
@@ -26,14 +26,14 @@ std::vector<size_t> ShareGrids(const std::vector<Span>& spans, uint64_t seed) {
   return shares;
 }
 
-// Which spans of the device have a sample of their own, beside those with grids: one of each of as many
-// groups of neighbours as there may be.
+// Selects the device spans without a grid that get a sample: one at random from each of up to `most` groups
+// of neighbours.
 class Chosen {
  public:
   Chosen(size_t spans, size_t most, uint64_t seed)
       : spans_(spans), groups_(std::min(spans, most)), seed_(seed) {}
 
-  bool Next() {  // asked for each span, in order
+  bool Next() {  // called once for each span, in order
     const size_t number = next_++, group = group_;
     const size_t begin = group * spans_ / groups_, end = (group + 1) * spans_ / groups_;
     if (next_ == end) ++group_;
@@ -64,8 +64,8 @@ class Choice {
     Add(SampleIn(span, span.offset, span.offset + span.bytes, seed_), &device_);
   }
 
-  // The number of rows varies, and with it their distance: what repeats in a tensor at some distance of its
-  // own is not always missed.
+  // The number of rows varies, and so does their distance: a pattern that repeats within a tensor cannot
+  // escape every save.
   void AsGrid(const Span& span, size_t share) {
     const uint64_t most = share * kRowsPerGrid - Scatter(seed_, span.offset) % (share * kRowsPerGrid / 8);
     const uint64_t rows = std::min(most, span.bytes / kLeastRowStep);

@@ -11,7 +11,8 @@
 namespace datastates {
 namespace {
 
-constexpr const char* kOfTheParent = "this save belongs to the parent of this process";
+constexpr const char* kOfTheParent =
+    "this save belongs to the parent of this process; a forked child cannot use it";
 
 }  // namespace
 
@@ -48,7 +49,7 @@ bool SaveJob::Wait(Milestone milestone, double seconds) {
 void SaveJob::Fail(const Failure& failure) {
   if (!home_.IsHere()) return;
   const MutexLock lock(mutex_);
-  if (durable_) return;  // too late to harm it
+  if (durable_) return;  // the file is complete already
   if (!failure_) failure_ = failure;
   changed_.NotifyAll();
 }
@@ -94,7 +95,7 @@ void SaveJob::HoldBack(CuStream trainer) {
     const MutexLock lock(holding_);
     holds_.push_back(std::move(hold));
   } catch (const Failure& failure) {
-    Fail(failure);  // an exception is not for the trainer; what it does next may tear the copies
+    Fail(failure);  // the trainer must not see an exception; what it does next may tear the copies
   }
 }
 
@@ -110,7 +111,7 @@ double SaveJob::StreamWaited() {
       holds_.erase(holds_.begin());
     }
   } catch (const Failure&) {
-    holds_.clear();  // only a measurement: what is wrong with the device, others report
+    holds_.clear();  // this is only a measurement; the calls that copy report a broken device
   }
   return stream_waited_;
 }
@@ -220,9 +221,9 @@ void SaveJob::BeginTask() {
 }
 
 void SaveJob::EndTask() {
-  std::optional<Tripwire> dropped;  // behind the lock
+  std::optional<Tripwire> dropped;  // destroyed after the lock is released
   const MutexLock lock(mutex_);
-  if (--tasks_ == 0) dropped.swap(tripwire_);  // its fenced chunks have been verified, or will not be
+  if (--tasks_ == 0) dropped.swap(tripwire_);  // every fenced chunk has been verified, or never will be
   changed_.NotifyAll();
 }
 
@@ -231,7 +232,7 @@ void SaveJob::Open(uint64_t reserve_bytes, WriteBackend* backend, Faults* faults
   DataFile* const opened = file.get();
   {
     const MutexLock lock(mutex_);
-    file_ = std::move(file);  // kept from here on, so that Remove finds it if reserving fails
+    file_ = std::move(file);  // kept now, so that Remove finds it if reserving fails
   }
   opened->Reserve(reserve_bytes);
   const MutexLock lock(mutex_);
@@ -306,14 +307,15 @@ void SaveJob::WriteFooter(const uint8_t* data, uint64_t bytes, uint64_t offset) 
   if (!open->keeps()) {
     throw FileFailure(
         "write footer", path_, 0,
-        "its write back end keeps nothing, as is good for measuring copies and for nothing else");
+        "the write back end 'discard' stores nothing, so no file can be finished; it serves only to measure "
+        "copies. Choose the back end 'pwrite'");
   }
   open->WriteAt(data, bytes, offset);
   open->Truncate(offset + bytes);
   open->Sync();
-  std::unique_ptr<DataFile> closed;  // behind the lock: closing may take long
+  std::unique_ptr<DataFile> closed;  // destroyed after the lock is released: closing may take long
   const MutexLock lock(mutex_);
-  if (failure_) return;  // cancelled meanwhile: whoever did so must not find it durable
+  if (failure_) return;  // cancelled in the meantime: the canceller must not find the file durable
   durable_ = true;
   status_.durable_at = Elapsed();
   status_.direct = file_->direct();
@@ -321,10 +323,10 @@ void SaveJob::WriteFooter(const uint8_t* data, uint64_t bytes, uint64_t offset) 
   changed_.NotifyAll();
 }
 
-void SaveJob::CountSlotWait(double seconds, double of_it_growing) {
+void SaveJob::CountSlotWait(double seconds, double while_growing) {
   const MutexLock lock(mutex_);
   status_.waited_for_slots += seconds;
-  status_.waited_for_memory += of_it_growing;
+  status_.waited_for_memory += while_growing;
 }
 
 void SaveJob::Remove() {

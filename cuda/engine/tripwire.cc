@@ -8,7 +8,8 @@
 namespace datastates {
 namespace {
 
-// A checksum of all that the second look sees of a chunk: at the sources, or at `staged` if that is not null.
+// Returns a checksum of the bytes that the second look covers in a chunk: in `staged`, or in the sources if
+// null.
 uint32_t LookAt(const Batch& batch, const Batch::Chunk& chunk, const uint8_t* staged) {
   uint32_t crc = 0;
   const uint64_t end = chunk.offset + chunk.bytes;
@@ -35,7 +36,7 @@ void Tripwire::Take(const Batch& batch, DeviceCopier* copier, std::shared_ptr<ui
   host_.reset(new uint8_t[samples.host * kSampleBytes]);
   std::vector<DeviceCopier::Transfer> transfers;
   auto grid = samples.grids.begin();
-  uint32_t after_grid = 0;  // the first place that no grid so far has
+  uint32_t after_grid = 0;  // the first place after the grids so far
   for (const Sample& sample : samples.all) {
     if (!sample.device) {
       std::memcpy(&host_[sample.place * kSampleBytes], reinterpret_cast<const void*>(sample.source),
@@ -74,7 +75,7 @@ std::optional<Tripwire::Change> Tripwire::FindChange(const Batch& batch, size_t 
   const auto& samples = batch.samples().all;
   const Batch::Chunk& chunk = batch.chunks()[number];
   const uint64_t end = chunk.offset + chunk.bytes;
-  // A sample may lie across the border of two chunks: each is compared with its part.
+  // A sample may lie across the border of two chunks: each chunk is compared with its part.
   auto sample = std::partition_point(samples.begin(), samples.end(),
                                      [&](const Sample& s) { return s.offset + s.bytes <= chunk.offset; });
   for (; sample != samples.end() && sample->offset < end; ++sample) {

@@ -113,7 +113,7 @@ def test_plans_that_contradict_themselves_are_refused(
 
 def test_arrays_of_different_length_are_refused(engines: Engines, tmp_path: Path) -> None:
     words = np.zeros(2, np.uint64)
-    with pytest.raises(ValueError, match="differ in length"):
+    with pytest.raises(ValueError, match="must have the same length"):
         engines().start(
             path=str(tmp_path / "data"), reserve_bytes=0, end=ALIGNMENT, sources=words, bytes=words,
             offsets=words, row_bytes=words, row_steps=words, storages=words,

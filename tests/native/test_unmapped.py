@@ -75,9 +75,9 @@ def test_memory_unmapped_under_enqueued_copies_fails_the_save_and_says_that_the_
     cuda.unmap(memory)
     cuda.release_stream(stream)
     error = save.failure()
-    assert "an illegal memory access" in error and "has to be started anew" in error
+    assert "an illegal memory access" in error and "restart the process" in error
     save.job.remove()
-    with pytest.raises(OSError, match=r"has to be started anew"):
+    with pytest.raises(OSError, match=r"restart the process"):
         Save(engine, tmp_path / "later", [Copy(random_bytes(SLOT), 0, device=True)], stream=stream)
     save_whole(engine, tmp_path / "host", SAFE)
 

@@ -259,7 +259,7 @@ def test_a_back_end_that_discards_leaves_no_footer(engines: Engines, tmp_path: P
     assert save.path.stat().st_blocks == 0  # no space was reserved either
     save.engine.finish(job=save.job, footer=FOOTER, offset=save.end)
     assert save.reaches(Milestone.RELEASED)
-    assert "write back end keeps nothing" in save.error
+    assert "back end 'discard' stores nothing" in save.error
     assert save.status["durable_at"] < 0
     assert save.path.stat().st_size == 0
 
@@ -269,5 +269,5 @@ def test_a_back_end_that_discards_is_not_among_those_that_keep() -> None:
 
 
 def test_a_back_end_that_does_not_exist_is_refused_by_name(engines: Engines) -> None:
-    with pytest.raises(OSError, match=r"carrier pigeon.*no such back end; there is pwrite"):
+    with pytest.raises(OSError, match=r"carrier pigeon.*no such back end; expected pwrite"):
         engines(backend="carrier pigeon")
