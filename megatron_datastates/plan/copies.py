@@ -1,4 +1,4 @@
-"""What is copied where at every save of one structure: all of it but where the tensors are in memory."""
+"""The plan of the copies of every save of one structure: everything but the tensors' addresses."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ Words = npt.NDArray[np.uint64]
 
 @dataclasses.dataclass(frozen=True)
 class CopyPlan:
-    """Spans in the order of the file, one element of each array a span; the first is the file's header."""
+    """Spans in the order of the file. Element i of each array is span i's; span 0 is the header."""
 
     origin: npt.NDArray[np.intp]  # 0: the header; i + 1: fragment i
-    starts: Words  # bytes behind the address of the origin
+    starts: Words  # bytes from the address of the origin
     offsets: Words  # in the file
     bytes: Words
     row_bytes: Words  # `bytes` are a multiple of it
-    row_steps: Words  # from one row to the next, in memory
+    row_steps: Words  # bytes from row to row, in memory
     eager: npt.NDArray[np.bool_]
     on_device: npt.NDArray[np.bool_]
-    devices: tuple[int, ...]  # CUDA devices that sources are on
+    devices: tuple[int, ...]  # the CUDA devices of the sources
 
     def sources(self, header: int, fragments: Words) -> Words:
-        """Addresses of the spans, from those of the header and of each fragment at this save."""
+        """Returns the addresses of the spans, given those of the header and of each fragment at this save."""
         origins = np.concatenate([np.array([header], np.uint64), fragments])
         return origins[self.origin] + self.starts
 
     def storages(self, fragments: Sequence[int]) -> Words:
-        """The storage of each span, from those of the fragments: spans of different ones are not merged.
+        """Returns a number for the storage of each span, given those of the fragments.
 
-        Without `fragments` all are one. That is for host memory, where a copy may cross allocations.
+        Spans of different storages are not merged. Without `fragments` all spans get the same number: in host
+        memory a copy may cross allocations.
         """
         if not fragments:
             return np.zeros(len(self.origin), np.uint64)
@@ -47,10 +48,12 @@ class CopyPlan:
 def plan_copies(
     layout: Layout, spans: Sequence[Spans], eager: Sequence[bool], devices: Sequence[int | None]
 ) -> CopyPlan:
-    """Puts the spans of each fragment (relative to its address) where `layout` places it.
+    """Plans the copies of the fragments that `layout` places.
 
     Args:
-        spans, eager, devices: of each fragment; `devices` has None for host memory.
+        spans: of each fragment, relative to its address.
+        eager: whether each fragment is copied before the trainer continues.
+        devices: the CUDA device of each fragment; None for host memory.
     """
     order = [spans[i] for i in layout.order]
     counts = np.array([1, *(len(of_one.starts) for of_one in order)])
@@ -60,7 +63,9 @@ def plan_copies(
         return np.repeat(np.concatenate([[header], np.asarray(values, np.uint64)]).astype(np.uint64), counts)
 
     sizes = each(HEADER_BYTES, [of_one.rows * of_one.row_bytes for of_one in order])
-    place = (np.arange(len(sizes)) - np.repeat(first, counts)).astype(np.uint64)  # of a span in its fragment
+    place = (np.arange(len(sizes)) - np.repeat(first, counts)).astype(
+        np.uint64
+    )  # a span's number in its fragment
     origin = np.repeat(np.array([0, *(i + 1 for i in layout.order)], np.intp), counts)
     return CopyPlan(
         origin=origin,

@@ -383,11 +383,11 @@ def test_a_run_that_leaves_its_file_is_refused(stored: Path, request_: Request, 
 
 
 def test_checksums_that_are_not_one_a_block_are_refused(stored: Path) -> None:
-    with pytest.raises(OSError, match=f"{stored}.*the number of checksums does not fit"):
+    with pytest.raises(OSError, match=f"{stored}.*the number of checksums does not match"):
         start_read(make_reader(), [(str(stored), len(DATA), CHECKSUMS[:-4])], [])
 
 
 @pytest.mark.parametrize("options", [{"slot_bytes": MIB + 1}, {"slot_bytes": 0}, {"threads": 0}])
 def test_options_that_make_no_sense_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(OSError, match="multiple of 1 MiB, found .*threads must be at least 1, found"):
+    with pytest.raises(OSError, match=r"multiple of 1 MiB, found .*threads must be at least 1, found"):
         make_reader(**options)
