@@ -9,11 +9,9 @@
 // that awaits the device if a device fills it, then to the queue of the writing threads, which return it. A
 // lent slot is returned once these have happened, and depends on nothing else:
 //   - the staging thread copied host memory, or enqueued copies, for which it may have had to wait until
-//   older
-//     copies of the same stream were done (in a first pass, also until these copies were);
+//     older copies of the same stream were done (in a first pass, also until these copies were);
 //   - the device reached the chunk's copy, which is ordered after what was on the trainer's stream when the
-//   save
-//     began, and after nothing later;
+//     save began, and after nothing later;
 //   - the writing threads took what was queued before it, and then it;
 //   - the write returned, with or without an error; it is skipped if the save has failed.
 // A chunk that may not be copied yet (a lazy copy from a device) holds no slot.
