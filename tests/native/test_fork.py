@@ -221,7 +221,6 @@ def test_a_save_is_over_in_a_child(engines: Engines, tmp_path: Path) -> None:
         begin = time.monotonic()
         assert all(save.job.wait(milestone, 60.0) for milestone in Milestone)
         save.job.cancel("not mine")
-        save.job.fail("not mine")
         save.job.close_input()
         save.job.hold_back(0)
         save.job.remove()
