@@ -235,7 +235,7 @@ def _timings(copies: list[Copy], folder: Path, tripwire: bool) -> tuple[float, f
             **described,
         )
         held = time.thread_time() - begin
-        assert job.wait(native.Milestone.COPIED, 60.0)
+        assert job.wait(native.Milestone.STAGED, 60.0)
         status: Any = job.status()
         return 1e3 * held, 1e3 * (status["looked_at"] - status["reserved_at"])
     finally:

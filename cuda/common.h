@@ -1,4 +1,4 @@
-// What every folder of the native core shares: the error type. Nothing else.
+// The error type, which every folder of the native core shares. Nothing else belongs here.
 #pragma once
 
 #include <cerrno>
@@ -9,8 +9,8 @@
 
 namespace datastates {
 
-// A failed call of the system, the driver or the disk. `code` is an errno where there is one, else 0. `path`
-// is the file that it concerns; empty where that is none of ours.
+// A failed call of the system, the driver or the disk. `code` is the errno, or 0 if there is none. `path` is
+// the checkpoint file that the call concerned; empty if there was none.
 class Failure : public std::runtime_error {
  public:
   Failure(std::string operation, std::string object, int code, const std::string& detail = "")

@@ -1,4 +1,4 @@
-// Arrays that describe runs, one element of each a run.
+// The arrays with which Python describes spans: element i of each belongs to span i.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -19,7 +19,8 @@ constexpr uint8_t kDeviceFlag = 2;
 
 inline void CheckLengths(std::initializer_list<size_t> lengths) {
   for (size_t length : lengths) {
-    if (length != *lengths.begin()) throw nb::value_error("the arrays that describe runs differ in length");
+    if (length != *lengths.begin())
+      throw nb::value_error("the arrays that describe spans must have the same length");
   }
 }
 

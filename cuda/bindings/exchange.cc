@@ -13,13 +13,13 @@ namespace {
 
 constexpr uint32_t kMajorVersion = 1;  // of the table below
 
-// As in dlpack.h 1.3: the header is stable, the rest within a major version.
+// As in dlpack.h 1.3: the header never changes, the rest only with the major version.
 struct ExchangeApi {
   struct Header {
     uint32_t major, minor;
     Header* previous;
   } header;
-  void* unused[3];  // functions that hand out or take ownership
+  void* unused[3];  // functions that transfer ownership
   int (*describe)(void* tensor, nb::dlpack::dltensor* out);
   void* current_work_stream;
 };

@@ -11,7 +11,7 @@ PyObject* error_type = nullptr;  // constant once the module is imported
 }  // namespace
 
 nb::object ErrorOf(const Failure& failure) {
-  // OSError(errno, text): code 0 means that the system was not to blame.
+  // OSError(errno, text): code 0 means that no system call failed.
   nb::object error = nb::borrow(error_type)(failure.code, failure.what());
   error.attr("path") = failure.path;
   error.attr("operation") = failure.operation;

@@ -1,4 +1,4 @@
-// A Failure as Python sees it: a NativeError, which is an OSError.
+// The Python exception for a Failure: NativeError, which is an OSError.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -7,10 +7,10 @@
 
 namespace datastates {
 
-// Makes the exception type, which every Failure that leaves native code is raised as.
+// Creates the exception type, and has every Failure that leaves native code raised as it.
 void BindFailure(nanobind::module_& module);
 
-// The exception that stands for `failure`, to be raised or handed over as a value.
+// Returns the exception for `failure`, to be raised or passed on as a value.
 nanobind::object ErrorOf(const Failure& failure);
 
 }  // namespace datastates

@@ -1,4 +1,4 @@
-// The Python face of the engine: parse, release the GIL, call. Nothing is decided here.
+// The Python bindings of the engine: parse, release the GIL, call. Nothing is decided here.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -21,34 +21,35 @@ using namespace nanobind::literals;
 namespace datastates {
 namespace {
 
-constexpr double kSliceSeconds = 0.1;  // of a wait that is not the caller's to cut
+constexpr double kSliceSeconds = 0.1;  // of a wait, so that signals are handled in between
 
-// One element a run, as in Run.
-struct RunArrays {
-  const Words &sources, &bytes, &offsets, &piece_bytes, &step_bytes, &storages;
+// The fields of Span, as arrays with one element per span.
+struct SpanArrays {
+  const Words &sources, &bytes, &offsets, &row_bytes, &row_steps, &storages;
   const Flags& flags;
 };
 
-Batch MakeBatch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, const RunArrays& arrays,
+Batch MakeBatch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, const SpanArrays& arrays,
                 uint64_t seed) {
-  const auto& [sources, bytes, offsets, piece_bytes, step_bytes, storages, flags] = arrays;
-  CheckLengths({sources.size(), bytes.size(), offsets.size(), piece_bytes.size(), step_bytes.size(),
+  const auto& [sources, bytes, offsets, row_bytes, row_steps, storages, flags] = arrays;
+  CheckLengths({sources.size(), bytes.size(), offsets.size(), row_bytes.size(), row_steps.size(),
                 storages.size(), flags.size()});
-  std::vector<Run> runs(sources.size());
-  for (size_t i = 0; i < runs.size(); ++i) {
-    runs[i] = {sources(i),
-               bytes(i),
-               offsets(i),
-               piece_bytes(i),
-               step_bytes(i),
-               storages(i),
-               (flags(i) & kEagerFlag) != 0,
-               (flags(i) & kDeviceFlag) != 0};
+  std::vector<Span> spans(sources.size());
+  for (size_t i = 0; i < spans.size(); ++i) {
+    spans[i] = {sources(i),
+                bytes(i),
+                offsets(i),
+                row_bytes(i),
+                row_steps(i),
+                storages(i),
+                (flags(i) & kEagerFlag) != 0,
+                (flags(i) & kDeviceFlag) != 0};
   }
-  return Batch(begin, end, chunk_bytes, fenced, std::move(runs), seed);
+  return Batch(begin, end, chunk_bytes, fenced, std::move(spans), seed);
 }
 
-// What Python holds. In a forked child the engine's threads are gone: there it is leaked, never joined.
+// The object that Python holds. A forked child lacks the engine's threads: there it leaks the engine, never
+// joins.
 class EngineHandle {
  public:
   explicit EngineHandle(const Engine::Options& options) : engine_(std::make_shared<Engine>(options)) {}
@@ -62,17 +63,19 @@ class EngineHandle {
     }
   }
 
-  // Kept by every call that goes on without the GIL, while another thread may close the engine.
+  // Every call holds a reference while it runs without the GIL, since another thread may close the engine.
   std::shared_ptr<Engine> engine() {
-    if (!home_.IsHere()) throw nb::value_error("this engine belongs to the parent of this process");
+    if (!home_.IsHere())
+      throw nb::value_error(
+          "this engine belongs to the parent of this process; a forked child cannot use it");
     if (!engine_) throw nb::value_error("this engine is closed");
     return engine_;
   }
-  // Of an engine that is closed, or the parent's, there is nothing left to ask for.
+  // False for an engine that is closed or the parent's.
   bool is_open() const { return home_.IsHere() && engine_ != nullptr; }
-  // Gives whether every thread has ended within that time. Those that a hung disk or device keeps are then
-  // leaked with all that they use. Looks after signals while it waits; what a handler raises leaves the rest
-  // to be closed later.
+  // Returns whether every thread ended within that time. Threads that a hung disk or device blocks are
+  // leaked, with all that they use. Handles signals while it waits; if a handler raises, the engine can be
+  // closed later.
   bool Close(double seconds) {
     if (!home_.IsHere() || !engine_) return true;
     auto closing = std::move(engine_);
@@ -122,12 +125,12 @@ nb::dict StatusDict(const SaveJob& job) {
   facts["cancelled"] = status.cancelled;
   facts["direct"] = status.direct;
   facts["bytes_planned"] = status.bytes_planned;
-  facts["bytes_copied"] = status.bytes_copied;
+  facts["bytes_staged"] = status.bytes_staged;
   facts["bytes_written"] = status.bytes_written;
   facts["reserved_at"] = status.reserved_at;
   facts["looked_at"] = status.looked_at;
+  facts["enqueued_at"] = status.enqueued_at;
   facts["staged_at"] = status.staged_at;
-  facts["copied_at"] = status.copied_at;
   facts["written_at"] = status.written_at;
   facts["durable_at"] = status.durable_at;
   facts["waited_for_slots"] = status.waited_for_slots;
@@ -155,19 +158,19 @@ void BindEngine(nb::module_& module) {
       .def(
           "start",
           [](EngineHandle& self, const std::string& path, uint64_t reserve_bytes, uint64_t end,
-             const Words& sources, const Words& bytes, const Words& offsets, const Words& piece_bytes,
-             const Words& step_bytes, const Words& storages, const Flags& flags, uintptr_t stream,
+             const Words& sources, const Words& bytes, const Words& offsets, const Words& row_bytes,
+             const Words& row_steps, const Words& storages, const Flags& flags, uintptr_t stream,
              double lazy_seconds) {
             const auto engine = self.engine();
             Batch batch = MakeBatch(0, end, engine->options().slot_bytes, true,
-                                    {sources, bytes, offsets, piece_bytes, step_bytes, storages, flags},
+                                    {sources, bytes, offsets, row_bytes, row_steps, storages, flags},
                                     engine->NextSeed());
             nb::gil_scoped_release release;
             return engine->Start(path, reserve_bytes, std::move(batch), reinterpret_cast<CuStream>(stream),
                                  lazy_seconds);
           },
           nb::kw_only(), "path"_a, "reserve_bytes"_a, "end"_a, "sources"_a, "bytes"_a, "offsets"_a,
-          "piece_bytes"_a, "step_bytes"_a, "storages"_a, "flags"_a, "stream"_a, "lazy_seconds"_a)
+          "row_bytes"_a, "row_steps"_a, "storages"_a, "flags"_a, "stream"_a, "lazy_seconds"_a)
       .def(
           "allow_lazy_copies",
           [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, double seconds) {
@@ -177,16 +180,16 @@ void BindEngine(nb::module_& module) {
       .def(
           "append",
           [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, uint64_t begin, uint64_t end,
-             const Words& sources, const Words& bytes, const Words& offsets, const Words& piece_bytes,
-             const Words& step_bytes, const Words& storages, const Flags& flags) {
+             const Words& sources, const Words& bytes, const Words& offsets, const Words& row_bytes,
+             const Words& row_steps, const Words& storages, const Flags& flags) {
             const auto engine = self.engine();
             Batch batch = MakeBatch(begin, end, engine->options().slot_bytes, false,
-                                    {sources, bytes, offsets, piece_bytes, step_bytes, storages, flags}, 0);
+                                    {sources, bytes, offsets, row_bytes, row_steps, storages, flags}, 0);
             nb::gil_scoped_release release;
             engine->Append(job, std::move(batch));
           },
-          nb::kw_only(), "job"_a, "begin"_a, "end"_a, "sources"_a, "bytes"_a, "offsets"_a, "piece_bytes"_a,
-          "step_bytes"_a, "storages"_a, "flags"_a)
+          nb::kw_only(), "job"_a, "begin"_a, "end"_a, "sources"_a, "bytes"_a, "offsets"_a, "row_bytes"_a,
+          "row_steps"_a, "storages"_a, "flags"_a)
       .def(
           "finish",
           [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, nb::bytes footer, uint64_t offset) {
@@ -203,8 +206,8 @@ void BindEngine(nb::module_& module) {
 void BindJob(nb::module_& module) {
   nb::enum_<Milestone>(module, "Milestone")
       .value("EAGER", Milestone::kEager)
+      .value("ENQUEUED", Milestone::kEnqueued)
       .value("STAGED", Milestone::kStaged)
-      .value("COPIED", Milestone::kCopied)
       .value("WRITTEN", Milestone::kWritten)
       .value("DURABLE", Milestone::kDurable)
       .value("RELEASED", Milestone::kReleased);

@@ -34,7 +34,8 @@ std::vector<ReadFile> MakeFiles(const std::vector<FileTuple>& tuples) {
   return files;
 }
 
-// In a forked child what another thread of the parent worked with is leaked, never joined.
+// Owns an object whose threads exist only in the process that created it: a forked child leaks it, never
+// joins.
 template <typename Object>
 class AtHome {
  public:
@@ -51,7 +52,9 @@ class AtHome {
   AtHome& operator=(const AtHome&) = delete;
 
   const std::shared_ptr<Object>& get() const {
-    if (!home_.IsHere()) throw nb::value_error("this reader belongs to the parent of this process");
+    if (!home_.IsHere())
+      throw nb::value_error(
+          "this reader belongs to the parent of this process; a forked child cannot use it");
     return object_;
   }
 
@@ -101,23 +104,23 @@ void BindReader(nb::module_& module) {
       .def(
           "start",
           [](const ReaderHandle& self, const std::vector<FileTuple>& tuples, const Words& files,
-             const Words& offsets, const Words& piece_bytes, const Words& pieces, const Words& file_steps,
+             const Words& offsets, const Words& row_bytes, const Words& rows, const Words& file_steps,
              const Words& targets, const Words& target_steps, const Flags& flags, uintptr_t stream) {
-            CheckLengths({files.size(), offsets.size(), piece_bytes.size(), pieces.size(), file_steps.size(),
+            CheckLengths({files.size(), offsets.size(), row_bytes.size(), rows.size(), file_steps.size(),
                           targets.size(), target_steps.size(), flags.size()});
             const auto reader = self.get();
-            std::vector<ReadRun> runs(files.size());
-            for (size_t i = 0; i < runs.size(); ++i) {
-              runs[i] = {files(i),      offsets(i), piece_bytes(i),  pieces(i),
-                         file_steps(i), targets(i), target_steps(i), (flags(i) & kDeviceFlag) != 0};
+            std::vector<ReadSpan> spans(files.size());
+            for (size_t i = 0; i < spans.size(); ++i) {
+              spans[i] = {files(i),      offsets(i), row_bytes(i),    rows(i),
+                          file_steps(i), targets(i), target_steps(i), (flags(i) & kDeviceFlag) != 0};
             }
             std::vector<ReadFile> sources = MakeFiles(tuples);
             nb::gil_scoped_release release;
-            ReadPlan plan(std::move(sources), std::move(runs), reader->options().slot_bytes);
+            ReadPlan plan(std::move(sources), std::move(spans), reader->options().slot_bytes);
             auto job = std::make_shared<ReadJob>(reader, std::move(plan), reinterpret_cast<CuStream>(stream));
             return std::make_unique<JobHandle>(std::move(job));
           },
-          nb::kw_only(), "sources"_a, "files"_a, "offsets"_a, "piece_bytes"_a, "pieces"_a, "file_steps"_a,
+          nb::kw_only(), "sources"_a, "files"_a, "offsets"_a, "row_bytes"_a, "rows"_a, "file_steps"_a,
           "targets"_a, "target_steps"_a, "flags"_a, "stream"_a);
 }
 

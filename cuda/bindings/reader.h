@@ -1,4 +1,4 @@
-// The Python face of the reader.
+// The Python bindings of the reader: parse, release the GIL, call.
 #pragma once
 
 #include <nanobind/nanobind.h>

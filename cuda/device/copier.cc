@@ -5,7 +5,7 @@
 namespace datastates {
 namespace {
 
-// Of copies shorter than this, many go into one call of the driver, where it has such a call.
+// Copies shorter than this are passed to the driver many at a time, if it has a call for that.
 constexpr size_t kShortBytes = size_t{1} << 20;
 
 }  // namespace
@@ -39,37 +39,37 @@ void DeviceCopier::EnterThread() const {
   driver_->RelaxCapture();
 }
 
-void DeviceCopier::CopyAtOnce(const std::vector<Piece>& pieces) { Enqueue(pieces, false); }
+void DeviceCopier::CopyAtOnce(const std::vector<Transfer>& transfers) { Enqueue(transfers, false); }
 
-void DeviceCopier::CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t bytes, size_t step_bytes,
+void DeviceCopier::CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step,
                                   size_t rows) {
-  driver_->CopyRowsToHost(target, source, bytes, step_bytes, rows, stream_);
+  driver_->CopyRowsToHost(target, source, row_bytes, row_step, rows, stream_);
   Count(1, false);
 }
 
-void DeviceCopier::Copy(const std::vector<Piece>& pieces) { Enqueue(pieces, true); }
+void DeviceCopier::Copy(const std::vector<Transfer>& transfers) { Enqueue(transfers, true); }
 
-void DeviceCopier::Enqueue(const std::vector<Piece>& pieces, bool bounded) {
+void DeviceCopier::Enqueue(const std::vector<Transfer>& transfers, bool bounded) {
   CuPointer targets[kCopiesPerEvent], sources[kCopiesPerEvent];
   size_t bytes[kCopiesPerEvent];
-  const auto enqueue_one = [&](const Piece& piece) {
-    driver_->CopyToHost(piece.target, piece.source, piece.bytes, stream_);
+  const auto enqueue_one = [&](const Transfer& transfer) {
+    driver_->CopyToHost(transfer.target, transfer.source, transfer.bytes, stream_);
     Count(1, bounded);
   };
-  for (size_t i = 0; i < pieces.size();) {
+  for (size_t i = 0; i < transfers.size();) {
     size_t count = 0;
-    for (; i + count < pieces.size() && count < kCopiesPerEvent; ++count) {
-      const Piece& piece = pieces[i + count];
-      if (piece.bytes >= kShortBytes) break;
-      targets[count] = reinterpret_cast<CuPointer>(piece.target);
-      sources[count] = piece.source;
-      bytes[count] = piece.bytes;
+    for (; i + count < transfers.size() && count < kCopiesPerEvent; ++count) {
+      const Transfer& transfer = transfers[i + count];
+      if (transfer.bytes >= kShortBytes) break;
+      targets[count] = reinterpret_cast<CuPointer>(transfer.target);
+      sources[count] = transfer.source;
+      bytes[count] = transfer.bytes;
     }
     if (count > 1 && EnqueueBatch(targets, sources, bytes, count)) {
       Count(count, bounded);
     } else {
       count = std::max<size_t>(count, 1);
-      for (size_t one = i; one < i + count; ++one) enqueue_one(pieces[one]);
+      for (size_t one = i; one < i + count; ++one) enqueue_one(transfers[one]);
     }
     i += count;
   }
@@ -79,32 +79,32 @@ bool DeviceCopier::EnqueueBatch(CuPointer* targets, CuPointer* sources, size_t* 
   try {
     return driver_->CopyBatchToHost(targets, sources, bytes, count, stream_);
   } catch (const Failure&) {
-    enqueued_ += count;  // some of it may be in the stream: who waits for Enqueued() waits for that, too
+    enqueued_ += count;  // some may be in the stream: waits for Enqueued() must cover them
     throw;
   }
 }
 
-void DeviceCopier::CopyPieces(uint8_t* target, CuPointer source, size_t bytes, size_t step_bytes,
-                              size_t pieces) {
-  if (pieces > 1 && step_bytes >= bytes && step_bytes <= Driver::kMostPitch) {
-    driver_->CopyRowsToHost(target, source, bytes, step_bytes, pieces, stream_);
+void DeviceCopier::CopyRows(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step,
+                            size_t rows) {
+  if (rows > 1 && row_step >= row_bytes && row_step <= Driver::kMostPitch) {
+    driver_->CopyRowsToHost(target, source, row_bytes, row_step, rows, stream_);
     return Count(1, true);
   }
-  for (size_t i = 0; i < pieces; ++i) {
-    driver_->CopyToHost(target + i * bytes, source + i * step_bytes, bytes, stream_);
+  for (size_t i = 0; i < rows; ++i) {
+    driver_->CopyToHost(target + i * row_bytes, source + i * row_step, row_bytes, stream_);
     Count(1, true);
   }
 }
 
 void DeviceCopier::CopyToDevice(CuPointer target, size_t target_step, const uint8_t* source,
-                                size_t source_step, size_t bytes, size_t pieces) {
-  const auto fits = [bytes](size_t pitch) { return pitch >= bytes && pitch <= Driver::kMostPitch; };
-  if (pieces > 1 && fits(target_step) && fits(source_step)) {
-    driver_->CopyRowsToDevice(target, target_step, source, source_step, bytes, pieces, stream_);
+                                size_t source_step, size_t row_bytes, size_t rows) {
+  const auto fits = [row_bytes](size_t pitch) { return pitch >= row_bytes && pitch <= Driver::kMostPitch; };
+  if (rows > 1 && fits(target_step) && fits(source_step)) {
+    driver_->CopyRowsToDevice(target, target_step, source, source_step, row_bytes, rows, stream_);
     return Count(1, true);
   }
-  for (size_t i = 0; i < pieces; ++i) {
-    driver_->CopyToDevice(target + i * target_step, source + i * source_step, bytes, stream_);
+  for (size_t i = 0; i < rows; ++i) {
+    driver_->CopyToDevice(target + i * target_step, source + i * source_step, row_bytes, stream_);
     Count(1, true);
   }
 }

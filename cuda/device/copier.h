@@ -1,4 +1,5 @@
-// Copies between one device and host memory on a stream of our own, ordered after the trainer's.
+// Copies between one device and host memory, on a low-priority stream that is ordered after the trainer's.
+// The order of copies and waits belongs here; the calls of the driver are device/driver.h's.
 #pragma once
 
 #include <atomic>
@@ -11,10 +12,10 @@
 
 namespace datastates {
 
-// An event that is destroyed with its last user.
+// A CUDA event, destroyed with its last user.
 class Event {
  public:
-  // `context` is current on this thread; the end may come on any other.
+  // `context` is current on this thread; any thread may destroy the event.
   Event(std::shared_ptr<Driver> driver, CuContext context, bool timing = false)
       : driver_(std::move(driver)), context_(context), event_(driver_->CreateEvent(timing)) {}
   ~Event() {
@@ -33,25 +34,25 @@ class Event {
 
 // Thread-safe. Allocates no device memory.
 //
-// A stream accepts about a thousand operations; whoever enqueues more waits in the driver, and where streams
-// share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) the trainer's launches wait, too. So no more than
-// kMostInFlight copies, and a batch, are in the stream at a time: a worker thread that comes with more waits
-// for the oldest. One event is recorded for every kCopiesPerEvent copies, not for each.
+// A stream accepts about a thousand operations; a thread that enqueues more blocks in the driver, and where
+// streams share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) the trainer's launches block, too. So at
+// most kMostInFlight copies and one batch are in the stream at a time: a thread that has more waits for the
+// oldest. An event is recorded for every kCopiesPerEvent copies, not for each.
 class DeviceCopier {
  public:
-  // A place in the order of the stream: after that many copies.
+  // A position in the order of the stream: the number of copies before it.
   using Place = uint64_t;
   static constexpr Place kMostInFlight = 256;
   static constexpr Place kCopiesPerEvent = 64;
 
-  // Contiguous bytes on the device, to page-locked memory.
-  struct Piece {
+  // A copy of contiguous bytes from the device to page-locked memory.
+  struct Transfer {
     uint8_t* target;
     CuPointer source;
     size_t bytes;
   };
 
-  // Made on the trainer's thread, in its current context. Throws Failure.
+  // Created on the trainer's thread, for its current context. Throws Failure.
   explicit DeviceCopier(std::shared_ptr<Driver> driver);
   ~DeviceCopier();
   DeviceCopier(const DeviceCopier&) = delete;
@@ -59,30 +60,32 @@ class DeviceCopier {
 
   // -- any thread in the context; these never wait for the device --------------------------------------
 
-  // Later copies run after everything that `trainer` has been given until now.
+  // Orders later copies after everything enqueued on `trainer` so far.
   void StartAfter(CuStream trainer);
-  // `trainer` runs what it is given from now on after every copy enqueued so far.
+  // Orders what is enqueued on `trainer` from now on after every copy enqueued so far.
   void HoldBack(CuStream trainer) const;
-  // Enqueues copies beyond the bound: for a number of them that is bounded otherwise.
-  void CopyAtOnce(const std::vector<Piece>& pieces);
-  // The same for `rows` pieces of `bytes`, `step_bytes` apart on the device: one copy.
-  void CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t bytes, size_t step_bytes, size_t rows);
-  // The place after everything that this thread has enqueued.
+  // Enqueues copies without regard to kMostInFlight; the caller bounds their number.
+  void CopyAtOnce(const std::vector<Transfer>& transfers);
+  // The same for `rows` of `row_bytes`, `row_step` apart on the device, as one copy.
+  void CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step, size_t rows);
+  // Returns a place after everything that this thread has enqueued.
   Place Enqueued() const { return enqueued_; }
 
   // -- worker threads; these wait for the device --------------------------------------------------------
 
-  // Once per worker thread and before any of the calls below; the trainer's thread is in the context.
+  // Makes the context current. Called once per worker thread, before any of the calls below.
   void EnterThread() const;
-  void Copy(const std::vector<Piece>& pieces);
-  // `pieces` of `bytes`, `step_bytes` apart on the device, one after the other: in one call if it can be.
-  void CopyPieces(uint8_t* target, CuPointer source, size_t bytes, size_t step_bytes, size_t pieces);
-  // `pieces` of `bytes`, `source_step` apart in host memory, to pieces `target_step` apart on the device.
+  void Copy(const std::vector<Transfer>& transfers);
+  // Copies `rows` of `row_bytes`, `row_step` apart on the device, to contiguous memory; in one call if
+  // possible.
+  void CopyRows(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step, size_t rows);
+  // Copies `rows` of `row_bytes`, `source_step` apart in host memory, to places `target_step` apart on the
+  // device.
   void CopyToDevice(CuPointer target, size_t target_step, const uint8_t* source, size_t source_step,
-                    size_t bytes, size_t pieces);
-  // Returns when the stream has come to that place.
+                    size_t row_bytes, size_t rows);
+  // Returns when the stream has reached that place.
   void WaitFor(Place place);
-  // For everything enqueued so far. Makes no event: it works where there is no memory for one.
+  // Waits for everything enqueued so far. Creates no event, so it works without memory for one.
   void WaitForAll();
 
   const std::shared_ptr<Driver>& driver() const { return driver_; }
@@ -90,13 +93,13 @@ class DeviceCopier {
   int device() const { return device_; }
 
  private:
-  // Done when the first `place` copies are.
+  // An event that is done when the first `place` copies are.
   struct Mark {
     Place place;
     std::shared_ptr<Event> event;
   };
 
-  void Enqueue(const std::vector<Piece>& pieces, bool bounded);
+  void Enqueue(const std::vector<Transfer>& transfers, bool bounded);
   bool EnqueueBatch(CuPointer* targets, CuPointer* sources, size_t* bytes, size_t count);
   void Count(size_t copies, bool bounded);
   void MarkHere() REQUIRES(marking_);
@@ -104,16 +107,17 @@ class DeviceCopier {
   const std::shared_ptr<Driver> driver_;
   const CuContext context_;
   const int device_;
-  Mutex waiting_for_all_;  // one at a time records last_
+  Mutex waiting_for_all_;  // one thread at a time records last_
   const Event last_;
   CuStream stream_;  // constant after construction
 
-  // Counted after the driver's call, so an event that is recorded after reading it covers so many copies.
+  // Counted after the driver's call, so that an event recorded after reading it covers at least as many
+  // copies.
   std::atomic<Place> enqueued_{0};
   Mutex marking_;
   std::deque<Mark> marks_ GUARDED_BY(marking_);  // in the order of their places
-  Place marked_ GUARDED_BY(marking_) = 0;        // of the last mark that there was
-  Place done_ GUARDED_BY(marking_) = 0;
+  Place marked_ GUARDED_BY(marking_) = 0;        // the place of the last mark made
+  Place done_ GUARDED_BY(marking_) = 0;          // copies known to be done
 };
 
 }  // namespace datastates

@@ -6,7 +6,7 @@ namespace datastates {
 namespace {
 
 constexpr int kVersion = 12000;       // the CUDA version whose signatures are used below
-constexpr int kBatchVersion = 12080;  // and for copies in batches, which 13.0 changed
+constexpr int kBatchVersion = 12080;  // that of copies in batches, which 13.0 changed
 constexpr int kSuccess = 0;
 constexpr int kInvalidValue = 1;
 constexpr int kNotSupported = 801;
@@ -17,7 +17,7 @@ constexpr unsigned kEventDisableTiming = 2;
 constexpr unsigned kHostRegisterPortable = 1;
 constexpr int kCaptureModeRelaxed = 2;
 
-constexpr int kBusIdBytes = 32;  // 13 are enough, says cuda.h
+constexpr int kBusIdBytes = 32;  // cuda.h requires 13
 
 constexpr unsigned kMemoryHost = 1;
 constexpr unsigned kMemoryDevice = 2;
@@ -25,14 +25,14 @@ constexpr unsigned kMemoryDevice = 2;
 constexpr int kSourceInStreamOrder = 1;
 constexpr unsigned kPreferOverlapWithCompute = 1;
 
-// Of a copy whose addresses and sizes the plan has checked.
+// Follows the error of a copy; the plan has already checked addresses and sizes.
 constexpr const char* kNotMapped =
     "invalid argument (CUDA error 1): has the memory of a tensor been freed or unmapped since the save "
-    "or the load began? What does that has to call the fence first";
+    "or the load began? Code that frees it must call the fence first";
 constexpr const char* kAllIsLost =
-    ". After this error every CUDA call of this process fails, the trainer's too: it has to be started anew";
+    ". After this error every CUDA call of this process fails, the trainer's too: restart the process";
 
-// As cuda.h says of each: the context is of no use any more.
+// The errors after which, by cuda.h, the context cannot be used any more.
 bool EndsContext(int result) {
   return result == 700 || result == 702 || result == 709 || result == 710 || (result >= 714 && result <= 719);
 }
@@ -264,7 +264,8 @@ bool Driver::CopyBatchToHost(CuPointer* targets, CuPointer* sources, size_t* byt
   const int result =
       table_->copy_batch(targets, sources, bytes, count, &attributes, &first, 1, &failed, stream);
   if (result == kInvalidValue || result == kNotSupported) {
-    // Of one of the copies, or of the call itself: single copies show which, and this is not tried again.
+    // The cause is one of the copies or the call itself: single copies show which, and the call is not tried
+    // again.
     has_batches_ = false;
     return false;
   }

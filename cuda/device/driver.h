@@ -1,8 +1,8 @@
-// The CUDA driver, opened at run time: one build of this library runs with and without a GPU.
+// The CUDA driver, opened at run time, so that one build of this library works with and without a GPU.
 //
-// Every function is asked for with the signature of one named CUDA version (cuGetProcAddress), because
-// the newest signatures differ between 12.8 and 13.0. Only what saving and loading need is here. Constants
-// are those of cuda.h.
+// Only the calls that saving and loading need belong here, with no policy of their own. Every function is
+// looked up with the signature of one named CUDA version (cuGetProcAddress), because the newest signatures
+// differ between 12.8 and 13.0. Constants are those of cuda.h.
 #pragma once
 
 #include <atomic>
@@ -22,19 +22,19 @@ using CuPointer = unsigned long long;
 
 class Driver {
  public:
-  // Opens the library `path` (a test may name a fake one). Throws Failure with what to do about it.
+  // Opens the library `path` (a test may name a fake one). Throws a Failure that says what to do.
   static std::shared_ptr<Driver> Open(const std::string& path);
 
   CuContext CurrentContext() const;
   int CurrentDevice() const;  // its number, in this thread's context
-  // Where that device is on the PCI bus, as in "0000:0A:00.0"; empty where the driver does not say.
+  // Returns that device's PCI bus id, such as "0000:0A:00.0"; empty if the driver does not know it.
   std::string CurrentBusId() const noexcept;
   void SetContext(CuContext context) const;
-  // Makes `context` current and gives the one before.
+  // Makes `context` current and returns the previous one.
   CuContext SwapContext(CuContext context) const noexcept;
   // Lets this thread call the driver while another thread captures a CUDA graph.
   void RelaxCapture() const;
-  int SwapCaptureMode(int mode) const noexcept;  // gives the one before
+  int SwapCaptureMode(int mode) const noexcept;  // returns the previous one
 
   CuStream CreateLowPriorityStream() const;
   CuEvent CreateEvent(bool timing = false) const;
@@ -46,18 +46,19 @@ class Driver {
   bool Done(CuEvent event) const;
   float MillisecondsBetween(CuEvent begin, CuEvent end) const;  // both made with `timing`, and both done
   void CopyToHost(void* target, CuPointer source, size_t bytes, CuStream stream) const;
-  // CU_DEVICE_ATTRIBUTE_MAX_PITCH, of every device there has been.
+  // CU_DEVICE_ATTRIBUTE_MAX_PITCH of every device so far
   static constexpr size_t kMostPitch = (size_t{1} << 31) - 1;
-  // `rows` of `row_bytes`, `pitch` apart on the device, become contiguous. row_bytes <= pitch <= kMostPitch.
+  // Copies `rows` of `row_bytes`, `pitch` apart on the device, to contiguous memory. row_bytes <= pitch <=
+  // kMostPitch.
   void CopyRowsToHost(void* target, CuPointer source, size_t row_bytes, size_t pitch, size_t rows,
                       CuStream stream) const;
-  // Any number of such copies in one call, in any order. False, and perhaps some of them enqueued, where the
-  // driver has no such call (before 12.8), or refuses it: single calls are to be made then. `stream` is not
-  // the default one.
+  // Enqueues any number of contiguous copies in one call; they run in any order. Returns false, with some of
+  // them perhaps enqueued, if the driver lacks the call (before 12.8) or refuses it: the caller then makes
+  // single calls. `stream` is not the default stream.
   bool CopyBatchToHost(CuPointer* targets, CuPointer* sources, size_t* bytes, size_t count,
                        CuStream stream) const;
   void CopyToDevice(CuPointer target, const void* source, size_t bytes, CuStream stream) const;
-  // `rows` of `row_bytes`, apart by either pitch. row_bytes <= pitch <= kMostPitch.
+  // Copies `rows` of `row_bytes`; either pitch is the distance of rows. row_bytes <= pitch <= kMostPitch.
   void CopyRowsToDevice(CuPointer target, size_t target_pitch, const void* source, size_t source_pitch,
                         size_t row_bytes, size_t rows, CuStream stream) const;
   void RegisterHost(void* memory, size_t bytes) const;
@@ -73,8 +74,8 @@ class Driver {
   mutable std::atomic<bool> has_batches_{false};
 };
 
-// A context that is current on this thread for as long as this lives: objects of the driver may be
-// dropped by any thread, and calls that free them need their context.
+// Makes a context current on this thread for its lifetime: any thread may drop the driver's objects, and the
+// calls that free them need their context.
 class ContextScope {
  public:
   ContextScope(const Driver& driver, CuContext context) noexcept
@@ -88,7 +89,7 @@ class ContextScope {
   const CuContext before_;
 };
 
-// RelaxCapture for as long as this lives, on a thread that is not ours.
+// RelaxCapture for its lifetime, on a thread of the trainer's.
 class RelaxedCapture {
  public:
   explicit RelaxedCapture(const Driver& driver) noexcept;

@@ -9,66 +9,68 @@
 namespace datastates {
 namespace {
 
-void CheckRuns(const std::vector<Run>& runs, uint64_t begin, uint64_t end) {
+void CheckSpans(const std::vector<Span>& spans, uint64_t begin, uint64_t end) {
   uint64_t at = begin;
-  for (const Run& run : runs) {
-    if (run.bytes != 0 && (run.piece_bytes == 0 || run.bytes % run.piece_bytes != 0)) {
+  for (const Span& span : spans) {
+    if (span.bytes != 0 && (span.row_bytes == 0 || span.bytes % span.row_bytes != 0)) {
       throw Failure("plan copies", "", 0,
-                    "run of " + std::to_string(run.bytes) + " bytes at offset " + std::to_string(run.offset) +
-                        " is no whole number of pieces of " + std::to_string(run.piece_bytes));
+                    "span of " + std::to_string(span.bytes) + " bytes at offset " +
+                        std::to_string(span.offset) + " is not a whole number of rows of " +
+                        std::to_string(span.row_bytes));
     }
-    if (run.offset < at || run.bytes > end || run.offset > end - run.bytes) {
+    if (span.offset < at || span.bytes > end || span.offset > end - span.bytes) {
       throw Failure("plan copies", "", 0,
-                    "run of " + std::to_string(run.bytes) + " bytes at offset " + std::to_string(run.offset) +
-                        " overlaps its predecessor or leaves [" + std::to_string(begin) + ", " +
-                        std::to_string(end) + ")");
+                    "span of " + std::to_string(span.bytes) + " bytes at offset " +
+                        std::to_string(span.offset) + " overlaps the span before it or leaves [" +
+                        std::to_string(begin) + ", " + std::to_string(end) + ")");
     }
-    at = run.offset + run.bytes;
+    at = span.offset + span.bytes;
   }
 }
 
-std::vector<Run> Coalesce(std::vector<Run> runs) {
+std::vector<Span> Coalesce(std::vector<Span> spans) {
   size_t kept = 0;
-  for (Run run : runs) {
-    if (run.bytes == 0) continue;
-    if (run.step_bytes == run.piece_bytes) run.piece_bytes = run.bytes;
+  for (Span span : spans) {
+    if (span.bytes == 0) continue;
+    if (span.row_step == span.row_bytes) span.row_bytes = span.bytes;
     if (kept > 0) {
-      Run& last = runs[kept - 1];
-      const bool contiguous = last.piece_bytes == last.bytes && run.piece_bytes == run.bytes;
-      if (contiguous && last.source + last.bytes == run.source && last.offset + last.bytes == run.offset &&
-          last.storage == run.storage && last.eager == run.eager && last.device == run.device) {
-        last.piece_bytes = last.bytes += run.bytes;
+      Span& last = spans[kept - 1];
+      const bool contiguous = last.row_bytes == last.bytes && span.row_bytes == span.bytes;
+      if (contiguous && last.source + last.bytes == span.source && last.offset + last.bytes == span.offset &&
+          last.storage == span.storage && last.eager == span.eager && last.device == span.device) {
+        last.row_bytes = last.bytes += span.bytes;
         continue;
       }
     }
-    runs[kept++] = run;
+    spans[kept++] = span;
   }
-  runs.resize(kept);
-  return runs;
+  spans.resize(kept);
+  return spans;
 }
 
 }  // namespace
 
-Batch::Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, std::vector<Run> runs,
+Batch::Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, std::vector<Span> spans,
              uint64_t seed)
     : fenced_(fenced), seed_(seed) {
   if (begin % kAlignment != 0 || end % kAlignment != 0 || begin > end) {
     throw Failure("plan copies", "", 0,
-                  "a batch begins and ends at multiples of " + std::to_string(kAlignment));
+                  "a batch must begin and end at multiples of " + std::to_string(kAlignment) + ", not at " +
+                      std::to_string(begin) + " and " + std::to_string(end));
   }
-  CheckRuns(runs, begin, end);
-  if (fenced) samples_ = ChooseSamples(runs, begin, chunk_bytes, seed);
-  runs_ = Coalesce(std::move(runs));
-  size_t run = 0;
+  CheckSpans(spans, begin, end);
+  if (fenced) samples_ = ChooseSamples(spans, begin, chunk_bytes, seed);
+  spans_ = Coalesce(std::move(spans));
+  size_t span = 0;
   for (uint64_t at = begin; at < end; at += chunk_bytes) {
-    Chunk chunk{at, std::min(chunk_bytes, end - at), run, false, false};
+    Chunk chunk{at, std::min(chunk_bytes, end - at), span, false, false};
     const uint64_t chunk_end = chunk.offset + chunk.bytes;
-    for (size_t i = run; i < runs_.size() && runs_[i].offset < chunk_end; ++i) {
-      chunk.eager |= runs_[i].eager;
-      chunk.device |= runs_[i].device;
+    for (size_t i = span; i < spans_.size() && spans_[i].offset < chunk_end; ++i) {
+      chunk.eager |= spans_[i].eager;
+      chunk.device |= spans_[i].device;
     }
-    // The next chunk begins with the first run that reaches beyond this one.
-    while (run < runs_.size() && runs_[run].offset + runs_[run].bytes <= chunk_end) ++run;
+    // The next chunk begins with the first span that reaches beyond this one.
+    while (span < spans_.size() && spans_[span].offset + spans_[span].bytes <= chunk_end) ++span;
     chunks_.push_back(chunk);
   }
 }

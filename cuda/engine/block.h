@@ -1,4 +1,4 @@
-// The block: what one checksum covers, in every data file (FORMAT.md).
+// The block: the unit that one checksum covers in every data file (FORMAT.md). Nothing else belongs here.
 #pragma once
 
 #include <cstdint>

@@ -18,10 +18,10 @@ uint64_t RandomSeed() {
   return (uint64_t{device()} << 32) | device();
 }
 
-// Whether there is something for the tripwire's second look.
-bool HasLazyHostRuns(const Batch& batch) {
-  return std::any_of(batch.runs().begin(), batch.runs().end(),
-                     [](const Run& run) { return !run.eager && !run.device; });
+// Whether the tripwire's second look has anything to cover.
+bool HasLazyHostSpans(const Batch& batch) {
+  return std::any_of(batch.spans().begin(), batch.spans().end(),
+                     [](const Span& span) { return !span.eager && !span.device; });
 }
 
 }  // namespace
@@ -36,7 +36,10 @@ Engine::Engine(const Options& options)
   if (options.slot_bytes == 0 || options.slot_bytes % kAlignment != 0 || options.most_slots == 0 ||
       options.copy_threads < 1 || options.write_threads < 1) {
     throw Failure("start engine", "", 0,
-                  "slot size must be a multiple of 4096, slots and threads at least 1");
+                  "slot size must be a positive multiple of 4096, found " +
+                      std::to_string(options.slot_bytes) + "; slots and threads must be at least 1, found " +
+                      std::to_string(options.most_slots) + " slots, " + std::to_string(options.copy_threads) +
+                      " copy threads and " + std::to_string(options.write_threads) + " write threads");
   }
   pool_ = std::make_unique<SlotPool>(options.slot_bytes, options.most_slots);
   try {
@@ -63,7 +66,7 @@ bool Engine::CloseWithin(double seconds) {
     stop_staging_ = true;
     stage_wake_.NotifyAll();
   }
-  // In this order: what one has filled must still find another that returns its slot.
+  // In this order: a chunk that one kind of thread has filled needs the next kind to return its slot.
   if (!AwaitEnd(staging_, deadline)) return false;
   stop_awaiting_ = true;
   await_wake_.NotifyAll();
@@ -99,7 +102,7 @@ bool Engine::PageLockPool() {
 
 std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream trainer) {
   const bool device =
-      std::any_of(batch.runs().begin(), batch.runs().end(), [](const Run& run) { return run.device; });
+      std::any_of(batch.spans().begin(), batch.spans().end(), [](const Span& span) { return span.device; });
   if (!device) return nullptr;
   if (!copier_) {
     auto copier = std::make_shared<DeviceCopier>(Driver::Open(options_.driver));
@@ -107,7 +110,7 @@ std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream tra
     pool_->Register(copier->driver(), copier->context(), node_);
     sample_memory_ = std::make_shared<SampleMemory>(copier->driver(), copier->context(),
                                                     kMostDeviceSamples * kSampleBytes);
-    copier_ = std::move(copier);  // last: it stands for all of the above
+    copier_ = std::move(copier);  // last: a copier means that all of the above succeeded
   } else if (copier_->driver()->CurrentContext() != copier_->context()) {
     throw Failure("start save", "", 0,
                   "the first save of this process was from cuda:" + std::to_string(copier_->device()) +
@@ -135,28 +138,28 @@ std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve
                 jobs_.end());
     jobs_.push_back(job);
   }
-  Stretch stretch{job, std::make_shared<const Batch>(std::move(batch))};
-  job->Begin();  // until all is queued
-  if (options_.tripwire) TakeSamples(job, *stretch.batch);
+  QueuedBatch queued{job, std::make_shared<const Batch>(std::move(batch))};
+  job->BeginTask();  // so that the job is not released before everything is queued
+  if (options_.tripwire) TakeSamples(job, *queued.batch);
   if (options_.paranoid) {
-    Stretch rehearsal = stretch;
-    rehearsal.rehearsal = true;
-    Queue(std::move(rehearsal));
+    QueuedBatch first_pass = queued;
+    first_pass.first_pass = true;
+    Queue(std::move(first_pass));
   }
-  stretch.opens = true;
-  stretch.looks = options_.tripwire && !options_.paranoid && HasLazyHostRuns(*stretch.batch);
-  stretch.reserve_bytes = reserve_bytes;
-  stretch.lazy_from = DeadlineAfter(lazy_seconds);
-  Queue(std::move(stretch));
-  job->Done();
+  queued.opens = true;
+  queued.looks = options_.tripwire && !options_.paranoid && HasLazyHostSpans(*queued.batch);
+  queued.reserve_bytes = reserve_bytes;
+  queued.lazy_from = DeadlineAfter(lazy_seconds);
+  Queue(std::move(queued));
+  job->EndTask();
   return job;
 }
 
 void Engine::AllowLazyCopies(const SaveJob& job, double seconds) {
   const auto from = DeadlineAfter(seconds);
   const MutexLock lock(mutex_);
-  for (Stretch& stretch : stretches_) {
-    if (stretch.job.get() == &job) stretch.lazy_from = std::min(stretch.lazy_from, from);
+  for (QueuedBatch& queued : queue_) {
+    if (queued.job.get() == &job) queued.lazy_from = std::min(queued.lazy_from, from);
   }
   stage_wake_.NotifyAll();
 }
@@ -171,34 +174,34 @@ void Engine::TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch
     AwaitDevice(*job);
     return job->EndRead();
   }
-  // Nobody may take the job for released, nor its memory back, while the device is still at its samples.
-  job->Begin();
+  // The job must not be released, nor its memory returned, while the device is copying samples.
+  job->BeginTask();
   in_flight_.push_back({{job, nullptr, 0, Slot()}, job->copier()->Enqueued()});
   await_wake_.NotifyOne();
 }
 
 void Engine::Append(const std::shared_ptr<SaveJob>& job, Batch batch) {
-  Queue(Stretch{job, std::make_shared<const Batch>(std::move(batch))});
+  Queue(QueuedBatch{job, std::make_shared<const Batch>(std::move(batch))});
 }
 
-void Engine::Queue(Stretch stretch) {
+void Engine::Queue(QueuedBatch queued) {
   const MutexLock lock(mutex_);
-  if (stop_staging_) return stretch.job->Cancel(kClosed);
-  if (stretch.rehearsal) {
-    stretch.job->PlanRehearsal(*stretch.batch);
+  if (stop_staging_) return queued.job->Cancel(kClosed);
+  if (queued.first_pass) {
+    queued.job->PlanFirstPass(*queued.batch);
   } else {
-    stretch.job->Plan(*stretch.batch);
+    queued.job->CountPlanned(*queued.batch);
   }
-  if (stretch.batch->chunks().empty() && !stretch.opens) return;
-  stretch.job->Begin();  // the stretch itself, until its last chunk is taken
-  stretches_.push_back(std::move(stretch));
+  if (queued.batch->chunks().empty() && !queued.opens) return;
+  queued.job->BeginTask();  // the batch itself, until its last chunk is taken
+  queue_.push_back(std::move(queued));
   stage_wake_.NotifyAll();
 }
 
 void Engine::Finish(const std::shared_ptr<SaveJob>& job, std::string footer, uint64_t offset) {
   const MutexLock lock(mutex_);
   if (stop_writing_) return job->Cancel(kClosed);
-  job->Begin();
+  job->BeginTask();
   footers_.push_back({job, std::move(footer), offset});
   write_wake_.NotifyAll();
 }

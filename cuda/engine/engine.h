@@ -1,7 +1,15 @@
-// The threads that stage, await the device, and write. Staging threads fill slots in the order of the file.
-// What a device copies, one thread awaits in the order of its stream: a chunk counts as copied as soon as it
-// is, whatever the disk does. Writing threads drain the slots. They meet in queues, so a full pool holds
-// staging back and nothing else.
+// The engine: the threads that take saves from plan to durable file. Their queues and their order belong
+// here; what a save has reached is in SaveJob, which states the milestones.
+//
+//   ds-stage (copy_threads): take chunks in the order of the file, fill a slot of the pool with each, and so
+//     bring it to `enqueued`. Chunks in host memory are copied then, and so are `staged` at the same time.
+//   ds-await (one): waits, in the order of the stream, for the device copies of each chunk, which are then
+//     `staged`, independently of the disk.
+//   ds-write (write_threads): verify chunks, write them to the file and return their slots, which brings the
+//     save to `written`; a footer makes it `durable`. Publishing is Python's.
+//
+// The threads hand chunks over through queues, so a full pool delays staging and nothing else (staging/pool.h
+// shows why it cannot deadlock).
 #pragma once
 
 #include <atomic>
@@ -37,41 +45,42 @@ class Engine {
     std::string faults;
     std::string backend;   // os/write_backend.h
     bool tripwire;         // take samples: engine/tripwire.h
-    bool paranoid;         // copy every chunk twice, the first time eagerly, and compare checksums
+    bool paranoid;         // copy fenced chunks twice and compare checksums (save_job.h)
     std::string sysfs;     // os/numa.h
-    uint64_t sample_seed;  // of the first save's samples, the next has the next; 0: a random one
+    uint64_t sample_seed;  // of the first save; each later one adds 1. 0: random
   };
 
-  // Starts the threads. Throws Failure for options that make no sense, or if there are no threads to be had.
+  // Starts the threads. Throws Failure for invalid options, or if a thread cannot be started.
   explicit Engine(const Options& options);
   ~Engine() { Close(); }
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
 
-  // Cancels what is not finished and joins every thread. What is given to a closed engine is cancelled.
+  // Cancels what is unfinished and joins every thread. Jobs passed to a closed engine are cancelled.
   void Close();
-  // The same, as far as it gets in that time; gives whether it is done.
+  // The same, for at most that time; returns whether it is done.
   bool CloseWithin(double seconds);
 
-  // Page-locks the pool in the background from now on, if this thread has a CUDA context; gives whether it
-  // has. Without this, the first device save does it. Never throws Failure: that save would tell.
+  // Page-locks the pool in the background from now on if this thread has a CUDA context; returns whether it
+  // has. Without this, the first device save does it. Throws no Failure: that save would report it.
   bool PageLockPool();
 
-  // Begins a data file at `path` with `batch`; `reserve_bytes` are claimed before the first copy.
-  // Takes samples of lazy runs and returns at once. Device runs need `trainer`, the stream that last wrote
+  // Begins a data file at `path` with `batch`; `reserve_bytes` are reserved on disk before the first copy.
+  // Takes samples of lazy spans and returns at once. Device spans need `trainer`, the stream that last wrote
   // their sources; the calling thread's CUDA context is used. Lazy copies from a device begin after
-  // `lazy_seconds`, or when AllowLazyCopies says so: what is enqueued, a trainer that synchronizes the device
-  // right after the save would wait for. Throws Failure only for wrong arguments and a missing driver.
+  // `lazy_seconds`, or as AllowLazyCopies says: a trainer that synchronizes the device right after the save
+  // would wait for every copy enqueued by then. Throws Failure only for invalid arguments and a missing
+  // driver.
   std::shared_ptr<SaveJob> Start(const std::string& path, uint64_t reserve_bytes, Batch batch,
                                  CuStream trainer, double lazy_seconds);
-  // The job's lazy copies begin `seconds` from now, if not earlier.
+  // Lets the job's lazy copies begin at the latest `seconds` from now.
   void AllowLazyCopies(const SaveJob& job, double seconds);
-  // More bytes for a file that was begun; their sources stay valid until kReleased.
+  // Adds bytes to a file that was begun; their sources stay valid until kReleased.
   void Append(const std::shared_ptr<SaveJob>& job, Batch batch);
   // Writes the footer and makes the file durable, after everything else of the job (kDurable).
   void Finish(const std::shared_ptr<SaveJob>& job, std::string footer, uint64_t offset);
 
-  // For one batch: where it is sampled (engine/sampling.h).
+  // Returns the seed of one batch's samples (engine/sampling.h).
   uint64_t NextSeed() { return next_seed_++; }
 
   SlotPool& pool() { return *pool_; }
@@ -80,19 +89,19 @@ class Engine {
  private:
   using Clock = std::chrono::steady_clock;
 
-  // The chunks of one batch, handed out one by one.
-  struct Stretch {
+  // A batch whose chunks staging threads take one by one.
+  struct QueuedBatch {
     std::shared_ptr<SaveJob> job;
     std::shared_ptr<const Batch> batch;
     size_t next = 0;
     uint64_t reserve_bytes = 0;
-    Clock::time_point lazy_from{};  // of chunks that are copied from a device, but not eagerly
-    bool opens = false;             // the file is opened before this stretch's first chunk
-    bool looks = false;             // the tripwire looks before the first chunk that is not eager
-    bool busy = false;              // a thread opens or looks; the others take the next stretch
-    // Chunks are copied to be checksummed, not to be written. Everything of the job comes after.
-    bool rehearsal = false;
-    size_t rehearsed = 0;
+    Clock::time_point lazy_from{};  // when lazy chunks may be copied from a device
+    bool opens = false;             // the file has yet to be opened, before the first chunk
+    bool looks = false;             // the tripwire's second look is due, before the first lazy chunk
+    bool busy = false;              // a thread opens the file or looks; others take the next batch
+    // The first of two passes: chunks are only checksummed. The job's other batches wait for its end.
+    bool first_pass = false;
+    size_t checksummed = 0;  // chunks of the first pass
   };
   struct FilledChunk {
     std::shared_ptr<SaveJob> job;
@@ -100,9 +109,9 @@ class Engine {
     size_t chunk;
     Slot slot;
   };
-  // The device is done with a chunk, or with the samples of a job, when its stream has come to `place`.
+  // A chunk, or a job's samples, that the device has copied once its stream has reached `place`.
   struct CopiedChunk {
-    FilledChunk filled;  // without a batch: samples
+    FilledChunk filled;  // samples have no batch
     DeviceCopier::Place place;
   };
   struct Footer {
@@ -112,23 +121,23 @@ class Engine {
   };
 
   void TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch);
-  void Queue(Stretch stretch);
+  void Queue(QueuedBatch queued);
   void StageLoop();
   void AwaitLoop();
   void WriteLoop();
   enum class Task { kOpen, kLook, kStage };
-  bool TakeTask(Stretch* taken, Task* task, bool* later) REQUIRES(mutex_);
-  static Task NextOf(const Stretch& stretch);
-  bool MustWait(const Stretch& stretch) const REQUIRES(mutex_);
+  bool TakeTask(QueuedBatch* taken, Task* task, bool* later) REQUIRES(mutex_);
+  static Task NextOf(const QueuedBatch& queued);
+  bool MustWait(const QueuedBatch& queued) const REQUIRES(mutex_);
   // Waits until none of these threads is in its loop; returns false if that takes too long.
   bool AwaitEnd(const int& threads, Clock::time_point deadline) REQUIRES(mutex_);
-  void OpenFile(const Stretch& stretch);
-  void Look(const Stretch& stretch);
-  std::deque<Stretch>::iterator Find(const Stretch& taken) REQUIRES(mutex_);
-  void Stage(const Stretch& stretch);
-  void PassOn(const Stretch& stretch, bool device, Slot* slot);
-  void EndRehearsal(const Stretch& stretch);  // of one chunk
-  void FillSlot(const Stretch& stretch, const Batch::Chunk& chunk, uint8_t* target, bool* device);
+  void OpenFile(const QueuedBatch& queued);
+  void Look(const QueuedBatch& queued);
+  std::deque<QueuedBatch>::iterator Find(const QueuedBatch& taken) REQUIRES(mutex_);
+  void Stage(const QueuedBatch& queued);
+  void PassOn(const QueuedBatch& queued, bool device, Slot* slot);
+  void EndFirstCopy(const QueuedBatch& queued);
+  void FillSlot(const QueuedBatch& queued, const Batch::Chunk& chunk, uint8_t* target, bool* device);
   Slot SlotFor(SaveJob& job, const Batch::Chunk& chunk);
   void AwaitDevice(const SaveJob& job);
   bool Await(const CopiedChunk& copied);
@@ -144,14 +153,14 @@ class Engine {
   RateLimit copy_rate_, write_rate_;
   std::atomic<uint64_t> next_seed_;
   std::unique_ptr<SlotPool> pool_;
-  // Made and used on the trainer's thread.
+  // Created and used on the trainer's thread.
   std::shared_ptr<DeviceCopier> copier_;
   std::shared_ptr<SampleMemory> sample_memory_;
-  NumaNode node_;  // of the copier's device; constant from its first job on
+  NumaNode node_;  // of the copier's device; constant from the first device job on
 
   Mutex mutex_;
   CondVar stage_wake_, await_wake_, write_wake_, ended_;
-  std::deque<Stretch> stretches_ GUARDED_BY(mutex_);
+  std::deque<QueuedBatch> queue_ GUARDED_BY(mutex_);
   std::deque<CopiedChunk> in_flight_ GUARDED_BY(mutex_);
   std::deque<FilledChunk> filled_ GUARDED_BY(mutex_);
   std::deque<Footer> footers_ GUARDED_BY(mutex_);

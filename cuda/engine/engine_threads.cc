@@ -1,4 +1,4 @@
-// What the engine's threads do: stage, await the device, write.
+// The bodies of the engine's threads: staging, awaiting the device, writing. See engine.h for their order.
 #include <algorithm>
 #include <chrono>
 #include <cstring>
@@ -13,10 +13,10 @@
 namespace datastates {
 namespace {
 
-// How often a chunk that waits for its time is looked at.
-constexpr auto kLook = std::chrono::milliseconds(100);
+// How often a staging thread checks whether a lazy chunk may be copied.
+constexpr auto kPollInterval = std::chrono::milliseconds(100);
 
-// Aligned copy of the footer; it has memory of its own, so sealing never waits for a slot.
+// An aligned copy of the footer in memory of its own, so that sealing a file never waits for a slot.
 class AlignedCopy {
  public:
   explicit AlignedCopy(const std::string& bytes) : mapping_(std::max<size_t>(bytes.size(), 1)) {
@@ -30,40 +30,39 @@ class AlignedCopy {
 
 }  // namespace
 
-Engine::Task Engine::NextOf(const Stretch& stretch) {
-  if (stretch.opens) return Task::kOpen;
-  const bool looks = stretch.looks && !stretch.batch->chunks()[stretch.next].eager;
+Engine::Task Engine::NextOf(const QueuedBatch& queued) {
+  if (queued.opens) return Task::kOpen;
+  const bool looks = queued.looks && !queued.batch->chunks()[queued.next].eager;
   return looks ? Task::kLook : Task::kStage;
 }
 
-// Whether the next chunk's time has not come.
-bool Engine::MustWait(const Stretch& stretch) const {
-  if (NextOf(stretch) != Task::kStage || stretch.rehearsal) return false;
-  const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
-  return chunk.device && !chunk.eager && Clock::now() < stretch.lazy_from && !stretch.job->failed();
+// Whether the next chunk is lazy and may not be copied yet.
+bool Engine::MustWait(const QueuedBatch& queued) const {
+  if (NextOf(queued) != Task::kStage || queued.first_pass) return false;
+  const Batch::Chunk& chunk = queued.batch->chunks()[queued.next];
+  return chunk.device && !chunk.eager && Clock::now() < queued.lazy_from && !queued.job->failed();
 }
 
-// Takes the next chunk in the order of the queue, or what comes before it. A stretch whose file is being
-// opened, whose sources are being looked at, whose rehearsal ends, or whose next chunk must wait (`later`
-// says that there is one), is passed over with everything of its job after it, so that no chunk comes before
-// it.
-bool Engine::TakeTask(Stretch* taken, Task* task, bool* later) {
+// Takes the next chunk in the order of the queue, or the task that comes before it. A job is passed over as
+// long as its file is being opened, its sources are being looked at, its first pass is ending, or its next
+// chunk must wait (`later` then says so): none of its later chunks may overtake.
+bool Engine::TakeTask(QueuedBatch* taken, Task* task, bool* later) {
   std::vector<const SaveJob*> blocked;
-  for (auto at = stretches_.begin(); at != stretches_.end(); ++at) {
+  for (auto at = queue_.begin(); at != queue_.end(); ++at) {
     if (std::find(blocked.begin(), blocked.end(), at->job.get()) != blocked.end()) continue;
     const size_t chunks = at->batch->chunks().size();
     const bool waits = MustWait(*at);
     *later |= waits;
-    if (at->busy || (at->rehearsal && at->next == chunks) || waits) {
+    if (at->busy || (at->first_pass && at->next == chunks) || waits) {
       blocked.push_back(at->job.get());
       continue;
     }
     *task = NextOf(*at);
     at->busy = *task != Task::kStage;
     *taken = *at;
-    if (!at->busy && ++at->next >= chunks && !at->rehearsal) {
-      at->job->Done();
-      stretches_.erase(at);
+    if (!at->busy && ++at->next >= chunks && !at->first_pass) {
+      at->job->EndTask();
+      queue_.erase(at);
     }
     return true;
   }
@@ -75,12 +74,12 @@ void Engine::StageLoop() {
   MutexLock lock(mutex_);
   ++staging_;
   while (true) {
-    Stretch taken;
+    QueuedBatch taken;
     Task task = Task::kStage;
     bool later = false;
     if (!TakeTask(&taken, &task, &later)) {
       if (later) {
-        stage_wake_.WaitUntil(mutex_, Clock::now() + kLook);
+        stage_wake_.WaitUntil(mutex_, Clock::now() + kPollInterval);
       } else if (stop_staging_) {
         break;
       } else {
@@ -99,50 +98,50 @@ void Engine::StageLoop() {
       case Task::kStage:
         Stage(taken);
     }
-    taken = Stretch();
+    taken = QueuedBatch();
     lock.Lock();
   }
   --staging_;
   ended_.NotifyAll();
 }
 
-void Engine::OpenFile(const Stretch& stretch) {
+void Engine::OpenFile(const QueuedBatch& queued) {
   try {
-    if (!stretch.job->failed()) stretch.job->Open(stretch.reserve_bytes, backend_, &faults_);
+    if (!queued.job->failed()) queued.job->Open(queued.reserve_bytes, backend_, &faults_);
   } catch (const Failure& failure) {
-    stretch.job->Fail(failure);
+    queued.job->Fail(failure);
   } catch (const std::exception& error) {
-    stretch.job->Fail(Failure("open", "", 0, error.what()));
+    queued.job->Fail(Failure("open", "", 0, error.what()));
   }
   const MutexLock lock(mutex_);
-  const auto at = Find(stretch);
+  const auto at = Find(queued);
   at->opens = at->busy = false;
   if (at->batch->chunks().empty()) {
-    at->job->Done();
-    stretches_.erase(at);
+    at->job->EndTask();
+    queue_.erase(at);
   }
   stage_wake_.NotifyAll();
 }
 
-void Engine::Look(const Stretch& stretch) {
-  if (stretch.job->BeginRead()) {
+void Engine::Look(const QueuedBatch& queued) {
+  if (queued.job->BeginRead()) {
     try {
-      stretch.job->Look(*stretch.batch);
+      queued.job->Look(*queued.batch);
     } catch (const std::exception& error) {
-      stretch.job->Fail(Failure("look at sources", "", 0, error.what()));
+      queued.job->Fail(Failure("look at sources", "", 0, error.what()));
     }
-    stretch.job->EndRead();
+    queued.job->EndRead();
   }
   const MutexLock lock(mutex_);
-  const auto at = Find(stretch);
+  const auto at = Find(queued);
   at->looks = at->busy = false;
   stage_wake_.NotifyAll();
 }
 
-// One that is busy is not taken from the queue by anybody else.
-std::deque<Engine::Stretch>::iterator Engine::Find(const Stretch& taken) {
-  return std::find_if(stretches_.begin(), stretches_.end(), [&](const Stretch& other) {
-    return other.batch == taken.batch && other.rehearsal == taken.rehearsal;
+// A busy batch stays in the queue: no other thread takes it.
+std::deque<Engine::QueuedBatch>::iterator Engine::Find(const QueuedBatch& taken) {
+  return std::find_if(queue_.begin(), queue_.end(), [&](const QueuedBatch& other) {
+    return other.batch == taken.batch && other.first_pass == taken.first_pass;
   });
 }
 
@@ -154,7 +153,7 @@ void Engine::EnterDevice(const SaveJob& job) {
   entered = job.copier().get();
 }
 
-// Threads that read or write slots run where the slots are.
+// Runs this thread on the NUMA node of the slots that it reads or writes.
 void Engine::MoveNearDevice(const SaveJob& job) {
   thread_local bool moved = false;
   if (!job.copier() || moved) return;
@@ -162,27 +161,27 @@ void Engine::MoveNearDevice(const SaveJob& job) {
   moved = true;
 }
 
-void Engine::FillSlot(const Stretch& stretch, const Batch::Chunk& chunk, uint8_t* target, bool* device) {
-  std::vector<DeviceCopier::Piece> pieces;
-  const auto copy = [&](uint8_t* to, const Run& run, uint64_t source, uint64_t bytes, uint64_t count) {
-    if (!run.device) {
-      CopyPieces(to, bytes, reinterpret_cast<const uint8_t*>(source), run.step_bytes, bytes, count);
+void Engine::FillSlot(const QueuedBatch& queued, const Batch::Chunk& chunk, uint8_t* target, bool* device) {
+  std::vector<DeviceCopier::Transfer> transfers;
+  const auto copy = [&](uint8_t* to, const Span& span, uint64_t source, uint64_t bytes, uint64_t count) {
+    if (!span.device) {
+      CopyRows(to, bytes, reinterpret_cast<const uint8_t*>(source), span.row_step, bytes, count);
       return;
     }
-    *device = true;  // before a copy that may be the first of several to be enqueued, and the next fail
+    *device = true;  // set first: some copies may be enqueued before one fails
     if (count == 1) {
-      pieces.push_back({to, source, bytes});
+      transfers.push_back({to, source, bytes});
     } else {
-      stretch.job->copier()->CopyPieces(to, source, bytes, run.step_bytes, count);
+      queued.job->copier()->CopyRows(to, source, bytes, span.row_step, count);
     }
   };
-  stretch.batch->Fill(chunk, target, copy);
-  if (!pieces.empty()) stretch.job->copier()->Copy(pieces);
+  queued.batch->Fill(chunk, target, copy);
+  if (!transfers.empty()) queued.job->copier()->Copy(transfers);
 }
 
-void Engine::Stage(const Stretch& stretch) {
-  SaveJob& job = *stretch.job;
-  const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
+void Engine::Stage(const QueuedBatch& queued) {
+  SaveJob& job = *queued.job;
+  const Batch::Chunk& chunk = queued.batch->chunks()[queued.next];
   Slot slot;
   bool device = false, reads = false;
   try {
@@ -190,11 +189,11 @@ void Engine::Stage(const Stretch& stretch) {
     reads = slot && job.BeginRead();
     if (reads) {
       EnterDevice(job);
-      FillSlot(stretch, chunk, slot.data(), &device);
-      if (!stretch.rehearsal) return PassOn(stretch, device, &slot);
+      FillSlot(queued, chunk, slot.data(), &device);
+      if (!queued.first_pass) return PassOn(queued, device, &slot);
       if (device) job.copier()->WaitFor(job.copier()->Enqueued());
       device = false;
-      job.Rehearsed(stretch.next, Crc32c(0, slot.data(), chunk.bytes));
+      job.KeepFirstChecksum(queued.next, Crc32c(0, slot.data(), chunk.bytes));
     }
   } catch (const Failure& failure) {
     job.Fail(failure);
@@ -204,21 +203,21 @@ void Engine::Stage(const Stretch& stretch) {
   if (device) AwaitDevice(job);
   if (reads) job.EndRead();
   slot.Return();
-  if (stretch.rehearsal) EndRehearsal(stretch);
-  job.Done();
+  if (queued.first_pass) EndFirstCopy(queued);
+  job.EndTask();
 }
 
-void Engine::PassOn(const Stretch& stretch, bool device, Slot* slot) {
-  const Batch::Chunk& chunk = stretch.batch->chunks()[stretch.next];
-  stretch.job->Staged(*stretch.batch, chunk);
+void Engine::PassOn(const QueuedBatch& queued, bool device, Slot* slot) {
+  const Batch::Chunk& chunk = queued.batch->chunks()[queued.next];
+  queued.job->CountEnqueued(*queued.batch, chunk);
   if (!device) {
-    stretch.job->Copied(*stretch.batch, chunk);
-    stretch.job->EndRead();
+    queued.job->CountStaged(*queued.batch, chunk);
+    queued.job->EndRead();
   }
-  FilledChunk filled{stretch.job, stretch.batch, stretch.next, std::move(*slot)};
+  FilledChunk filled{queued.job, queued.batch, queued.next, std::move(*slot)};
   const MutexLock lock(mutex_);
   if (device) {
-    in_flight_.push_back({std::move(filled), stretch.job->copier()->Enqueued()});
+    in_flight_.push_back({std::move(filled), queued.job->copier()->Enqueued()});
     await_wake_.NotifyOne();
   } else {
     filled_.push_back(std::move(filled));
@@ -226,12 +225,12 @@ void Engine::PassOn(const Stretch& stretch, bool device, Slot* slot) {
   }
 }
 
-void Engine::EndRehearsal(const Stretch& stretch) {
+void Engine::EndFirstCopy(const QueuedBatch& queued) {
   const MutexLock lock(mutex_);
-  const auto at = Find(stretch);
-  if (++at->rehearsed < at->batch->chunks().size()) return;
-  at->job->Done();
-  stretches_.erase(at);
+  const auto at = Find(queued);
+  if (++at->checksummed < at->batch->chunks().size()) return;
+  at->job->EndTask();
+  queue_.erase(at);
   stage_wake_.NotifyAll();
 }
 
@@ -242,17 +241,18 @@ Slot Engine::SlotFor(SaveJob& job, const Batch::Chunk& chunk) {
   const auto before = std::chrono::steady_clock::now();
   double growing = 0;
   Slot slot = pool_->Acquire(give_up, &growing);
-  job.SlotWait(std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count(), growing);
+  job.CountSlotWait(std::chrono::duration<double>(std::chrono::steady_clock::now() - before).count(),
+                    growing);
   return slot;
 }
 
-// After an error: copies already enqueued may still read their sources, and write to the slot or the samples.
+// Called after an error: enqueued copies may still read their sources and write to the slot or the samples.
 void Engine::AwaitDevice(const SaveJob& job) {
   try {
-    job.copier()->driver()->CurrentContext();  // throws on a thread that could not enter it
+    job.copier()->driver()->CurrentContext();  // throws on a thread that could not enter the context
     job.copier()->WaitForAll();
   } catch (const Failure&) {
-    // The context is gone, and with it every copy. The first error has been kept.
+    // The context is lost, and with it every copy. The job keeps the first error.
   }
 }
 
@@ -272,7 +272,7 @@ void Engine::AwaitLoop() {
     const bool is_whole = Await(copied);
     copied.filled.job->EndRead();
     if (!is_whole) copied.filled.slot.Return();
-    if (!is_whole || !copied.filled.batch) copied.filled.job->Done();
+    if (!is_whole || !copied.filled.batch) copied.filled.job->EndTask();
     lock.Lock();
     if (is_whole && copied.filled.batch) {
       filled_.push_back(std::move(copied.filled));
@@ -286,14 +286,14 @@ void Engine::AwaitLoop() {
   ended_.NotifyAll();
 }
 
-// Whatever fails: the device must be done with the slot before anybody else gets it.
+// Also after an error, the device must be done with a slot before it is returned.
 bool Engine::Await(const CopiedChunk& copied) {
   const FilledChunk& filled = copied.filled;
   SaveJob& job = *filled.job;
   try {
     EnterDevice(job);
     job.copier()->WaitFor(copied.place);
-    if (filled.batch) job.Copied(*filled.batch, filled.batch->chunks()[filled.chunk]);
+    if (filled.batch) job.CountStaged(*filled.batch, filled.batch->chunks()[filled.chunk]);
     return true;
   } catch (const Failure& failure) {
     job.Fail(failure);
@@ -309,7 +309,7 @@ void Engine::WriteLoop() {
   MutexLock lock(mutex_);
   ++writing_;
   while (true) {
-    if (!footers_.empty()) {  // first: one save is not to wait for all data of the next
+    if (!footers_.empty()) {  // first, so that a save does not wait for the data of the next one
       Footer footer = std::move(footers_.front());
       footers_.pop_front();
       lock.Unlock();
@@ -340,7 +340,7 @@ void Engine::Write(FilledChunk filled) {
   try {
     write_rate_.Spend(chunk.bytes, [&job] { return job.failed(); });
     if (!job.failed() && job.Verify(*filled.batch, filled.chunk, filled.slot.data())) {
-      job.Written(chunk, filled.slot.data());
+      job.WriteChunk(chunk, filled.slot.data());
     }
   } catch (const Failure& failure) {
     job.Fail(failure);
@@ -348,7 +348,7 @@ void Engine::Write(FilledChunk filled) {
     job.Fail(Failure("write", "", 0, error.what()));
   }
   filled.slot.Return();
-  job.Done();
+  job.EndTask();
 }
 
 void Engine::WriteFooter(const Footer& footer) {
@@ -362,7 +362,7 @@ void Engine::WriteFooter(const Footer& footer) {
   } catch (const std::exception& error) {
     footer.job->Fail(Failure("write footer", "", 0, error.what()));
   }
-  footer.job->Done();
+  footer.job->EndTask();
 }
 
 }  // namespace datastates

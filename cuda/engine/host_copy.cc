@@ -11,11 +11,11 @@ namespace {
 
 constexpr size_t kLongBytes = size_t{64} << 10;
 
-// The compiler makes a load and a store of each: the usual pieces are single elements.
+// With a constant size each copy is one load and one store; most rows are single elements.
 template <size_t kBytes>
 void CopyElements(uint8_t* target, size_t target_step, const uint8_t* source, size_t source_step,
-                  size_t pieces) {
-  for (size_t i = 0; i < pieces; ++i) {
+                  size_t rows) {
+  for (size_t i = 0; i < rows; ++i) {
     std::memcpy(target + i * target_step, source + i * source_step, kBytes);
   }
 }
@@ -34,7 +34,7 @@ void CopyPastCaches(uint8_t* target, const uint8_t* source, size_t bytes) {
     }
   }
   std::memcpy(target + at, source + at, bytes - at);
-  _mm_sfence();  // these stores are not ordered by the lock behind which another thread gets the slot
+  _mm_sfence();  // the lock that hands the slot to another thread does not order these stores
 }
 #else
 void CopyPastCaches(uint8_t* target, const uint8_t* source, size_t bytes) {
@@ -44,23 +44,23 @@ void CopyPastCaches(uint8_t* target, const uint8_t* source, size_t bytes) {
 
 }  // namespace
 
-void CopyPieces(uint8_t* target, size_t target_step, const uint8_t* source, size_t source_step, size_t bytes,
-                size_t pieces) {
-  switch (bytes) {
+void CopyRows(uint8_t* target, size_t target_step, const uint8_t* source, size_t source_step,
+              size_t row_bytes, size_t rows) {
+  switch (row_bytes) {
     case 1:
-      return CopyElements<1>(target, target_step, source, source_step, pieces);
+      return CopyElements<1>(target, target_step, source, source_step, rows);
     case 2:
-      return CopyElements<2>(target, target_step, source, source_step, pieces);
+      return CopyElements<2>(target, target_step, source, source_step, rows);
     case 4:
-      return CopyElements<4>(target, target_step, source, source_step, pieces);
+      return CopyElements<4>(target, target_step, source, source_step, rows);
     case 8:
-      return CopyElements<8>(target, target_step, source, source_step, pieces);
+      return CopyElements<8>(target, target_step, source, source_step, rows);
     default:
-      for (size_t i = 0; i < pieces; ++i) {
+      for (size_t i = 0; i < rows; ++i) {
         uint8_t* const to = target + i * target_step;
         const uint8_t* const from = source + i * source_step;
-        bytes < kLongBytes ? static_cast<void>(std::memcpy(to, from, bytes))
-                           : CopyPastCaches(to, from, bytes);
+        row_bytes < kLongBytes ? static_cast<void>(std::memcpy(to, from, row_bytes))
+                               : CopyPastCaches(to, from, row_bytes);
       }
   }
 }

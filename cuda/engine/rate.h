@@ -1,4 +1,4 @@
-// A limit on bytes per second, shared by threads.
+// A limit on bytes per second that threads share; used by tests and benchmarks to slow copies or writes down.
 #pragma once
 
 #include <chrono>
@@ -15,7 +15,7 @@ class RateLimit {
   // `bytes_per_second` 0 means no limit.
   explicit RateLimit(uint64_t bytes_per_second) : bytes_per_second_(bytes_per_second) {}
 
-  // Waits until `bytes` more fit under the limit, or `give_up` says so (asked at least every 20 ms).
+  // Waits until `bytes` more fit under the limit, or `give_up` returns true (called at least every 20 ms).
   void Spend(uint64_t bytes, const std::function<bool()>& give_up);
 
  private:

@@ -17,7 +17,10 @@ Reader::Reader(const Options& options)
       faults_(options.faults),
       pool_(options.slot_bytes, 2 * static_cast<size_t>(options.threads)) {
   if (options.slot_bytes == 0 || options.slot_bytes % kBlockBytes != 0 || options.threads < 1) {
-    throw Failure("start reader", "", 0, "slot size must be a multiple of 1 MiB, and threads at least 1");
+    throw Failure("start reader", "", 0,
+                  "slot size must be a positive multiple of 1 MiB, found " +
+                      std::to_string(options.slot_bytes) + " bytes; threads must be at least 1, found " +
+                      std::to_string(options.threads));
   }
 }
 
@@ -35,13 +38,13 @@ ReadJob::ReadJob(std::shared_ptr<Reader> reader, ReadPlan plan, CuStream trainer
   try {
     if (threads > 0) {
       pool.Grow(std::min(plan_.windows().size(), threads * (copier_ ? 2 : 1)));
-      pool.Acquire([] { return false; }).Return();  // where memory is short, threads are not to take it first
+      pool.Acquire([] { return false; }).Return();  // checks for memory before threads take more of it
     }
     while (threads_.size() < threads) threads_.emplace_back(&ReadJob::Work, this);
   } catch (const std::system_error& error) {
     MutexLock lock(mutex_);
     working_ -= threads - threads_.size();
-    // Those that there are do the work.
+    // The threads that did start do the work.
     if (threads_.empty()) throw Failure("start reader", "thread", error.code().value());
   }
 }
@@ -72,7 +75,7 @@ ReadJob::Result ReadJob::result() const {
 
 namespace {
 
-// What is no Failure is memory or a thread that cannot be had.
+// Any other exception means that memory or a thread is lacking.
 Failure AsFailure(const std::exception& error) {
   const auto* failure = dynamic_cast<const Failure*>(&error);
   return failure != nullptr ? *failure : Failure("read", "", 0, error.what());
@@ -95,7 +98,7 @@ void ReadJob::Work() {
 }
 
 void ReadJob::ReadWindows() {
-  std::deque<Lent> lent;  // the next one to be read into is the first
+  std::deque<Lent> lent;  // the first is read into next
   Opened opened{};
   try {
     while (!stopped_) {
@@ -116,7 +119,7 @@ void ReadJob::ReadWindows() {
     try {
       AwaitDevice();
     } catch (const Failure&) {
-      // The context is gone, and with it every copy.
+      // The context is lost, and with it every copy.
     }
   }
 }
@@ -135,7 +138,7 @@ void ReadJob::Open(size_t file, Opened* opened) {
   opened->number = file;
 }
 
-// Puts a slot that nobody reads from first. Gives false if the job is over.
+// Puts a slot that no device copies from in front. Returns false if the job is over.
 bool ReadJob::TakeSlot(std::deque<Lent>* lent) {
   SlotPool& pool = reader_->pool();
   if (lent->empty()) {
@@ -150,7 +153,7 @@ bool ReadJob::TakeSlot(std::deque<Lent>* lent) {
   return true;
 }
 
-// Whether the block, or file without checksums, is as it was written.
+// Returns whether the block matches its checksum, or the file has none.
 bool ReadJob::Check(const ReadPlan::Window& window, uint64_t begin, uint64_t end, const uint8_t* data) {
   const std::vector<uint32_t>& checksums = plan_.files()[window.file].checksums;
   if (checksums.empty() || Crc32c(0, data, end - begin) == checksums[begin / kBlockBytes]) return true;
@@ -159,16 +162,16 @@ bool ReadJob::Check(const ReadPlan::Window& window, uint64_t begin, uint64_t end
   return false;
 }
 
-// Block by block, while it is in the caches. Gives whether a device was asked to copy something.
+// Works block by block, while a block is in the caches. Returns whether copies to a device were enqueued.
 bool ReadJob::Deliver(const ReadPlan::Window& window, const uint8_t* data) {
   bool device = false;
-  const auto copy = [&](const ReadRun& run, uint64_t target, const uint8_t* source, uint64_t bytes,
-                        uint64_t pieces) {
-    if (run.device) {
+  const auto copy = [&](const ReadSpan& span, uint64_t target, const uint8_t* source, uint64_t bytes,
+                        uint64_t rows) {
+    if (span.device) {
       device = true;
-      copier_->CopyToDevice(target, run.target_step, source, run.file_step, bytes, pieces);
+      copier_->CopyToDevice(target, span.target_step, source, span.file_step, bytes, rows);
     } else {
-      CopyPieces(reinterpret_cast<uint8_t*>(target), run.target_step, source, run.file_step, bytes, pieces);
+      CopyRows(reinterpret_cast<uint8_t*>(target), span.target_step, source, span.file_step, bytes, rows);
     }
   };
   for (uint64_t at = window.begin; at < window.end; at += kBlockBytes) {
@@ -181,7 +184,8 @@ bool ReadJob::Deliver(const ReadPlan::Window& window, const uint8_t* data) {
   return device;
 }
 
-// Of everything enqueued so far, also by other threads: no slot goes back, and the job is not over, before.
+// Waits for everything enqueued so far, by any thread: before that no slot is returned and the job does not
+// end.
 void ReadJob::AwaitDevice() {
   if (copier_) copier_->WaitForAll();
 }

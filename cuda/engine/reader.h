@@ -1,8 +1,9 @@
-// The threads that read. Each takes the next window of the plan, reads it into a slot, checks its blocks, and
-// copies what was asked for to where it goes; a slot whose bytes a device still copies stays with its thread.
+// The threads that execute a load. Each takes the next window of the plan, reads it into a slot, verifies its
+// blocks, and copies the bytes of the spans to their targets. A slot that a device is still copying from
+// stays with its thread.
 //
-// No deadlock: a thread that holds a slot never waits for another one. Files are opened when a thread comes
-// to their first window and closed when the last thread leaves them, so there are never more open than
+// No deadlock: a thread that holds a slot never waits for another one. A file is opened when a thread reaches
+// its first window and closed when the last thread leaves it, so no more files are open than there are
 // threads.
 #pragma once
 
@@ -23,9 +24,9 @@
 
 namespace datastates {
 
-// The memory that reads go through, for any number of jobs: a slot a thread, two where a target is on a
-// device, of which one is copied from while the other is read into. Page-locked as soon as there is such a
-// target.
+// The options and the memory of reads, shared by any number of jobs: one slot per thread, or two if targets
+// are on a device, so that one is read into while the device copies from the other. Page-locked from the
+// first device target on.
 class Reader {
  public:
   struct Options {
@@ -37,7 +38,7 @@ class Reader {
     std::string sysfs = "/sys";  // os/numa.h
   };
 
-  // Throws Failure for options that make no sense. Takes no memory yet.
+  // Throws Failure for invalid options. Takes no memory yet.
   explicit Reader(const Options& options);
 
   const Options& options() const { return options_; }
@@ -58,26 +59,25 @@ class ReadJob {
   };
   struct Result {
     uint64_t bytes_read = 0;           // from files, padding of blocks included
-    std::vector<BadBlock> bad_blocks;  // all there are, by file and block; nothing of them was delivered
-    std::optional<Failure> failure;    // of the first call that failed; ends the job
+    std::vector<BadBlock> bad_blocks;  // all of them, by file and block; none of their bytes was delivered
+    std::optional<Failure> failure;    // the first; it ends the job
   };
 
   // Starts the threads and returns. Device targets need `trainer`, the stream that last used them, and the
-  // calling thread's CUDA context. Throws Failure for a plan that makes no sense, before anything is opened,
-  // and for threads or a driver that cannot be had.
+  // calling thread's CUDA context. Throws Failure if there is no memory, no driver or not one thread.
   ReadJob(std::shared_ptr<Reader> reader, ReadPlan plan, CuStream trainer);
   ~ReadJob() { Close(); }
   ReadJob(const ReadJob&) = delete;
   ReadJob& operator=(const ReadJob&) = delete;
 
-  // Whether it is over within that time: all is delivered, also on devices, or it has failed.
+  // Returns whether the job ended within that time: everything is delivered, on devices too, or it failed.
   bool Wait(double seconds);
-  // Gives up what is not delivered and joins every thread. No target is written to afterwards.
+  // Abandons what is not delivered and joins every thread. No target is written to afterwards.
   void Close();
   Result result() const;  // so far
 
  private:
-  // A file that some thread reads is open.
+  // A file; open while some thread reads it.
   struct Source {
     Mutex mutex;
     std::weak_ptr<InputFile> open GUARDED_BY(mutex);
@@ -89,7 +89,7 @@ class ReadJob {
   };
   struct Lent {
     Slot slot;
-    std::optional<DeviceCopier::Place> copied;  // none: nobody reads from the slot
+    std::optional<DeviceCopier::Place> copied;  // empty: no device copies from the slot
   };
 
   void Work();
@@ -104,9 +104,9 @@ class ReadJob {
   const std::shared_ptr<Reader> reader_;
   const ReadPlan plan_;
   std::shared_ptr<DeviceCopier> copier_;  // constant after construction
-  NumaNode node_;                         // of its device; likewise
-  std::unique_ptr<Source[]> sources_;     // one a file
-  std::atomic<size_t> next_{0};           // window
+  NumaNode node_;                         // the copier's device's; likewise
+  std::unique_ptr<Source[]> sources_;     // one per file
+  std::atomic<size_t> next_{0};           // the next window
   std::atomic<bool> stopped_{false};
   mutable Mutex mutex_;
   CondVar ended_;

@@ -1,12 +1,12 @@
-// Where the sources of a save are sampled (engine/tripwire.h): at places that are chosen anew at each save,
-// so that a small change that comes again and again is found in the end.
+// Chooses where the sources of a save are sampled (engine/tripwire.h). Pure planning. The places differ from
+// save to save, so that a small change that recurs is found eventually.
 //
-// Host memory has one sample in each run and in each chunk of a run, at a random place: a tenth of a
-// microsecond of the trainer's time each. On a device a copy costs the trainer's thread microseconds, so
-// there are no more than kMostDeviceCopies for a save. Some of them are grids: one copy of many rows at equal
-// distances. Those go to large runs, in proportion to their bytes; the others go to runs one by one, evenly
-// spread where there are more runs than that. With the copies in flight (device/copier.h) they stay below
-// what a stream accepts.
+// Host memory: one sample at a random place in each part of a span that falls into one chunk, each costing
+// the trainer a tenth of a microsecond. Device memory: a copy costs the trainer's thread microseconds, so a
+// save makes at most kMostDeviceCopies. Some of them are grids, single copies of many rows at equal
+// distances, which go to large spans in proportion to their bytes. The rest go to one span each, evenly
+// spread if there are more spans. With the copies in flight (device/copier.h) they stay below what a stream
+// accepts.
 #pragma once
 
 #include <algorithm>
@@ -14,42 +14,42 @@
 #include <cstdint>
 #include <vector>
 
-#include "engine/run.h"
+#include "engine/span.h"
 
 namespace datastates {
 
 constexpr uint64_t kSampleBytes = 64;
 constexpr size_t kMostDeviceCopies = 256;
 constexpr size_t kMostGrids = 16;
-constexpr size_t kRowsPerGrid = 128;  // of a run with a 1/kMostGrids of all bytes
+constexpr size_t kRowsPerGrid = 128;  // for a span with 1/kMostGrids of all bytes
 constexpr uint64_t kLeastRowStep = 4096;
 constexpr uint64_t kLeastGridBytes = 64 * kLeastRowStep;
 constexpr size_t kMostDeviceSamples = kMostDeviceCopies + kMostGrids * kRowsPerGrid;
 
-// A few bytes of a lazy source, which are copied at once and again with the rest of it.
+// A few bytes of a lazy source that are copied when the save begins, and again with the rest of the source.
 struct Sample {
   uint64_t source;
   uint64_t offset;  // in the file
-  uint32_t bytes;   // kSampleBytes, or the whole piece of a run if it has less
-  uint32_t place;   // counted among the samples of the host, or of the device
+  uint32_t bytes;   // kSampleBytes, or a whole row if that is shorter
+  uint32_t place;   // index among the samples of the host, or of the device
   bool device;
 };
 
-// Samples of kSampleBytes on a device that one copy takes.
+// Device samples of kSampleBytes each that one copy takes.
 struct Grid {
   uint64_t source;
-  uint64_t step_bytes;
+  uint64_t row_step;
   uint32_t rows;
   uint32_t place;  // of the first; the others follow
 };
 
 struct Samples {
   std::vector<Sample> all;  // in the order of the file
-  size_t host = 0;          // how many are of host memory
-  std::vector<Grid> grids;  // of the device's samples; the others are copied one by one
+  size_t host = 0;          // the number of samples in host memory
+  std::vector<Grid> grids;  // device samples outside them are copied one by one
 };
 
-// A number that looks random, and is the same for the same two.
+// Returns a pseudo-random number that depends on the arguments alone.
 inline uint64_t Scatter(uint64_t seed, uint64_t number) {
   const auto mix = [](uint64_t x) {  // splitmix64 (Steele, Lea, Flood 2014)
     x += 0x9e3779b97f4a7c15;
@@ -60,20 +60,21 @@ inline uint64_t Scatter(uint64_t seed, uint64_t number) {
   return mix(mix(seed) + number);
 }
 
-// The bytes around a random one of the file's [begin, end), which the run covers; they are of one piece.
-inline Sample SampleIn(const Run& run, uint64_t begin, uint64_t end, uint64_t seed) {
+// Returns a sample around a random byte of the file's [begin, end), which the span covers. It lies in one
+// row.
+inline Sample SampleIn(const Span& span, uint64_t begin, uint64_t end, uint64_t seed) {
   const uint64_t middle = begin + Scatter(seed, begin) % (end - begin);
-  const uint64_t piece = (middle - run.offset) / run.piece_bytes;
-  const uint64_t piece_begin = run.offset + piece * run.piece_bytes;
-  const uint64_t low = std::max(begin, piece_begin), high = std::min(end, piece_begin + run.piece_bytes);
+  const uint64_t row = (middle - span.offset) / span.row_bytes;
+  const uint64_t row_begin = span.offset + row * span.row_bytes;
+  const uint64_t low = std::max(begin, row_begin), high = std::min(end, row_begin + span.row_bytes);
   const uint64_t bytes = std::min(kSampleBytes, high - low);
   const uint64_t before = std::min(kSampleBytes / 2, middle - low);
   const uint64_t offset = std::min(middle - before, high - bytes);
-  return {run.source + piece * run.step_bytes + (offset - piece_begin), offset, static_cast<uint32_t>(bytes),
-          0, run.device};
+  return {span.source + row * span.row_step + (offset - row_begin), offset, static_cast<uint32_t>(bytes), 0,
+          span.device};
 }
 
-// Of the lazy ones of `runs`. Chunks are counted from the file's `begin`.
-Samples ChooseSamples(const std::vector<Run>& runs, uint64_t begin, uint64_t chunk_bytes, uint64_t seed);
+// Chooses samples of the lazy spans. `begin` is where the first chunk starts in the file.
+Samples ChooseSamples(const std::vector<Span>& spans, uint64_t begin, uint64_t chunk_bytes, uint64_t seed);
 
 }  // namespace datastates

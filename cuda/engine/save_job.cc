@@ -11,7 +11,8 @@
 namespace datastates {
 namespace {
 
-constexpr const char* kOfTheParent = "this save belongs to the parent of this process";
+constexpr const char* kOfTheParent =
+    "this save belongs to the parent of this process; a forked child cannot use it";
 
 }  // namespace
 
@@ -20,14 +21,14 @@ SaveJob::SaveJob(std::string path, bool direct, bool checksums, std::shared_ptr<
 
 bool SaveJob::Reached(Milestone milestone) const {
   if (milestone == Milestone::kReleased) return tasks_ == 0;
-  if (failure_) return milestone != Milestone::kCopied || reads_ == 0;
+  if (failure_) return milestone != Milestone::kStaged || reads_ == 0;
   switch (milestone) {
     case Milestone::kEager:
       return eager_left_ == 0;
+    case Milestone::kEnqueued:
+      return enqueued_left_ == 0;
     case Milestone::kStaged:
       return staged_left_ == 0;
-    case Milestone::kCopied:
-      return copied_left_ == 0;
     case Milestone::kWritten:
       return input_closed_ && written_left_ == 0;
     default:
@@ -48,7 +49,7 @@ bool SaveJob::Wait(Milestone milestone, double seconds) {
 void SaveJob::Fail(const Failure& failure) {
   if (!home_.IsHere()) return;
   const MutexLock lock(mutex_);
-  if (durable_) return;  // too late to harm it
+  if (durable_) return;  // the file is complete already
   if (!failure_) failure_ = failure;
   changed_.NotifyAll();
 }
@@ -94,7 +95,7 @@ void SaveJob::HoldBack(CuStream trainer) {
     const MutexLock lock(holding_);
     holds_.push_back(std::move(hold));
   } catch (const Failure& failure) {
-    Fail(failure);  // an exception is not for the trainer; what it does next may tear the copies
+    Fail(failure);  // the trainer must not see an exception; what it does next may tear the copies
   }
 }
 
@@ -110,7 +111,7 @@ double SaveJob::StreamWaited() {
       holds_.erase(holds_.begin());
     }
   } catch (const Failure&) {
-    holds_.clear();  // only a measurement: what is wrong with the device, others report
+    holds_.clear();  // this is only a measurement; the calls that copy report a broken device
   }
   return stream_waited_;
 }
@@ -139,17 +140,17 @@ void SaveJob::EndRead() {
   changed_.NotifyAll();
 }
 
-void SaveJob::PlanRehearsal(const Batch& batch) {
+void SaveJob::PlanFirstPass(const Batch& batch) {
   const MutexLock lock(mutex_);
   const size_t chunks = batch.chunks().size();
-  rehearsed_.resize(chunks);
+  first_checksums_.resize(chunks);
   eager_left_ += chunks;
   tasks_ += chunks;
 }
 
-void SaveJob::Rehearsed(size_t chunk, uint32_t crc) {
+void SaveJob::KeepFirstChecksum(size_t chunk, uint32_t crc) {
   const MutexLock lock(mutex_);
-  rehearsed_[chunk] = crc;
+  first_checksums_[chunk] = crc;
   --eager_left_;
   changed_.NotifyAll();
 }
@@ -166,21 +167,21 @@ bool SaveJob::Verify(const Batch& batch, size_t number, const uint8_t* staged) {
   const Batch::Chunk& chunk = batch.chunks()[number];
   if (tripwire_) {
     if (const auto change = tripwire_->FindChange(batch, number, staged)) {
-      Torn(change->offset, change->bytes);
+      FailTorn(change->offset, change->bytes);
       return false;
     }
   }
   std::optional<uint32_t> crc;
   {
     const MutexLock lock(mutex_);
-    if (!rehearsed_.empty()) crc = rehearsed_[number];
+    if (!first_checksums_.empty()) crc = first_checksums_[number];
   }
   if (!crc || *crc == Crc32c(0, staged, chunk.bytes)) return true;
-  Torn(chunk.offset, chunk.bytes);
+  FailTorn(chunk.offset, chunk.bytes);
   return false;
 }
 
-void SaveJob::Torn(uint64_t offset, uint64_t bytes) {
+void SaveJob::FailTorn(uint64_t offset, uint64_t bytes) {
   const MutexLock lock(mutex_);
   if (failure_) return;
   failure_ = FileFailure("stage", path_, 0,
@@ -191,7 +192,7 @@ void SaveJob::Torn(uint64_t offset, uint64_t bytes) {
   changed_.NotifyAll();
 }
 
-void SaveJob::Plan(const Batch& batch) {
+void SaveJob::CountPlanned(const Batch& batch) {
   const MutexLock lock(mutex_);
   for (const Batch::Chunk& chunk : batch.chunks()) {
     eager_left_ += chunk.eager;
@@ -199,8 +200,8 @@ void SaveJob::Plan(const Batch& batch) {
   }
   const size_t chunks = batch.chunks().size();
   if (batch.fenced()) {
+    enqueued_left_ += chunks;
     staged_left_ += chunks;
-    copied_left_ += chunks;
   }
   written_left_ += chunks;
   tasks_ += chunks;
@@ -214,15 +215,15 @@ void SaveJob::CloseInput() {
   changed_.NotifyAll();
 }
 
-void SaveJob::Begin() {
+void SaveJob::BeginTask() {
   const MutexLock lock(mutex_);
   ++tasks_;
 }
 
-void SaveJob::Done() {
-  std::optional<Tripwire> dropped;  // behind the lock
+void SaveJob::EndTask() {
+  std::optional<Tripwire> dropped;  // destroyed after the lock is released
   const MutexLock lock(mutex_);
-  if (--tasks_ == 0) dropped.swap(tripwire_);  // its fenced chunks have been verified, or will not be
+  if (--tasks_ == 0) dropped.swap(tripwire_);  // every fenced chunk has been verified, or never will be
   changed_.NotifyAll();
 }
 
@@ -231,26 +232,26 @@ void SaveJob::Open(uint64_t reserve_bytes, WriteBackend* backend, Faults* faults
   DataFile* const opened = file.get();
   {
     const MutexLock lock(mutex_);
-    file_ = std::move(file);  // kept from here on, so that Remove finds it if reserving fails
+    file_ = std::move(file);  // kept now, so that Remove finds it if reserving fails
   }
   opened->Reserve(reserve_bytes);
   const MutexLock lock(mutex_);
   status_.reserved_at = Elapsed();
 }
 
-void SaveJob::Staged(const Batch& batch, const Batch::Chunk& chunk) {
+void SaveJob::CountEnqueued(const Batch& batch, const Batch::Chunk& chunk) {
   const MutexLock lock(mutex_);
   if (chunk.eager) --eager_left_;
-  if (batch.fenced()) --staged_left_;
-  if (staged_left_ == 0 && status_.staged_at < 0) status_.staged_at = Elapsed();
+  if (batch.fenced()) --enqueued_left_;
+  if (enqueued_left_ == 0 && status_.enqueued_at < 0) status_.enqueued_at = Elapsed();
   changed_.NotifyAll();
 }
 
-void SaveJob::Copied(const Batch& batch, const Batch::Chunk& chunk) {
+void SaveJob::CountStaged(const Batch& batch, const Batch::Chunk& chunk) {
   const MutexLock lock(mutex_);
-  if (batch.fenced()) --copied_left_;
-  status_.bytes_copied += chunk.bytes;
-  if (copied_left_ == 0 && status_.copied_at < 0) status_.copied_at = Elapsed();
+  if (batch.fenced()) --staged_left_;
+  status_.bytes_staged += chunk.bytes;
+  if (staged_left_ == 0 && status_.staged_at < 0) status_.staged_at = Elapsed();
   changed_.NotifyAll();
 }
 
@@ -259,19 +260,19 @@ DataFile* SaveJob::file() const {
   return file_.get();
 }
 
-void SaveJob::Written(const Batch::Chunk& chunk, const uint8_t* data) {
-  std::vector<Piece> pieces;
+void SaveJob::WriteChunk(const Batch::Chunk& chunk, const uint8_t* data) {
+  std::vector<BlockPart> parts;
   for (uint64_t at = 0; checksums_ && at < chunk.bytes;) {
     const uint64_t offset = chunk.offset + at;
     const uint64_t bytes = std::min(chunk.bytes - at, kBlockBytes - offset % kBlockBytes);
-    pieces.push_back({offset, bytes, Crc32c(0, data + at, bytes)});
+    parts.push_back({offset, bytes, Crc32c(0, data + at, bytes)});
     at += bytes;
   }
   DataFile* const open = file();
   if (open == nullptr) throw FileFailure("write", path_, 0, "the file is closed");
   open->WriteAt(data, chunk.bytes, chunk.offset);
   const MutexLock lock(mutex_);
-  pieces_.insert(pieces_.end(), pieces.begin(), pieces.end());
+  block_parts_.insert(block_parts_.end(), parts.begin(), parts.end());
   status_.bytes_written += chunk.bytes;
   if (--written_left_ == 0 && input_closed_) status_.written_at = Elapsed();
   changed_.NotifyAll();
@@ -279,22 +280,23 @@ void SaveJob::Written(const Batch::Chunk& chunk, const uint8_t* data) {
 
 std::vector<uint32_t> SaveJob::BlockChecksums() const {
   if (!home_.IsHere()) throw FileFailure("collect checksums", path_, 0, kOfTheParent);
-  std::vector<Piece> pieces;
+  std::vector<BlockPart> parts;
   {
     const MutexLock lock(mutex_);
-    pieces = pieces_;
+    parts = block_parts_;
   }
-  std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.offset < b.offset; });
+  std::sort(parts.begin(), parts.end(),
+            [](const BlockPart& a, const BlockPart& b) { return a.offset < b.offset; });
   std::vector<uint32_t> blocks;
   uint64_t end = 0;
-  for (const Piece& piece : pieces) {
-    if (piece.offset != end) throw FileFailure("collect checksums", path_, 0, "a chunk is missing");
-    if (piece.offset % kBlockBytes == 0) {
-      blocks.push_back(piece.crc);
+  for (const BlockPart& part : parts) {
+    if (part.offset != end) throw FileFailure("collect checksums", path_, 0, "a chunk is missing");
+    if (part.offset % kBlockBytes == 0) {
+      blocks.push_back(part.crc);
     } else {
-      blocks.back() = Crc32cCombine(blocks.back(), piece.crc, piece.bytes);
+      blocks.back() = Crc32cCombine(blocks.back(), part.crc, part.bytes);
     }
-    end = piece.offset + piece.bytes;
+    end = part.offset + part.bytes;
   }
   return blocks;
 }
@@ -305,14 +307,15 @@ void SaveJob::WriteFooter(const uint8_t* data, uint64_t bytes, uint64_t offset) 
   if (!open->keeps()) {
     throw FileFailure(
         "write footer", path_, 0,
-        "its write back end keeps nothing, as is good for measuring copies and for nothing else");
+        "the write back end 'discard' stores nothing, so no file can be finished; it serves only to measure "
+        "copies. Choose the back end 'pwrite'");
   }
   open->WriteAt(data, bytes, offset);
   open->Truncate(offset + bytes);
   open->Sync();
-  std::unique_ptr<DataFile> closed;  // behind the lock: closing may take long
+  std::unique_ptr<DataFile> closed;  // destroyed after the lock is released: closing may take long
   const MutexLock lock(mutex_);
-  if (failure_) return;  // cancelled meanwhile: whoever did so must not find it durable
+  if (failure_) return;  // cancelled in the meantime: the canceller must not find the file durable
   durable_ = true;
   status_.durable_at = Elapsed();
   status_.direct = file_->direct();
@@ -320,10 +323,10 @@ void SaveJob::WriteFooter(const uint8_t* data, uint64_t bytes, uint64_t offset) 
   changed_.NotifyAll();
 }
 
-void SaveJob::SlotWait(double seconds, double of_it_growing) {
+void SaveJob::CountSlotWait(double seconds, double while_growing) {
   const MutexLock lock(mutex_);
   status_.waited_for_slots += seconds;
-  status_.waited_for_memory += of_it_growing;
+  status_.waited_for_memory += while_growing;
 }
 
 void SaveJob::Remove() {

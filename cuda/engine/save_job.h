@@ -1,7 +1,9 @@
-// One rank's data file on its way to the disk: what has been staged, written and made durable.
+// One rank's data file on its way to the disk: which of its chunks have been enqueued, staged and written,
+// and whether it is durable. The counts and the waits belong here; the threads that do the work are the
+// Engine's.
 //
-// The job is a value that threads share; it starts none. Errors are values too: the first one is kept,
-// everything still queued is dropped, and every wait returns.
+// A job is shared by threads and starts none. Errors are values: the first one is kept, everything still
+// queued is dropped, and every wait returns.
 #pragma once
 
 #include <chrono>
@@ -19,99 +21,110 @@
 
 namespace datastates {
 
-// What a wait can be for. When the job fails, every wait ends: that for kCopied once nothing reads a source
-// any more, that for kReleased as ever, the others at once.
+// What a wait can be for. To enqueue a copy means to put it on the device's stream or, from host memory, to
+// make it. When the job fails, every wait ends at once, except that kStaged still waits until no source is
+// being read, and kReleased is unchanged.
 enum class Milestone {
-  kEager,     // samples and eager chunks are enqueued: on the device's stream, or copied from host memory
-  kStaged,    // fenced chunks are enqueued, likewise
-  kCopied,    // no fenced source will be read any more: it may be freed, or unmapped
+  kEager,     // samples and eager chunks are enqueued
+  kEnqueued,  // fenced chunks are enqueued
+  kStaged,    // fenced chunks are in slots: no source of theirs is read any more; it may be freed or unmapped
   kWritten,   // the input is closed and every chunk is in the file
-  kDurable,   // the footer is written and the file and its directories are synced
-  kReleased,  // nothing of this job is queued or running, no source is read, no slot is held
+  kDurable,   // the footer is written, and the file and its directories are synced
+  kReleased,  // nothing of this job is queued or running, no source is being read, no slot is held
 };
 
-// shared_from_this: the bindings take part in the ownership by it. Without, nanobind would let the
-// workers own the Python object, and wait for Python's lock to drop it.
+// shared_from_this lets the bindings share ownership. Without it, nanobind would have the worker threads own
+// the Python object, and wait for the GIL to drop it.
 class SaveJob : public std::enable_shared_from_this<SaveJob> {
  public:
   struct Status {
     std::optional<Failure> failure;  // the first
     bool cancelled = false;
     bool direct = false;
-    uint64_t bytes_planned = 0, bytes_copied = 0, bytes_written = 0;
-    // Seconds since the job began; negative while it has not happened.
-    double reserved_at = -1, looked_at = -1, staged_at = -1, copied_at = -1, written_at = -1, durable_at = -1;
-    double waited_for_slots = 0;   // of all staging threads together
-    double waited_for_memory = 0;  // the part of it in which the pool was still being made
-    // Where in the file a source changed before its copy was done; torn_bytes is 0 if none did.
+    uint64_t bytes_planned = 0, bytes_staged = 0, bytes_written = 0;
+    // Seconds from the job's start to each event; negative before it.
+    double reserved_at = -1, looked_at = -1, enqueued_at = -1, staged_at = -1, written_at = -1,
+           durable_at = -1;
+    double waited_for_slots = 0;   // summed over the staging threads
+    double waited_for_memory = 0;  // the part of it while the pool was still growing
+    // The bytes of the file whose source changed before its copy was done; torn_bytes is 0 if none did.
     uint64_t torn_at = 0, torn_bytes = 0;
   };
 
   SaveJob(std::string path, bool direct, bool checksums, std::shared_ptr<DeviceCopier> copier);
 
-  // Used by the trainer's side. In a forked child, where a lock may be held for ever by a thread that is
-  // not there, none of these takes one: the save has failed, every wait is over, and nothing else happens.
+  // -- the trainer's thread and the finishing thread --------------------------------------------------------
+
+  // In a forked child, where a thread that does not exist may hold a lock for ever, none of these takes one:
+  // there the save has failed, every wait returns, and nothing else happens.
+
+  // Returns whether the milestone was reached within that time.
   bool Wait(Milestone milestone, double seconds);
   void Fail(const Failure& failure);
   void Cancel(const std::string& reason);
   Status status() const;
   bool failed() const;
-  // Lets `trainer` run on only after the device copies enqueued so far: after kEager the samples and the
-  // eager ones, after kStaged all fenced ones. Where that fails, the job fails.
+  // Makes `trainer` wait for the device copies enqueued so far: after kEager the samples and the eager
+  // chunks, after kEnqueued all fenced chunks. If that fails, the job fails.
   void HoldBack(CuStream trainer);
-  // For how many seconds it was held back, by the device's clock and as far as that is over. Asks the driver.
+  // Returns the seconds for which it waited, by the device's clock; a wait still under way is not included.
   double StreamWaited();
-  // One CRC-32C a block of [0, end of data); after kWritten.
+  // Returns one CRC-32C for each block of [0, end of data). Call it after kWritten.
   std::vector<uint32_t> BlockChecksums() const;
-  // Closes and removes the file. After kReleased.
+  // Closes and removes the file. Call it after kReleased.
   void Remove();
 
-  // Takes the samples of a fenced batch; returns whether the device was asked for any. What goes wrong fails
-  // the job. Before anything of the batch is queued.
+  // Takes the samples of a fenced batch, before anything of it is queued. Returns whether copies of samples
+  // were enqueued on the device. An error fails the job.
   bool TakeSamples(const Batch& batch, std::shared_ptr<uint8_t> device_memory);
 
-  // Around every time in which a source is read, on the host or by copies that are enqueued. No reading
-  // begins once the job has failed: false says so, and EndRead is not called then.
+  // These enclose every period in which a source is read, on the host or by enqueued copies. No read begins
+  // once the job has failed: BeginRead then returns false, and EndRead must not be called.
   bool BeginRead();
   void EndRead();
 
-  // Used by the engine's workers.
-  void PlanRehearsal(const Batch& batch);
-  void Rehearsed(size_t chunk, uint32_t crc);  // the checksum of that chunk, copied before any change
-  // The tripwire's second look at what is in host memory, if there is a tripwire. Before the first chunk that
-  // is not eager is copied, so that nothing has changed for a good reason.
+  // -- the engine's threads ---------------------------------------------------------------------------------
+
+  // With the option `paranoid` every fenced chunk is copied twice. The first pass, before the trainer
+  // continues, only keeps checksums; Verify compares them with the second, which is written.
+  void PlanFirstPass(const Batch& batch);
+  void KeepFirstChecksum(size_t chunk, uint32_t crc);
+  // Takes the tripwire's second look (engine/tripwire.h) at sources in host memory, if there is a tripwire.
+  // It comes before the first lazy chunk is copied: until then no source may change.
   void Look(const Batch& batch);
-  // Whether the fenced chunk was staged as it was when the save began, as far as samples and rehearsal can
-  // tell. If not, the job fails.
+  // Returns whether the fenced chunk was staged as it was when the save began, as far as samples and
+  // checksums of the first pass show. If not, the job fails.
   bool Verify(const Batch& batch, size_t chunk, const uint8_t* staged);
-  void Plan(const Batch& batch);  // counts what is coming
+  void CountPlanned(const Batch& batch);
   void CloseInput();
   void Open(uint64_t reserve_bytes, WriteBackend* backend, Faults* faults);
-  void Staged(const Batch& batch, const Batch::Chunk& chunk);
-  void Copied(const Batch& batch, const Batch::Chunk& chunk);
-  void Written(const Batch::Chunk& chunk, const uint8_t* data);
-  void Done();  // a chunk or task planned by Plan or Begin has left the engine
-  void Begin();
+  void CountEnqueued(const Batch& batch, const Batch::Chunk& chunk);
+  void CountStaged(const Batch& batch, const Batch::Chunk& chunk);
+  void WriteChunk(const Batch::Chunk& chunk, const uint8_t* data);
+  // A task is anything of the job that is queued or running in the engine. Each planned chunk is one.
+  void BeginTask();
+  void EndTask();
   void WriteFooter(const uint8_t* data, uint64_t bytes, uint64_t offset);
-  void SlotWait(double seconds, double of_it_growing);
+  void CountSlotWait(double seconds, double while_growing);
 
   const std::shared_ptr<DeviceCopier>& copier() const { return copier_; }
   bool checksums() const { return checksums_; }
 
  private:
   using Clock = std::chrono::steady_clock;
-  struct Piece {
+  // The part of one block that is in one chunk; a border between chunks may split a block.
+  struct BlockPart {
     uint64_t offset;
     uint64_t bytes;
     uint32_t crc;
   };
 
-  // The trainer's stream waited between two events.
+  // Events around a wait of the trainer's stream.
   struct Hold {
     std::unique_ptr<Event> begin, end;
   };
 
-  void Torn(uint64_t offset, uint64_t bytes);
+  void FailTorn(uint64_t offset, uint64_t bytes);
   double Elapsed() const { return std::chrono::duration<double>(Clock::now() - born_).count(); }
   bool Reached(Milestone milestone) const REQUIRES(mutex_);
   DataFile* file() const;
@@ -122,11 +135,11 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   const bool checksums_;
   const std::shared_ptr<DeviceCopier> copier_;
   const Clock::time_point born_ = Clock::now();
-  // From TakeSamples until nothing of the job is queued; constant but for Look, which comes before every
-  // chunk that it looks at.
+  // Present from TakeSamples until the last task ends. Only Look changes it, before any chunk that it covers
+  // is verified.
   std::optional<Tripwire> tripwire_;
 
-  Mutex holding_;  // apart from mutex_, under which the driver, which may make its caller wait, is not called
+  Mutex holding_;  // held while the driver is called, which may block; mutex_ never is
   std::vector<Hold> holds_ GUARDED_BY(holding_);
   double stream_waited_ GUARDED_BY(holding_) = 0;
   mutable Mutex mutex_;
@@ -134,18 +147,20 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   std::unique_ptr<DataFile> file_ GUARDED_BY(mutex_);  // the file itself is thread-safe
   std::optional<Failure> failure_ GUARDED_BY(mutex_);
   Status status_ GUARDED_BY(mutex_);
-  // Chunks not yet: enqueued (eager; fenced), copied (fenced), in the file (any). Invariant: each counts
-  // down to zero exactly once per planned chunk while the job has not failed.
+  // Chunks that are not yet enqueued (eager ones, with those of the first pass; fenced ones), staged (fenced
+  // ones), written (all). Invariant: each counter goes down exactly once per planned chunk unless the job
+  // fails.
   size_t eager_left_ GUARDED_BY(mutex_) = 0;
+  size_t enqueued_left_ GUARDED_BY(mutex_) = 0;
   size_t staged_left_ GUARDED_BY(mutex_) = 0;
-  size_t copied_left_ GUARDED_BY(mutex_) = 0;
   size_t written_left_ GUARDED_BY(mutex_) = 0;
   size_t reads_ GUARDED_BY(mutex_) = 0;  // begun and not ended
   size_t tasks_ GUARDED_BY(mutex_) = 0;  // queued or running in the engine, failed or not
   bool input_closed_ GUARDED_BY(mutex_) = false;
   bool durable_ GUARDED_BY(mutex_) = false;
-  std::vector<Piece> pieces_ GUARDED_BY(mutex_);
-  std::vector<uint32_t> rehearsed_ GUARDED_BY(mutex_);  // by chunk of the fenced batch; empty: no rehearsal
+  std::vector<BlockPart> block_parts_ GUARDED_BY(mutex_);
+  // By chunk of the fenced batch; empty without a first pass.
+  std::vector<uint32_t> first_checksums_ GUARDED_BY(mutex_);
 };
 
 }  // namespace datastates

@@ -8,16 +8,17 @@
 namespace datastates {
 namespace {
 
-// A checksum of all that the second look sees of a chunk: at the sources, or at `staged` if that is not null.
+// Returns a checksum of the bytes that the second look covers in a chunk: in `staged`, or in the sources if
+// null.
 uint32_t LookAt(const Batch& batch, const Batch::Chunk& chunk, const uint8_t* staged) {
   uint32_t crc = 0;
   const uint64_t end = chunk.offset + chunk.bytes;
-  for (size_t i = chunk.first_run; i < batch.runs().size() && batch.runs()[i].offset < end; ++i) {
-    const Run& run = batch.runs()[i];
-    if (run.eager || run.device) continue;
-    const uint64_t to = std::min(run.offset + run.bytes, end);
-    for (uint64_t from = std::max(run.offset, chunk.offset); from < to; from += Tripwire::kLookBytes) {
-      const Sample place = SampleIn(run, from, std::min(from + Tripwire::kLookBytes, to), batch.seed());
+  for (size_t i = chunk.first_span; i < batch.spans().size() && batch.spans()[i].offset < end; ++i) {
+    const Span& span = batch.spans()[i];
+    if (span.eager || span.device) continue;
+    const uint64_t to = std::min(span.offset + span.bytes, end);
+    for (uint64_t from = std::max(span.offset, chunk.offset); from < to; from += Tripwire::kLookBytes) {
+      const Sample place = SampleIn(span, from, std::min(from + Tripwire::kLookBytes, to), batch.seed());
       crc = Crc32c(crc,
                    staged == nullptr ? reinterpret_cast<const uint8_t*>(place.source)
                                      : staged + (place.offset - chunk.offset),
@@ -33,9 +34,9 @@ void Tripwire::Take(const Batch& batch, DeviceCopier* copier, std::shared_ptr<ui
   device_ = std::move(device_memory);
   const Samples& samples = batch.samples();
   host_.reset(new uint8_t[samples.host * kSampleBytes]);
-  std::vector<DeviceCopier::Piece> pieces;
+  std::vector<DeviceCopier::Transfer> transfers;
   auto grid = samples.grids.begin();
-  uint32_t after_grid = 0;  // the first place that no grid so far has
+  uint32_t after_grid = 0;  // the first place after the grids so far
   for (const Sample& sample : samples.all) {
     if (!sample.device) {
       std::memcpy(&host_[sample.place * kSampleBytes], reinterpret_cast<const void*>(sample.source),
@@ -43,14 +44,14 @@ void Tripwire::Take(const Batch& batch, DeviceCopier* copier, std::shared_ptr<ui
     } else if (grid != samples.grids.end() && grid->place == sample.place) {
       after_grid = grid->place + grid++->rows;
     } else if (device_ && sample.place >= after_grid) {
-      pieces.push_back({device_.get() + sample.place * kSampleBytes, sample.source, sample.bytes});
+      transfers.push_back({device_.get() + sample.place * kSampleBytes, sample.source, sample.bytes});
     }
   }
   if (!device_) return;
-  if (!pieces.empty()) copier->CopyAtOnce(pieces);
+  if (!transfers.empty()) copier->CopyAtOnce(transfers);
   for (const Grid& rows : samples.grids) {
     copier->CopyRowsAtOnce(device_.get() + rows.place * kSampleBytes, rows.source, kSampleBytes,
-                           rows.step_bytes, rows.rows);
+                           rows.row_step, rows.rows);
   }
 }
 
@@ -74,7 +75,7 @@ std::optional<Tripwire::Change> Tripwire::FindChange(const Batch& batch, size_t 
   const auto& samples = batch.samples().all;
   const Batch::Chunk& chunk = batch.chunks()[number];
   const uint64_t end = chunk.offset + chunk.bytes;
-  // A sample may lie across the border of two chunks: each is compared with its part.
+  // A sample may lie across the border of two chunks: each chunk is compared with its part.
   auto sample = std::partition_point(samples.begin(), samples.end(),
                                      [&](const Sample& s) { return s.offset + s.bytes <= chunk.offset; });
   for (; sample != samples.end() && sample->offset < end; ++sample) {

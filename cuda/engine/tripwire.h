@@ -1,10 +1,11 @@
-// The sample tripwire: a copy that is torn although every fence stood is found before it is written.
+// The tripwire: finds most copies that are torn (mix two states of their source) before they are written,
+// even if every fence was called. Choosing the places is engine/sampling.h's.
 //
-// Samples of every lazy source (engine/sampling.h) are copied when the save begins, before the trainer can
-// change anything, and compared with what was staged for the same place of the file. Lazy sources in host
-// memory get a second look, on a worker and before their copies begin: it costs the trainer nothing, so it is
-// at many more places, and it finds what changes between it and the copy. Samples prove nothing when they
-// agree: a change that spares them passes. Fences are what keeps copies whole.
+// Samples of every lazy source are copied when the save begins, before the trainer can change anything, and
+// compared with what was staged for the same bytes of the file. Lazy sources in host memory also get a second
+// look, by a staging thread before their copies begin: it costs the trainer nothing, so it covers many more
+// places, and it finds what changes between itself and the copy. Samples that agree prove nothing: a change
+// elsewhere passes. It is the fences that keep copies whole.
 #pragma once
 
 #include <functional>
@@ -19,24 +20,24 @@ namespace datastates {
 
 class Tripwire {
  public:
-  // Of a source, so many bytes have one place of the second look. 64 bytes of each 16 KiB are read in a
-  // twentieth of the time that a copy takes; of each 4 KiB, in a third.
+  // The second look reads 64 bytes of every kLookBytes of a source. At 16 KiB it takes a twentieth of the
+  // time of a copy; at 4 KiB, a third.
   static constexpr uint64_t kLookBytes = uint64_t{16} << 10;
 
   struct Change {
-    uint64_t offset, bytes;  // in the file; what changed is somewhere in it
+    uint64_t offset, bytes;  // a range of the file in which something changed
   };
 
-  // Copies the samples in host memory, and enqueues the copies of those on a device. `device_memory` is
-  // page-locked and has room for kMostDeviceSamples; without it the device's sources are not sampled.
-  // After a Failure (the driver's) copies may be under way: this object and that memory must outlive them.
+  // Copies the samples in host memory and enqueues copies of those on a device. `device_memory` is
+  // page-locked and has room for kMostDeviceSamples; without it sources on the device are not sampled. After
+  // a Failure (of the driver) copies may be under way: this object and that memory must outlive them.
   void Take(const Batch& batch, DeviceCopier* copier, std::shared_ptr<uint8_t> device_memory);
 
-  // The second look, at what is in host memory and in no eager chunk. Ends early if `give_up`.
+  // Takes the second look, at host memory outside eager chunks. Ends early once `give_up` returns true.
   void Look(const Batch& batch, const std::function<bool()>& give_up);
 
-  // Where the chunk's staged bytes differ from what was seen of their sources, if they do. The device is
-  // done with both.
+  // Returns where the chunk's staged bytes differ from the samples or the second look, if they do. The device
+  // must be done with both.
   std::optional<Change> FindChange(const Batch& batch, size_t chunk, const uint8_t* staged) const;
 
  private:
@@ -45,7 +46,7 @@ class Tripwire {
   // Constant after Take; sample `place` is at place * kSampleBytes.
   std::unique_ptr<uint8_t[]> host_;
   std::shared_ptr<uint8_t> device_;
-  // A checksum a chunk; constant after Look, and empty if that was not done.
+  // One checksum per chunk; constant after Look, and empty without one.
   std::vector<uint32_t> looks_;
 };
 

@@ -11,7 +11,7 @@
 namespace datastates {
 
 PrivateMapping::PrivateMapping(size_t bytes) : bytes_(AlignUp(bytes, kAlignment)) {
-  // Kernels before 6.7 put a mapping anywhere, and only whole aligned huge pages can be backed by one.
+  // Kernels before 6.7 do not align mappings, and only an aligned range can be backed by huge pages.
   const size_t spare = bytes_ >= kHugePage ? kHugePage - kAlignment : 0;
   void* mapped = mmap(nullptr, bytes_ + spare, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) {
@@ -20,7 +20,7 @@ PrivateMapping::PrivateMapping(size_t bytes) : bytes_(AlignUp(bytes, kAlignment)
   data_ = static_cast<uint8_t*>(mapped);
   if (spare != 0) Trim(spare);
   madvise(data_, bytes_, MADV_DONTFORK);
-  madvise(data_, bytes_, MADV_HUGEPAGE);  // a wish: not every kernel has huge pages
+  madvise(data_, bytes_, MADV_HUGEPAGE);  // advice: not every kernel has huge pages
 }
 
 void PrivateMapping::Trim(size_t spare) {
@@ -32,7 +32,7 @@ void PrivateMapping::Trim(size_t spare) {
 }
 
 PrivateMapping::~PrivateMapping() {
-  // A forked child never had the mapping; at its address something else may live by now.
+  // A forked child never had the mapping; something else may be at its address by now.
   if (home_.IsHere()) munmap(data_, bytes_);
 }
 

@@ -1,4 +1,4 @@
-// Page-aligned memory for direct I/O.
+// Page-aligned memory, as direct I/O needs it.
 #pragma once
 
 #include <cstddef>
@@ -15,9 +15,9 @@ inline uint64_t AlignUp(uint64_t value, uint64_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
 }
 
-// An anonymous mapping that forked children do not inherit: direct I/O on pages shared with a child
-// corrupts, and a fork that copies the page table of gigabytes takes long. Prefault() makes it
-// resident, in huge pages where it is large enough and the system has them. Throws Failure (mmap).
+// An anonymous mapping that forked children do not inherit: direct I/O on pages shared with a child corrupts
+// data, and copying the page tables of gigabytes makes a fork slow. Prefault() makes it resident, in huge
+// pages where it is large enough and the system has them. The constructor throws Failure (mmap).
 class PrivateMapping {
  public:
   explicit PrivateMapping(size_t bytes);
@@ -31,7 +31,7 @@ class PrivateMapping {
   size_t bytes() const { return bytes_; }
 
  private:
-  void Trim(size_t spare);  // gives back what lies before the first huge page, and behind the last byte
+  void Trim(size_t spare);  // unmaps what lies before the first huge page and after the last byte
 
   const HomeProcess home_;
   uint8_t* data_;

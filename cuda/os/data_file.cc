@@ -14,8 +14,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What the file system says of direct I/O on this file: false where it needs more than kAlignment.
-// Kernels before 6.1 say nothing; then the first write decides.
+// Returns false if the file system reports that direct I/O on this file needs more than kAlignment. Kernels
+// before 6.1 report nothing; then the first write decides.
 bool DirectIoFits(int fd) {
 #ifdef STATX_DIOALIGN
   struct statx facts{};
@@ -29,8 +29,8 @@ bool DirectIoFits(int fd) {
   return true;
 }
 
-// Makes a call until no signal interrupts it (network file systems give up for any); returns its errno, or 0.
-// `call` returns an errno, or 0.
+// Repeats a call until no signal interrupts it (network file systems may return EINTR for any signal). `call`
+// returns an errno or 0, and so does this.
 template <typename Call>
 int Uninterrupted(Call call) {
   int code;
@@ -75,7 +75,7 @@ DataFile::~DataFile() {
 
 void DataFile::MakeDirectories() {
   const fs::path directory = fs::absolute(path_).parent_path();
-  // A new directory's name lives in its parent, so the first one that existed before is synced too.
+  // A new directory's entry is in its parent, so the first directory that existed before is synced too.
   fs::path at = directory;
   for (; !fs::exists(at); at = at.parent_path()) directories_.push_back(at.string());
   directories_.push_back(at.string());
@@ -94,7 +94,7 @@ void DataFile::Reserve(uint64_t bytes) {
   });
   if (code == 0) return;
   if (code != EOPNOTSUPP && code != ENOSYS && code != EINVAL) throw FileFailure("reserve", path_, code, need);
-  // Not every file system can reserve; its free space is then the best that can be known.
+  // Not every file system can reserve space; then its free space is the best estimate.
   struct statvfs facts{};
   if (fstatvfs(fd_, &facts) == 0 && facts.f_blocks != 0 &&
       static_cast<uint64_t>(facts.f_bavail) * facts.f_frsize < bytes) {
@@ -105,7 +105,7 @@ void DataFile::Reserve(uint64_t bytes) {
 void DataFile::WriteAt(const uint8_t* data, uint64_t bytes, uint64_t offset) {
   uint64_t done = 0;
   while (done < bytes) {
-    const bool direct = direct_;  // of this call: another thread may meet the same refusal and be first
+    const bool direct = direct_;  // for this call: another thread may clear direct_ meanwhile
     const Faults::Effect effect = faults_->Count("write");
     uint64_t wanted = bytes - done;
     if (effect.short_count) wanted = direct ? AlignUp(wanted / 2, kAlignment) : wanted / 2 | 1;
@@ -119,7 +119,7 @@ void DataFile::WriteAt(const uint8_t* data, uint64_t bytes, uint64_t offset) {
     }
     if (wrote < 0) Throw("write", errno);
     if (wrote == 0) Throw("write", ENOSPC);
-    // A short write may end off the alignment, where no direct write can begin.
+    // A short write may end at an unaligned offset, where no direct write can begin.
     if (static_cast<uint64_t>(wrote) % kAlignment != 0) StopDirect();
     done += static_cast<uint64_t>(wrote);
   }
@@ -163,7 +163,7 @@ void DataFile::SyncDirectory(const std::string& directory) {
   });
   ForgetDescriptor(fd);
   close(fd);
-  // Some network file systems cannot sync a directory and say so; their metadata is synchronous.
+  // Some network file systems refuse to sync a directory; their metadata is synchronous.
   if (code != 0 && code != EINVAL && code != EBADF) throw FileFailure("sync directory", directory, code);
 }
 

@@ -1,11 +1,11 @@
 // A data file while it is being written.
 //
 // Protocol of durability (the caller keeps the order):
-//   1. Create: the directory is made if need be; O_EXCL, so nothing is ever overwritten.
-//   2. Reserve: space is claimed before the first copy; a full disk is found here.
-//   3. WriteAt: aligned data, then the footer; direct I/O where the file system takes it.
+//   1. Create: missing directories are made; O_EXCL, so nothing is ever overwritten.
+//   2. Reserve: space is reserved before the first copy, so a full disk is found here.
+//   3. WriteAt: aligned data, then the footer; direct I/O where the file system accepts it.
 //   4. Truncate to the final size, Sync the file, Sync every directory that was made and the one that
-//      holds the file. Only then may anybody be told that the file is durable.
+//      holds the file. Only then may the file be reported as durable.
 #pragma once
 
 #include <atomic>
@@ -25,11 +25,11 @@ class DataFile {
   // Throws Failure. `direct`: try O_DIRECT and fall back to buffered writes where it is refused, at
   // open or at the first write. `backend` and `faults` must outlive the file.
   DataFile(const std::string& path, bool direct, WriteBackend* backend, Faults* faults);
-  ~DataFile();  // closes; an error was already told by Sync, or the file is being given up
+  ~DataFile();  // closes; Sync has reported any error, or the file is being abandoned
   DataFile(const DataFile&) = delete;
   DataFile& operator=(const DataFile&) = delete;
 
-  void Reserve(uint64_t bytes);  // does nothing where the back end keeps nothing
+  void Reserve(uint64_t bytes);  // does nothing if the back end keeps nothing
   // `data`, `bytes` and `offset` are multiples of kAlignment. Thread-safe. Short writes are resumed.
   void WriteAt(const uint8_t* data, uint64_t bytes, uint64_t offset);
   void Truncate(uint64_t bytes);

@@ -1,5 +1,5 @@
-// Failures on request, so that tests can prove what happens when a disk or a machine fails.
-// A production run carries an empty plan, which costs one branch a call.
+// Injected failures, so that tests can prove what happens when a disk or a machine fails. A plan is empty in
+// production and then costs one branch per call.
 #pragma once
 
 #include <map>
@@ -13,7 +13,7 @@ namespace datastates {
 
 // A plan is a comma-separated list of `operation:nth:effect`: at the nth call of the operation
 // (1 is the first, 0 is every call) the effect happens. Effects: an errno name (ENOSPC, EIO, EINVAL, EINTR,
-// EDQUOT, EFBIG, EOPNOTSUPP, ENOMEM; handled as if the system had said so), `short` (about half of the
+// EDQUOT, EFBIG, EOPNOTSUPP, ENOMEM; handled as if the system had returned it), `short` (about half of the
 // bytes are moved), `kill` (SIGKILL) and `stall=MS` (sleep). Operations are the names used in the error
 // messages: open, reserve, write, truncate, sync, sync directory, read.
 class Faults {
@@ -26,7 +26,7 @@ class Faults {
     bool short_count = false;
   };
 
-  // Counts one call of `operation` and gives what must go wrong with it. Thread-safe.
+  // Counts one call of `operation` and returns how it must fail. Thread-safe.
   Effect Count(const char* operation);
 
  private:

@@ -19,7 +19,7 @@ struct Registry {
 
 Registry& TheRegistry();
 
-// The lock is held across the fork, so that the child never inherits it held by another thread.
+// The lock is held across the fork, so that the child never inherits it locked by another thread.
 void BeforeFork() NO_THREAD_SAFETY_ANALYSIS { TheRegistry().mutex.Lock(); }
 void InParent() NO_THREAD_SAFETY_ANALYSIS { TheRegistry().mutex.Unlock(); }
 void InChild() NO_THREAD_SAFETY_ANALYSIS {

@@ -1,14 +1,14 @@
-// Data loaders and Megatron's retention fork the trainer in mid-save. A child keeps no data file open
-// and must never touch the engine's threads, which it does not have.
+// Forks of the trainer in mid-save, by data loaders and by Megatron's retention. A forked child must keep no
+// data file open and must not wait for the engine's threads, which it does not have.
 #pragma once
 
 namespace datastates {
 
-// From now until ForgetDescriptor, a forked child closes `fd` before anything else of it runs.
+// Has a forked child close `fd` before it runs anything else, until ForgetDescriptor.
 void CloseInForkedChild(int fd);
 void ForgetDescriptor(int fd);
 
-// The process that made an object; a fork of it has a copy that must do nothing.
+// The process that created an object. In a fork of that process, the object's copy must do nothing.
 class HomeProcess {
  public:
   HomeProcess();

@@ -11,7 +11,7 @@ namespace datastates {
 
 InputFile::InputFile(const std::string& path, bool direct, Faults* faults)
     : path_(path), faults_(faults), direct_(direct) {
-  // A pipe in its place would otherwise wait for a writer. Regular files do not know O_NONBLOCK.
+  // Without O_NONBLOCK, opening a pipe would wait for a writer. Regular files ignore the flag.
   const int flags = O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY;
   if (direct) fd_ = open(path.c_str(), flags | O_DIRECT);
   if (fd_ < 0) {
@@ -40,10 +40,10 @@ void InputFile::StopDirect() {
 
 void InputFile::ReadAt(uint8_t* buffer, uint64_t begin, uint64_t end) {
   for (uint64_t at = begin; at < end;) {
-    const bool direct = direct_;  // of this call: another thread may meet the same refusal first
+    const bool direct = direct_;  // for this call: another thread may clear direct_ meanwhile
     const Faults::Effect effect = faults_->Count("read");
-    // A direct read ends at a multiple of kAlignment. Behind a short read that did not, only a buffered
-    // one goes on, and not a byte too far: the buffer ends with the window.
+    // A direct read ends at a multiple of kAlignment. After a short read that did not, only a buffered read
+    // can continue, and not past `end`, where the buffer ends.
     uint64_t wanted = direct ? AlignUp(end - at, kAlignment) : end - at;
     if (effect.short_count) wanted = direct ? AlignUp(wanted / 2, kAlignment) : wanted / 2 | 1;
     errno = effect.error;

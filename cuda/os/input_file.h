@@ -1,4 +1,4 @@
-// A data file while it is being read.
+// A data file while it is being read. Any thread may read any part of it.
 #pragma once
 
 #include <atomic>
@@ -18,8 +18,9 @@ class InputFile {
   InputFile(const InputFile&) = delete;
   InputFile& operator=(const InputFile&) = delete;
 
-  // The file's bytes [begin, end) come to `buffer`, which is a multiple of kAlignment, as `begin` is, and has
-  // room for AlignUp(end - begin, kAlignment). Thread-safe. Short reads are resumed. Throws Failure.
+  // Reads the file's bytes [begin, end) into `buffer`, which has room for AlignUp(end - begin, kAlignment)
+  // bytes. `buffer` and `begin` are multiples of kAlignment. Thread-safe. Short reads are resumed. Throws
+  // Failure.
   void ReadAt(uint8_t* buffer, uint64_t begin, uint64_t end);
 
  private:

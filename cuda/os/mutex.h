@@ -1,7 +1,7 @@
 // A mutex, its lock and its condition variable, annotated for clang's thread-safety analysis, which `make
-// lint` runs where there is a clang. To every other compiler they are std's, under other names.
+// lint` runs if there is a clang. For every other compiler they only wrap std's.
 //
-// What belongs here: locking. What does not: any state that is protected.
+// Belongs here: locking. Does not belong here: any state that a lock protects.
 #pragma once
 
 #include <chrono>
@@ -34,7 +34,7 @@ class CAPABILITY("mutex") Mutex {
   std::mutex mutex_;
 };
 
-// Holds a mutex for a scope; may be released and taken again within it.
+// Holds a mutex for a scope; may be released and reacquired within it.
 class SCOPED_CAPABILITY MutexLock {
  public:
   explicit MutexLock(Mutex& mutex) ACQUIRE(mutex) : mutex_(mutex) { Lock(); }
@@ -58,7 +58,8 @@ class SCOPED_CAPABILITY MutexLock {
   bool held_ = false;
 };
 
-// Releases a mutex that the caller holds for a scope, and takes it again at the end, exceptions included.
+// Releases, for a scope, a mutex that the caller holds, and reacquires it at the end, also after an
+// exception.
 class SCOPED_CAPABILITY MutexUnlock {
  public:
   explicit MutexUnlock(Mutex& mutex) RELEASE(mutex) : mutex_(mutex) { mutex_.Unlock(); }
@@ -76,7 +77,7 @@ inline std::chrono::steady_clock::time_point DeadlineAfter(double seconds) {
   return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
 }
 
-// Waits may end without a reason: call them in a loop that looks at the condition.
+// Waits may return spuriously: call them in a loop that checks the condition.
 class CondVar {
  public:
   using Clock = std::chrono::steady_clock;

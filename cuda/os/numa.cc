@@ -12,13 +12,13 @@
 namespace datastates {
 namespace {
 
-// Of <numaif.h>.
+// From <numaif.h>.
 constexpr int kPreferred = 1;
 constexpr unsigned kMove = 2;
 
 constexpr int kMostNodes = 1024;  // the most that Linux can be built for
 constexpr size_t kWordBits = 8 * sizeof(unsigned long);
-constexpr size_t kDomainDigits = 4;  // at least, in sysfs; CUDA may write more
+constexpr size_t kDomainDigits = 4;  // in sysfs, at least; CUDA may write more
 
 std::string FirstLine(const std::string& path) {
   std::ifstream file(path);
@@ -36,7 +36,8 @@ std::optional<int> TakeNumber(const char** text, const char* end, int limit) {
   return value;
 }
 
-// The name of a device's folder in sysfs; empty for what is no bus id, which must not become a path.
+// Returns the name of a device's folder in sysfs; empty if `bus_id` is not a bus id, so that it never becomes
+// a path.
 std::string FolderName(const std::string& bus_id) {
   std::string name;
   for (const unsigned char letter : bus_id) {
@@ -93,7 +94,7 @@ void BindMemory(void* address, size_t bytes, const NumaNode& node) noexcept {
   if (node.number < 0) return;
   unsigned long nodes[kMostNodes / kWordBits] = {};
   nodes[node.number / kWordBits] = 1UL << (node.number % kWordBits);
-  // The kernel takes one bit less than it is asked to read.
+  // The kernel reads one bit less than the count says.
   syscall(SYS_mbind, address, bytes, kPreferred, nodes, static_cast<unsigned long>(kMostNodes + 1), kMove);
 }
 

@@ -1,4 +1,4 @@
-// What the engine's threads are called, and how many can run at once.
+// The names of threads, and the number that can run at once.
 #pragma once
 
 #include <cstddef>

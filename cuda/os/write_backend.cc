@@ -27,7 +27,7 @@ WriteBackend* WriteBackend::Named(const std::string& name) {
   static Discard discard_backend;
   if (name == "pwrite") return &pwrite_backend;
   if (name == "discard") return &discard_backend;
-  throw Failure("choose write back end", name, 0, "there is no such back end; there is pwrite");
+  throw Failure("choose write back end", name, 0, "there is no such back end; expected pwrite");
 }
 
 std::vector<std::string> WriteBackend::Names() { return {"pwrite"}; }

@@ -9,8 +9,8 @@
 namespace datastates {
 namespace {
 
-constexpr size_t kSegmentBytes = size_t{64} << 20;  // made, prefaulted and page-locked at a time
-constexpr size_t kMostThreads = 4;                  // that do so
+constexpr size_t kSegmentBytes = size_t{64} << 20;  // built at a time
+constexpr size_t kMostThreads = 4;                  // that build segments
 
 }  // namespace
 
@@ -51,7 +51,7 @@ SlotPool::~SlotPool() {
 void SlotPool::Grow(size_t slots) {
   const MutexLock lock(mutex_);
   wanted_ = std::max(wanted_, std::min(slots, most_slots_));
-  if (wanted_ > made_) trouble_.clear();  // memory may be there by now
+  if (wanted_ > made_) trouble_.clear();  // try again: there may be memory by now
   StartThreads();
 }
 
@@ -74,7 +74,7 @@ void SlotPool::StartThreads() {
   try {
     while (threads_.size() < threads) threads_.emplace_back(&SlotPool::Work, this);
   } catch (const std::system_error&) {
-    if (threads_.empty()) throw;  // else those that there are do the work
+    if (threads_.empty()) throw;  // else the threads that did start do the work
   }
   wake_.NotifyAll();
 }
@@ -153,7 +153,7 @@ void SlotPool::AddSegment() {
     }
   }
   segment.node = node.number;
-  // Before a slot of it is lent: a copy into memory that is not page-locked makes its caller wait.
+  // Before a slot is lent: a copy into memory that is not page-locked blocks its caller.
   while (trouble.empty() && !stop_ && !segment.locked_by && segment.registration != registration_) {
     PageLock(&segment);
   }
@@ -178,7 +178,7 @@ void SlotPool::PageLock(Segment* segment) {
   {
     const MutexUnlock unlocked(mutex_);
     try {
-      // What was made before the node was known moves; a device could not find it elsewhere later.
+      // A segment built before the node was known moves now; page-locked memory cannot.
       if (segment->node != node.number) BindMemory(segment->mapping->data(), segment->mapping->bytes(), node);
       driver->SetContext(context);
       driver->RelaxCapture();
@@ -192,7 +192,7 @@ void SlotPool::PageLock(Segment* segment) {
   if (trouble.empty()) {
     segment->locked_by = driver;
     segment->context = context;
-  } else if (segment->registration == registration_) {  // else it is tried again
+  } else if (segment->registration == registration_) {  // else a later Register tries again
     lock_trouble_ = "staging memory is not page-locked, so copies from a device are slow: " + trouble;
   }
 }

@@ -1,6 +1,5 @@
-// Page-locked host memory for samples of device sources (engine/tripwire.h).
-//
-// Apart from the slots: samples live as long as their save, and a slot must return after its own write.
+// Page-locked host memory for samples of device sources (engine/tripwire.h). It is separate from the pool
+// because samples live as long as their save, and a slot must return after its own write.
 #pragma once
 
 #include <memory>
@@ -15,11 +14,11 @@ namespace datastates {
 class SampleMemory : public std::enable_shared_from_this<SampleMemory> {
  public:
   SampleMemory(std::shared_ptr<Driver> driver, CuContext context, size_t block_bytes);
-  ~SampleMemory();  // no copy into a block is under way
+  ~SampleMemory();  // no copy into a block may be under way
 
-  // A block for one save, one that an earlier save gave back if there is one. Null where memory cannot be
-  // had or page-locked: a copy into other memory would make the trainer wait for the device. On the
-  // trainer's thread, in its context; the block may be dropped on any.
+  // Returns a block for one save, reusing one that an earlier save returned. Null if memory cannot be
+  // allocated or page-locked: a copy into other memory would make the trainer wait for the device. Called on
+  // the trainer's thread, in its context; any thread may drop the block.
   std::shared_ptr<uint8_t> Borrow();
 
  private:

@@ -1,5 +1,5 @@
-"""How bytes move: staging, writing, reading, committing. The only importer of the native module.
+"""Moving bytes: staging, writing, reading, publishing. The only package that imports the native module.
 
-Belongs here: files, threads, staging memory, fences, fault points. Does not belong here: what the bytes
-are, what Megatron is, collectives.
+Belongs here: files, threads, staging memory, fences, fault points. Does not belong here: the meaning of
+the bytes, anything of Megatron's, collectives.
 """

@@ -7,17 +7,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 class Milestone(enum.Enum):
-    """What a wait can be for; see cuda/engine/save_job.h."""
+    """The milestones of a job that can be waited for; cuda/engine/save_job.h defines them."""
 
     EAGER = 0
-    STAGED = 1
-    COPIED = 2
+    ENQUEUED = 1
+    STAGED = 2
     WRITTEN = 3
     DURABLE = 4
     RELEASED = 5
 
 class NativeError(OSError):
-    """A failed call. `errno` is 0 where the system was not to blame, `path` empty where no file is concerned."""
+    """A failed call. `errno` is 0 if no system call failed; `path` is empty if no checkpoint file is concerned."""
 
     path: str
     operation: str
@@ -61,8 +61,8 @@ class Engine:
         sources: NDArray[np.uint64],
         bytes: NDArray[np.uint64],
         offsets: NDArray[np.uint64],
-        piece_bytes: NDArray[np.uint64],
-        step_bytes: NDArray[np.uint64],
+        row_bytes: NDArray[np.uint64],
+        row_steps: NDArray[np.uint64],
         storages: NDArray[np.uint64],
         flags: NDArray[np.uint8],
         stream: int,
@@ -78,8 +78,8 @@ class Engine:
         sources: NDArray[np.uint64],
         bytes: NDArray[np.uint64],
         offsets: NDArray[np.uint64],
-        piece_bytes: NDArray[np.uint64],
-        step_bytes: NDArray[np.uint64],
+        row_bytes: NDArray[np.uint64],
+        row_steps: NDArray[np.uint64],
         storages: NDArray[np.uint64],
         flags: NDArray[np.uint8],
     ) -> None: ...
@@ -93,7 +93,7 @@ class ReadJob:
     def wait(self, seconds: float) -> bool: ...
     def close(self) -> None: ...
     def result(self) -> tuple[int, list[tuple[int, int]], NativeError | None]:
-        """(bytes read, (source, block) of each bad block, the first error), so far."""
+        """Returns (bytes read, (source, block) of each bad block, the first error), so far."""
 
 class Reader:
     def __init__(
@@ -112,20 +112,20 @@ class Reader:
         sources: list[tuple[str, int, bytes]],
         files: NDArray[np.uint64],
         offsets: NDArray[np.uint64],
-        piece_bytes: NDArray[np.uint64],
-        pieces: NDArray[np.uint64],
+        row_bytes: NDArray[np.uint64],
+        rows: NDArray[np.uint64],
         file_steps: NDArray[np.uint64],
         targets: NDArray[np.uint64],
         target_steps: NDArray[np.uint64],
         flags: NDArray[np.uint8],
         stream: int,
     ) -> ReadJob:
-        """`sources` are (path, bytes of data, checksums); `files` count in them. See cuda/engine/reader.h."""
+        """Starts a read. `sources` are (path, bytes of data, checksums); `files` are indices of sources."""
 
 def close_in_forked_child(descriptor: int) -> None: ...
 def forget_descriptor(descriptor: int) -> None: ...
 def describe_tensors(api: object, tensors: list[Any]) -> tuple[bytes, bytes, bool] | None:
-    """Addresses, a description of dtypes, devices, shapes and strides, whether one is complex; or None."""
+    """Returns (addresses, description of dtypes, devices, shapes and strides, whether any is complex), or None."""
 
 def write_backends() -> list[str]: ...
 def crc32c(data: bytes, crc: int = 0) -> int: ...

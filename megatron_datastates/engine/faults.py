@@ -1,7 +1,7 @@
-"""Failures on request at the steps that Python takes, so that tests can prove what a crash leaves.
+"""Injected failures at the steps that Python takes, so that tests can prove what a crash leaves.
 
-The same plan (`Options.faults`) drives the native module's system calls; see cuda/os/faults.h for its
-form. A production run has an empty plan.
+The same plan (`Options.faults`) covers the native module's system calls; cuda/os/faults.h describes its
+syntax. In production it is empty.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import time
 
 
 class Faults:
-    """Counts passages of named points and lets the planned ones fail."""
+    """Counts the calls of named points and makes the planned ones fail."""
 
     def __init__(self, plan: str) -> None:
         self._entries = [entry.split(":") for entry in plan.split(",") if entry]
         self._passed: collections.Counter[str] = collections.Counter()
 
     def point(self, name: str) -> None:
-        """Raises OSError, kills this process or sleeps if the plan says so for this passage."""
+        """Raises OSError, kills this process or sleeps if the plan says so for this call."""
         self._passed[name] += 1
         for operation, nth, effect in self._entries:
             if operation == name and int(nth) in (0, self._passed[name]):

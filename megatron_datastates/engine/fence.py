@@ -1,8 +1,8 @@
-"""The fence: the wait before the first mutation, and before memory is given up.
+"""The fence: the wait before the first mutation of memory that a save reads, and before that memory is freed.
 
-Every save that reads live memory stands here until its copies are safe. Whoever is about to change
-that memory calls `wait` first; whoever is about to free or unmap it calls `wait_until_unread`. See
-mcore/fences.py for who does.
+Every save that reads live memory is registered here until its copies are safe. Code that is about to change
+that memory calls `wait` first; code that is about to free or unmap it calls `wait_until_unread`.
+mcore/fences.py makes these calls.
 """
 
 from __future__ import annotations
@@ -16,51 +16,53 @@ class Fenced(Protocol):
     """A save that still reads memory of the trainer."""
 
     def fence(self, reason: str) -> None:
-        """Returns when the memory may change. Never raises: a save that cannot make it fails instead."""
+        """Returns when the memory may change. Never raises: after too long a wait the save fails."""
         ...
 
     def mark_torn(self, reason: str) -> None:
-        """The memory changed before the save was fenced: it fails."""
+        """Fails the save, because the memory changed before it was fenced."""
         ...
 
     def on_poll(self) -> None:
-        """The trainer polls, for this save or for another: what was put off until then may begin."""
+        """Starts what was deferred until the trainer polls for this save or another one."""
         ...
 
 
 class Reader(Protocol):
-    """A save whose copies may not be over, whether it stands at the fence or not."""
+    """A save whose copies may be under way, whether the fence has released it or not."""
 
     def reads(self, storage: int) -> bool:
-        """Whether it may still read there. `storage` is an UntypedStorage's `_cdata`."""
+        """Returns whether the save may still read that storage (an UntypedStorage's `_cdata`)."""
         ...
 
     def await_copies(self) -> None:
-        """Returns when it reads nothing of the trainer's any more. Never raises."""
+        """Returns when the save reads nothing of the trainer's any more. Never raises."""
         ...
 
 
 class Fence:
-    """The saves of this process that must be waited for.
+    """The saves of this process that mutations must wait for.
 
-    Used by the trainer's thread alone, and by those that work for it while it waits (autograd's).
+    Not thread-safe: used only by the trainer's thread, and by threads that work for it while it waits
+    (autograd's).
     """
 
     def __init__(self) -> None:
         self._standing: list[Fenced] = []
-        # Cheap to ask whether there are any. A save that is over is also dropped, not only discarded.
+        # A plain list, so that testing for emptiness is cheap. Saves leave it when discarded or
+        # garbage-collected.
         self.readers: list[weakref.ref[Reader]] = []
 
     def add(self, save: Fenced) -> None:
         self._standing.append(save)
 
     def discard(self, save: Fenced) -> None:
-        """The save no longer reads anything of the trainer's."""
+        """Removes a save that no longer reads anything of the trainer's."""
         if save in self._standing:
             self._standing.remove(save)
 
     def wait(self, reason: str) -> None:
-        """Lets every standing save pass, oldest first; one added meanwhile waits for the next call."""
+        """Fences every registered save, oldest first; one added meanwhile is left to the next call."""
         for _ in range(len(self._standing)):
             if self._standing:
                 self._standing.pop(0).fence(reason)
@@ -69,14 +71,15 @@ class Fence:
         self.readers.append(weakref.ref(save, self.readers.remove))
 
     def discard_reader(self, save: Reader) -> None:
-        """Its copies are over."""
+        """Removes a save whose copies are over."""
         if (reference := weakref.ref(save)) in self.readers:
             self.readers.remove(reference)
 
     def wait_until_unread(self, storage: int | None = None) -> None:
-        """Returns when no save reads that storage any more (an UntypedStorage's `_cdata`), or any at all.
+        """Returns when no save reads that storage any more (an UntypedStorage's `_cdata`; None: any storage).
 
-        What `wait` leaves to the order of streams is over then, too: memory may be freed, or unmapped.
+        Device copies, which `wait` leaves to the order of streams, are over then too: memory may be freed or
+        unmapped.
         """
         for reference in list(self.readers):
             save = reference()
@@ -84,18 +87,18 @@ class Fence:
                 save.await_copies()
 
     def witness_mutation(self, reason: str) -> None:
-        """Something has changed already: a save that still stands here may have copied both old and new."""
+        """Fails every registered save: memory has changed already, so copies may mix two states."""
         for _ in range(len(self._standing)):
             if self._standing:
                 self._standing.pop(0).mark_torn(reason)
 
     def on_poll(self) -> None:
-        """Lets every standing save know of a poll: Megatron's queue asks for the oldest save alone."""
+        """Notifies every registered save of a poll: Megatron's queue polls only the oldest save."""
         for save in self._standing:
             save.on_poll()
 
     def forget(self) -> None:
-        """In a forked child, whose copies of the saves nobody works on."""
+        """Drops all saves, in a forked child: no thread of the child works on them."""
         self._standing.clear()
         self.readers.clear()
 

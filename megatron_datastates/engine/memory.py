@@ -1,7 +1,7 @@
-"""How much host memory staging may take: a share of what is free, divided by the ranks of this node.
+"""The budget of staging memory: a share of the free host memory, divided by the ranks of this node.
 
-What is free is the least of what the machine says and of what this process's memory cgroup and each cgroup
-above it has left. Page cache that can be dropped at once counts as free, as in MemAvailable.
+Free memory is the least of the machine's MemAvailable and of what this process's memory cgroup and each
+cgroup above it have left. Page cache that can be dropped at once counts as free, as in MemAvailable.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from megatron_datastates.config import MIB, Options
 _HOST_SLOT_BYTES, _DEVICE_SLOT_BYTES = 2 * MIB, 8 * MIB
 _FEWEST_DEVICE_SLOTS = 8
 _SHARE = 0.25  # of the free memory, for all ranks of a node together
-# Who says how many processes of this job run on this node: torchrun, Open MPI, Slurm (with and without
-# --ntasks-per-node). The nearest to the process comes first.
+# Variables with the number of this job's processes on this node, set by torchrun, Open MPI and Slurm (with
+# and without --ntasks-per-node). The launcher closest to the process comes first.
 _LOCAL_RANKS = (
     "LOCAL_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_SIZE",
     "SLURM_NTASKS_PER_NODE",
     "SLURM_STEP_TASKS_PER_NODE",
 )
-# The files of a memory cgroup: its limits, what it uses, and the name of cache in memory.stat, the groups
-# below it included.
+# The files of a memory cgroup: limits, usage, and the field of memory.stat that counts cache, including that
+# of the groups below it.
 _V1 = (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
 _V2 = (("memory.max", "memory.high"), "memory.current", "inactive_file")
 _NO_LIMIT = 1 << 63
-_Group = tuple[Path, bool]  # its folder, and whether it is of version 2
+_Group = tuple[Path, bool]  # folder, whether it is of version 2
 
 
 def slot_bytes(options: Options, on_gpu_machine: bool) -> int:
-    """The size of a slot: the option's, or one that suits the machine.
+    """Returns the size of a slot in bytes: the option's, or a default for this kind of machine.
 
     Writes are as fast with 2 MiB as with more (benchmarks.engine, --only sweep), and small slots need less
-    memory. Copies from a device want fewer and longer operations, unless memory is short.
+    memory. Copies from a device are better few and long, unless memory is short.
     """
     if options.slot_size:
         return options.slot_size
@@ -45,15 +45,15 @@ def slot_bytes(options: Options, on_gpu_machine: bool) -> int:
 
 
 def most_slots(staging_memory: int, slot_size: int, ranks: int) -> int:
-    """Slots that the budget allows, at least two; `staging_memory` 0 means a share of the free memory."""
+    """Returns the slots in the budget, at least two; `staging_memory` 0 means a share of free memory."""
     budget = staging_memory or int(free_bytes() * _SHARE / max(ranks, 1))
     return max(2, budget // slot_size)
 
 
 def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
-    """Ranks of this job on this node, as far as its launcher tells; else 1."""
+    """Returns the number of this job's ranks on this node, or 1 if its launcher does not set it."""
     for name in _LOCAL_RANKS:
-        # Slurm writes "8(x2),4" for nodes that differ; the most is the safe one.
+        # Slurm writes "8(x2),4" if nodes differ; the largest number is the safe one.
         counts = re.findall(r"(?:^|,)\s*(\d+)", environment.get(name, ""))
         if any(map(int, counts)):
             return max(map(int, counts))
@@ -61,7 +61,7 @@ def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def free_bytes(proc: Path = Path("/proc")) -> int:
-    """Memory that this process may still take without swapping or being killed."""
+    """Returns the bytes that this process may still allocate without swapping or being killed."""
     return max(0, min(_free_of_machine(proc), *map(_free_of_group, _groups(proc)), _NO_LIMIT))
 
 
@@ -71,7 +71,7 @@ def _free_of_machine(proc: Path) -> int:
 
 
 def _groups(proc: Path) -> Iterator[_Group]:
-    """The memory cgroups of this process, its own first, as far up as they can be seen."""
+    """Yields the memory cgroups of this process, its own first, as far up as they are visible."""
     own = _own_paths(proc)
     for line in _lines(proc / "self" / "mountinfo"):
         # 36 35 0:31 ROOT MOUNTPOINT options [optional fields] - TYPE source super-options
@@ -81,13 +81,13 @@ def _groups(proc: Path) -> Iterator[_Group]:
         if is_v2 or (kind == "cgroup" and "memory" in super_options.split(",")):
             top = Path(_unescaped(fields[4]))
             at = top / _below(own.get(is_v2, "/"), _unescaped(fields[3]))
-            # A container may see its own group mounted as if it were the root, under a path of the host's.
+            # In a container, its own group may be mounted as the root, under a path of the host.
             at = at if at.is_dir() else top
             yield from ((group, is_v2) for group in (at, *at.parents) if group.is_relative_to(top))
 
 
 def _own_paths(proc: Path) -> dict[bool, str]:
-    """This process's path in the hierarchy of version 2 (True) and in that of version 1's memory (False)."""
+    """Returns this process's path in the hierarchies of version 2 (True) and version 1 (False)."""
     found = {}
     for line in _lines(proc / "self" / "cgroup"):
         number, controllers, path = line.split(":", 2)
@@ -97,7 +97,7 @@ def _own_paths(proc: Path) -> dict[bool, str]:
 
 
 def _below(path: str, mounted: str) -> str:
-    """`path` as seen below a mount of the folder `mounted` of the same hierarchy."""
+    """Returns `path` relative to `mounted`, a folder of the same hierarchy; "." if it is not below it."""
     try:
         relative = PurePosixPath(path).relative_to(mounted)
     except ValueError:
@@ -117,7 +117,7 @@ def _free_of_group(group: _Group) -> int:
 
 
 def _number(path: Path) -> int:
-    """What a file of a cgroup says; no limit if it is not there or says "max"."""
+    """Returns the number in a file of a cgroup; no limit if the file is missing or says "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -132,5 +132,5 @@ def _lines(path: Path) -> list[str]:
 
 
 def _unescaped(path: str) -> str:
-    """As mountinfo wrote it: there, a space is its octal number."""
+    """Decodes the octal escapes of mountinfo, such as those of spaces."""
     return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), path)

@@ -1,4 +1,4 @@
-"""The compiled module, or a clear word about why it is not there; and what its errors are to users."""
+"""The native module, an error that explains why it does not load, and the translation of its errors."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ DEVICE_FLAG = _native.DEVICE_FLAG
 
 
 def error_of(failure: NativeError, text: str = "") -> FailedCallError:
-    """A failed native call as users see it: a StorageError where a file is concerned, else an EngineError.
+    """Returns the error for users: a StorageError if the failure names a file, else an EngineError.
 
     Args:
-        text: in place of its own.
+        text: the message, in place of the failure's own.
     """
     kind = StorageError if failure.path else EngineError
     error = kind(
@@ -44,7 +44,7 @@ def error_of(failure: NativeError, text: str = "") -> FailedCallError:
 
 @contextlib.contextmanager
 def errors_for_users() -> Iterator[None]:
-    """Around native calls. Raises FailedCallError's kinds in place of NativeError."""
+    """Encloses native calls. Raises StorageError or EngineError in place of NativeError."""
     try:
         yield
     except NativeError as failure:

@@ -1,4 +1,4 @@
-"""Reads runs of data files, checked, in parallel."""
+"""Reading data files: spans in parallel and verified, and headers, footers and small ranges one by one."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from megatron_datastates.errors import FormatError, StorageError
 from megatron_datastates.files import INDEX_BYTES, open_regular, read_regular, size_of
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import HEADER_BYTES, Header
-from megatron_datastates.plan.reads import ReadRuns
+from megatron_datastates.plan.reads import ReadSpans
 
 SLOT_BYTES = 4 * MIB  # the longest read
 _SLICE_SECONDS = 0.1  # native waits return this often, so that signals get through
-# A footer has 4 bytes of checksum a block of 1 MiB, and a table of objects.
+# A footer has 4 bytes of checksum per block of 1 MiB, and a table of objects.
 _DATA_PER_FOOTER_BYTE, _MOST_OF_OBJECTS = MIB // 8, 256 * MIB
 _READ_AHEAD_BYTES = 64 << 10  # for small ranges that lie close together
 
 
 @dataclasses.dataclass(frozen=True)
 class ReadOutcome:
-    """What a read found."""
+    """The result of a read."""
 
-    bytes_read: int  # from the files, padding of blocks included
-    bad_blocks: list[tuple[int, int]]  # (source, block) whose checksum differs; nothing of them was delivered
+    bytes_read: int  # from files, including the rest of partly needed blocks
+    bad_blocks: list[tuple[int, int]]  # (source, block) with a wrong checksum; not delivered
 
 
 class Reader:
-    """Reads with several threads, through memory of its own that lives as long as this does.
+    """Reads with several threads, through staging memory of its own.
 
-    That memory is one slot of SLOT_BYTES a thread (`read_threads`), two where something is read to a device,
-    whatever the size of what is read.
+    The memory is one slot of SLOT_BYTES per thread (`read_threads`), or two if targets are on a device, for
+    reads of any size. It lives as long as this object.
     """
 
     def __init__(self, options: Options) -> None:
@@ -56,42 +56,42 @@ class Reader:
     def read(
         self,
         sources: Sequence[tuple[Path, Footer]],
-        runs: ReadRuns,
+        spans: ReadSpans,
         progress: Callable[[int], None] = lambda bytes_read: None,
     ) -> ReadOutcome:
-        """Executes `runs`, whose `files` count in `sources`, in one pass over the files.
+        """Reads `spans`, whose `files` are indices of `sources`, in one pass over the files.
 
-        `progress` is told every 0.1 seconds how many bytes have been read since it was told last.
+        Every 0.1 seconds `progress` is called with the number of bytes read since its last call.
 
-        Device targets are on the current device. All is delivered when this returns; if it raises, also for
-        an interrupt, no target is written to afterwards.
+        Device targets are on the current device. Everything is delivered when this returns; if it raises, for
+        an interrupt too, no target is written to afterwards.
 
         Raises:
             StorageError: a file cannot be read, or ends early.
-            EngineError: memory, threads or a driver cannot be had, or the device failed.
+            EngineError: there is no memory, thread or driver, or the device failed.
         """
         checked = self._options.checksums
         files = [(str(path), f.data_bytes, f.block_checksums if checked else b"") for path, f in sources]
         with native.errors_for_users():  # before any file is opened
             job = self._native.start(
                 sources=files,
-                files=runs.files,
-                offsets=runs.offsets,
-                piece_bytes=runs.piece_bytes,
-                pieces=runs.pieces,
-                file_steps=runs.file_steps,
-                targets=runs.targets,
-                target_steps=runs.target_steps,
-                flags=runs.on_device * np.uint8(native.DEVICE_FLAG),
-                stream=_current_stream() if runs.on_device.any() else 0,
+                files=spans.files,
+                offsets=spans.offsets,
+                row_bytes=spans.row_bytes,
+                rows=spans.rows,
+                file_steps=spans.file_steps,
+                targets=spans.targets,
+                target_steps=spans.target_steps,
+                flags=spans.on_device * np.uint8(native.DEVICE_FLAG),
+                stream=_current_stream() if spans.on_device.any() else 0,
             )
-        told, is_over = 0, False
+        reported, is_over = 0, False
         try:
             while not is_over:
                 is_over = job.wait(_SLICE_SECONDS)
                 bytes_read = job.result()[0]
-                progress(bytes_read - told)
-                told = bytes_read
+                progress(bytes_read - reported)
+                reported = bytes_read
         finally:
             job.close()
         bytes_read, bad_blocks, error = job.result()
@@ -101,7 +101,7 @@ class Reader:
 
 
 def is_on_current_device(tensor: torch.Tensor) -> bool:
-    """Whether it is in memory of the CUDA device that this thread uses."""
+    """Returns whether a tensor is in memory of this thread's current CUDA device."""
     return tensor.is_cuda and tensor.get_device() == torch.cuda.current_device()
 
 
@@ -110,7 +110,7 @@ def _current_stream() -> int:
 
 
 def read_small(path: Path, most_bytes: int) -> bytes:
-    """Reads a whole file. Raises StorageError, also where it has more than `most_bytes`."""
+    """Reads a whole file. Raises StorageError, also if it has more than `most_bytes`."""
     try:
         return read_regular(path, most_bytes)
     except OSError as error:
@@ -118,11 +118,11 @@ def read_small(path: Path, most_bytes: int) -> bytes:
 
 
 def read_ranges(path: Path, expected_bytes: int, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-    """Ranges (offset, bytes) of a file, one by one; quickest in the order of the file.
+    """Yields ranges (offset, bytes) of a file; fastest in the order of the file.
 
     Raises:
-        StorageError: it cannot be read.
-        FormatError: it has another size than `expected_bytes`.
+        StorageError: the file cannot be read.
+        FormatError: its size is not `expected_bytes`, or a range ends past it.
     """
     try:
         file = open_regular(path, INDEX_BYTES, _READ_AHEAD_BYTES)
@@ -144,10 +144,10 @@ def read_ranges(path: Path, expected_bytes: int, ranges: Sequence[tuple[int, int
 
 
 def read_footer(path: Path, expected_bytes: int) -> Footer:
-    """The footer of a data file, found through the trailer in its last bytes.
+    """Reads the footer of a data file, which the trailer in its last bytes locates.
 
     Raises:
-        StorageError: the file is missing or has another size than `expected_bytes`.
+        StorageError: the file is missing, or its size is not `expected_bytes`.
         FormatError: it was never sealed, or is damaged.
     """
     with _open(path, expected_bytes) as file:
@@ -164,14 +164,14 @@ def read_footer(path: Path, expected_bytes: int) -> Footer:
 
 
 def read_header(path: Path, expected_bytes: int) -> Header:
-    """The header of a data file; raises as read_footer does."""
+    """Reads the header of a data file. Raises the same errors as read_footer."""
     with _open(path, expected_bytes) as file:
         return Header.decode(file.read(HEADER_BYTES), str(path))
 
 
 @contextlib.contextmanager
 def _open(path: Path, expected_bytes: int) -> Iterator[BinaryIO]:
-    """A data file whose size has been checked; what the body meets of the system's is a StorageError too."""
+    """Opens a data file and checks its size; an OSError in the body becomes a StorageError."""
     try:
         file = open_regular(path)
     except OSError as error:

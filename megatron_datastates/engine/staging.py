@@ -1,4 +1,8 @@
-"""The engine of a process, and one data file on its way through it."""
+"""The staging engine of a process, and the save of one data file.
+
+Belongs here: what Python adds to the native engine (addresses, streams, time limits, errors for users). Does
+not belong here: fences, agreement of ranks, publishing.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +23,17 @@ from megatron_datastates.format.index import Index
 from megatron_datastates.plan.copies import CopyPlan
 from megatron_datastates.plan.layout import Layout, place_objects
 
-_EAGER_SECONDS = 3600.0  # longer than eager copies take; the time of lazy ones is set when they are done
+_EAGER_SECONDS = 3600.0  # longer than eager copies take; lazy ones get their time once those are done
 _SLICE_SECONDS = 0.1  # native waits return this often, so that signals and restarts get through
 Words = npt.NDArray[np.uint64]
 
 
 class StagingEngine:
-    """Owns the native engine: its threads and its staging memory. One per process."""
+    """The native engine with its threads and its staging memory. One per process."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.given_up = False  # some thread will not return
+        self.given_up = False  # some thread did not end in time
         self.slot_bytes = slot_bytes(options, on_gpu_machine=torch.cuda.device_count() > 0)
         with native.errors_for_users():
             self.native = native.Engine(
@@ -61,22 +65,21 @@ class StagingEngine:
         object_bytes: int,
         lazy_seconds: float = 0.0,
     ) -> FileSave:
-        """Starts `copies` into the data file `path`, as the layout was planned.
+        """Starts `copies` into the data file `path`, according to `layout`.
 
-        Returns when the eager ones are safe: copied, or ordered before whatever the trainer's current
-        stream does next.
+        Returns when eager sources may change: they are copied, or their copies are ordered before anything
+        that is enqueued on the trainer's current stream afterwards.
 
         Args:
-            addresses: of the fragments, now: a stale one would save old bytes.
-            owners: of that memory; kept until it has been copied.
-            object_bytes: a guess of what will be appended, for reserving space.
-            lazy_seconds: from the return of this on, after which lazy copies from a device begin by
-                themselves; see FileSave.allow_lazy_copies.
+            addresses: current addresses of the fragments; a stale one would save other bytes.
+            owners: objects that own that memory; kept until it is staged.
+            object_bytes: an estimate of the bytes to be appended, for reserving space.
+            lazy_seconds: seconds after this returns until lazy copies from a device may begin; see
+                FileSave.allow_lazy_copies.
 
         Raises:
-            DataStatesError: sources lie on a device that is not the current one.
-            EngineError: there is no driver for a device's sources, or the device is not that of the first
-                save.
+            DataStatesError: sources are on a device that is not the current one.
+            EngineError: there is no driver for sources on a device, or an earlier save used another device.
         """
         first = np.frombuffer(header, np.uint8)
         on_device = _is_on_current_device(copies.devices)
@@ -88,8 +91,8 @@ class StagingEngine:
                 sources=copies.sources(first.ctypes.data, addresses),
                 bytes=copies.bytes,
                 offsets=copies.offsets,
-                piece_bytes=copies.piece_bytes,
-                step_bytes=copies.step_bytes,
+                row_bytes=copies.row_bytes,
+                row_steps=copies.row_steps,
                 storages=copies.storages(list(map(id, owners)) if on_device else ()),
                 flags=copies.eager * np.uint8(native.EAGER_FLAG)
                 | copies.on_device * np.uint8(native.DEVICE_FLAG),
@@ -100,30 +103,31 @@ class StagingEngine:
         try:
             save.wait_eager(self.options.fence_deadline)
             save.allow_lazy_copies(lazy_seconds)
-        except BaseException:  # an interrupt: nobody will have the save, so nothing may go on reading for it
+        except BaseException:  # an interrupt: the caller gets no save to fence, so it must not keep reading
             save.cancel("its start was interrupted")
             save.remove()
             raise
         return save
 
     def page_lock(self) -> bool:
-        """Page-locks staging memory in the background if the program uses CUDA by now; gives whether it does.
+        """Page-locks staging memory in the background if CUDA is initialized; returns whether it is.
 
-        Initializes no CUDA; without this, the first save from a device does it. On the trainer's thread.
+        Does not initialize CUDA. Without this, the first save from a device page-locks. Call it on the
+        trainer's thread.
         """
         return torch.cuda.is_initialized() and bool(self.native.page_lock_pool())
 
     def grow(self, wanted_bytes: int) -> None:
-        """Has staging memory made in the background: so much, or as much of it as the budget allows."""
+        """Builds `wanted_bytes` of staging memory in the background, or as much as the budget allows."""
         self.native.grow(math.ceil(wanted_bytes / self.slot_bytes))
 
     def grow_for_device(self) -> None:
-        """The same, for a save of all that torch has on the current device. On the trainer's thread."""
+        """Grows for a save of all that torch has on the current device. For the trainer's thread."""
         if torch.cuda.is_initialized():
             self.grow(torch.cuda.memory_allocated())
 
     def pool_facts(self) -> dict[str, object]:
-        """What there is of staging memory, and why it is not what it should be (`staging_trouble`)."""
+        """Returns facts of staging memory; `staging_trouble` says why it is too small or slow."""
         pool = self.native.pool()
         return {
             "staging_bytes": int(pool["slots"]) * self.slot_bytes,
@@ -132,16 +136,16 @@ class StagingEngine:
         }
 
     def close(self, seconds: float = math.inf) -> bool:
-        """Cancels what is unfinished and joins the threads; gives whether that was done in time.
+        """Cancels what is unfinished and joins the threads; returns whether they ended within `seconds`.
 
-        What a disk or a device that hangs keeps for longer is left alone, with the memory that it uses.
+        Threads that a hung disk or device blocks for longer are abandoned, with the memory that they use.
         """
         self.given_up = not self.native.close(seconds)
         return not self.given_up
 
 
 def _tensors_at(layout: Layout, begin: int, end: int) -> list[str]:
-    """Keys of the tensors with bytes in [begin, end) of the data file."""
+    """Returns the keys of the tensors with bytes in [begin, end) of the data file."""
     return [
         key
         for key, entry in Index.decode(layout.index, "the layout", files=1).tensors.items()
@@ -161,7 +165,7 @@ def _some_of(keys: Sequence[str], most: int = 5) -> str:
 
 
 def _is_on_current_device(devices: Sequence[int]) -> bool:
-    """Raises DataStatesError for a device whose work the current stream does not order."""
+    """Returns whether sources are on a device. Raises DataStatesError unless that is the current one."""
     if devices and devices != (current := _current_device(),):
         names = " and ".join(f"cuda:{device}" for device in devices)
         raise DataStatesError(
@@ -180,10 +184,10 @@ def _current_stream() -> int:
 
 
 class FileSave:
-    """One data file being saved.
+    """The save of one data file.
 
-    The trainer's thread starts it, fences it and drops the sources; another thread appends the objects
-    and finishes it. Errors are values: `failure` is set, nothing raises.
+    The trainer's thread starts it, fences it and drops its sources; the finishing thread appends the objects
+    and seals the file. An error sets `failure`; only waits of the finishing thread raise it.
     """
 
     def __init__(
@@ -199,7 +203,7 @@ class FileSave:
         self._job = job
         self._on_device = on_device
         self._sources: list[object] | None = keep
-        self._storages: set[int | None] | None = None  # the same by their addresses, once asked for
+        self._storages: set[int | None] | None = None  # _cdata of the sources, on demand
         self._objects: list[object] = []
         self.path = path
         self.layout = layout
@@ -208,45 +212,44 @@ class FileSave:
     # -- the trainer's thread ---------------------------------------------------------------------------
 
     def wait_eager(self, seconds: float) -> None:
-        """Returns when the eager sources are safe. After `seconds` the save fails instead."""
+        """Returns when eager sources may change. After `seconds` the save fails instead."""
         deadline = time.monotonic() + seconds
         while not self._job.wait(native.Milestone.EAGER, _SLICE_SECONDS):
             if time.monotonic() > deadline:
-                self.cancel(f"what may change at once was not copied within {seconds:g} s")
+                self.cancel(f"tensors that may change at once were not copied within {seconds:g} s")
         if self._on_device:
             self._job.hold_back(_current_stream())
 
     def await_copies(self, seconds: float) -> None:
-        """Returns when nothing of the trainer's is read any more: it may be freed, or unmapped.
+        """Returns when everything is staged: no source is read any more, so memory may be freed or unmapped.
 
-        After `seconds` the save fails, and this returns as soon as the copies that are under way are over: a
-        device or a disk that is slow is not a reason to take memory away from under a copy.
+        After `seconds` the save fails, and this returns as soon as no copy is under way: memory must stay
+        mapped while a copy reads it, however slow the device or the disk.
         """
         self.allow_lazy_copies()
         deadline = time.monotonic() + seconds
-        while not self._job.wait(native.Milestone.COPIED, _SLICE_SECONDS):
+        while not self._job.wait(native.Milestone.STAGED, _SLICE_SECONDS):
             if time.monotonic() > deadline:
                 self.cancel(f"not everything was copied within {seconds:g} s")
 
     def allow_lazy_copies(self, seconds: float = 0.0) -> None:
-        """Lets the lazy copies from a device begin `seconds` from now, if they have not begun.
+        """Lets lazy copies from a device begin at the latest `seconds` from now.
 
-        Not when the save starts: Megatron's timers synchronize the device right after it, and would wait for
-        every copy that is enqueued by then.
+        They do not begin with the save: Megatron's timers synchronize the device right after it, and would
+        wait for every copy enqueued by then.
         """
         if self._on_device:
             self._engine.native.allow_lazy_copies(self._job, seconds)
 
     def fence(self, seconds: float) -> bool:
-        """Waits until no source can be torn by what the trainer does next; False after `seconds`.
+        """Waits until the trainer may change every source; returns False after `seconds`.
 
-        Copies from host memory are done then. Copies from a device are enqueued, and the current stream
-        waits for the last of them. No more than some hundred copies are in flight at a time, so this returns
-        once all but the last of them are done.
+        Copies from host memory are done then. Copies from a device are enqueued, and the current stream waits
+        for the last of them. At most a few hundred copies are in flight at a time, so all but these are done.
         """
         self.allow_lazy_copies()
         deadline = time.monotonic() + seconds
-        while not self._job.wait(native.Milestone.STAGED, _SLICE_SECONDS):
+        while not self._job.wait(native.Milestone.ENQUEUED, _SLICE_SECONDS):
             if time.monotonic() > deadline:
                 return False
         if self._on_device:
@@ -254,27 +257,27 @@ class FileSave:
         return True
 
     def stream_waited(self) -> float:
-        """Seconds that the trainer's stream waited for copies by now, by the device's clock."""
+        """Returns the seconds for which the trainer's stream has waited for copies, by the device's clock."""
         return float(self._job.stream_waited()) if self._on_device else 0.0
 
     def sources_copied(self) -> bool:
-        """Whether no source is read any more; if so they are dropped, here on the trainer's thread."""
-        if self._sources is not None and self._job.wait(native.Milestone.COPIED, 0.0):
+        """Returns whether everything is staged; if so, drops the sources, on the trainer's thread."""
+        if self._sources is not None and self._job.wait(native.Milestone.STAGED, 0.0):
             self._sources = self._storages = None
         return self._sources is None
 
     def reads(self, storage: int) -> bool:
-        """Whether a source may still be read there. `storage` is an UntypedStorage's `_cdata`."""
+        """Returns whether a source in that storage (an UntypedStorage's `_cdata`) may still be read."""
         if self.sources_copied() or self._sources is None:
             return False
-        if self._storages is None:  # made when somebody asks, and hardly anybody does
+        if self._storages is None:  # on demand: this is rarely called
             self._storages = {getattr(source, "_cdata", None) for source in self._sources}
         return storage in self._storages
 
     # -- the finishing thread ---------------------------------------------------------------------------
 
     def append_objects(self, objects: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Queues serialized objects behind the tensors; gives (offset, bytes) of each."""
+        """Queues serialized objects after the tensors; returns (offset, bytes) of each."""
         sizes = [len(data) for data in objects]
         offsets, end = place_objects(sizes, self.layout.tensor_end)
         memory = [np.frombuffer(data, np.uint8) for data in objects]
@@ -288,8 +291,8 @@ class FileSave:
             sources=np.array([memory[i].ctypes.data for i in present], np.uint64),
             bytes=present_bytes,
             offsets=np.array([offsets[i] for i in present], np.uint64),
-            piece_bytes=present_bytes,
-            step_bytes=present_bytes,
+            row_bytes=present_bytes,
+            row_steps=present_bytes,
             storages=np.zeros(len(present), np.uint64),
             flags=np.zeros(len(present), np.uint8),
         )
@@ -298,10 +301,11 @@ class FileSave:
         return list(zip(offsets, sizes, strict=True))
 
     def wait_written(self) -> bool:
-        """Waits a little; True when all data is in the file. Raises what the save failed for."""
+        """Waits up to 0.1 s; returns whether all data is in the file. Raises the save's failure."""
         return self._wait(native.Milestone.WRITTEN)
 
     def wait_durable(self) -> bool:
+        """Waits up to 0.1 s; returns whether the file is durable. Raises the save's failure."""
         return self._wait(native.Milestone.DURABLE)
 
     def _wait(self, milestone: native.Milestone) -> bool:
@@ -331,7 +335,7 @@ class FileSave:
 
     @property
     def failure(self) -> FailedCallError | None:
-        """What went wrong first, if anything. What tore a copy is named by the keys of its tensors."""
+        """The first error, if any. For a torn copy it names the tensors that may have changed."""
         status = self._job.status()
         error, begin, size = status["error"], int(str(status["torn_at"])), int(str(status["torn_bytes"]))
         if not isinstance(error, native.NativeError):
@@ -340,8 +344,8 @@ class FileSave:
             return native.error_of(error)
         keys = _tensors_at(self.layout, begin, begin + size)
         text = f"{_some_of(keys)} changed too early: {error.strerror}"
-        return native.error_of(error, f"{text}. Whatever changes it has to call the fence first")
+        return native.error_of(error, f"{text}. Code that changes it must call the fence first")
 
     def status(self) -> dict[str, object]:
-        """Counters and times of the native job (cuda/engine/save_job.h, Status)."""
+        """Returns counters and times of the native job (cuda/engine/save_job.h, Status)."""
         return dict(self._job.status())

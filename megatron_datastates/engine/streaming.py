@@ -1,7 +1,7 @@
-"""A data file whose bytes come one stretch after the other, through memory of the caller's.
+"""A data file that is written sequentially, from buffers of the caller.
 
-Belongs here: handing stretches to the engine that also saves, so that they are checksummed, written and
-synced as any other file is. Does not belong here: what the bytes are.
+Belongs here: passing buffers to the engine that also saves, so that they are checksummed, written and synced
+like any other file. Does not belong here: the meaning of the bytes.
 """
 
 from __future__ import annotations
@@ -17,30 +17,33 @@ from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.format.values import ALIGNMENT
 
 _SLICE_SECONDS = 0.1  # native waits return this often, so that signals get through
-_POLL_SECONDS = 0.0005  # a stretch takes tens of milliseconds, and the pool holds more for the writers
+_POLL_SECONDS = 0.0005  # a buffer takes tens of milliseconds, and the pool keeps the writers busy
 
 
 class StreamedFile:
-    """Used by one thread. Every method raises FailedCallError once something went wrong; then `remove` it."""
+    """A data file being written by one thread.
+
+    Every method raises FailedCallError once an error occurred; the caller then calls `remove`.
+    """
 
     def __init__(self, engine: StagingEngine, path: Path, total_bytes: int) -> None:
-        """`total_bytes` are reserved at once; a footer is not among them."""
+        """Prepares a file at `path`; its first `put` reserves `total_bytes`, which exclude the footer."""
         self._engine, self._path, self._total_bytes = engine, path, total_bytes
         self._job: native.SaveJob | None = None
         self._end = 0
 
-    def put(self, stretch: npt.NDArray[np.uint8]) -> None:
-        """Appends a multiple of 4 KiB; returns when it has been copied, so that the memory may change."""
-        begin, self._end = self._end, self._end + len(stretch)
-        assert len(stretch) % ALIGNMENT == 0, "the next stretch would begin between two blocks"
-        size = np.array([len(stretch)], np.uint64)
-        sources, offsets = np.array([stretch.ctypes.data], np.uint64), np.array([begin], np.uint64)
+    def put(self, buffer: npt.NDArray[np.uint8]) -> None:
+        """Appends a buffer of a multiple of 4 KiB; returns when it is staged and may change."""
+        begin, self._end = self._end, self._end + len(buffer)
+        assert len(buffer) % ALIGNMENT == 0, "the next buffer would start at an unaligned offset"
+        size = np.array([len(buffer)], np.uint64)
+        sources, offsets = np.array([buffer.ctypes.data], np.uint64), np.array([begin], np.uint64)
         columns = {
             "sources": sources,
             "bytes": size,
             "offsets": offsets,
-            "piece_bytes": size,
-            "step_bytes": size,
+            "row_bytes": size,
+            "row_steps": size,
             "storages": np.zeros(1, np.uint64),
         }
         flags = np.full(1, native.EAGER_FLAG, np.uint8)
@@ -57,26 +60,26 @@ class StreamedFile:
                 )
         else:
             self._engine.native.append(job=self._job, begin=begin, end=self._end, flags=flags, **columns)
-        while int(str(self._status(self._job)["bytes_copied"])) < self._end:
+        while int(str(self._status(self._job)["bytes_staged"])) < self._end:
             time.sleep(_POLL_SECONDS)
 
     def checksums(self) -> bytes:
-        """Of all blocks, once they are in the file; nothing if options say so."""
+        """Waits until all blocks are written; returns their checksums (none if the options disable them)."""
         assert self._job is not None
         self._job.close_input()
         self._wait(self._job, native.Milestone.WRITTEN)
         return bytes(self._job.block_checksums()) if self._engine.options.checksums else b""
 
     def finish(self, footer: bytes) -> None:
-        """Returns when the file is durable, with this footer behind all that was put."""
+        """Writes the footer after all buffers; returns when the file is durable."""
         assert self._job is not None
         self._engine.native.finish(job=self._job, footer=footer, offset=self._end)
         self._wait(self._job, native.Milestone.DURABLE)
 
     def remove(self) -> None:
-        """Waits until nothing is in flight, and removes the file."""
+        """Cancels the file, waits until nothing is in flight, and removes it."""
         if self._job is not None:
-            self._job.cancel("the conversion was given up")
+            self._job.cancel("the conversion was abandoned")
             while not self._job.wait(native.Milestone.RELEASED, _SLICE_SECONDS):
                 pass
             self._job.remove()

@@ -38,7 +38,7 @@ from megatron_datastates.pipeline.damage import describe_blocks, what_rank_wrote
 from megatron_datastates.pipeline.opening import check_identity, open_index, read_manifest, refuse_replaced
 from megatron_datastates.pipeline.read_costs import ReadCosts
 from megatron_datastates.plan.boxes import checked_slice, cut_box, first_overlap
-from megatron_datastates.plan.reads import BoxReads, gather_runs, plan_extent, plan_slice
+from megatron_datastates.plan.reads import BoxReads, gather_spans, plan_extent, plan_slice
 from megatron_datastates.providers.base import Place
 from megatron_datastates.providers.objects import deserialize
 
@@ -57,7 +57,7 @@ class ScheduledRead:
     @property
     def bytes(self) -> int:
         """Returns how many bytes it delivers."""
-        return len(self.reads.offsets) * self.reads.pieces * self.reads.piece_bytes
+        return len(self.reads.offsets) * self.reads.rows * self.reads.row_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,18 +172,20 @@ class Checkpoint:
         items = list(scheduled)
         if not items:
             return
-        runs = gather_runs([i.reads for i in items], [i.address for i in items], [i.on_device for i in items])
-        files, places = np.unique(runs.files, return_inverse=True)
+        spans = gather_spans(
+            [i.reads for i in items], [i.address for i in items], [i.on_device for i in items]
+        )
+        files, places = np.unique(spans.files, return_inverse=True)
         with self.costs.timing("opening"):
             self.require(files.tolist())
         sources = [(self.file_path(file), self.footer(file)) for file in files.tolist()]
-        beyond = runs.ends() > np.array([footer.data_bytes for _, footer in sources], np.uint64)[places]
+        beyond = spans.ends() > np.array([footer.data_bytes for _, footer in sources], np.uint64)[places]
         if beyond.any():
             path = sources[places[beyond.argmax()]][0]
             raise FormatError(f"{self.manifest.index.name} places data beyond the end of the data of {path}")
-        runs = dataclasses.replace(runs, files=places.astype(np.uint64))
+        spans = dataclasses.replace(spans, files=places.astype(np.uint64))
         with self.costs.timing("reading"):
-            outcome = (reader or self.new_reader()).read(sources, runs)
+            outcome = (reader or self.new_reader()).read(sources, spans)
         self.costs.bytes_read += outcome.bytes_read
         if outcome.bad_blocks:
             raise CorruptDataError(

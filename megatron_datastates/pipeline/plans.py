@@ -13,7 +13,7 @@ import torch
 from megatron_datastates.engine.exchange import describe
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.values import Fragment
-from megatron_datastates.plan.boxes import Runs, strided_runs
+from megatron_datastates.plan.boxes import Spans, strided_spans
 from megatron_datastates.plan.copies import CopyPlan, plan_copies
 from megatron_datastates.plan.layout import Layout, plan_layout
 from megatron_datastates.providers.base import Mutability, Place, Tensors
@@ -63,10 +63,10 @@ class Structure:
         """
         return [_fragment(*one) for one in zip(self.keys, self.facts, self.places, strict=True)]
 
-    def runs(self) -> list[Runs]:
+    def spans(self) -> list[Spans]:
         """Returns where the bytes of each tensor are, relative to its first element."""
         return [
-            strided_runs(shape, strides, dtype.itemsize)
+            strided_spans(shape, strides, dtype.itemsize)
             for (dtype, shape, _), strides in zip(self.facts, self.strides, strict=True)
         ]
 
@@ -200,7 +200,7 @@ def plan_state(tensors: Tensors, object_keys: list[str], description: bytes | No
     structure = structure_of(tensors, description)
     fragments, eager = structure.fragments(), structure.eager()
     layout = plan_layout(fragments, eager, object_keys)
-    copies = plan_copies(layout, structure.runs(), eager, structure.devices())
+    copies = plan_copies(layout, structure.spans(), eager, structure.devices())
     sizes = [fragment.bytes for fragment in fragments]
     eager_bytes = sum(size for size, first in zip(sizes, eager, strict=True) if first)
     return StatePlan(structure, object_keys, layout, copies, eager_bytes, sum(sizes) - eager_bytes)

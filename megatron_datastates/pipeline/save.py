@@ -290,7 +290,7 @@ class RankSave:
     def times(self) -> dict[str, float]:
         """Returns the seconds to staged, serialized, written and durable, and those of the save's waits."""
         status = self._save.status() if self._save is not None else {}
-        names = {"staging": "copied_at", "writing": "written_at", "durable": "durable_at"}
+        names = {"staging": "staged_at", "writing": "written_at", "durable": "durable_at"}
         times = {name: max(float(str(status.get(key, 0.0))), 0.0) for name, key in names.items()}
         times["serializing"] = self._serialized_seconds
         times["stream_wait"] = self._save.stream_waited() if self._save is not None else 0.0

@@ -29,7 +29,7 @@ from megatron_datastates.pipeline.damage import keys_in_blocks
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.optimizer import optimizer_state
 from megatron_datastates.plan.coverage import coverage_faults
-from megatron_datastates.plan.reads import gather_runs, plan_blocks
+from megatron_datastates.plan.reads import gather_spans, plan_blocks
 from megatron_datastates.providers.objects import check_stored
 
 _MOST_BLOCKS = 16  # of one file that are reported one by one
@@ -317,9 +317,9 @@ def _check_blocks(
 ) -> None:
     sources = [(checkpoint.file_path(file), checkpoint.footer(file)) for file in files]
     reads = [plan_blocks(place, footer.data_bytes) for place, (_, footer) in enumerate(sources)]
-    sinks = [np.empty(read.pieces, np.uint8) for read in reads]
-    runs = gather_runs(reads, [sink.ctypes.data for sink in sinks], [False] * len(reads))
-    outcome = reader.read(sources, runs, progress)
+    sinks = [np.empty(read.rows, np.uint8) for read in reads]
+    spans = gather_spans(reads, [sink.ctypes.data for sink in sinks], [False] * len(reads))
+    outcome = reader.read(sources, spans, progress)
     verdict.bytes_checked += outcome.bytes_read
     by_file: dict[int, list[int]] = defaultdict(list)
     for place, block in outcome.bad_blocks:

@@ -1,4 +1,7 @@
-"""Strided boxes as runs of bytes, pieces and intersections of boxes."""
+"""Boxes (rectangular slices of a tensor): their bytes as spans, their parts, intersections and overlaps.
+
+Pure functions of offsets, shapes and strides; nothing here knows about files or memory.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +17,12 @@ from megatron_datastates.errors import MismatchError
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and shape, elements
 
 Offsets = npt.NDArray[np.uint64]
-_PAIRS_AT_A_TIME = 1 << 20  # of boxes that are looked at for a common element
+_PAIRS_AT_A_TIME = 1 << 20  # pairs of boxes compared at a time
 _MOST_PAIRS = 1 << 24
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Row-major strides, in elements."""
+    """Returns the strides of a row-major tensor, in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -27,24 +30,24 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class PairedRuns(NamedTuple):
-    """A box that lies in two strided memories: runs of one form, copied from either to the other.
+class PairedSpans(NamedTuple):
+    """The spans of a box that lies in two strided memories, a and b, to be copied from one to the other.
 
-    A run is `pieces` pieces of `piece_bytes`, each `a_step` behind the one before in a, and `b_step` in b.
+    Each span is `rows` of `row_bytes`; consecutive rows start `a_step` bytes apart in a, and `b_step` in b.
     """
 
-    a_starts: Offsets  # where each run begins, bytes behind the first element
+    a_starts: Offsets  # where each span begins in a, in bytes from the first element
     b_starts: Offsets
-    pieces: int
-    piece_bytes: int
+    rows: int
+    row_bytes: int
     a_step: int  # bytes
     b_step: int
 
 
-def paired_runs(
+def paired_spans(
     lengths: Sequence[int], a_strides: Sequence[int], b_strides: Sequence[int], item_bytes: int
-) -> PairedRuns:
-    """The fewest such runs, in row-major order of the box. An empty box has none.
+) -> PairedSpans:
+    """Decomposes a box into the fewest such spans, in row-major order. An empty box has none.
 
     Args:
         lengths: elements per dimension.
@@ -52,56 +55,56 @@ def paired_runs(
         item_bytes: bytes per element.
     """
     if 0 in lengths:
-        return PairedRuns(np.zeros(0, np.uint64), np.zeros(0, np.uint64), 1, 0, 0, 0)
-    dims: list[tuple[int, int, int]] = []  # length and strides, where neighbours that make one are one
+        return PairedSpans(np.zeros(0, np.uint64), np.zeros(0, np.uint64), 1, 0, 0, 0)
+    dims: list[tuple[int, int, int]] = []  # length and strides, with neighbours merged where possible
     for length, a, b in zip(lengths, a_strides, b_strides, strict=True):
         if dims and dims[-1][1:] == (length * a, length * b):
             dims[-1] = dims[-1][0] * length, a, b
         elif length != 1:
             dims.append((length, a, b))
-    piece = dims.pop()[0] if dims and dims[-1][1:] == (1, 1) else 1
-    pieces, a_step, b_step = dims.pop() if dims else (1, piece, piece)
+    row = dims.pop()[0] if dims and dims[-1][1:] == (1, 1) else 1
+    rows, a_step, b_step = dims.pop() if dims else (1, row, row)
     a_starts = b_starts = np.zeros(1, np.uint64)
     for length, a, b in dims:
         steps = np.arange(length, dtype=np.uint64) * np.uint64(item_bytes)
         a_starts = (a_starts[:, None] + steps * np.uint64(a)).reshape(-1)
         b_starts = (b_starts[:, None] + steps * np.uint64(b)).reshape(-1)
-    return PairedRuns(
+    return PairedSpans(
         a_starts,
         b_starts,
-        pieces,
-        piece * item_bytes,
+        rows,
+        row * item_bytes,
         a_step * item_bytes,
         b_step * item_bytes,
     )
 
 
-class Runs(NamedTuple):
-    """What is copied of one fragment: runs of equal size, stored one behind the other.
+class Spans(NamedTuple):
+    """The source bytes of one fragment: spans of equal size, stored one after another.
 
-    A run is `pieces` pieces of `piece_bytes`, each `step_bytes` behind the one before in memory.
+    Each span is `rows` of `row_bytes`; consecutive rows start `row_step` bytes apart in memory.
     """
 
-    starts: Offsets  # where each run begins, bytes behind the first element
-    pieces: int
-    piece_bytes: int
-    step_bytes: int
+    starts: Offsets  # where each span begins, in bytes from the first element
+    rows: int
+    row_bytes: int
+    row_step: int
 
 
-def strided_runs(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Runs:
-    """A strided memory that is to be stored in row-major order, as few runs.
+def strided_spans(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Spans:
+    """Decomposes a strided tensor into the fewest spans that store it in row-major order.
 
     Args:
         shape: elements per dimension.
         strides: elements per step; none is negative.
         item_bytes: bytes per element.
     """
-    runs = paired_runs(shape, strides, contiguous_strides(shape), item_bytes)
-    return Runs(runs.a_starts, runs.pieces, runs.piece_bytes, runs.a_step)
+    spans = paired_spans(shape, strides, contiguous_strides(shape), item_bytes)
+    return Spans(spans.a_starts, spans.rows, spans.row_bytes, spans.a_step)
 
 
 def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements of a strided memory may be at one place; True where that is hard to tell.
+    """Returns whether two elements of a strided tensor may share memory; True if that is hard to decide.
 
     Args:
         shape: elements per dimension.
@@ -116,9 +119,9 @@ def overlaps_itself(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def cut_box(offset: Sequence[int], shape: Sequence[int], most_elements: int) -> Iterator[Box]:
-    """Cuts a box into boxes of at most so many elements (at least one), in row-major order.
+    """Yields boxes of at most `most_elements` (at least one) that tile a box, in row-major order.
 
-    Each is contiguous in the box. Of a box without elements there are none.
+    Each is contiguous within the box. A box without elements yields none.
     """
     most = max(most_elements, 1)
     if math.prod(shape) <= most:
@@ -137,7 +140,11 @@ def cut_box(offset: Sequence[int], shape: Sequence[int], most_elements: int) -> 
 def checked_slice(
     key: str, global_shape: tuple[int, ...], offset: Sequence[int] | None, shape: Sequence[int] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(offset, shape) of a slice of a tensor, by default all of it. MismatchError: it leaves the tensor."""
+    """Returns (offset, shape) of a slice of a tensor, by default all of it.
+
+    Raises:
+        MismatchError: the slice leaves the tensor.
+    """
     offset = tuple(offset) if offset is not None else (0,) * len(global_shape)
     shape = tuple(shape) if shape is not None else global_shape
     if not len(offset) == len(shape) == len(global_shape) or any(
@@ -152,7 +159,7 @@ def checked_slice(
 def intersect(
     a_offset: Sequence[int], a_shape: Sequence[int], b_offset: Sequence[int], b_shape: Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """(offset, shape) of the common box of two boxes of one tensor, or None if there is none."""
+    """Returns (offset, shape) of the intersection of two boxes of a tensor, or None if it is empty."""
     start = tuple(max(a, b) for a, b in zip(a_offset, b_offset, strict=True))
     ends = zip(a_offset, a_shape, b_offset, b_shape, strict=True)
     stop = tuple(min(ao + an, bo + bn) for ao, an, bo, bn in ends)
@@ -161,7 +168,7 @@ def intersect(
 
 
 def first_overlap(offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> tuple[int, ...] | None:
-    """An element that two of n boxes both hold, or None.
+    """Returns an element that two of n boxes have in common, or None.
 
     Args:
         offsets, shapes: of the boxes, (n, dimensions). Boxes without elements overlap nothing.
@@ -170,7 +177,7 @@ def first_overlap(offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64])
     starts, ends = offsets[some], (offsets + shapes)[some]
     if len(starts) < 2 or starts.shape[1] == 0:
         return () if len(starts) > 1 else None
-    # Sorted along the axis that they are cut in most, a box can only meet those that begin before it ends.
+    # Sorted along the axis with the most cuts, a box can only overlap those that begin before it ends.
     axis = int(np.argmax([len(np.unique(column)) for column in starts.T]))
     order = np.argsort(starts[:, axis], kind="stable")
     starts, ends = starts[order], ends[order]
@@ -190,7 +197,7 @@ def first_overlap(offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64])
 def _first_common(
     starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64], begin: int, counts: npt.NDArray[np.int64]
 ) -> tuple[int, ...] | None:
-    """An element of box begin + i and one of the counts[i] boxes behind it, for the first such i."""
+    """Returns an element of both box begin + i and one of the counts[i] after it, for the first such i."""
     one = np.repeat(np.arange(begin, begin + len(counts)), counts)
     other = one + 1 + np.arange(len(one)) - np.repeat(np.cumsum(counts) - counts, counts)
     low = np.maximum(starts[one], starts[other])
@@ -205,11 +212,11 @@ def hold_all(
     wanted_shapes: npt.NDArray[np.int64],
     whole: Sequence[int],
 ) -> bool:
-    """Whether n boxes, no two of which overlap, have every element of m wanted ones that `whole` has.
+    """Returns whether n disjoint boxes cover m wanted boxes, as far as those are in the tensor.
 
     Args:
         offsets, shapes: of the boxes, (n, dimensions).
-        wanted_offsets, wanted_shapes: (m, dimensions); they may leave the tensor.
+        wanted_offsets, wanted_shapes: (m, dimensions); they may extend past the tensor.
         whole: the shape of the tensor.
     """
     ends = offsets + shapes
@@ -229,7 +236,9 @@ def boxes_that_meet(
     wanted_offsets: npt.NDArray[np.int64],
     wanted_shapes: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
-    """Which of n boxes have elements in one of m wanted boxes, in order. Of very many, some may have none.
+    """Returns, in order, the indices of those of n boxes that intersect one of m wanted boxes.
+
+    If there are very many pairs, some of the boxes returned may intersect none.
 
     Args:
         offsets, shapes: of the boxes, (n, dimensions).

@@ -1,4 +1,4 @@
-"""What is copied where at every save of one structure: all of it but where the tensors are in memory."""
+"""The plan of the copies of every save of one structure: everything but the tensors' addresses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.format.header import HEADER_BYTES
-from megatron_datastates.plan.boxes import Runs
+from megatron_datastates.plan.boxes import Spans
 from megatron_datastates.plan.layout import Layout
 
 Words = npt.NDArray[np.uint64]
@@ -17,27 +17,28 @@ Words = npt.NDArray[np.uint64]
 
 @dataclasses.dataclass(frozen=True)
 class CopyPlan:
-    """Runs in the order of the file, one element of each array a run; the first is the file's header."""
+    """Spans in the order of the file. Element i of each array is span i's; span 0 is the header."""
 
     origin: npt.NDArray[np.intp]  # 0: the header; i + 1: fragment i
-    starts: Words  # bytes behind the address of the origin
+    starts: Words  # bytes from the address of the origin
     offsets: Words  # in the file
     bytes: Words
-    piece_bytes: Words  # `bytes` are a multiple of it
-    step_bytes: Words  # from one piece to the next, in memory
+    row_bytes: Words  # `bytes` are a multiple of it
+    row_steps: Words  # bytes from row to row, in memory
     eager: npt.NDArray[np.bool_]
     on_device: npt.NDArray[np.bool_]
-    devices: tuple[int, ...]  # CUDA devices that sources are on
+    devices: tuple[int, ...]  # the CUDA devices of the sources
 
     def sources(self, header: int, fragments: Words) -> Words:
-        """Addresses of the runs, from those of the header and of each fragment at this save."""
+        """Returns the addresses of the spans, given those of the header and of each fragment at this save."""
         origins = np.concatenate([np.array([header], np.uint64), fragments])
         return origins[self.origin] + self.starts
 
     def storages(self, fragments: Sequence[int]) -> Words:
-        """The storage of each run, from those of the fragments: runs of different ones are not merged.
+        """Returns a number for the storage of each span, given those of the fragments.
 
-        Without `fragments` all are one. That is for host memory, where a copy may cross allocations.
+        Spans of different storages are not merged. Without `fragments` all spans get the same number: in host
+        memory a copy may cross allocations.
         """
         if not fragments:
             return np.zeros(len(self.origin), np.uint64)
@@ -45,30 +46,34 @@ class CopyPlan:
 
 
 def plan_copies(
-    layout: Layout, runs: Sequence[Runs], eager: Sequence[bool], devices: Sequence[int | None]
+    layout: Layout, spans: Sequence[Spans], eager: Sequence[bool], devices: Sequence[int | None]
 ) -> CopyPlan:
-    """Puts the runs of each fragment (relative to its address) where `layout` places it.
+    """Plans the copies of the fragments that `layout` places.
 
     Args:
-        runs, eager, devices: of each fragment; `devices` has None for host memory.
+        spans: of each fragment, relative to its address.
+        eager: whether each fragment is copied before the trainer continues.
+        devices: the CUDA device of each fragment; None for host memory.
     """
-    order = [runs[i] for i in layout.order]
+    order = [spans[i] for i in layout.order]
     counts = np.array([1, *(len(of_one.starts) for of_one in order)])
     first = np.cumsum(counts) - counts
 
     def each(header: int, values: Sequence[int] | Words) -> Words:
         return np.repeat(np.concatenate([[header], np.asarray(values, np.uint64)]).astype(np.uint64), counts)
 
-    sizes = each(HEADER_BYTES, [of_one.pieces * of_one.piece_bytes for of_one in order])
-    place = (np.arange(len(sizes)) - np.repeat(first, counts)).astype(np.uint64)  # of a run in its fragment
+    sizes = each(HEADER_BYTES, [of_one.rows * of_one.row_bytes for of_one in order])
+    place = (np.arange(len(sizes)) - np.repeat(first, counts)).astype(
+        np.uint64
+    )  # a span's number in its fragment
     origin = np.repeat(np.array([0, *(i + 1 for i in layout.order)], np.intp), counts)
     return CopyPlan(
         origin=origin,
         starts=np.concatenate([np.zeros(1, np.uint64), *(np.array(r.starts, np.uint64) for r in order)]),
         offsets=each(0, layout.offsets) + place * sizes,
         bytes=sizes,
-        piece_bytes=each(HEADER_BYTES, [of_one.piece_bytes for of_one in order]),
-        step_bytes=each(HEADER_BYTES, [of_one.step_bytes for of_one in order]),
+        row_bytes=each(HEADER_BYTES, [of_one.row_bytes for of_one in order]),
+        row_steps=each(HEADER_BYTES, [of_one.row_step for of_one in order]),
         eager=np.array([False, *eager], np.bool_)[origin],
         on_device=np.array([False, *(device is not None for device in devices)], np.bool_)[origin],
         devices=tuple(sorted({device for device in devices if device is not None})),

@@ -1,4 +1,4 @@
-"""Whether the fragments of a tensor are all of it, and none of it twice."""
+"""Checks that the fragments of a tensor cover it, and no element twice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_PLACES = 1 << 63
 
 
 class StoredBoxes(Protocol):
-    """A tensor's fragments, wherever they lie."""
+    """The fragments of a tensor, without regard to where they are stored."""
 
     @property
     def global_shape(self) -> tuple[int, ...]: ...
@@ -27,7 +27,7 @@ class StoredBoxes(Protocol):
 
 
 def coverage_faults(key: str, entry: StoredBoxes) -> list[str]:
-    """What is wrong with the fragments of one tensor; nothing if they tile it."""
+    """Describes what is wrong with the fragments of a tensor; empty if they tile it."""
     if tiles(entry.global_shape, entry.offsets, entry.shapes):
         return []
     faults = []
@@ -41,11 +41,12 @@ def coverage_faults(key: str, entry: StoredBoxes) -> list[str]:
 
 
 def tiles(whole: Sequence[int], offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> bool:
-    """Whether n boxes within a tensor hold each of its elements once. False may also mean: not tried.
+    """Returns whether n boxes within a tensor tile it. False may also mean that there is too much to check.
 
-    A box as a function of the element (1 within, 0 outside) is known by its corners: its difference along all
-    axes is +1 or -1 there, by the number of axes on which the corner is an end, and 0 elsewhere. Differences
-    add up as the boxes do. So boxes tile a tensor if and only if their corners and its own cancel.
+    Take a box as a function of the element, 1 inside and 0 outside. Its difference along all axes is +1 or -1
+    at the corners, by the parity of the number of axes on which the corner is an end, and 0 elsewhere; it
+    determines the box. Differences are additive. So boxes tile a tensor if and only if their corners and its
+    own cancel.
 
     Args:
         whole: the tensor's shape.
@@ -53,7 +54,7 @@ def tiles(whole: Sequence[int], offsets: npt.NDArray[np.int64], shapes: npt.NDAr
     """
     if 0 in whole:
         return True
-    # On other axes all boxes are alike, and as long as the tensor.
+    # Only axes on which a box is shorter than the tensor matter.
     cut = np.flatnonzero((shapes != np.array(whole, np.int64)).any(axis=0)).tolist()
     size = [whole[axis] for axis in cut]
     if math.prod(n + 1 for n in size) >= _MOST_PLACES or len(shapes) << len(cut) > _MOST_CORNERS:
@@ -69,7 +70,7 @@ def tiles(whole: Sequence[int], offsets: npt.NDArray[np.int64], shapes: npt.NDAr
 def _corners(
     whole: Sequence[int], offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """The corners of boxes, numbered by their places; those with an even number of ends, and the others."""
+    """Returns the positions of the boxes' corners: those with an even number of ends, and the others."""
     even, odd = np.zeros((1, len(shapes)), np.int64), np.zeros((0, len(shapes)), np.int64)
     for axis, stride in enumerate(contiguous_strides([size + 1 for size in whole])):
         start = offsets[:, axis] * stride

@@ -1,8 +1,8 @@
-"""Where each fragment of a rank goes in its data file, made before any I/O and from local knowledge alone.
+"""The layout: the place of each fragment of a rank in its data file, planned before any I/O.
 
-Eager fragments come first: the trainer waits for their copies, which must not stand behind those of the
-whole shard. The layout depends on names, shapes and eagerness only, never on addresses or contents, so
-a trainer makes one and uses it for every save.
+Eager fragments come first: the trainer waits for their copies, which must not queue after those of the whole
+shard. The layout depends on names, dtypes, shapes and eagerness only, never on addresses or contents, so one
+layout serves every save of the same structure.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from megatron_datastates.format.values import ALIGNMENT, LARGE_BYTES, SMALL_ALIG
 class Layout:
     """The plan of one rank's data file up to its objects."""
 
-    order: tuple[int, ...]  # positions in the fragments given, in the order of the file
+    order: tuple[int, ...]  # indices into the fragments, in the order of the file
     offsets: npt.NDArray[np.uint64]  # bytes, in the order of the file
     tensor_end: int  # where the objects begin; a multiple of ALIGNMENT
     index: bytes  # this rank's own index, encoded
-    digest: bytes  # 16 bytes: names the layout
+    digest: bytes  # 16 bytes: the layout digest
 
 
 def align_up(value: int, alignment: int) -> int:
-    """The smallest multiple of `alignment` that is not below `value`."""
+    """Returns the smallest multiple of `alignment` that is at least `value`."""
     return -(-value // alignment) * alignment
 
 
 def plan_layout(fragments: Sequence[Fragment], eager: Sequence[bool], object_keys: Sequence[str]) -> Layout:
-    """Lays out `fragments`; `eager[i]` says that fragment i is copied before the trainer goes on.
+    """Plans the layout of `fragments`; fragment i is copied before the trainer continues if `eager[i]`.
 
     Raises:
         FormatError: fragments of one key disagree on dtype or global shape, or two objects share a key.
@@ -45,7 +45,9 @@ def plan_layout(fragments: Sequence[Fragment], eager: Sequence[bool], object_key
     objects = dict.fromkeys(object_keys, 0)
     if len(objects) != len(object_keys):
         twice = next(key for key in objects if object_keys.count(key) > 1)
-        raise FormatError(f"object {twice!r} is given twice: only one of the two could be read back")
+        raise FormatError(
+            f"object {twice!r} is given twice, and only one of the two could be read back: rename one"
+        )
     order = sorted(range(len(fragments)), key=lambda i: not eager[i])
     offsets = np.zeros(len(order), np.uint64)
     at = HEADER_BYTES
@@ -62,7 +64,7 @@ def plan_layout(fragments: Sequence[Fragment], eager: Sequence[bool], object_key
 
 
 def place_objects(sizes: Sequence[int], begin: int) -> tuple[list[int], int]:
-    """Offsets of serialized objects from `begin` on, and the end, a multiple of ALIGNMENT."""
+    """Returns the offsets of serialized objects from `begin` on, and their end, a multiple of ALIGNMENT."""
     offsets, at = [], begin
     for size in sizes:
         at = align_up(at, SMALL_ALIGNMENT)

@@ -1,4 +1,4 @@
-"""Which bytes of which file make up a requested slice, and where each run of them goes."""
+"""The plan of a read: which spans of which data files make up a requested slice, and where each goes."""
 
 from __future__ import annotations
 
@@ -10,54 +10,54 @@ import numpy.typing as npt
 
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import BLOCK_BYTES, Extent, element_bytes
-from megatron_datastates.plan.boxes import contiguous_strides, intersect, paired_runs
+from megatron_datastates.plan.boxes import contiguous_strides, intersect, paired_spans
 
 Words = npt.NDArray[np.uint64]
 
 
 @dataclasses.dataclass(frozen=True)
 class BoxReads:
-    """Runs of one form from one data file: pieces at equal distances go to memory at equal distances."""
+    """Spans of one shape from one data file; rows at equal distances go to memory at equal distances."""
 
     file: int
-    offsets: Words  # of each run's first piece, in the file
-    targets: Words  # the same, bytes behind the first element of the destination
-    pieces: int
-    piece_bytes: int
-    file_step: int  # bytes from piece to piece
-    target_step: int
+    offsets: Words  # of each span's first row, in the file
+    targets: Words  # of each span's first row, in bytes from the destination's first element
+    rows: int
+    row_bytes: int
+    file_step: int  # bytes from row to row
+    target_step: int  # the same in memory
 
 
 @dataclasses.dataclass(frozen=True)
-class ReadRuns:
-    """Runs of any number of boxes, one element of each array a run."""
+class ReadSpans:
+    """The spans of any number of boxes. Element i of each array belongs to span i."""
 
     files: Words
     offsets: Words
-    pieces: Words
-    piece_bytes: Words
+    rows: Words
+    row_bytes: Words
     file_steps: Words
     targets: Words  # addresses
     target_steps: Words
     on_device: npt.NDArray[np.bool_]
 
     def ends(self) -> Words:
-        """Where each run ends in its file."""
-        return self.offsets + (self.pieces - np.uint64(1)) * self.file_steps + self.piece_bytes
+        """Returns where each span ends in its file."""
+        return self.offsets + (self.rows - np.uint64(1)) * self.file_steps + self.row_bytes
 
 
-def gather_runs(boxes: Sequence[BoxReads], addresses: Sequence[int], on_device: Sequence[bool]) -> ReadRuns:
-    """All runs of `boxes`, whose destinations are at `addresses`."""
+def gather_spans(boxes: Sequence[BoxReads], addresses: Sequence[int], on_device: Sequence[bool]) -> ReadSpans:
+    """Returns all spans of `boxes`, whose destinations are at `addresses`."""
     counts = [len(box.offsets) for box in boxes]
-    forms = [(box.file, box.pieces, box.piece_bytes, box.file_step, box.target_step) for box in boxes]
+    forms = [(box.file, box.rows, box.row_bytes, box.file_step, box.target_step) for box in boxes]
     each = np.repeat(np.array(forms, np.uint64).reshape(len(boxes), 5), counts, axis=0).T
-    files, pieces, piece_bytes, file_steps, target_steps = map(np.ascontiguousarray, each)
+    files, rows, row_bytes, file_steps, target_steps = map(np.ascontiguousarray, each)
     none = np.zeros(0, np.uint64)
-    return ReadRuns(
+    return ReadSpans(
         files=files,
         offsets=np.concatenate([none, *(box.offsets for box in boxes)]),
-        pieces=pieces,
-        piece_bytes=piece_bytes,
+        rows=rows,
+        row_bytes=row_bytes,
         file_steps=file_steps,
         targets=np.concatenate([none, *(box.targets for box in boxes)])
         + np.repeat(np.array(addresses, np.uint64), counts),
@@ -67,13 +67,13 @@ def gather_runs(boxes: Sequence[BoxReads], addresses: Sequence[int], on_device: 
 
 
 def plan_extent(extent: Extent) -> BoxReads:
-    """Reads all of it, into a destination of as many bytes."""
+    """Plans to read a whole extent into a destination of the same size."""
     one = np.array([extent.offset], np.uint64)
     return BoxReads(extent.file, one, np.zeros(1, np.uint64), 1, extent.bytes, extent.bytes, extent.bytes)
 
 
 def plan_blocks(file: int, data_bytes: int) -> BoxReads:
-    """Reads every block of a file's data, so that all are checked, and delivers one byte of each."""
+    """Plans to verify every block of a file's data: reads all of them and delivers one byte of each."""
     one, blocks = np.zeros(1, np.uint64), -(-data_bytes // BLOCK_BYTES)
     return BoxReads(file, one, one, blocks, 1, BLOCK_BYTES, 1)
 
@@ -85,31 +85,31 @@ def plan_box(
     lengths: Sequence[int],
     target_strides: Sequence[int],
 ) -> BoxReads:
-    """Reads the box [start, start + lengths) of one stored fragment (coordinates within the fragment).
+    """Plans to read the box [start, start + lengths), in coordinates of one stored fragment.
 
     Args:
-        target_strides: of the destination, elements; its first byte is where the box's first goes.
+        target_strides: of the destination, in elements; the box's first byte goes to its first byte.
     """
     item = element_bytes(entry.dtype)
     strides = contiguous_strides(entry.shapes[fragment].tolist())
     first = int(entry.file_offsets[fragment]) + item * sum(s * n for s, n in zip(start, strides, strict=True))
-    runs = paired_runs(lengths, strides, target_strides, item)
+    spans = paired_spans(lengths, strides, target_strides, item)
     return BoxReads(
         int(entry.files[fragment]),
-        runs.a_starts + np.uint64(first),
-        runs.b_starts,
-        runs.pieces,
-        runs.piece_bytes,
-        runs.a_step,
-        runs.b_step,
+        spans.a_starts + np.uint64(first),
+        spans.b_starts,
+        spans.rows,
+        spans.row_bytes,
+        spans.a_step,
+        spans.b_step,
     )
 
 
 def plan_slice(entry: TensorEntry, offset: Sequence[int], shape: Sequence[int]) -> tuple[list[BoxReads], int]:
-    """Reads [offset, offset + shape) of the global tensor into a contiguous destination.
+    """Plans to read [offset, offset + shape) of the global tensor into a contiguous destination.
 
     Returns:
-        The reads, and the number of elements they cover (less than the slice if the tensor has holes).
+        The reads, and the number of elements that they cover: fewer than the slice has if there are holes.
     """
     item = element_bytes(entry.dtype)
     strides = contiguous_strides(shape)

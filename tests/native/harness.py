@@ -28,7 +28,7 @@ KEPT: list[np.ndarray] = []  # sources of copies that may still be read; until t
 class Copy:
     """Bytes of an array, or of a part of one, that go to `offset` in the file.
 
-    One dimension: contiguous bytes. Two: pieces of memory, one a row, at any distance.
+    One dimension: contiguous bytes. Two: rows of memory, one a row, at any distance.
     """
 
     source: np.ndarray
@@ -38,12 +38,12 @@ class Copy:
     storage: int = 0
 
     @property
-    def piece_bytes(self) -> int:
+    def row_bytes(self) -> int:
         return int(self.source.shape[-1])
 
     @property
-    def step_bytes(self) -> int:
-        return self.source.strides[0] if self.source.ndim == 2 else self.piece_bytes
+    def row_step(self) -> int:
+        return self.source.strides[0] if self.source.ndim == 2 else self.row_bytes
 
     @property
     def flags(self) -> int:
@@ -78,8 +78,8 @@ def arrays(copies: Sequence[Copy]) -> dict[str, np.ndarray]:
         "sources": np.array([copy.source.ctypes.data for copy in copies], np.uint64),
         "bytes": np.array([copy.source.nbytes for copy in copies], np.uint64),
         "offsets": np.array([copy.offset for copy in copies], np.uint64),
-        "piece_bytes": np.array([copy.piece_bytes for copy in copies], np.uint64),
-        "step_bytes": np.array([copy.step_bytes for copy in copies], np.int64).view(np.uint64),
+        "row_bytes": np.array([copy.row_bytes for copy in copies], np.uint64),
+        "row_steps": np.array([copy.row_step for copy in copies], np.int64).view(np.uint64),
         "storages": np.array([copy.storage for copy in copies], np.uint64),
         "flags": np.array([copy.flags for copy in copies], np.uint8),
     }
@@ -214,12 +214,12 @@ def eventually(condition: Callable[[], object], what: str) -> None:
 
 @dataclasses.dataclass
 class Request:
-    """Pieces of file number `file` at equal distances, to where the address says, at equal distances."""
+    """Rows of file number `file` at equal distances, to where the address says, at equal distances."""
 
     offset: int
-    piece_bytes: int
+    row_bytes: int
     target: int
-    pieces: int = 1
+    rows: int = 1
     file_step: int = 0
     target_step: int = 0
     file: int = 0
@@ -258,8 +258,8 @@ def start_read(
         sources=list(sources),
         files=words("file"),
         offsets=words("offset"),
-        piece_bytes=words("piece_bytes"),
-        pieces=words("pieces"),
+        row_bytes=words("row_bytes"),
+        rows=words("rows"),
         file_steps=words("file_step"),
         targets=words("target"),
         target_steps=words("target_step"),
@@ -276,7 +276,7 @@ def _adopt_targets(requests: Sequence[Request]) -> None:
     for request in sorted((r for r in requests if r.device), key=lambda r: r.target):
         if request.target > end:
             begin = request.target
-        end = max(end, request.target + (request.pieces - 1) * request.target_step + request.piece_bytes)
+        end = max(end, request.target + (request.rows - 1) * request.target_step + request.row_bytes)
         FakeCuda.current.adopt(begin, end - begin)
 
 

@@ -30,10 +30,10 @@ def scatter(seed: int, number: int) -> int:
 
 
 def sample_in(copy: Copy, begin: int, end: int, seed: int) -> range:
-    """The 64 bytes around a random one of [begin, end), as far as its piece goes."""
+    """The 64 bytes around a random one of [begin, end), as far as its row goes."""
     middle = begin + scatter(seed, begin) % (end - begin)
-    piece = copy.offset + (middle - copy.offset) // copy.piece_bytes * copy.piece_bytes
-    low, high = max(begin, piece), min(end, piece + copy.piece_bytes)
+    row = copy.offset + (middle - copy.offset) // copy.row_bytes * copy.row_bytes
+    low, high = max(begin, row), min(end, row + copy.row_bytes)
     first = max(low, min(middle - SAMPLE // 2, high - SAMPLE))
     return range(first, min(first + SAMPLE, high))
 

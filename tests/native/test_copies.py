@@ -1,4 +1,4 @@
-"""Runs of memory arrive in the file where they belong, and nothing else does."""
+"""Spans of memory arrive in the file where they belong, and nothing else does."""
 
 import random
 from collections.abc import Callable
@@ -16,14 +16,14 @@ from tests.native.harness import ALIGNMENT, KIB, Copy, Save, expected_bytes, ran
 Engines = Callable[..., native.Engine]
 
 
-def strided(memory: np.ndarray, run: int, step: int, count: int, offset: int = 0) -> list[Copy]:
-    """`count` runs of `run` bytes, `step` apart in memory, back to back in the file."""
-    return [Copy(memory[i * step : i * step + run], offset + i * run) for i in range(count)]
+def strided(memory: np.ndarray, size: int, step: int, count: int, offset: int = 0) -> list[Copy]:
+    """`count` spans of `size` bytes, `step` apart in memory, back to back in the file."""
+    return [Copy(memory[i * step : i * step + size], offset + i * size) for i in range(count)]
 
 
 @pytest.mark.parametrize("slot_bytes", [ALIGNMENT, 64 * KIB])
-def test_strided_runs_are_packed(engines: Engines, tmp_path: Path, slot_bytes: int) -> None:
-    copies = strided(random_bytes(1 << 20), run=700, step=1000, count=1000)
+def test_strided_spans_are_packed(engines: Engines, tmp_path: Path, slot_bytes: int) -> None:
+    copies = strided(random_bytes(1 << 20), size=700, step=1000, count=1000)
     save_whole(engines(slot_bytes=slot_bytes), tmp_path / "data", copies)
 
 
@@ -62,7 +62,7 @@ def test_a_hundred_thousand_tiny_runs_arrive_soon(engines: Engines, tmp_path: Pa
         for start, size, offset in zip(starts, sizes, offsets, strict=True)
     ]
     save = save_whole(engines(), tmp_path / "data", copies)
-    assert save.status["copied_at"] < 2.0
+    assert save.status["staged_at"] < 2.0
 
 
 def test_objects_are_appended_behind_the_tensors(engines: Engines, tmp_path: Path) -> None:
@@ -101,8 +101,8 @@ def test_plans_that_contradict_themselves_are_refused(
             sources=np.zeros(len(places), np.uint64),
             bytes=np.array([size for _, size in places], np.uint64),
             offsets=np.array([offset for offset, _ in places], np.uint64),
-            piece_bytes=np.array([size for _, size in places], np.uint64),
-            step_bytes=np.zeros(len(places), np.uint64),
+            row_bytes=np.array([size for _, size in places], np.uint64),
+            row_steps=np.zeros(len(places), np.uint64),
             storages=np.zeros(len(places), np.uint64),
             flags=np.zeros(len(places), np.uint8),
             stream=0,
@@ -113,28 +113,28 @@ def test_plans_that_contradict_themselves_are_refused(
 
 def test_arrays_of_different_length_are_refused(engines: Engines, tmp_path: Path) -> None:
     words = np.zeros(2, np.uint64)
-    with pytest.raises(ValueError, match="differ in length"):
+    with pytest.raises(ValueError, match="must have the same length"):
         engines().start(
             path=str(tmp_path / "data"), reserve_bytes=0, end=ALIGNMENT, sources=words, bytes=words,
-            offsets=words, piece_bytes=words, step_bytes=words, storages=words,
+            offsets=words, row_bytes=words, row_steps=words, storages=words,
             flags=np.zeros(1, np.uint8), stream=0, lazy_seconds=0.0,
         )  # fmt: skip
 
 
-runs = st.lists(
+spans = st.lists(
     st.tuples(st.integers(0, 200), st.integers(0, 3000), st.booleans(), st.booleans()), max_size=60
 )
 
 
-@given(runs=runs, slot_pages=st.integers(1, 4), padding=st.integers(0, 3))
+@given(spans=spans, slot_pages=st.integers(1, 4), padding=st.integers(0, 3))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_plan_is_stored_as_told(
-    engines: Engines, tmp_path_factory: pytest.TempPathFactory, runs: list, slot_pages: int, padding: int
+    engines: Engines, tmp_path_factory: pytest.TempPathFactory, spans: list, slot_pages: int, padding: int
 ) -> None:
-    """Gap before a run, its length, whether it is eager, whether it follows its predecessor in memory."""
+    """Gap before a span, its length, whether it is eager, whether it follows its predecessor in memory."""
     memory = random_bytes(1 << 18)
     copies, offset, source = [], 0, 0
-    for gap, size, eager, adjacent in runs:
+    for gap, size, eager, adjacent in spans:
         gap, source = (0, source) if adjacent else (gap, (source * 7 + 13) % (1 << 16))
         offset += gap
         copies.append(Copy(memory[source : source + size], offset, eager))

@@ -109,7 +109,7 @@ def test_a_trainer_that_cannot_be_held_back_fails_the_save_quietly(
     """No exception: every rank must come to the next agreement."""
     stream = cuda.new_stream()
     save = Save(device_engines(most_slots=16), tmp_path / "data", shard(), stream=stream)
-    save.expect(Milestone.STAGED)
+    save.expect(Milestone.ENQUEUED)
     cuda.fail("cuStreamWaitEvent")
     save.job.hold_back(stream)
     assert "cuStreamWaitEvent" in save.failure()
@@ -129,7 +129,7 @@ def test_a_failed_copy_does_not_give_its_slot_away_too_soon(
     failed = Save(engine, tmp_path / "failed", tiny, stream=stream)
     save = save_whole(engine, tmp_path / "next", [Copy(random_bytes(ALIGNMENT, 5), 0)])
     assert "cuMemcpyDtoHAsync" in failed.failure()
-    assert save.status["staged_at"] > 0
+    assert save.status["enqueued_at"] > 0
 
 
 def test_without_memory_for_an_event_a_save_keeps_its_sources_until_its_copies_ran(
@@ -171,7 +171,7 @@ def test_closing_beside_a_slow_device_joins_soon(
     cuda.delay_copies(seconds=0.1)
     engine = device_engines(most_slots=4)
     save = Save(engine, tmp_path / "data", shard(100), stream=cuda.new_stream())
-    eventually(lambda: save.status["bytes_copied"] > 0, "the first slot is copied")
+    eventually(lambda: save.status["bytes_staged"] > 0, "the first slot is copied")
     begin = time.monotonic()
     engine.close()
     assert time.monotonic() - begin < 2

@@ -37,8 +37,8 @@ def test_copied_does_not_wait_for_the_disk(cuda: FakeCuda, device_engines: Engin
     engine = device_engines(most_slots=16, write_threads=1, faults="write:0:stall=100")
     copy, stream = on_device(12 * SLOT), cuda.new_stream()
     save = Save(engine, tmp_path / "data", [copy], stream=stream)
-    save.expect(Milestone.COPIED)
-    assert save.status["bytes_copied"] == save.end
+    save.expect(Milestone.STAGED)
+    assert save.status["bytes_staged"] == save.end
     assert save.status["bytes_written"] < save.end / 2
     wanted = copy.source.tobytes()
     copy.source[:] = 0
@@ -52,9 +52,9 @@ def test_copied_comes_before_the_writes_of_an_earlier_save(
     engine = device_engines(most_slots=16, write_threads=1, write_limit=SLOT // 4)
     stream = cuda.new_stream()
     first = Save(engine, tmp_path / "first", [Copy(random_bytes(4 * SLOT), 0)])
-    first.expect(Milestone.COPIED)
+    first.expect(Milestone.STAGED)
     second = Save(engine, tmp_path / "second", [on_device(4 * SLOT, seed=1)], stream=stream)
-    second.expect(Milestone.COPIED)  # the writes take half a minute
+    second.expect(Milestone.STAGED)  # the writes take half a minute
     assert second.status["bytes_written"] == 0
     for save in (first, second):
         save.job.cancel("seen")
@@ -73,7 +73,7 @@ def test_a_synchronized_device_waits_for_no_lazy_copy(
     save.expect(Milestone.EAGER)
     cuda.synchronize_device()
     assert cuda.copies_to_host == 1  # the eager one
-    assert not save.reaches(Milestone.STAGED, 0.3)
+    assert not save.reaches(Milestone.ENQUEUED, 0.3)
     engine.allow_lazy_copies(save.job, 0)
     save.finish()
     save.assert_stored()
@@ -86,8 +86,8 @@ def test_lazy_copies_begin_by_themselves_after_their_time(
     save = Save(
         device_engines(), tmp_path / "data", [on_device(3 * SLOT)], stream=cuda.new_stream(), lazy_seconds=0.2
     )
-    save.expect(Milestone.COPIED)
-    assert save.status["staged_at"] >= 0.2
+    save.expect(Milestone.STAGED)
+    assert save.status["enqueued_at"] >= 0.2
     save.finish()
     save.assert_stored()
 
@@ -99,7 +99,7 @@ def test_a_time_can_be_brought_forward_but_not_put_off(
     save = Save(engine, tmp_path / "data", [on_device(SLOT)], stream=stream, lazy_seconds=NEVER)
     engine.allow_lazy_copies(save.job, 0.1)
     engine.allow_lazy_copies(save.job, NEVER)
-    save.expect(Milestone.COPIED)
+    save.expect(Milestone.STAGED)
 
 
 def test_one_saves_time_is_not_anothers(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_one_saves_time_is_not_anothers(cuda: FakeCuda, device_engines: Engines,
     ]
     engine.allow_lazy_copies(saves[1].job, 0)
     saves[1].finish()
-    assert not saves[0].reaches(Milestone.STAGED, 0.2)
+    assert not saves[0].reaches(Milestone.ENQUEUED, 0.2)
     saves[0].job.cancel("seen")
 
 
@@ -121,7 +121,7 @@ def test_copies_begin_as_soon_as_they_may(cuda: FakeCuda, device_engines: Engine
         time.sleep(0.02)  # the file is open, and nothing is left to do but wait
         begin = time.monotonic()
         engine.allow_lazy_copies(save.job, 0)
-        save.expect(Milestone.STAGED)
+        save.expect(Milestone.ENQUEUED)
         waits.append(time.monotonic() - begin)
         save.finish()
     assert min(waits) < 0.04
@@ -174,7 +174,7 @@ def test_copies_in_flight_are_bounded(
     trainer, memory = cuda.new_stream(), np.zeros(8, np.uint8)
     cuda.delay_copies(seconds=0.0002)
     save = Save(device_engines(), tmp_path / "data", many(4000), stream=trainer)
-    while not save.reaches(Milestone.STAGED, 0.005):
+    while not save.reaches(Milestone.ENQUEUED, 0.005):
         cuda.launch_fill(trainer, memory.ctypes.data, 1, 8)
     save.finish()
     save.assert_stored()
@@ -259,7 +259,7 @@ def test_the_streams_wait_is_measured_by_the_device(
     engine, trainer = device_engines(most_slots=8, tripwire=False), cuda.new_stream()
     cuda.delay_copies(seconds=0.1)
     save = Save(engine, tmp_path / "data", [on_device(5 * SLOT)], stream=trainer)
-    save.expect(Milestone.STAGED)
+    save.expect(Milestone.ENQUEUED)
     begin = time.monotonic()
     save.job.hold_back(trainer)
     assert save.job.stream_waited() == 0  # it is not over, and nobody waits for it
@@ -281,7 +281,7 @@ def test_a_failed_measurement_harms_nothing(cuda: FakeCuda, device_engines: Engi
     trainer = cuda.new_stream()
     cuda.fail("cuEventElapsedTime", nth=0)
     save = Save(device_engines(), tmp_path / "data", [on_device(SLOT)], stream=trainer)
-    save.expect(Milestone.STAGED)
+    save.expect(Milestone.ENQUEUED)
     save.job.hold_back(trainer)
     cuda.synchronize(trainer)
     save.finish()

@@ -89,7 +89,7 @@ def test_memory_that_is_freed_too_early_is_noticed(
     save = Save(
         device_engines(tripwire=False), tmp_path / "data", [Copy(memory, 0, device=True)], stream=stream
     )
-    save.expect(Milestone.STAGED)
+    save.expect(Milestone.ENQUEUED)
     cuda.free(memory)
     cuda.release_stream(stream)
     save.finish()

@@ -78,10 +78,10 @@ def test_start_and_fence_do_not_wait_for_the_device(
     cuda.hold_stream(trainer)
     fill(cuda, trainer, copy, BEFORE)
     save = Save(device_engines(most_slots=8), tmp_path / "data", [copy], stream=trainer)
-    save.expect(Milestone.STAGED)
+    save.expect(Milestone.ENQUEUED)
     save.job.hold_back(trainer)
     fill(cuda, trainer, copy, AFTER)
-    assert not save.reaches(Milestone.COPIED, 0.05)  # the device has not even begun
+    assert not save.reaches(Milestone.STAGED, 0.05)  # the device has not even begun
     cuda.release_stream(trainer)
     save.finish()
     cuda.synchronize(trainer)
@@ -95,7 +95,7 @@ def test_without_the_fence_copies_are_torn(cuda: FakeCuda, device_engines: Engin
     cuda.delay_copies(seconds=0.05)
     fill(cuda, trainer, copy, BEFORE)
     save = Save(device_engines(most_slots=8, tripwire=False), tmp_path / "data", [copy], stream=trainer)
-    save.expect(Milestone.STAGED)
+    save.expect(Milestone.ENQUEUED)
     fill(cuda, trainer, copy, AFTER)
     save.finish()
     assert AFTER in save.path.read_bytes()[: save.end]
@@ -115,7 +115,7 @@ def test_eager_copies_hold_the_trainer_back_and_lazy_ones_do_not(
     engine.allow_lazy_copies(save.job, 0)
     fill(cuda, trainer, eager, AFTER)
     cuda.synchronize(trainer)
-    assert not save.reaches(Milestone.COPIED, 0)
+    assert not save.reaches(Milestone.STAGED, 0)
     save.finish()
     assert save.path.read_bytes()[: save.end] == wanted
     copies = [i for i, line in enumerate(cuda.log()) if line.startswith("ran copy")]
@@ -131,11 +131,11 @@ def test_sources_are_in_use_until_the_device_has_read_them(
     cuda.hold_stream(trainer)
     engine = device_engines(most_slots=8, tripwire=tripwire)
     save = Save(engine, tmp_path / "data", [on_device(2 * SLOT)], stream=trainer)
-    save.expect(Milestone.STAGED)
-    assert not save.reaches(Milestone.COPIED, 0.05)
-    assert save.status["bytes_copied"] == 0
+    save.expect(Milestone.ENQUEUED)
+    assert not save.reaches(Milestone.STAGED, 0.05)
+    assert save.status["bytes_staged"] == 0
     cuda.release_stream(trainer)
-    save.expect(Milestone.COPIED)
+    save.expect(Milestone.STAGED)
     save.finish()
 
 
@@ -157,7 +157,7 @@ def test_two_saves_of_one_stream_keep_their_order(
     for value in (BEFORE, AFTER):
         fill(cuda, trainer, copy, value)
         saves.append(Save(engine, tmp_path / str(value), [copy], stream=trainer))
-        saves[-1].expect(Milestone.STAGED)
+        saves[-1].expect(Milestone.ENQUEUED)
         saves[-1].job.hold_back(trainer)
     for save, value in zip(saves, (BEFORE, AFTER), strict=True):
         save.finish()
@@ -228,7 +228,7 @@ def test_a_driver_that_hangs_does_not_hang_the_trainer(
     engine.allow_lazy_copies(save.job, 0)
     eventually(lambda: len(cuda.calls(call)) > before, "a worker is caught in the driver")
     begin = time.monotonic()
-    assert not save.reaches(Milestone.COPIED, 0.1)
+    assert not save.reaches(Milestone.STAGED, 0.1)
     assert save.status["error"] is None
     save.job.cancel("the fence's deadline passed")
     assert time.monotonic() - begin < 2
@@ -242,7 +242,7 @@ def test_a_driver_that_hangs_leaves_other_threads_pythons_lock(
 ) -> None:
     stream = cuda.new_stream()
     save = Save(device_engines(), tmp_path / "data", [on_device(SLOT)], stream=stream)
-    save.expect(Milestone.STAGED)
+    save.expect(Milestone.ENQUEUED)
     before = len(cuda.calls("cuStreamWaitEvent"))
     cuda.hold_call("cuStreamWaitEvent")
 
@@ -299,9 +299,9 @@ def test_memory_is_page_locked_before_it_is_lent(
     engine = device_engines(most_slots=8, tripwire=False)  # which would lock its own on this thread
     save = Save(engine, tmp_path / "data", [on_device(4 * SLOT)], stream=trainer)
     eventually(lambda: cuda.calls("cuMemHostRegister"), "memory is there and being page-locked")
-    assert not save.reaches(Milestone.STAGED, 0.1)
+    assert not save.reaches(Milestone.ENQUEUED, 0.1)
     assert cuda.calls("cuMemcpyDtoHAsync") == []
     cuda.release_call("cuMemHostRegister")
-    save.expect(Milestone.STAGED)  # only enqueued: the stream stands still
+    save.expect(Milestone.ENQUEUED)  # only enqueued: the stream stands still
     cuda.release_stream(trainer)
     save.finish()

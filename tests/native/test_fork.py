@@ -71,7 +71,7 @@ def reap(child: int, seconds: float = 20.0) -> int:
 def slow_save(engines: Engines, tmp_path: Path) -> Save:
     engine = engines(slot_bytes=ALIGNMENT, most_slots=2, faults="write:0:stall=10")
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(60 * ALIGNMENT), 0)])
-    assert not save.reaches(Milestone.STAGED, 0.05)
+    assert not save.reaches(Milestone.ENQUEUED, 0.05)
     return save
 
 
@@ -154,7 +154,7 @@ from pathlib import Path
 from tests.native.harness import ALIGNMENT, Copy, Milestone, Save, make_engine, random_bytes
 engine = make_engine(slot_bytes=ALIGNMENT, most_slots=2, faults="write:0:stall=10")
 save = Save(engine, Path({str(tmp_path / "data")!r}), [Copy(random_bytes(60 * ALIGNMENT), 0)])
-assert not save.reaches(Milestone.STAGED, 0.05)
+assert not save.reaches(Milestone.ENQUEUED, 0.05)
 child = os.fork()
 if child == 0:
     sys.exit(7)
@@ -200,7 +200,7 @@ def test_a_child_leaves_the_parents_device_objects_alone(
     copies = [Copy(random_bytes(60 * ALIGNMENT), 0, device=True)]
     finished = save_whole(engine, tmp_path / "finished", copies[:1], stream=stream)
     save = Save(engine, tmp_path / "data", copies, stream=stream)
-    assert not save.reaches(Milestone.STAGED, 0.05)
+    assert not save.reaches(Milestone.ENQUEUED, 0.05)
 
     def drop() -> int:
         before = len(cuda.calls("cuEventDestroy"))  # here: the parent's writing threads go on until the fork
@@ -229,7 +229,7 @@ def test_a_save_is_over_in_a_child(engines: Engines, tmp_path: Path) -> None:
         assert save.status["error"] is not None and time.monotonic() - begin < 20
         return save.error
 
-    assert in_child(use) == "this save belongs to the parent of this process"
+    assert "this save belongs to the parent of this process" in in_child(use)
     assert save.path.exists() and not save.error
     save.finish()
     save.assert_stored()
@@ -250,7 +250,7 @@ def test_a_lock_that_is_held_at_the_fork_hangs_no_child(engines: Engines, tmp_pa
         thread.start()
     try:
         for _ in range(60):
-            assert in_child(lambda: (save.job.wait(Milestone.STAGED, 1.0), save.error)[0]) == "True"
+            assert in_child(lambda: (save.job.wait(Milestone.ENQUEUED, 1.0), save.error)[0]) == "True"
     finally:
         over.set()
         for thread in threads:

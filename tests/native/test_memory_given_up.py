@@ -32,7 +32,7 @@ autoload()
 def is_copied(publication: Publication) -> bool:
     save = publication.save._save
     assert save is not None
-    return save.status()["bytes_copied"] == save.status()["bytes_planned"]
+    return save.status()["bytes_staged"] == save.status()["bytes_planned"]
 
 
 def slow_save(trainer: Trainer, folder: Path, **options: Any) -> Publication:

@@ -40,10 +40,10 @@ def test_start_returns_before_lazy_bytes_are_copied(engines: Engines, tmp_path: 
     save = Save(slow_engine(engines), tmp_path / "data", [Copy(random_bytes(6 * SLOT), 0)])
     assert save.start_seconds < 0.3  # the copies take twice that
     assert save.reaches(Milestone.EAGER, 0)  # there are none
-    assert not save.reaches(Milestone.STAGED, 0)
-    assert save.status["bytes_copied"] == 0
-    save.expect(Milestone.STAGED)
-    assert 0.4 < save.status["staged_at"] < 5
+    assert not save.reaches(Milestone.ENQUEUED, 0)
+    assert save.status["bytes_staged"] == 0
+    save.expect(Milestone.ENQUEUED)
+    assert 0.4 < save.status["enqueued_at"] < 5
     save.finish()
     save.assert_stored()
 
@@ -53,7 +53,7 @@ def test_eager_bytes_may_change_at_their_milestone(engines: Engines, tmp_path: P
     save = Save(slow_engine(engines), tmp_path / "data", [Copy(eager, 0, eager=True), Copy(lazy, SLOT)])
     wanted = expected_bytes(save.copies)
     save.expect(Milestone.EAGER)
-    assert not save.reaches(Milestone.STAGED, 0)
+    assert not save.reaches(Milestone.ENQUEUED, 0)
     eager[:] = 0
     save.finish()
     assert save.path.read_bytes()[: save.end] == wanted
@@ -63,7 +63,7 @@ def test_lazy_bytes_may_change_at_the_fence(engines: Engines, tmp_path: Path) ->
     lazy = random_bytes(4 * SLOT)
     save = Save(slow_engine(engines, faults="write:0:stall=50"), tmp_path / "data", [Copy(lazy, 0)])
     wanted = expected_bytes(save.copies)
-    save.expect(Milestone.STAGED)
+    save.expect(Milestone.ENQUEUED)
     assert save.status["bytes_written"] < save.end  # staged, not yet stored
     lazy[:] = 0
     save.finish()
@@ -84,15 +84,15 @@ def test_objects_are_not_waited_for_by_the_fence(engines: Engines, tmp_path: Pat
     engine = slow_engine(engines)
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(SLOT), 0)])
     save.append([Copy(random_bytes(5 * SLOT, 1), SLOT)])
-    save.expect(Milestone.COPIED)
-    assert save.status["bytes_copied"] < 3 * SLOT
+    save.expect(Milestone.STAGED)
+    assert save.status["bytes_staged"] < 3 * SLOT
     save.finish()
     save.assert_stored()
 
 
 def test_written_needs_the_input_to_be_closed(engines: Engines, tmp_path: Path) -> None:
     save = Save(engines(), tmp_path / "data", [Copy(random_bytes(10), 0)])
-    save.expect(Milestone.COPIED)
+    save.expect(Milestone.STAGED)
     assert not save.reaches(Milestone.WRITTEN, 0.05)
     save.finish()
 
@@ -100,7 +100,7 @@ def test_written_needs_the_input_to_be_closed(engines: Engines, tmp_path: Path) 
 def test_a_wait_ends_at_its_time(engines: Engines, tmp_path: Path) -> None:
     save = Save(slow_engine(engines), tmp_path / "data", [Copy(random_bytes(20 * SLOT), 0)])
     begin = time.monotonic()
-    assert not save.reaches(Milestone.STAGED, 0.1)
+    assert not save.reaches(Milestone.ENQUEUED, 0.1)
     assert 0.09 < time.monotonic() - begin < 1.0
 
 
@@ -108,7 +108,7 @@ def test_a_cancelled_save_leaves_no_file_and_no_slot(engines: Engines, tmp_path:
     engine = engines(slot_bytes=ALIGNMENT, most_slots=2, faults="write:0:stall=20")
     for number in range(4):
         save = Save(engine, tmp_path / f"cancelled-{number}", [Copy(random_bytes(50 * ALIGNMENT), 0)])
-        assert not save.reaches(Milestone.STAGED, 0.03)
+        assert not save.reaches(Milestone.ENQUEUED, 0.03)
         save.job.cancel("enough")
         assert save.failure() == "cancelled: enough"
         assert save.status["cancelled"]
@@ -179,7 +179,7 @@ def test_a_save_is_sealed_while_the_next_one_is_written(engines: Engines, tmp_pa
     engine = engines(slot_bytes=ALIGNMENT, most_slots=4, write_threads=1, faults="write:0:stall=20")
     first = save_written(engine, tmp_path / "first")
     second = Save(engine, tmp_path / "second", [Copy(random_bytes(50 * ALIGNMENT), 0)])
-    assert not second.reaches(Milestone.STAGED, 0.05)
+    assert not second.reaches(Milestone.ENQUEUED, 0.05)
     first.finish()
     assert second.status["bytes_written"] < second.end
     first.assert_stored()
@@ -259,7 +259,7 @@ def test_signals_reach_the_thread_that_waits(engines: Engines, tmp_path: Path) -
         begin = time.monotonic()
         signal.setitimer(signal.ITIMER_REAL, 0.05)
         while not rung and time.monotonic() - begin < 5:
-            save.reaches(Milestone.STAGED, 0.1)
+            save.reaches(Milestone.ENQUEUED, 0.1)
         assert rung and rung[0] - begin < 1.0
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -274,7 +274,7 @@ def test_signals_reach_a_thread_that_closes(engines: Engines, tmp_path: Path) ->
     """A disk that stalls keeps the engine's threads, and not the program from its signals."""
     engine = engines(write_threads=1, faults="write:1:stall=2000")
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(SLOT), 0)])
-    save.expect(Milestone.STAGED)
+    save.expect(Milestone.ENQUEUED)
     time.sleep(0.1)  # until the write has begun
 
     def ring(*_: object) -> None:

@@ -118,7 +118,7 @@ def test_saves_cancelled_in_any_order_let_go(
     for number in order:
         saves[number].append([Copy(random_bytes(100), saves[number].end)])
         saves[number].job.cancel("enough")
-        assert saves[number].reaches(Milestone.STAGED)  # a fence that stands is let go, too
+        assert saves[number].reaches(Milestone.ENQUEUED)  # a fence that stands is let go, too
     for number in order:
         saves[number].failure()
         saves[number].job.remove()
@@ -147,7 +147,7 @@ def test_a_fence_passes_while_saves_before_it_are_not_finished(
 ) -> None:
     """Nobody ever seals the first two: neither their seal nor their objects are needed for a slot."""
     engine, saves = crowded()
-    saves[2].expect(Milestone.STAGED)
+    saves[2].expect(Milestone.ENQUEUED)
     eventually(lambda: engine.pool()["idle"] == 2, "both slots are back")
     for save in saves:
         save.job.cancel("never sealed")
@@ -209,9 +209,9 @@ class Schedule:
         elif step == "cancel":
             save.job.cancel("enough")
         elif step == "fence":
-            assert save.reaches(Milestone.EAGER) and save.reaches(Milestone.STAGED), save.status
+            assert save.reaches(Milestone.EAGER) and save.reaches(Milestone.ENQUEUED), save.status
         elif step == "wait":
-            save.reaches(Milestone.COPIED, 0.005)
+            save.reaches(Milestone.STAGED, 0.005)
 
     def _seal(self, save: Save) -> None:
         save.job.close_input()

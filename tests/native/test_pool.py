@@ -39,7 +39,7 @@ def test_a_shard_fifty_times_the_pool_streams_through(engines: Engines, tmp_path
     before = process.memory_info().rss
     save = Save(engine, tmp_path / "data", [Copy(source, i * MIB) for i in range(100)])
     highest = 0
-    while not save.reaches(Milestone.STAGED, 0.001):
+    while not save.reaches(Milestone.ENQUEUED, 0.001):
         highest = max(highest, process.memory_info().rss)
     save.finish()
     assert engine.pool()["slots"] == 2
@@ -101,7 +101,7 @@ def test_waiting_for_memory_that_is_not_made_yet_is_counted_apart(
 def test_memory_that_cannot_be_had_fails_the_save(engines: Engines, tmp_path: Path) -> None:
     engine = engines(slot_bytes=1 << 46, most_slots=2)
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(10), 0)])
-    assert "staging memory" in save.failure(Milestone.STAGED)
+    assert "staging memory" in save.failure(Milestone.ENQUEUED)
     save.job.remove()
     assert not (tmp_path / "data").exists()
 

@@ -219,7 +219,7 @@ def test_a_read_that_was_interrupted_or_refused_direct_io_is_repeated(stored: Pa
     Read(stored, [(0, len(DATA))], direct=True, threads=2, faults=faults).assert_delivered()
 
 
-# -- strided runs, of several files -----------------------------------------------------------------------
+# -- strided spans, of several files -----------------------------------------------------------------------
 
 
 @st.composite
@@ -244,7 +244,7 @@ def rows_of(memory: np.ndarray, offset: int, piece: int, pieces: int, step: int)
     slots=st.integers(1, 3),
 )
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_strided_runs_of_several_files_arrive(
+def test_any_strided_spans_of_several_files_arrive(
     stored: Path, grids: Sequence, checked: bool, direct: bool, threads: int, slots: int
 ) -> None:
     memories, requests = [], []
@@ -370,11 +370,11 @@ HUGE = (1 << 64) - 8
         (Request(len(DATA) - 5, 6, 0), "leaves the"),
         (Request(HUGE, 16, 0), "leaves the"),
         (Request(16, HUGE, 0), "leaves the"),
-        (Request(0, 10, 0, pieces=3, file_step=len(DATA) // 2), "leaves the"),
-        (Request(0, 10, 0, pieces=(1 << 32) + 1, file_step=1 << 32), "leaves the"),
-        (Request(0, 10, 0, pieces=HUGE, file_step=10), "leaves the"),
-        (Request(0, 10, 0, pieces=2, file_step=9), "overlaps itself"),
-        (Request(0, 1, 0, file=1), "file 1, which is none of the 1"),
+        (Request(0, 10, 0, rows=3, file_step=len(DATA) // 2), "leaves the"),
+        (Request(0, 10, 0, rows=(1 << 32) + 1, file_step=1 << 32), "leaves the"),
+        (Request(0, 10, 0, rows=HUGE, file_step=10), "leaves the"),
+        (Request(0, 10, 0, rows=2, file_step=9), "overlaps itself"),
+        (Request(0, 1, 0, file=1), "file 1: expected a file number below 1"),
     ],
 )
 def test_a_run_that_leaves_its_file_is_refused(stored: Path, request_: Request, what: str) -> None:
@@ -383,11 +383,11 @@ def test_a_run_that_leaves_its_file_is_refused(stored: Path, request_: Request, 
 
 
 def test_checksums_that_are_not_one_a_block_are_refused(stored: Path) -> None:
-    with pytest.raises(OSError, match=f"{stored}.*the number of checksums does not fit"):
+    with pytest.raises(OSError, match=f"{stored}.*the number of checksums does not match"):
         start_read(make_reader(), [(str(stored), len(DATA), CHECKSUMS[:-4])], [])
 
 
 @pytest.mark.parametrize("options", [{"slot_bytes": MIB + 1}, {"slot_bytes": 0}, {"threads": 0}])
 def test_options_that_make_no_sense_are_refused(options: dict[str, int]) -> None:
-    with pytest.raises(OSError, match="multiple of 1 MiB, and threads at least 1"):
+    with pytest.raises(OSError, match=r"multiple of 1 MiB, found .*threads must be at least 1, found"):
         make_reader(**options)

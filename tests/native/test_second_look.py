@@ -27,7 +27,7 @@ def start_and_look(cuda: FakeCuda, engine: native.Engine, path: Path, copies: li
     leader = Copy(random_bytes(1), 0, device=True)
     save = Save(engine, path, [leader, *copies], stream=cuda.new_stream(), lazy_seconds=3600.0)
     eventually(lambda: float(save.status["looked_at"]) >= 0, "the sources are looked at")
-    assert save.status["copied_at"] == -1
+    assert save.status["staged_at"] == -1
     return save
 
 
@@ -212,7 +212,7 @@ def test_sources_may_change_as_soon_as_all_is_staged(
         ]
         save = Save(engine, tmp_path / str(number), copies)
         before = [copy.source.copy() for copy in copies]
-        save.expect(Milestone.STAGED)
+        save.expect(Milestone.ENQUEUED)
         for copy in copies:
             change(copy)
         save.finish()
@@ -228,7 +228,7 @@ def test_eager_sources_do_not_wait_for_the_look(
     engine = device_engines(slot_bytes=SLOT, most_slots=1, copy_threads=1, faults="write:1:stall=500")
     copies = [Copy(random_bytes(2 * SLOT), 0, eager=True), Copy(random_bytes(9 * SLOT), 2 * SLOT)]
     save = Save(engine, tmp_path / "data", copies)
-    eventually(lambda: save.status["bytes_copied"] == SLOT, "the first chunk is copied")
+    eventually(lambda: save.status["bytes_staged"] == SLOT, "the first chunk is copied")
     assert save.status["looked_at"] == -1
     save.finish()
     assert float(save.status["looked_at"]) >= 0.5

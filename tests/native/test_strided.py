@@ -1,6 +1,6 @@
-"""Strided sources: pieces at equal distances arrive one behind the other, on a device by one call a run.
+"""Strided sources: rows at equal distances arrive one behind the other, on a device by one call a span.
 
-Chunks are small, so that their borders fall anywhere: between runs, between pieces, inside a piece.
+Chunks are small, so that their borders fall anywhere: between spans, between rows, inside a row.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ Engines = Callable[..., native.Engine]
 KINDS = pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
 
 
-def pieces(
+def rows(
     count: int, size: int, step: int, offset: int = 0, *, device: bool = False, seed: int = 0, **more: bool
 ) -> Copy:
     memory = random_bytes(max(count - 1, 0) * step + size, seed)
@@ -47,16 +47,14 @@ def test_pieces_are_stored_one_behind_the_other(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, size: int, slot_bytes: int, device: bool
 ) -> None:
     count = 12_345 // size + 3
-    copies = [
-        pieces(count, size, step, 3 + 30_000 * i, device=device) for i, step in enumerate((size + 3, 0))
-    ]
-    copies.append(pieces(count, size, size // 2, 63_000, device=device))  # pieces overlap in memory
+    copies = [rows(count, size, step, 3 + 30_000 * i, device=device) for i, step in enumerate((size + 3, 0))]
+    copies.append(rows(count, size, size // 2, 63_000, device=device))  # rows overlap in memory
     engine = device_engines(slot_bytes=slot_bytes, most_slots=2)
     save_whole(engine, tmp_path / "data", copies, stream=cuda.new_stream())
 
 
 def copies_made(cuda: FakeCuda) -> list[str]:
-    """What copies from the device were asked for, in order: bytes, or pieces x bytes."""
+    """What copies from the device were asked for, in order: bytes, or rows x bytes."""
     names = ("cuMemcpyDtoHAsync", "cuMemcpy2DAsync")
     return [line.split()[2] for line in cuda.log() if line.split()[0] in names]
 
@@ -64,19 +62,19 @@ def copies_made(cuda: FakeCuda) -> list[str]:
 @pytest.mark.parametrize(
     ("copy", "made"),
     [
-        (pieces(40, 100, 130), ["40x100"]),
-        (pieces(40, 100, 100), ["4000"]),  # contiguous after all
-        (pieces(1, 100, 130), ["100"]),
-        (pieces(100, 100, 130), ["40x100", "96", "4", "40x100", "92", "8", "18x100"]),
+        (rows(40, 100, 130), ["40x100"]),
+        (rows(40, 100, 100), ["4000"]),  # contiguous after all
+        (rows(1, 100, 130), ["100"]),
+        (rows(100, 100, 130), ["40x100", "96", "4", "40x100", "92", "8", "18x100"]),
         (
-            pieces(100, 100, 130, 4096 - 50),
+            rows(100, 100, 130, 4096 - 50),
             ["50", "50", "40x100", "46", "54", "40x100", "42", "58", "17x100"],
         ),
-        (pieces(3, 5000, 6000), ["4096", "904", "3192", "1808", "2288", "2712"]),
-        (pieces(3, 4096, 5000), ["4096"] * 3),
-        (pieces(4, 10, 0), ["10"] * 4),  # the driver takes no rows that overlap
-        (pieces(4, 10, 9), ["10"] * 4),
-        (pieces(4, 10, 10, 5), ["40"]),
+        (rows(3, 5000, 6000), ["4096", "904", "3192", "1808", "2288", "2712"]),
+        (rows(3, 4096, 5000), ["4096"] * 3),
+        (rows(4, 10, 0), ["10"] * 4),  # the driver takes no rows that overlap
+        (rows(4, 10, 9), ["10"] * 4),
+        (rows(4, 10, 10, 5), ["40"]),
     ],
 )
 def test_a_chunks_part_of_a_run_is_one_call_and_what_its_borders_cut(
@@ -105,10 +103,10 @@ def test_steps_that_the_driver_does_not_take_are_single_copies(
 
 
 @KINDS
-def test_runs_that_only_seem_to_touch_are_not_merged(
+def test_spans_that_only_seem_to_touch_are_not_merged(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, device: bool
 ) -> None:
-    """Their first byte and their size fit the neighbour's; their pieces lie elsewhere."""
+    """Their first byte and their size fit the neighbour's; their rows lie elsewhere."""
     memory = random_bytes(400)
     spread = np.lib.stride_tricks.as_strided(memory, (5, 8), (16, 1))
     copies = [
@@ -132,17 +130,15 @@ def test_contiguous_runs_are_merged_however_they_are_told(
     assert copies_made(cuda) == ["300"]
 
 
-@pytest.mark.parametrize(("size", "piece"), [(10, 0), (10, 3), (10, 11)])
-def test_runs_that_are_no_whole_number_of_pieces_are_refused(
-    engines: Engines, tmp_path: Path, size: int, piece: int
+@pytest.mark.parametrize(("size", "row"), [(10, 0), (10, 3), (10, 11)])
+def test_spans_that_are_no_whole_number_of_pieces_are_refused(
+    engines: Engines, tmp_path: Path, size: int, row: int
 ) -> None:
-    with pytest.raises(
-        OSError, match=f"plan copies: run of {size} bytes .* whole number of pieces of {piece}"
-    ):
+    with pytest.raises(OSError, match=f"plan copies: span of {size} bytes .* whole number of rows of {row}"):
         engines().start(
             path=str(tmp_path / "data"), reserve_bytes=0, end=ALIGNMENT, sources=np.zeros(1, np.uint64),
             bytes=np.array([size], np.uint64), offsets=np.zeros(1, np.uint64),
-            piece_bytes=np.array([piece], np.uint64), step_bytes=np.zeros(1, np.uint64),
+            row_bytes=np.array([row], np.uint64), row_steps=np.zeros(1, np.uint64),
             storages=np.zeros(1, np.uint64), flags=np.zeros(1, np.uint8), stream=0, lazy_seconds=0.0,
         )  # fmt: skip
 
@@ -154,7 +150,7 @@ def test_a_failing_copy_of_pieces_fails_the_save(
 ) -> None:
     """With one slot: the copies that were enqueued before are waited for before the slot is used again."""
     engine, stream = device_engines(slot_bytes=ALIGNMENT, most_slots=1, tripwire=False), cuda.new_stream()
-    copies = [pieces(3000, 10, 13, device=True), pieces(100, 10, 0, 30_000, device=True)]
+    copies = [rows(3000, 10, 13, device=True), rows(100, 10, 0, 30_000, device=True)]
     cuda.delay_copies(seconds=0.01)
     cuda.fail(call, nth)
     failed = Save(engine, tmp_path / "failed", copies, stream=stream)
@@ -165,11 +161,11 @@ def test_a_failing_copy_of_pieces_fails_the_save(
 def test_a_piece_that_was_enqueued_before_another_failed_is_waited_for(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
-    """It is the first copy into this slot, and both are of one run."""
+    """It is the first copy into this slot, and both are of one span."""
     engine, trainer = device_engines(most_slots=1, tripwire=False), cuda.new_stream()
     cuda.hold_stream(trainer)
     cuda.fail("cuMemcpyDtoHAsync", nth=2)
-    save = Save(engine, tmp_path / "data", [pieces(3, 10, 0, device=True)], stream=trainer)
+    save = Save(engine, tmp_path / "data", [rows(3, 10, 0, device=True)], stream=trainer)
     assert save.reaches(Milestone.WRITTEN)
     assert "cuMemcpyDtoHAsync" in save.error
     assert not save.reaches(Milestone.RELEASED, 0.1)
@@ -180,7 +176,7 @@ def test_a_piece_that_was_enqueued_before_another_failed_is_waited_for(
 def test_strided_copies_neither_allocate_on_the_device_nor_wait_for_all_of_it(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
-    copies = [pieces(1000, 4, 64, device=True), pieces(9, 100, 0, 5000, device=True)]
+    copies = [rows(1000, 4, 64, device=True), rows(9, 100, 0, 5000, device=True)]
     for paranoid in (False, True):
         engine = device_engines(slot_bytes=ALIGNMENT, paranoid=paranoid)
         save_whole(engine, tmp_path / str(paranoid), copies, stream=cuda.new_stream())
@@ -206,8 +202,8 @@ def engine(device_engines: Engines) -> native.Engine:
 def test_change_in_a_sampled_piece_fails_the_save(
     cuda: FakeCuda, engine: native.Engine, tmp_path: Path, size: int, count: int, byte: str, device: bool
 ) -> None:
-    """A sample is of one piece, and of one chunk of it in host memory."""
-    copy = pieces(count, size, size + 10, device=device)
+    """A sample is of one row, and of one chunk of it in host memory."""
+    copy = rows(count, size, size + 10, device=device)
     places = device_samples([copy], SEED + 1) if device else host_samples(copy, SLOT, SEED + 1)
     place = places[len(places) // 2]
     assert len(place) == min(64, size) and place.start // size == (place.stop - 1) // size

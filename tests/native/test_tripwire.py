@@ -394,7 +394,7 @@ def test_first_copy_is_whole_before_the_trainer_goes_on(
     save = Save(engine, tmp_path / "data", [copy], stream=trainer)
     save.expect(Milestone.EAGER)
     assert len([line for line in cuda.log() if line.startswith("ran copy")]) == 20
-    assert save.status["bytes_copied"] == 0 and not save.reaches(Milestone.STAGED, 0)
+    assert save.status["bytes_staged"] == 0 and not save.reaches(Milestone.ENQUEUED, 0)
     save.finish()
     save.assert_stored()
 

@@ -71,13 +71,13 @@ def test_memory_unmapped_under_enqueued_copies_fails_the_save_and_says_that_the_
         copy.eager = eager
     cuda.hold_stream(stream)
     save = start(engine, tmp_path / "data", copies, stream)
-    save.expect(Milestone.EAGER if eager else Milestone.STAGED)
+    save.expect(Milestone.EAGER if eager else Milestone.ENQUEUED)
     cuda.unmap(memory)
     cuda.release_stream(stream)
     error = save.failure()
-    assert "an illegal memory access" in error and "has to be started anew" in error
+    assert "an illegal memory access" in error and "restart the process" in error
     save.job.remove()
-    with pytest.raises(OSError, match=r"has to be started anew"):
+    with pytest.raises(OSError, match=r"restart the process"):
         Save(engine, tmp_path / "later", [Copy(random_bytes(SLOT), 0, device=True)], stream=stream)
     save_whole(engine, tmp_path / "host", SAFE)
 
@@ -105,9 +105,9 @@ def test_a_failed_save_counts_as_copied_when_no_copy_is_under_way(
     save = start(engine, tmp_path / "data", copies, stream)
     eventually(lambda: cuda.copies_to_host == 2, "both slots are being copied to")
     save.job.cancel("enough")
-    assert not save.reaches(Milestone.COPIED, 0.2)
+    assert not save.reaches(Milestone.STAGED, 0.2)
     cuda.release_stream(stream)
-    assert save.reaches(Milestone.COPIED)
+    assert save.reaches(Milestone.STAGED)
     cuda.unmap(memory)
     assert save.reaches(Milestone.RELEASED)
 
@@ -117,8 +117,8 @@ def test_a_failed_save_from_host_memory_counts_as_copied_while_its_write_hangs(
 ) -> None:
     engine = engines(most_slots=2, write_threads=1, faults="write:0:stall=3000")
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(8 * SLOT), 0)])
-    eventually(lambda: save.status["bytes_copied"] == 2 * SLOT, "both slots are full")
-    assert not save.reaches(Milestone.COPIED, 0.1)
+    eventually(lambda: save.status["bytes_staged"] == 2 * SLOT, "both slots are full")
+    assert not save.reaches(Milestone.STAGED, 0.1)
     save.job.cancel("enough")
-    assert save.reaches(Milestone.COPIED)
+    assert save.reaches(Milestone.STAGED)
     assert not save.reaches(Milestone.RELEASED, 0.0)

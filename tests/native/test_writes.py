@@ -159,7 +159,7 @@ def test_a_full_disk_is_found_before_the_first_copy(engines: Engines, tmp_path: 
     save = Save(engines(faults="reserve:1:ENOSPC"), tmp_path / "data", COPIES, reserve=12345678)
     error = save.failure()
     assert error.startswith("reserve") and "12345678 bytes" in error and os.strerror(errno.ENOSPC) in error
-    assert save.status["bytes_copied"] == 0
+    assert save.status["bytes_staged"] == 0
     save.job.remove()
     assert not save.path.exists()
 
@@ -193,7 +193,7 @@ def test_a_disk_that_is_really_full_fails_the_reservation(engines: Engines, smal
     source = random_bytes(MIB)
     save = Save(engine, small_disk / "data", [Copy(source, i * MIB) for i in range(8)])
     assert os.strerror(errno.ENOSPC) in save.failure()
-    assert save.status["bytes_copied"] == 0
+    assert save.status["bytes_staged"] == 0
     save.job.remove()
     assert os.listdir(small_disk) == []
     save_whole(engine, small_disk / "smaller", [Copy(source, 0)])
@@ -243,8 +243,8 @@ def test_a_broken_fault_plan_is_refused(engines: Engines) -> None:
 def test_counters_tell_what_was_moved(engines: Engines, tmp_path: Path) -> None:
     save = save_whole(engines(), tmp_path / "data", COPIES)
     status = save.status
-    assert status["bytes_planned"] == status["bytes_copied"] == status["bytes_written"] == save.end
-    times = [status[f"{name}_at"] for name in ("reserved", "staged", "copied", "written", "durable")]
+    assert status["bytes_planned"] == status["bytes_staged"] == status["bytes_written"] == save.end
+    times = [status[f"{name}_at"] for name in ("reserved", "enqueued", "staged", "written", "durable")]
     assert times == sorted(times) and times[0] > 0
     save.expect(Milestone.RELEASED)
 
@@ -259,7 +259,7 @@ def test_a_back_end_that_discards_leaves_no_footer(engines: Engines, tmp_path: P
     assert save.path.stat().st_blocks == 0  # no space was reserved either
     save.engine.finish(job=save.job, footer=FOOTER, offset=save.end)
     assert save.reaches(Milestone.RELEASED)
-    assert "write back end keeps nothing" in save.error
+    assert "back end 'discard' stores nothing" in save.error
     assert save.status["durable_at"] < 0
     assert save.path.stat().st_size == 0
 
@@ -269,5 +269,5 @@ def test_a_back_end_that_discards_is_not_among_those_that_keep() -> None:
 
 
 def test_a_back_end_that_does_not_exist_is_refused_by_name(engines: Engines) -> None:
-    with pytest.raises(OSError, match=r"carrier pigeon.*no such back end; there is pwrite"):
+    with pytest.raises(OSError, match=r"carrier pigeon.*no such back end; expected pwrite"):
         engines(backend="carrier pigeon")

@@ -1,4 +1,4 @@
-"""Boxes against numpy: runs in strided memories, intersections, overlaps."""
+"""Boxes against numpy: spans in strided memories, intersections, overlaps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from megatron_datastates.plan.boxes import (
     hold_all,
     intersect,
     overlaps_itself,
-    paired_runs,
-    strided_runs,
+    paired_spans,
+    strided_spans,
 )
 
 LENGTHS = st.lists(st.integers(0, 5), max_size=4)
@@ -50,37 +50,37 @@ def pairs_of_views(draw):
     return draw(views(lengths)), draw(views(lengths))
 
 
-def copy_runs(runs, memory, goal) -> None:
-    """From a to b, piece by piece."""
-    for here, there in zip(runs.a_starts.tolist(), runs.b_starts.tolist(), strict=True):
-        for piece in range(runs.pieces):
-            a, b = here + piece * runs.a_step, there + piece * runs.b_step
-            goal[b : b + runs.piece_bytes] = memory[a : a + runs.piece_bytes]
+def copy_spans(spans, memory, goal) -> None:
+    """From a to b, row by row."""
+    for here, there in zip(spans.a_starts.tolist(), spans.b_starts.tolist(), strict=True):
+        for row in range(spans.rows):
+            a, b = here + row * spans.a_step, there + row * spans.b_step
+            goal[b : b + spans.row_bytes] = memory[a : a + spans.row_bytes]
 
 
 @given(pairs_of_views())
 def test_copying_run_by_run_is_copying_the_box(pair):
     source, target = pair
     source[...] = np.arange(1, source.size + 1, dtype=np.uint32).reshape(source.shape)
-    runs = paired_runs(source.shape, element_strides(source), element_strides(target), 4)
+    spans = paired_spans(source.shape, element_strides(source), element_strides(target), 4)
     if source.size:
-        copy_runs(runs, flat_bytes(source), flat_bytes(target))
-    assert len(runs.a_starts) * runs.pieces * runs.piece_bytes == source.size * 4
+        copy_spans(spans, flat_bytes(source), flat_bytes(target))
+    assert len(spans.a_starts) * spans.rows * spans.row_bytes == source.size * 4
     assert (target == source).all()
 
 
 @given(LENGTHS)
 def test_a_contiguous_box_is_one_piece(lengths):
     strides = contiguous_strides(lengths)
-    runs = paired_runs(lengths, strides, strides, 2)
+    spans = paired_spans(lengths, strides, strides, 2)
     count = 0 if 0 in lengths else 1
-    assert (runs.a_starts.tolist(), runs.b_starts.tolist(), runs.pieces) == ([0] * count, [0] * count, 1)
-    assert runs.piece_bytes == 2 * int(np.prod(lengths))
+    assert (spans.a_starts.tolist(), spans.b_starts.tolist(), spans.rows) == ([0] * count, [0] * count, 1)
+    assert spans.row_bytes == 2 * int(np.prod(lengths))
 
 
 def form(*arguments) -> tuple:
-    runs = paired_runs(*arguments)
-    return len(runs.a_starts), *runs[2:]
+    spans = paired_spans(*arguments)
+    return len(spans.a_starts), *spans[2:]
 
 
 def test_a_slice_of_columns_is_one_run_of_rows():
@@ -159,13 +159,13 @@ def strided(draw):
 
 
 @given(strided())
-def test_pieces_of_strided_runs_are_the_view_in_row_major_order(view):
-    runs = strided_runs(view.shape, element_strides(view), 4)
+def test_rows_of_strided_spans_are_the_view_in_row_major_order(view):
+    spans = strided_spans(view.shape, element_strides(view), 4)
     memory, stored = flat_bytes(view) if view.size else np.zeros(0, np.uint8), [np.zeros(0, np.uint8)]
-    for start in runs.starts:
-        for piece in range(runs.pieces):
-            at = int(start) + piece * runs.step_bytes
-            stored.append(memory[at : at + runs.piece_bytes])
+    for start in spans.starts:
+        for row in range(spans.rows):
+            at = int(start) + row * spans.row_step
+            stored.append(memory[at : at + spans.row_bytes])
     assert np.concatenate(stored).tobytes() == view.tobytes()
 
 

@@ -40,7 +40,7 @@ def test_a_save_whose_bytes_are_discarded_is_never_published(tmp_path):
     publication = save(saver, tmp_path / "c", FIRST, {"x": 1})
     saver.close()
     assert publication.outcome is Outcome.FAILED
-    assert "its write back end keeps nothing" in publication.error
+    assert "back end 'discard' stores nothing" in publication.error
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 

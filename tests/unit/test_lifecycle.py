@@ -337,7 +337,7 @@ def end_the_parents_save(publication) -> list[object]:
 
 def test_a_child_that_ends_its_parents_save_harms_nothing(slow, tmp_path):
     _, failure = in_process("fork", end_the_parents_save, slow)
-    assert failure == "this save belongs to the parent of this process"
+    assert "this save belongs to the parent of this process" in failure
     assert data_files(tmp_path / "c") != []
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron_datastates.format.index import build_index
 from megatron_datastates.format.values import Extent, Fragment
 from megatron_datastates.plan.boxes import contiguous_strides
-from megatron_datastates.plan.reads import gather_runs, plan_box, plan_extent, plan_slice
+from megatron_datastates.plan.reads import gather_spans, plan_box, plan_extent, plan_slice
 from tests.unit.grids import partitions, slices
 
 FILES = 3
@@ -44,10 +44,10 @@ def execute(reads, files, size: int) -> np.ndarray:
     target = np.zeros(size, np.uint8)
     for read in reads:
         for here, there in zip(read.offsets.tolist(), read.targets.tolist(), strict=True):
-            for number in range(read.pieces):
+            for number in range(read.rows):
                 a, b = here + number * read.file_step, there + number * read.target_step
-                piece = files[read.file][a : a + read.piece_bytes]
-                target[b : b + read.piece_bytes] = np.frombuffer(piece, np.uint8)
+                piece = files[read.file][a : a + read.row_bytes]
+                target[b : b + read.row_bytes] = np.frombuffer(piece, np.uint8)
     return target.view(np.uint16)
 
 
@@ -107,7 +107,7 @@ def test_offsets_near_the_limit_do_not_overflow():
     item = Fragment("w", "uint8", (2**40,), (2**39,), (2**39,))
     entry = build_index([(item, Extent(0, 2**61, 2**39))], {}).tensor("w")
     reads, covered = plan_slice(entry, (2**40 - 4,), (4,))
-    assert (int(reads[0].offsets[0]), reads[0].piece_bytes, covered) == (2**61 + 2**39 - 4, 4, 4)
+    assert (int(reads[0].offsets[0]), reads[0].row_bytes, covered) == (2**61 + 2**39 - 4, 4, 4)
 
 
 def test_fragments_outside_the_slice_are_not_read():
@@ -116,20 +116,20 @@ def test_fragments_outside_the_slice_are_not_read():
     assert [read.file for read in reads] == [1, 2]
 
 
-def test_runs_of_all_boxes_are_gathered_in_their_order():
+def test_spans_of_all_boxes_are_gathered_in_their_order():
     item = Fragment("w", "int16", (4, 5, 6), (0, 0, 0), (4, 5, 6))
     entry = build_index([(item, Extent(7, 4096, 240))], {}).tensor("w")
-    box = plan_box(entry, 0, (1, 2, 3), (2, 3, 2), (100, 10, 1))  # a run for each of 2, of 3 pieces
-    runs = gather_runs([plan_extent(Extent(3, 8192, 50)), box], [1000, 2000], [False, True])
+    box = plan_box(entry, 0, (1, 2, 3), (2, 3, 2), (100, 10, 1))  # a span for each of 2, of 3 rows
+    spans = gather_spans([plan_extent(Extent(3, 8192, 50)), box], [1000, 2000], [False, True])
     first = 4096 + 2 * (30 + 12 + 3)
-    assert runs.files.tolist() == [3, 7, 7]
-    assert runs.offsets.tolist() == [8192, first, first + 60]
-    assert runs.targets.tolist() == [1000, 2000, 2200]
-    forms = zip(runs.pieces, runs.piece_bytes, runs.file_steps, runs.target_steps, strict=True)
+    assert spans.files.tolist() == [3, 7, 7]
+    assert spans.offsets.tolist() == [8192, first, first + 60]
+    assert spans.targets.tolist() == [1000, 2000, 2200]
+    forms = zip(spans.rows, spans.row_bytes, spans.file_steps, spans.target_steps, strict=True)
     assert [tuple(map(int, form)) for form in forms] == [(1, 50, 50, 50), *[(3, 4, 12, 20)] * 2]
-    assert runs.on_device.tolist() == [False, True, True]
-    assert runs.ends().tolist() == [8242, first + 28, first + 88]
+    assert spans.on_device.tolist() == [False, True, True]
+    assert spans.ends().tolist() == [8242, first + 28, first + 88]
 
 
 def test_no_boxes_have_no_runs():
-    assert len(gather_runs([], [], []).files) == 0
+    assert len(gather_spans([], [], []).files) == 0

@@ -29,18 +29,18 @@ class Source:
         given.add(key, tensor, mutability, place)
         plan, memory = Plans(1).find(given, [])
         (self.fragment,) = plan.structure.fragments()
-        (self.runs,) = plan.structure.runs()
+        (self.spans,) = plan.structure.spans()
         (self.mutability,) = plan.structure.mutability
         (self.device,) = plan.structure.devices()
         (self.address,), (self.owner,) = memory.addresses.tolist(), memory.owners
 
 
 def copied(source: Source) -> bytes:
-    """Returns what the engine would copy: all pieces, one after another."""
-    runs = source.runs
-    starts = [source.address + int(start) for start in runs.starts]
-    pieces = [start + i * runs.step_bytes for start in starts for i in range(runs.pieces)]
-    stored = b"".join(ctypes.string_at(address, runs.piece_bytes) for address in pieces)
+    """Returns what the engine would copy: all rows, one after another."""
+    spans = source.spans
+    starts = [source.address + int(start) for start in spans.starts]
+    pieces = [start + i * spans.row_step for start in starts for i in range(spans.rows)]
+    stored = b"".join(ctypes.string_at(address, spans.row_bytes) for address in pieces)
     assert len(stored) == source.fragment.bytes
     return stored
 
@@ -108,7 +108,7 @@ def test_every_tensor_is_read_in_place(tensor, mutability):
 
 
 @pytest.mark.parametrize(
-    ("name", "runs"),
+    ("name", "spans"),
     [
         ("dense", (1, 1, 24000)),
         ("columns, long", (1, 6, 3200)),
@@ -125,10 +125,10 @@ def test_every_tensor_is_read_in_place(tensor, mutability):
         ("empty columns, strided", (0, 1, 0)),
     ],
 )
-def test_strided_tensors_are_few_runs(name, runs):
-    """The expected values are: runs, pieces per run, bytes per piece."""
-    found = Source("w", VIEWS[name], LAZY).runs
-    assert (len(found.starts), found.pieces, found.piece_bytes) == runs
+def test_strided_tensors_are_few_spans(name, spans):
+    """The expected values are: spans, rows per span, bytes per row."""
+    found = Source("w", VIEWS[name], LAZY).spans
+    assert (len(found.starts), found.rows, found.row_bytes) == spans
 
 
 def test_a_conjugated_view_is_stored_with_its_values():

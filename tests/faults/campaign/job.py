@@ -164,14 +164,14 @@ def tell(note: Notes, event: str, number: int, verdict: oracle.Verdict) -> None:
 
 def sweep(root: Path) -> None:
     """Removes what killed saves have left; no save is alive."""
-    plan = prune.plan_prune(root, prune.Rules(keep_last=1000, min_age_seconds=0.0))
+    plan = prune.plan_prune(root, prune.RetentionRules(keep_last=1000, min_age_seconds=0.0))
     prune.remove_left_overs(plan.left_overs, 0.0)
 
 
 def prune_until_killed(recipe: dict[str, Any], folder: str) -> None:
     """`datastates prune` over and over, beside whoever saves."""
     root, note = Path(recipe["root"]), Notes(folder, "prune")
-    rules = prune.Rules(keep_last=recipe["keep_last"])
+    rules = prune.RetentionRules(keep_last=recipe["keep_last"])
     while True:
         try:
             for one in prune.prune(root, rules, faults=recipe["plan"]):

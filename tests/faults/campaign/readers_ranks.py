@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.prune import Rules
+from megatron_datastates.pipeline.prune import RetentionRules
 from megatron_datastates.pipeline.prune import prune as prune_run
 from megatron_datastates.pipeline.verify import verify
 from tests.faults.campaign import judging, patterns
@@ -142,7 +142,7 @@ def prune(plan: dict[str, Any], target: str) -> None:
         if not directories(root):
             time.sleep(0.01)
             continue
-        gone = prune_run(root, Rules(keep_last=2, keep_every=None, min_age_seconds=3600))
+        gone = prune_run(root, RetentionRules(keep_last=2, keep_every=None, min_age_seconds=3600))
         notes.outcomes["removed"] += len(gone)
         time.sleep(0.05)
     notes.outcomes["exactly"] += 1

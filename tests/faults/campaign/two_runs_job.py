@@ -80,7 +80,7 @@ def _manifest(directory: Path) -> bytes | None:
 
 def prune_beside(recipe: dict[str, Any], folder: str) -> None:
     note, over, root = Notes(folder, "prune"), Path(folder, "over"), Path(recipe["root"])
-    rules = prune.Rules(keep_last=recipe["keep_last"])
+    rules = prune.RetentionRules(keep_last=recipe["keep_last"])
     while not over.exists():
         with contextlib.suppress(DataStatesError, OSError):
             for one in prune.prune(root, rules):
