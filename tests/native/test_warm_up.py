@@ -165,7 +165,7 @@ def test_a_save_that_waits_for_its_memory_reports_so_and_logs_it_once(
             assert publication.wait() is Outcome.PUBLISHED
     assert reports[0]["memory_wait_ms"] > 40 > reports[1]["memory_wait_ms"] == 0
     assert reports[0]["slot_wait_ms"] >= reports[0]["memory_wait_ms"]
-    assert caplog.text.count("with a size, as in --datastates-staging-memory") == 1
+    assert caplog.text.count("fixed size, as in --datastates-staging-memory") == 1
 
 
 def test_a_first_step_that_no_hook_saw_serves_as_well(cuda: FakeCuda, program: Program, saver: Saver) -> None:

@@ -18,7 +18,7 @@ from megatron_datastates.providers.base import StateProvider
 from tests.unit.states import OPTIONS
 
 RUN_ID = 0x0123456789ABCDEF
-Told = defaultdict[tuple[str, int], dict[int, Any]]  # by kind and number of the call, each rank's part
+Parts = defaultdict[tuple[str, int], dict[int, Any]]  # by kind and number of the call, each rank's part
 
 
 class CollectivesInTurn:
@@ -26,10 +26,10 @@ class CollectivesInTurn:
 
     distributed = True
 
-    def __init__(self, rank: int, size: int, told: Told) -> None:
+    def __init__(self, rank: int, size: int, parts: Parts) -> None:
         self.rank, self.size = rank, size
         self.calls: dict[str, int] = {}
-        self._told = told
+        self._told = parts
 
     def is_current(self) -> bool:
         return True
@@ -37,27 +37,27 @@ class CollectivesInTurn:
     def share_from_first(self, value: int) -> int:
         return RUN_ID
 
-    def start_sum(self, values: Sequence[int]) -> ToldInTurn:
-        told = self._tell("sum", list(values))
-        return ToldInTurn(lambda: [sum(values) for values in zip(*told.values(), strict=True)])
+    def start_sum(self, values: Sequence[int]) -> CollectivesInTurn:
+        parts = self._tell("sum", list(values))
+        return CollectivesInTurn(lambda: [sum(values) for values in zip(*parts.values(), strict=True)])
 
-    def start_gather(self, record: bytes) -> ToldInTurn:
-        told = self._tell("gather", record)
-        return ToldInTurn(lambda: [told[rank] for rank in range(self.size)])
+    def start_gather(self, record: bytes) -> CollectivesInTurn:
+        parts = self._tell("gather", record)
+        return CollectivesInTurn(lambda: [parts[rank] for rank in range(self.size)])
 
-    def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> ToldInTurn:
+    def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> CollectivesInTurn:
         """Rank 0 has the last turn, so all the others have called this."""
-        told = self._tell("gather layouts", data)
-        return ToldInTurn(lambda: [told[rank] for rank in range(self.size)] if self.rank == 0 else [])
+        parts = self._tell("gather layouts", data)
+        return CollectivesInTurn(lambda: [parts[rank] for rank in range(self.size)] if self.rank == 0 else [])
 
     def _tell(self, kind: str, value: Any) -> dict[int, Any]:
         self.calls[kind] = self.calls.get(kind, 0) + 1
-        told = self._told[kind, self.calls[kind]]
-        told[self.rank] = value
-        return told
+        parts = self._told[kind, self.calls[kind]]
+        parts[self.rank] = value
+        return parts
 
 
-class ToldInTurn:
+class CollectivesInTurn:
     """Read when all ranks have had their next turn."""
 
     def __init__(self, result: Callable[[], list[Any]]) -> None:
@@ -71,13 +71,13 @@ class RanksInTurn:
     """The ranks of one run."""
 
     def __init__(self, size: int) -> None:
-        told: Told = defaultdict(dict)
-        self._savers = [Saver(OPTIONS, self._session(rank, size, told)) for rank in range(size)]
+        parts: Parts = defaultdict(dict)
+        self._savers = [Saver(OPTIONS, self._session(rank, size, parts)) for rank in range(size)]
 
     @staticmethod
-    def _session(rank: int, size: int, told: Told) -> SaveSession:
+    def _session(rank: int, size: int, parts: Parts) -> SaveSession:
         session = SaveSession()
-        session.collectives = CollectivesInTurn(rank, size, told)  # type: ignore[assignment]
+        session.collectives = CollectivesInTurn(rank, size, parts)  # type: ignore[assignment]
         return session
 
     def save(self, directory: Path, states: Sequence[StateProvider]) -> Publication:

@@ -272,7 +272,7 @@ def test_a_save_that_failed_on_this_rank_alone_is_still_under_way(refusing, tmp_
     assert "here only" in first.error if first.wait() is Outcome.FAILED else False
 
 
-def test_a_save_that_waits_for_slots_says_how_long_and_behind_whom(tmp_path, caplog):
+def test_a_save_that_waits_for_slots_says_how_long_and_what_was_unfinished(tmp_path, caplog):
     path = tmp_path / "reports.jsonl"
     saver = new_saver(report_file=str(path), faults="write:0:stall=30", write_threads=1)
     big = {"w": random_tensor(torch.uint8, (12 << 20,), 1)}  # more than the pool
@@ -284,4 +284,4 @@ def test_a_save_that_waits_for_slots_says_how_long_and_behind_whom(tmp_path, cap
     first, second = (json.loads(line) for line in path.read_text().splitlines())
     assert (first["saves_before"], second["saves_before"]) == (0, 1)
     assert second["slot_wait_ms"] > 0
-    assert f"waited {second['slot_wait_ms']:.1f} ms for slots behind 1 unfinished saves" in caplog.text
+    assert f"waited {second['slot_wait_ms']:.1f} ms for slots, with 1 unfinished saves before" in caplog.text
