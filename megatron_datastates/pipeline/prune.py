@@ -1,32 +1,32 @@
-"""Removing old checkpoints of a run, by rules, and what saves that were killed have left beside others.
+"""Removes old checkpoints of a run, by rules, and files of killed saves from the directories of others.
 
-Kept, whatever the rules say: the newest checkpoint that is complete; the one that the tracker names; what is
-in another format, damaged, a link, or what a link beside it points to; whatever a save may be writing to:
-directories with files of ours that no manifest names and that are younger than MIN_AGE_SECONDS, empty ones
-that are younger, and those without a manifest however old, unless both the tracker and a complete checkpoint
-are newer (then a crash left them). Of these, one with an index stays all the same: the index is written once
-all ranks are durable, so all that is lost may be the manifest, which `repair` makes anew.
+Always kept: the newest complete checkpoint; the one that the tracker names; directories in another format,
+damaged ones, links, and what a link points to; and every directory that a save may be writing to. Those
+are directories with files of ours that no manifest names and that are younger than MIN_AGE_SECONDS, empty
+ones that are younger, and directories without a manifest of any age, unless both the tracker and a
+complete checkpoint are newer: then a crash left them. Even of these, one with an index is kept: the index
+is written after all ranks are durable, so perhaps only the manifest is lost, which `repair` rebuilds.
 
 Protocol, for each directory, oldest first:
-  1. list it and read its manifest; then look again whether it may go. A save that begins after that has files
-     that are not on the list, and the look sees the files of one that began before;
-  2. rename the manifest to REMOVAL_NAME. If it is not the one that was read, a save has published meanwhile:
-     put it back (never in place of a newer one), and the directory stays;
-  3. sync the directory: from here on it is no checkpoint, and the next call knows who left it so, index and
-     all;
-  4. remove what is on the list, REMOVAL_NAME last, then the directory itself, and sync its parent. Where a
-     save has begun, its files stay, and so do the directory and what is not ours.
-A kill leaves a complete checkpoint, or an incomplete directory that a later call removes. Only a kill (or a
-crash of the machine) within step 2 while a save publishes at that moment takes away what that save has
-published: its files stay until they are MIN_AGE_SECONDS old, and `repair` makes its manifest anew.
+  1. list it and read its manifest; then decide again whether it may be removed. A save that begins after
+     that has files that are not on the list; the second decision sees the files of one that began before;
+  2. rename the manifest to REMOVAL_NAME. If it is not the one that was read, a save has published
+     meanwhile: put it back (never in place of a newer one), and keep the directory;
+  3. sync the directory: from now on it is not a checkpoint, and REMOVAL_NAME shows the next call why;
+  4. remove what is on the list, REMOVAL_NAME last, then the directory itself, and sync its parent. If a
+     save has begun meanwhile, its files, the directory and files of others are kept.
+A kill leaves a complete checkpoint, or an incomplete directory that a later call removes. Only a kill (or
+a crash of the machine) within step 2, while a save publishes at that moment, loses what that save has
+published: its files are kept until they are MIN_AGE_SECONDS old, and `repair` rebuilds its manifest.
 
-Left-overs lie beside a complete checkpoint that stays: data files, indexes and temporary files of saves that
-its manifest does not name. They go if nothing of their save is younger than MIN_AGE_SECONDS:
+Left-overs are in the directory of a complete checkpoint that is kept: data files, indexes and temporary
+files of saves that its manifest does not name. They are removed if nothing of their save is younger than
+MIN_AGE_SECONDS:
   1. read the manifest, then sync the directory: a crash must not bring back an older one that names them;
-  2. right before each file is removed, look again whether the manifest is the same, and how old the file is.
-A save looks before and after it writes its manifest whether all is there, so one that was silent for longer
-than MIN_AGE_SECONDS and goes on just then fails rather than lose files unseen (but for the moment between the
-look of step 2 and the removal). The age is by this machine's clock and the file system's.
+  2. right before each file is removed, check again that the manifest is the same, and how old the file is.
+A save checks before and after it writes its manifest that all its files are there. So a save that was
+silent for longer than MIN_AGE_SECONDS and continues just then fails rather than lose files unseen (except
+between the check of step 2 and the removal). Ages are by this machine's clock and the file system's.
 tests/model/ searches all interleavings of these protocols with saves.
 """
 
@@ -61,9 +61,9 @@ MIN_AGE_SECONDS = 3600.0  # of files that no manifest names, before they count a
 
 @dataclasses.dataclass(frozen=True)
 class RetentionRules:
-    """What to keep beside what is always kept. At least one of them is given."""
+    """What to keep, in addition to what is always kept. `keep_last` or `keep_every` has to be given."""
 
-    keep_last: int | None = None  # so many of the newest complete checkpoints
+    keep_last: int | None = None  # this many of the newest complete checkpoints
     keep_every: int | None = None  # iterations that are a multiple of this
     min_age_seconds: float = MIN_AGE_SECONDS
 
@@ -72,12 +72,12 @@ class RetentionRules:
             raise OptionError(f"an age is at least 0, not {self.min_age_seconds:g}")
         given = [number for number in (self.keep_last, self.keep_every) if number is not None]
         if not given or min(given) < 1:
-            raise OptionError("say what to keep: so many of the last, every so many iterations, or both")
+            raise OptionError("say what to keep: --keep-last, --keep-every, or both")
 
 
 @dataclasses.dataclass(frozen=True)
 class UnnamedFile:
-    """A file of ours that no manifest names."""
+    """A file in our format that no manifest names."""
 
     path: Path
     bytes: int
@@ -86,19 +86,19 @@ class UnnamedFile:
 
 @dataclasses.dataclass(frozen=True)
 class PrunePlan:
-    """What goes, and why all else stays; oldest first."""
+    """What is removed, and why the rest is kept; oldest first."""
 
     removed: list[Iteration]
     kept: list[tuple[Iteration, str]]
-    left_overs: list[UnnamedFile]  # that go from directories that stay
+    left_overs: list[UnnamedFile]  # removed from directories that are kept
 
 
 def plan_prune(root: str | os.PathLike[str], rules: RetentionRules) -> PrunePlan:
-    """Looks at all iterations right under `root`.
+    """Decides about all iterations directly under `root`.
 
     Raises:
-        StorageError: `root` cannot be listed, or its tracker not be read.
-        FormatError: the tracker names nothing that is known, so anything may be what it should name.
+        StorageError: `root` cannot be listed, or its tracker cannot be read.
+        FormatError: the tracker is damaged, so any checkpoint may be the one that it should name.
         NotACheckpointError: there is no iteration.
     """
     path = Path(root)
@@ -137,7 +137,7 @@ def _under_way(unnamed: Sequence[UnnamedFile], rules: RetentionRules) -> str | N
 
 
 def _just_made(one: Iteration, rules: RetentionRules) -> str | None:
-    """Megatron makes a directory; the first file of its save comes a moment later."""
+    """Returns why an empty directory is kept: Megatron makes it a moment before the first file of a save."""
     age = time.time() - one.path.stat().st_mtime
     if one.complete or age >= rules.min_age_seconds or any(one.path.iterdir()):
         return None
@@ -145,7 +145,7 @@ def _just_made(one: Iteration, rules: RetentionRules) -> str | None:
 
 
 def age_text(seconds: float) -> str:
-    """An age as people read it; what the clock of another machine puts into the future is 0 s old."""
+    """Returns an age for people. An age below 0, by the clock of another machine, counts as 0 s."""
     for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.0f} {name}"
@@ -153,7 +153,7 @@ def age_text(seconds: float) -> str:
 
 
 def _unnamed(path: Path) -> list[UnnamedFile]:
-    """Files of ours in a directory that its manifest does not name; all of them if there is none."""
+    """Returns the files in our format that a directory's manifest does not name; all if it has none."""
     named = {REMOVAL_NAME} | _named_by(path / MANIFEST_NAME)
     found: list[tuple[os.DirEntry[str], os.stat_result]] = []
     with os.scandir(path) as entries:
@@ -181,20 +181,20 @@ def _named_by(manifest_path: Path) -> set[str]:
 
 
 def _link_targets(root: Path) -> dict[str, str]:
-    """Of all links right under `root`: where they lead -> their names."""
+    """Returns, for all links directly under `root`, their names by what they point to."""
     with os.scandir(root) as entries:
         return {os.path.realpath(entry.path): entry.name for entry in entries if entry.is_symlink()}
 
 
 def _link_to(one: Iteration, linked: dict[str, str]) -> str | None:
-    """A link stays, so what it leads to does, too, were it only a part of this directory."""
+    """Returns why a directory is kept if a link points to it, or to something in it."""
     own = os.path.realpath(one.path)
     names = [name for target, name in linked.items() if Path(target).is_relative_to(own)]
     return f"the link {names[0]} points to it" if names else None
 
 
 def _complaint(one: Iteration) -> str | None:
-    """Why this is nothing to be removed by rules."""
+    """Returns why the rules do not apply to this directory, or None."""
     if one.path.is_symlink():
         return "a link"
     if one.path.name != iteration_name(one.number):
@@ -205,7 +205,7 @@ def _complaint(one: Iteration) -> str | None:
 
 
 def _damage(path: Path) -> str | None:
-    """What can be seen without reading data. Others' files are read: Megatron cannot load without them."""
+    """Returns what is damaged, as far as it shows without reading data; files of Megatron's are read."""
     try:
         checkpoint = Checkpoint.open(path)
         sizes = {entry.name: entry.bytes for entry in checkpoint.manifest.files}
@@ -219,7 +219,7 @@ def _damage(path: Path) -> str | None:
 
 
 def _reason(one: Iteration, whole: list[int], tracked: int | None, rules: RetentionRules) -> str | None:
-    """Why this stays. `whole`: complete iterations, ascending."""
+    """Returns why this is kept, or None. `whole`: complete iterations, ascending."""
     if one.number == tracked:
         return "the tracker names it"
     if not one.complete:
@@ -237,7 +237,7 @@ def _reason(one: Iteration, whole: list[int], tracked: int | None, rules: Retent
 
 
 def _may_be_whole(path: Path) -> bool:
-    """Whether an index is there that no removal of ours has left."""
+    """Returns whether there is an index that no earlier call of prune left behind."""
     names = os.listdir(path)
     return REMOVAL_NAME not in names and any(name.startswith("index-") for name in names)
 
@@ -276,11 +276,11 @@ def prune(
 
 
 def _state(path: Path) -> str:
-    return "It is still complete" if (path / MANIFEST_NAME).exists() else "It is no checkpoint any more"
+    return "It is still complete" if (path / MANIFEST_NAME).exists() else "It is not a checkpoint any more"
 
 
 def _listed(path: Path) -> list[str]:
-    """What is to be removed, in turn; nothing where another call has removed the directory meanwhile."""
+    """Returns the names to remove, in order; none if another call has removed the directory."""
     try:
         return sorted(os.listdir(path), key=_turn)
     except FileNotFoundError:
@@ -295,7 +295,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def _turn(name: str) -> tuple[bool, bool, str]:
-    """Ours go last: while anything is left, they tell the next call whose it is, and that it may go."""
+    """Sorts our files last: as long as anything is left, they show the next call that it may be removed."""
     return (name == REMOVAL_NAME, is_own_file_name(name), name)
 
 
@@ -348,7 +348,7 @@ def _put_back(path: Path) -> None:
 
 
 def _has_begun(path: Path, seen: set[str]) -> bool:
-    """Whether a save has made files since the directory was listed. Their names are its own."""
+    """Returns whether a save has made files since the directory was listed; they have new names."""
     names = set(os.listdir(path))
     return MANIFEST_NAME in names or any(is_own_file_name(name) for name in names - seen)
 
@@ -387,7 +387,7 @@ def remove_left_overs(
 
 
 def _may_go(path: Path, manifest: bytes | None, min_age_seconds: float) -> bool:
-    """Right before a removal. The manifest is there and the same, so it does not name the file."""
+    """Returns, right before a removal, whether the manifest is unchanged and the file is old enough."""
     if manifest is None or _content(path.parent / MANIFEST_NAME) != manifest:
         return False
     try:

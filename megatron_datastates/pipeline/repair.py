@@ -1,13 +1,13 @@
-"""A manifest that was lost or damaged, made anew from what the data files and the index say of themselves.
+"""Rebuilds a lost or damaged manifest from the data files and the index, and from nothing else.
 
-Nothing is invented. What proves that a directory holds one whole save whose every rank was durable:
-  1. all data files in it are of one save, each has its sealed footer, and none is of another world size:
-     a footer is written only once no source can have changed before its copy was done;
-  2. an index is there whose parts have the very digests that the footers name, file for file, without one
-     too many or too few. It is written only after all ranks are durable, and it says which files there are:
-     a rank without a file stored nothing;
+Three things together prove that a directory holds one whole save, durable on every rank:
+  1. all data files in it belong to one save and one world size, and each has its footer, which is written
+     only when no source can have changed before it was copied;
+  2. the parts of an index have exactly the digests that the footers name, file for file. An index is written
+     only after all ranks are durable, and it says which files there are: a rank without a file stored
+     nothing;
   3. the checks of `verify` with this manifest: every block's checksum, every extent, no hole, no overlap.
-Without that nothing is written. What the files cannot say is left out of the new manifest, and told.
+Without these proofs nothing is written. What the files do not say is left out of the new manifest, and noted.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from megatron_datastates.pipeline.runs import metadata_members, stored_backend
 from megatron_datastates.pipeline.verify import Progress, extra_names, verify_checkpoint
 from megatron_datastates.providers.members import check_archive
 
-_MOST_TOLD = 3
-_ANY_FILES = 1 << 32  # how many there are is looked at behind decoding
+_MAX_LISTED = 3
+_ANY_FILES = 1 << 32  # the number of files is checked after decoding
 
 
 @dataclasses.dataclass(frozen=True)
 class Repair:
-    """What was found out. `notes` say what the new manifest lacks or takes on trust."""
+    """The new manifest, and notes about what it lacks or could not be proven."""
 
     manifest: Manifest
     bytes_checked: int
@@ -81,9 +81,9 @@ def repair(
 
     Raises:
         NotACheckpointError: no data file of ours is there.
-        UnsupportedFormatError: something is of a later release.
-        RepairRefusedError: the manifest is sound, or it is not proven that all of a save is there.
-        StorageError: a file cannot be read, or the manifest not be written.
+        UnsupportedFormatError: a file was written by a later release.
+        RepairRefusedError: the manifest is undamaged, or it is not proven that a whole save is there.
+        StorageError: a file cannot be read, or the manifest cannot be written.
     """
     options = dataclasses.replace(options or Options.from_environment(), checksums=True)
     path = Path(directory)
@@ -103,7 +103,7 @@ def repair(
         writer={"megatron-datastates": metadata.version("megatron-datastates"), "manifest": "repaired"},
         compatible=COMPATIBLE_CHECKSUMS,
     )
-    notes.append("the sizes of the parallel groups are left out: data files do not tell them")
+    notes.append("the sizes of the parallel groups are left out: data files do not contain them")
     checkpoint = Checkpoint(path, manifest, index, options)
     strange = extra_names(checkpoint)
     if strange:
@@ -113,7 +113,7 @@ def repair(
         _refuse(path, f"it is not whole: {_some(verdict.faults)}")
     manifest = _with_iteration(checkpoint, notes)
     try:
-        (path / REMOVAL_NAME).unlink(missing_ok=True)  # nobody is removing this any more
+        (path / REMOVAL_NAME).unlink(missing_ok=True)  # it is being kept now
         write_whole(path / MANIFEST_NAME, manifest.encode(), Faults(options.faults), manifest.save_id)
     except OSError as error:
         raise StorageError(f"the manifest of {path} was not written: {error}") from error
@@ -125,19 +125,19 @@ def _refuse(path: Path, why: str) -> NoReturn:
 
 
 def _some(texts: Sequence[str]) -> str:
-    more = f" (and {len(texts) - _MOST_TOLD} more)" if len(texts) > _MOST_TOLD else ""
-    return "; ".join(texts[:_MOST_TOLD]) + more
+    more = f" (and {len(texts) - _MAX_LISTED} more)" if len(texts) > _MAX_LISTED else ""
+    return "; ".join(texts[:_MAX_LISTED]) + more
 
 
 def _refuse_sound_manifest(path: Path) -> None:
-    """UnsupportedFormatError and StorageError pass: what cannot be read need not be damaged."""
+    """Lets UnsupportedFormatError and StorageError pass: a file that cannot be read need not be damaged."""
     if os.path.lexists(path / MANIFEST_NAME):
         try:
             Manifest.decode(read_small(path / MANIFEST_NAME, MANIFEST_BYTES), str(path / MANIFEST_NAME))
         except FormatError:
             pass
         else:
-            _refuse(path, "its manifest is sound. `datastates verify` tells whether the rest is")
+            _refuse(path, "its manifest is undamaged. `datastates verify` checks the rest")
     backend = stored_backend(path)
     if backend not in (None, BACKEND):
         _refuse(path, f"its {METADATA_NAME} says that it is a checkpoint in the format {backend}")
@@ -147,7 +147,7 @@ def _refuse_sound_manifest(path: Path) -> None:
 
 
 def _sealed_files(path: Path) -> dict[str, Footer]:
-    """By name, in the order of ranks: all data files of the directory, which are of one save."""
+    """Returns the footers of all data files by name, in the order of ranks, if they are of one save."""
     try:
         names = sorted(filter(is_data_file_name, os.listdir(path)))
     except OSError as error:
@@ -172,7 +172,7 @@ def _sealed_files(path: Path) -> dict[str, Footer]:
                 path, f"{name} is of a save by {footer.world_size} ranks, others are by {first.world_size}"
             )
         if not footer.block_checksums:
-            _refuse(path, f"{name} was saved without checksums, so nothing proves that its data are sound")
+            _refuse(path, f"{name} was saved without checksums: nothing proves that its data are undamaged")
     return dict(found)
 
 
@@ -199,7 +199,7 @@ def _last_change(path: Path, names: Mapping[str, Footer], notes: list[str]) -> s
 
 
 def _proven_index(path: Path, footers: Sequence[Footer]) -> tuple[Index, IndexEntry]:
-    """The index that these footers were written with."""
+    """Returns the index that these footers were written with."""
     reasons = []
     for name in sorted(name for name in os.listdir(path) if digest_in_index_name(name)):
         try:
@@ -214,8 +214,8 @@ def _proven_index(path: Path, footers: Sequence[Footer]) -> tuple[Index, IndexEn
     why = _some(reasons) or "there is none"
     _refuse(
         path,
-        f"where its tensors lie, only the index of this very save can say, and {why}. Data files lack it "
-        "(after keys were removed from a checkpoint, its index is another one, too)",
+        f"only the index of this save says where its tensors are, and {why}. Data files do not contain it. "
+        "(A checkpoint from which keys were removed has another index, too.)",
     )
 
 
@@ -236,11 +236,11 @@ def _belongs(index: Index, file: int, footer: Footer) -> bool:
     return hashlib.sha256(index.own_index(file)).digest()[:16] == footer.layout_digest
 
 
-# -- what the manifest tells beside ---------------------------------------------------------------------
+# -- what else a manifest has ---------------------------------------------------------------------------
 
 
 def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
-    """Megatron's own file of the common state, where there is one. Its digest was in the lost manifest."""
+    """Returns Megatron's file of the common state, if there is one. Its digest was in the lost manifest."""
     if COMMON_STATE_KEY in index.objects:
         return []
     common = path / COMMON_FILE
@@ -256,7 +256,7 @@ def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
 
 
 def _refuse_broken_archive(path: Path, data: bytes) -> None:
-    """Of torch.save's: a zip file, whose every member has a CRC."""
+    """Refuses a damaged file of torch.save's: a zip file, whose every member has a CRC."""
     try:
         check_archive(data)
     except FormatError as error:
@@ -271,18 +271,18 @@ def _metadata(path: Path) -> dict[str, object]:
 
 
 def _with_iteration(checkpoint: Checkpoint, notes: list[str]) -> Manifest:
-    """By the common state, which names it, or else by the directory's name."""
+    """Takes the iteration from the common state, or else from the directory's name."""
     iteration = _iteration_of_state(checkpoint)
     if iteration is None:
         iteration = iteration_in_name(checkpoint.directory.absolute().name)
         named = iteration is not None
-        source = "is the one that the directory is named after" if named else "is left out: nothing tells it"
+        source = "is the one that the directory is named after" if named else "is left out: it is not known"
         notes.append(f"the iteration {source}")
     return msgspec.structs.replace(checkpoint.manifest, iteration=iteration)
 
 
 def _iteration_of_state(checkpoint: Checkpoint) -> int | None:
-    """None also where the state holds more than plain data: classes that only Megatron may load."""
+    """Returns None also if the state has classes that only Megatron may load."""
     try:
         if COMMON_STATE_KEY in checkpoint.index.objects:
             state = checkpoint.read_object(COMMON_STATE_KEY)[0]

@@ -1,7 +1,7 @@
-"""Whether a checkpoint is whole: every checksum, every extent, every element.
+"""Checks that a checkpoint is whole: every checksum, every extent, every element.
 
-What is a fault: whatever keeps a part of the checkpoint from being loaded as it was saved, and files that
-contradict each other. What is a note: what a sound checkpoint may also have around it.
+A fault keeps a part of the checkpoint from being loaded as it was saved, or is a contradiction between files.
+A note is about something that an undamaged checkpoint may have.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from megatron_datastates.plan.coverage import coverage_faults
 from megatron_datastates.plan.reads import gather_spans, plan_blocks
 from megatron_datastates.providers.objects import check_stored
 
-_MOST_BLOCKS = 16  # of one file that are reported one by one
+_MOST_BLOCKS = 16  # of one file that are listed one by one
 _FILE_THREADS = 8  # headers and footers are small, and a network file system answers late
 Progress = Callable[[int], None]  # called with how many more bytes are done
 
 
 @dataclasses.dataclass
 class Verdict:
-    """What was looked at and what is wrong with it."""
+    """How much was checked, and what is wrong."""
 
     files: int = 0
     tensors: int = 0
@@ -47,7 +47,7 @@ class Verdict:
     bytes_checked: int = 0
     unchecked_files: int = 0  # saved without checksums
     faults: list[str] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)  # what is unusual but no fault
+    notes: list[str] = dataclasses.field(default_factory=list)  # unusual, but no fault
 
     @property
     def good(self) -> bool:
@@ -62,9 +62,12 @@ def verify(
     progress: Progress = lambda bytes_done: None,
     options: Options | None = None,
 ) -> Verdict:
-    """Looks for all faults, not only the first. `quick` leaves out the data itself.
+    """Finds all faults, not only the first.
 
-    `share` is (n, of how many): such calls together look at everything, each at other files and tensors.
+    Args:
+        quick: leaves out the data itself.
+        share: (n, of how many): calls with all n together check everything, each other files and tensors.
+        progress: called with how many more bytes have been checked.
 
     Raises:
         DataStatesError: the manifest or the index cannot be used at all.
@@ -82,7 +85,7 @@ def verify_checkpoint(
     share: tuple[int, int] = (0, 1),
     progress: Progress = lambda bytes_done: None,
 ) -> Verdict:
-    """The same of a checkpoint that is open, with checksums, and whose manifest need not be stored yet."""
+    """Verifies an open checkpoint, whose manifest need not be stored yet. Arguments as in `verify`."""
     verdict = Verdict(
         len(checkpoint.manifest.files), len(checkpoint.index.tensors), len(checkpoint.index.objects)
     )
@@ -109,7 +112,7 @@ def verify_checkpoint(
 
 
 def _check_files(checkpoint: Checkpoint, files: Sequence[int], verdict: Verdict) -> list[int]:
-    """Those whose data can be looked at: that takes a footer."""
+    """Returns the files whose data can be checked: those with a footer."""
     usable = []
     with ThreadPoolExecutor(_FILE_THREADS) as pool:
         for file, faults in zip(files, pool.map(lambda n: _file_faults(checkpoint, n), files), strict=True):
@@ -143,7 +146,7 @@ def _file_faults(checkpoint: Checkpoint, file: int) -> list[str]:
 
 
 def _check_surroundings(checkpoint: Checkpoint, verdict: Verdict) -> None:
-    """Of the manifest as a whole, and of what else is in the directory."""
+    """Checks the manifest as a whole, and what else is in the directory."""
     manifest, directory = checkpoint.manifest, checkpoint.directory
     ranks = Counter(entry.rank for entry in manifest.files)
     twice = sorted(rank for rank, count in ranks.items() if count > 1)
@@ -161,7 +164,7 @@ def _check_surroundings(checkpoint: Checkpoint, verdict: Verdict) -> None:
 
 
 def extra_names(checkpoint: Checkpoint) -> list[str]:
-    """Names in its directory of what does not belong to it."""
+    """Returns the names in its directory that do not belong to it."""
     manifest = checkpoint.manifest
     known = {MANIFEST_NAME, METADATA_NAME, manifest.index.name}
     known |= {file.name for file in manifest.files} | {other.name for other in manifest.others}
@@ -172,7 +175,7 @@ def _check_metadata(checkpoint: Checkpoint, verdict: Verdict) -> None:
     path = checkpoint.directory / METADATA_NAME
     try:
         content = read_small(path, DOCUMENT_BYTES) if path.exists() else b""
-        if not content:  # Megatron may have been killed while it wrote it
+        if not content:  # it may have been killed while it was written
             state = "empty" if path.exists() else "missing"
             verdict.notes.append(
                 f"{path} is {state}: the save was killed when its manifest was in place. The checkpoint loads"
@@ -189,21 +192,21 @@ def _check_metadata(checkpoint: Checkpoint, verdict: Verdict) -> None:
 
 
 def _check_optimizer_maps(checkpoint: Checkpoint, verdict: Verdict) -> None:
-    """Whether the state in buckets can be read by parameter."""
+    """Checks that state in buckets can be read by parameter."""
     try:
         optimizer_state(checkpoint)
     except (StorageError, CorruptDataError):
-        return  # the checks of files and of their blocks tell
+        return  # the checks of files and of their blocks report it
     except DataStatesError as error:
         if str(error) not in verdict.faults:
             verdict.faults.append(str(error))
 
 
-def _read_entries(index: Index, told: Collection[str], verdict: Verdict) -> dict[str, TensorEntry]:
-    """All that can be read. What is wrong with the others is told of these keys."""
-    with contextlib.suppress(DataStatesError):  # told below, with what else there is
+def _read_entries(index: Index, reported: Collection[str], verdict: Verdict) -> dict[str, TensorEntry]:
+    """Returns all entries that can be read. Of the others, reports those whose keys are in `reported`."""
+    with contextlib.suppress(DataStatesError):  # each is reported below
         index.preload(index.tensors)
-    entries, mine = {}, set(told)
+    entries, mine = {}, set(reported)
     for key in index.tensors:
         try:
             entries[key] = index.tensors[key]
@@ -243,7 +246,7 @@ def _check_extents(
 def _check_order(
     checkpoint: Checkpoint, file: int, starts: Words, ends: Words, keys: Iterable[str], verdict: Verdict
 ) -> None:
-    """Extents of one file in its order: each begins where those before have ended."""
+    """Checks that extents of one file, in its order, do not overlap and stay within the data."""
     path, data_bytes = checkpoint.file_path(file), checkpoint.footer(file).data_bytes
     reached = np.maximum.accumulate(np.append(np.uint64(HEADER_BYTES), ends))[:-1]
     if (ends <= data_bytes).all() and ((starts >= reached) | (ends == starts)).all():
@@ -269,7 +272,7 @@ def _check_other(checkpoint: Checkpoint, name: str, options: Options, verdict: V
 
 
 def _check_objects(checkpoint: Checkpoint, keys: Sequence[str], options: Options, verdict: Verdict) -> None:
-    """Looks whether a load accepts them: what nobody can load is no part of a sound checkpoint."""
+    """Checks that a load would accept the objects."""
     for key in keys:
         try:
             data = checkpoint.read_object_bytes(key)
@@ -291,7 +294,7 @@ def _check_object(data: bytes, key: str, options: Options, verdict: Verdict) -> 
 def _check_data(
     checkpoint: Checkpoint, files: Sequence[int], verdict: Verdict, progress: Progress, reader: Reader
 ) -> None:
-    """One pass over all files; where one cannot be read, each on its own, so that the others are checked."""
+    """Checks all blocks in one pass; if a file cannot be read, checks each file alone."""
     checked = [file for file in files if checkpoint.footer(file).block_checksums]
     verdict.unchecked_files += len(files) - len(checked)
     done = 0
@@ -325,11 +328,11 @@ def _check_blocks(
     for place, block in outcome.bad_blocks:
         by_file[place].append(block)
     for place, blocks in by_file.items():
-        path, told = sources[place][0], blocks[:_MOST_BLOCKS]
-        for block in told:
+        path, listed = sources[place][0], blocks[:_MOST_BLOCKS]
+        for block in listed:
             keys = ", ".join(map(repr, keys_in_blocks(checkpoint, files[place], [block])[:4])) or "no tensor"
             verdict.faults.append(
                 f"{path}: the block at byte offset {block * BLOCK_BYTES} is corrupt; it holds data of {keys}"
             )
-        if len(blocks) > len(told):
-            verdict.faults.append(f"{path}: {len(blocks) - len(told)} more of its blocks are corrupt")
+        if len(blocks) > len(listed):
+            verdict.faults.append(f"{path}: {len(blocks) - len(listed)} more of its blocks are corrupt")

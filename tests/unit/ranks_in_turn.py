@@ -22,14 +22,14 @@ Parts = defaultdict[tuple[str, int], dict[int, Any]]  # by kind and number of th
 
 
 class CollectivesInTurn:
-    """In place of agreement.Collectives."""
+    """Stands in for agreement.Collectives."""
 
     distributed = True
 
     def __init__(self, rank: int, size: int, parts: Parts) -> None:
         self.rank, self.size = rank, size
         self.calls: dict[str, int] = {}
-        self._told = parts
+        self._parts = parts
 
     def is_current(self) -> bool:
         return True
@@ -37,27 +37,27 @@ class CollectivesInTurn:
     def share_from_first(self, value: int) -> int:
         return RUN_ID
 
-    def start_sum(self, values: Sequence[int]) -> CollectivesInTurn:
-        parts = self._tell("sum", list(values))
-        return CollectivesInTurn(lambda: [sum(values) for values in zip(*parts.values(), strict=True)])
+    def start_sum(self, values: Sequence[int]) -> ResultInTurn:
+        parts = self._contribute("sum", list(values))
+        return ResultInTurn(lambda: [sum(values) for values in zip(*parts.values(), strict=True)])
 
-    def start_gather(self, record: bytes) -> CollectivesInTurn:
-        parts = self._tell("gather", record)
-        return CollectivesInTurn(lambda: [parts[rank] for rank in range(self.size)])
+    def start_gather(self, record: bytes) -> ResultInTurn:
+        parts = self._contribute("gather", record)
+        return ResultInTurn(lambda: [parts[rank] for rank in range(self.size)])
 
-    def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> CollectivesInTurn:
+    def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> ResultInTurn:
         """Rank 0 has the last turn, so all the others have called this."""
-        parts = self._tell("gather layouts", data)
-        return CollectivesInTurn(lambda: [parts[rank] for rank in range(self.size)] if self.rank == 0 else [])
+        parts = self._contribute("gather layouts", data)
+        return ResultInTurn(lambda: [parts[rank] for rank in range(self.size)] if self.rank == 0 else [])
 
-    def _tell(self, kind: str, value: Any) -> dict[int, Any]:
+    def _contribute(self, kind: str, value: Any) -> dict[int, Any]:
         self.calls[kind] = self.calls.get(kind, 0) + 1
-        parts = self._told[kind, self.calls[kind]]
+        parts = self._parts[kind, self.calls[kind]]
         parts[self.rank] = value
         return parts
 
 
-class CollectivesInTurn:
+class ResultInTurn:
     """Read when all ranks have had their next turn."""
 
     def __init__(self, result: Callable[[], list[Any]]) -> None:
@@ -81,7 +81,7 @@ class RanksInTurn:
         return session
 
     def save(self, directory: Path, states: Sequence[StateProvider]) -> Publication:
-        """Saves each rank's state and waits for the outcome; gives rank 0's view of it."""
+        """Saves each rank's state and waits for the outcome; returns rank 0's publication."""
         pairs = zip(self._savers, states, strict=True)
         publications = [saver.start(directory, state) for saver, state in pairs]
         while publications[0].outcome is Outcome.PENDING:

@@ -186,7 +186,7 @@ BAD = [
     ("verify {other}", "torch_dist checkpoint"),
     ("repair {empty}", "nothing to repair"),
     ("repair {other}", "nothing to repair"),
-    ("repair {checkpoint}", "its manifest is sound"),
+    ("repair {checkpoint}", "its manifest is undamaged"),
     ("prune {root}", "--keep-last N"),
     ("prune {root} --keep-last 0", "say what to keep"),
     ("prune {root}/nothing --keep-last 1", "cannot be listed"),

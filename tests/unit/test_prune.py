@@ -478,6 +478,6 @@ def test_a_directory_that_a_save_has_just_made_stays(root):
 def test_an_error_says_what_is_left(root):
     with pytest.raises(StorageError, match=r"0000100 was not removed.*It is still complete"):
         prune(root, RetentionRules(keep_last=1), faults="remove manifest:1:EROFS")
-    with pytest.raises(StorageError, match=r"0000100 was not removed.*It is no checkpoint any more"):
+    with pytest.raises(StorageError, match=r"0000100 was not removed.*It is not a checkpoint any more"):
         prune(root, RetentionRules(keep_last=1), faults="remove file:1:EIO")
     assert complete(root) == NUMBERS[1:]
