@@ -45,7 +45,9 @@ def read_manifest(path: Path) -> Manifest:
         FormatError, UnsupportedFormatError, StorageError: it cannot be read.
     """
     if not is_published(path):
-        raise NotACheckpointError(why_no_checkpoint(path))
+        reason = why_no_checkpoint(path)
+        if not is_published(path):  # a save may have published it just now
+            raise NotACheckpointError(reason)
     data = read_small(path / MANIFEST_NAME, MANIFEST_BYTES)
     return Manifest.decode(data, str(path / MANIFEST_NAME))
 

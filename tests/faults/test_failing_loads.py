@@ -226,7 +226,7 @@ def test_load_never_mixes_two_saves_that_are_published_one_after_the_other(
     assert len({each["error"] for each in reports}) == 1
     for each in reports:
         assert each["error"] is not None and each["found"] == [], "its tensors are another save's"
-        assert "was saved anew while it was read: load again" in each["error"]
+        assert "was replaced by another save while it was read: load again" in each["error"]
 
 
 def test_load_never_mixes_two_checkpoints_that_ranks_have_opened(world: World, tmp_path: Path) -> None:

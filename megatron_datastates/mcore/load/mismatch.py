@@ -26,6 +26,8 @@ def first_mismatch(checkpoint: Checkpoint, requested: Iterable[Any]) -> str | No
 def _tensor_mismatch(checkpoint: Checkpoint, item: Any) -> str | None:
     if item.key not in checkpoint.index.tensors:
         return f"there is no tensor {item.key!r} in this checkpoint{_similar(item.key, checkpoint)}"
+    if item.key in checkpoint.index.objects:  # DCP has one name for both
+        return f"{item.key!r} is both a tensor and an object in this checkpoint: Megatron cannot load either"
     dtype, shape = checkpoint.index.describe(item.key)
     if not item.allow_shape_mismatch and shape != tuple(item.global_shape):
         return (

@@ -41,7 +41,7 @@ def open_checkpoint(directory: str | os.PathLike[str]) -> Checkpoint:
         checkpoint, was_open = _open(directory, options)
         if first is not None and checkpoint.manifest.save_id != first[1].manifest.save_id:
             with load_errors():
-                raise StorageError(f"{directory} was saved anew while it was read: load again")
+                raise StorageError(f"{directory} was replaced by another save while it was read: load again")
         load.checkpoints[path] = options, checkpoint
     if load.agreement is not None:
         load.agreement.save_id = checkpoint.manifest.save_id

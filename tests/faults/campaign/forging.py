@@ -180,7 +180,7 @@ def seal(
 ) -> bytes:
     """A data file of data with its header; `fields` are the footer's."""
     objects = {key: Extent(0, *extent) for key, extent in extents.items()}
-    known = {"data_bytes": len(data), "layout_hash": bytes(16), "objects": objects}
+    known = {"data_bytes": len(data), "layout_digest": bytes(16), "objects": objects}
     checksums = {"block_checksums": block_checksums(data)}
     return (
         data

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from tests.faults.campaign import forging
 from tests.faults.campaign.forging import Draw, Forgery
-from tests.unit.test_object_kinds import HOSTILE, nested_key, number, stored, text
+from tests.unit.stored_objects import stored
+from tests.unit.test_hostile_objects import HOSTILE, nested_key, number, text
 
 CANARY = "canary"  # a folder in the working directory: whatever makes it has run code of a checkpoint
 NAMES = (
