@@ -23,7 +23,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from megatron_datastates.mcore import enable
+import megatron_datastates as ds
 
 TOKENS, VOCABULARY = 32, 128
 
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
     model_parallel_cuda_manual_seed(1)
     # The only line about this package. Lazy copies are safe because only the optimizer changes the state.
-    enable(lazy=True, staging_memory=64 << 20)
+    ds.enable(lazy=True, staging_memory=64 << 20)
 
     torch.manual_seed(1)
     model = build_model()

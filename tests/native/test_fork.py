@@ -51,9 +51,9 @@ def in_child(work: Callable[[], object]) -> str:
     os.close(writing)
     status = reap(child)
     with open(reading, "rb") as pipe:
-        told = pipe.read().decode()
-    assert status == 0, told
-    return told
+        reported = pipe.read().decode()
+    assert status == 0, reported
+    return reported
 
 
 def reap(child: int, seconds: float = 20.0) -> int:

@@ -226,28 +226,28 @@ def test_a_closed_engine_says_so(engines: Engines, tmp_path: Path) -> None:
 
 
 def test_closing_beside_a_thread_that_appends_is_safe(engines: Engines, tmp_path: Path) -> None:
-    """It is told, or it was in time and what it gave is let go of."""
+    """The failure is reported, or the release came in time."""
     for number in range(30):
         engine = engines(slot_bytes=ALIGNMENT, most_slots=2)
         save = Save(engine, tmp_path / f"data-{number}", [Copy(random_bytes(ALIGNMENT), 0)])
-        told: list[BaseException] = []
-        thread = threading.Thread(target=append_until_closed, args=(save, told))
+        reported: list[BaseException] = []
+        thread = threading.Thread(target=append_until_closed, args=(save, reported))
         thread.start()
         time.sleep(0.001 * (number % 5))
         engine.close()
         thread.join(10)
-        assert not thread.is_alive() and [type(error) for error in told] == [ValueError]
+        assert not thread.is_alive() and [type(error) for error in reported] == [ValueError]
         assert save.reaches(Milestone.RELEASED)
 
 
-def append_until_closed(save: Save, told: list[BaseException]) -> None:
+def append_until_closed(save: Save, reported: list[BaseException]) -> None:
     source = random_bytes(100)
     try:
         for _ in range(1_000_000):
             save.append([Copy(source, save.end)])
             save.copies.clear()
     except ValueError as error:
-        told.append(error)
+        reported.append(error)
 
 
 def test_signals_reach_the_thread_that_waits(engines: Engines, tmp_path: Path) -> None:

@@ -291,8 +291,8 @@ def test_page_locking_that_failed_is_told_and_may_be_tried_again(
     cuda.fail("cuMemHostRegister")
     assert engine.page_lock_pool()
     eventually(lambda: engine.pool()["trouble"], "it failed")
-    told = str(engine.pool()["trouble"])
-    assert "not page-locked" in told and "cuMemHostRegister" in told
+    reported = str(engine.pool()["trouble"])
+    assert "not page-locked" in reported and "cuMemHostRegister" in reported
     assert engine.page_lock_pool()
     eventually(lambda: engine.pool()["page_locked_bytes"] == 2 * MIB, "page-locked")
     assert engine.pool()["trouble"] == ""

@@ -1,4 +1,4 @@
-"""Data files: direct I/O where it can be had, short writes, and every error told with its place.
+"""Data files: direct I/O where the file system has it, short writes, and errors that say where they happened.
 
 All of it for each write back end (cuda/os/write_backend.h).
 """

@@ -86,9 +86,9 @@ def test_the_faults_told_are_true(drawn):
     assert (faults == []) == bool((count == 1).all() or not boxes)
     held = sum(int(np.prod(shape)) for _, shape in boxes)
     assert any("has holes" in fault for fault in faults) == (bool(boxes) and held < count.size)
-    told = [fault.split("at ")[1] for fault in faults if "two fragments" in fault]
-    assert len(told) == bool((count > 1).any())
-    for place in told:
+    reported = [fault.split("at ")[1] for fault in faults if "two fragments" in fault]
+    assert len(reported) == bool((count > 1).any())
+    for place in reported:
         assert count[tuple(int(n) for n in place.strip("(),").split(", ") if n)] > 1
 
 

@@ -90,7 +90,7 @@ def test_a_flipped_bit_anywhere_is_found_and_named(good, spoiled):
     assert footer_offset > BLOCK_BYTES
     for at in with_flips(path, REGION):
         texts = [str(error_of_load(spoiled)), *verify(spoiled, options=OPTIONS).faults]
-        assert len(texts) == (3 if at < REGION else 2), texts  # damage of the header is told twice
+        assert len(texts) == (3 if at < REGION else 2), texts  # damage of the header is reported twice
         assert all(str(path) in text for text in texts)
         if at >= footer_offset:
             assert all("footer" in text or "last bytes" in text for text in texts), texts
@@ -146,7 +146,7 @@ def test_nothing_of_a_corrupt_block_is_delivered(spoiled, monkeypatch):
 
 
 def both(directory: Path, pattern: str, error: type[Exception]) -> None:
-    """Load raises, and verify tells, what the pattern says."""
+    """Load raises, and verify reports, what the pattern says."""
     found = error_of_load(directory)
     assert isinstance(found, error), repr(found)
     assert re.search(pattern, str(found)), str(found)
@@ -224,7 +224,7 @@ def test_a_valid_footer_that_is_not_the_published_one_is_refused(spoiled):
 
 
 def faults_of(directory: Path) -> list[str]:
-    """What verify tells, or raises if it cannot begin."""
+    """Returns what verify reports, or raises if it cannot begin."""
     try:
         return verify(directory, options=OPTIONS).faults
     except DataStatesError as error:
@@ -257,8 +257,8 @@ def test_of_shares_of_a_verify_only_one_tells_of_a_damaged_part_of_the_index(spo
     (path,) = spoiled.glob("index-*")
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    told = [verify(spoiled, quick=True, share=(n, 3), options=OPTIONS).faults for n in range(3)]
-    assert sorted(map(len, told)) == [0, 0, 1]
+    reported = [verify(spoiled, quick=True, share=(n, 3), options=OPTIONS).faults for n in range(3)]
+    assert sorted(map(len, reported)) == [0, 0, 1]
 
 
 def test_what_an_open_checkpoint_knows_of_an_index_does_not_hide_damage_from_verify(spoiled):

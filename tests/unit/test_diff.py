@@ -1,4 +1,4 @@
-"""Diff: what is told of checkpoints whose differences are known."""
+"""Diff: what is reported of checkpoints whose differences are known."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def pair(saver, tmp_path: Path):
 
 
 def found(*arguments: object, code: int) -> dict:
-    exit_code, printed, told = run("diff", *arguments, "--json")
-    assert exit_code == code, told
+    exit_code, printed, reported = run("diff", *arguments, "--json")
+    assert exit_code == code, reported
     return json.loads(printed)
 
 
@@ -53,41 +53,41 @@ def test_a_change_in_one_layer_is_told_with_its_size_and_place(pair, memory, mon
     other[FC1][3, 0, 0] = 0.875
     other[FC1][3, 0, 1] = math.nan
     other[MOMENT][1, 0, 0] = -1.0
-    told = found(*pair(state(), other), "--memory", memory, code=1)
-    assert told["tensors"][FC1] == {
+    reported = found(*pair(state(), other), "--memory", memory, code=1)
+    assert reported["tensors"][FC1] == {
         "changed": 3, "largest_absolute": 0.5, "largest_relative": pytest.approx(1 / 3), "not_finite": 1,
         "distance": pytest.approx(math.hypot(0.5, 0.125) / float(state()[FC1].double().norm())),
     }  # fmt: skip
-    assert told["tensors"][NORM]["changed"] == 0
+    assert reported["tensors"][NORM]["changed"] == 0
     distance = math.hypot(0.5, 0.125) / float(torch.cat([state()[FC1].flatten(), state()[NORM]]).norm())
-    assert told["groups"]["model"] == told["tensors"][FC1] | {"distance": pytest.approx(distance)}
-    assert told["groups"]["optimizer exp_avg"]["largest_relative"] == 2.0
-    layers = told["layers"]["model"]
+    assert reported["groups"]["model"] == reported["tensors"][FC1] | {"distance": pytest.approx(distance)}
+    assert reported["groups"]["optimizer exp_avg"]["largest_relative"] == 2.0
+    layers = reported["layers"]["model"]
     assert [layers[f"decoder.layers.{n}"]["largest_absolute"] for n in range(4)] == [0, 0, 0.5, 0.125]
-    assert told["first_layer"] == "decoder.layers.2"  # of the model; its optimizer differs from 1 on
-    assert told["equal"] is False
+    assert reported["first_layer"] == "decoder.layers.2"  # of the model; its optimizer differs from 1 on
+    assert reported["equal"] is False
 
 
 def test_equal_checkpoints_are_equal(pair):
-    told = found(*pair(state(), state()), code=0)
-    assert told["equal"] is True and told["first_layer"] is None and len(told["tensors"]) == 3
+    reported = found(*pair(state(), state()), code=0)
+    assert reported["equal"] is True and reported["first_layer"] is None and len(reported["tensors"]) == 3
 
 
 def test_layers_whose_keys_have_numbers_are_layers_too(pair):
     keys = [f"decoder.layers.{n}.mixer.weight" for n in (9, 10, 11)]
     one = {key: torch.zeros(2) for key in keys}
-    told = found(*pair(one, {**one, keys[0]: torch.ones(2), keys[1]: torch.ones(2)}), code=1)
-    assert told["first_layer"] == "decoder.layers.9"
+    reported = found(*pair(one, {**one, keys[0]: torch.ones(2), keys[1]: torch.ones(2)}), code=1)
+    assert reported["first_layer"] == "decoder.layers.9"
 
 
 def test_keys_shapes_and_dtypes_that_differ_are_told_and_the_rest_compared(pair):
     one = {"same": torch.ones(2), "gone": torch.ones(2), "shape": torch.ones(2), "dtype": torch.ones(2)}
     two = {"same": torch.ones(2), "new": torch.ones(2), "shape": torch.ones(3)}
-    told = found(*pair(one, {**two, "dtype": torch.ones(2).bfloat16()}), code=1)
-    assert (told["removed"], told["added"]) == (["gone"], ["new"])
-    assert told["reshaped"] == {"shape": [[2], [3]]}
-    assert told["retyped"] == {"dtype": ["float32", "bfloat16"]}
-    assert told["tensors"].keys() == {"same", "dtype"} and told["tensors"]["dtype"]["changed"] == 0
+    reported = found(*pair(one, {**two, "dtype": torch.ones(2).bfloat16()}), code=1)
+    assert (reported["removed"], reported["added"]) == (["gone"], ["new"])
+    assert reported["reshaped"] == {"shape": [[2], [3]]}
+    assert reported["retyped"] == {"dtype": ["float32", "bfloat16"]}
+    assert reported["tensors"].keys() == {"same", "dtype"} and reported["tensors"]["dtype"]["changed"] == 0
 
 
 @pytest.mark.parametrize("alone", ["removed", "added", "reshaped", "retyped"])
@@ -150,8 +150,8 @@ def test_distance_is_that_of_vectors(left, right, expected):
 
 def test_distance_in_json_is_a_number_or_null(pair):
     tensors = {"a": torch.tensor([3.0, 4.0]), "b": torch.zeros(2)}
-    told = found(*pair(tensors, {"a": torch.tensor([3.0, 9.0]), "b": torch.ones(2)}), code=1)["tensors"]
-    assert (told["a"]["distance"], told["b"]["distance"]) == (1.0, None)
+    reported = found(*pair(tensors, {"a": torch.tensor([3.0, 9.0]), "b": torch.ones(2)}), code=1)["tensors"]
+    assert (reported["a"]["distance"], reported["b"]["distance"]) == (1.0, None)
 
 
 def test_nans_with_other_bits_are_equal():
@@ -290,15 +290,15 @@ def test_a_plot_is_drawn_and_never_over_another_file(pair, tmp_path):
     assert run("diff", *directories, "--plot", target)[0] == 1
     assert target.read_bytes().startswith(b"\x89PNG")
     before = sorted(tmp_path.rglob("*"))
-    code, printed, told = run("diff", *directories, "--plot", target)
-    assert (code, printed) == (2, "") and "exists: choose another target" in told
+    code, printed, reported = run("diff", *directories, "--plot", target)
+    assert (code, printed) == (2, "") and "exists: choose another target" in reported
     assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_plot_without_matplotlib_says_at_once_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    code, _, told = run("diff", tmp_path / "not read", tmp_path, "--plot", tmp_path / "drift.png")
-    assert code == 2 and "pip install 'megatron-datastates[plot]'" in told
+    code, _, reported = run("diff", tmp_path / "not read", tmp_path, "--plot", tmp_path / "drift.png")
+    assert code == 2 and "pip install 'megatron-datastates[plot]'" in reported
 
 
 def test_bad_input_is_one_line(pair, tmp_path):
@@ -311,6 +311,6 @@ def test_bad_input_is_one_line(pair, tmp_path):
         ((one, other, "--memory", "1023KiB"), "--memory 1023KiB: expected at least 1MiB"),
         ((one, other, "--plot", tmp_path / "no" / "drift.png"), "is not a directory"),
     ]:
-        code, printed, told = run("diff", *arguments)
-        assert (code, printed, told.count("\n")) == (2, "", 1), told
-        assert expected in told
+        code, printed, reported = run("diff", *arguments)
+        assert (code, printed, reported.count("\n")) == (2, "", 1), reported
+        assert expected in reported

@@ -151,10 +151,10 @@ def test_the_name_of_a_files_header_is_refused(saver, tmp_path):
 def refused(tmp_path: Path, *arguments: object) -> str:
     """The one line that `export` gives up with; nothing is left behind."""
     before = sorted(tmp_path.rglob("*"))
-    code, printed, told = run("export", *arguments)
-    assert (code, printed, told.count("\n")) == (2, "", 1), told
+    code, printed, reported = run("export", *arguments)
+    assert (code, printed, reported.count("\n")) == (2, "", 1), reported
     assert sorted(tmp_path.rglob("*")) == before
-    return told
+    return reported
 
 
 def test_bad_input_is_one_line_and_nothing_is_written(checkpoint, tmp_path):

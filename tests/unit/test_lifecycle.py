@@ -141,12 +141,12 @@ EXITS: dict[str, tuple[str, int, str, bool]] = {
     "durable": (
         'c = start("c"); FENCE.wait("step")\nwhile not c.save.is_durable: time.sleep(0.01)', 0, "", False,
     ),
-    "failed, not told": ('c = start("c", faults="write:1:EIO"); time.sleep(0.2)', 0, "", False),
+    "failed, not reported": ('c = start("c", faults="write:1:EIO"); time.sleep(0.2)', 0, "", False),
     "writing the manifest": (
         'c = start("c", faults="rename manifest:1:stall=500"); FENCE.wait("step")\n'
         "poll_until(c, lambda: c._publisher is not None)", 0, "", True,
     ),
-    "published, not told": (
+    "published, not reported": (
         'c = start("c"); FENCE.wait("step")\npoll_until(c, lambda: c._published.is_set())', 0, "", True,
     ),
     "three at once": (
@@ -281,29 +281,29 @@ def test_data_loaders_forked_in_mid_save_keep_no_file_open(slow, tmp_path):
     loader = torch.utils.data.DataLoader(
         Watching(tmp_path), num_workers=2, batch_size=None, timeout=LIMIT_SECONDS
     )
-    told = list(loader)
-    assert len({pid for pid, _ in told}) == 2 and os.getpid() not in {pid for pid, _ in told}
-    assert {files for _, files in told} == {""}
+    reported = list(loader)
+    assert len({pid for pid, _ in reported}) == 2 and os.getpid() not in {pid for pid, _ in reported}
+    assert {files for _, files in reported} == {""}
     assert open_files_of_ours(tmp_path) != [], "the save was over too early to prove anything"
 
 
 def test_a_program_started_in_mid_save_keeps_no_file_open(slow, tmp_path):
     command = ["ls", "-l", "/proc/self/fd"]
     for close_fds in (True, False):
-        told = subprocess.run(
+        reported = subprocess.run(
             command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True, close_fds=close_fds
         )
-        assert str(tmp_path) not in told.stdout
+        assert str(tmp_path) not in reported.stdout
     assert open_files_of_ours(tmp_path) != [], "the save was over too early to prove anything"
 
 
 def in_process(method: str, work, *arguments) -> object:
     """What `work` gives in a child of multiprocessing; fails if the child hangs or dies."""
     context = multiprocessing.get_context(method)
-    told = context.Queue()
-    child = context.Process(target=lambda: told.put(work(*arguments)))
+    reported = context.Queue()
+    child = context.Process(target=lambda: reported.put(work(*arguments)))
     child.start()
-    answer = told.get(timeout=LIMIT_SECONDS)
+    answer = reported.get(timeout=LIMIT_SECONDS)
     child.join(LIMIT_SECONDS)
     assert child.exitcode == 0
     return answer
@@ -328,11 +328,11 @@ def end_the_parents_save(publication) -> list[object]:
     rank_save.fence("a step in a child")
     rank_save.mark_torn("a step in a child")
     rank_save.advance()
-    told = [rank_save.times()["writing"], rank_save.failure]
+    reported = [rank_save.times()["writing"], rank_save.failure]
     publication.abandon("the child ends")
     rank_save.cancel_and_remove("the child ends")
     publication.join()
-    return told
+    return reported
 
 
 def test_a_child_that_ends_its_parents_save_harms_nothing(slow, tmp_path):
@@ -366,13 +366,13 @@ def test_small_files_are_not_kept_by_a_child(tmp_path, monkeypatch):
     from megatron_datastates.engine import atomic_files
     from megatron_datastates.engine.faults import Faults
 
-    told = []
+    reported = []
 
     def sync(descriptor: int) -> None:
         assert open_files_of_ours(tmp_path) != []
-        told.append(in_process("fork", open_files_of_ours, tmp_path))
+        reported.append(in_process("fork", open_files_of_ours, tmp_path))
 
     monkeypatch.setattr(atomic_files.os, "fsync", sync)
     atomic_files.write_whole(tmp_path / MANIFEST_NAME, b"x" * MIB, Faults(""), SaveId(1, 1))
     atomic_files.sync_file(tmp_path / MANIFEST_NAME)
-    assert told == [[], [], []]
+    assert reported == [[], [], []]

@@ -1,4 +1,4 @@
-"""What all ranks are told of a failed load, and which failures an older checkpoint helps against."""
+"""What all ranks hear of a failed load, and which failures an older checkpoint helps against."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron_datastates.errors import (
 from megatron_datastates.mcore.load.agreement import Failure, _cause, _summary, is_damage
 
 
-def told(*texts: str | None) -> str:
+def reported(*texts: str | None) -> str:
     """Of ranks with these failures."""
     return _summary({rank: Failure(text, None, False) for rank, text in enumerate(texts) if text is not None})
 
@@ -34,7 +34,7 @@ def told(*texts: str | None) -> str:
     ],
 )
 def test_ranks_are_named_with_what_they_met(texts, expected):
-    assert told(*texts) == expected
+    assert reported(*texts) == expected
 
 
 def raised_from(cause: DataStatesError) -> Exception:

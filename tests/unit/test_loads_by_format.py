@@ -1,4 +1,4 @@
-"""Which directories are ours, and what a request that does not fit is told; no process group needed."""
+"""Which directories are ours, and how a request that does not fit is refused; no process group needed."""
 
 from __future__ import annotations
 
@@ -215,44 +215,44 @@ def wanted(key: str, tensor: torch.Tensor, *offsets: tuple[int, int, int], **fie
     return ShardedTensor.from_rank_offsets(key, tensor, *offsets, **fields)
 
 
-def told(ours: Path, *requested: object) -> str | None:
+def reported(ours: Path, *requested: object) -> str | None:
     return first_mismatch(open_checkpoint(ours), requested)
 
 
 def test_what_is_there_fits(ours):
     requested = [wanted(key, torch.empty_like(tensor)) for key, tensor in TENSORS.items()]
     requested += [ShardedObject("rng", None, (1,), (0,)), "no sharded value"]
-    assert told(ours, *requested) is None
+    assert reported(ours, *requested) is None
 
 
 def test_a_shard_of_what_is_there_fits(ours):
-    assert told(ours, wanted("decoder.layers.0.weight", torch.empty(4, 2), (0, 1, 2), (1, 3, 4))) is None
+    assert reported(ours, wanted("decoder.layers.0.weight", torch.empty(4, 2), (0, 1, 2), (1, 3, 4))) is None
 
 
 def test_a_missing_tensor_is_named_with_what_is_like_it(ours):
-    text = told(ours, wanted("model.layers.1.weight", torch.empty(8, 8)))
+    text = reported(ours, wanted("model.layers.1.weight", torch.empty(8, 8)))
     assert text == (
         "there is no tensor 'model.layers.1.weight' in this checkpoint (it has 'decoder.layers.1.weight')"
     )
-    assert told(ours, wanted("bias", torch.empty(8))) == "there is no tensor 'bias' in this checkpoint"
+    assert reported(ours, wanted("bias", torch.empty(8))) == "there is no tensor 'bias' in this checkpoint"
 
 
 def test_a_missing_object_is_named(ours):
-    assert told(ours, ShardedObject("rng", None, (2,), (1,))) == (
+    assert reported(ours, ShardedObject("rng", None, (2,), (1,))) == (
         "there is no object 'rng/shard_1_2' in this checkpoint"
     )
 
 
 @pytest.mark.parametrize("shape", [(8, 9), (8,), (8, 8, 1), (0, 8)])
 def test_another_global_shape_is_told_with_both(ours, shape):
-    text = told(ours, wanted("decoder.layers.0.weight", torch.empty(shape)))
+    text = reported(ours, wanted("decoder.layers.0.weight", torch.empty(shape)))
     here, there = "global shape (8, 8) in this checkpoint", f"{shape} in the model"
     assert text == f"tensor 'decoder.layers.0.weight' has {here}, and {there}"
 
 
 def test_another_global_shape_may_be_allowed(ours):
     padded = wanted("decoder.layers.0.weight", torch.empty(9, 8), allow_shape_mismatch=True)
-    assert told(ours, padded) is None
+    assert reported(ours, padded) is None
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex")
@@ -273,14 +273,14 @@ def test_another_global_shape_may_be_allowed(ours):
     ],
 )
 def test_dtypes_are_converted_unless_values_lose_their_kind(ours, key, dtype, fits):
-    text = told(ours, wanted(key, TENSORS[key].to(dtype)))
+    text = reported(ours, wanted(key, TENSORS[key].to(dtype)))
     stored, asked = str(TENSORS[key].dtype)[6:], str(dtype)[6:]
     expected = f"tensor {key!r} is {stored} in this checkpoint, and {asked} in the model"
     assert text == (None if fits else expected)
 
 
 def test_the_first_of_several_problems_is_told(ours):
-    text = told(ours, wanted("flags", torch.ones(4, dtype=torch.bool)), wanted("a", torch.ones(1)),
+    text = reported(ours, wanted("flags", torch.ones(4, dtype=torch.bool)), wanted("a", torch.ones(1)),
                 wanted("b", torch.ones(1)))  # fmt: skip
     assert text == "there is no tensor 'a' in this checkpoint"
 

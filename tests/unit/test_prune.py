@@ -356,23 +356,23 @@ class Resumed:
 
 @pytest.mark.parametrize("begun", ["before", "after"])
 def test_a_save_that_publishes_between_the_decision_and_the_removal_is_kept(root, monkeypatch, begun):
-    resumed, told = Resumed(root), {}
+    resumed, reported = Resumed(root), {}
     if begun == "before":
         resumed.begin()
         for path in place(root, 100).iterdir():
             age(path, 9000)  # it has been silent for hours
     at_point(monkeypatch, "remove manifest", resumed.publish if begun == "before" else resumed.save)
-    prune(root, RetentionRules(keep_last=3), stays=lambda one, why: told.update({one.number: why}))
-    assert told == {100: "a save has published into it meanwhile"}
+    prune(root, RetentionRules(keep_last=3), stays=lambda one, why: reported.update({one.number: why}))
+    assert reported == {100: "a save has published into it meanwhile"}
     assert complete(root) == [100, 300, 400, 500]
 
 
 @pytest.mark.parametrize("point", ["sync removal of manifest", "remove file", "remove directory"])
 def test_a_save_that_begins_while_its_directory_is_removed_is_kept(root, monkeypatch, point):
-    resumed, told = Resumed(root), {}
+    resumed, reported = Resumed(root), {}
     at_point(monkeypatch, point, resumed.save)
-    prune(root, RetentionRules(keep_last=4), stays=lambda one, why: told.update({one.number: why}))
-    assert told == {100: "the old checkpoint is gone; a save into it has begun meanwhile"}
+    prune(root, RetentionRules(keep_last=4), stays=lambda one, why: reported.update({one.number: why}))
+    assert reported == {100: "the old checkpoint is gone; a save into it has begun meanwhile"}
     assert complete(root) == NUMBERS
     assert not (place(root, 100) / REMOVAL_NAME).exists()
 

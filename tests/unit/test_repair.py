@@ -91,8 +91,8 @@ def test_a_lost_manifest_is_made_anew_as_it_was(directory):
     lost = lose(directory)
     done = repair(directory, options=OPTIONS)
     assert manifest_of(directory) == done.manifest
-    told = {"created": done.manifest.created, "writer": done.manifest.writer, "iteration": 42}
-    assert done.manifest == msgspec.structs.replace(lost, **told)
+    reported = {"created": done.manifest.created, "writer": done.manifest.writer, "iteration": 42}
+    assert done.manifest == msgspec.structs.replace(lost, **reported)
     assert any("time of the save" in note for note in done.notes)
     assert any("parallel groups are left out" in note for note in done.notes)
     assert verify(directory, options=OPTIONS).good

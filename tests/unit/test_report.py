@@ -214,9 +214,9 @@ def test_scalars_go_to_the_writers_that_megatron_has(reporting, tmp_path, monkey
     saver.reporter.listeners.append(_write_scalars)
     saver.start(tmp_path / "0", State({"a": torch.ones(99)}), iteration=70).wait()
     (report,) = lines()
-    told = {call.args[0]: call.args[1:] for call in board.add_scalar.call_args_list}
-    assert told["datastates/bytes"] == (report["bytes"], 70)
-    assert told["datastates/held_ms"] == (report["held_ms"], 70)
+    reported = {call.args[0]: call.args[1:] for call in board.add_scalar.call_args_list}
+    assert reported["datastates/bytes"] == (report["bytes"], 70)
+    assert reported["datastates/held_ms"] == (report["held_ms"], 70)
     scalars, step = wandb.log.call_args.args
-    assert scalars == {name: value for name, (value, _) in told.items()}
+    assert scalars == {name: value for name, (value, _) in reported.items()}
     assert step == 72, "W&B refuses steps that lie behind"

@@ -247,7 +247,7 @@ def test_a_second_save_can_be_refused_and_the_first_is_untouched(refusing, tmp_p
 
 
 def test_a_refused_save_stands_in_nobodys_way(refusing, tmp_path):
-    """It awaits to be told so; the save before it is over."""
+    """Its failure is not agreed yet; the save before it is over."""
     first = refusing.start(tmp_path / "first", lazy(fresh(0)))
     refused = refusing.start(tmp_path / "refused", lazy(fresh(1)))
     first.wait()

@@ -213,10 +213,10 @@ def test_a_file_without_checksums_is_counted(tmp_path):
 
 
 def test_progress_tells_every_byte(tmp_path):
-    told: list[int] = []
+    reported: list[int] = []
     write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]))
-    verify(tmp_path, options=OPTIONS, progress=told.append)
-    assert sum(told) == 2 * 8192
+    verify(tmp_path, options=OPTIONS, progress=reported.append)
+    assert sum(reported) == 2 * 8192
 
 
 def test_an_index_that_cannot_be_decoded_raises(tmp_path):
@@ -261,8 +261,8 @@ def test_a_directory_that_is_removed_meanwhile_is_a_fault(tmp_path):
     write_checkpoint(tmp_path / "c", TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]))
     checkpoint = Checkpoint.open(tmp_path / "c", OPTIONS)
     shutil.rmtree(tmp_path / "c")
-    told = verify_checkpoint(checkpoint, OPTIONS).faults
-    assert f"{tmp_path / 'c'} cannot be listed: No such file or directory" in told
+    reported = verify_checkpoint(checkpoint, OPTIONS).faults
+    assert f"{tmp_path / 'c'} cannot be listed: No such file or directory" in reported
 
 
 def test_ranks_that_disagree_about_their_number_are_found(tmp_path):
@@ -333,21 +333,21 @@ def test_a_file_that_cannot_be_read_does_not_keep_others_from_being_checked(tmp_
     big.write_bytes(data)
     # In the pass over both files the first read fails, and again when that file is read on its own.
     options = dataclasses.replace(OPTIONS, faults="read:1:EIO,read:2:EIO", read_threads=1)
-    told: list[int] = []
-    verdict = verify(tmp_path, options=options, progress=told.append)
+    reported: list[int] = []
+    verdict = verify(tmp_path, options=options, progress=reported.append)
     first, second = verdict.faults
     assert SAVE.data_file_name(0) in first and "Input/output error" in first
     assert SAVE.data_file_name(1) in second and f"byte offset {3 << 20} is corrupt" in second
-    assert sum(told) == verdict.bytes_checked == 4 << 20
+    assert sum(reported) == verdict.bytes_checked == 4 << 20
 
 
 def test_a_read_that_fails_once_is_no_fault_and_counts_once(tmp_path):
     whole(tmp_path)
     options = dataclasses.replace(OPTIONS, faults="read:2:EIO", read_threads=1)
-    told: list[int] = []
-    verdict = verify(tmp_path, options=options, progress=told.append)
+    reported: list[int] = []
+    verdict = verify(tmp_path, options=options, progress=reported.append)
     assert verdict.good
-    assert sum(told) == verdict.bytes_checked == 2 * 8192
+    assert sum(reported) == verdict.bytes_checked == 2 * 8192
 
 
 @pytest.mark.parametrize("quick", [False, True])
@@ -386,9 +386,9 @@ def test_of_many_bad_blocks_the_first_are_told_and_the_others_counted(tmp_path):
     data = bytearray(path.read_bytes())
     data[5:size:BLOCK_BYTES] = b"\1" * blocks
     path.write_bytes(data)
-    told = faults(tmp_path)
-    assert sum("the block at byte offset" in fault for fault in told) == 16
-    assert told[-1] == f"{path}: 24 more of its blocks are corrupt"
+    reported = faults(tmp_path)
+    assert sum("the block at byte offset" in fault for fault in reported) == 16
+    assert reported[-1] == f"{path}: 24 more of its blocks are corrupt"
 
 
 class FailingFile:

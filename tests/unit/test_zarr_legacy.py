@@ -136,8 +136,8 @@ def test_a_legacy_checkpoint_is_converted_bit_by_bit(legacy, tmp_path):
     other.mkdir()
     (other / "file").write_text("of somebody else")
     target = tmp_path / "converted" / legacy.name
-    code, _, told = run("convert", legacy, target, "--to", "datastates", "--verify", "--ranks", 2)
-    assert code == 0, told
+    code, _, reported = run("convert", legacy, target, "--to", "datastates", "--verify", "--ranks", 2)
+    assert code == 0, reported
     source = open_source(target)
     assert source.format == "datastates" and len(list(target.glob("data-*"))) == 2
     for key, (tensor, _) in TENSORS.items():
@@ -250,8 +250,8 @@ def test_without_zarr_the_command_says_what_to_install(legacy, tmp_path, monkeyp
     monkeypatch.delitem(sys.modules, "megatron_datastates.convert.sources.zarr_legacy")
     with pytest.raises(MissingPackageError, match=r"pip install 'megatron-datastates\[zarr\]'"):
         open_source(legacy)
-    code, _, told = run("export", legacy, tmp_path / "out")
-    assert code == 2 and "pip install" in told
+    code, _, reported = run("export", legacy, tmp_path / "out")
+    assert code == 2 and "pip install" in reported
 
 
 def test_the_writer_writes_what_zarr_2_wrote(tmp_path):
@@ -267,13 +267,13 @@ def test_the_writer_writes_what_zarr_2_wrote(tmp_path):
 def test_an_array_of_more_chunks_than_memory_holds_is_refused(legacy, tmp_path):
     path = legacy / "norm" / ".zarray"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"shape": [10**12], "chunks": [1]}))
-    code, _, told = run("convert", legacy, tmp_path / "out")
-    assert code == 2 and "is incomplete: it has 2 files" in told and told.count("\n") == 1
+    code, _, reported = run("convert", legacy, tmp_path / "out")
+    assert code == 2 and "is incomplete: it has 2 files" in reported and reported.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["norm/.zarray", "metadata.json"])
 def test_json_that_is_nested_too_deeply_is_damaged(name: str, legacy, tmp_path):
     (legacy / name).write_text("[" * 100_000)
-    code, _, told = run("convert", legacy, tmp_path / "out")
-    assert code == 2 and told.count("\n") == 1
+    code, _, reported = run("convert", legacy, tmp_path / "out")
+    assert code == 2 and reported.count("\n") == 1

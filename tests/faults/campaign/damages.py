@@ -162,16 +162,16 @@ def swap(victim: Victim, rng: random.Random) -> Damage:
     """One or two files are those of another save, or of another rank, under their own names."""
     names = rng.sample(victim.names(), rng.choice([1, 1, 2]))
     source = rng.choice([*victim.others, victim.sound])
-    told = []
+    reported = []
     for name in names:
         found = [each for each in sorted(os.listdir(source)) if role(each) == role(name)]
         if source == victim.sound:
             found = [each for each in found if each != name] or sorted(os.listdir(source))
         other = rng.choice(found)
         victim.put(name, (source / other).read_bytes())
-        told.append(f"{name} is {other} of {source.name}")
+        reported.append(f"{name} is {other} of {source.name}")
     kind = "of another rank or role" if source == victim.sound else "of another save"
-    return Damage(f"{len(names)} swapped, {kind}", "; ".join(told), tuple(names))
+    return Damage(f"{len(names)} swapped, {kind}", "; ".join(reported), tuple(names))
 
 
 def mix(victim: Victim, rng: random.Random) -> Damage:

@@ -193,8 +193,8 @@ def objects(draw: Draw) -> Forgery:
     key = draw(st.sampled_from([forging.COMMON_KEY, "o/shard_0_1", forging.MAP_KEY]))
     claims = forging.base({key: data})
     files = forging.data_files(claims)
-    told = f"{kind} as {key}: {pickled[:300]!r}"
-    return Forgery("object", told, forging.assemble(files, forging.index_bytes(claims)), claims)
+    reported = f"{kind} as {key}: {pickled[:300]!r}"
+    return Forgery("object", reported, forging.assemble(files, forging.index_bytes(claims)), claims)
 
 
 def sound_values(draw: Draw) -> Forgery:

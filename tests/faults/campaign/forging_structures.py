@@ -40,7 +40,7 @@ def _at(value: Any, place: tuple[Any, ...]) -> Any:
 
 def lie_in_json(draw: Draw, value: Any, lies: int = 3) -> tuple[str, str]:
     """Changes a few things in a JSON value; gives its text, and what was done."""
-    told = []
+    reported = []
     for _ in range(draw(st.integers(1, lies))):
         place = draw(st.sampled_from(_places(value)))
         parent, key, old = _at(value, place[:-1]), place[-1], _at(value, place)
@@ -56,15 +56,15 @@ def lie_in_json(draw: Draw, value: Any, lies: int = 3) -> tuple[str, str]:
         else:
             strategy = {"number": NUMBERS, "word": WORDS}.get(what, JSON_VALUES)
             parent[key] = draw(strategy)
-        told.append(f"{what} at {'.'.join(map(str, place))}")
+        reported.append(f"{what} at {'.'.join(map(str, place))}")
     text = json.dumps(value)
     if draw(st.integers(0, 9)) == 0:  # a name twice: the last one counts, or none
         text = text.replace("{", '{"rank": 1, "name": "x", "format_version": 9, ', 1)
-        told.append("names twice")
+        reported.append("names twice")
     if draw(st.integers(0, 19)) == 0:
         text = text.replace("{", '{"more": ' + "[" * 100_000 + "]" * 100_000 + ", ", 1)
-        told.append("deep nesting")
-    return text, "; ".join(told)
+        reported.append("deep nesting")
+    return text, "; ".join(reported)
 
 
 def manifest_bytes(text: str, version: int = 1) -> bytes:
@@ -81,9 +81,9 @@ def manifest(draw: Draw) -> Forgery:
     claims, files = forging.honest()
     value = _manifest(files)
     value["others"] = [{"name": draw(WORDS), "bytes": 3, "sha256": "0" * 64}] if draw(st.booleans()) else []
-    text, told = lie_in_json(draw, value)
+    text, reported = lie_in_json(draw, value)
     files[MANIFEST_NAME] = manifest_bytes(text, draw(st.sampled_from([1, 1, 1, 1, 0, 2, 999_999_999])))
-    return Forgery("manifest", told, files, claims)
+    return Forgery("manifest", reported, files, claims)
 
 
 def foreign_file(draw: Draw) -> Forgery:
@@ -98,7 +98,7 @@ def foreign_file(draw: Draw) -> Forgery:
     if (save, rank) == (
         SAVE,
         place,
-    ):  # only its content is another one; so its checksum in the manifest tells
+    ):  # only its content is another one; so its checksum in the manifest shows it
         entry = value["files"][place]
     else:
         entry = forging.resealed_entry(value["files"][place]["name"], place, sealed)
@@ -174,13 +174,13 @@ def _lie_in_row(draw: Draw, claims: forging.Claims) -> str:
 
 def index(draw: Draw) -> Forgery:
     claims = forging.base()
-    told = [_lie_in_row(draw, claims) for _ in range(draw(st.integers(1, 3)))]
+    reported = [_lie_in_row(draw, claims) for _ in range(draw(st.integers(1, 3)))]
     files = forging.data_files(claims)
     if draw(st.booleans()):
         claims.tensors.sort(key=lambda tensor: tensor.name)
     counted = draw(st.sampled_from([2, 2, 2, 0, 1, 3, (1 << 32) - 1]))
     data = forging.index_bytes(claims, draw(st.booleans()), counted)
-    return Forgery("index", f"{'; '.join(told)}; {counted} files", forging.assemble(files, data), claims)
+    return Forgery("index", f"{'; '.join(reported)}; {counted} files", forging.assemble(files, data), claims)
 
 
 def index_tables(draw: Draw) -> Forgery:
@@ -228,9 +228,9 @@ def footer(draw: Draw) -> Forgery:
     claims = forging.base()
     files = forging.data_files(claims)
     rank = draw(st.integers(0, 1))
-    told = [draw(st.sampled_from(["extent", "extent", "name", "checksums", "field"])) for _ in range(2)]
+    reported = [draw(st.sampled_from(["extent", "extent", "name", "checksums", "field"])) for _ in range(2)]
     fields: dict[str, Any] = {}
-    for what in told:
+    for what in reported:
         extents = claims.extents[rank]
         key = draw(st.sampled_from(sorted(extents)))
         if what == "extent":
@@ -251,7 +251,7 @@ def footer(draw: Draw) -> Forgery:
             fields[name] = draw(NUMBERS) % (1 << (64 if name == "data_bytes" else 32))
     files[rank] = forging.seal(claims.data[rank], claims.extents[rank], rank, **fields)
     return Forgery(
-        "footer", f"{told} {fields.keys()}", forging.assemble(files, forging.index_bytes(claims)), claims
+        "footer", f"{reported} {fields.keys()}", forging.assemble(files, forging.index_bytes(claims)), claims
     )
 
 
@@ -319,19 +319,19 @@ def optimizer_map(draw: Draw) -> Forgery:
             "main": True,
         }
         value["buckets"][0]["parameters"].append({"name": "q", "begin": 14, "end": 20, "shards": [shard]})
-    text, told = lie_in_json(draw, value, lies=2)
+    text, reported = lie_in_json(draw, value, lies=2)
     claims = forging.base({forging.MAP_KEY: stored([text])})
     files = forging.data_files(claims)
-    return Forgery("optimizer map", told, forging.assemble(files, forging.index_bytes(claims)), claims)
+    return Forgery("optimizer map", reported, forging.assemble(files, forging.index_bytes(claims)), claims)
 
 
 def metadata_json(draw: Draw) -> Forgery:
     claims, files = forging.honest()
-    text, told = lie_in_json(draw, json.loads(forging.METADATA))
+    text, reported = lie_in_json(draw, json.loads(forging.METADATA))
     if draw(st.booleans()):
-        text, told = json.dumps(draw(JSON_VALUES)), "any value"
+        text, reported = json.dumps(draw(JSON_VALUES)), "any value"
     files[METADATA_NAME] = text.encode("utf-8", "surrogatepass")
-    return Forgery("metadata.json", told, files, claims)
+    return Forgery("metadata.json", reported, files, claims)
 
 
 FORGERIES = (

@@ -91,9 +91,9 @@ def _lie(draw: Draw, metadata: Any) -> str:
 def metadata(draw: Draw) -> Forgery:
     files = dict(sound())
     found = pickle.loads(files[INDEX])
-    told = "; ".join(_lie(draw, found) for _ in range(draw(st.integers(1, 2))))
+    reported = "; ".join(_lie(draw, found) for _ in range(draw(st.integers(1, 2))))
     files[INDEX] = pickle.dumps(found)
-    return Forgery(".metadata", told, files, None)
+    return Forgery(".metadata", reported, files, None)
 
 
 def hostile_metadata(draw: Draw) -> Forgery:

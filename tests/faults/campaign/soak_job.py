@@ -59,9 +59,9 @@ class _Silent(Notes):
 
 
 def _first_says(go_on: bool) -> bool:
-    told = [go_on]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
+    reported = [go_on]
+    dist.broadcast_object_list(reported, src=0)
+    return reported[0]
 
 
 def _remove(directory: Path) -> None:

@@ -58,13 +58,13 @@ class _Session:
         dist.barrier()
         hits = self._arm(attempt)
         error = failure_of(lambda: self.save(number, iteration))
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, (error, self._disarm(hits)))
+        reported: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(reported, (error, self._disarm(hits)))
         if error is not None:
             self._held = before
         elif not attempt["plan"]:
             self._track(number)
-        self._look(attempt, [each for each, _ in told], any(sum(counts) for _, counts in told))
+        self._look(attempt, [each for each, _ in reported], any(sum(counts) for _, counts in reported))
         dist.barrier()
         if dist.get_rank() == 0:
             for path in self._root.glob(f"{_BALLAST}*"):

@@ -110,11 +110,11 @@ class _Round:
 
     def _require_alike(self, notes: list[dict[str, Any]]) -> None:
         """Both ranks of a run say the same of each of its saves."""
-        told: dict[int, set[str]] = {}
+        events_by_iteration: dict[int, set[str]] = {}
         for note in notes:
             if note["event"] in ("done", "failed"):
-                told.setdefault(note["iteration"], set()).add(note["event"])
-        for iteration, events in told.items():
+                events_by_iteration.setdefault(note["iteration"], set()).add(note["event"])
+        for iteration, events in events_by_iteration.items():
             if len(events) > 1:
                 self._violate(f"ranks do not agree on the save of {iteration}")
 

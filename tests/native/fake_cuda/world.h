@@ -45,7 +45,7 @@ struct Fault {
   int code;
 };
 
-// Everything below is guarded by `mutex`; `changed` tells of any change at all. Never destroyed: streams
+// Everything below is guarded by `mutex`; `changed` is signalled at any change. Never destroyed: streams
 // may outlive main.
 struct World {
   std::mutex mutex;
