@@ -153,7 +153,7 @@ class Save:
         self.expect(Milestone.DURABLE)
 
     def failure(self, milestone: Milestone = Milestone.WRITTEN) -> str:
-        """Waits for the save to fail and to let go of everything; gives its error."""
+        """Waits for the save to fail and to let go of everything; returns its error."""
         self.job.close_input()
         assert self.reaches(milestone)
         assert self.error, "the save did not fail"
@@ -281,7 +281,7 @@ def _adopt_targets(requests: Sequence[Request]) -> None:
 
 
 def finish_read(job: native.ReadJob) -> tuple[int, list[tuple[int, int]], str]:
-    """Waits for the end of it; gives its result."""
+    """Waits for the end of it; returns its result."""
     try:
         assert job.wait(PATIENCE), "the read does not end"
     finally:

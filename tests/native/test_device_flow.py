@@ -1,4 +1,4 @@
-"""What a save gives the device to do, and when: on the fake driver."""
+"""What a save enqueues on the device, and when: on the fake driver."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Copies from a device: behind what the trainer gave its stream before, ahead of what it gives it later.
+"""Copies from a device: after what the trainer has enqueued before, ahead of what it enqueues later.
 
 On the fake driver, where a source that is overwritten too early shows.
 """

@@ -248,7 +248,7 @@ def test_tensors_on_several_devices_are_refused(
 def test_tensors_on_another_device_than_the_current_one_are_refused(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The stream that the copies were ordered behind would not be that which wrote them."""
+    """The copies were ordered after another stream than the one that wrote their sources."""
     monkeypatch.setattr(staging, "_current_device", lambda: 1)
     publication = trainer.saver().start(tmp_path, DeviceTensors(trainer.model))
     assert "tensors on cuda:0, and the current device is cuda:1" in failure(publication)
@@ -305,7 +305,7 @@ def test_sources_are_dropped_on_the_trainers_thread_when_they_were_read(
 
 
 class FailingBehindCall:
-    """A native job that fails right behind the nth call of it."""
+    """A native job that fails right after the nth call of it."""
 
     def __init__(self, job: Any, nth: int) -> None:
         self._job, self._left = job, nth

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:
 
 
 def in_child(work: Callable[[], object]) -> str:
-    """What `work` gave in a forked child, as text; fails if the child hangs or dies."""
+    """Returns what `work` returned in a forked child, as text; fails if the child hangs or dies."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

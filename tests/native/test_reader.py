@@ -38,7 +38,7 @@ CHECKSUMS = checksums_of(DATA)
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The data and a footer behind it, as in a data file."""
+    """The data and a footer after it, as in a data file."""
     path = tmp_path_factory.mktemp("reader") / "data"
     path.write_bytes(DATA.tobytes() + bytes(ALIGNMENT))
     return path
@@ -263,7 +263,7 @@ def test_any_strided_spans_of_several_files_arrive(
 
 
 def read_rows(path: Path, piece: int, pieces: int, step: int, checksums: bytes) -> int:
-    """Reads rows from 0 on; gives how many bytes that took."""
+    """Reads rows from 0 on; returns how many bytes that took."""
     target = np.zeros((pieces, piece), np.uint8)
     request = Request(0, piece, target.ctypes.data, pieces, step, piece)
     read, _, error = finish_read(start_read(make_reader(), [(str(path), len(DATA), checksums)], [request]))

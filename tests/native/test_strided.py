@@ -1,4 +1,4 @@
-"""Strided sources: rows at equal distances arrive one behind the other, on a device by one call a span.
+"""Strided sources: rows at equal distances arrive one after the other, on a device by one call a span.
 
 Chunks are small, so that their borders fall anywhere: between spans, between rows, inside a row.
 """

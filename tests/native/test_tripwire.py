@@ -101,7 +101,7 @@ def test_change_of_everything_is_found_where_the_file_begins(
 
 
 def engine_stream_is_done(cuda: FakeCuda, save: Save) -> int:
-    """A trainer's stream that stands behind the samples."""
+    """A trainer's stream that waits for the samples."""
     stream = cuda.new_stream()
     save.job.hold_back(stream)
     return stream
@@ -335,9 +335,9 @@ def test_each_of_several_saves_has_samples_of_its_own(
         cuda.synchronize(engine_stream_is_done(cuda, beside))
         for copy in copies:
             change(copy)
-        behind = Save(engine, tmp_path / "behind", copies, stream=stream)
+        after = Save(engine, tmp_path / "after", copies, stream=stream)
     assert torn_at(before) == host_samples(copies[0], SLOT, SEED + 1)[0].start
-    for save in (beside, behind):
+    for save in (beside, after):
         save.finish()
         save.assert_stored()
 

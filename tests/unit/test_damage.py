@@ -64,7 +64,7 @@ def error_of_load(directory: Path) -> DataStatesError:
 
 
 def with_flips(path: Path, step: int) -> Iterator[int]:
-    """Turns one bit in every `step` bytes of the file, one at a time, and gives where."""
+    """Turns one bit in every `step` bytes of the file, one at a time, and yields where."""
     random, data = np.random.default_rng(0), path.read_bytes()
     with path.open("r+b", buffering=0) as file:
         for start in range(0, len(data), step):

@@ -29,7 +29,7 @@ def state() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def pair(saver, tmp_path: Path):
-    """Saves two states; gives their directories."""
+    """Saves two states; returns their directories."""
 
     def saved(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[Path, Path]:
         save(saver, tmp_path / "a", one)

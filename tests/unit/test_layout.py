@@ -1,4 +1,4 @@
-"""Layouts of data files: the rules that FORMAT.md gives, for any fragments."""
+"""Layouts of data files: the rules of FORMAT.md, for any fragments."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def test_the_interpreter_ends_in_any_state_of_a_save(tmp_path, way):
 
 
 def test_a_save_begun_while_the_interpreter_ends_fails_and_hangs_nothing(tmp_path):
-    """Python gives out no threads any more."""
+    """Python starts no threads any more."""
     program = """
 def late():
     publication = start("c", Mutability.NOW)
@@ -298,7 +298,7 @@ def test_a_program_started_in_mid_save_keeps_no_file_open(slow, tmp_path):
 
 
 def in_process(method: str, work, *arguments) -> object:
-    """What `work` gives in a child of multiprocessing; fails if the child hangs or dies."""
+    """Returns what `work` returns in a child of multiprocessing; fails if the child hangs or dies."""
     context = multiprocessing.get_context(method)
     reported = context.Queue()
     child = context.Process(target=lambda: reported.put(work(*arguments)))

@@ -219,4 +219,4 @@ def test_scalars_go_to_the_writers_that_megatron_has(reporting, tmp_path, monkey
     assert reported["datastates/held_ms"] == (report["held_ms"], 70)
     scalars, step = wandb.log.call_args.args
     assert scalars == {name: value for name, (value, _) in reported.items()}
-    assert step == 72, "W&B refuses steps that lie behind"
+    assert step == 72, "W&B refuses steps of the past"

@@ -20,7 +20,7 @@ FC1 = "decoder.layers.mlp.linear_fc1.weight"
 
 @pytest.fixture
 def viewed(saver, tmp_path: Path):
-    """Saves tensors; gives the view of them."""
+    """Saves tensors; returns the view of them."""
 
     def view(tensors: dict[str, torch.Tensor], **options: bool) -> zarr.Group:
         save(saver, tmp_path / "ck", tensors, {"rng": [1]})

@@ -39,7 +39,7 @@ def _at(value: Any, place: tuple[Any, ...]) -> Any:
 
 
 def lie_in_json(draw: Draw, value: Any, lies: int = 3) -> tuple[str, str]:
-    """Changes a few things in a JSON value; gives its text, and what was done."""
+    """Changes a few things in a JSON value; returns its text, and what was done."""
     reported = []
     for _ in range(draw(st.integers(1, lies))):
         place = draw(st.sampled_from(_places(value)))

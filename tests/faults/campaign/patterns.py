@@ -174,7 +174,7 @@ def iteration_of(found: State, candidates: Iterable[tuple[int, str]]) -> int | N
 
 
 def iterations_of_parts(found: State, candidates: Iterable[tuple[int, str]]) -> dict[str, list[int]]:
-    """For a message: which iterations each part of a state is, so that a mixture is distinguished from damage."""
+    """Returns, for a message, which iterations each part of a state matches."""
     parts: dict[str, list[int]] = {name: [] for name in found}
     for iteration, layout in candidates:
         dtypes = {kind.key: kind for kind in KINDS[layout]}

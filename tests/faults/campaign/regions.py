@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron_datastates.pipeline.load import Checkpoint
 
 MANIFEST, METADATA = "datastates.manifest", "metadata.json"
-Fields = tuple[tuple[str, int], ...]  # name and size, one behind the other
+Fields = tuple[tuple[str, int], ...]  # name and size, one after the other
 
 _IDENTITY: Fields = (("magic", 8), ("version", 4), ("incompatible", 4), ("compatible", 4))
 HEADER: Fields = (*_IDENTITY, ("reserved", 4), ("run id", 8), ("ordinal", 8), ("rank", 4), ("world size", 4))

@@ -20,7 +20,7 @@ ILLEGAL_ACCESS, LAUNCH_FAILURE = 700, 719
 
 
 def build(folder: Path) -> Path:
-    """Compiles the library into `folder`; gives its path."""
+    """Compiles the library into `folder`; returns its path."""
     target = folder / "libfakecuda.so"
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-shared", "-fPIC", "-pthread"]

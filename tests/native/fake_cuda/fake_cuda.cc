@@ -42,7 +42,7 @@ thread_local int capture_mode = 0;  // global; 2 is relaxed
 
 enum Needs { kNothing = 0, kContext = 1, kNoCapture = 2, kCleaningUp = 4 };
 
-// Counts and logs a call, makes it wait if the test holds it, and gives the error it is to return.
+// Counts and logs a call, makes it wait if the test holds it, and returns the error it is to return.
 int Enter(const char* name, const std::string& arguments, int needs) {
   World& world = TheWorld();
   Lock lock(world.mutex);

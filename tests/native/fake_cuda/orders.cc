@@ -195,7 +195,7 @@ long fake_registered_bytes() {
   return static_cast<long>(bytes);
 }
 
-// Lines from `first` on; gives the bytes they need, and writes them if there is room.
+// Lines from `first` on; returns the bytes they need, and writes them if there is room.
 size_t fake_log(size_t first, char* buffer, size_t room) {
   World& world = TheWorld();
   Lock lock(world.mutex);

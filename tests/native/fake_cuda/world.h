@@ -88,7 +88,7 @@ void* NewHandle(World& world, const char* kind, std::string* name);  // with the
 // All of these take the lock.
 void* MakeStream(const char* kind);  // null: the default stream, unless it is there
 bool RetireStream(void* handle);
-// Queues work behind everything the stream was given before. Null for a handle that is no stream.
+// Queues work after everything that is on the stream. Null for a handle that is no stream.
 std::shared_ptr<Mark> Enqueue(void* stream, std::function<void()> work);
 void Await(const std::shared_ptr<Mark>& mark);
 void Log(const std::string& line);
