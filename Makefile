@@ -6,7 +6,7 @@ BIN := .venv/bin
 SEED := 1
 NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
 
-.PHONY: help env demo test test-faults test-versions test-native-sanitizers test-aarch64 lint format clean distclean
+.PHONY: help env demo test test-long test-faults test-versions test-native-sanitizers test-aarch64 lint format clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -31,9 +31,14 @@ endif
 test-faults: env ## run the fault campaign with SEED (1): kills, damage, forgeries; ARGS='--parts damage --rounds 500'
 	@$(BIN)/python -m tests.faults.campaign --seed $(SEED) $(ARGS)
 
-# Not part of `test`, because each release takes minutes. CI runs both.
+# Not part of `test`, because each release takes minutes. CI runs a part of it.
 test-versions: env ## run the conformance tests with other releases of Megatron-Core
 	@tools/env/versions.sh $(VERSIONS)
+
+test-long: ## run what is too long for CI: other releases completely, sanitizers, the fault campaign (hours)
+	@$(MAKE) test-versions
+	@$(MAKE) test-native-sanitizers
+	@$(MAKE) test-faults
 
 test-native-sanitizers: env ## run tests/native under the sanitizers of g++
 	@tools/env/sanitizers.sh $(SANITIZERS)
