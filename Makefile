@@ -10,7 +10,7 @@ NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
 .DEFAULT_GOAL := help
 
 help: ## list these targets
-	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 32
+	@sed -nE 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 32
 
 env: ## create or update .venv: minutes the first time, then seconds
 	@tools/env/bootstrap.sh
