@@ -87,7 +87,8 @@ std::optional<Tripwire::Change> Tripwire::FindChange(const Batch& batch, size_t 
       return Change{sample->offset, 1};
     }
   }
-  if (looks_.empty() || chunk.eager || looks_[number] == LookAt(batch, chunk, staged)) return std::nullopt;
+  // An eager chunk may be verified while another thread is still at the second look: nothing of that is read.
+  if (chunk.eager || looks_.empty() || looks_[number] == LookAt(batch, chunk, staged)) return std::nullopt;
   return Change{chunk.offset, chunk.bytes};
 }
 
