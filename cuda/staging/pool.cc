@@ -83,7 +83,11 @@ Slot SlotPool::Acquire(const std::function<bool()>& give_up, double* growing_sec
   MutexLock lock(mutex_);
   while (idle_.empty()) {
     if (give_up()) return Slot();
-    if (made_ + making_ == 0 && !trouble_.empty()) throw Failure("make staging slots", "", 0, trouble_);
+    if (made_ + making_ == 0 && !trouble_.empty()) {
+      Failure failure("make staging slots", "", 0, trouble_);  // the text names the code already
+      failure.code = trouble_code_;
+      throw failure;
+    }
     const bool is_growing = IsGrowing();
     const auto before = std::chrono::steady_clock::now();
     free_.WaitUntil(mutex_, before + std::chrono::milliseconds(100));
@@ -142,12 +146,16 @@ void SlotPool::AddSegment() {
   Segment segment;
   making_ += slots;
   std::string trouble;
+  int code = 0;
   {
     const MutexUnlock unlocked(mutex_);
     try {
       segment.mapping = std::make_unique<PrivateMapping>(slots * slot_bytes_);
       BindMemory(segment.mapping->data(), segment.mapping->bytes(), node);
       segment.mapping->Prefault();
+    } catch (const Failure& failure) {
+      trouble = failure.what();
+      code = failure.code;
     } catch (const std::exception& error) {
       trouble = error.what();
     }
@@ -161,6 +169,7 @@ void SlotPool::AddSegment() {
   free_.NotifyAll();
   if (!trouble.empty()) {
     trouble_ = trouble;
+    trouble_code_ = code;
     return;
   }
   for (size_t i = 0; i < slots; ++i) idle_.push_back(segment.mapping->data() + i * slot_bytes_);

@@ -123,6 +123,7 @@ class SlotPool {
   NumaNode node_ GUARDED_BY(mutex_);
   uint64_t registration_ GUARDED_BY(mutex_) = 0;  // number of calls of Register; 0: nothing is page-locked
   std::string trouble_ GUARDED_BY(mutex_), lock_trouble_ GUARDED_BY(mutex_);
+  int trouble_code_ GUARDED_BY(mutex_) = 0;  // errno of trouble_, or 0
   bool stop_ GUARDED_BY(mutex_) = false;
   std::vector<std::thread> threads_ GUARDED_BY(mutex_);
 };
