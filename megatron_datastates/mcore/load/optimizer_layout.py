@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from megatron_datastates.errors import MismatchError
-from megatron_datastates.format.optimizer_map import Bucket
+from megatron_datastates.format.optimizer_map import OptimizerMap
 from megatron_datastates.mcore.errors import LoadMismatch, load_errors
 from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint, read_common_state
 from megatron_datastates.mcore.load.optimizer_names import StateNames
@@ -198,19 +198,20 @@ def _is_optimizer(value: Any) -> bool:
 
 
 def _is_other_layout(checkpoint: Checkpoint, state: dict[Any, Any], own: OwnBuckets) -> bool:
-    """Returns whether any bucket is not stored with the same parameters at the same places."""
-    tensors, with_maps = checkpoint.index.tensors, has_optimizer_maps(checkpoint)
+    """Returns whether the optimizer's buckets are not stored with the same parameters at the same places.
+
+    Buckets that are stored and that the optimizer does not have are a difference, too.
+    """
+    if has_optimizer_maps(checkpoint):
+        stored = bucket_states(checkpoint).maps.get(state[CARRIER].key.removesuffix(CARRIER))
+        return stored is None or _places(stored) != _places(own.map)
     for _, _, item in bucket_tensors(state):
-        if item.key not in tensors:
-            if with_maps or _has_states(checkpoint):
+        if item.key not in checkpoint.index.tensors:
+            if _has_states(checkpoint):
                 return True
             raise MismatchError(_without_map(item.key, "is not there"))
         _, shape = checkpoint.index.describe(item.key)
-        if with_maps:
-            stored = bucket_states(checkpoint).buckets.get(item.key)
-            if stored is None or not _same(stored, bucket_of(own, state, item)):
-                return True
-        elif shape != tuple(item.global_shape):
+        if shape != tuple(item.global_shape):
             raise MismatchError(
                 _without_map(item.key, f"has {shape[0]} elements, and {item.global_shape[0]} in this run")
             )
@@ -221,15 +222,18 @@ def _has_states(checkpoint: Checkpoint) -> bool:
     return any(f"{PREFIX}." in key for key in checkpoint.index.tensors)
 
 
-def _same(stored: Bucket, own: Bucket) -> bool:
-    """Returns whether two buckets hold the same shards at the same places. Names may differ."""
-
-    def places(bucket: Bucket) -> list[Any]:
-        return sorted(
-            (p.begin, p.end, [msgspec.structs.astuple(s) for s in p.shards]) for p in bucket.parameters
+def _places(described: OptimizerMap) -> list[Any]:
+    """Returns what two maps have in common if their buckets hold the same shards. Names may differ."""
+    return sorted(
+        (
+            bucket.name,
+            bucket.elements,
+            sorted(
+                (p.begin, p.end, [msgspec.structs.astuple(s) for s in p.shards]) for p in bucket.parameters
+            ),
         )
-
-    return stored.elements == own.elements and places(stored) == places(own)
+        for bucket in described.buckets
+    )
 
 
 def _without_map(key: str, what: str) -> str:
