@@ -7,11 +7,14 @@ nothing else of the checkpoint.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
 
@@ -115,6 +118,8 @@ def _check_bucket(bucket: Bucket, key: str) -> None:
                     f"{place}: its shard of {shard.key!r} leaves the parameter or its global shape "
                     f"{shard.global_shape}"
                 )
+        if _share_elements(parameter.shards):
+            raise FormatError(f"{place}: an element of it belongs to its shards twice")
 
 
 def _fits(shard: ParameterShard, elements: int) -> bool:
@@ -126,6 +131,39 @@ def _fits(shard: ParameterShard, elements: int) -> bool:
     if 0 in shard.shape:
         return True
     return shard.start + footprint_elements(shard.shape, shard.strides) <= elements
+
+
+def _share_elements(shards: Sequence[ParameterShard]) -> bool:
+    """Returns whether two elements of shards, or of one shard, are the same element of their parameter."""
+    spans = sorted(
+        (shard.start, shard.start + footprint_elements(shard.shape, shard.strides), number)
+        for number, shard in enumerate(shards)
+        if 0 not in shard.shape
+    )
+    if any(_repeats(shards[number]) for _, _, number in spans):
+        return True
+    if all(one[1] <= other[0] for one, other in itertools.pairwise(spans)):
+        return False
+    places = np.sort(np.concatenate([_places(shards[number]) for _, _, number in spans]))
+    return bool((places[1:] == places[:-1]).any())
+
+
+def _repeats(shard: ParameterShard) -> bool:
+    """Returns whether a shard takes an element of the parameter twice; True if that is hard to decide."""
+    last = 0  # the furthest element that the dimensions up to here reach
+    for stride, length in sorted((s, n) for s, n in zip(shard.strides, shard.shape, strict=True) if n > 1):
+        if stride <= last:
+            return True
+        last += stride * (length - 1)
+    return False
+
+
+def _places(shard: ParameterShard) -> npt.NDArray[np.int64]:
+    """Returns where the elements of a shard are, in no order."""
+    places = np.array([shard.start], np.int64)
+    for stride, length in zip(shard.strides, shard.shape, strict=True):
+        places = (places[:, None] + np.arange(length, dtype=np.int64) * stride).reshape(-1)
+    return places
 
 
 def _product(sizes: Iterable[int]) -> int:

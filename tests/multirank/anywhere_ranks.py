@@ -1,12 +1,13 @@
 """Ranks of test_resume_anywhere.py: save bucket state in one layout, load it in another, compare with memory.
 
 The truth is what the optimizer held when it was saved, gathered and written here, parameter by parameter. It
-is neither read nor written by what is tested. What belongs here: saving, loading and comparing. What does not:
-the choice of layouts, which is the test's.
+is neither read nor written by what is tested. What belongs here: saving, loading and comparing. What does
+not: the choice of layouts, which is the test's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from map_ranks import shards_in_memory
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from model_ranks import Layout, Training, build, random_values, step, strategies
 from saving_rank import join, make_directory, report
 
@@ -78,14 +81,26 @@ class Announcements(logging.Handler):
 
 def pieces(training: Training, *, main: bool) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Any]]:
     """Yields (key, offset, global shape, values) of all states of this rank's parameters."""
-    for shard in shards_in_memory(training, main=main):
+    distributed = any(hasattr(one, "buffers") for one in chain_of(training))
+    for shard in shards_in_memory(training, main=main) if distributed else whole_shards(training, main=main):
         shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
-        yield (
-            shard.key,
-            tuple(shard.global_offset),
-            tuple(shard.global_shape),
-            shard.data.reshape(shape).clone(),
-        )
+        values = shard.data.detach().reshape(shape).clone()
+        yield shard.key, tuple(shard.global_offset), tuple(shard.global_shape), values
+
+
+def chain_of(training: Training) -> list[Any]:
+    return list(getattr(training.optimizer, "chained_optimizers", [training.optimizer]))
+
+
+def whole_shards(training: Training, *, main: bool) -> Iterator[Any]:
+    """Yields the same of an optimizer that is not distributed, which holds states in the model's shards."""
+    kinds = (ShardedTensor, ShardedTensorFactory)
+    for item in nested_values(training.sharded()["optimizer"]):
+        if isinstance(item, kinds):
+            item = dataclasses.replace(item, key=item.key.replace(".fp32_param.", ".param."))
+            for shard in nested_values(item.build()) if hasattr(item, "build") else [item]:
+                if not main or is_main_replica(shard.replica_id):
+                    yield shard
 
 
 def read_truth(place: Path) -> dict[str, torch.Tensor]:
@@ -109,5 +124,9 @@ def compare(training: Training, truth: dict[str, torch.Tensor], layout: Layout, 
         assert torch.equal(values, expected), f"{key} at {offset} in {layout}"
         keys.append(key)
     assert {group["lr"] for group in training.optimizer.param_groups} == {MARKED}, layout
-    assert {int(group["step"]) for group in training.optimizer.param_groups} == {2}, layout
+    for chained in chain_of(training):
+        groups = [group for group in chained.optimizer.param_groups if group["params"]]
+        states = [chained.optimizer.state[param] for group in groups for param in group["params"]]
+        steps = {int(holder["step"]) for holder in (*groups, *states) if "step" in holder}
+        assert steps == {2}, (steps, layout)
     return sorted(set(keys))

@@ -104,7 +104,7 @@ def compare_with_memory(training: Training, found: dict[str, StateTensor]) -> No
 
 
 def shards_in_memory(training: Training, *, main: bool = True) -> Iterator[ShardedTensor]:
-    """Yields all states of this rank's parameters, sharded as the model is; with `main`, no other replicas."""
+    """Yields all states of this rank's parameters, sharded as the model; only main replicas with `main`."""
     model = training.sharded()
     model.pop("optimizer")
     kinds = (ShardedTensor, ShardedTensorFactory)

@@ -21,6 +21,7 @@ from tests.support.world import World
 
 pytestmark = pytest.mark.conformance
 
+NOT_DISTRIBUTED = "not distributed"  # as in model_ranks.py
 TIED: Layout = {"tied": True}
 UNEVEN: Layout = PP2 | {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
 EMBEDDING = "optimizer.state.exp_avg_sq.embedding.word_embeddings.weight"
@@ -63,6 +64,26 @@ def test_experts_fit_other_layouts(world: World, tmp_path: Path) -> None:
     ]
     run(world, tmp_path, "load", 0, others, {}, ranks=4)
     run(world, tmp_path, "load", 1, [EXPERTS | EP2], {}, ranks=4)
+
+
+@pytest.mark.parametrize("kind", ["fully_reshardable", NOT_DISTRIBUTED])
+def test_bucket_state_fits_other_kinds_of_optimizers(world: World, tmp_path: Path, kind: str) -> None:
+    run(world, tmp_path, "save", [TP2 | TIED], "dp_reshardable", ranks=2)
+    run(world, tmp_path, "load", 0, [TIED | PP2, TIED], {"kind": kind, "strict": "log_all"}, ranks=2)
+
+
+def test_state_of_a_precision_aware_optimizer_fits_other_layouts(world: World, tmp_path: Path) -> None:
+    kind = "precision-aware dp_reshardable"
+    run(world, tmp_path, "save", [TP2], kind, ranks=2)
+    run(world, tmp_path, "load", 0, [PP2, DENSE], {"kind": kind}, ranks=2)
+
+
+@pytest.mark.parametrize("kind", ["fully_reshardable", NOT_DISTRIBUTED])
+def test_state_by_parameter_fits_the_buckets_of_any_layout(world: World, tmp_path: Path, kind: str) -> None:
+    even = TIED | {"hidden_size": 128, "ffn_hidden_size": 128}  # else Megatron's save of the former fails
+    run(world, tmp_path, "save", [TP2 | even], kind, ranks=2)
+    found = run(world, tmp_path, "load", 0, [even | PP2, even, even | TP2], {}, ranks=2)
+    assert found["restated"] == [1, 1, 1]
 
 
 def run(world: World, folder: Path, what: str, *arguments: object, ranks: int) -> dict[str, list[object]]:

@@ -316,23 +316,17 @@ class _Optimizer:
         return {**own, "param_groups": groups}
 
     def _inner(self, node: dict[Any, Any]) -> dict[Any, Any]:
-        """Restates a plain optimizer's state dict: its groups keep their own parameters, and share a step."""
+        """Restates a plain optimizer's state dict: its groups keep their own parameters."""
         result = {key: self.restated(value) for key, value in node.items() if key != "param_groups"}
-        steps: list[Any] = []
-        groups = []
+        result["param_groups"], steps = [], []
         for group in node["param_groups"]:
             found = matched(group, self._stored, self._identifiers)
-            step = found.pop("step", None)
-            steps += [] if step is None else [step]
-            if "step" in group and step is not None:
-                found["step"] = step
+            steps += [found["step"]] if "step" in found else []
             params = {key: value for key, value in group.items() if key == "params"}
-            groups.append(params | {key: LocalNonpersistentObject(value) for key, value in found.items()})
-        result["param_groups"] = groups
-        if isinstance(result.get("state"), dict) and "common_step" in result["state"]:
-            result["state"]["common_step"] = LocalNonpersistentObject(
-                _like(steps[0], node["state"]["common_step"])
-            )
+            plain = {key: LocalNonpersistentObject(value) for key, value in found.items()}
+            result["param_groups"].append(params | plain)
+        if steps and _keeps_step_by_parameter() and isinstance(result.get("state"), dict):
+            result["state"]["common_step"] = LocalNonpersistentObject(torch.tensor(float(steps[0])))
         return result
 
     def _with_others(self, result: dict[Any, Any], node: dict[Any, Any]) -> dict[Any, Any]:
@@ -344,9 +338,11 @@ class _Optimizer:
         return result
 
 
-def _like(step: Any, own: Any) -> Any:
-    """Returns a stored step as the optimizer keeps it: a tensor or a number."""
-    return torch.full_like(own, float(step)) if isinstance(own, torch.Tensor) else type(own)(step)
+def _keeps_step_by_parameter() -> bool:
+    """Returns whether the run's optimizers are torch's own, which keep the step in each parameter's state."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    return not getattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
 
 
 def _identifiers() -> tuple[str, ...]:

@@ -19,6 +19,12 @@ from megatron_datastates.mcore.training.arguments import options_of
 from megatron_datastates.pipeline.runs import may_be_ours
 
 _SHARDING = "distrib_optim_sharding_type"  # in the content metadata
+_REFUSAL = "not supported for DistributedOptimizer with sharding type dp_reshardable"
+_WITHOUT_MAP = (
+    "megatron_datastates: {} stores the optimizer state in buckets and has no optimizer map, which would say "
+    "where each parameter lies in them. Resume with the TP and PP sizes that saved it, save once with "
+    "--ckpt-format datastates, and resume from that with any; or load without the optimizer (--no-load-optim)."
+)
 _REFUSED = ("tensor_model_parallel_size", "pipeline_model_parallel_size")  # sizes that Megatron compares
 
 
@@ -38,6 +44,10 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 if not is_damage(error) or not _all_ranks_are_here(load):
                     raise
                 raise MegatronLoadFailedError(f"{error} {_advice(load)}") from error.__cause__
+            except RuntimeError as error:  # Megatron's own refusal, the same on all ranks
+                if _REFUSAL not in str(error):
+                    raise
+                raise RuntimeError(f"{error} {_WITHOUT_MAP.format(load.directory)}") from error
 
     return load_checkpoint
 
@@ -90,8 +100,8 @@ def wrap_load_content_metadata(original: Callable[..., Any]) -> Callable[..., An
     """Wraps `load_content_metadata`, from which `load_checkpoint` learns how optimizer state is stored.
 
     It refuses buckets of another TP or PP size, and knows no state of an optimizer that was not distributed.
-    For a checkpoint of ours that has what another layout needs, the answer is a sharding type that it accepts,
-    with a mark by which the optimizer asks for its own buckets in any case (optimizer_request.py).
+    For a checkpoint of ours that has what another layout needs, the answer is a sharding type that it
+    accepts, with a mark by which the optimizer asks for its own buckets (optimizer_request.py).
     """
 
     def load_content_metadata(*args: Any, **kwargs: Any) -> Any:
@@ -111,7 +121,7 @@ def wrap_load_content_metadata(original: Callable[..., Any]) -> Callable[..., An
 
 
 def _asks_for_own_buckets(metadata: Any, stored: Any, own: Any, directory: str) -> bool:
-    """Returns whether the optimizer asks for its own buckets, though Megatron would refuse or not know how."""
+    """Returns whether the optimizer asks for its own buckets, though Megatron would not allow it."""
     from megatron_datastates.pipeline.optimizer import has_optimizer_maps
 
     if not getattr(own, "use_distributed_optimizer", False):

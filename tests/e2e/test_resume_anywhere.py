@@ -1,0 +1,47 @@
+"""Runs of Megatron's loop resume from the default optimizer layout in any layout, with no flag and no gather.
+
+The truth is the same chain of runs that save fully reshardable state, bit for bit.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.optimizer import has_optimizer_maps
+from tests.support.tiny import LAYOUTS, Checkpoints, Ending, Pretraining
+
+CHAIN = {2: "tp2", 4: "pp2", 6: "dp2", 8: "tp2"}
+SAID = "holds the optimizer state of another parallel layout"
+
+
+def follow(pretraining: Pretraining, root: Path, *how: str, ckpt_format: str = "datastates") -> list[Ending]:
+    """Takes two steps in each layout of CHAIN; each run loads what the one before it saved."""
+    checkpoints, endings = Checkpoints(root), []
+    for stop, layout in CHAIN.items():
+        ending = pretraining.run(
+            *(*LAYOUTS[layout], *how, "--train-iters", "8", "--exit-interval", str(stop)),
+            *("--save", root, "--load", root, "--ckpt-format", ckpt_format),
+        )
+        assert [rank.begun_at for rank in ending.ranks] == [stop - 2, stop - 2]
+        checkpoints.assert_format(stop, ckpt_format)
+        endings.append(ending)
+    return endings
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize(
+    "how", [["--swiglu"], ["--untie-embeddings-and-output-weights"]], ids=["swiglu", "untied"]
+)
+def test_chain_of_default_layouts_trains_as_fully_reshardable_state_does(
+    how: list[str], pretraining: Pretraining, tmp_path: Path
+) -> None:
+    ours = follow(pretraining, tmp_path / "ours", *how)
+    stock = follow(
+        pretraining, tmp_path / "stock", *how, "--dist-ckpt-optim-fully-reshardable", ckpt_format="torch_dist"
+    )
+    for layout, one, other in zip(CHAIN.values(), ours, stock, strict=True):
+        assert [rank.begun for rank in one.ranks] == [rank.begun for rank in other.ranks], layout
+        assert one.differences(other) == [], layout
+    assert [ending.log.count(SAID) for ending in ours] == [0, 1, 1, 1]
+    assert has_optimizer_maps(Checkpoint.open(Checkpoints(tmp_path / "ours").at(8)))
