@@ -21,6 +21,7 @@ from megatron_datastates.errors import FormatError, UnsupportedFormatError
 MAP_FORMAT_VERSION = 1
 _MAX_ELEMENTS = 1 << 62  # sums and products of offsets stay within 64 bits
 _MAX_DIMENSIONS = 64
+_MAX_RUNS = 1 << 24  # of consecutive elements, in the shards of a parameter that are not one after another
 Elements = Annotated[int, msgspec.Meta(ge=0, lt=_MAX_ELEMENTS)]
 Sizes = Annotated[tuple[Elements, ...], msgspec.Meta(max_length=_MAX_DIMENSIONS)]
 
@@ -134,7 +135,10 @@ def _fits(shard: ParameterShard, elements: int) -> bool:
 
 
 def _share_elements(shards: Sequence[ParameterShard]) -> bool:
-    """Returns whether two elements of shards, or of one shard, are the same element of their parameter."""
+    """Returns whether two elements of shards, or of one shard, are the same element of their parameter.
+
+    True also if that is hard to decide.
+    """
     spans = sorted(
         (shard.start, shard.start + footprint_elements(shard.shape, shard.strides), number)
         for number, shard in enumerate(shards)
@@ -144,8 +148,13 @@ def _share_elements(shards: Sequence[ParameterShard]) -> bool:
         return True
     if all(one[1] <= other[0] for one, other in itertools.pairwise(spans)):
         return False
-    places = np.sort(np.concatenate([_places(shards[number]) for _, _, number in spans]))
-    return bool((places[1:] == places[:-1]).any())
+    if sum(_run_count(shards[number]) for _, _, number in spans) > _MAX_RUNS:
+        return True
+    runs = [_runs(shards[number]) for _, _, number in spans]
+    begins = np.concatenate([begins for begins, _ in runs])
+    ends = begins + np.concatenate([np.full(len(begins), size) for begins, size in runs])
+    order = np.argsort(begins)
+    return bool((ends[order][:-1] > begins[order][1:]).any())
 
 
 def _repeats(shard: ParameterShard) -> bool:
@@ -158,12 +167,22 @@ def _repeats(shard: ParameterShard) -> bool:
     return False
 
 
-def _places(shard: ParameterShard) -> npt.NDArray[np.int64]:
-    """Returns where the elements of a shard are, in no order."""
-    places = np.array([shard.start], np.int64)
-    for stride, length in zip(shard.strides, shard.shape, strict=True):
-        places = (places[:, None] + np.arange(length, dtype=np.int64) * stride).reshape(-1)
-    return places
+def _run_count(shard: ParameterShard) -> int:
+    size, count = 1, 1
+    for stride, length in sorted((s, n) for s, n in zip(shard.strides, shard.shape, strict=True) if n > 1):
+        size, count = (size * length, count) if stride == size else (size, count * length)
+    return count
+
+
+def _runs(shard: ParameterShard) -> tuple[npt.NDArray[np.int64], int]:
+    """Returns where runs of consecutive elements of a shard begin, in no order, and the size of each."""
+    size, begins = 1, np.array([shard.start], np.int64)
+    for stride, length in sorted((s, n) for s, n in zip(shard.strides, shard.shape, strict=True) if n > 1):
+        if stride == size:
+            size *= length
+        else:
+            begins = (begins[:, None] + np.arange(length, dtype=np.int64) * stride).reshape(-1)
+    return begins, size
 
 
 def _product(sizes: Iterable[int]) -> int:

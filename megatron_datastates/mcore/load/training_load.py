@@ -23,7 +23,7 @@ _REFUSAL = "not supported for DistributedOptimizer with sharding type dp_reshard
 _WITHOUT_MAP = (
     "megatron_datastates: {} stores the optimizer state in buckets and has no optimizer map, which would say "
     "where each parameter lies in them. Resume with the TP and PP sizes that saved it, save once with "
-    "--ckpt-format datastates, and resume from that with any; or load without the optimizer (--no-load-optim)."
+    "--ckpt-format datastates, and resume from that with any; or load without it (--no-load-optim)."
 )
 _REFUSED = ("tensor_model_parallel_size", "pipeline_model_parallel_size")  # sizes that Megatron compares
 
