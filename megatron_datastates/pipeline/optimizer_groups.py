@@ -14,12 +14,16 @@ from typing import Any
 import torch
 
 from megatron_datastates.errors import FormatError, MismatchError
+from megatron_datastates.format.directory import COMMON_STATE_KEY
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME, is_optimizer_map
 from megatron_datastates.pipeline.load import Checkpoint
 
 Options = Mapping[str, Any]  # of a parameter group
 _OBJECT = "/shard_0_1"  # the end of the key of an object that each group stores once
 _BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded", OPTIMIZER_MAP_NAME)
+_CONTENT = "distrib_optim_sharding_type"  # in the content metadata
+_TYPE = "param_state_sharding_type"  # in an optimizer's state
+_BUCKETS_TYPE, _RESHARDABLE_TYPE = "dp_reshardable", "fully_reshardable"
 _EXPERT = "is_expert_parallel"
 
 
@@ -31,14 +35,21 @@ class StoredOptions:
     others: Mapping[str, Any]  # grad_scaler, for instance; the same in all optimizers
 
 
-def from_objects(checkpoint: Checkpoint) -> StoredOptions:
+def from_objects(checkpoint: Checkpoint, link: int | None = None) -> StoredOptions:
     """Reads what data-parallel groups have stored beside their optimizer maps.
+
+    Args:
+        link: of one optimizer of a chain; by default of all.
 
     Raises:
         FormatError: an object is not what Megatron stores, or two groups store different values.
         StorageError, CorruptDataError: as all reading.
     """
-    names = {key: name for key, name in beside_maps(checkpoint).items() if name not in _BUCKETS}
+    names = {
+        key: name
+        for key, name in beside_maps(checkpoint).items()
+        if name not in _BUCKETS and (link is None or key.startswith(f"chained_{link}."))
+    }
     values = checkpoint.read_objects(names)
     groups: list[Options] = []
     others: dict[str, Any] = {}
@@ -65,6 +76,41 @@ def beside_maps(checkpoint: Checkpoint) -> dict[str, str]:
         if key.endswith(_OBJECT) and f"{prefix}." in prefixes:
             found[key] = name
     return found
+
+
+def reshardable_common_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns the common state as it would be with fully reshardable optimizer state.
+
+    Raises:
+        FormatError: it is not a common state of a bucket layout, or as `from_objects`.
+        StorageError, CorruptDataError: as all reading.
+    """
+    stored = checkpoint.read_object(COMMON_STATE_KEY)
+    common = stored[0] if isinstance(stored, list) and len(stored) == 1 else None
+    content = common.get("content_metadata") if isinstance(common, dict) else None
+    if (
+        not isinstance(common, dict)
+        or not isinstance(content, dict)
+        or content.get(_CONTENT) != _BUCKETS_TYPE
+    ):
+        raise FormatError(
+            f"the common state of {checkpoint.directory} does not say {_CONTENT} {_BUCKETS_TYPE}"
+        )
+    optimizer = common.get("optimizer", {})
+    if _TYPE in optimizer:
+        changed: dict[Any, Any] = _reshardable(from_objects(checkpoint))
+    else:
+        changed = {link: _reshardable(from_objects(checkpoint, link)) for link in optimizer}
+    return {
+        **common,
+        "content_metadata": {**content, _CONTENT: _RESHARDABLE_TYPE},
+        "optimizer": changed,
+    }
+
+
+def _reshardable(stored: StoredOptions) -> dict[str, Any]:
+    groups = [dict(group) for group in stored.groups]
+    return {"optimizer": {"param_groups": groups}, **stored.others, _TYPE: _RESHARDABLE_TYPE}
 
 
 def from_common_state(common: Any) -> StoredOptions:
