@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from megatron_datastates.errors import FormatError, MismatchError
-from megatron_datastates.format.directory import COMMON_STATE_KEY
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME, is_optimizer_map
 from megatron_datastates.pipeline.load import Checkpoint
 
@@ -78,34 +77,30 @@ def beside_maps(checkpoint: Checkpoint) -> dict[str, str]:
     return found
 
 
-def reshardable_common_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the common state as it would be with fully reshardable optimizer state.
+def reshardable_common_state(checkpoint: Checkpoint, stored: Any) -> list[dict[str, Any]]:
+    """Returns a common state as it would be with fully reshardable optimizer state.
+
+    Args:
+        stored: the object that is the common state.
 
     Raises:
         FormatError: it is not a common state of a bucket layout, or as `from_objects`.
         StorageError, CorruptDataError: as all reading.
     """
-    stored = checkpoint.read_object(COMMON_STATE_KEY)
     common = stored[0] if isinstance(stored, list) and len(stored) == 1 else None
     content = common.get("content_metadata") if isinstance(common, dict) else None
-    if (
-        not isinstance(common, dict)
-        or not isinstance(content, dict)
-        or content.get(_CONTENT) != _BUCKETS_TYPE
-    ):
+    kind = content.get(_CONTENT) if isinstance(content, dict) else None
+    if common is None or content is None or kind != _BUCKETS_TYPE:
         raise FormatError(
-            f"the common state of {checkpoint.directory} does not say {_CONTENT} {_BUCKETS_TYPE}"
+            f"the common state of {checkpoint.directory} has {_CONTENT} {kind!r}, expected {_BUCKETS_TYPE!r}"
         )
     optimizer = common.get("optimizer", {})
     if _TYPE in optimizer:
         changed: dict[Any, Any] = _reshardable(from_objects(checkpoint))
     else:
         changed = {link: _reshardable(from_objects(checkpoint, link)) for link in optimizer}
-    return {
-        **common,
-        "content_metadata": {**content, _CONTENT: _RESHARDABLE_TYPE},
-        "optimizer": changed,
-    }
+    content = {**content, _CONTENT: _RESHARDABLE_TYPE}
+    return [{**common, "content_metadata": content, "optimizer": changed}]
 
 
 def _reshardable(stored: StoredOptions) -> dict[str, Any]:

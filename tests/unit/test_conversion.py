@@ -173,9 +173,16 @@ def test_another_checkpoint_in_the_directory_has_no_maps(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    "damaged", ["", "[]", "{}", '{"index_sha256": "SHA", "maps": [1]}', '{"index_sha256": "SHA", "maps": {"a": "?"}}',
-                '{"index_sha256": "SHA", "maps": {"other": "YQ=="}}']
-)  # fmt: skip
+    "damaged",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"index_sha256": "SHA", "maps": [1]}',
+        '{"index_sha256": "SHA", "maps": {"a": "?"}}',
+        '{"index_sha256": "SHA", "maps": {"other": "YQ=="}}',
+    ],
+)
 def test_a_damaged_file_of_maps_is_refused(damaged: str, tmp_path: Path) -> None:
     with_a_map(tmp_path / "ours")
     convert_to(tmp_path / "ours", tmp_path / "there")

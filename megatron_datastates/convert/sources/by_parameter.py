@@ -6,6 +6,7 @@ them are a part of the common state.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron_datastates.convert.foreign_classes import changed_object
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source, SourceTensor
 from megatron_datastates.errors import FormatError, OptionError
@@ -24,8 +26,6 @@ from megatron_datastates.pipeline.optimizer import BucketStates
 from megatron_datastates.pipeline.optimizer_groups import beside_maps, reshardable_common_state
 from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.plan.strided import boxes_in_range
-from megatron_datastates.providers.base import Mutability
-from megatron_datastates.providers.objects import PickledObject
 
 
 class ByParameterSource(Source):
@@ -40,7 +40,7 @@ class ByParameterSource(Source):
         if not isinstance(stored, DataStatesSource) or not states:
             raise OptionError(
                 f"{stored.directory} has no optimizer map, which --optimizer fully-reshardable needs: "
-                "convert a checkpoint that was saved with --ckpt-format datastates and a distributed optimizer"
+                "convert one that was saved with --ckpt-format datastates and a distributed optimizer"
             )
         if COMMON_STATE_KEY not in stored.objects:
             raise OptionError(
@@ -49,8 +49,8 @@ class ByParameterSource(Source):
             )
         self._stored, self._states = stored, states
         self._beside = beside_maps(stored.checkpoint)
-        common = reshardable_common_state(stored.checkpoint)
-        self._common = PickledObject(COMMON_STATE_KEY, [common], Mutability.NEVER).serialize()
+        change = functools.partial(reshardable_common_state, stored.checkpoint)
+        self._common = changed_object(stored.read_object(COMMON_STATE_KEY), COMMON_STATE_KEY, change)
         own = {key: entry for key, entry in stored.tensors.items() if key not in states.buckets}
         twice = own.keys() & states.keys()
         if twice:
