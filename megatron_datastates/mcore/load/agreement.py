@@ -273,15 +273,17 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
             return load_restated(call, agreement)
 
     def load_restated(call: inspect.BoundArguments, agreement: Agreement | None) -> Any:
-        from megatron_datastates.mcore.load.optimizer_layout import restated_where_needed
+        from megatron_datastates.mcore.load import optimizer_layout
 
-        is_strict = agreement is not None and _compares_keys(call.arguments)
-        restated = restated_where_needed(call.arguments, agreement.any if agreement and is_strict else None)
-        if restated is None:
-            return original(*call.args, **call.kwargs)
-        call.arguments["sharded_state_dict"] = restated.request
-        with state.opened(restated=restated):
-            return original(*call.args, **call.kwargs)
+        together = agreement.any if agreement and _compares_keys(call.arguments) else None
+        try:
+            restated = optimizer_layout.restated_where_needed(call.arguments, together)
+            if restated is not None:
+                call.arguments["sharded_state_dict"] = restated.request
+            with state.opened(restated=restated):
+                return original(*call.args, **call.kwargs)
+        finally:
+            optimizer_layout.forget()
 
     return load
 

@@ -59,6 +59,7 @@ _ANNOUNCEMENT = (
     "%s holds the optimizer state of another parallel layout: it is loaded by parameter, and each rank reads "
     "its own part"
 )
+_SCALER = "grad_scaler"
 _TYPE, _STATE = "param_state_sharding_type", "param_state"
 
 
@@ -154,11 +155,16 @@ def restate(request: dict[str, Any], checkpoint: Checkpoint, common: Any) -> Res
     return Restated(copied, paths, states)
 
 
-_states: dict[int, tuple[Checkpoint, BucketStates]] = {}  # of the last checkpoint, since loads repeat
+_states: dict[int, tuple[Checkpoint, BucketStates]] = {}  # of the checkpoint that is being loaded
+
+
+def forget() -> None:
+    """Drops what was read of optimizer maps, which is much for a large checkpoint."""
+    _states.clear()
 
 
 def bucket_states(checkpoint: Checkpoint) -> BucketStates:
-    """Returns the states that optimizer maps describe, read once for a checkpoint."""
+    """Returns the states that optimizer maps describe, read once in a load."""
     if id(checkpoint) not in _states:
         found = BucketStates(checkpoint)
         _states.clear()
@@ -311,6 +317,10 @@ class _Optimizer:
     def _value(self, name: str, own: Any) -> Any:
         """Returns the stored value for one of an optimizer's values beside tensors; None if there is none."""
         if name != "optimizer":
+            if name not in self._stored.others and name != _SCALER:  # which Megatron does without
+                raise MismatchError(
+                    f"the optimizer has {name!r}, and the checkpoint stores nothing of that name"
+                )
             return self._stored.others.get(name)
         groups = [matched(group, self._stored, self._identifiers) for group in own["param_groups"]]
         return {**own, "param_groups": groups}
@@ -331,10 +341,10 @@ class _Optimizer:
 
     def _with_others(self, result: dict[Any, Any], node: dict[Any, Any]) -> dict[Any, Any]:
         """Replaces the loss scaler of an optimizer that is not distributed, or leaves it out."""
-        if "grad_scaler" in node:
-            del result["grad_scaler"]
-            if "grad_scaler" in self._stored.others:
-                result["grad_scaler"] = LocalNonpersistentObject(self._stored.others["grad_scaler"])
+        if _SCALER in node:
+            del result[_SCALER]
+            if _SCALER in self._stored.others:
+                result[_SCALER] = LocalNonpersistentObject(self._stored.others[_SCALER])
         return result
 
 
