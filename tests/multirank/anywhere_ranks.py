@@ -73,7 +73,9 @@ class Announcements(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
-        logging.getLogger(optimizer_layout.__name__).addHandler(self)
+        logger = logging.getLogger(optimizer_layout.__name__)
+        logger.addHandler(self)
+        logger.setLevel(logging.DEBUG)  # all ranks but one say it at this level
 
     def emit(self, record: logging.LogRecord) -> None:
         self.count += 1

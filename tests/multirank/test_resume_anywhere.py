@@ -87,6 +87,7 @@ def test_state_by_parameter_fits_the_buckets_of_any_layout(world: World, tmp_pat
 
 
 def run(world: World, folder: Path, what: str, *arguments: object, ranks: int) -> dict[str, list[object]]:
-    """Returns what rank 0 reports."""
+    """Returns what rank 0 reports, after checking that all ranks agree on which loads were restated."""
     reports = world.run(f"anywhere_ranks:{what}", folder, *arguments, ranks=ranks, timeout_seconds=200)
+    assert all(report.get("restated") == reports[0].get("restated") for report in reports)
     return reports[0]

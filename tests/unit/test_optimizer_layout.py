@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from megatron_datastates.format.directory import COMMON_STATE_KEY
 from megatron_datastates.format.optimizer_map import OptimizerMap
@@ -154,6 +155,13 @@ def test_columns_are_put_together_in_the_memory_of_the_optimizer(tmp_path: Path)
     assert [entry["padding"] for entry in entries] == [False, False]
     assert [entry["exp_avg"].data_ptr() for entry in entries] == [memory.data_ptr(), memory[8:].data_ptr()]
     assert "left" not in optimizer and loaded["iteration"] == 3
+
+
+def test_megatron_finds_no_key_missing_or_unexpected(tmp_path: Path) -> None:
+    asked, _ = request(whole(), [(0, 5), (8, 32)])
+    directory = str(save_halves(tmp_path / "c"))
+    _, missing, unexpected = dist_checkpointing.load(asked, directory, strict=StrictHandling.RETURN_ALL)
+    assert not missing and not unexpected, "neither buckets nor what is stored beside them is shown"
 
 
 @pytest.mark.parametrize("cut", range(9, 32))

@@ -229,13 +229,21 @@ def _has_states(checkpoint: Checkpoint) -> bool:
 
 
 def _places(described: OptimizerMap) -> list[Any]:
-    """Returns what two maps have in common if their buckets hold the same shards. Names may differ."""
+    """Returns what two maps have in common if their buckets hold the same shards.
+
+    Names may differ, and so may main replicas: in a load, each rank describes its own view of them.
+    """
     return sorted(
         (
             bucket.name,
             bucket.elements,
             sorted(
-                (p.begin, p.end, [msgspec.structs.astuple(s) for s in p.shards]) for p in bucket.parameters
+                (
+                    p.begin,
+                    p.end,
+                    [msgspec.structs.astuple(msgspec.structs.replace(s, main=True)) for s in p.shards],
+                )
+                for p in bucket.parameters
             ),
         )
         for bucket in described.buckets
