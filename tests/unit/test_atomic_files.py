@@ -13,6 +13,7 @@ import pytest
 from megatron_datastates.engine import atomic_files
 from megatron_datastates.engine.atomic_files import remove_replaced, write_whole
 from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import OptionError
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 
@@ -154,15 +155,20 @@ def test_two_runs_write_the_same_file_at_once(tmp_path, monkeypatch):
 # -- faults -----------------------------------------------------------------------------------------------
 
 
-def test_a_fault_strikes_at_its_passage_only():
-    faults = Faults("a:2:EIO,b:0:ENOSPC")
-    faults.point("a")
+def test_a_fault_happens_at_its_nth_call_only():
+    faults = Faults("write index:2:EIO,rename index:0:ENOSPC")
+    faults.point("write index")
     with pytest.raises(OSError, match="Input/output error"):
-        faults.point("a")
-    faults.point("a")
+        faults.point("write index")
+    faults.point("write index")
     for _ in range(2):
         with pytest.raises(OSError, match="No space"):
-            faults.point("b")
+            faults.point("rename index")
+
+
+def test_a_plan_that_could_never_happen_is_refused():
+    with pytest.raises(OptionError, match="names 'committed index'"):
+        Faults("write:1:EIO,committed index:1:kill")
 
 
 def test_an_empty_plan_does_nothing():

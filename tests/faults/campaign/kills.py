@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_datastates.engine.faults import REMOVAL_OPERATIONS, SMALL_FILE_OPERATIONS
 from tests.faults.campaign.history import History
 from tests.faults.campaign.job import notes_in, place
 from tests.faults.campaign.oracle import Verdict
@@ -29,11 +30,7 @@ JOB_SECONDS = 120.0  # a job that runs longer hangs
 MODULE = "tests.faults.campaign.job"
 NEXT = 900  # the iteration of the save that follows
 # Operations and how often they happen in a save of the oracle's state, as cuda/os/faults.h names them.
-OF_ALL = {"open": 1, "reserve": 1, "write": 5, "truncate": 1, "sync": 1, "sync directory": 2}
-SMALL_FILES = ("index", "manifest", "metadata")
-STEPS = ("write {}", "rename {}", "sync directory of {}", "committed {}")
-OF_FIRST = [step.format(kind) for kind in SMALL_FILES for step in STEPS]
-OF_PRUNE = ["remove manifest", "sync removal of manifest", "remove file", "remove directory"]
+OF_EVERY_RANK = {"open": 1, "reserve": 1, "write": 5, "truncate": 1, "sync": 1, "sync directory": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +73,9 @@ def plan(rng: random.Random, root: Path) -> Plan:
         kills_all=rng.random() < 0.5,
         peers_live_seconds=rng.choice([0.0, 0.02, 0.3]),
         has_prune=rng.random() < 0.35,
-        prune_point=f"{rng.choice(OF_PRUNE)}:{rng.randint(1, 3)}:kill" if rng.random() < 0.2 else "",
+        prune_point=f"{rng.choice(REMOVAL_OPERATIONS)}:{rng.randint(1, 3)}:kill"
+        if rng.random() < 0.2
+        else "",
         recipe={
             "root": str(root),
             "before": before,
@@ -90,11 +89,15 @@ def plan(rng: random.Random, root: Path) -> Plan:
     )
 
 
+def _point_of_prune(rng: random.Random) -> str:
+    return f"{rng.choice(REMOVAL_OPERATIONS)}:{rng.randint(1, 3)}:kill"
+
+
 def _point(rng: random.Random, victim: int, interrupted: int) -> str:
     if victim == 0 and rng.random() < 0.6:
-        return f"{rng.choice(OF_FIRST)}:{interrupted + 1}:kill"
-    name = rng.choice(sorted(OF_ALL))
-    return f"{name}:{OF_ALL[name] * interrupted + rng.randint(1, OF_ALL[name])}:kill"
+        return f"{rng.choice(SMALL_FILE_OPERATIONS)}:{interrupted + 1}:kill"
+    name = rng.choice(sorted(OF_EVERY_RANK))
+    return f"{name}:{OF_EVERY_RANK[name] * interrupted + rng.randint(1, OF_EVERY_RANK[name])}:kill"
 
 
 def run(campaign: Campaign) -> Tally:
