@@ -16,9 +16,9 @@ from megatron_datastates.mcore import autoload, fences
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
+from tests.native.device_trainer import SLOT, Trainer, assert_published, failure
+from tests.native.device_trainer import trainer as trainer
 from tests.native.fake_cuda.provider import DeviceTensors
-from tests.native.test_device_saves import SLOT, Trainer, assert_published, failure
-from tests.native.test_device_saves import trainer as trainer
 
 WAYS: dict[str, Callable[[torch.Tensor], object]] = {
     "untyped": lambda tensor: tensor.untyped_storage().resize_(0),

@@ -15,7 +15,7 @@ from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.harness import ALIGNMENT, KIB, MIB, Copy, Save, eventually, random_bytes, save_whole
 from tests.native.sampling import host_samples, looks
-from tests.native.test_tripwire import change, held, torn_at
+from tests.native.tearing import change, held, torn_at
 
 Engines = Callable[..., native.Engine]
 SLOT = 16 * ALIGNMENT

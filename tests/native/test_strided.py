@@ -25,7 +25,7 @@ from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import label_as_device
 from tests.native.harness import ALIGNMENT, Copy, Save, random_bytes, save_whole
 from tests.native.sampling import device_samples, host_samples
-from tests.native.test_tripwire import change, engine_stream_is_done, held, torn_at
+from tests.native.tearing import change, engine_stream_is_done, held, torn_at
 from tests.unit.states import bits
 
 Engines = Callable[..., native.Engine]
