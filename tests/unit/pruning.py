@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.pipeline.prune import RetentionRules, plan_prune
 from megatron_datastates.pipeline.runs import find_iterations
 from megatron_datastates.pipeline.verify import verify
-from tests.unit.states import OPTIONS, data_files, new_saver, save
+from tests.unit.states import OPTIONS, SMALL, data_files
 
 NUMBERS = [100, 200, 300, 400, 500]
 
@@ -22,11 +23,9 @@ NUMBERS = [100, 200, 300, 400, 500]
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("saved") / "run"
-    saver = new_saver()
     for number in NUMBERS:
-        save(saver, place(root, number), {"a": torch.arange(number)}, {"o": number})
+        ds.save({"a": torch.arange(number), "o": number}, place(root, number), **SMALL)
         (place(root, number) / "metadata.json").write_text('{"sharded_backend": "datastates"}')
-    saver.close()
     (root / TRACKER_NAME).write_text("500")
     return root
 

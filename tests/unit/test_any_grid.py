@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.strategies.checkpointable import (
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
+import megatron_datastates as ds
 from megatron_datastates.errors import StorageError
 from megatron_datastates.mcore.load.reader import DataStatesReader
 from megatron_datastates.mcore.save import strategy as _attaches_our_reader  # noqa: F401
@@ -34,7 +35,7 @@ from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from tests.unit.grids import DTYPES, SHAPES, Box, Shape, grids, part, regular, slices, targets
 from tests.unit.ranks_in_turn import RanksInTurn
-from tests.unit.states import OPTIONS, bits, data_files, random_tensor
+from tests.unit.states import SMALL, bits, data_files, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process", "ignore:ComplexHalf")
 RANKS = 3
@@ -103,7 +104,7 @@ def saved(ranks: RanksInTurn, tmp_path_factory: pytest.TempPathFactory) -> Calla
             directory, [ShardedStateProvider(s, lambda: nothing_promised) for s in states]
         )
         assert publication.outcome is Outcome.PUBLISHED, publication.error
-        return Checkpoint.open(directory, OPTIONS)
+        return ds.open(directory, **SMALL)
 
     return save
 

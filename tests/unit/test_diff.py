@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.cli import shared
 from megatron_datastates.convert.diff import Drift, choose_comparison, compare, diff
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from tests.unit.command import run
-from tests.unit.states import KNOWN_DTYPES, random_tensor, save
+from tests.unit.states import KNOWN_DTYPES, SMALL, random_tensor
 
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
 NORM = "decoder.final_layernorm.weight"
@@ -28,12 +29,12 @@ def state() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def pair(saver, tmp_path: Path):
+def pair(tmp_path: Path):
     """Saves two states; returns their directories."""
 
     def saved(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[Path, Path]:
-        save(saver, tmp_path / "a", one)
-        save(saver, tmp_path / "b", other)
+        ds.save(one, tmp_path / "a", **SMALL)
+        ds.save(other, tmp_path / "b", **SMALL)
         return tmp_path / "a", tmp_path / "b"
 
     return saved

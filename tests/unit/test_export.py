@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import megatron_datastates as ds
 from megatron_datastates.cli import export as command
 from megatron_datastates.cli import shared
 from megatron_datastates.convert.open import open_source
@@ -18,7 +19,7 @@ from megatron_datastates.convert.sinks.safetensors import INDEX_NAME, choose_wei
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.errors import FormatError, StorageError, UnsupportedFormatError
 from tests.unit.command import run
-from tests.unit.states import bits, data_files, random_tensor, save
+from tests.unit.states import SMALL, bits, data_files, random_tensor
 
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
 NORM = "decoder.final_layernorm.weight"
@@ -36,8 +37,8 @@ WEIGHTS = LAYERS | {key: STATE[key] for key in (NORM, "bytes", "scalar", "empty"
 
 
 @pytest.fixture
-def checkpoint(saver, tmp_path: Path) -> Path:
-    save(saver, tmp_path / "ck", STATE)
+def checkpoint(tmp_path: Path) -> Path:
+    ds.save(STATE, tmp_path / "ck", **SMALL)
     return tmp_path / "ck"
 
 
@@ -110,9 +111,9 @@ def test_a_tensor_larger_than_a_file_makes_a_file_of_its_own(checkpoint, tmp_pat
 
 
 @pytest.mark.parametrize("name", exporter._DTYPES)
-def test_every_dtype_is_what_safetensors_reads(name: str, saver, tmp_path):
+def test_every_dtype_is_what_safetensors_reads(name: str, tmp_path):
     tensor = random_tensor(getattr(torch, name), (3, 5))
-    save(saver, tmp_path / "ck", {"b": torch.zeros(1, dtype=torch.uint8), "a": tensor})
+    ds.save({"b": torch.zeros(1, dtype=torch.uint8), "a": tensor}, tmp_path / "ck", **SMALL)
     source = open_source(tmp_path / "ck")
     export(source, tmp_path / "out", choose_weights(source))
     assert_same(loaded(tmp_path / "out"), {"a": tensor, "b": torch.zeros(1, dtype=torch.uint8)})
@@ -128,22 +129,22 @@ def test_files_say_that_they_are_of_torch_and_data_is_aligned(checkpoint, tmp_pa
         assert (8 + size + entry["data_offsets"][0]) % WEIGHTS[name].itemsize == 0
 
 
-def test_a_dtype_that_safetensors_lacks_is_refused(saver, tmp_path):
-    save(saver, tmp_path / "ck", {"z": torch.zeros(2, dtype=torch.complex128)})
+def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path):
+    ds.save({"z": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "ck", **SMALL)
     with pytest.raises(UnsupportedFormatError, match=r"'z' has dtype complex128, .* exclude it with --keys"):
         choose_weights(open_source(tmp_path / "ck"))
 
 
-def test_two_tensors_of_one_name_are_refused(saver, tmp_path):
-    save(saver, tmp_path / "ck", {"layers.w": torch.zeros(2, 2), "layers.1.w": torch.zeros(2)})
+def test_two_tensors_of_one_name_are_refused(tmp_path):
+    ds.save({"layers.w": torch.zeros(2, 2), "layers.1.w": torch.zeros(2)}, tmp_path / "ck", **SMALL)
     source = open_source(tmp_path / "ck")
     with pytest.raises(FormatError, match=r"would both be named 'layers\.1\.w'"):
         choose_weights(source)
     assert len(choose_weights(source, stacked=True)) == 2
 
 
-def test_the_name_of_a_files_header_is_refused(saver, tmp_path):
-    save(saver, tmp_path / "ck", {"__metadata__": torch.zeros(2)})
+def test_the_name_of_a_files_header_is_refused(tmp_path):
+    ds.save({"__metadata__": torch.zeros(2)}, tmp_path / "ck", **SMALL)
     with pytest.raises(FormatError, match="'__metadata__' is a name that safetensors"):
         choose_weights(open_source(tmp_path / "ck"))
 

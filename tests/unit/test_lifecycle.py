@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability
-from tests.unit.states import OPTIONS, State, bits, data_files, new_saver, random_tensor, save
+from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, new_saver, random_tensor, save
 
 ROOT = Path(__file__).parents[2]
 BIG = {"w": random_tensor(torch.uint8, (6 << 20,), 1)}
@@ -274,7 +274,7 @@ def slow(tmp_path):
     assert publication.wait() is Outcome.PUBLISHED
     saver.close()
     assert verify(tmp_path / "c", options=OPTIONS).good
-    assert bits(Checkpoint.open(tmp_path / "c", OPTIONS).read_tensor("w")) == bits(BIG["w"])
+    assert bits(ds.open(tmp_path / "c", **SMALL).read_tensor("w")) == bits(BIG["w"])
 
 
 def test_data_loaders_forked_in_mid_save_keep_no_file_open(slow, tmp_path):

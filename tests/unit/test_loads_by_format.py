@@ -12,6 +12,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
+import megatron_datastates as ds
 from megatron_datastates.format.directory import COMMON_STATE_KEY
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import by_format
@@ -19,7 +20,7 @@ from megatron_datastates.mcore.load.mismatch import first_mismatch
 from megatron_datastates.mcore.load.opening import open_checkpoint, read_common_state
 from megatron_datastates.pipeline.publication import PublicationExtras
 from megatron_datastates.pipeline.runs import is_ours, may_be_ours
-from tests.unit.states import State, new_saver, random_tensor, save
+from tests.unit.states import SMALL, State, new_saver, random_tensor, save
 
 TENSORS = {
     "decoder.layers.0.weight": torch.arange(64.0).reshape(8, 8),
@@ -35,9 +36,7 @@ OBJECTS = {COMMON_STATE_KEY: [{"iteration": 7}], "rng/shard_0_1": [[1, 2]]}
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("ours") / "c"
-    saver = new_saver()
-    save(saver, directory, TENSORS, OBJECTS)
-    saver.close()
+    ds.save(TENSORS | OBJECTS, directory, **SMALL)
     return directory
 
 
@@ -151,27 +150,21 @@ def test_errors_of_ours_are_megatrons(ours, tmp_path):
 
 
 def test_a_directory_that_was_saved_again_is_opened_again(tmp_path):
-    saver = new_saver()
     for value in (1, 2, 3):
-        save(saver, tmp_path / "c", {}, {COMMON_STATE_KEY: [value]})
+        ds.save({COMMON_STATE_KEY: [value]}, tmp_path / "c", **SMALL)
         for _ in range(2):
             assert by_format.wrap_load_common(unreachable)(tmp_path / "c") == value
-    saver.close()
 
 
 def test_a_published_directory_without_common_state_says_so(tmp_path):
-    saver = new_saver()
-    save(saver, tmp_path / "c", {"w": torch.ones(1)})
-    saver.close()
+    ds.save({"w": torch.ones(1)}, tmp_path / "c", **SMALL)
     with pytest.raises(CheckpointingException, match=r"there is no file 'common.pt' in the checkpoint"):
         by_format.wrap_load_common(unreachable)(tmp_path / "c")
 
 
 @pytest.mark.parametrize("stored", [[], {"a": 1}, [1, 2]])
-def test_common_state_that_is_none_is_refused(tmp_path, stored):
-    saver = new_saver()
+def test_common_state_that_is_none_is_refused(saver, tmp_path, stored):
     save(saver, tmp_path, {"w": torch.zeros(3)}, {COMMON_STATE_KEY: stored})
-    saver.close()
     with pytest.raises(CheckpointingException, match="is not a common state"):
         read_common_state(tmp_path)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.errors import FormatError, MismatchError, UnsupportedFormatError
 from megatron_datastates.format.optimizer_map import OptimizerMap
 from megatron_datastates.pipeline.load import Checkpoint
@@ -44,7 +45,7 @@ def checkpoint(directory: Path, tensors: list[torch.Tensor], maps: list[Any]) ->
     saver = new_saver()
     save(saver, directory, buckets, objects)
     saver.close()
-    return Checkpoint.open(directory)
+    return ds.open(directory)
 
 
 def refused(directory: Path, *parameters: dict[str, Any], elements: int = 100, **fields: Any) -> str:

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.engine import exchange
-from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.providers.base import Mutability, ObjectSource, Place, Tensors
 from megatron_datastates.providers.objects import PickledObject
 from megatron_datastates.providers.tensors import TensorProvider
-from tests.unit.states import KNOWN_DTYPES, OPTIONS, new_saver, save
+from tests.unit.states import KNOWN_DTYPES, SMALL, new_saver, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:.*[qQ]uant")
 LAZY = Mutability.AT_FENCE
@@ -178,7 +178,7 @@ def test_memory_that_a_tensor_is_given_later_is_not_what_is_saved(tmp_path: Path
     spoiled = torch.full((4 * MIB,), -1, dtype=torch.int32)  # takes the old memory, were it free
     assert publication.wait() is Outcome.PUBLISHED, publication.error
     saver.close()
-    assert torch.equal(Checkpoint.open(tmp_path / "c", OPTIONS).read_tensor("w"), wanted) and spoiled[0] == -1
+    assert torch.equal(ds.open(tmp_path / "c", **SMALL).read_tensor("w"), wanted) and spoiled[0] == -1
 
 
 class SlowObject:
@@ -229,7 +229,7 @@ def test_tensors_stream_to_the_disk_while_an_object_is_serialized(
     times = rank_save.times()
     assert times["staging"] < times["serializing"] < times["writing"] < times["durable"]
     saver.close()
-    assert Checkpoint.open(tmp_path / "c", OPTIONS).read_tensor("8")[0] == 8
+    assert ds.open(tmp_path / "c", **SMALL).read_tensor("8")[0] == 8
 
 
 def native_status(rank_save: object) -> dict[str, int]:

@@ -8,6 +8,7 @@ import struct
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.errors import (
     CorruptDataError,
     DataStatesError,
@@ -15,10 +16,9 @@ from megatron_datastates.errors import (
     StorageError,
     UnsupportedFormatError,
 )
-from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.by_hand import SAVE, Part, data_file, fragment, index_of, write_checkpoint
-from tests.unit.states import OPTIONS, bits, save
+from tests.unit.states import OPTIONS, SMALL, bits, save
 from tests.unit.test_hostile_index import crafted
 from tests.unit.verifying import OBJECT, TWO, A, B, faults, read, w
 
@@ -55,7 +55,7 @@ def test_an_overlap_that_makes_up_for_a_hole_is_found_and_not_read_over(tmp_path
 
 def test_a_sound_slice_of_a_tensor_with_holes_is_read(tmp_path):
     write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096)]))
-    found = Checkpoint.open(tmp_path, OPTIONS).read_tensor("w", [2], [6])
+    found = ds.open(tmp_path, **SMALL).read_tensor("w", [2], [6])
     assert bits(found) == A[2:]
 
 
@@ -112,7 +112,7 @@ def test_an_object_that_its_file_does_not_hold_is_found(tmp_path):
     path = tmp_path / SAVE.data_file_name(1)
     assert faults(tmp_path) == [f"{path} does not hold object 'x'"]
     with pytest.raises(FormatError, match=f"{path} does not hold object 'x'"):
-        Checkpoint.open(tmp_path, OPTIONS).read_object("x")
+        ds.open(tmp_path, **SMALL).read_object("x")
 
 
 def test_all_faults_are_told_and_not_only_the_first(tmp_path):

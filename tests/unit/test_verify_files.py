@@ -12,16 +12,16 @@ import zlib
 import msgspec
 import pytest
 
+import megatron_datastates as ds
 from megatron_datastates.engine import reader
 from megatron_datastates.engine.reader import read_footer
 from megatron_datastates.errors import FormatError, StorageError
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.manifest import OtherFile
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify, verify_checkpoint
 from tests.unit.by_hand import SAVE, Part, data_file, file_entry, index_of, write_checkpoint
-from tests.unit.states import OPTIONS
+from tests.unit.states import OPTIONS, SMALL
 from tests.unit.verifying import OBJECT, TWO, A, B, faults, read, w, whole
 
 
@@ -76,7 +76,7 @@ def test_a_file_without_checksums_is_counted(tmp_path):
 def test_a_directory_that_is_removed_meanwhile_is_a_fault(tmp_path):
     """By `datastates prune`, for instance."""
     write_checkpoint(tmp_path / "c", TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]))
-    checkpoint = Checkpoint.open(tmp_path / "c", OPTIONS)
+    checkpoint = ds.open(tmp_path / "c", **SMALL)
     shutil.rmtree(tmp_path / "c")
     reported = verify_checkpoint(checkpoint, OPTIONS).faults
     assert f"{tmp_path / 'c'} cannot be listed: No such file or directory" in reported

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_datastates.pipeline.load import Checkpoint
+import megatron_datastates as ds
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import PickledObject
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
-from tests.unit.states import OPTIONS, bits
+from tests.unit.states import OPTIONS, SMALL, bits
 
 OBJECT = PickledObject("x", 7, Mutability.NEVER).serialize()
 A, B = bytes(range(1, 9)), bytes(range(11, 19))
@@ -25,7 +25,7 @@ def faults(directory: Path) -> list[str]:
 
 
 def read(directory: Path, key: str = "w") -> bytes:
-    return bits(Checkpoint.open(directory, OPTIONS).read_tensor(key))
+    return bits(ds.open(directory, **SMALL).read_tensor(key))
 
 
 def whole(directory: Path, parts: list[Part] = TWO, **fields):
