@@ -77,7 +77,7 @@ def crc_at(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], tup
     return both
 
 
-def test_every_offset_in_memory_gives_the_same(crc_at: Callable[[int, int], tuple[int, int]]) -> None:
+def test_every_offset_in_memory_has_the_same_checksum(crc_at: Callable[[int, int], tuple[int, int]]) -> None:
     memory = ctypes.create_string_buffer(DATA, len(DATA))
     for offset in range(16):
         for length in (*range(40), 1000, 3071, 3072, 3073, 4096):

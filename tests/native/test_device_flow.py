@@ -138,7 +138,7 @@ def test_host_copies_do_not_wait_for_that_time(
 
 
 @pytest.mark.parametrize("end", ["cancel", "error", "close"])
-def test_a_save_that_ends_before_its_time_lets_go(
+def test_a_save_that_ends_before_its_time_is_released(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, end: str
 ) -> None:
     engine = device_engines(faults="open:1:EIO" if end == "error" else "")

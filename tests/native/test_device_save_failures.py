@@ -65,7 +65,7 @@ def test_tensors_on_another_device_than_the_current_one_are_refused(
     assert "tensors on cuda:0, and the current device is cuda:1" in failure(publication)
 
 
-def test_a_missing_driver_is_told_with_its_name_and_what_needs_it(trainer: Trainer, tmp_path: Path) -> None:
+def test_a_missing_driver_is_named_with_what_needs_it(trainer: Trainer, tmp_path: Path) -> None:
     assert Options().driver == "libcuda.so.1"
     saver = trainer.saver(driver="/nowhere/libcuda.so.1")
     error = failure(saver.start(tmp_path, DeviceTensors(trainer.model)))
@@ -78,7 +78,7 @@ def test_a_missing_driver_is_told_with_its_name_and_what_needs_it(trainer: Train
     ["cuMemcpyDtoHAsync", "cuEventSynchronize", "cuEventRecord", "cuStreamWaitEvent", "cuEventCreate"],
 )
 @pytest.mark.parametrize("nth", [1, 2])
-def test_a_failing_device_fails_the_save_and_not_the_training(
+def test_a_failing_device_fails_the_save_and_not_training(
     trainer: Trainer, tmp_path: Path, call: str, nth: int
 ) -> None:
     saver = trainer.saver(slots=2)
@@ -131,7 +131,7 @@ def test_sources_outlive_their_copies_whenever_the_save_fails(
 
 
 @pytest.mark.parametrize("mutability", [Mutability.NOW, Mutability.AT_FENCE])
-def test_a_save_given_up_in_mid_copy_leaves_no_file(
+def test_a_save_abandoned_in_mid_copy_leaves_no_file(
     trainer: Trainer, tmp_path: Path, mutability: Mutability
 ) -> None:
     trainer.cuda.delay_copies(seconds=0.05)
@@ -145,7 +145,9 @@ def test_a_save_given_up_in_mid_copy_leaves_no_file(
 # -- a save whose engine is gone ----------------------------------------------------------------------------
 
 
-def test_a_save_may_be_polled_and_let_go_when_its_saver_was_closed(trainer: Trainer, tmp_path: Path) -> None:
+def test_a_save_may_be_polled_and_dropped_after_its_saver_was_closed(
+    trainer: Trainer, tmp_path: Path
+) -> None:
     saver = trainer.saver()
     with trainer_held("save_checkpoint"):
         publication = saver.start(tmp_path, DeviceTensors(trainer.model))

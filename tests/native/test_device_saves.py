@@ -41,7 +41,7 @@ def test_a_step_without_the_fence_fails_the_save(trainer: Trainer, tmp_path: Pat
     assert not is_published(tmp_path)
 
 
-def test_a_chunk_that_differs_is_told_by_a_few_of_its_tensors(trainer: Trainer, tmp_path: Path) -> None:
+def test_a_chunk_that_differs_is_reported_with_a_few_of_its_tensors(trainer: Trainer, tmp_path: Path) -> None:
     model = {f"bias{i}": torch.zeros(10) for i in range(20)}
     saver = trainer.saver(tripwire=False, paranoid=True, faults="open:1:stall=1500")
     publication = saver.start(tmp_path, DeviceTensors(model))
@@ -96,7 +96,7 @@ def test_eager_and_lazy_state_make_one_checkpoint(trainer: Trainer, tmp_path: Pa
     assert_published(publication, tmp_path, wanted)
 
 
-def test_a_fence_lets_the_trainer_go_at_its_deadline(trainer: Trainer, tmp_path: Path) -> None:
+def test_the_trainer_continues_at_the_fences_deadline(trainer: Trainer, tmp_path: Path) -> None:
     """Two slots, and a device that stands still: the rest of the copies cannot even be enqueued."""
     saver = trainer.saver(slots=2, fence_deadline=0.3)
     trainer.cuda.hold_stream(trainer.stream)
@@ -124,7 +124,7 @@ def test_a_fence_waits_for_copies_and_not_for_writes(trainer: Trainer, tmp_path:
     assert_published(publication, tmp_path, trainer.initial)
 
 
-def test_strided_tensors_change_behind_the_fence_only(trainer: Trainer, tmp_path: Path) -> None:
+def test_strided_tensors_change_after_the_fence_only(trainer: Trainer, tmp_path: Path) -> None:
     """They are read in place, as all others are."""
     memory = torch.randint(0, 200, (400, 600), dtype=torch.uint8)
     trainer.model = {"transposed": memory.t(), "columns": memory[:, 5:77], "row": memory[0].expand(3, 600)}

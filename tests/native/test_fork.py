@@ -94,7 +94,7 @@ def test_a_child_of_a_reader_has_no_data_file_open(tmp_path: Path) -> None:
     assert finish_read(job)[2] == ""
 
 
-def test_a_child_of_a_reader_may_drop_it_and_is_told_that_it_is_not_its_own(tmp_path: Path) -> None:
+def test_a_child_may_drop_its_parents_reader_and_cannot_use_it(tmp_path: Path) -> None:
     """No thread is there to be joined, and no lock that one of them held may be taken."""
     path, target = tmp_path / "data", np.zeros(ALIGNMENT, np.uint8)
     path.write_bytes(bytes(ALIGNMENT))
@@ -130,7 +130,7 @@ def test_a_child_may_drop_its_copies(engines: Engines, tmp_path: Path) -> None:
     save.assert_stored()
 
 
-def test_a_child_is_told_that_the_engine_is_not_its_own(engines: Engines, tmp_path: Path) -> None:
+def test_a_child_cannot_use_its_parents_engine(engines: Engines, tmp_path: Path) -> None:
     save = slow_save(engines, tmp_path)
 
     def use() -> str:

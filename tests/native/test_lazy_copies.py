@@ -39,7 +39,9 @@ def test_lazy_copies_begin_by_themselves_in_a_loop_that_neither_polls_nor_fences
     assert_published(publication, tmp_path, trainer.initial)
 
 
-def test_that_time_counts_from_the_end_of_save_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
+def test_the_delay_of_lazy_copies_counts_from_the_end_of_save_checkpoint(
+    trainer: Trainer, tmp_path: Path
+) -> None:
     """Which may take long, waiting for other ranks."""
     with trainer_held("save_checkpoint"):
         publication = trainer.saver(lazy_delay=0.05).start(tmp_path, DeviceTensors(trainer.model))

@@ -92,7 +92,7 @@ def test_after_its_deadline_the_save_fails_and_the_memory_goes_when_nothing_copi
     timer.join()
 
 
-def test_host_memory_is_given_up_by_a_thread_that_works_for_the_trainer(
+def test_host_memory_may_be_released_by_a_thread_that_works_for_the_trainer(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As autograd's does, in whose hooks FSDP frees. Without the wait the copying thread would crash."""
@@ -183,7 +183,7 @@ def test_vllms_sleep_waits_for_all_copies(
     forget("vllm")
 
 
-def test_a_memory_saver_without_its_hook_point_is_told_and_left_alone(
+def test_a_memory_saver_without_its_hook_point_is_reported_and_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stand_in(monkeypatch, tmp_path, "torch_memory_saver", {"__init__.py": "answer = 42"})

@@ -111,7 +111,7 @@ def test_a_disk_that_fails_one_file_fails_no_other(
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("stalls", ["write:0:stall=10", "open:1:stall=100", "write:1:stall=200"])
-def test_saves_cancelled_in_any_order_let_go(
+def test_saves_cancelled_in_any_order_are_released(
     crowded: Callable[..., tuple], tmp_path: Path, order: tuple[int, ...], stalls: str
 ) -> None:
     engine, saves = crowded(faults=stalls)

@@ -55,7 +55,7 @@ def test_checksums_of_several_saves_are_kept_apart(engines: Engines, tmp_path: P
 
 
 @pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
-def test_save_cancelled_in_its_first_copy_lets_go(
+def test_save_cancelled_in_its_first_copy_is_released(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, device: bool
 ) -> None:
     engine = paranoid_engine(device_engines, most_slots=2, faults="", copy_limit=20 * SLOT)

@@ -98,7 +98,7 @@ def test_waiting_for_memory_that_is_not_made_yet_is_counted_apart(
     assert late.status["waited_for_memory"] == 0 < late.status["waited_for_slots"]
 
 
-def test_memory_that_cannot_be_had_fails_the_save(engines: Engines, tmp_path: Path) -> None:
+def test_memory_that_cannot_be_allocated_fails_the_save(engines: Engines, tmp_path: Path) -> None:
     engine = engines(slot_bytes=1 << 46, most_slots=2)
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(10), 0)])
     assert "staging memory" in save.failure(Milestone.ENQUEUED)
@@ -283,7 +283,7 @@ def test_without_a_driver_page_locking_is_not_tried(engines: Engines, tmp_path: 
     assert engine.pool()["trouble"] == ""
 
 
-def test_page_locking_that_failed_is_told_and_may_be_tried_again(
+def test_page_locking_that_failed_is_reported_and_may_be_tried_again(
     cuda: FakeCuda, device_engines: Engines
 ) -> None:
     engine = device_engines(slot_bytes=MIB, most_slots=2)
@@ -298,7 +298,7 @@ def test_page_locking_that_failed_is_told_and_may_be_tried_again(
     assert engine.pool()["trouble"] == ""
 
 
-def test_slots_that_could_not_be_made_are_told(engines: Engines, tmp_path: Path) -> None:
+def test_slots_that_could_not_be_made_are_reported(engines: Engines, tmp_path: Path) -> None:
     engine = engines(slot_bytes=1 << 46, most_slots=2)
     engine.grow(2)
     eventually(lambda: engine.pool()["trouble"], "it failed")

@@ -251,7 +251,7 @@ def test_device_is_not_looked_at_again(cuda: FakeCuda, device_engines: Engines, 
     assert cuda.copies_to_host == 3 + 6
 
 
-def test_save_that_is_cancelled_before_it_copies_lets_go(
+def test_save_that_is_cancelled_before_it_copies_is_released(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
     engine = device_engines(slot_bytes=SLOT, most_slots=2)

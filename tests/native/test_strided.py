@@ -43,7 +43,7 @@ def rows(
 @KINDS
 @pytest.mark.parametrize("slot_bytes", [ALIGNMENT, 16 * ALIGNMENT])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 16, 100, 4096, 5000])
-def test_pieces_are_stored_one_behind_the_other(
+def test_pieces_are_stored_one_after_the_other(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, size: int, slot_bytes: int, device: bool
 ) -> None:
     count = 12_345 // size + 3
@@ -118,7 +118,7 @@ def test_spans_that_only_seem_to_touch_are_not_merged(
     save_whole(device_engines(), tmp_path / "data", copies, stream=cuda.new_stream())
 
 
-def test_contiguous_runs_are_merged_however_they_are_told(
+def test_contiguous_spans_are_merged_however_they_are_described(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
     memory = random_bytes(300)

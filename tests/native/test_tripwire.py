@@ -117,7 +117,7 @@ def test_untouched_sources_raise_no_alarm(
 
 
 @pytest.mark.parametrize("paranoid", [False, True], ids=["samples", "paranoid"])
-def test_eager_sources_may_change_behind_their_milestone(
+def test_eager_sources_may_change_after_their_milestone(
     engines: Engines, tmp_path: Path, paranoid: bool
 ) -> None:
     engine = engines(slot_bytes=SLOT, most_slots=2, faults="write:0:stall=5", paranoid=paranoid)

@@ -240,7 +240,7 @@ def test_a_broken_fault_plan_is_refused(engines: Engines) -> None:
             engines(faults=plan)
 
 
-def test_counters_tell_what_was_moved(engines: Engines, tmp_path: Path) -> None:
+def test_counters_count_the_bytes_that_were_staged_and_written(engines: Engines, tmp_path: Path) -> None:
     save = save_whole(engines(), tmp_path / "data", COPIES)
     status = save.status
     assert status["bytes_planned"] == status["bytes_staged"] == status["bytes_written"] == save.end

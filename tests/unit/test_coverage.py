@@ -78,7 +78,7 @@ def test_the_verdict_is_that_of_counting_every_element(drawn):
 
 
 @given(st.one_of(any_boxes(), cut_boxes()))
-def test_the_faults_told_are_true(drawn):
+def test_the_reported_faults_are_real(drawn):
     whole, boxes = drawn
     count = counted(whole, boxes)
     places = [(Fragment("w", "uint8", whole, *box), 0, 4096) for box in boxes]

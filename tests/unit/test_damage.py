@@ -204,7 +204,7 @@ def test_a_data_file_that_was_never_sealed_is_named(spoiled):
     both(spoiled, f"{path} has no footer at its end: it was never sealed", FormatError)
 
 
-def test_a_data_file_of_another_save_is_told_from_damage(spoiled, tmp_path):
+def test_a_data_file_of_another_save_is_distinguished_from_damage(spoiled, tmp_path):
     (path,) = data_files(spoiled)
     ds.save(TENSORS | OBJECTS, tmp_path / "other", **SMALL)
     other = data_files(tmp_path / "other")[0]
@@ -251,7 +251,7 @@ def test_a_damaged_part_of_the_index_spoils_its_own_tensor_only(spoiled):
     assert verify(spoiled, quick=True, options=OPTIONS).tensors == 3
 
 
-def test_of_shares_of_a_verify_only_one_tells_of_a_damaged_part_of_the_index(spoiled):
+def test_a_damaged_part_of_the_index_is_reported_by_one_share_of_a_verify_only(spoiled):
     (path,) = spoiled.glob("index-*")
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

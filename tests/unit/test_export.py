@@ -170,7 +170,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(checkpoint, tmp_path):
     assert "exists: choose another target" in refused(tmp_path, checkpoint, out)
 
 
-def test_a_checkpoint_that_cannot_be_read_leaves_nothing_behind(checkpoint, tmp_path):
+def test_a_checkpoint_that_cannot_be_read_leaves_no_file(checkpoint, tmp_path):
     (path,) = data_files(checkpoint)
     data = bytearray(path.read_bytes())
     data[4096] ^= 1
@@ -190,7 +190,7 @@ def test_too_little_space_is_seen_before_anything_is_written(checkpoint, tmp_pat
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_an_interrupted_export_leaves_nothing_behind(checkpoint, tmp_path, monkeypatch, error):
+def test_an_interrupted_export_leaves_no_file(checkpoint, tmp_path, monkeypatch, error):
     seen: list[bytes] = []
 
     def interrupted(*arguments: object) -> torch.Tensor:
@@ -208,7 +208,7 @@ def test_an_interrupted_export_leaves_nothing_behind(checkpoint, tmp_path, monke
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_ctrl_c_ends_the_command_with_130_and_leaves_nothing_behind(checkpoint, tmp_path, monkeypatch):
+def test_ctrl_c_ends_the_command_with_130_and_leaves_no_file(checkpoint, tmp_path, monkeypatch):
     def interrupted(*arguments: object) -> torch.Tensor:
         raise KeyboardInterrupt
 

@@ -122,7 +122,7 @@ def test_a_fence_past_its_deadline_lets_the_trainer_go_and_the_save_fails(tmp_pa
     assert not (tmp_path / "c" / MANIFEST_NAME).exists()
 
 
-def test_a_save_that_was_never_awaited_is_given_up_at_the_end(tmp_path, caplog):
+def test_a_save_that_was_never_awaited_is_abandoned_at_the_end(tmp_path, caplog):
     saver = new_saver()
     saver.start(tmp_path / "c", State(FIRST, mutability=Mutability.AT_FENCE))
     saver.close()

@@ -71,7 +71,7 @@ def test_nothing_is_older_than_what_is_no_iteration(tmp_path):
     )
 
 
-def test_missing_checksums_are_told(tmp_path):
+def test_missing_checksums_are_reported(tmp_path):
     make(tmp_path, 1, checksums=False)
     assert look(tmp_path, 4, 1) == FallbackSearch(1, False, [])
 

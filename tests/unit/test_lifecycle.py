@@ -79,7 +79,7 @@ def no_thread(monkeypatch):
 
 @pytest.mark.parametrize("name", ["datastates-finish", "datastates-publish"])
 @pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
-def test_a_thread_that_cannot_be_had_fails_the_save(saver, tmp_path, no_thread, name, mutability):
+def test_a_thread_that_cannot_start_fails_the_save(saver, tmp_path, no_thread, name, mutability):
     no_thread(name)
     publication = saver.start(tmp_path / "c", State(BIG, {"x": 1}, mutability))
     FENCE.wait("the step")
@@ -90,7 +90,7 @@ def test_a_thread_that_cannot_be_had_fails_the_save(saver, tmp_path, no_thread, 
     assert save(saver, tmp_path / "next", BIG).outcome is Outcome.PUBLISHED
 
 
-def test_threads_that_the_engine_cannot_have_are_told_by_the_first_save(tmp_path, monkeypatch, caplog):
+def test_threads_that_the_engine_cannot_start_are_reported_by_the_first_save(tmp_path, monkeypatch, caplog):
     saver = new_saver()
     monkeypatch.setattr(saver, "_get_engine", lambda: (_ for _ in ()).throw(OSError(11, "no thread")))
     saver.warm_up()

@@ -237,7 +237,7 @@ def test_a_missing_object_is_named(ours):
 
 
 @pytest.mark.parametrize("shape", [(8, 9), (8,), (8, 8, 1), (0, 8)])
-def test_another_global_shape_is_told_with_both(ours, shape):
+def test_another_global_shape_is_reported_with_both_shapes(ours, shape):
     text = reported(ours, wanted("decoder.layers.0.weight", torch.empty(shape)))
     here, there = "global shape (8, 8) in this checkpoint", f"{shape} in the model"
     assert text == f"tensor 'decoder.layers.0.weight' has {here}, and {there}"
@@ -272,7 +272,7 @@ def test_dtypes_are_converted_unless_values_lose_their_kind(ours, key, dtype, fi
     assert text == (None if fits else expected)
 
 
-def test_the_first_of_several_problems_is_told(ours):
+def test_the_first_of_several_problems_is_reported(ours):
     text = reported(ours, wanted("flags", torch.ones(4, dtype=torch.bool)), wanted("a", torch.ones(1)),
                 wanted("b", torch.ones(1)))  # fmt: skip
     assert text == "there is no tensor 'a' in this checkpoint"
@@ -284,5 +284,5 @@ def test_a_load_that_does_not_fit_never_begins(ours):
         load("self", {"model": {"a": wanted("a", torch.ones(1))}}, ours)
 
 
-def test_the_manifest_is_json_behind_one_line(ours):
+def test_the_manifest_is_json_after_one_line(ours):
     assert json.loads((ours / MANIFEST_NAME).read_text().split("\n", 1)[1])["format_version"] == 1

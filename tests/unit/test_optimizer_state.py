@@ -123,7 +123,7 @@ def test_without_a_map_nothing_is_listed(tmp_path):
     assert optimizer_state(checkpoint(tmp_path / "c", [torch.zeros(4)], [])) == {}
 
 
-def test_states_whose_tensors_are_gone_are_not_listed(tmp_path):
+def test_states_without_tensors_are_not_listed(tmp_path):
     w = shard("w", (2,), (0,), (2,), 0, (1,))
     text = map_of(bucket(2, parameter("w", 0, 2, w), states=["exp_avg", "exp_avg_sq"]))
     assert list(optimizer_state(checkpoint(tmp_path / "c", [torch.zeros(2)], [text]))) == [STATE + "w"]

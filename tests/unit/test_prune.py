@@ -86,14 +86,14 @@ def test_the_newest_complete_one_stays_whatever_is_newer(root):
     }
 
 
-def test_rests_go_once_a_newer_checkpoint_is_complete_and_tracked(root):
+def test_remains_of_a_save_go_once_a_newer_checkpoint_is_complete_and_tracked(root):
     lose(root, 200)
     assert removed(root, keep_last=4) == [200]
     assert complete(root) == [100, 300, 400, 500]
 
 
 @pytest.mark.parametrize("tracked", [None, "100", "release"])
-def test_where_the_tracker_is_not_newer_a_rest_may_be_a_save_under_way(root, tracked):
+def test_remains_may_be_a_save_under_way_where_the_tracker_is_not_newer(root, tracked):
     lose(root, 200)
     (root / TRACKER_NAME).unlink()
     if tracked is not None:
@@ -175,7 +175,7 @@ def test_what_is_not_ours_stays(root, tmp_path):
     assert (root / "iter_300_copy").exists()
 
 
-def test_a_root_that_is_not_there_or_no_run_is_told(tmp_path):
+def test_a_root_that_does_not_exist_or_is_no_run_is_refused(tmp_path):
     with pytest.raises(StorageError, match="cannot be listed"):
         plan_prune(tmp_path / "nothing", RetentionRules(keep_last=1))
     with pytest.raises(NotACheckpointError, match="no directory iter_"):
@@ -188,7 +188,7 @@ POINTS = ["remove manifest", "sync removal of manifest", "remove file", "remove 
 @pytest.mark.parametrize(
     ("point", "nth"), [*itertools.product(POINTS, [1, 2, 3]), *(("remove file", nth) for nth in range(4, 10))]
 )
-def test_a_kill_leaves_whole_checkpoints_and_rests_that_the_next_call_removes(root, point, nth):
+def test_a_kill_leaves_whole_checkpoints_and_remains_that_the_next_call_removes(root, point, nth):
     (place(root, 100) / "a file of the user's").touch()
     (place(root, 200) / "z").touch()
     code = (

@@ -61,7 +61,7 @@ def test_what_was_left_long_ago_keeps_no_checkpoint(root, name):
     assert removed(root, keep_last=1) == [200, 300, 400]
 
 
-def test_a_young_file_keeps_a_rest_whose_other_files_are_old(root):
+def test_a_young_file_keeps_remains_whose_other_files_are_old(root):
     lose(root, 200)
     put(root, 200, DEAD.data_file_name(0), 10)
     assert removed(root, keep_last=4) == []

@@ -189,7 +189,7 @@ def test_elements_that_share_memory_are_torchs_to_refuse(tmp_path):
         load(tmp_path / "c", {"w": torch.zeros(4).expand(3, 4)})
 
 
-def test_a_missing_file_is_told_before_anything_is_loaded(tmp_path):
+def test_a_missing_file_is_reported_before_anything_is_loaded(tmp_path):
     parts = [Part(pieces=[(4096, bytes([n] * 8))], objects={f"o{n}": (5000, OBJECT)}) for n in range(3)]
     places = [(fragment(f"w{n}", [8], [0], [8]), n, 4096) for n in range(3)]
     write_checkpoint(tmp_path, parts, index_of(places, {f"o{n}": n for n in range(3)}))

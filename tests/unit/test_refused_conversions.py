@@ -223,7 +223,7 @@ def test_a_target_that_exists_is_left_alone(by_dcp: Path, tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["target"] and not os.listdir(tmp_path / "target")
 
 
-def test_no_room_is_told_before_anything_is_written(
+def test_a_disk_without_room_is_refused_before_anything_is_written(
     by_dcp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 20 * MIB})

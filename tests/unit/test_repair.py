@@ -110,7 +110,7 @@ def test_checkpoints_of_all_megatrons_are_repaired(golden, tmp_path):
     assert any("common.pt is taken as it is" in note for note in done.notes) == bool(lost.others)
 
 
-def test_files_that_the_lost_manifest_may_have_named_are_told(directory):
+def test_files_that_the_lost_manifest_may_have_named_are_listed(directory):
     (directory / "extra.txt").touch()
     lose(directory)
     done = repair(directory, options=OPTIONS)
@@ -126,7 +126,7 @@ def test_a_damaged_manifest_is_replaced(directory, damage):
     assert verify(directory, options=OPTIONS).good
 
 
-def test_what_nothing_tells_is_left_out(tmp_path):
+def test_fields_that_no_file_states_are_left_out(tmp_path):
     ds.save({"a": torch.ones(3)}, tmp_path / "c", **SMALL)
     lose(tmp_path / "c")
     done = repair(tmp_path / "c", options=OPTIONS)

@@ -81,7 +81,7 @@ def test_a_state_larger_than_the_staging_memory_streams_through_it(tmp_path, dir
     assert_holds(ds.open(tmp_path / "c", **SMALL), tensors)
 
 
-def test_the_data_file_has_the_form_that_the_document_gives(saver, tmp_path):
+def test_the_data_file_has_the_form_that_the_document_describes(saver, tmp_path):
     publication = save(saver, tmp_path / "c", LARGE, {"x": 1})
     checkpoint = ds.open(tmp_path / "c", **SMALL)
     (path,) = data_files(tmp_path / "c")

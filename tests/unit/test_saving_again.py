@@ -44,7 +44,7 @@ def test_changed_tensors_are_saved_as_they_are_now(saver, tmp_path, mutability):
 
 
 @pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
-def test_tensors_that_moved_are_saved_from_where_they_are_now(saver, tmp_path, mutability):
+def test_tensors_in_other_memory_than_before_are_saved_from_there(saver, tmp_path, mutability):
     earlier = []  # kept, so that no allocation is reused: old addresses would read old values
     for number in range(3):
         tensors = fresh(number)

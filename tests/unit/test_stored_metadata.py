@@ -126,7 +126,7 @@ def test_what_a_plan_over_some_fragments_means_is_found_again(checkpoint):
     assert lengths[0] == lengths[1]
 
 
-def test_an_empty_fragment_never_stands_for_the_one_behind_it(checkpoint):
+def test_an_empty_fragment_never_stands_for_the_one_after_it(checkpoint):
     entry = checkpoint.index.tensor("v")
     for hint in (None, 0, 1, 2, 99):
         assert find_fragment(entry, MetadataIndex("v", torch.Size([0]), hint)) == 1

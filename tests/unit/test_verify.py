@@ -79,7 +79,7 @@ def test_empty_fragments_neither_overlap_nor_count(tmp_path):
 
 
 @pytest.mark.parametrize("offset", [8192 - 7, 8192, 2**40])
-def test_data_behind_the_end_is_found_and_not_read(tmp_path, offset):
+def test_data_past_the_end_is_found_and_not_read(tmp_path, offset):
     write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, offset)]))
     path = tmp_path / SAVE.data_file_name(1)
     assert faults(tmp_path) == [f"{path}: 'w' lies beyond the end of the data"]
@@ -115,7 +115,7 @@ def test_an_object_that_its_file_does_not_hold_is_found(tmp_path):
         ds.open(tmp_path, **SMALL).read_object("x")
 
 
-def test_all_faults_are_told_and_not_only_the_first(tmp_path):
+def test_all_faults_are_reported_and_not_only_the_first(tmp_path):
     places = [
         (w(0, 8), 0, 4096),
         (fragment("v", [8], [0], [7]), 1, 4096),
@@ -135,7 +135,7 @@ def test_all_faults_are_told_and_not_only_the_first(tmp_path):
     assert len(found) == 5
 
 
-def test_progress_tells_every_byte(tmp_path):
+def test_progress_counts_every_byte(tmp_path):
     reported: list[int] = []
     write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]))
     verify(tmp_path, options=OPTIONS, progress=reported.append)
@@ -148,7 +148,7 @@ def test_an_index_that_cannot_be_decoded_raises(tmp_path):
         verify(tmp_path, options=OPTIONS)
 
 
-def test_an_absurd_shape_is_told_before_memory_is_asked_for(tmp_path):
+def test_an_absurd_shape_is_reported_before_memory_is_allocated(tmp_path):
     write_checkpoint(tmp_path, TWO, index_of([(fragment("w", [2**61], [0], [8]), 0, 4096)]))
     assert "has holes" in faults(tmp_path)[0]
     with pytest.raises(FormatError, match="has holes"):
@@ -182,7 +182,7 @@ def test_an_optimizer_map_that_does_not_fit_is_found(tmp_path, saver, quick):
     assert "'group.b.param' has shape (8,), and its optimizer map says (9,)" in found
 
 
-def test_what_is_wrong_with_one_tensor_does_not_hide_what_is_told_of_another(tmp_path):
+def test_a_fault_of_one_tensor_does_not_hide_that_of_another(tmp_path):
     """`a` has a dtype of a later release, and the block with `w` is corrupt."""
     places = [(fragment("a", [8], [0], [8]), 0, 5000), (w(0, 8, 8), 0, 4096)]
     index = bytearray(index_of(places).encode())

@@ -167,7 +167,7 @@ def test_a_read_that_fails_once_is_no_fault_and_counts_once(tmp_path):
     assert sum(reported) == verdict.bytes_checked == 2 * 8192
 
 
-def test_of_many_bad_blocks_the_first_are_told_and_the_others_counted(tmp_path):
+def test_the_first_of_many_bad_blocks_are_named_and_the_others_counted(tmp_path):
     blocks = 40
     size = blocks * BLOCK_BYTES
     write_checkpoint(tmp_path, [Part(data_bytes=size)], index_of([(w(0, 8, 8), 0, 4096)]))
@@ -199,7 +199,7 @@ class FailingFile:
 
 
 @pytest.mark.parametrize("call", ["seek", "read"])
-def test_a_file_that_opens_and_cannot_be_read_is_told_by_its_name(tmp_path, monkeypatch, call):
+def test_a_file_that_opens_and_cannot_be_read_is_named(tmp_path, monkeypatch, call):
     """As one with a bad sector, or of a network file system that lost it."""
     write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]))
     bad = tmp_path / SAVE.data_file_name(1)

@@ -173,6 +173,6 @@ def test_nothing_can_be_written(viewed, tmp_path):
     assert {path: path.read_bytes() for path in (tmp_path / "ck").iterdir()} == before
 
 
-def test_what_is_no_checkpoint_is_told(tmp_path):
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(NotACheckpointError):
         zarr_view.open(tmp_path)
