@@ -217,7 +217,7 @@ class Plans:
         return len(self._plans)
 
     def find(self, tensors: Tensors, object_keys: list[str]) -> tuple[StatePlan, Memory]:
-        """The plan for `tensors`, made if there is none yet, and where they are.
+        """Finds the plan for `tensors`, or makes it; returns it with the tensors' places in memory.
 
         Raises:
             MismatchError: as plan_state and locate.

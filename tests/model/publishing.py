@@ -189,7 +189,7 @@ def _publisher_step(model: Model, state: State, number: int, run: Run, save: str
 
 
 def _refusal(model: Model, files: Files, run: Run, save: str) -> str:
-    """Returns why the publishing thread gives up at this step; empty if it does not."""
+    """Returns why the publishing thread abandons the save at this step; empty if it does not."""
     is_missing = any(files.get(name) is None for name in model.files(save))  # checks sizes, not contents
     if run.at in ("rename index", "rename manifest") and files.get(model.temporary(save)) is None:
         return "its temporary file is gone"

@@ -28,7 +28,7 @@ def engine(device_engines: Engines) -> native.Engine:
 
 @contextlib.contextmanager
 def held(cuda: FakeCuda, engine: native.Engine, folder: Path) -> Iterator[None]:
-    """Nothing is staged in here: the only staging thread of a new engine stands in the driver."""
+    """Keeps anything from being staged: the only staging thread of a new engine waits in the driver."""
     cuda.hold_call("cuCtxSetCurrent")
     eager = Copy(random_bytes(10), 0, eager=True, device=True)
     plug = Save(engine, folder / "plug", [eager], stream=cuda.new_stream())
@@ -39,13 +39,13 @@ def held(cuda: FakeCuda, engine: native.Engine, folder: Path) -> Iterator[None]:
 
 
 def change(copy: Copy, begin: int = 0, size: int | None = None) -> None:
-    """Other bytes in [begin, begin + size) of the source; no version counter moves."""
+    """Changes all bytes in [begin, begin + size) of the source; no version counter is incremented."""
     part = copy.source[begin:][:size]
     ctypes.memmove(part.ctypes.data, (part ^ 1).tobytes(), part.nbytes)
 
 
 def torn_at(save: Save) -> int:
-    """Where the save says that it was torn; it has failed and stored nothing that could be read."""
+    """Returns the offset at which the save says that it was torn. It has failed and left no file."""
     error = save.failure()
     offset = save.status["torn_at"]
     assert f"the source of offset {offset} changed before its copy was done" in error
@@ -56,7 +56,7 @@ def torn_at(save: Save) -> int:
 
 
 def engine_stream_is_done(cuda: FakeCuda, save: Save) -> int:
-    """A trainer's stream that waits for the samples."""
+    """Returns a trainer's stream that waits for the samples."""
     stream = cuda.new_stream()
     save.job.hold_back(stream)
     return stream

@@ -17,7 +17,7 @@ Engines = Callable[..., native.Engine]
 
 
 def strided(memory: np.ndarray, size: int, step: int, count: int, offset: int = 0) -> list[Copy]:
-    """`count` spans of `size` bytes, `step` apart in memory, back to back in the file."""
+    """Makes `count` spans of `size` bytes, `step` apart in memory, back to back in the file."""
     return [Copy(memory[i * step : i * step + size], offset + i * size) for i in range(count)]
 
 

@@ -269,7 +269,7 @@ def test_staging_goes_on_while_another_thread_captures_a_graph(
 
 
 def test_a_save_may_be_dropped_by_any_thread(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
-    """One without a context; the fixture looks for what is left behind."""
+    """Uses a thread without a context; the fixture looks for handles that it left."""
     save = save_whole(device_engines(), tmp_path / "data", [on_device(SLOT)], stream=cuda.new_stream())
     jobs = [save.job]
     del save.job

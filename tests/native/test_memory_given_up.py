@@ -1,4 +1,4 @@
-"""Memory freed, moved or unmapped while a lazy save reads it: whoever does that waits for the copies."""
+"""Memory freed, shared or unmapped while a lazy save reads it: whoever does that waits for the copies."""
 
 import importlib
 import logging
@@ -138,7 +138,7 @@ VLLM = {
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, package: str, files: dict[str, str]) -> None:
-    """A package of that name, with the interface of the real one."""
+    """Installs a package of that name, with the interface of the real one."""
     for name, text in files.items():
         path = folder / package / name
         path.parent.mkdir(parents=True, exist_ok=True)

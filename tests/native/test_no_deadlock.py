@@ -57,7 +57,7 @@ def crowded(
 
 
 def assert_nothing_is_held(engine: native.Engine, folder: Path) -> None:
-    """Every slot is back, and no file of `folder` is open."""
+    """Requires that every slot is back, and that no file of `folder` is open."""
     pool = engine.pool()
     assert pool["idle"] == pool["slots"]
     assert [link for link in open_files() if link.startswith(str(folder))] == []
@@ -195,7 +195,7 @@ class Schedule:
         self.saves[number] = Save(self.engine, self.folder / str(number), copies, stream=self.stream)
 
     def _hold(self, cuda: FakeCuda) -> None:
-        """The trainer's kernels take a while."""
+        """Makes the trainer's kernels take a while."""
         cuda.hold_stream(self.stream)
         self._timers.append(threading.Timer(0.03, cuda.release_stream, [self.stream]))
         self._timers[-1].start()

@@ -298,7 +298,7 @@ def test_good_blocks_beside_a_bad_one_are_delivered(stored: Path) -> None:
 
 
 def many_files(stored: Path, count: int, target: np.ndarray) -> tuple[list, list[Request]]:
-    """The same data under many names, of which everything is read."""
+    """Returns the same data under many names, of which everything is read."""
     paths = [stored.parent / f"link{number}" for number in range(count)]
     for path in paths:
         if not path.exists():

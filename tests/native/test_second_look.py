@@ -23,7 +23,7 @@ SEED = 1
 
 
 def start_and_look(cuda: FakeCuda, engine: native.Engine, path: Path, copies: list[Copy]) -> Save:
-    """A save that has looked at its host sources, and has copied what is eager and nothing else."""
+    """Starts a save, and waits until it has looked at its host sources and copied what is eager only."""
     leader = Copy(random_bytes(1), 0, device=True)
     save = Save(engine, path, [leader, *copies], stream=cuda.new_stream(), lazy_seconds=3600.0)
     eventually(lambda: float(save.status["looked_at"]) >= 0, "the sources are looked at")
@@ -100,7 +100,7 @@ def test_share_of_changes_that_is_found_is_as_designed(
 
 
 def verdicts(cuda: FakeCuda, engine: native.Engine, folder: Path) -> list[bool]:
-    """Which of 24 saves fail when one half of a source of 48 KiB changes at once."""
+    """Returns which of 24 saves fail when one half of a source of 48 KiB changes at once."""
     folder.mkdir()
     with held(cuda, engine, folder):
         saves = []

@@ -54,7 +54,7 @@ def test_pieces_are_stored_one_after_the_other(
 
 
 def copies_made(cuda: FakeCuda) -> list[str]:
-    """What copies from the device were asked for, in order: bytes, or rows x bytes."""
+    """Returns the copies from the device that were asked for, in order: bytes, or rows x bytes."""
     names = ("cuMemcpyDtoHAsync", "cuMemcpy2DAsync")
     return [line.split()[2] for line in cuda.log() if line.split()[0] in names]
 
@@ -239,7 +239,7 @@ DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex
 
 @st.composite
 def views(draw: st.DrawFn) -> torch.Tensor:
-    """Transposed, expanded, cut, overlapping, with dimensions of one element or none: any strides."""
+    """Draws views of any strides: transposed, expanded, cut, overlapping, of one element or none."""
     lengths = draw(st.lists(st.integers(0, 9) | st.sampled_from([1, 40]), max_size=4))
     strides, inner = [0] * len(lengths), 1
     for d in reversed(range(len(lengths))):

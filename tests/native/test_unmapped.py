@@ -20,7 +20,7 @@ SAFE = [Copy(random_bytes(SLOT, 7), 0)]
 
 
 def allocated(cuda: FakeCuda, lies: str) -> tuple[np.ndarray, list[Copy]]:
-    """Device memory, and what of it is saved: by the call of the driver that CALLS names."""
+    """Returns device memory, and copies of it that the driver's call in CALLS makes."""
     memory = cuda.allocate(4 * SLOT)
     memory[:] = random_bytes(4 * SLOT)
     if lies == "one piece":
@@ -31,7 +31,7 @@ def allocated(cuda: FakeCuda, lies: str) -> tuple[np.ndarray, list[Copy]]:
 
 
 def start(engine: native.Engine, path: Path, copies: list[Copy], stream: int, **options: float) -> Save:
-    """As Save, which takes memory that was not allocated for the device's own; this was."""
+    """Starts a save of allocated memory, and closes its input."""
     save = Save(engine, path, copies, stream=stream, **options)
     save.job.close_input()
     return save

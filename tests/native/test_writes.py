@@ -37,7 +37,7 @@ def engines(request: pytest.FixtureRequest, engines: Engines) -> Engines:
 
 
 def open_flags(path: Path) -> list[int]:
-    """Of each descriptor that this process has of the file."""
+    """Returns the flags of each descriptor that this process has of the file."""
     texts = [Path(f"/proc/self/fdinfo/{number}").read_text() for number in descriptors_of(path)]
     lines = [line for text in texts for line in text.splitlines() if line.startswith("flags")]
     return [int(line.split()[1], 8) for line in lines]

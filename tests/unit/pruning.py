@@ -32,7 +32,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def root(saved, tmp_path) -> Path:
-    """Of a run that ended hours ago."""
+    """A copy of the run, which ended hours ago."""
     copied = Path(shutil.copytree(saved, tmp_path / "run"))
     for path in copied.rglob("*"):
         age(path, 7200)
@@ -57,14 +57,14 @@ def reasons(root: Path, **rules: int) -> dict[int, str]:
 
 
 def lose(root: Path, number: int) -> None:
-    """Leaves of a checkpoint what a save that was killed leaves: data files."""
+    """Removes all of a checkpoint but its data files, which are what a killed save leaves."""
     for path in place(root, number).iterdir():
         if path not in data_files(place(root, number)):
             path.unlink()
 
 
 def complete(root: Path) -> list[int]:
-    """What is said to be complete; all of it is."""
+    """Returns the iterations that are called complete, and requires that they are."""
     found = [one for one in find_iterations(root) if one.complete]
     assert all(verify(one.path, options=OPTIONS).good for one in found)
     return [one.number for one in found]

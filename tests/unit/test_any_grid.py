@@ -57,7 +57,7 @@ class Stored:
         return [self.shard(part(self.whole, box), box) for box in mine]
 
     def shard(self, data: torch.Tensor, box: Box, is_regular: bool = False) -> ShardedTensor:
-        """`data` as Megatron describes it, in the place of this box."""
+        """Returns `data` as Megatron describes it, in the place of this box."""
         shape, (offset, size) = tuple(self.whole.shape), box
         counts = tuple(n // k for n, k in zip(shape, size, strict=True)) if is_regular else None
         data = data.reshape(size[self.prepended :])
@@ -132,7 +132,7 @@ def test_any_large_grid_is_loaded_into_any_other(saved: Callable[..., Checkpoint
 
 
 def load_into_other_grids(saved: Callable[..., Checkpoint], state: list[Stored], data: Any) -> None:
-    """Under torch's planner: in place, whatever the strides of the memory, and nothing beside it."""
+    """Loads with torch's planner: in place, whatever the strides of the memory, and nothing beside it."""
     checkpoint = saved(*state)
     requested: dict[str, Any] = {}
     memories: list[tuple[torch.Tensor, torch.Tensor]] = []  # as it is, and as it has to be
@@ -165,7 +165,7 @@ def test_one_tensor_is_loaded_without_the_files_of_the_others(saved: Callable[..
 
 @pytest.fixture(scope="module")
 def world_of_one() -> Iterator[None]:
-    """Which Megatron's strategy asks for its rank."""
+    """Makes a world of one rank, which Megatron's strategy asks for its rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

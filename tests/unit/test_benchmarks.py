@@ -24,7 +24,7 @@ def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def try_out(name: str, tmp_path: Path, *arguments: object) -> dict[str, Any]:
-    """Returns the results of a quick try, which has to leave nothing else behind."""
+    """Returns the results of a quick try, which has to leave no other file."""
     scratch, out = tmp_path / "in", tmp_path / f"{name}.json"
     scratch.mkdir()
     ran = run(name, "--quick", "--folder", scratch, "--out", out, *arguments)

@@ -36,7 +36,7 @@ class Optimizer:
 
 
 def carried(optimizer: Optimizer, model: dict[str, Any], replica: int = 0, **how: Any) -> Any:
-    """(key, text) of the map that goes with a state, or None."""
+    """Returns (key, text) of the map that goes with a state, or None."""
     hooked = wrap_sharded_param_state_dp_reshardable(lambda self, *args, **kwargs: self.state(replica))
     return carried_map(hooked(optimizer, model, **how)["per_bucket_numel"])
 

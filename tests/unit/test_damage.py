@@ -145,7 +145,7 @@ def test_nothing_of_a_corrupt_block_is_delivered(spoiled, monkeypatch):
 
 
 def both(directory: Path, pattern: str, error: type[Exception]) -> None:
-    """Load raises, and verify reports, what the pattern says."""
+    """Requires that a load raises, and verify reports, what the pattern says."""
     found = error_of_load(directory)
     assert isinstance(found, error), repr(found)
     assert re.search(pattern, str(found)), str(found)

@@ -43,7 +43,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def loaded(target: Path) -> dict[str, torch.Tensor]:
-    """All files, by safetensors; none of them names a tensor twice."""
+    """Loads all files by safetensors; none of them names a tensor twice."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(target.glob("*.safetensors")):
         part = load_file(path)
@@ -150,7 +150,7 @@ def test_the_name_of_a_files_header_is_refused(tmp_path):
 
 
 def refused(tmp_path: Path, *arguments: object) -> str:
-    """The one line that `export` gives up with; nothing is left behind."""
+    """Returns the one line that `export` ends with when it refuses; no file is left."""
     before = sorted(tmp_path.rglob("*"))
     code, printed, reported = run("export", *arguments)
     assert (code, printed, reported.count("\n")) == (2, "", 1), reported

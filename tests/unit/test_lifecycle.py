@@ -1,4 +1,4 @@
-"""However a save ends, and whatever goes on beside it: threads that cannot be had, exits, forks, children."""
+"""However a save ends, and whatever goes on beside it: threads that cannot start, exits, forks, children."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_failed_save_is_failed_before_and_after_it_is_agreed(tmp_path):
     saver.close()
 
 
-# -- threads that cannot be had ---------------------------------------------------------------------------
+# -- threads that cannot start ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -248,7 +248,7 @@ def open_files_of_ours(folder: Path) -> list[str]:
 
 
 class Watching(torch.utils.data.Dataset):
-    """Items tell what the worker that made them has open."""
+    """Items say which files the worker that made them has open."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -323,7 +323,7 @@ def test_a_child_forked_in_mid_save_can_save(slow, tmp_path):
 
 
 def end_the_parents_save(publication) -> list[object]:
-    """Everything of a save that a child may call: by mistake, or by an exit handler that it inherited."""
+    """Calls everything of a save that a child may call by mistake, or in an inherited exit handler."""
     rank_save = publication.save
     rank_save.fence("a step in a child")
     rank_save.mark_torn("a step in a child")

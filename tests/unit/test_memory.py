@@ -27,7 +27,7 @@ class Machine:
         (self.proc / "self" / "cgroup").write_text("".join(line + "\n" for line in lines))
 
     def mount(self, name: str, kind: str, options: str = "rw", root: str = "/") -> Path:
-        """A mount of the folder `root` of a hierarchy; returns where it is."""
+        """Makes a mount of the folder `root` of a hierarchy; returns its place."""
         point = self._folder / "cgroup mounts" / name
         point.mkdir(parents=True)
         escaped = str(point).replace(" ", r"\040")

@@ -39,7 +39,7 @@ def map_of(*buckets: dict[str, Any], **fields: Any) -> str:
 
 
 def checkpoint(directory: Path, tensors: list[torch.Tensor], maps: list[Any]) -> Checkpoint:
-    """Of data-parallel groups with one bucket and one map each, if they have one at all."""
+    """Saves data-parallel groups with one bucket each, and one map each if they have any."""
     buckets = {f"{GROUP}{i}.{BUCKET}.exp_avg": tensor for i, tensor in enumerate(tensors)}
     objects = {f"{GROUP}{i}.datastates_map/shard_0_1": [text] for i, text in enumerate(maps)}
     saver = new_saver()
@@ -49,7 +49,7 @@ def checkpoint(directory: Path, tensors: list[torch.Tensor], maps: list[Any]) ->
 
 
 def refused(directory: Path, *parameters: dict[str, Any], elements: int = 100, **fields: Any) -> str:
-    """What is said of a map with one bucket."""
+    """Returns the error of a map with one bucket."""
     text = map_of(bucket(elements, *parameters), **fields)
     with pytest.raises(FormatError) as error:
         optimizer_state(checkpoint(directory, [torch.zeros(100)], [text]))

@@ -43,7 +43,7 @@ def state(
 
 
 def stored(memory: Memory, number: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-    """The bytes that a save would read."""
+    """Returns the bytes that a save would read."""
     data = ctypes.string_at(int(memory.addresses[number]), count * dtype.itemsize)
     return torch.frombuffer(bytearray(data), dtype=dtype)
 
@@ -54,7 +54,7 @@ def planned(plans: Plans, tensors: Tensors, objects: tuple[str, ...] = ()) -> St
 
 @pytest.fixture(params=["described by DLPack", "described by attributes"], autouse=True)
 def description(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of comparing structures: torch before 2.10 has but one."""
+    """Uses each of both ways to compare structures; torch before 2.10 has but one."""
     if request.param == "described by attributes":
         monkeypatch.setattr(exchange, "_EXCHANGE", None)
     elif exchange._EXCHANGE is None:

@@ -119,7 +119,7 @@ def test_an_error_while_left_overs_are_removed_says_where(root, point):
 
 
 def at_point(monkeypatch, name: str, change) -> None:
-    """`change` happens once, when prune has come to this point."""
+    """Calls `change` once, when prune has come to this point."""
     point, left = Faults.point, [change]
 
     def passing(self, passed):

@@ -48,7 +48,7 @@ def data_files(directory: Path) -> list[Path]:
 
 
 def meanwhile(monkeypatch, change) -> None:
-    """Something happens when all ranks are durable, right before rank 0 looks."""
+    """Calls a function when all ranks are durable, right before rank 0 looks."""
     look = publication_module.require_files
 
     def late(directory, manifest):

@@ -15,7 +15,7 @@ PRELUDE = "import sys; sys.path[:0] = ['recipes/cpu']; import stand_ins; stand_i
 
 
 def run(code: str) -> str:
-    """What a new process prints, warnings and errors included."""
+    """Returns what a new process prints, warnings and errors included."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         text=True,

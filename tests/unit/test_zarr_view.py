@@ -117,7 +117,7 @@ def test_no_two_keys_have_one_name():
 
 
 def grid_of(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], tmp_path: Path):
-    """The view of a tensor `w` of uint8 that is stored in these boxes; and its bytes."""
+    """Returns the view of a tensor `w` of uint8 that is stored in these boxes; and its bytes."""
     whole = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
     pieces, places, at = [], [], 4096
     for offset, size in boxes:

@@ -87,7 +87,7 @@ def manifest(draw: Draw) -> Forgery:
 
 
 def foreign_file(draw: Draw) -> Forgery:
-    """A data file that another save, or another rank, wrote; the manifest describes it as it is."""
+    """Returns a data file that another save, or another rank, wrote; the manifest describes it as it is."""
     claims, files = forging.honest()
     value = _manifest(files)
     place, rank = draw(st.integers(0, 1)), draw(st.integers(0, 1))
@@ -256,7 +256,7 @@ def footer(draw: Draw) -> Forgery:
 
 
 def footer_bytes(draw: Draw) -> Forgery:
-    """Any number in a footer, header or trailer; every checksum over it is made anew."""
+    """Changes any number in a footer, header or trailer; every checksum over it is made anew."""
     claims, files = forging.honest()
     value = _manifest(files)
     rank = draw(st.integers(0, 1))
@@ -293,7 +293,7 @@ def _reseal(data: bytearray, end: int) -> None:
 
 
 def _place_of_checksums(footer: bytes) -> int | None:
-    """Behind the objects, as the footer counts them now; None if that leads nowhere."""
+    """Returns the place after the objects, as the footer counts them now; None if that leads nowhere."""
     (objects,) = struct.unpack_from("<Q", footer, 56)
     at = 88
     for _ in range(min(objects, 10)):

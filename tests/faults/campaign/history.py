@@ -41,7 +41,7 @@ class History:
         return begun if done is None else begun[begun.index(done) :]
 
     def complaint(self, number: int, verdict: Verdict, has_manifest: bool, has_prune: bool) -> str | None:
-        """What is wrong with what was found in a directory, if anything."""
+        """Returns what is wrong with what was found in a directory, if anything."""
         if verdict.what == "violated":
             return f"iteration {number}: {verdict.why}"
         if verdict.what == "whole":

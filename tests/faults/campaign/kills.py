@@ -163,7 +163,7 @@ class _Round:
         return outcome.exits
 
     def _await_begin(self, job: Job) -> None:
-        """Until the save that is to be interrupted has begun, or the job is over."""
+        """Waits until the save that is to be interrupted has begun, or the job is over."""
         iteration, notes = self._plan.recipe["saves"][self._plan.interrupted][1], self._folder / "saving"
         deadline = time.monotonic() + JOB_SECONDS
         while time.monotonic() < deadline and None in job.exits():
@@ -179,7 +179,7 @@ class _Round:
             time.sleep(0.002)
 
     def _require_no_other_end(self, exits: list[int], log: str) -> None:
-        """A rank is killed, ends well, or ends because a peer was killed. Nobody crashes."""
+        """Requires that each rank was killed, succeeded, or ended because a peer was killed."""
         strange = [code for code in exits if code not in (0, 1, -signal.SIGKILL)]
         if strange:
             self._violate(f"a rank ended with {strange}: {log[-1500:]}")
@@ -219,7 +219,7 @@ class _Round:
         return (place(self._root, number) / "datastates.manifest").exists()
 
     def _left_over(self, number: int) -> str | None:
-        """After a save and a sweep, a directory holds one save's files and nothing else."""
+        """Returns a complaint if a directory holds more than one save's files after a save and a sweep."""
         names = {path.name for path in place(self._root, number).iterdir()}
         data = {name for name in names if name.startswith("data-")}
         index = {name for name in names if name.startswith("index-")}

@@ -15,7 +15,7 @@ from tests.native.fake_cuda.driver import FakeCuda
 
 
 def label_as_device(patch: pytest.MonkeyPatch) -> None:
-    """All tensors of saves are on the fake device from now on, and it is the current one."""
+    """Makes all tensors of saves lie on the fake device from now on, which is the current one."""
     begin = staging.StagingEngine.begin
 
     def begin_on_device(self: Any, path: Any, header: Any, *args: Any, **kwargs: Any) -> Any:
