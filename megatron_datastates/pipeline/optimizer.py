@@ -38,7 +38,7 @@ class BucketBox:
 
     @property
     def elements(self) -> int:
-        """Of the bucket, from the box's first to its last, both included."""
+        """The bucket's elements from the box's first to its last, both included."""
         return footprint_elements(self.shape, self.strides)
 
 

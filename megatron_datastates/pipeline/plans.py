@@ -1,4 +1,4 @@
-"""What is known of a state before it is saved again: its layout in the file, and what is copied where."""
+"""What one save learns of a state for the next: its layout in the file, and which bytes are copied where."""
 
 from __future__ import annotations
 
@@ -130,10 +130,8 @@ def resolve_views(tensors: Tensors) -> Tensors:
     columns = (tensors.keys, tensors.tensors, tensors.mutability, tensors.places)
     for key, tensor, mutability, place in zip(*columns, strict=True):
         if tensor.is_neg() or tensor.is_conj():
-            tensor, mutability = (
-                tensor.resolve_conj().resolve_neg(),
-                Mutability.NEVER,
-            )  # nobody else has the copy
+            tensor = tensor.resolve_conj().resolve_neg()
+            mutability = Mutability.NEVER  # nobody else has the copy
         resolved.add(key, tensor, mutability, place)
     return resolved
 
@@ -179,7 +177,7 @@ def _check_memory(tensors: Tensors, storages: list[Any], addresses: Words) -> No
 
 @dataclasses.dataclass
 class StatePlan:
-    """Of one structure: names, shapes, memory layouts, devices, and what may change when."""
+    """The plan for saves of one structure (names, shapes, memory layouts, devices, what may change when)."""
 
     structure: Structure
     object_keys: list[str]

@@ -21,6 +21,7 @@ KIB, MIB = 1 << 10, 1 << 20
 ALIGNMENT = native.ALIGNMENT
 FOOTER = bytes(range(256)) * (ALIGNMENT // 256)
 PATIENCE = 20.0  # seconds after which something that must happen is taken not to happen
+Engines = Callable[..., native.Engine]
 KEPT: list[np.ndarray] = []  # sources of copies that may still be read; until the engines are closed
 
 

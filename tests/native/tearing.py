@@ -6,7 +6,7 @@ come when nothing has been staged yet (`held`), so no test that uses them depend
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,9 +14,8 @@ import pytest
 from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
-from tests.native.harness import ALIGNMENT, Copy, Save, random_bytes
+from tests.native.harness import ALIGNMENT, Copy, Engines, Save, random_bytes
 
-Engines = Callable[..., native.Engine]
 SLOT = 16 * ALIGNMENT
 SEED = 1  # of an engine's first save; in here that is the plug
 

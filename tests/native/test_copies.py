@@ -1,7 +1,6 @@
 """Spans of memory arrive in the file where they belong, and nothing else does."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
-from tests.native.harness import ALIGNMENT, KIB, Copy, Save, expected_bytes, random_bytes, save_whole
-
-Engines = Callable[..., native.Engine]
+from tests.native.harness import ALIGNMENT, KIB, Copy, Engines, Save, expected_bytes, random_bytes, save_whole
 
 
 def strided(memory: np.ndarray, size: int, step: int, count: int, offset: int = 0) -> list[Copy]:

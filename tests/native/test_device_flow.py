@@ -1,18 +1,15 @@
 """What a save enqueues on the device, and when: on the fake driver."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import ILLEGAL_ACCESS, FakeCuda
-from tests.native.harness import ALIGNMENT, KIB, Copy, Save, eventually, random_bytes, save_whole
+from tests.native.harness import ALIGNMENT, KIB, Copy, Engines, Save, eventually, random_bytes, save_whole
 
-Engines = Callable[..., native.Engine]
 SLOT = 64 * KIB
 MOST_IN_FLIGHT, COPIES_PER_EVENT = 256, 64  # cuda/device/copier.h
 INVALID_VALUE, OUT_OF_MEMORY, NOT_SUPPORTED = 1, 2, 801

@@ -1,6 +1,5 @@
 """Copies keep to the device's allocations, as its driver demands, on the fake one."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 
 from megatron_datastates.config import Options
-from megatron_datastates.engine import _native as native
 from megatron_datastates.engine import staging
 from megatron_datastates.engine._native import Milestone
 from megatron_datastates.engine.fence import FENCE
@@ -21,6 +19,7 @@ from tests.native.harness import (
     KIB,
     MIB,
     Copy,
+    Engines,
     Save,
     finish_read,
     make_reader,
@@ -30,7 +29,6 @@ from tests.native.harness import (
 )
 from tests.native.harness import Request as ReadRequest
 
-Engines = Callable[..., native.Engine]
 SLOT = 64 * KIB
 
 

@@ -5,18 +5,17 @@ On the fake driver, where a source that is overwritten too early shows.
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.harness import (
     ALIGNMENT,
     KIB,
     Copy,
+    Engines,
     Save,
     eventually,
     expected_bytes,
@@ -24,7 +23,6 @@ from tests.native.harness import (
     save_whole,
 )
 
-Engines = Callable[..., native.Engine]
 SLOT = 64 * KIB
 BEFORE, AFTER = 7, 9  # what kernels write
 

@@ -7,9 +7,9 @@ import pytest
 from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
-from tests.native.harness import Copy, Save, random_bytes, save_whole
+from tests.native.harness import Copy, Engines, Save, random_bytes, save_whole
 from tests.native.sampling import BLOCK, MOST_DEVICE_COPIES, device_samples, host_samples
-from tests.native.tearing import SEED, SLOT, Engines, change, engine_stream_is_done, held, torn_at
+from tests.native.tearing import SEED, SLOT, change, engine_stream_is_done, held, torn_at
 from tests.native.tearing import engine as engine
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.harness import (
     ALIGNMENT,
     KIB,
     Copy,
+    Engines,
     Request,
     Save,
     descriptors_of,
@@ -30,7 +30,6 @@ from tests.native.harness import (
     start_read,
 )
 
-Engines = Callable[..., native.Engine]
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,13 @@ from tests.native.harness import (
     KIB,
     MIB,
     Copy,
+    Engines,
     Save,
     expected_bytes,
     random_bytes,
     save_whole,
 )
 
-Engines = Callable[..., native.Engine]
 SLOT = 64 * KIB
 ROOT = Path(__file__).parents[2]
 

@@ -23,13 +23,14 @@ from tests.native.harness import (
     FOOTER,
     PATIENCE,
     Copy,
+    Engines,
     Save,
     eventually,
     make_engine,
     random_bytes,
 )
+from tests.support.descriptors import open_files
 
-Engines = Callable[..., native.Engine]
 CHUNKS = 8  # of each save: more than there are slots
 
 
@@ -60,17 +61,7 @@ def assert_nothing_is_held(engine: native.Engine, folder: Path) -> None:
     """Requires that every slot is back, and that no file of `folder` is open."""
     pool = engine.pool()
     assert pool["idle"] == pool["slots"]
-    assert [link for link in open_files() if link.startswith(str(folder))] == []
-
-
-def open_files() -> list[str]:
-    found = []
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            found.append(str(link.readlink()))
-        except OSError:  # that of the listing itself
-            continue
-    return found
+    assert open_files(folder) == []
 
 
 def finish_all(saves: list[Save]) -> None:

@@ -4,7 +4,6 @@ import ctypes
 import errno
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.harness import (
     MIB,
     Copy,
+    Engines,
     Request,
     Save,
     eventually,
@@ -25,7 +25,6 @@ from tests.native.harness import (
     threads_named,
 )
 
-Engines = Callable[..., native.Engine]
 BUS_ID, FOLDER = "0000:0A:00.0", "0000:0a:00.0"
 OURS = os.sched_getaffinity(0)
 FIRST = min(OURS)

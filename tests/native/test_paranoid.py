@@ -8,8 +8,8 @@ import pytest
 from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
-from tests.native.harness import Copy, Save, random_bytes, save_whole
-from tests.native.tearing import SLOT, Engines, change, torn_at
+from tests.native.harness import Copy, Engines, Save, random_bytes, save_whole
+from tests.native.tearing import SLOT, change, torn_at
 
 
 def paranoid_engine(engines: Engines, **options: object) -> native.Engine:

@@ -4,14 +4,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.harness import (
@@ -19,6 +17,7 @@ from tests.native.harness import (
     KIB,
     MIB,
     Copy,
+    Engines,
     Save,
     eventually,
     random_bytes,
@@ -26,7 +25,6 @@ from tests.native.harness import (
     threads_named,
 )
 
-Engines = Callable[..., native.Engine]
 ROOT = Path(__file__).parents[2]
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -4,7 +4,6 @@ A save whose first source is lazy and on a device waits for leave to copy, havin
 changes that are made meanwhile come after the look and before the copy, whatever the time they take.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +12,20 @@ import pytest
 from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
-from tests.native.harness import ALIGNMENT, KIB, MIB, Copy, Save, eventually, random_bytes, save_whole
+from tests.native.harness import (
+    ALIGNMENT,
+    KIB,
+    MIB,
+    Copy,
+    Engines,
+    Save,
+    eventually,
+    random_bytes,
+    save_whole,
+)
 from tests.native.sampling import host_samples, looks
 from tests.native.tearing import change, held, torn_at
 
-Engines = Callable[..., native.Engine]
 SLOT = 16 * ALIGNMENT
 SEED = 1
 

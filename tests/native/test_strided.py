@@ -4,7 +4,6 @@ Chunks are small, so that their borders fall anywhere: between spans, between ro
 """
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +22,11 @@ from megatron_datastates.pipeline.plans import locate, plan_state
 from megatron_datastates.providers.base import Mutability, Tensors
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import label_as_device
-from tests.native.harness import ALIGNMENT, Copy, Save, random_bytes, save_whole
+from tests.native.harness import ALIGNMENT, Copy, Engines, Save, random_bytes, save_whole
 from tests.native.sampling import device_samples, host_samples
 from tests.native.tearing import change, engine_stream_is_done, held, torn_at
 from tests.unit.states import bits
 
-Engines = Callable[..., native.Engine]
 KINDS = pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
 
 

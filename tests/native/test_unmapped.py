@@ -1,6 +1,5 @@
 """Device memory that goes away under a lazy save: that save fails and says why, and the process lives."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +8,8 @@ import pytest
 from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
-from tests.native.harness import KIB, Copy, Save, eventually, random_bytes, save_whole
+from tests.native.harness import KIB, Copy, Engines, Save, eventually, random_bytes, save_whole
 
-Engines = Callable[..., native.Engine]
 SLOT = 64 * KIB
 NEVER = 60.0  # seconds; longer than a test
 LIES = ["one piece", "rows", "many"]

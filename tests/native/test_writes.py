@@ -7,7 +7,7 @@ import ctypes
 import errno
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +21,13 @@ from tests.native.harness import (
     KIB,
     MIB,
     Copy,
+    Engines,
     Save,
     descriptors_of,
     random_bytes,
     save_whole,
 )
 
-Engines = Callable[..., native.Engine]
 COPIES = [Copy(random_bytes(300 * KIB), 0)]
 
 

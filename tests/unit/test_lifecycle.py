@@ -20,6 +20,7 @@ from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability
+from tests.support.descriptors import open_files
 from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, new_saver, random_tensor, save
 
 ROOT = Path(__file__).parents[2]
@@ -237,16 +238,6 @@ def test_a_device_that_hangs_keeps_no_program_from_its_end(tmp_path):
 # -- children ---------------------------------------------------------------------------------------------
 
 
-def open_files_of_ours(folder: Path) -> list[str]:
-    found = []
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            found.append(str(link.readlink()))
-        except OSError:  # that of the listing itself
-            continue
-    return [name for name in found if name.startswith(str(folder))]
-
-
 class Watching(torch.utils.data.Dataset):
     """Items say which files the worker that made them has open."""
 
@@ -258,7 +249,7 @@ class Watching(torch.utils.data.Dataset):
 
     def __getitem__(self, number: int) -> tuple[int, str]:
         FENCE.wait("a step in a worker")  # of nobody's save
-        return os.getpid(), ",".join(open_files_of_ours(self.folder))
+        return os.getpid(), ",".join(open_files(self.folder))
 
 
 @pytest.fixture
@@ -284,7 +275,7 @@ def test_data_loaders_forked_in_mid_save_keep_no_file_open(slow, tmp_path):
     reported = list(loader)
     assert len({pid for pid, _ in reported}) == 2 and os.getpid() not in {pid for pid, _ in reported}
     assert {files for _, files in reported} == {""}
-    assert open_files_of_ours(tmp_path) != [], "the save was over too early to prove anything"
+    assert open_files(tmp_path) != [], "the save was over too early to prove anything"
 
 
 def test_a_program_started_in_mid_save_keeps_no_file_open(slow, tmp_path):
@@ -294,7 +285,7 @@ def test_a_program_started_in_mid_save_keeps_no_file_open(slow, tmp_path):
             command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True, close_fds=close_fds
         )
         assert str(tmp_path) not in reported.stdout
-    assert open_files_of_ours(tmp_path) != [], "the save was over too early to prove anything"
+    assert open_files(tmp_path) != [], "the save was over too early to prove anything"
 
 
 def in_process(method: str, work, *arguments) -> object:
@@ -313,7 +304,7 @@ def save_as_a_child(folder: Path, parents_files: Path) -> tuple[str, list[str]]:
     saver = new_saver()
     publication = save(saver, folder, BIG, {"x": 1}, Mutability.AT_FENCE)
     saver.close()
-    return publication.outcome.name, open_files_of_ours(parents_files)
+    return publication.outcome.name, open_files(parents_files)
 
 
 def test_a_child_forked_in_mid_save_can_save(slow, tmp_path):
@@ -369,8 +360,8 @@ def test_small_files_are_not_kept_by_a_child(tmp_path, monkeypatch):
     reported = []
 
     def sync(descriptor: int) -> None:
-        assert open_files_of_ours(tmp_path) != []
-        reported.append(in_process("fork", open_files_of_ours, tmp_path))
+        assert open_files(tmp_path) != []
+        reported.append(in_process("fork", open_files, tmp_path))
 
     monkeypatch.setattr(atomic_files.os, "fsync", sync)
     atomic_files.write_whole(tmp_path / MANIFEST_NAME, b"x" * MIB, Faults(""), SaveId(1, 1))

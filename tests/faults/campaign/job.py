@@ -10,13 +10,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from megatron_datastates.config import MIB, Options
@@ -182,15 +181,6 @@ def prune_until_killed(recipe: dict[str, Any], folder: str) -> None:
         except OSError as error:
             note("prune refused", 0, 0, f"{type(error).__name__}: {error}")
         time.sleep(0.002)
-
-
-def failure_of(action: Callable[[], object]) -> str | None:
-    """Returns the text of the CheckpointingException that `action` raises, if it does."""
-    try:
-        action()
-    except CheckpointingException as error:
-        return str(error)
-    return None
 
 
 def files_in(directory: Path) -> Sequence[str]:

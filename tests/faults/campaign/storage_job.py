@@ -19,7 +19,8 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.training import tracker
 from megatron_datastates.pipeline.presence import files_in_manifest as files_of
 from tests.faults.campaign import oracle
-from tests.faults.campaign.job import Notes, Trainer, failure_of, files_in, leave, place
+from tests.faults.campaign.job import Notes, Trainer, files_in, leave, place
+from tests.support.saving_rank import failure_of
 
 _SETTLING_SECONDS = 5.0  # for files of a failed save to be removed by the threads that wrote them
 _BALLAST = "ballast"

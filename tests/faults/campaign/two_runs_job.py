@@ -96,11 +96,12 @@ def look_after(recipe: dict[str, Any], folder: str) -> None:
     for number in recipe["numbers"]:
         write_verdict(note, "judged", number, oracle.judge(place(root, number), recipe["candidates"]))
     number, iteration = recipe["next"]
+    candidates = [*recipe["candidates"], iteration]
     trainer = Trainer(root, note, "async")
     trainer.save(number, iteration)
     trainer.finish()
     if dist.get_rank() == 0:
         sweep(root)
     dist.barrier()
-    write_verdict(note, "again", number, oracle.judge(place(root, number), [*recipe["candidates"], iteration]))
+    write_verdict(note, "again", number, oracle.judge(place(root, number), candidates))
     leave()
