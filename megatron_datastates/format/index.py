@@ -74,6 +74,10 @@ class Index:
         self.tensors = tensors
         self.objects = objects
 
+    @property
+    def streams(self) -> Mapping[str, int]:
+        return {}
+
     def tensor(self, key: str) -> TensorEntry:
         """Returns a tensor's entry. Raises MissingKeyError, and what `from_directory` raises on demand."""
         if key not in self.tensors:

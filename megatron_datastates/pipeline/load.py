@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -336,6 +336,9 @@ class Checkpoint:
             buffers[key] = np.empty(extent.bytes, np.uint8)
             scheduled.append(ScheduledRead(plan_extent(extent), buffers[key].ctypes.data))
         return ObjectReads(buffers, scheduled, self._options.trust_objects)
+
+    def open_stream(self, key: str) -> Iterator[memoryview]:
+        raise MissingKeyError(f"there is no stream {key!r} in {self.directory}")
 
     def read_other(self, name: str) -> bytes:
         """Returns the bytes of a file that others wrote and that belongs to the checkpoint.

@@ -13,12 +13,13 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs import is_published
-from megatron_datastates.providers.base import CompositeProvider, Mutability
+from megatron_datastates.providers.base import Mutability
 from tests.native.device_trainer import AFTER, SLOT, Trainer, assert_published, failure
 from tests.native.device_trainer import trainer as trainer
 from tests.native.fake_cuda.provider import DeviceTensors
 from tests.native.harness import eventually
 from tests.native.sampling import BLOCK
+from tests.unit.states import Chained
 
 
 def test_a_save_holds_what_the_model_was_when_it_began(trainer: Trainer, tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_a_save_without_lazy_copies_needs_no_fence(trainer: Trainer, tmp_path: P
 def test_eager_and_lazy_state_make_one_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
     eager = {"rng": torch.arange(100, dtype=torch.uint8)}
     wanted = trainer.initial | {"rng": eager["rng"].clone()}
-    both = CompositeProvider(DeviceTensors(trainer.model), DeviceTensors(eager, Mutability.NOW))
+    both = Chained(DeviceTensors(trainer.model), DeviceTensors(eager, Mutability.NOW))
     trainer.cuda.delay_copies(seconds=0.01)
     publication = trainer.saver(slots=2).start(tmp_path, both)
     trainer.cuda.launch_fill(trainer.stream, eager["rng"].data_ptr(), AFTER, 100)

@@ -7,11 +7,11 @@ from pathlib import Path
 import megatron_datastates as ds
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability
-from megatron_datastates.providers.objects import PickledObject
+from megatron_datastates.providers.objects import ObjectSource
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
 from tests.unit.states import OPTIONS, SMALL, bits
 
-OBJECT = PickledObject("x", 7, Mutability.NEVER).serialize()
+OBJECT = ObjectSource("x", 7, Mutability.NEVER).serialize()
 A, B = bytes(range(1, 9)), bytes(range(11, 19))
 TWO = [Part(pieces=[(4096, A)]), Part(pieces=[(4096, B)])]
 
