@@ -12,8 +12,8 @@ import itertools
 import shutil
 from pathlib import Path
 
-import megatron_datastates as ds
 from megatron_datastates.config import Options
+from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import StateProvider
@@ -34,7 +34,7 @@ class Saves:
 
     def fence(self) -> None:
         """Waits as an optimizer step does."""
-        ds.fence()
+        FENCE.wait("the benchmark")
 
     def keep(self, provider: StateProvider) -> Path:
         """Saves, waits until the save is published, and returns its directory."""

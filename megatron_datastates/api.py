@@ -133,8 +133,8 @@ def _start(
 
 
 def fence() -> None:
-    """Waits until everything that lazy saves still read may change."""
-    FENCE.wait("an explicit fence")
+    """Waits until all memory that lazy saves were reading may be changed, freed or unmapped."""
+    FENCE.clear("an explicit fence")
 
 
 def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[Any, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.mcore import autoload, fences
 from megatron_datastates.pipeline.publication import Outcome, Publication
@@ -47,7 +48,7 @@ def slow_save(trainer: Trainer, folder: Path, **options: Any) -> Publication:
 def test_giving_up_the_storage_of_a_source_waits_for_its_copies(
     trainer: Trainer, tmp_path: Path, way: str, fenced: bool
 ) -> None:
-    """Behind the fence, too, which leaves the last copies to the order of streams."""
+    """Also after the fence, which leaves the last copies to the order of streams."""
     publication = slow_save(trainer, tmp_path)
     if fenced:
         FENCE.wait("a step")
@@ -190,12 +191,15 @@ def test_a_memory_saver_without_its_hook_point_is_reported_and_left_alone(
     with caplog.at_level(logging.WARNING):
         assert importlib.import_module("torch_memory_saver").answer == 42
     assert "no torch_memory_saver.entrypoint.TorchMemorySaver.pause" in caplog.text
-    assert "call megatron_datastates.mcore.fence() before unmapping device memory" in caplog.text
+    assert "call megatron_datastates.fence() before unmapping device memory" in caplog.text
     forget("torch_memory_saver")
 
 
-def test_an_explicit_fence_is_enough_to_unmap(trainer: Trainer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fence", [ds.fence, fences.fence], ids=["ds.fence", "mcore.fence"])
+def test_an_explicit_fence_is_enough_to_unmap(
+    trainer: Trainer, tmp_path: Path, fence: Callable[[], None]
+) -> None:
     publication = slow_save(trainer, tmp_path)
-    fences.fence()
+    fence()
     assert is_copied(publication)
     assert publication.wait() is Outcome.PUBLISHED
