@@ -187,7 +187,7 @@ def test_tensors_without_other_references_are_kept_until_copied(
 
 
 def test_fork_in_mid_save_harms_nothing(slow_engine: StagingEngine, tmp_path: Path) -> None:
-    """As for a data loading worker. The child does not inherit page-locked memory."""
+    """Such a child is a data loading worker. It does not inherit page-locked memory."""
     save = DeviceSave(slow_engine, tmp_path, tensors := layers(count=2))
     child = os.fork()
     if child == 0:

@@ -59,7 +59,7 @@ _MOVED = {
 def run_steps(model: Model, state: State, number: int, run: Run, save: str) -> Iterator[tuple[str, State]]:
     if run.at == "ranks write":
         yield from _rank_steps(model, state, number, run, save)
-    elif run.at == "give up":
+    elif run.at == "abandon":
         yield _give_up(model, state, number, run, save)
     else:
         yield from _publisher_steps(model, state, number, run, save)
@@ -105,12 +105,12 @@ def _replaced(ranks: tuple[str, str], rank: int, at: str) -> tuple[str, str]:
 def _locked(model: Model, state: State, number: int) -> bool:
     """Returns whether another save of the same process is being published."""
     other = state.runs[1 - number].at
-    busy = other not in ("ranks write", "give up", "ended", "dead")
+    busy = other not in ("ranks write", "abandon", "ended", "dead")
     return model.same_run and busy and "saves of a run publish at once" not in model.mutants
 
 
 def _giving_up(model: Model, run: Run, save: str) -> Run:
-    return run._replace(at="give up", todo=model.data(save))
+    return run._replace(at="abandon", todo=model.data(save))
 
 
 def _give_up(model: Model, state: State, number: int, run: Run, save: str) -> tuple[str, State]:

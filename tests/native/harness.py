@@ -154,7 +154,7 @@ class Save:
         self.expect(Milestone.DURABLE)
 
     def failure(self, milestone: Milestone = Milestone.WRITTEN) -> str:
-        """Waits for the save to fail and to let go of everything; returns its error."""
+        """Waits for the save to fail and to release everything; returns its error."""
         self.job.close_input()
         assert self.reaches(milestone)
         assert self.error, "the save did not fail"

@@ -179,7 +179,7 @@ def test_closing_beside_a_slow_device_joins_soon(
 def test_memory_that_cannot_be_page_locked_still_serves(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, nth: int
 ) -> None:
-    """And the pool grows on."""
+    """The pool grows on afterwards."""
     cuda.fail("cuMemHostRegister", nth=nth)
     slot = 32 << 20  # two to a segment
     engine = device_engines(slot_bytes=slot, most_slots=4)

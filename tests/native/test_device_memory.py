@@ -52,7 +52,7 @@ def test_neighbours_of_different_storages_are_copied_apart(
 def test_the_driver_refuses_a_copy_that_leaves_an_allocation(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
-    """That the test above can fail: with one storage named for both, they are one copy."""
+    """Shows that the test above can fail: with one storage named for both, they are one copy."""
     first, second = (fill(cuda.allocate(10 * KIB), seed) for seed in (1, 2))
     copies = [Copy(first, 0, device=True), Copy(second, 10 * KIB, device=True)]
     save = Save(device_engines(), tmp_path / "data", copies, stream=cuda.new_stream())
@@ -81,7 +81,7 @@ def test_rows_that_end_with_their_allocation_do_not_leave_it(
 def test_memory_that_is_freed_too_early_is_noticed(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
-    """That sources are kept until their copies are done, the tests at large would show."""
+    """The other tests show that sources are kept until their copies are done."""
     memory, stream = fill(cuda.allocate(SLOT), 1), cuda.new_stream()
     cuda.hold_stream(stream)
     save = Save(

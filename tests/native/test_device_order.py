@@ -71,7 +71,7 @@ def test_copies_wait_for_the_kernel_before_the_save(
 def test_start_and_fence_do_not_wait_for_the_device(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
-    """With slots enough for the shard the host only enqueues; the trainer's stream does the waiting."""
+    """With slots enough for the shard, the host only enqueues; the trainer's stream waits."""
     trainer, copy = cuda.new_stream(), on_device(4 * SLOT)
     cuda.hold_stream(trainer)
     fill(cuda, trainer, copy, BEFORE)
@@ -88,7 +88,7 @@ def test_start_and_fence_do_not_wait_for_the_device(
 
 
 def test_without_the_fence_copies_are_torn(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
-    """That the test above can fail: the same, but nobody holds the trainer's stream back."""
+    """Shows that the test above can fail: the same, but nobody holds the trainer's stream back."""
     trainer, copy = cuda.new_stream(), on_device(4 * SLOT)
     cuda.delay_copies(seconds=0.05)
     fill(cuda, trainer, copy, BEFORE)

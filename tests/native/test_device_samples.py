@@ -75,7 +75,7 @@ def test_memory_of_samples_is_used_again(cuda: FakeCuda, engine: native.Engine, 
     copies, stream = [Copy(random_bytes(SLOT), 0, device=True)], cuda.new_stream()
     for number in range(20):
         save_whole(engine, tmp_path / str(number), copies, stream=stream)
-    assert cuda.registered_bytes <= 2 * SLOT + 3 * BLOCK  # workers may not have let go of the last ones
+    assert cuda.registered_bytes <= 2 * SLOT + 3 * BLOCK  # workers may still hold the last ones
 
 
 def test_memory_that_cannot_be_page_locked_is_not_used_for_samples(

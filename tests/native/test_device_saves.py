@@ -53,7 +53,7 @@ def test_a_chunk_that_differs_is_reported_with_a_few_of_its_tensors(trainer: Tra
 
 
 def test_a_step_without_the_fence_shows_in_the_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
-    """That the tests above can fail, and what the tripwire is for."""
+    """Shows that the tests above can fail, and what the tripwire is for."""
     trainer.cuda.delay_copies(seconds=0.05)
     publication = trainer.saver(tripwire=False).start(tmp_path, DeviceTensors(trainer.model))
     trainer.optimizer_step(fenced=False)

@@ -146,7 +146,7 @@ def test_a_child_cannot_use_its_parents_engine(engines: Engines, tmp_path: Path)
 
 
 def test_a_child_that_ends_normally_harms_nothing(tmp_path: Path) -> None:
-    """With the interpreter's whole shutdown, which tests never see in a child of pytest."""
+    """The child shuts its interpreter down, which a forked child of pytest never does."""
     script = f"""
 import os, sys
 from pathlib import Path

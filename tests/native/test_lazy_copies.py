@@ -42,7 +42,7 @@ def test_lazy_copies_begin_by_themselves_in_a_loop_that_neither_polls_nor_fences
 def test_the_delay_of_lazy_copies_counts_from_the_end_of_save_checkpoint(
     trainer: Trainer, tmp_path: Path
 ) -> None:
-    """Which may take long, waiting for other ranks."""
+    """That call may take long, since it waits for other ranks."""
     with trainer_held("save_checkpoint"):
         publication = trainer.saver(lazy_delay=0.05).start(tmp_path, DeviceTensors(trainer.model))
         time.sleep(0.3)
@@ -64,7 +64,7 @@ def test_the_report_says_how_long_the_trainers_stream_waited(trainer: Trainer, t
 def test_memory_may_be_unmapped_when_a_save_that_is_not_lazy_returns(
     trainer: Trainer, tmp_path: Path
 ) -> None:
-    """As frameworks do that put a model to sleep right after its save."""
+    """Some frameworks put a model to sleep right after its save."""
     blocks = [trainer.cuda.allocate(SLOT) for _ in range(4)]
     model = {f"w{i}": torch.frombuffer(block, dtype=torch.uint8) for i, block in enumerate(blocks)}
     wanted = {key: tensor.random_(0, 256).clone() for key, tensor in model.items()}
@@ -80,7 +80,7 @@ def test_memory_may_be_unmapped_when_a_save_that_is_not_lazy_returns(
 def test_what_follows_save_checkpoint_counts_for_every_save(
     trainer: Trainer, tmp_path: Path, owner: str
 ) -> None:
-    """Also on a rank without tensors, and where the start failed: all ranks' times are compared."""
+    """All ranks' times are compared, those without tensors, and those where the start failed, included."""
     nothing = owner == "nothing to save"
     saver = trainer.saver() if nothing else trainer.saver(driver="/nowhere/libcuda.so.1")
     with trainer_held("save_checkpoint"):

@@ -96,7 +96,7 @@ def test_after_its_deadline_the_save_fails_and_the_memory_goes_when_nothing_copi
 def test_host_memory_may_be_released_by_a_thread_that_works_for_the_trainer(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As autograd's does, in whose hooks FSDP frees. Without the wait the copying thread would crash."""
+    """FSDP frees in hooks on autograd's thread. Without the wait the copying thread would crash."""
     monkeypatch.undo()  # no device in this test
     tensors = {str(i): torch.full((64 * SLOT,), i, dtype=torch.uint8) for i in range(4)}
     wanted = {key: tensor.clone() for key, tensor in tensors.items()}

@@ -109,7 +109,7 @@ def test_saves_cancelled_in_any_order_are_released(
     for number in order:
         saves[number].append([Copy(random_bytes(100), saves[number].end)])
         saves[number].job.cancel("enough")
-        assert saves[number].reaches(Milestone.ENQUEUED)  # a fence that stands is let go, too
+        assert saves[number].reaches(Milestone.ENQUEUED)  # a fence that waits is released, too
     for number in order:
         saves[number].failure()
         saves[number].job.remove()

@@ -128,7 +128,7 @@ def test_slots_of_two_saves_come_back_while_the_disk_stalls(engines: Engines, tm
 
 
 def test_slots_lie_in_huge_pages(tmp_path: Path) -> None:
-    """In a process of its own, whose only large mappings that no fork inherits are the pool's."""
+    """Runs in a process of its own, whose only large mappings that no fork inherits are the pool's."""
     script = """
 import re
 from pathlib import Path

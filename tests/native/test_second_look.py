@@ -75,7 +75,7 @@ SIZES = {  # of a change in 64 MiB: how many of 16 saves it fails when it comes 
 def test_share_of_changes_that_is_found_is_as_designed(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, size: int, after_look: bool
 ) -> None:
-    """By chunks of 2 MiB at the start, and by 16 KiB after the look; each verdict is the one computed."""
+    """Samples are 2 MiB apart at the start, and 16 KiB at the look; each verdict is the one computed."""
     source, slot, found, wanted = random_bytes(64 * MIB), 2 * MIB, 0, 0
     for seed in range(1, 17):
         options = {"slot_bytes": slot, "most_slots": 2, "copy_threads": 1, "backend": "discard"}

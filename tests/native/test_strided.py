@@ -146,7 +146,7 @@ def test_spans_that_are_no_whole_number_of_pieces_are_refused(
 def test_a_failing_copy_of_pieces_fails_the_save(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, call: str, nth: int
 ) -> None:
-    """With one slot: the copies that were enqueued before are waited for before the slot is used again."""
+    """With one slot, it waits for the copies that were enqueued before, and then uses the slot again."""
     engine, stream = device_engines(slot_bytes=ALIGNMENT, most_slots=1, tripwire=False), cuda.new_stream()
     copies = [rows(3000, 10, 13, device=True), rows(100, 10, 0, 30_000, device=True)]
     cuda.delay_copies(seconds=0.01)

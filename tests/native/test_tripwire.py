@@ -84,7 +84,7 @@ def test_sample_across_two_chunks_is_compared_on_both_sides(
 def test_tripwire_that_is_off_lets_torn_bytes_through(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
-    """That it is the tripwire which finds them above."""
+    """Shows that it is the tripwire that finds them above."""
     engine = device_engines(slot_bytes=SLOT, most_slots=2, copy_threads=1, tripwire=False)
     copies = [Copy(random_bytes(3 * SLOT), 0), Copy(random_bytes(3 * SLOT), 3 * SLOT, device=True)]
     wanted = expected_bytes(copies)

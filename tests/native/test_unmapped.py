@@ -62,7 +62,7 @@ def test_memory_unmapped_before_its_copies_are_enqueued_fails_the_save_alone(
 def test_memory_unmapped_under_enqueued_copies_fails_the_save_and_says_that_the_context_is_lost(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, lies: str, eager: bool
 ) -> None:
-    """What the trainer's own calls return then, is the driver's: nothing of ours crashes or hangs."""
+    """The trainer's own calls return the driver's errors then; nothing of ours crashes or hangs."""
     engine, stream = device_engines(tripwire=False), cuda.new_stream()
     memory, copies = allocated(cuda, lies)
     for copy in copies:
@@ -95,7 +95,7 @@ def test_samples_that_are_enqueued_when_memory_is_unmapped_fail_the_save(
 def test_a_failed_save_counts_as_copied_when_no_copy_is_under_way(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
-    """Who frees or unmaps memory waits for that, and for nothing else: not for a disk that hangs."""
+    """Code that frees or unmaps memory waits for copies alone, and not for a disk that hangs."""
     engine = device_engines(most_slots=2, write_threads=1, tripwire=False, faults="write:0:stall=1500")
     memory, copies = allocated(cuda, "one piece")
     stream = cuda.new_stream()

@@ -211,7 +211,7 @@ def test_a_disk_that_fills_up_in_mid_save_fails_it(engines: Engines, small_disk:
 
 @pytest.mark.parametrize("slot_bytes", [3 * ALIGNMENT, MIB, 3 * MIB])
 def test_checksums_are_those_of_the_bytes_on_disk(engines: Engines, tmp_path: Path, slot_bytes: int) -> None:
-    """Also where chunks and blocks of 1 MiB do not meet, and where objects begin in mid-block."""
+    """Chunks and blocks of 1 MiB do not meet here, and objects begin in mid-block."""
     engine = engines(slot_bytes=slot_bytes, write_threads=3, faults="write:2:stall=20")
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(3 * MIB + 100), 50)])
     save.append([Copy(random_bytes(2 * MIB, 1), save.end + 64)])

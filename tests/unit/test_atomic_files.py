@@ -88,7 +88,7 @@ def test_short_writes_are_resumed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("code", "is_failure"), [("EINVAL", False), ("EBADF", False), ("EIO", True)])
 def test_a_directory_that_cannot_be_synced_is_no_failure(tmp_path, monkeypatch, code, is_failure):
-    """As in native code: some network file systems say so, and their metadata is synchronous."""
+    """Some network file systems cannot sync a directory, and their metadata is synchronous."""
     fsync = os.fsync
 
     def refusing(descriptor):
@@ -113,7 +113,7 @@ def populate(directory: Path, names: list[str]) -> None:
 
 
 def test_what_is_replaced_is_removed_and_nothing_else(tmp_path):
-    """What another run has written without a manifest may be under way; an index may be another's, too."""
+    """Files of another run without a manifest may be of a save under way; an index may be another's, too."""
     kept = [SAVE.data_file_name(0), INDEX]
     others = [MANIFEST_NAME, METADATA_NAME, "common.pt", "my-data.bin", "index-" + "1" * 32]
     others += [SaveId(7, 6).data_file_name(0), SaveId(9, 9).data_file_name(1), SAVE.data_file_name(1)]

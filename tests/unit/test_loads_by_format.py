@@ -61,7 +61,7 @@ def with_metadata(directory: Path, text: str) -> Path:
     ],
 )
 def test_metadata_json_says_whose_a_directory_is(ours, tmp_path, text, empty, published, with_index):
-    """Where it is damaged, or not yet that of the save just published, our manifest decides."""
+    """Our manifest decides where metadata.json is damaged, or older than the save that was just published."""
     assert is_ours(with_metadata(tmp_path, text)) is empty
     directory = with_metadata(Path(shutil.copytree(ours, tmp_path / "c")), text)
     assert is_ours(directory) is published

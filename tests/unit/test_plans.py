@@ -78,7 +78,7 @@ def test_a_dtype_that_dlpack_has_no_word_for_is_compared_by_attributes() -> None
 
 @pytest.mark.parametrize("name", KNOWN_DTYPES)
 def test_dtypes_of_one_size_are_distinguished(name: str) -> None:
-    """For all dtypes of the format: none has the description of another."""
+    """No dtype of the format has the description of another."""
     dtype = getattr(torch, name)
     mine = state(tensor=torch.empty(4, 6, dtype=dtype))
     plans = Plans(len(KNOWN_DTYPES))
@@ -169,7 +169,7 @@ def test_a_plan_that_cannot_be_made_leaves_the_others(tmp_path: Path) -> None:
 
 
 def test_memory_that_a_tensor_gets_later_is_not_saved(tmp_path: Path) -> None:
-    """As with `parameter.data = other` before the copy: the old memory must live until it has been copied."""
+    """The old memory must live until it has been copied, as with `parameter.data = other` before the copy."""
     saver = new_saver(copy_limit=16 * MIB)
     wanted = torch.arange(4 * MIB, dtype=torch.int32)
     parameter = torch.nn.Parameter(wanted.clone(), requires_grad=False)

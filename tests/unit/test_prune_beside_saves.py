@@ -70,7 +70,7 @@ def test_a_young_file_keeps_remains_whose_other_files_are_old(root):
 
 
 def test_a_removal_that_was_killed_goes_on_once_its_files_are_old(root):
-    """What it took the manifest of may be what a save has published at that very moment."""
+    """The manifest that prune took may be one that a save has published at that very moment."""
     with pytest.raises(StorageError):
         prune(root, RetentionRules(keep_last=1), faults="sync removal of manifest:1:EIO")
     for path in place(root, 100).iterdir():

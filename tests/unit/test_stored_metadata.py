@@ -92,7 +92,7 @@ def test_fragments_with_holes_or_overlaps_are_refused_where_they_are_wanted(tmp_
 
 
 def test_a_box_may_leave_the_tensor_and_gets_what_there_is(checkpoint):
-    """With allow_shape_mismatch."""
+    """Megatron asks for such boxes with allow_shape_mismatch."""
     assert len(known(checkpoint, {"v": ([2], [100])})["v"].chunks) == 2
 
 

@@ -74,7 +74,7 @@ def test_a_file_without_checksums_is_counted(tmp_path):
 
 
 def test_a_directory_that_is_removed_meanwhile_is_a_fault(tmp_path):
-    """By `datastates prune`, for instance."""
+    """`datastates prune` may remove it, for instance."""
     write_checkpoint(tmp_path / "c", TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]))
     checkpoint = ds.open(tmp_path / "c", **SMALL)
     shutil.rmtree(tmp_path / "c")
@@ -200,7 +200,7 @@ class FailingFile:
 
 @pytest.mark.parametrize("call", ["seek", "read"])
 def test_a_file_that_opens_and_cannot_be_read_is_named(tmp_path, monkeypatch, call):
-    """As one with a bad sector, or of a network file system that lost it."""
+    """Such is a file with a bad sector, or one that a network file system lost."""
     write_checkpoint(tmp_path, TWO, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]))
     bad = tmp_path / SAVE.data_file_name(1)
     real = reader.open_regular

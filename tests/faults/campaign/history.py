@@ -9,7 +9,7 @@ from tests.faults.campaign.oracle import Verdict
 
 
 class History:
-    """Of the notes of one run's ranks. A save is `done` when any rank has heard that it is published."""
+    """What one run's ranks noted. A save is `done` when any rank has read that it is published."""
 
     def __init__(self, notes: Iterable[Mapping[str, Any]]) -> None:
         self._begun: dict[int, list[int]] = {}

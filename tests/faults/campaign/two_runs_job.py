@@ -43,7 +43,7 @@ def save_beside(recipe: dict[str, Any], folder: str) -> None:
 
 
 class Silent(Notes):
-    """For a trainer whose caller takes the notes."""
+    """Notes nothing, for a trainer whose caller takes the notes."""
 
     def __init__(self) -> None:
         pass

@@ -185,7 +185,7 @@ class FakeCuda:
 
     @property
     def copies_to_host(self) -> int:
-        """How many were asked for, in batches and one by one; rows of one call are one."""
+        """The number of copies to the host, in batches and one by one; the rows of one call are one copy."""
         batches = sum(int(call.split()[1]) for call in self.calls("cuMemcpyBatchAsync"))
         return batches + len(self.calls("cuMemcpyDtoHAsync")) + len(self.calls("cuMemcpy2DAsync"))
 
@@ -197,7 +197,7 @@ class FakeCuda:
 
     @property
     def misuse(self) -> list[str]:
-        """What was done wrong, and is unexpected."""
+        """The calls that were wrong, without those that a test has taken."""
         return [line for line in self.log() if line.startswith("misuse") and line not in self._taken]
 
     def let_go(self) -> None:

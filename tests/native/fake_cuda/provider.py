@@ -31,7 +31,7 @@ def label_as_device(patch: pytest.MonkeyPatch) -> None:
 
 
 class DeviceTensors(TensorProvider):
-    """For the fake driver, whose device pointers are host pointers, with label_as_device.
+    """Tensors for the fake driver, whose device pointers are host pointers; used with label_as_device.
 
     Holds the only reference.
     """
