@@ -18,6 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_datastates.engine.fence import FENCE
@@ -25,10 +26,12 @@ from megatron_datastates.engine.staging import FileSave, StagingEngine
 from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
-from megatron_datastates.format.values import Extent, SaveId
+from megatron_datastates.format.tail import NOT_RECORDED, Kind, TailEntry
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.frames import FrameWriter, encoder_pool
 from megatron_datastates.pipeline.held import HeldTime, charge_open_intervals, trainer_held
 from megatron_datastates.pipeline.plans import Memory, StatePlan
-from megatron_datastates.providers.base import CopyBudget, Mutability, TailSource
+from megatron_datastates.providers.base import CopyBudget, Encoding, Mutability, TailSource
 from megatron_datastates.providers.collect import Collected, Part
 from megatron_datastates.providers.objects import check_pickle, check_saved
 
@@ -62,12 +65,12 @@ class SaveContext:
 
 
 @dataclasses.dataclass(frozen=True)
-class TailEntry:
-    """An object or a stream on its way to the tail."""
+class PendingEntry:
+    """What has yet to be written to the tail."""
 
     key: str
     source: TailSource
-    number: int  # in the state, which says whose it is
+    number: int  # among the entries of the tail, as planned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +126,8 @@ class RankSave:
         self._started_at = time.perf_counter()
         self._serialized_seconds = 0.0
         self._parts: list[Part] = []
-        self._extents: dict[str, Extent] = {}  # of the tail's entries, by key
+        self._tail: dict[int, TailEntry] = {}  # what has been written to the tail, by number
+        self._encoders: ThreadPoolExecutor | None = None
         self.tail_bytes: dict[str, int] = {}  # by provider
         self.tail_seconds: dict[
             str, float
@@ -159,19 +163,19 @@ class RankSave:
             if self._save is not None:
                 self._save.cancel(str(error))
 
-    def _divide(self, state: Collected) -> tuple[list[TailEntry], list[TailEntry]]:
+    def _divide(self, state: Collected) -> tuple[list[PendingEntry], list[PendingEntry]]:
         """Returns the tail's entries: those to be written now, and those for the finishing thread."""
-        now: list[TailEntry] = []
-        at_fence: list[TailEntry] = []
-        others: list[TailEntry] = []
+        now: list[PendingEntry] = []
+        at_fence: list[PendingEntry] = []
+        others: list[PendingEntry] = []
         budget = CopyBudget(_SNAPSHOT_BYTES)
         for number, (key, source) in enumerate(zip(state.tail_keys, state.tail, strict=True)):
             if source.mutability is Mutability.NOW:
                 snapshot = self._snapshot(source, number, budget)
-                (now if snapshot is None else others).append(TailEntry(key, snapshot or source, number))
+                (now if snapshot is None else others).append(PendingEntry(key, snapshot or source, number))
             else:
                 is_changing = source.mutability is Mutability.AT_FENCE
-                (at_fence if is_changing else others).append(TailEntry(key, source, number))
+                (at_fence if is_changing else others).append(PendingEntry(key, source, number))
         if not at_fence:
             self._tail_read.set()
         return now, [*at_fence, *others]
@@ -204,7 +208,7 @@ class RankSave:
         else:
             self._confirmed.set()  # nothing that the save still reads can change
 
-    def _write_now(self, save: FileSave, entries: list[TailEntry]) -> None:
+    def _write_now(self, save: FileSave, entries: list[PendingEntry]) -> None:
         save.tail.deadline = time.monotonic() + self.fence_deadline
         for entry in entries:
             self._write(save, entry)
@@ -359,7 +363,7 @@ class RankSave:
 
     # -- the finishing thread ---------------------------------------------------------------------------
 
-    def _finish(self, save: FileSave, plan: StatePlan, entries: list[TailEntry]) -> None:
+    def _finish(self, save: FileSave, plan: StatePlan, entries: list[PendingEntry]) -> None:
         try:
             # The trainer's thread has just started this one and needs the GIL; serializing would hold it for
             # milliseconds.
@@ -390,26 +394,46 @@ class RankSave:
             self.fail(error)
             self._tail_read.set()
             save.remove()
+        finally:
+            if self._encoders is not None:
+                self._encoders.shutdown()
         if self._removal_wanted.is_set():
             save.remove()
 
     def _part_of(self, number: int) -> Part:
         return next(part for part in self._parts if part.first_tail <= number < part.end_tail)
 
-    def _write(self, save: FileSave, entry: TailEntry) -> None:
+    def _write(self, save: FileSave, entry: PendingEntry) -> None:
         """Writes an entry to the tail, and raises UnsafeObjectError if a load would refuse it."""
-        begin, before = save.tail.begin_entry(), time.perf_counter()
+        before = time.perf_counter()
+        begin, part = save.tail.begin_entry(), self._part_of(entry.number)
+        encoding: Encoding | None = getattr(entry.source, "encoding", None)
+        frames = FrameWriter(save.tail.write, encoding, self._encoder_threads()) if encoding else None
         try:
-            pickle = entry.source.write(save.tail.write)
+            pickle = entry.source.write(save.tail.write if frames is None else frames.write)
+            sha256 = NOT_RECORDED if frames is None else frames.close()
         except Exception as error:
-            raise self._part_of(entry.number).failed(error) from error
+            raise part.failed(error) from error
         if pickle is not None:
             check_pickle(pickle, entry.key, trust=self._trust_objects)
-        size = save.tail.position - begin
-        self._extents[entry.key] = Extent(0, begin, size)
-        name = self._part_of(entry.number).name
-        seconds = self.tail_seconds.get(name, 0.0) + time.perf_counter() - before
-        self.tail_bytes[name], self.tail_seconds[name] = self.tail_bytes.get(name, 0) + size, seconds
+        stored = save.tail.position - begin
+        self._tail[entry.number] = TailEntry(
+            entry.source.kind,
+            "" if entry.source.kind is Kind.FRAGMENT else entry.key,
+            begin,
+            stored,
+            stored if frames is None else frames.bytes,
+            *((encoding.codec, encoding.item_bytes, tuple(frames.frame_sizes)) if frames and encoding else ()),
+            sha256=sha256,
+        )
+        seconds = self.tail_seconds.get(part.name, 0.0) + time.perf_counter() - before
+        self.tail_bytes[part.name] = self.tail_bytes.get(part.name, 0) + stored
+        self.tail_seconds[part.name] = seconds
+
+    def _encoder_threads(self) -> ThreadPoolExecutor:
+        if self._encoders is None:
+            self._encoders = encoder_pool()
+        return self._encoders
 
     def check_object(self, stored: bytes, key: str) -> None:
         """Raises UnsafeObjectError if a load would refuse the object. Thread-safe."""
@@ -423,6 +447,6 @@ class RankSave:
             context.world_size,
             data_end,
             save.layout.digest,
-            self._extents,
+            [self._tail[number] for number in range(len(self._tail))],
             save.block_checksums(),
         ).encode()

@@ -142,7 +142,8 @@ class Saver:
         tensors = state.tensors
         if not self.options.lazy:
             tensors.mutability = [_EAGER.get(mutability, mutability) for mutability in tensors.mutability]
-        plan, memory = self.session.plans.find(tensors, state.tail_keys)
+        tail = [tail_item(key, source) for key, source in zip(state.tail_keys, state.tail, strict=True)]
+        plan, memory = self.session.plans.find(tensors, tail)
         return plan, memory, state
 
     def _abandon_old_world(self) -> None:
