@@ -22,6 +22,7 @@ from megatron_datastates.engine.staging import FileSave, StagingEngine
 from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
+from megatron_datastates.format.tail import object_entries
 from megatron_datastates.format.values import Extent, SaveId
 from megatron_datastates.pipeline.held import HeldTime, charge_open_intervals, trainer_held
 from megatron_datastates.pipeline.plans import Memory, StatePlan
@@ -346,6 +347,6 @@ class RankSave:
             context.world_size,
             save.data_end,
             save.layout.digest,
-            extents,
+            object_entries(extents),
             save.block_checksums(),
         ).encode()

@@ -24,6 +24,7 @@ from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import HEADER_BYTES, Header
 from megatron_datastates.format.manifest import FileEntry, Manifest
+from megatron_datastates.format.tail import object_entries
 from megatron_datastates.format.values import MANIFEST_NAME, Extent, SaveId
 from megatron_datastates.pipeline.layouts import merge_layouts
 from megatron_datastates.pipeline.presence import other_file_entry
@@ -134,9 +135,9 @@ class DataStatesSink(Sink):
     def _footer(
         self, number: int, layout: Layout, objects: Sequence[_Placed], end: int, checksums: bytes
     ) -> bytes:
-        extents = {key: Extent(0, offset, size) for key, _, offset, size in objects}
+        entries = object_entries({key: Extent(0, offset, size) for key, _, offset, size in objects})
         return Footer(
-            self._save_id, number, self._world_size, end, layout.digest, extents, checksums
+            self._save_id, number, self._world_size, end, layout.digest, entries, checksums
         ).encode()
 
     def publish(self, written: Sequence[WrittenFile]) -> None:
