@@ -56,7 +56,6 @@ class PrefixReader:
         """Yields the buffers of a stream. Raises as Checkpoint.open_stream."""
         return self._checkpoint.open_stream(self._prefix + key)
 
-
     def below(self, name: str) -> PrefixReader:
         """See StateReader."""
         return PrefixReader(self._checkpoint, f"{self._prefix}{name}".removesuffix("."))

@@ -14,19 +14,23 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import hashlib
 import logging
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.staging import FileSave, StagingEngine
+from megatron_datastates.engine.tail import TailWriter
 from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
-from megatron_datastates.format.tail import NOT_RECORDED, Kind, TailEntry
+from megatron_datastates.format.manifest import ProviderEntry
+from megatron_datastates.format.tail import Kind, TailEntry
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.frames import FrameWriter, encoder_pool
 from megatron_datastates.pipeline.held import HeldTime, charge_open_intervals, trainer_held
@@ -405,30 +409,43 @@ class RankSave:
 
     def _write(self, save: FileSave, entry: PendingEntry) -> None:
         """Writes an entry to the tail, and raises UnsafeObjectError if a load would refuse it."""
-        before = time.perf_counter()
-        begin, part = save.tail.begin_entry(), self._part_of(entry.number)
-        encoding: Encoding | None = getattr(entry.source, "encoding", None)
-        frames = FrameWriter(save.tail.write, encoding, self._encoder_threads()) if encoding else None
+        before, part = time.perf_counter(), self._part_of(entry.number)
         try:
-            pickle = entry.source.write(save.tail.write if frames is None else frames.write)
-            sha256 = NOT_RECORDED if frames is None else frames.close()
+            written, pickle = self._pass_on(save.tail, entry)
         except Exception as error:
             raise part.failed(error) from error
         if pickle is not None:
             check_pickle(pickle, entry.key, trust=self._trust_objects)
-        stored = save.tail.position - begin
-        self._tail[entry.number] = TailEntry(
-            entry.source.kind,
-            "" if entry.source.kind is Kind.FRAGMENT else entry.key,
-            begin,
-            stored,
-            stored if frames is None else frames.bytes,
-            *((encoding.codec, encoding.item_bytes, tuple(frames.frame_sizes)) if frames and encoding else ()),
-            sha256=sha256,
-        )
+        self._tail[entry.number] = written
         seconds = self.tail_seconds.get(part.name, 0.0) + time.perf_counter() - before
-        self.tail_bytes[part.name] = self.tail_bytes.get(part.name, 0) + stored
+        self.tail_bytes[part.name] = self.tail_bytes.get(part.name, 0) + written.stored_bytes
         self.tail_seconds[part.name] = seconds
+
+    def _pass_on(self, tail: TailWriter, entry: PendingEntry) -> tuple[TailEntry, bytes | None]:
+        """Writes an entry; returns where it is, and the pickle to be checked if it is an object."""
+        source, begin = entry.source, tail.begin_entry()
+        name = "" if source.kind is Kind.FRAGMENT else entry.key
+        encoding: Encoding | None = getattr(source, "encoding", None)
+        if encoding is None:
+            if source.kind is Kind.FRAGMENT:
+                return _pass_on_hashed(tail, source, begin), None
+            pickle = source.write(tail.write)
+            size = tail.position - begin
+            return TailEntry(source.kind, name, begin, size, size), pickle
+        frames = FrameWriter(tail.write, encoding, self._encoder_threads())
+        pickle = source.write(frames.write)
+        sha256 = frames.close()
+        stored = tail.position - begin
+        facts = (encoding.codec, encoding.item_bytes, tuple(frames.frame_sizes), sha256)
+        return TailEntry(source.kind, name, begin, stored, frames.bytes, *facts), pickle
+
+    def providers(self) -> list[ProviderEntry]:
+        """Returns the manifest's list of the state providers of which there is something to say."""
+        return [
+            ProviderEntry(name=part.name, kind=part.kind, notes=dict(part.notes))
+            for part in self._parts
+            if part.name or part.notes
+        ]
 
     def _encoder_threads(self) -> ThreadPoolExecutor:
         if self._encoders is None:
@@ -450,3 +467,16 @@ class RankSave:
             [self._tail[number] for number in range(len(self._tail))],
             save.block_checksums(),
         ).encode()
+
+
+def _pass_on_hashed(tail: TailWriter, source: TailSource, begin: int) -> TailEntry:
+    """Writes a tensor that was transformed, but has no codec whose frames would be checked."""
+    digest = hashlib.sha256()
+
+    def write(data: Any) -> int:
+        digest.update(data)
+        return tail.write(data)
+
+    source.write(write)
+    size = tail.position - begin
+    return TailEntry(source.kind, "", begin, size, size, sha256=digest.digest())

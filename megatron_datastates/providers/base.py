@@ -111,8 +111,8 @@ class Encoding(NamedTuple):
 class TailSource(Protocol):
     """Bytes whose number is unknown until they have been written: an object, a stream or an encoded tensor.
 
-    They go to the tail of the data file, after its tensors, while those are being copied and written. One that
-    has an attribute `encoding` that is not None is encoded on the way.
+    They go to the tail of the data file, after its tensors, while those are being copied and written. One
+    that has an attribute `encoding` that is not None is encoded on the way.
     """
 
     @property
@@ -176,7 +176,7 @@ class StateReader(Protocol):
         ...
 
     def below(self, name: str) -> StateReader:
-        """Returns a reader of what the checkpoint has under `name`, relative to this one; all of it for ""."""
+        """Returns a reader of what is under `name`, relative to this one; of all of it for ""."""
         ...
 
 

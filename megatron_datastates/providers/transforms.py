@@ -1,11 +1,11 @@
 """Transformations: state providers around state providers, which store the same state in other bytes.
 
     Compressed(inner)                        byte planes and zstd; restored bit by bit
-    Cast(inner, torch.bfloat16, "*exp_avg*") floating tensors in a smaller dtype: for archives, not for resumes
+    Cast(inner, torch.bfloat16, "*exp_avg*") floating tensors in a smaller dtype: for archives
 
-They nest, also as values of trees: `{"model": ..., "optimizer": Compressed(Cast(...))}`. Both work on parts of
-a MiB: no tensor is ever whole in host memory beside the original. A load knows from the checkpoint how its
-bytes are stored, so a restore needs no transformation.
+They nest, also as values of trees: `{"model": ..., "optimizer": Compressed(Cast(...))}`. Both work on parts
+of a MiB: no tensor is ever whole in host memory beside the original. A load knows from the checkpoint how
+its bytes are stored, so a restore needs no transformation.
 
 What is transformed is read by the save's finishing thread: tensors that stay unchanged until the next fence
 make that fence wait until they are encoded, and what may change at once holds the trainer that long.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,9 +32,9 @@ from megatron_datastates.providers.base import (
     Place,
     StateProvider,
     StateReader,
+    TailSource,
     Tensors,
     TensorSource,
-    TailSource,
     Write,
 )
 from megatron_datastates.providers.collect import kind_of, notes_of
@@ -81,7 +81,8 @@ class EncodedTensor:
 
     def write(self, write: Write) -> None:
         """Passes on the stored elements, row-major."""
-        for part in _parts(self.source.tensor.detach(), max(_PART_BYTES // self.source.tensor.element_size(), 1)):
+        tensor = self.source.tensor.detach()
+        for part in _parts(tensor, _PART_BYTES // tensor.element_size()):
             write(_host_bytes(part, self.dtype, self.written_after))
 
 
@@ -93,11 +94,12 @@ def encoded_tensor(source: TensorSource) -> EncodedTensor:
             f"tensor {source.key!r} has layout {tensor.layout} and is on {tensor.device}: expected a strided "
             "tensor on the host or on a CUDA device"
         )
-    return EncodedTensor(source, tensor.dtype, None, torch.cuda.current_stream().record_event() if tensor.is_cuda else None)
+    event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+    return EncodedTensor(source, tensor.dtype, None, event)
 
 
 def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """Yields parts of at most `most` elements which, one after another, have all elements in row-major order."""
+    """Yields parts of at most `most` elements: all elements in row-major order."""
     if tensor.numel() <= most:
         yield tensor
     elif tensor.is_contiguous():
@@ -210,8 +212,8 @@ class Compressed(_Around):
 class Cast(_Around):
     """The state of another provider, with floating-point tensors rounded to a smaller dtype.
 
-    For archives: a load converts back, but what was rounded off is lost, so training that resumes from it does
-    not continue as if it had not stopped. Objects and streams are stored as they are.
+    For archives: a load converts back, but what was rounded off is lost, so training that resumes from it
+    does not continue as if it had not stopped. Objects and streams are stored as they are.
 
     Args:
         inner: a state provider, or nested mappings as for `ds.save`.
@@ -238,8 +240,8 @@ class Cast(_Around):
     @property
     def notes(self) -> dict[str, str]:
         """What people who look at the checkpoint should know."""
-        which = " and ".join(self._keys)
-        return {**notes_of(self.inner), "cast": f"{which} to {dtype_name(self._dtype)}: what was rounded off is lost"}
+        text = f"{', '.join(self._keys)} to {dtype_name(self._dtype)}: what was rounded off is lost"
+        return {**notes_of(self.inner), "cast": text}
 
     def entries(self) -> Iterator[Entry]:
         for entry in self._entries():
