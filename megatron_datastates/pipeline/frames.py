@@ -32,7 +32,7 @@ class FrameWriter:
         self._encoded: deque[concurrent.futures.Future[bytes]] = deque()
         self._digest = hashlib.sha256()
         self.bytes = 0  # logical ones
-        self.frame_sizes: list[int] = []
+        self._frame_sizes: list[int] = []
 
     def write(self, data: Any) -> int:
         """Appends a buffer, which may change afterwards; returns its size."""
@@ -48,12 +48,16 @@ class FrameWriter:
                 self._end_frame()
         return len(view)
 
-    def close(self) -> bytes:
-        """Writes what is left; returns the SHA-256 of the logical bytes."""
+    def close(self) -> list[int]:
+        """Writes what is left; returns the sizes of the frames as stored."""
         if self._filled:
             self._end_frame()
         while self._encoded:
             self._write_first()
+        return self._frame_sizes
+
+    def digest(self) -> bytes:
+        """Returns the SHA-256 of the logical bytes."""
         return self._digest.digest()
 
     def _end_frame(self) -> None:
@@ -68,7 +72,7 @@ class FrameWriter:
 
     def _write_first(self) -> None:
         stored = self._encoded.popleft().result()
-        self.frame_sizes.append(len(stored))
+        self._frame_sizes.append(len(stored))
         self._write_on(stored)
 
 
