@@ -12,11 +12,12 @@ import torch
 
 from megatron_datastates.engine.exchange import describe
 from megatron_datastates.errors import MismatchError
+from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import Fragment
 from megatron_datastates.plan.boxes import Spans, strided_spans
 from megatron_datastates.plan.copies import CopyPlan, plan_copies
-from megatron_datastates.plan.layout import Layout, plan_layout
-from megatron_datastates.providers.base import Mutability, Place, Tensors
+from megatron_datastates.plan.layout import Layout, TailItem, plan_layout
+from megatron_datastates.providers.base import Mutability, Place, TailSource, Tensors
 from megatron_datastates.providers.tensors import dtype_name
 
 Words = npt.NDArray[np.uint64]
@@ -180,7 +181,7 @@ class StatePlan:
     """The plan for saves of one structure (names, shapes, memory layouts, devices, what may change when)."""
 
     structure: Structure
-    object_keys: list[str]
+    tail: list[TailItem]
     layout: Layout
     copies: CopyPlan
     eager_bytes: int  # of tensors: copied before the save returns
@@ -188,20 +189,29 @@ class StatePlan:
     tail_bytes: int = 0  # of the last save: a guess for the next
 
 
-def plan_state(tensors: Tensors, object_keys: list[str], description: bytes | None = None) -> StatePlan:
-    """Plans saves of `tensors` (whose `description` may be known) and of objects with these keys.
+def plan_state(tensors: Tensors, tail: list[TailItem], description: bytes | None = None) -> StatePlan:
+    """Plans saves of `tensors` (whose `description` may be known) and of a tail of these entries.
 
     Raises:
         MismatchError: a tensor cannot be stored as its place says.
-        FormatError: fragments of one key contradict each other, or two objects have one key.
+        FormatError: as plan_layout.
     """
     structure = structure_of(tensors, description)
     fragments, eager = structure.fragments(), structure.eager()
-    layout = plan_layout(fragments, eager, object_keys)
+    layout = plan_layout(fragments, eager, tail)
     copies = plan_copies(layout, structure.spans(), eager, structure.devices())
     sizes = [fragment.bytes for fragment in fragments]
     eager_bytes = sum(size for size, first in zip(sizes, eager, strict=True) if first)
-    return StatePlan(structure, object_keys, layout, copies, eager_bytes, sum(sizes) - eager_bytes)
+    return StatePlan(structure, tail, layout, copies, eager_bytes, sum(sizes) - eager_bytes)
+
+
+def tail_item(key: str, source: TailSource) -> TailItem:
+    """Returns what a layout has to know of an entry of the tail."""
+    if source.kind is not Kind.FRAGMENT:
+        return TailItem(source.kind, key)
+    place: Place = source.place  # type: ignore[attr-defined]
+    dtype: torch.dtype = source.dtype  # type: ignore[attr-defined]
+    return TailItem(Kind.FRAGMENT, key, Fragment(key, dtype_name(dtype), *place))
 
 
 class Plans:
@@ -214,7 +224,7 @@ class Plans:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def find(self, tensors: Tensors, object_keys: list[str]) -> tuple[StatePlan, Memory]:
+    def find(self, tensors: Tensors, tail: list[TailItem]) -> tuple[StatePlan, Memory]:
         """Finds the plan for `tensors`, or makes it; returns it with the tensors' places in memory.
 
         Raises:
@@ -226,12 +236,12 @@ class Plans:
             tensors = resolve_views(tensors)
             seen = describe(tensors.tensors)
         addresses, description = (seen.addresses, seen.description) if seen is not None else (None, None)
-        plan = next((p for p in reversed(self._plans) if _fits(p, tensors, object_keys, description)), None)
+        plan = next((p for p in reversed(self._plans) if _fits(p, tensors, tail, description)), None)
         if plan is None:
-            plan = plan_state(tensors, object_keys, description)
+            plan = plan_state(tensors, tail, description)
         self._plans = [*(p for p in self._plans if p is not plan), plan][-self._most :]
         return plan, locate(tensors, addresses)
 
 
-def _fits(plan: StatePlan, tensors: Tensors, object_keys: list[str], description: bytes | None) -> bool:
-    return plan.object_keys == object_keys and plan.structure.matches(tensors, description)
+def _fits(plan: StatePlan, tensors: Tensors, tail: list[TailItem], description: bytes | None) -> bool:
+    return plan.tail == tail and plan.structure.matches(tensors, description)

@@ -285,4 +285,4 @@ def test_a_load_that_does_not_fit_never_begins(ours):
 
 
 def test_the_manifest_is_json_after_one_line(ours):
-    assert json.loads((ours / MANIFEST_NAME).read_text().split("\n", 1)[1])["format_version"] == 1
+    assert json.loads((ours / MANIFEST_NAME).read_text().split("\n", 1)[1])["format_version"] == 2

@@ -14,8 +14,10 @@ import torch
 import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.engine import exchange
+from megatron_datastates.format.tail import Kind
 from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.plan.layout import TailItem
 from megatron_datastates.providers.base import CopyBudget, Entry, Mutability, Place, Tensors, Write
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.tensors import TensorProvider
@@ -49,7 +51,7 @@ def stored(memory: Memory, number: int, dtype: torch.dtype, count: int) -> torch
 
 
 def planned(plans: Plans, tensors: Tensors, objects: tuple[str, ...] = ()) -> StatePlan:
-    return plans.find(tensors, list(objects))[0]
+    return plans.find(tensors, [TailItem(Kind.OBJECT, key) for key in objects])[0]
 
 
 @pytest.fixture(params=["described by DLPack", "described by attributes"], autouse=True)
@@ -186,7 +188,7 @@ class SlowObject:
 
     key = "slow"
     mutability = Mutability.NEVER
-    is_stream = False
+    kind = Kind.OBJECT
 
     def __init__(self) -> None:
         self.tensors_written = threading.Event()

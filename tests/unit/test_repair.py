@@ -162,7 +162,7 @@ def test_a_sound_manifest_is_left_alone(directory):
 
 def test_a_manifest_of_a_later_release_is_left_alone(directory):
     path = directory / MANIFEST_NAME
-    later = msgspec.structs.replace(manifest_of(directory), format_version=2).encode()
+    later = msgspec.structs.replace(manifest_of(directory), format_version=3).encode()
     path.write_bytes(later)
     with pytest.raises(UnsupportedFormatError):
         repair(directory, options=OPTIONS)

@@ -157,11 +157,11 @@ def test_an_absurd_shape_is_reported_before_memory_is_allocated(tmp_path):
 
 @pytest.mark.parametrize("keep", ["manifest", "index", "footer"])
 def test_a_checkpoint_of_a_later_release_says_to_update(tmp_path, keep):
-    fields = {"format_version": 2} if keep == "manifest" else {}
-    index = crafted(version=2) if keep == "index" else index_of([(w(0, 8, 8), 0, 4096)])
+    fields = {"format_version": 3} if keep == "manifest" else {}
+    index = crafted(version=3) if keep == "index" else index_of([(w(0, 8, 8), 0, 4096)])
     write_checkpoint(tmp_path, TWO, index, **fields)
     if keep == "footer":
-        later = data_file(TWO[0], 0, 2, format_version=2)
+        later = data_file(TWO[0], 0, 2, format_version=3)
         (tmp_path / SAVE.data_file_name(0)).write_bytes(later)
     with pytest.raises(UnsupportedFormatError, match=r"written by a later release.*update"):
         read(tmp_path)

@@ -39,7 +39,7 @@ def test_a_file_of_another_rank_is_found(tmp_path):
     assert file_entry(other, 1).bytes == manifest.files[0].bytes
     (tmp_path / manifest.files[0].name).write_bytes(other)
     assert len(faults(tmp_path)) == 1
-    assert "rank 1; its manifest is of save" in faults(tmp_path)[0]
+    assert "rank 1, group 0; its manifest names it as rank 0's" in faults(tmp_path)[0]
 
 
 @pytest.mark.parametrize(
@@ -91,23 +91,16 @@ def test_ranks_that_disagree_about_their_number_are_found(tmp_path):
     ] * 2
 
 
-def test_two_files_of_one_rank_are_found(tmp_path):
+def test_a_data_file_that_claims_to_be_of_an_earlier_save_is_found(tmp_path):
     manifest = whole(tmp_path)
-    entry = msgspec.structs.replace(manifest.files[1], rank=0)
-    changed = msgspec.structs.replace(manifest, files=[manifest.files[0], entry])
-    (tmp_path / MANIFEST_NAME).write_bytes(changed.encode())
-    assert f"{tmp_path / MANIFEST_NAME} names more than one file of rank 0" in faults(tmp_path)
-
-
-def test_a_data_file_under_another_name_is_found(tmp_path):
-    manifest = whole(tmp_path)
-    name = SaveId(SAVE.run_id, 9).data_file_name(0)
-    entry = msgspec.structs.replace(manifest.files[0], name=name)
+    earlier = SaveId(SAVE.run_id, 1)
+    name = earlier.data_file_name(0)
+    entry = msgspec.structs.replace(manifest.files[0], name=name, save_id=str(earlier))
     changed = msgspec.structs.replace(manifest, files=[entry, manifest.files[1]])
     (tmp_path / MANIFEST_NAME).write_bytes(changed.encode())
     (tmp_path / manifest.files[0].name).rename(tmp_path / name)
     (found,) = faults(tmp_path)
-    assert found == f"{tmp_path / name}: the file of rank 0 of save {SAVE} has another name"
+    assert f"{tmp_path / name} belongs to save {SAVE}, rank 0" in found
 
 
 @pytest.mark.parametrize(

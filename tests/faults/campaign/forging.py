@@ -23,6 +23,7 @@ from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.tables import encode_section, encode_tables
+from megatron_datastates.format.tail import Kind, object_entries
 from megatron_datastates.format.values import DTYPE_NAMES, DTYPES, MANIFEST_NAME, Extent, SaveId
 from tests.unit.by_hand import block_checksums, file_entry, manifest_of
 from tests.unit.test_object_kinds import stored
@@ -166,8 +167,8 @@ def index_bytes(claims: Claims, packed: bool = True, files: int = 2, **sections:
     for tensor in claims.tensors:
         section = encode_section(tensor.columns(), packed)
         section = sections.get(tensor.name.decode("utf-8", "replace"), section)
-        rows.append((tensor.name, tensor.dtype, tuple(tensor.shape), len(tensor.fragments), section))
-    return encode_tables(rows, claims.objects, files)
+        rows.append((tensor.name, tensor.dtype, tuple(tensor.shape), 0, len(tensor.fragments), section))
+    return encode_tables(rows, [(name, file, Kind.OBJECT) for name, file in claims.objects], files)
 
 
 def with_header(data: bytes, rank: int, save: SaveId = SAVE) -> bytes:
@@ -179,8 +180,8 @@ def seal(
     data: bytes, extents: dict[str, tuple[int, int]], rank: int, save: SaveId = SAVE, **fields: Any
 ) -> bytes:
     """Returns a data file of data with its header; `fields` are the footer's."""
-    objects = {key: Extent(0, *extent) for key, extent in extents.items()}
-    known = {"data_bytes": len(data), "layout_digest": bytes(16), "objects": objects}
+    entries = object_entries({key: Extent(0, *extent) for key, extent in extents.items()})
+    known = {"data_bytes": len(data), "layout_digest": bytes(16), "entries": entries}
     checksums = {"block_checksums": block_checksums(data)}
     return (
         data
