@@ -107,6 +107,10 @@ class LoadFailedError(DataStatesError):
     """
 
 
+class ProviderError(DataStatesError):
+    """A state provider raised an exception, or is not one. Its `__cause__` is that exception."""
+
+
 class RepairRefusedError(DataStatesError):
     """The checkpoint cannot be proven complete, or needs no repair."""
 

@@ -187,7 +187,7 @@ class StatePlan:
     copies: CopyPlan
     eager_bytes: int  # of tensors: copied before the save returns
     lazy_bytes: int
-    object_bytes: int = 0  # as serialized in the last save: a guess for the next
+    tail_bytes: int = 0  # of the last save: a guess for the next
 
 
 def plan_state(tensors: Tensors, object_keys: list[str], description: bytes | None = None) -> StatePlan:

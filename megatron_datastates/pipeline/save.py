@@ -2,9 +2,12 @@
 
 Milestones: enqueued -> staged -> written -> durable, or failed (published is set by publication.py). Two
 threads work on a save. The trainer's thread starts it, waits for it at fences, confirms that nothing changed
-before it was copied, and polls. The finishing thread serializes objects, and seals the file once it has that
-confirmation: a torn save leaves no valid footer. Errors are values until all ranks have agreed
-(publication.py).
+before it was copied, and polls. The finishing thread serializes objects and streams into the tail of the
+file, and seals the file once it has that confirmation: a torn save leaves no valid footer. Errors are values
+until all ranks have agreed (publication.py).
+
+Of objects and streams that may change as soon as the save returns, small ones are copied; the others are
+written to the tail before the save returns, so that none is ever held twice in host memory.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_datastates.engine.fence import FENCE
@@ -26,13 +29,15 @@ from megatron_datastates.format.tail import object_entries
 from megatron_datastates.format.values import Extent, SaveId
 from megatron_datastates.pipeline.held import HeldTime, charge_open_intervals, trainer_held
 from megatron_datastates.pipeline.plans import Memory, StatePlan
-from megatron_datastates.providers.base import Mutability, ObjectSource
-from megatron_datastates.providers.objects import check_saved
+from megatron_datastates.providers.base import CopyBudget, Mutability, TailSource
+from megatron_datastates.providers.collect import Collected, Part
+from megatron_datastates.providers.objects import check_pickle, check_saved
 
 logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.1
 _YIELD_SECONDS = 0.001
 _HELD_SECONDS = 60.0  # longer than a call that saves holds the trainer
+_SNAPSHOT_BYTES = 16 << 20  # of host memory, for copies of objects in one save
 
 
 class State(enum.Enum):
@@ -55,6 +60,15 @@ class SaveContext:
     rank: int
     world_size: int
     iteration: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TailEntry:
+    """An object or a stream on its way to the tail."""
+
+    key: str
+    source: TailSource
+    number: int  # in the state, which says whose it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +115,7 @@ class RankSave:
         self._durable = threading.Event()
         self._confirmed = threading.Event()  # nothing changed before the copies were done
         self._written = threading.Event()
+        self._tail_read = threading.Event()  # nothing that may change at the fence is left to be serialized
         self._removal_wanted = threading.Event()
         self._failure: dict[
             str, tuple[str, BaseException]
@@ -108,42 +123,32 @@ class RankSave:
         self._finisher: threading.Thread | None = None
         self._started_at = time.perf_counter()
         self._serialized_seconds = 0.0
+        self._parts: list[Part] = []
+        self._extents: dict[str, Extent] = {}  # of the tail's entries, by key
+        self.tail_bytes: dict[str, int] = {}  # by provider
+        self.tail_seconds: dict[
+            str, float
+        ] = {}  # of writing to the tail, waits for slots included; by provider
         self.released_callback: Callable[[], None] = lambda: None
         self._in_interval = charge_open_intervals(self)  # whose end releases the trainer
 
     # -- start ------------------------------------------------------------------------------------------
 
-    def start(
-        self, engine: StagingEngine, plan: StatePlan, memory: Memory, objects: Sequence[ObjectSource]
-    ) -> None:
-        """Starts the copies of tensors and takes snapshots of objects. Never raises: see `failure`."""
-        self.plan = plan
+    def start(self, engine: StagingEngine, plan: StatePlan, memory: Memory, state: Collected) -> None:
+        """Starts the copies of tensors and secures what may change at once. Never raises: see `failure`."""
+        self.plan, self._parts = plan, state.parts  # not `state`: its tensors are the trainer's
         try:
-            snapshots = [item.snapshot() for item in objects]
-            if not memory.owners and not objects:
+            if not memory.owners and not state.tail:
                 self._durable.set()
                 return
-            header = Header(self.context.save_id, self.context.rank, self.context.world_size).encode()
-            path = self.context.directory / self.context.save_id.data_file_name(self.context.rank)
-            self._started_at = time.perf_counter()
-            self._save = engine.begin(
-                path,
-                header,
-                plan.layout,
-                plan.copies,
-                memory.addresses,
-                memory.owners,
-                plan.object_bytes,
-                _HELD_SECONDS if self._in_interval else self._lazy_delay,
-            )
-            FENCE.add_reader(self)
-            if Mutability.AT_FENCE in plan.structure.mutability:
-                FENCE.add(self)
-            else:
-                self._confirmed.set()  # nothing that the save still reads can change
+            now, later = self._divide(state)
+            self._begin(engine, plan, memory)
+            assert self._save is not None
+            self._watch(plan)
+            self._write_now(self._save, now)
             finisher = threading.Thread(
                 target=self._finish,
-                args=(self._save, plan, snapshots),
+                args=(self._save, plan, later),
                 name="datastates-finish",
                 daemon=True,  # joined by Saver.close; the interpreter must not wait for it before that
             )
@@ -151,8 +156,60 @@ class RankSave:
             self._finisher = finisher
         except Exception as error:
             self.fail(error)
+            self._tail_read.set()
             if self._save is not None:
                 self._save.cancel(str(error))
+
+    def _divide(self, state: Collected) -> tuple[list[TailEntry], list[TailEntry]]:
+        """Returns the tail's entries: those to be written now, and those for the finishing thread."""
+        now: list[TailEntry] = []
+        at_fence: list[TailEntry] = []
+        others: list[TailEntry] = []
+        budget = CopyBudget(_SNAPSHOT_BYTES)
+        for number, (key, source) in enumerate(zip(state.tail_keys, state.tail, strict=True)):
+            if source.mutability is Mutability.NOW:
+                snapshot = self._snapshot(source, number, budget)
+                (now if snapshot is None else others).append(TailEntry(key, snapshot or source, number))
+            else:
+                is_changing = source.mutability is Mutability.AT_FENCE
+                (at_fence if is_changing else others).append(TailEntry(key, source, number))
+        if not at_fence:
+            self._tail_read.set()
+        return now, [*at_fence, *others]
+
+    def _snapshot(self, source: TailSource, number: int, budget: CopyBudget) -> TailSource | None:
+        try:
+            return source.snapshot(budget)
+        except Exception as error:
+            raise self._part_of(number).failed(error) from error
+
+    def _begin(self, engine: StagingEngine, plan: StatePlan, memory: Memory) -> None:
+        header = Header(self.context.save_id, self.context.rank, self.context.world_size).encode()
+        path = self.context.directory / self.context.save_id.data_file_name(self.context.rank)
+        self._started_at = time.perf_counter()
+        self._save = engine.begin(
+            path,
+            header,
+            plan.layout,
+            plan.copies,
+            memory.addresses,
+            memory.owners,
+            plan.tail_bytes,
+            _HELD_SECONDS if self._in_interval else self._lazy_delay,
+        )
+
+    def _watch(self, plan: StatePlan) -> None:
+        FENCE.add_reader(self)
+        if Mutability.AT_FENCE in plan.structure.mutability or not self._tail_read.is_set():
+            FENCE.add(self)
+        else:
+            self._confirmed.set()  # nothing that the save still reads can change
+
+    def _write_now(self, save: FileSave, entries: list[TailEntry]) -> None:
+        save.tail.deadline = time.monotonic() + self.fence_deadline
+        for entry in entries:
+            self._write(save, entry)
+        save.tail.deadline = None
 
     @property
     def eager_bytes(self) -> int:
@@ -174,7 +231,8 @@ class RankSave:
         self._released_at = None
         begin = time.perf_counter()
         with trainer_held("fence", self):
-            if not save.fence(self.fence_deadline):
+            left = begin + self.fence_deadline - time.perf_counter()
+            if not (save.fence(left) and self._tail_read.wait(max(left, 0.0))):
                 save.cancel(
                     f"{reason} waited {self.fence_deadline:g} s for its copies (--datastates-fence-deadline)"
                 )
@@ -191,12 +249,14 @@ class RankSave:
         begin = time.perf_counter()
         with trainer_held("fence", self):
             self._save.await_copies(self.fence_deadline)
+            if not self._tail_read.wait(self.fence_deadline):
+                self._save.cancel(f"objects and streams were not serialized within {self.fence_deadline:g} s")
             self.advance()
         self.fence_seconds += time.perf_counter() - begin
 
     def reads(self, storage: int) -> bool:
         """Returns whether the save may still read a storage (engine.fence.Reader)."""
-        return self._save is not None and self._save.reads(storage)
+        return self._save is not None and (not self._tail_read.is_set() or self._save.reads(storage))
 
     def mark_torn(self, reason: str) -> None:
         """Fails the save, even if its copies are done by now: they may have just ended."""
@@ -211,7 +271,7 @@ class RankSave:
         save = self._save
         if save is None:
             return
-        if save.sources_copied():
+        if save.sources_copied() and self._tail_read.is_set():
             # Observed on the trainer's thread, before any later statement of the program could change them.
             self._confirmed.set()
             FENCE.discard(self)
@@ -300,53 +360,70 @@ class RankSave:
 
     # -- the finishing thread ---------------------------------------------------------------------------
 
-    def _finish(self, save: FileSave, plan: StatePlan, objects: list[ObjectSource]) -> None:
+    def _finish(self, save: FileSave, plan: StatePlan, entries: list[TailEntry]) -> None:
         try:
             # The trainer's thread has just started this one and needs the GIL; serializing would hold it for
             # milliseconds.
             time.sleep(_YIELD_SECONDS)
-            data = [item.serialize() for item in objects]
+            while entries:
+                if entries[0].source.mutability is not Mutability.AT_FENCE:
+                    self._tail_read.set()
+                self._write(save, entries[0])
+                del entries[0]  # an object that nobody changes may be large
+                time.sleep(0)  # releases the GIL: nothing waits for this thread
+            self._tail_read.set()
             self._serialized_seconds = time.perf_counter() - self._started_at
-            plan.object_bytes = sum(len(one) + 64 for one in data)
-            places = save.append_objects(data)
-            extents = {item.key: Extent(0, *place) for item, place in zip(objects, places, strict=True)}
-            self._check_objects(objects, data)
+            data_end = save.tail.close()
+            plan.tail_bytes = data_end - plan.layout.tensor_end
             while not (self._confirmed.wait(_WAIT_SECONDS) and save.wait_written()):
                 if save.failure is not None:
                     raise save.failure
-            footer = self._footer(save, extents)
+            footer = self._footer(save, data_end)
             save.finish(footer)
             self._written.set()
             while not save.wait_durable():
                 pass
             _, _, crc = decode_trailer(footer[-TRAILER_BYTES:], save.path.name)
-            self.file = DurableFile(save.data_end + len(footer), save.data_end, crc)
+            self.file = DurableFile(data_end + len(footer), data_end, crc)
             self._durable.set()
         except Exception as error:
             save.cancel(str(error))
             self.fail(error)
+            self._tail_read.set()
             save.remove()
         if self._removal_wanted.is_set():
             save.remove()
 
-    def _check_objects(self, objects: Sequence[ObjectSource], data: Sequence[bytes]) -> None:
-        """Raises UnsafeObjectError if a load would refuse one of the objects."""
-        for item, stored in zip(objects, data, strict=True):
-            time.sleep(0)  # releases the GIL: nothing waits for this check
-            self.check_object(stored, item.key)
+    def _part_of(self, number: int) -> Part:
+        return next(part for part in self._parts if part.first_tail <= number < part.end_tail)
+
+    def _write(self, save: FileSave, entry: TailEntry) -> None:
+        """Writes an entry to the tail, and raises UnsafeObjectError if a load would refuse it."""
+        begin, before = save.tail.begin_entry(), time.perf_counter()
+        try:
+            pickle = entry.source.write(save.tail.write)
+        except Exception as error:
+            raise self._part_of(entry.number).failed(error) from error
+        if pickle is not None:
+            check_pickle(pickle, entry.key, trust=self._trust_objects)
+        size = save.tail.position - begin
+        self._extents[entry.key] = Extent(0, begin, size)
+        name = self._part_of(entry.number).name
+        seconds = self.tail_seconds.get(name, 0.0) + time.perf_counter() - before
+        self.tail_bytes[name], self.tail_seconds[name] = self.tail_bytes.get(name, 0) + size, seconds
 
     def check_object(self, stored: bytes, key: str) -> None:
         """Raises UnsafeObjectError if a load would refuse the object. Thread-safe."""
         check_saved(stored, key, trust=self._trust_objects)
 
-    def _footer(self, save: FileSave, extents: dict[str, Extent]) -> bytes:
+    def _footer(self, save: FileSave, data_end: int) -> bytes:
         context = self.context
         return Footer(
             context.save_id,
             context.rank,
             context.world_size,
-            save.data_end,
+            data_end,
             save.layout.digest,
-            object_entries(extents),
+            object_entries(self._extents),
             save.block_checksums(),
         ).encode()

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_datastates.config import Options
@@ -25,7 +26,8 @@ from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan
 from megatron_datastates.pipeline.publication import Outcome, Publication, PublicationExtras
 from megatron_datastates.pipeline.report import Reporter, save_report
 from megatron_datastates.pipeline.save import RankSave, SaveContext
-from megatron_datastates.providers.base import Mutability, ObjectSource, StateProvider
+from megatron_datastates.providers.base import Mutability, StateProvider
+from megatron_datastates.providers.collect import Collected, collect
 
 logger = logging.getLogger(__name__)
 _WARM_BYTES = 64 << 20  # staging memory made before the size of the shard is known
@@ -34,6 +36,11 @@ _FIRST_FENCES = 8  # at which staging memory is prepared; about two optimizer st
 _LONG_WAIT_SECONDS = 0.01  # for staging memory; a longer wait is logged
 _EAGER = {Mutability.AT_FENCE: Mutability.NOW}
 _KEPT_PLANS = 8  # persistent and non-persistent saves alternate; more than a few means they change
+
+
+# What a save stores: one provider, or a function that returns several by name. The function is called when
+# errors of one rank already fail the save on all.
+Providers = StateProvider | Callable[[], Mapping[str, StateProvider]]
 
 
 class SaveSession:
@@ -81,7 +88,7 @@ class Saver:
     def start(
         self,
         directory: Path,
-        provider: StateProvider,
+        providers: Providers,
         *,
         iteration: int | None = None,
         mode: str = "async",
@@ -110,8 +117,8 @@ class Saver:
         save.released_callback = lambda: self._report_once(publication, mode)
         try:
             self._admit(publication)
-            plan, memory, objects = self._plan(provider)
-            save.start(self._get_engine(), plan, memory, objects)
+            plan, memory, state = self._plan(providers)
+            save.start(self._get_engine(), plan, memory, state)
             if await_copies or not options.lazy:
                 save.await_copies()
         except Exception as error:
@@ -130,12 +137,13 @@ class Saver:
                 "--datastates-while-saving refuse allows no second one: save less often, or choose wait"
             )
 
-    def _plan(self, provider: StateProvider) -> tuple[StatePlan, Memory, list[ObjectSource]]:
-        tensors, objects = provider.tensors(), list(provider.objects())
+    def _plan(self, providers: Providers) -> tuple[StatePlan, Memory, Collected]:
+        state = collect({"": providers} if isinstance(providers, StateProvider) else providers())
+        tensors = state.tensors
         if not self.options.lazy:
             tensors.mutability = [_EAGER.get(mutability, mutability) for mutability in tensors.mutability]
-        plan, memory = self.session.plans.find(tensors, [item.key for item in objects])
-        return plan, memory, objects
+        plan, memory = self.session.plans.find(tensors, state.tail_keys)
+        return plan, memory, state
 
     def _abandon_old_world(self) -> None:
         for publication in self._unfinished:

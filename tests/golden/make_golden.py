@@ -39,16 +39,11 @@ from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import DTYPES, MANIFEST_NAME, Extent, Fragment, SaveId
 from megatron_datastates.pipeline.publication import Outcome, PublicationExtras
 from megatron_datastates.pipeline.saver import Saver, SaveSession
-from megatron_datastates.providers.base import (
-    CompositeProvider,
-    Mutability,
-    ObjectSource,
-    StateProvider,
-    Tensors,
-)
-from megatron_datastates.providers.objects import PickledObject
+from megatron_datastates.providers.base import Mutability, StateProvider, StateReader
+from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.tensors import TensorProvider
 from tests.unit.by_hand import Part, write_checkpoint
+from tests.unit.states import Chained
 
 RUN_ID = 0x0011223344556677
 OPTIONS = Options(staging_memory=8 * MIB, slot_size=MIB)
@@ -81,11 +76,11 @@ class Objects:
     def __init__(self, objects: list[ObjectSource]) -> None:
         self._objects = objects
 
-    def tensors(self) -> Tensors:
-        return Tensors()
-
-    def objects(self) -> list[ObjectSource]:
+    def entries(self) -> list[ObjectSource]:
         return self._objects
+
+    def restore(self, reader: StateReader) -> None:
+        raise NotImplementedError
 
 
 def one_rank_state(objects: list[ObjectSource]) -> StateProvider:
@@ -93,7 +88,7 @@ def one_rank_state(objects: list[ObjectSource]) -> StateProvider:
     lazy = {key: tensor(key) for key in SHAPES if "float" in key}
     eager = {key: tensor(key) for key in SHAPES if "float" not in key}
     tensors = (TensorProvider(lazy, Mutability.AT_FENCE), TensorProvider(eager, Mutability.NOW))
-    return CompositeProvider(*tensors, Objects(objects))
+    return Chained(*tensors, Objects(objects))
 
 
 def save_one_rank(directory: Path, objects: list[ObjectSource]) -> None:
@@ -138,7 +133,7 @@ def make_two_ranks(directory: Path) -> None:
     parts = [Part(pieces=[(at, piece_bytes(p)) for file, at, p in PIECES if file == rank]) for rank in (0, 1)]
     parts[0].checksums = False
     parts[1].data_bytes = 12288
-    data = PickledObject("object", {"rank": 1}, Mutability.NOW).serialize()
+    data = ObjectSource("object", {"rank": 1}, Mutability.NOW).serialize()
     parts[1].objects = {"object": (8192, data)}
     unknown = {"compatible": 1 << 30}
     parts[1].footer = unknown
@@ -179,7 +174,7 @@ def main() -> None:
     if len(sys.argv) > 2:
         return replace_index(target, read_index(Path(sys.argv[2])))
     target.mkdir()
-    save_one_rank(target / "one-rank", [PickledObject(k, v, Mutability.NOW) for k, v in OBJECTS.items()])
+    save_one_rank(target / "one-rank", [ObjectSource(k, v, Mutability.NOW) for k, v in OBJECTS.items()])
     make_two_ranks(target / "two-ranks")
 
 

@@ -21,6 +21,7 @@ from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import DTYPES, MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.providers.base import CopyBudget, Mutability, Write
 from tests.golden import make_golden as made
 from tests.unit.states import bits
 
@@ -177,12 +178,14 @@ class StoredObject:
 
     key: str
     data: bytes
+    mutability = Mutability.NEVER
+    is_stream = False
 
-    def snapshot(self) -> StoredObject:
+    def snapshot(self, budget: CopyBudget) -> StoredObject:
         return self
 
-    def serialize(self) -> bytes:
-        return self.data
+    def write(self, write: Write) -> None:
+        write(self.data)
 
 
 @pytest.mark.skipif(len(KEYS) < len(made.SHAPES), reason="this torch lacks dtypes of the golden state")
@@ -204,7 +207,7 @@ def test_the_same_state_by_hand_has_the_same_bytes(tmp_path):
         serialized = opened(two).footer(1).objects["object"]
         golden = (two / SaveId(2**64 - 1, 7).data_file_name(1)).read_bytes()
         raw = golden[serialized.offset : serialized.offset + serialized.bytes]
-        patch.setattr(made.PickledObject, "serialize", lambda self: raw)
+        patch.setattr(made.ObjectSource, "serialize", lambda self: raw)
         made.make_two_ranks(tmp_path / "again")
     for path in two.iterdir():
         assert (tmp_path / "again" / path.name).read_bytes() == path.read_bytes(), path.name

@@ -22,12 +22,13 @@ from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.pipeline.saver import Saver, SaveSession
-from megatron_datastates.providers.base import CompositeProvider, Mutability
+from megatron_datastates.providers.base import Mutability
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import DeviceTensors, label_as_device
 from tests.native.harness import KIB, eventually
 from tests.native.sampling import BLOCK
 from tests.native.test_fork import in_child
+from tests.unit.states import Chained
 
 SLOT = 64 * KIB
 AFTER = 9  # what the optimizer's kernels write
@@ -151,7 +152,7 @@ def test_a_save_without_lazy_copies_needs_no_fence(trainer: Trainer, tmp_path: P
 def test_eager_and_lazy_state_make_one_checkpoint(trainer: Trainer, tmp_path: Path) -> None:
     eager = {"rng": torch.arange(100, dtype=torch.uint8)}
     wanted = trainer.initial | {"rng": eager["rng"].clone()}
-    both = CompositeProvider(DeviceTensors(trainer.model), DeviceTensors(eager, Mutability.NOW))
+    both = Chained(DeviceTensors(trainer.model), DeviceTensors(eager, Mutability.NOW))
     trainer.cuda.delay_copies(seconds=0.01)
     publication = trainer.saver(slots=2).start(tmp_path, both)
     trainer.cuda.launch_fill(trainer.stream, eager["rng"].data_ptr(), AFTER, 100)

@@ -311,8 +311,8 @@ def test_no_worker_waits_for_pythons_lock(engines: Engines, tmp_path: Path) -> N
 def test_threads_that_cannot_start_are_reported_or_done_without(tmp_path: Path) -> None:
     """A limit on address space, in a process of its own, leaves no room for stacks.
 
-    One arena of malloc only: each further one reserves 64 MiB of the address space that is limited here, and how
-    many the threads make depends on how they happen to run.
+    One arena of malloc only: each further one reserves 64 MiB of the address space that is limited here, and
+    how many the threads make depends on how they happen to run.
     """
     script = f"""
 import resource, threading

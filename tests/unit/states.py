@@ -13,8 +13,8 @@ from megatron_datastates.config import MIB, Options
 from megatron_datastates.format.values import DTYPES
 from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.saver import Saver, SaveSession
-from megatron_datastates.providers.base import Mutability, Tensors
-from megatron_datastates.providers.objects import PickledObject
+from megatron_datastates.providers.base import Entry, Mutability, StateProvider, StateReader
+from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.tensors import TensorProvider
 
 OPTIONS = Options(staging_memory=8 * MIB, slot_size=MIB)
@@ -32,11 +32,27 @@ class State:
     ) -> None:
         self._tensors, self._objects, self._mutability = dict(tensors), dict(objects or {}), mutability
 
-    def tensors(self) -> Tensors:
-        return TensorProvider(self._tensors, self._mutability).tensors()
+    def entries(self) -> Iterator[Entry]:
+        yield from TensorProvider(self._tensors, self._mutability).entries()
+        for key, value in self._objects.items():
+            yield ObjectSource(key, value, self._mutability)
 
-    def objects(self) -> Iterator[PickledObject]:
-        return (PickledObject(key, value, self._mutability) for key, value in self._objects.items())
+    def restore(self, reader: StateReader) -> None:
+        raise NotImplementedError
+
+
+class Chained:
+    """Several providers as one without a name of its own."""
+
+    def __init__(self, *providers: StateProvider) -> None:
+        self._providers = providers
+
+    def entries(self) -> Iterator[Entry]:
+        for provider in self._providers:
+            yield from provider.entries()
+
+    def restore(self, reader: StateReader) -> None:
+        raise NotImplementedError
 
 
 def new_saver(**changes: Any) -> Saver:

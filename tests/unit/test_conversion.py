@@ -28,13 +28,13 @@ from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.presence import other_file_entry
 from megatron_datastates.pipeline.verify import verify
-from megatron_datastates.providers.base import Mutability, Place, Tensors
-from megatron_datastates.providers.objects import PickledObject, check_stored
+from megatron_datastates.providers.base import Mutability, Place, StateReader, TensorSource
+from megatron_datastates.providers.objects import ObjectSource, check_stored
 from tests.unit.converting import contents, convert_to, dcp_state, save_with_dcp
 from tests.unit.ranks_in_turn import RanksInTurn
 from tests.unit.states import bits, data_files, new_saver, random_tensor, save
 
-COMMON = PickledObject("", {"iteration": 1}, Mutability.NEVER).serialize()
+COMMON = ObjectSource("", {"iteration": 1}, Mutability.NEVER).serialize()
 
 
 def test_a_checkpoint_of_dcp_is_read_bit_for_bit(by_dcp: Path) -> None:
@@ -175,15 +175,13 @@ class Shards:
     def __init__(self, *boxes: tuple[tuple[int, int], tuple[int, int]]) -> None:
         self.boxes = boxes
 
-    def tensors(self) -> Tensors:
-        tensors = Tensors()
+    def entries(self) -> Iterator[TensorSource]:
         for offset, shape in self.boxes:
             data = torch.full(shape, 1.0 + offset[0])
-            tensors.add("w", data, Mutability.NOW, Place((6, 4), offset, shape))
-        return tensors
+            yield TensorSource("w", data, Mutability.NOW, Place((6, 4), offset, shape))
 
-    def objects(self) -> Iterator[Any]:
-        return iter(())
+    def restore(self, reader: StateReader) -> None:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1)])

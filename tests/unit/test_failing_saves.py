@@ -76,7 +76,7 @@ def test_starting_a_save_that_cannot_be_made_raises_nothing(saver, tmp_path):
 
 def test_a_provider_that_raises_fails_the_save_and_is_quoted(saver, tmp_path):
     class Broken(State):
-        def objects(self):
+        def entries(self):
             raise RuntimeError("no objects today")
 
     publication = saver.start(tmp_path / "c", Broken(FIRST))
@@ -96,8 +96,8 @@ def test_an_object_that_cannot_be_serialized_fails_the_save(saver, tmp_path, mut
 
 def test_two_objects_of_one_key_fail_the_save(saver, tmp_path):
     class Twice(State):
-        def objects(self):
-            return [*super().objects(), *super().objects()]
+        def entries(self):
+            return [*super().entries(), *super().entries()]
 
     publication = saver.start(tmp_path / "c", Twice({}, {"x": 1}))
     assert publication.wait() is Outcome.FAILED

@@ -105,7 +105,8 @@ def test_addresses_and_contents_do_not_change_the_digest():
     for seed in range(3):
         tensors = {name: torch.full((100, 7), float(seed)) for name in ("a", "b")}
         keep.append(tensors)
-        digests.add(plan_state(TensorProvider(tensors, Mutability.NOW).tensors(), []).layout.digest)
+        (state,) = TensorProvider(tensors, Mutability.NOW).entries()
+        digests.add(plan_state(state, []).layout.digest)
     assert len(digests) == 1
 
 

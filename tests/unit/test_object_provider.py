@@ -14,7 +14,7 @@ import torch
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.providers.base import Mutability
-from megatron_datastates.providers.objects import PickledObject, deserialize
+from megatron_datastates.providers.objects import ObjectSource, deserialize
 
 PLAIN = {
     "numbers": [1, -(2**70), 1.5, float("inf"), True, None, 1 + 2j],
@@ -28,7 +28,7 @@ PLAIN = {
 
 
 def serialized(value: object) -> bytes:
-    return PickledObject("key", value, Mutability.NOW).serialize()
+    return ObjectSource("key", value, Mutability.NOW).serialize()
 
 
 @pytest.mark.parametrize("value", [PLAIN, None, 0, "", [], {}, [PLAIN, PLAIN]], ids=lambda v: str(v)[:20])
@@ -45,7 +45,7 @@ def test_tensors_in_objects_come_back_bit_by_bit():
 
 def test_an_object_is_serialized_as_it_is_at_the_time_of_the_call():
     value = {"step": 1}
-    item = PickledObject("key", value, Mutability.NOW)
+    item = ObjectSource("key", value, Mutability.NOW)
     value["step"] = 2
     data = item.serialize()
     value["step"] = 3

@@ -16,8 +16,8 @@ from megatron_datastates.engine import exchange
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.providers.base import Mutability, ObjectSource, Place, Tensors
-from megatron_datastates.providers.objects import PickledObject
+from megatron_datastates.providers.base import CopyBudget, Entry, Mutability, Place, Tensors, Write
+from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.tensors import TensorProvider
 from tests.unit.states import KNOWN_DTYPES, OPTIONS, new_saver, save
 
@@ -185,17 +185,19 @@ class SlowObject:
     """An object whose serialization ends when the tensors are in the file."""
 
     key = "slow"
+    mutability = Mutability.NEVER
+    is_stream = False
 
     def __init__(self) -> None:
         self.tensors_written = threading.Event()
 
-    def snapshot(self) -> SlowObject:
-        return self
+    def snapshot(self, budget: CopyBudget) -> SlowObject:
+        raise AssertionError("nobody changes it")
 
-    def serialize(self) -> bytes:
+    def write(self, write: Write) -> bytes:
         assert self.tensors_written.wait(30), "tensors wait for the object"
         time.sleep(0.01)
-        return PickledObject(self.key, 1, Mutability.NEVER).serialize()
+        return ObjectSource(self.key, 1, Mutability.NEVER).write(write)
 
 
 class TensorsAndOne(TensorProvider):
@@ -203,8 +205,9 @@ class TensorsAndOne(TensorProvider):
         super().__init__(tensors, Mutability.AT_FENCE)
         self._item = item
 
-    def objects(self) -> tuple[ObjectSource, ...]:
-        return (self._item,)
+    def entries(self) -> Iterator[Entry]:
+        yield from super().entries()
+        yield self._item
 
 
 @pytest.fixture
@@ -241,5 +244,5 @@ def test_space_for_objects_is_guessed_from_the_save_before(tmp_path: Path) -> No
     for name in "ab":
         save(saver, tmp_path / name, {"w": torch.ones(4)}, {"x": list(range(1000))})
     (plan,) = saver.session.plans._plans
-    assert plan.object_bytes > 1000
+    assert plan.tail_bytes > 1000
     saver.close()

@@ -23,13 +23,13 @@ from megatron_datastates.mcore.load import reader as reader_module
 from megatron_datastates.mcore.load.reader import DataStatesReader, find_fragment
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.providers.base import Mutability
-from megatron_datastates.providers.objects import PickledObject
+from megatron_datastates.providers.objects import ObjectSource
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
 from tests.unit.states import KNOWN_DTYPES, OPTIONS, bits, data_files, new_saver, random_tensor, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process", "ignore:ComplexHalf")
 ROOT = Path(__file__).parents[2]
-OBJECT = PickledObject("o", 7, Mutability.NEVER).serialize()
+OBJECT = ObjectSource("o", 7, Mutability.NEVER).serialize()
 CONVERTIBLE = random_tensor(torch.int16, (40, 50)).float() / 3
 
 

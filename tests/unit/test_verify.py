@@ -30,12 +30,12 @@ from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify, verify_checkpoint
 from megatron_datastates.providers.base import Mutability
-from megatron_datastates.providers.objects import PickledObject
+from megatron_datastates.providers.objects import ObjectSource
 from tests.unit.by_hand import SAVE, Part, data_file, file_entry, fragment, index_of, write_checkpoint
 from tests.unit.states import OPTIONS, bits, save
 from tests.unit.test_hostile_index import crafted
 
-OBJECT = PickledObject("x", 7, Mutability.NEVER).serialize()
+OBJECT = ObjectSource("x", 7, Mutability.NEVER).serialize()
 A, B = bytes(range(1, 9)), bytes(range(11, 19))
 TWO = [Part(pieces=[(4096, A)]), Part(pieces=[(4096, B)])]
 
