@@ -36,18 +36,24 @@ def align_up(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 
 
-def plan_layout(fragments: Sequence[Fragment], eager: Sequence[bool], object_keys: Sequence[str]) -> Layout:
+def plan_layout(
+    fragments: Sequence[Fragment],
+    eager: Sequence[bool],
+    object_keys: Sequence[str],
+    stream_keys: Sequence[str] = (),
+) -> Layout:
     """Plans the layout of `fragments`; fragment i is copied before the trainer continues if `eager[i]`.
 
     Raises:
-        FormatError: fragments of one key disagree on dtype or global shape, or two objects share a key.
+        FormatError: fragments of one key disagree on dtype or global shape, or two objects or two streams
+            share a key.
     """
-    objects = dict.fromkeys(object_keys, 0)
-    if len(objects) != len(object_keys):
-        twice = next(key for key in objects if object_keys.count(key) > 1)
-        raise FormatError(
-            f"object {twice!r} is given twice, and only one of the two could be read back: rename one"
-        )
+    for kind, keys in (("object", object_keys), ("stream", stream_keys)):
+        if len(set(keys)) != len(keys):
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise FormatError(
+                f"{kind} {twice!r} is given twice, and only one of the two could be read back: rename one"
+            )
     order = sorted(range(len(fragments)), key=lambda i: not eager[i])
     offsets = np.zeros(len(order), np.uint64)
     at = HEADER_BYTES
@@ -58,7 +64,7 @@ def plan_layout(fragments: Sequence[Fragment], eager: Sequence[bool], object_key
         offsets[place] = at
         entries.append((fragments[i], Extent(0, at, size)))
         at += size
-    index = build_index(entries, objects).encode()
+    index = build_index(entries, dict.fromkeys(object_keys, 0), dict.fromkeys(stream_keys, 0)).encode()
     digest = hashlib.sha256(index).digest()[:16]
     return Layout(tuple(order), offsets, align_up(at, ALIGNMENT), index, digest)
 

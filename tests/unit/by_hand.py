@@ -80,9 +80,9 @@ def data_file(part: Part, rank: int, world_size: int, save_id: SaveId = SAVE, **
     return bytes(data) + footer_bytes
 
 
-def file_entry(data: bytes, rank: int, save_id: SaveId = SAVE, **fields: Any) -> FileEntry:
+def file_entry(data: bytes, rank: int, written_by: SaveId = SAVE, **fields: Any) -> FileEntry:
     offset, _, crc = decode_trailer(data[-TRAILER_BYTES:], "a file")
-    name = save_id.data_file_name(rank, fields.get("group", 0))
+    name = written_by.data_file_name(rank, fields.get("group", 0))
     return FileEntry(name, rank, len(data), offset, crc, **fields)
 
 
