@@ -99,11 +99,10 @@ def manifest_of(files: Sequence[FileEntry], index: bytes, save_id: SaveId = SAVE
     return Manifest(
         run_id=f"{save_id.run_id:016x}",
         ordinal=save_id.ordinal,
-        world_size=max(len(files), 1),
         created="2026-01-01T00:00:00+00:00",
         index=entry_of(index),
         files=list(files),
-        **fields,
+        **{"world_size": max(len(files), 1), **fields},
     )
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
@@ -128,22 +127,26 @@ EARLIER = SaveId(SAVE.run_id, 1)
 
 def write_shared(directory: Path, earlier: SaveId = EARLIER) -> Manifest:
     """Writes a checkpoint of one rank with two files; that of group 3 is of an earlier save."""
-    parts = builders()
-    index = index_over(parts)
+    return write_one_rank(directory, builders(), [(0, SAVE), (3, earlier)])
+
+
+def write_one_rank(
+    directory: Path, parts: list[PartBuilder], written: list[tuple[int, SaveId]], **fields: Any
+) -> Manifest:
+    """Writes a checkpoint of rank 0, each file with group and save; the first save is the manifest's."""
+    index, published = index_over(parts), written[0][1]
     directory.mkdir(parents=True)
     files = []
-    for part, group, save in zip(parts, (0, 3), (SAVE, earlier), strict=True):
+    for part, (group, save) in zip(parts, written, strict=True):
         own = hashlib.sha256(index.own_index(part.file)).digest()[:16]
         made = part.part(group, layout_digest=own)
         data = data_file(made, 0, 1, save, **made.footer)
-        shared = {
-            "save_id": "" if save == SAVE else str(save),
-            "content_sha256": content_digest(data[: made.data_bytes]),
-        }
+        digest = content_digest(data[: made.data_bytes])
+        shared = {"save_id": "" if save == published else str(save), "content_sha256": digest}
         files.append(file_entry(data, 0, save, group=group, **(shared if group else {})))
         (directory / files[-1].name).write_bytes(data)
     encoded = index.encode(packed=True)
-    manifest = msgspec.structs.replace(manifest_of(files, encoded), world_size=1)
+    manifest = manifest_of(files, encoded, published, world_size=1, **fields)
     (directory / manifest.index.name).write_bytes(encoded)
     (directory / MANIFEST_NAME).write_bytes(manifest.encode())
     return manifest
