@@ -18,6 +18,7 @@ from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.header import HEADER_BYTES, Header
 from megatron_datastates.format.index import Index
 from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import DTYPES, MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify
@@ -209,7 +210,7 @@ class StoredObject:
     key: str
     data: bytes
     mutability = Mutability.NEVER
-    is_stream = False
+    kind = Kind.OBJECT
 
     def snapshot(self, budget: CopyBudget) -> StoredObject:
         return self

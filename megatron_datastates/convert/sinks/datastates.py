@@ -29,7 +29,7 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.layouts import merge_layouts
 from megatron_datastates.pipeline.presence import other_file_entry
 from megatron_datastates.pipeline.publication import releases
-from megatron_datastates.plan.layout import Layout, align_up, place_objects, plan_layout
+from megatron_datastates.plan.layout import Layout, TailItem, align_up, place_objects, plan_layout
 from megatron_datastates.providers.objects import check_stored
 
 
@@ -103,7 +103,9 @@ class DataStatesSink(Sink):
             for key in contents.objects:
                 self._check(self.source.read_object(key), key)
         fragments = [self.source.fragment(*one) for one in contents.fragments]
-        layout = plan_layout(fragments, [False] * len(fragments), contents.objects, contents.streams)
+        items = [TailItem(Kind.OBJECT, key) for key in contents.objects]
+        items += [TailItem(Kind.STREAM, key) for key in contents.streams]
+        layout = plan_layout(fragments, [False] * len(fragments), items)
         placed = [
             _Placed(*contents.fragments[i], offset, fragments[i].bytes)
             for i, offset in zip(layout.order, layout.offsets.tolist(), strict=True)
