@@ -173,6 +173,21 @@ def show_costs(demo: Demo) -> None:
         size, rate = f"{save['bytes']:,}", f"{save['write_mb_per_s']:.0f}"
         table.add_row(str(save["iteration"]), *times, size, rate, save["state"])
     demo.console.print(table)
+    show_providers(demo, resumed[-1])
+
+
+def show_providers(demo: Demo, save: dict[str, Any]) -> None:
+    """Prints what one rank stored in one save, by state provider."""
+    table = Table(
+        title=f"What rank {save['rank']} stored at iteration {save['iteration']}, by state provider"
+    )
+    columns = ("tensors", "eager bytes", "lazy bytes", "objects", "streams", "tail bytes", "tail ms")
+    for heading in ("provider", *columns):
+        table.add_column(heading, justify="right")
+    for name, share in save["providers"].items():
+        cells = [f"{share[column.replace(' ', '_')]:,}" for column in columns]
+        table.add_row(name or "Megatron", *cells)
+    demo.console.print(table)
 
 
 def run_demo(demo: Demo) -> None:

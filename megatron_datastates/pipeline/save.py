@@ -28,6 +28,7 @@ from megatron_datastates.format.header import Header
 from megatron_datastates.format.values import Extent, SaveId
 from megatron_datastates.pipeline.held import HeldTime, charge_open_intervals, trainer_held
 from megatron_datastates.pipeline.plans import Memory, StatePlan
+from megatron_datastates.pipeline.shares import TailShare
 from megatron_datastates.providers.base import CopyBudget, Mutability, TailSource
 from megatron_datastates.providers.collect import Collected, Part
 from megatron_datastates.providers.objects import check_pickle, check_saved
@@ -122,12 +123,9 @@ class RankSave:
         self._finisher: threading.Thread | None = None
         self._started_at = time.perf_counter()
         self._serialized_seconds = 0.0
-        self._parts: list[Part] = []
+        self.parts: list[Part] = []
         self._extents: dict[str, Extent] = {}  # of the tail's entries, by key
-        self.tail_bytes: dict[str, int] = {}  # by provider
-        self.tail_seconds: dict[
-            str, float
-        ] = {}  # of writing to the tail, waits for slots included; by provider
+        self.tail_shares: dict[str, TailShare] = {}  # by provider
         self.released_callback: Callable[[], None] = lambda: None
         self._in_interval = charge_open_intervals(self)  # whose end releases the trainer
 
@@ -135,7 +133,7 @@ class RankSave:
 
     def start(self, engine: StagingEngine, plan: StatePlan, memory: Memory, state: Collected) -> None:
         """Starts the copies of tensors and secures what may change at once. Never raises: see `failure`."""
-        self.plan, self._parts = plan, state.parts  # not `state`: its tensors are the trainer's
+        self.plan, self.parts = plan, state.parts  # not `state`: its tensors are the trainer's
         try:
             if not memory.owners and not state.tail:
                 self._durable.set()
@@ -394,22 +392,22 @@ class RankSave:
             save.remove()
 
     def _part_of(self, number: int) -> Part:
-        return next(part for part in self._parts if part.first_tail <= number < part.end_tail)
+        return next(part for part in self.parts if part.first_tail <= number < part.end_tail)
 
     def _write(self, save: FileSave, entry: TailEntry) -> None:
         """Writes an entry to the tail, and raises UnsafeObjectError if a load would refuse it."""
         begin, before = save.tail.begin_entry(), time.perf_counter()
+        part = self._part_of(entry.number)
         try:
             pickle = entry.source.write(save.tail.write)
         except Exception as error:
-            raise self._part_of(entry.number).failed(error) from error
+            raise part.failed(error) from error
         if pickle is not None:
             check_pickle(pickle, entry.key, trust=self._trust_objects)
         size = save.tail.position - begin
         self._extents[entry.key] = Extent(0, begin, size)
-        name = self._part_of(entry.number).name
-        seconds = self.tail_seconds.get(name, 0.0) + time.perf_counter() - before
-        self.tail_bytes[name], self.tail_seconds[name] = self.tail_bytes.get(name, 0) + size, seconds
+        share = self.tail_shares.setdefault(part.name, TailShare())
+        share.add(size, time.perf_counter() - before, is_stream=entry.source.is_stream)
 
     def check_object(self, stored: bytes, key: str) -> None:
         """Raises UnsafeObjectError if a load would refuse the object. Thread-safe."""
