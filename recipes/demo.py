@@ -181,12 +181,12 @@ def show_providers(demo: Demo, save: dict[str, Any]) -> None:
     table = Table(
         title=f"What rank {save['rank']} stored at iteration {save['iteration']}, by state provider"
     )
-    columns = ("tensors", "eager bytes", "lazy bytes", "objects", "streams", "tail bytes", "tail ms")
-    for heading in ("provider", *columns):
-        table.add_column(heading, justify="right")
-    for name, share in save["providers"].items():
-        cells = [f"{share[column.replace(' ', '_')]:,}" for column in columns]
-        table.add_row(name or "Megatron", *cells)
+    table.add_column()
+    for name in save["providers"]:
+        table.add_column(name or "Megatron", justify="right")
+    for field in ("tensors", "eager_bytes", "lazy_bytes", "objects", "streams", "tail_bytes", "tail_ms"):
+        values = (share[field] for share in save["providers"].values())
+        table.add_row(field.replace("_", " "), *(f"{value:,}" for value in values))
     demo.console.print(table)
 
 
