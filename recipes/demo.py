@@ -184,7 +184,15 @@ def show_providers(demo: Demo, save: dict[str, Any]) -> None:
     table.add_column()
     for name in save["providers"]:
         table.add_column(name or "Megatron", justify="right")
-    for field in ("tensors", "eager_bytes", "lazy_bytes", "objects", "streams", "tail_bytes", "tail_ms"):
+    for field in (
+        "tensors",
+        "eager_bytes",
+        "lazy_bytes",
+        "objects",
+        "streams",
+        "tail_stored_bytes",
+        "tail_ms",
+    ):
         values = (share[field] for share in save["providers"].values())
         table.add_row(field.replace("_", " "), *(f"{value:,}" for value in values))
     demo.console.print(table)

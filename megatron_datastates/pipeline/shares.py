@@ -6,33 +6,17 @@ staging and writing, because tensors of several providers share slots.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_datastates.format.tail import Kind
 from megatron_datastates.pipeline.plans import StatePlan
+from megatron_datastates.pipeline.tail import PartCosts
 from megatron_datastates.providers.collect import Part
 
 
-@dataclasses.dataclass(slots=True)
-class TailShare:
-    """What one provider has written to the tail of the data file so far."""
-
-    objects: int = 0
-    streams: int = 0
-    bytes: int = 0
-    seconds: float = 0.0  # of serializing, waits for slots included
-
-    def add(self, size: int, seconds: float, *, is_stream: bool) -> None:
-        """Counts one entry."""
-        self.streams += is_stream
-        self.objects += not is_stream
-        self.bytes += size
-        self.seconds += seconds
-
-
 def provider_shares(
-    plan: StatePlan | None, parts: Sequence[Part], tails: Mapping[str, TailShare]
+    plan: StatePlan | None, parts: Sequence[Part], tails: Mapping[str, PartCosts]
 ) -> dict[str, dict[str, Any]]:
     """Returns each provider's share of a rank's save, by name, with the fields of docs/reports.md.
 
@@ -42,10 +26,10 @@ def provider_shares(
     """
     if plan is None:
         return {}
-    return {part.name: _share(plan, part, tails.get(part.name, TailShare())) for part in parts}
+    return {part.name: _share(plan, part, tails.get(part.name, PartCosts())) for part in parts}
 
 
-def _share(plan: StatePlan, part: Part, tail: TailShare) -> dict[str, Any]:
+def _share(plan: StatePlan, part: Part, tail: PartCosts) -> dict[str, Any]:
     mine = slice(part.first_tensor, part.end_tensor)
     sizes, eager, on_device = plan.sizes[mine], plan.eager[mine], plan.on_device[mine]
     return {
@@ -54,8 +38,10 @@ def _share(plan: StatePlan, part: Part, tail: TailShare) -> dict[str, Any]:
         "lazy_bytes": int(sizes[~eager].sum()),
         "host_bytes": int(sizes[~on_device].sum()),
         "device_bytes": int(sizes[on_device].sum()),
-        "objects": tail.objects,
-        "streams": tail.streams,
-        "tail_bytes": tail.bytes,
+        "encoded_tensors": tail.entries.get(Kind.FRAGMENT, 0),
+        "objects": tail.entries.get(Kind.OBJECT, 0),
+        "streams": tail.entries.get(Kind.STREAM, 0),
+        "tail_bytes": tail.logical_bytes,
+        "tail_stored_bytes": tail.bytes,
         "tail_ms": round(tail.seconds * 1000, 3),
     }

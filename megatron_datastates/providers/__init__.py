@@ -38,8 +38,11 @@ if TYPE_CHECKING:
     )
     from megatron_datastates.providers.objects import ObjectSource
     from megatron_datastates.providers.streams import StreamSource
+    from megatron_datastates.providers.transforms import Cast, Compressed
 
 __all__ = [
+    "Cast",
+    "Compressed",
     "Entry",
     "Mutability",
     "ObjectSource",
@@ -50,7 +53,12 @@ __all__ = [
     "TensorSource",
     "Tensors",
 ]
-_HOMES = {"ObjectSource": "objects", "StreamSource": "streams"}
+_HOMES = {
+    "Cast": "transforms",
+    "Compressed": "transforms",
+    "ObjectSource": "objects",
+    "StreamSource": "streams",
+}
 
 
 def __getattr__(name: str) -> Any:

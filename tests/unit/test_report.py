@@ -25,6 +25,7 @@ from megatron_datastates.pipeline.save import RankSave, SaveContext
 from megatron_datastates.providers.base import Mutability, TensorSource
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.streams import StreamSource
+from megatron_datastates.providers.transforms import Compressed
 from tests.unit.states import State, new_saver, save
 
 WORD, LONG, SECONDS = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.floats(0, 1e9)
@@ -55,7 +56,7 @@ def test_every_save_appends_one_line(reporting, tmp_path):
     assert all(r["bytes"] == sum(f.stat().st_size for f in (tmp_path / "0").glob("data-*")) for r in reports)
 
 
-def test_a_line_tells_what_the_save_cost(reporting, tmp_path):
+def test_a_log_line_says_what_the_save_cost(reporting, tmp_path):
     saver, lines = reporting
     publication = saver.start(tmp_path / "0", State({"a": torch.ones(99)}), iteration=70)
     publication.wait()
@@ -148,13 +149,22 @@ def test_the_report_counts_by_provider(reporting, tmp_path):
         for name, count in (("first", 100), ("second", 200)):
             share = shares[name]
             times, tail = share.pop("tail_ms"), share.pop("tail_bytes")
+            assert share.pop("tail_stored_bytes") == tail
             assert share == {
                 "tensors": 2, "eager_bytes": 10 * count, "lazy_bytes": 4 * count, "objects": 2, "streams": 1,
-                "host_bytes": 14 * count, "device_bytes": 0,
+                "host_bytes": 14 * count, "device_bytes": 0, "encoded_tensors": 0,
             }  # fmt: skip
             assert times > 0 and 3000 < tail < 10_000
         assert sum(share["lazy_bytes"] for share in shares.values()) == report["lazy_bytes"]
         assert sum(share["eager_bytes"] for share in shares.values()) == report["eager_bytes"]
+
+
+def test_the_report_says_what_compression_saves(reporting, tmp_path):
+    saver, lines = reporting
+    saver.start(tmp_path / "0", lambda: {"": Compressed(State({"w": torch.zeros(100_000)}))}).wait()
+    share = lines()[0]["providers"][""]
+    assert (share["tensors"], share["encoded_tensors"], share["objects"]) == (0, 1, 0)
+    assert share["tail_bytes"] == 400_000 > 10 * share["tail_stored_bytes"] > 0
 
 
 def test_a_save_that_fails_before_its_state_is_known_has_no_providers(reporting, tmp_path):
@@ -244,7 +254,7 @@ def test_a_save_without_data_divides_by_nothing():
 
 
 def publication_of(records: list[RankRecord]) -> SimpleNamespace:
-    """As much of a Publication as a report looks at."""
+    """Makes as much of a Publication as a report looks at."""
     rank_save = RankSave(SaveContext(SaveId(1, 1), Path("d"), 0, len(records)), 1.0)
     return SimpleNamespace(save=rank_save, records=records, outcome=Outcome.PUBLISHED, error=None)
 
