@@ -38,8 +38,17 @@ class _Pending:
 class PartCosts:
     """What one provider's share of the tail has cost."""
 
+    entries: dict[int, int] = dataclasses.field(default_factory=dict)  # numbers, by Kind
     bytes: int = 0  # as stored
+    logical_bytes: int = 0  # before they were encoded
     seconds: float = 0.0  # of writing, waits for slots included
+
+    def add(self, entry: TailEntry, seconds: float) -> None:
+        """Counts an entry that was written."""
+        self.entries[entry.kind] = self.entries.get(entry.kind, 0) + 1
+        self.bytes += entry.stored_bytes
+        self.logical_bytes += entry.bytes
+        self.seconds += seconds
 
 
 class Tail:
@@ -51,7 +60,7 @@ class Tail:
 
     def __init__(self, trust_objects: bool) -> None:
         self._trust_objects = trust_objects
-        self._parts: list[Part] = []
+        self.parts: list[Part] = []
         self._now: list[_Pending] = []
         self._later: list[_Pending] = []
         self._written: dict[int, TailEntry] = {}
@@ -66,7 +75,7 @@ class Tail:
         Raises:
             ProviderError: a source of a named provider raised an exception; of others, that exception.
         """
-        self._parts = state.parts  # not `state`: its tensors are the trainer's
+        self.parts = state.parts  # not `state`: its tensors are the trainer's
         budget = CopyBudget(_SNAPSHOT_BYTES)
         others: list[_Pending] = []
         for number, (key, source) in enumerate(zip(state.tail_keys, state.tail, strict=True)):
@@ -132,12 +141,12 @@ class Tail:
         """Returns the manifest's list of the state providers of which there is something to say."""
         return [
             ProviderEntry(name=part.name, kind=part.kind, notes=dict(part.notes))
-            for part in self._parts
+            for part in self.parts
             if part.name or part.notes
         ]
 
     def _part_of(self, number: int) -> Part:
-        return next(part for part in self._parts if part.first_tail <= number < part.end_tail)
+        return next(part for part in self.parts if part.first_tail <= number < part.end_tail)
 
     def _snapshot(self, source: TailSource, number: int, budget: CopyBudget) -> TailSource | None:
         try:
@@ -154,9 +163,7 @@ class Tail:
         if pickle is not None:
             check_pickle(pickle, pending.key, trust=self._trust_objects)
         self._written[pending.number] = written
-        costs = self.costs.setdefault(part.name, PartCosts())
-        costs.bytes += written.stored_bytes
-        costs.seconds += time.perf_counter() - before
+        self.costs.setdefault(part.name, PartCosts()).add(written, time.perf_counter() - before)
 
     def _pass_on(self, writer: TailWriter, pending: _Pending) -> tuple[TailEntry, bytes | None]:
         """Writes an entry; returns where it is, and the pickle to be checked if it is an object."""
