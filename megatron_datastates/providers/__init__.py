@@ -36,10 +36,12 @@ if TYPE_CHECKING:
         Tensors,
         TensorSource,
     )
+    from megatron_datastates.providers.dataloader import DataLoaderState
     from megatron_datastates.providers.objects import ObjectSource
     from megatron_datastates.providers.streams import StreamSource
 
 __all__ = [
+    "DataLoaderState",
     "Entry",
     "Mutability",
     "ObjectSource",
@@ -50,7 +52,7 @@ __all__ = [
     "TensorSource",
     "Tensors",
 ]
-_HOMES = {"ObjectSource": "objects", "StreamSource": "streams"}
+_HOMES = {"DataLoaderState": "dataloader", "ObjectSource": "objects", "StreamSource": "streams"}
 
 
 def __getattr__(name: str) -> Any:

@@ -26,6 +26,7 @@ from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.load.metadata import Boxes, StoredMetadata
+from megatron_datastates.mcore.providers import names_in
 from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead, torch_dtype
 from megatron_datastates.plan.boxes import cut_box, overlaps_itself
 from megatron_datastates.plan.reads import plan_box
@@ -50,7 +51,7 @@ class DataStatesReader(FileSystemReader):
         objects = {key for key in index.objects if not is_optimizer_map(key)}
         if versions.installed().writes_common_file:  # such a release would report the key as unexpected
             objects.discard(COMMON_STATE_KEY)
-        known: Any = StoredMetadata(index, objects, self._boxes)
+        known: Any = StoredMetadata(index, objects, self._boxes, hidden=names_in(self.checkpoint))
         return Metadata(known, storage_data={}, storage_meta=StorageMeta(load_id=self.load_id))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

@@ -96,7 +96,8 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
 
     def _start(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, mode: str) -> Publication:
         def providers() -> dict[str, StateProvider]:
-            return {"": ShardedStateProvider(sharded_state_dict, self.classifier), **registered()}
+            own = ShardedStateProvider(sharded_state_dict, self.classifier)
+            return {"": own, **registered(self.options.providers)}
 
         return saver_for(self.options).start(
             Path(checkpoint_dir),
