@@ -72,6 +72,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _level(text: str) -> int:
+    if re.fullmatch(r"\d{1,2}", text, re.ASCII) is None or int(text) > 19:
+        raise ValueError("expected a whole number from 0 to 19")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -166,6 +172,13 @@ class Options:
     )
     write_limit: int = _option(
         0, parse_bytes, "SIZE", "write at most this many bytes a second, per rank (default 0: no limit)"
+    )
+    compress: int = _option(
+        0,
+        _level,
+        "LEVEL",
+        "compress everything with zstd of this level, from 1 (fast) to 19 (small), without loss. It pays on "
+        "slow disks only, and the next optimizer step waits until all is compressed (default 0: off)",
     )
     fence_deadline: float = _option(
         600.0,

@@ -85,8 +85,8 @@ def show(
 def _objects(source: Source, pattern: str) -> list[dict[str, Any]]:
     keys = sorted(key for key in source.objects if fnmatch.fnmatchcase(key, pattern))
     if isinstance(source, DataStatesSource):
-        extents = {key: source.checkpoint.object_extent(key) for key in keys}
-        return [{"key": key, "bytes": extents[key].bytes, "file": extents[key].file} for key in keys]
+        found = {key: source.checkpoint.object_entry(key) for key in keys}
+        return [{"key": key, "bytes": entry.bytes, "file": file} for key, (file, entry) in found.items()]
     return [{"key": key, "bytes": None, "file": None} for key in keys]
 
 

@@ -53,14 +53,6 @@ def registered(functions: str = "") -> dict[str, StateProvider]:
     return {**_of_packages(), **_of_functions(functions), **_registered}
 
 
-def names_in(checkpoint: Checkpoint) -> frozenset[str]:
-    """Returns the names of the providers whose keys the checkpoint may have, which Megatron must not see.
-
-    This is the one place that decides it. (Format 2 lists them in its manifest: add that list here.)
-    """
-    return frozenset({DATA_LOADER, *registered(state.current().options().providers)})
-
-
 def find_functions(functions: str) -> dict[str, Callable[[], Any]]:
     """Imports the functions that the option names; returns them by `package.module:function`.
 

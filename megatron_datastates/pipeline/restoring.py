@@ -56,6 +56,10 @@ class PrefixReader:
         """Yields the buffers of a stream. Raises as Checkpoint.open_stream."""
         return self._checkpoint.open_stream(self._prefix + key)
 
+    def below(self, name: str) -> PrefixReader:
+        """See StateReader."""
+        return PrefixReader(self._checkpoint, f"{self._prefix}{name}".removesuffix("."))
+
 
 def _place_and_tensor(target: torch.Tensor | TensorSource) -> tuple[Place, torch.Tensor]:
     tensor, place = (target, None) if isinstance(target, torch.Tensor) else (target.tensor, target.place)

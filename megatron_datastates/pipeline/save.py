@@ -5,9 +5,6 @@ threads work on a save. The trainer's thread starts it, waits for it at fences, 
 before it was copied, and polls. The finishing thread serializes objects and streams into the tail of the
 file, and seals the file once it has that confirmation: a torn save leaves no valid footer. Errors are values
 until all ranks have agreed (publication.py).
-
-Of objects and streams that may change as soon as the save returns, small ones are copied; the others are
-written to the tail before the save returns, so that none is ever held twice in host memory.
 """
 
 from __future__ import annotations
@@ -25,18 +22,18 @@ from megatron_datastates.engine.staging import FileSave, StagingEngine
 from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
-from megatron_datastates.format.values import Extent, SaveId
+from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.held import HeldTime, charge_open_intervals, trainer_held
 from megatron_datastates.pipeline.plans import Memory, StatePlan
-from megatron_datastates.providers.base import CopyBudget, Mutability, TailSource
-from megatron_datastates.providers.collect import Collected, Part
-from megatron_datastates.providers.objects import check_pickle, check_saved
+from megatron_datastates.pipeline.tail import Tail
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.collect import Collected
+from megatron_datastates.providers.objects import check_saved
 
 logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.1
 _YIELD_SECONDS = 0.001
 _HELD_SECONDS = 60.0  # longer than a call that saves holds the trainer
-_SNAPSHOT_BYTES = 16 << 20  # of host memory, for copies of objects in one save
 
 
 class State(enum.Enum):
@@ -59,15 +56,6 @@ class SaveContext:
     rank: int
     world_size: int
     iteration: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class TailEntry:
-    """An object or a stream on its way to the tail."""
-
-    key: str
-    source: TailSource
-    number: int  # in the state, which says whose it is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +102,6 @@ class RankSave:
         self._durable = threading.Event()
         self._confirmed = threading.Event()  # nothing changed before the copies were done
         self._written = threading.Event()
-        self._tail_read = threading.Event()  # nothing that may change at the fence is left to be serialized
         self._removal_wanted = threading.Event()
         self._failure: dict[
             str, tuple[str, BaseException]
@@ -122,12 +109,7 @@ class RankSave:
         self._finisher: threading.Thread | None = None
         self._started_at = time.perf_counter()
         self._serialized_seconds = 0.0
-        self._parts: list[Part] = []
-        self._extents: dict[str, Extent] = {}  # of the tail's entries, by key
-        self.tail_bytes: dict[str, int] = {}  # by provider
-        self.tail_seconds: dict[
-            str, float
-        ] = {}  # of writing to the tail, waits for slots included; by provider
+        self.tail = Tail(trust_objects)
         self.released_callback: Callable[[], None] = lambda: None
         self._in_interval = charge_open_intervals(self)  # whose end releases the trainer
 
@@ -135,19 +117,19 @@ class RankSave:
 
     def start(self, engine: StagingEngine, plan: StatePlan, memory: Memory, state: Collected) -> None:
         """Starts the copies of tensors and secures what may change at once. Never raises: see `failure`."""
-        self.plan, self._parts = plan, state.parts  # not `state`: its tensors are the trainer's
+        self.plan = plan
         try:
             if not memory.owners and not state.tail:
                 self._durable.set()
                 return
-            now, later = self._divide(state)
+            self.tail.secure(state)
             self._begin(engine, plan, memory)
             assert self._save is not None
             self._watch(plan)
-            self._write_now(self._save, now)
+            self.tail.write_now(self._save.tail, time.monotonic() + self.fence_deadline)
             finisher = threading.Thread(
                 target=self._finish,
-                args=(self._save, plan, later),
+                args=(self._save, plan),
                 name="datastates-finish",
                 daemon=True,  # joined by Saver.close; the interpreter must not wait for it before that
             )
@@ -155,32 +137,9 @@ class RankSave:
             self._finisher = finisher
         except Exception as error:
             self.fail(error)
-            self._tail_read.set()
+            self.tail.close()
             if self._save is not None:
                 self._save.cancel(str(error))
-
-    def _divide(self, state: Collected) -> tuple[list[TailEntry], list[TailEntry]]:
-        """Returns the tail's entries: those to be written now, and those for the finishing thread."""
-        now: list[TailEntry] = []
-        at_fence: list[TailEntry] = []
-        others: list[TailEntry] = []
-        budget = CopyBudget(_SNAPSHOT_BYTES)
-        for number, (key, source) in enumerate(zip(state.tail_keys, state.tail, strict=True)):
-            if source.mutability is Mutability.NOW:
-                snapshot = self._snapshot(source, number, budget)
-                (now if snapshot is None else others).append(TailEntry(key, snapshot or source, number))
-            else:
-                is_changing = source.mutability is Mutability.AT_FENCE
-                (at_fence if is_changing else others).append(TailEntry(key, source, number))
-        if not at_fence:
-            self._tail_read.set()
-        return now, [*at_fence, *others]
-
-    def _snapshot(self, source: TailSource, number: int, budget: CopyBudget) -> TailSource | None:
-        try:
-            return source.snapshot(budget)
-        except Exception as error:
-            raise self._part_of(number).failed(error) from error
 
     def _begin(self, engine: StagingEngine, plan: StatePlan, memory: Memory) -> None:
         header = Header(self.context.save_id, self.context.rank, self.context.world_size).encode()
@@ -199,16 +158,10 @@ class RankSave:
 
     def _watch(self, plan: StatePlan) -> None:
         FENCE.add_reader(self)
-        if Mutability.AT_FENCE in plan.structure.mutability or not self._tail_read.is_set():
+        if Mutability.AT_FENCE in plan.structure.mutability or not self.tail.read.is_set():
             FENCE.add(self)
         else:
             self._confirmed.set()  # nothing that the save still reads can change
-
-    def _write_now(self, save: FileSave, entries: list[TailEntry]) -> None:
-        save.tail.deadline = time.monotonic() + self.fence_deadline
-        for entry in entries:
-            self._write(save, entry)
-        save.tail.deadline = None
 
     @property
     def eager_bytes(self) -> int:
@@ -231,7 +184,7 @@ class RankSave:
         begin = time.perf_counter()
         with trainer_held("fence", self):
             left = begin + self.fence_deadline - time.perf_counter()
-            if not (save.fence(left) and self._tail_read.wait(max(left, 0.0))):
+            if not (save.fence(left) and self.tail.read.wait(max(left, 0.0))):
                 save.cancel(
                     f"{reason} waited {self.fence_deadline:g} s for its copies (--datastates-fence-deadline)"
                 )
@@ -248,14 +201,14 @@ class RankSave:
         begin = time.perf_counter()
         with trainer_held("fence", self):
             self._save.await_copies(self.fence_deadline)
-            if not self._tail_read.wait(self.fence_deadline):
+            if not self.tail.read.wait(self.fence_deadline):
                 self._save.cancel(f"objects and streams were not serialized within {self.fence_deadline:g} s")
             self.advance()
         self.fence_seconds += time.perf_counter() - begin
 
     def reads(self, storage: int) -> bool:
         """Returns whether the save may still read a storage (engine.fence.Reader)."""
-        return self._save is not None and (not self._tail_read.is_set() or self._save.reads(storage))
+        return self._save is not None and (not self.tail.read.is_set() or self._save.reads(storage))
 
     def mark_torn(self, reason: str) -> None:
         """Fails the save, even if its copies are done by now: they may have just ended."""
@@ -270,7 +223,7 @@ class RankSave:
         save = self._save
         if save is None:
             return
-        if save.sources_copied() and self._tail_read.is_set():
+        if save.sources_copied() and self.tail.read.is_set():
             # Observed on the trainer's thread, before any later statement of the program could change them.
             self._confirmed.set()
             FENCE.discard(self)
@@ -359,18 +312,12 @@ class RankSave:
 
     # -- the finishing thread ---------------------------------------------------------------------------
 
-    def _finish(self, save: FileSave, plan: StatePlan, entries: list[TailEntry]) -> None:
+    def _finish(self, save: FileSave, plan: StatePlan) -> None:
         try:
             # The trainer's thread has just started this one and needs the GIL; serializing would hold it for
             # milliseconds.
             time.sleep(_YIELD_SECONDS)
-            while entries:
-                if entries[0].source.mutability is not Mutability.AT_FENCE:
-                    self._tail_read.set()
-                self._write(save, entries[0])
-                del entries[0]  # an object that nobody changes may be large
-                time.sleep(0)  # releases the GIL: nothing waits for this thread
-            self._tail_read.set()
+            self.tail.write_later(save.tail)
             self._serialized_seconds = time.perf_counter() - self._started_at
             data_end = save.tail.close()
             plan.tail_bytes = data_end - plan.layout.tensor_end
@@ -388,28 +335,11 @@ class RankSave:
         except Exception as error:
             save.cancel(str(error))
             self.fail(error)
-            self._tail_read.set()
+            self.tail.close()
             save.remove()
+        self.tail.close()
         if self._removal_wanted.is_set():
             save.remove()
-
-    def _part_of(self, number: int) -> Part:
-        return next(part for part in self._parts if part.first_tail <= number < part.end_tail)
-
-    def _write(self, save: FileSave, entry: TailEntry) -> None:
-        """Writes an entry to the tail, and raises UnsafeObjectError if a load would refuse it."""
-        begin, before = save.tail.begin_entry(), time.perf_counter()
-        try:
-            pickle = entry.source.write(save.tail.write)
-        except Exception as error:
-            raise self._part_of(entry.number).failed(error) from error
-        if pickle is not None:
-            check_pickle(pickle, entry.key, trust=self._trust_objects)
-        size = save.tail.position - begin
-        self._extents[entry.key] = Extent(0, begin, size)
-        name = self._part_of(entry.number).name
-        seconds = self.tail_seconds.get(name, 0.0) + time.perf_counter() - before
-        self.tail_bytes[name], self.tail_seconds[name] = self.tail_bytes.get(name, 0) + size, seconds
 
     def check_object(self, stored: bytes, key: str) -> None:
         """Raises UnsafeObjectError if a load would refuse the object. Thread-safe."""
@@ -423,6 +353,6 @@ class RankSave:
             context.world_size,
             data_end,
             save.layout.digest,
-            self._extents,
+            self.tail.entries(),
             save.block_checksums(),
         ).encode()

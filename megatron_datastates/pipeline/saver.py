@@ -22,7 +22,7 @@ from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.layouts import LayoutStore
-from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan
+from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan, tail_item
 from megatron_datastates.pipeline.publication import Outcome, Publication, PublicationExtras
 from megatron_datastates.pipeline.report import Reporter, save_report
 from megatron_datastates.pipeline.save import RankSave, SaveContext
@@ -138,11 +138,15 @@ class Saver:
             )
 
     def _plan(self, providers: Providers) -> tuple[StatePlan, Memory, Collected]:
-        state = collect({"": providers} if isinstance(providers, StateProvider) else providers())
+        named = {"": providers} if isinstance(providers, StateProvider) else providers()
+        if self.options.compress:
+            named = {name: _compressed(one, self.options.compress) for name, one in named.items()}
+        state = collect(named)
         tensors = state.tensors
         if not self.options.lazy:
             tensors.mutability = [_EAGER.get(mutability, mutability) for mutability in tensors.mutability]
-        plan, memory = self.session.plans.find(tensors, state.tail_keys)
+        tail = [tail_item(key, source) for key, source in zip(state.tail_keys, state.tail, strict=True)]
+        plan, memory = self.session.plans.find(tensors, tail)
         return plan, memory, state
 
     def _abandon_old_world(self) -> None:
@@ -228,6 +232,12 @@ class Saver:
 
     def _pool_facts(self) -> dict[str, object]:
         return self._engine.pool_facts() if self._engine is not None else {}
+
+
+def _compressed(provider: StateProvider, level: int) -> StateProvider:
+    from megatron_datastates.providers.transforms import Compressed
+
+    return provider if isinstance(provider, Compressed) else Compressed(provider, level=level)
 
 
 class _AtFirstFences:

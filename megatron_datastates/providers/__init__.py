@@ -39,8 +39,11 @@ if TYPE_CHECKING:
     from megatron_datastates.providers.dataloader import DataLoaderState
     from megatron_datastates.providers.objects import ObjectSource
     from megatron_datastates.providers.streams import StreamSource
+    from megatron_datastates.providers.transforms import Cast, Compressed
 
 __all__ = [
+    "Cast",
+    "Compressed",
     "DataLoaderState",
     "Entry",
     "Mutability",
@@ -52,7 +55,13 @@ __all__ = [
     "TensorSource",
     "Tensors",
 ]
-_HOMES = {"DataLoaderState": "dataloader", "ObjectSource": "objects", "StreamSource": "streams"}
+_HOMES = {
+    "Cast": "transforms",
+    "Compressed": "transforms",
+    "DataLoaderState": "dataloader",
+    "ObjectSource": "objects",
+    "StreamSource": "streams",
+}
 
 
 def __getattr__(name: str) -> Any:

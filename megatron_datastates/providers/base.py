@@ -13,6 +13,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from megatron_datastates.format.tail import Kind
+
 # Appends a buffer (bytes, a memoryview, a numpy array, ...) and returns its size in bytes. The buffer may
 # change once the call has returned. Waits while staging memory is full.
 Write = Callable[[Any], int]
@@ -98,10 +100,19 @@ class CopyBudget:
         return True
 
 
-class TailSource(Protocol):
-    """Bytes whose number is unknown until they have been written: an object or a stream.
+class Encoding(NamedTuple):
+    """How frames are encoded on their way to the tail (format/codecs.py)."""
 
-    They go to the tail of the data file, after its tensors, while those are being copied and written.
+    codec: int
+    item_bytes: int
+    level: int
+
+
+class TailSource(Protocol):
+    """Bytes whose number is unknown until they have been written: an object, a stream or an encoded tensor.
+
+    They go to the tail of the data file, after its tensors, while those are being copied and written. One
+    that has an attribute `encoding` that is not None is encoded on the way.
     """
 
     @property
@@ -111,8 +122,8 @@ class TailSource(Protocol):
     def mutability(self) -> Mutability: ...
 
     @property
-    def is_stream(self) -> bool:
-        """Whether a load returns the bytes themselves, and not an object that they represent."""
+    def kind(self) -> Kind:
+        """What the bytes are."""
         ...
 
     def snapshot(self, budget: CopyBudget) -> TailSource | None:
@@ -162,6 +173,10 @@ class StateReader(Protocol):
 
     def open_stream(self, key: str) -> Iterator[memoryview]:
         """Yields the bytes of a stream, checked, in buffers of at most a few MiB."""
+        ...
+
+    def below(self, name: str) -> StateReader:
+        """Returns a reader of what is under `name`, relative to this one; of all of it for ""."""
         ...
 
 

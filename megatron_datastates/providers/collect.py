@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from megatron_datastates.errors import DataStatesError, ProviderError
 from megatron_datastates.providers.base import StateProvider, TailSource, Tensors, TensorSource
@@ -16,6 +16,7 @@ class Part:
 
     name: str  # "" for the state of the program or of Megatron itself
     kind: str  # for people
+    notes: Mapping[str, str]  # for people
     first_tensor: int
     end_tensor: int
     first_tail: int
@@ -36,6 +37,21 @@ class Collected:
     parts: list[Part] = dataclasses.field(default_factory=list)
 
 
+class _Renamed:
+    """A source of the tail under another key."""
+
+    def __init__(self, source: TailSource, key: str) -> None:
+        self._source, self.key = source, key
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
+def renamed(source: TailSource, key: str) -> TailSource:
+    """Returns the source under another key, relative to another provider."""
+    return cast(TailSource, _Renamed(source, key))
+
+
 def collect(providers: Mapping[str, StateProvider]) -> Collected:
     """Returns the entries of all providers, as they are now.
 
@@ -49,7 +65,8 @@ def collect(providers: Mapping[str, StateProvider]) -> Collected:
             _add(state, f"{name}." if name else "", provider)
         except Exception as error:
             raise _failure(name, kind, "save", error) from error
-        state.parts.append(Part(name, kind, tensors, len(state.tensors), tail, len(state.tail)))
+        ends = (tensors, len(state.tensors), tail, len(state.tail))
+        state.parts.append(Part(name, kind, notes_of(provider), *ends))
     return state
 
 
@@ -74,6 +91,11 @@ def kind_of(provider: object) -> str:
     inner = getattr(provider, "inner", None)
     name = type(provider).__name__
     return f"{name}({kind_of(inner)})" if isinstance(inner, StateProvider) else name
+
+
+def notes_of(provider: object) -> dict[str, str]:
+    """Returns what people who look at the checkpoint should know of a provider's state: its `notes`."""
+    return dict(getattr(provider, "notes", {}))
 
 
 def restore_failed(name: str, provider: StateProvider, error: Exception) -> Exception:

@@ -11,12 +11,14 @@ import torch
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.providers.base import (
+    Entry,
     Mutability,
     Place,
     StateProvider,
     StateReader,
     Tensors,
 )
+from megatron_datastates.providers.collect import collect, renamed
 from megatron_datastates.providers.objects import ObjectSource
 
 
@@ -134,6 +136,28 @@ def _replace_objects(state: Mapping[Any, Any], read: Callable[[str], Any], prefi
             if not isinstance(state, MutableMapping):
                 raise MismatchError(f"the object {name!r} cannot be restored: its mapping cannot be changed")
             state[key] = read(name)
+
+
+class Tree:
+    """Nested mappings, with the state providers among their values, as one provider.
+
+    Args:
+        mutability: how long the tensors that are values stay unchanged.
+    """
+
+    def __init__(self, state: Mapping[Any, Any], mutability: Mutability = Mutability.NOW) -> None:
+        self._state, self._mutability = state, mutability
+
+    def entries(self) -> Iterator[Entry]:
+        found = collect(tree_of(self._state, self._mutability))
+        yield found.tensors
+        for key, source in zip(found.tail_keys, found.tail, strict=True):
+            yield source if source.key == key else renamed(source, key)
+
+    def restore(self, reader: StateReader) -> None:
+        """Restores the values in place, and every state provider among them."""
+        for name, provider in tree_of(self._state, self._mutability).items():
+            provider.restore(reader.below(name))
 
 
 def tree_of(

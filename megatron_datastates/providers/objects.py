@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from megatron_datastates.errors import FormatError, UnsafeObjectError, UntrustedClassError
+from megatron_datastates.format.tail import Kind
 from megatron_datastates.providers.base import CopyBudget, Mutability, Write
 from megatron_datastates.providers.members import Member, find_members
 from megatron_datastates.providers.private import NotPlainError, private_copy
@@ -72,7 +73,7 @@ class ObjectSource:
     value: Any
     mutability: Mutability = Mutability.NOW
 
-    is_stream = False
+    kind = Kind.OBJECT
 
     def snapshot(self, budget: CopyBudget) -> ObjectSource | None:
         """Returns a copy; None if the object holds something that is not copied, or is too large."""

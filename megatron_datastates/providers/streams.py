@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from megatron_datastates.format.tail import Kind
 from megatron_datastates.providers.base import CopyBudget, Mutability, Write
 
 
@@ -25,7 +26,7 @@ class StreamSource:
     writer: Callable[[Write], object]
     mutability: Mutability = Mutability.NOW
 
-    is_stream = True
+    kind = Kind.STREAM
 
     @classmethod
     def from_buffers(

@@ -3,7 +3,8 @@
     .venv/bin/python -m tests.golden.make_golden NEW_DIRECTORY
     .venv/bin/python -m tests.golden.make_golden CHECKPOINT INDEX.json
 
-The files under tests/golden/format-N are never made again: they stand for files that users have.
+The files under tests/golden/format-N are never made again: they stand for files that users have. This makes
+those of format 2; those of format 1 were made by an earlier version of it.
 
 The index of format 1 changed its form before the first release. The checkpoints of Megatron's releases
 (tests/golden/megatron-*) were not saved again: the second command replaced their index, the layout digests in

@@ -37,7 +37,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The arguments of each `datastates` that a page shows by itself, with names of its own filled in."""
+    """Returns the arguments of each `datastates` command on a page, with names for its placeholders."""
     for line in page.read_text().splitlines():
         if line.startswith("    datastates "):
             words = shlex.split(line, comments=True)[1:]

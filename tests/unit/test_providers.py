@@ -214,7 +214,7 @@ def test_a_failed_write_ends_the_serializing_of_what_is_left(
     assert publication.wait() is Outcome.FAILED and "No space left" in (publication.error or "")
     publication.join()
     assert not list(tmp_path.rglob("data-*"))
-    written = sum(publication.save.tail_bytes.values())
+    written = sum(costs.bytes for costs in publication.save.tail.costs.values())
     assert written < 100 * 300 * KIB, "objects were serialized for a save that had failed"
     saver.close()
 

@@ -52,7 +52,7 @@ def test_every_save_appends_one_line(reporting, tmp_path):
     assert all(r["bytes"] == sum(f.stat().st_size for f in (tmp_path / "0").glob("data-*")) for r in reports)
 
 
-def test_a_line_tells_what_the_save_cost(reporting, tmp_path):
+def test_a_log_line_says_what_the_save_cost(reporting, tmp_path):
     saver, lines = reporting
     publication = saver.start(tmp_path / "0", State({"a": torch.ones(99)}), iteration=70)
     publication.wait()
@@ -173,7 +173,7 @@ def test_a_save_without_data_divides_by_nothing():
 
 
 def publication_of(records: list[RankRecord]) -> SimpleNamespace:
-    """As much of a Publication as a report looks at."""
+    """Makes as much of a Publication as a report looks at."""
     rank_save = RankSave(SaveContext(SaveId(1, 1), Path("d"), 0, len(records)), 1.0)
     return SimpleNamespace(save=rank_save, records=records, outcome=Outcome.PUBLISHED, error=None)
 

@@ -24,11 +24,12 @@ from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import HEADER_BYTES, Header
 from megatron_datastates.format.manifest import FileEntry, Manifest
+from megatron_datastates.format.tail import Kind, object_entries
 from megatron_datastates.format.values import MANIFEST_NAME, Extent, SaveId
 from megatron_datastates.pipeline.layouts import merge_layouts
 from megatron_datastates.pipeline.presence import other_file_entry
 from megatron_datastates.pipeline.publication import releases
-from megatron_datastates.plan.layout import Layout, align_up, place_objects, plan_layout
+from megatron_datastates.plan.layout import Layout, TailItem, align_up, place_objects, plan_layout
 from megatron_datastates.providers.objects import check_stored
 
 
@@ -80,7 +81,8 @@ class DataStatesSink(Sink):
             for key in contents.objects:
                 self._check(self.source.read_object(key), key)
         fragments = [self.source.fragment(*one) for one in contents.fragments]
-        layout = plan_layout(fragments, [False] * len(fragments), contents.objects)
+        tail = [TailItem(Kind.OBJECT, key) for key in contents.objects]
+        layout = plan_layout(fragments, [False] * len(fragments), tail)
         placed = [
             _Placed(*contents.fragments[i], offset, fragments[i].bytes)
             for i, offset in zip(layout.order, layout.offsets.tolist(), strict=True)
@@ -134,9 +136,9 @@ class DataStatesSink(Sink):
     def _footer(
         self, number: int, layout: Layout, objects: Sequence[_Placed], end: int, checksums: bytes
     ) -> bytes:
-        extents = {key: Extent(0, offset, size) for key, _, offset, size in objects}
+        entries = object_entries({key: Extent(0, offset, size) for key, _, offset, size in objects})
         return Footer(
-            self._save_id, number, self._world_size, end, layout.digest, extents, checksums
+            self._save_id, number, self._world_size, end, layout.digest, entries, checksums
         ).encode()
 
     def publish(self, written: Sequence[WrittenFile]) -> None:

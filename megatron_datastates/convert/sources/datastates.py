@@ -14,9 +14,8 @@ from megatron_datastates.config import Options
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source, SourceTensor
 from megatron_datastates.engine.reader import Reader
 from megatron_datastates.format.directory import is_of_a_format
-from megatron_datastates.format.values import Extent
-from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead
-from megatron_datastates.plan.reads import plan_extent
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.plan.reads import ScheduledRead, plan_bytes
 
 
 class DataStatesSource(Source):
@@ -53,15 +52,14 @@ class DataStatesSource(Source):
         address, scheduled = window.ctypes.data, []
         for key, fragment, begin, size, at in ranges:
             entry = self.checkpoint.index.tensor(key)
-            extent = Extent(int(entry.files[fragment]), int(entry.file_offsets[fragment]) + begin, size)
-            scheduled.append(ScheduledRead(plan_extent(extent), address + at))
+            scheduled.append(ScheduledRead(plan_bytes(entry, fragment, begin, size), address + at))
         self.checkpoint.read(scheduled, reader)
 
     def read_object(self, key: str) -> bytes:
         return self.checkpoint.read_object_bytes(key)
 
     def object_bytes(self, key: str) -> int:
-        return len(self.checkpoint.plan_objects([key]).buffers[key])
+        return self.checkpoint.object_entry(key)[1].bytes
 
     def require_files(self) -> None:
         self.checkpoint.require(range(len(self.checkpoint.manifest.files)))

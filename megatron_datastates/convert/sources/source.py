@@ -18,19 +18,14 @@ import numpy.typing as npt
 import torch
 
 from megatron_datastates.format.values import Fragment
+from megatron_datastates.plan.coverage import StoredBoxes
 
 
-class SourceTensor(Protocol):
+class SourceTensor(StoredBoxes, Protocol):
     """One global tensor of d dimensions, and the n boxes that it is stored in."""
 
     @property
     def dtype(self) -> str: ...  # as torch names it, such as bfloat16
-    @property
-    def global_shape(self) -> tuple[int, ...]: ...
-    @property
-    def offsets(self) -> npt.NDArray[np.int64]: ...  # (n, d), elements
-    @property
-    def shapes(self) -> npt.NDArray[np.int64]: ...  # (n, d), elements
 
 
 class FragmentRange(NamedTuple):

@@ -26,10 +26,9 @@ from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.load.metadata import Boxes, StoredMetadata
-from megatron_datastates.mcore.providers import names_in
-from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead, torch_dtype
+from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
 from megatron_datastates.plan.boxes import cut_box, overlaps_itself
-from megatron_datastates.plan.reads import plan_box
+from megatron_datastates.plan.reads import ScheduledRead, plan_box
 
 # Host memory for temporaries, where a tensor cannot be read in place. Conversion may need as much again.
 _TEMPORARY_BYTES = 32 << 20
@@ -51,7 +50,8 @@ class DataStatesReader(FileSystemReader):
         objects = {key for key in index.objects if not is_optimizer_map(key)}
         if versions.installed().writes_common_file:  # such a release would report the key as unexpected
             objects.discard(COMMON_STATE_KEY)
-        known: Any = StoredMetadata(index, objects, self._boxes, hidden=names_in(self.checkpoint))
+        others = [provider.name for provider in self.checkpoint.manifest.providers if provider.name]
+        known: Any = StoredMetadata(index, objects, self._boxes, hidden=others)
         return Metadata(known, storage_data={}, storage_meta=StorageMeta(load_id=self.load_id))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -136,7 +136,7 @@ class _Box:
                 f"tensor {self.item.storage_index.fqn!r}: the planner requested a slice of shape "
                 f"{tuple(self.item.lengths)} into a tensor of shape {tuple(target.size())}"
             )
-        memory = target if _fits_in_place(target, torch_dtype(self.entry.dtype)) else None
+        memory = target if _fits_in_place(target, self.entry) else None
         return _Transfer(self, tuple(self.item.storage_offsets), target, target, memory)
 
 
@@ -222,11 +222,12 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _fits_in_place(target: torch.Tensor, stored: torch.dtype) -> bool:
-    """Returns whether stored bytes can be written to the target unchanged, by native code."""
+def _fits_in_place(target: torch.Tensor, entry: TensorEntry) -> bool:
+    """Returns whether stored elements can be written to the target unchanged, without a temporary."""
     return (
         _is_plain(target)
-        and target.dtype == stored
+        and target.dtype == torch_dtype(entry.dtype)
+        and not (entry.encoded and _is_on_device(target))
         and target.layout is torch.strided
         and not (target.is_conj() or target.is_neg())
         and (is_on_current_device(target) if _is_on_device(target) else target.device.type == "cpu")

@@ -35,6 +35,8 @@ from megatron_datastates.pipeline.publication import Publication, PublicationExt
 from megatron_datastates.pipeline.saver import saver_for
 from megatron_datastates.providers.base import StateProvider
 
+Transform = Callable[[StateProvider], StateProvider]
+
 
 class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     """Saves in the datastates format; for `dist_checkpointing.save`.
@@ -46,6 +48,8 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         options: see megatron_datastates.config; by default from the environment.
         providers: further state to save in the same checkpoints, by name or with an attribute `name`; loads
             restore it, too, as with `enable(providers=...)`.
+        transform: what each save makes of the provider of Megatron's state, such as
+            `lambda state: Cast(state, torch.bfloat16, "*exp_avg*")`.
     """
 
     def __init__(
@@ -53,12 +57,14 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         assume_immutable: bool = False,
         options: Options | None = None,
         providers: Providers = (),
+        transform: Transform | None = None,
         **unused: Any,
     ) -> None:
         attach_saving()
         super().__init__(backend=BACKEND, version=1)
         register(providers)
         self.assume_immutable = assume_immutable
+        self._transform = transform
         self.options = options or Options.from_environment()
 
     def is_lazy(self) -> bool:
@@ -96,8 +102,10 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
 
     def _start(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, mode: str) -> Publication:
         def providers() -> dict[str, StateProvider]:
-            own = ShardedStateProvider(sharded_state_dict, self.classifier)
-            return {"": own, **registered(self.options.providers)}
+            state: StateProvider = ShardedStateProvider(sharded_state_dict, self.classifier)
+            if self._transform is not None:
+                state = self._transform(state)
+            return {"": state, **registered(self.options.providers)}
 
         return saver_for(self.options).start(
             Path(checkpoint_dir),
@@ -122,8 +130,9 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         options: Options | None = None,
         in_loop: Callable[[], bool] = lambda: True,
         started: Callable[[Publication], None] = lambda publication: None,
+        transform: Transform | None = None,
     ) -> None:
-        super().__init__(options=options)
+        super().__init__(options=options, transform=transform)
         self._in_loop = in_loop
         self._started = started
 
