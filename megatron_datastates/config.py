@@ -221,7 +221,7 @@ class Options:
         _functions,
         "package.module:function",
         "further state for every checkpoint: functions without arguments, separated by commas, that return "
-        "state providers; called at the first save or load (default: none)",
+        "state providers; called at the first load, or when training begins (default: none)",
     )
     report_file: str = _option(
         "",

@@ -2,8 +2,8 @@
 
 They come from `enable(providers=...)`, from strategies, from the option `providers`, and from installed
 packages: an entry point of the group `megatron_datastates.providers`, like a function that the option names,
-is called without arguments and returns one or several providers. It is called at the first save or load, when
-Megatron has set itself up.
+is called without arguments and returns one or several providers. It is called when Megatron has set itself
+up: at the first load, at the beginning of Megatron's own training loop, or at the first save.
 """
 
 from __future__ import annotations

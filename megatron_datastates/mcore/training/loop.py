@@ -11,7 +11,7 @@ from typing import Any
 from megatron_datastates.config import Options
 from megatron_datastates.errors import OptionError, SaveFailedError
 from megatron_datastates.mcore.hooks.attach import attach_saving, attach_training, replace
-from megatron_datastates.mcore.providers import find_functions
+from megatron_datastates.mcore.providers import find_functions, registered
 from megatron_datastates.mcore.training.arguments import (
     FORMAT,
     adopt,
@@ -60,11 +60,17 @@ def is_training() -> bool:
 
 
 def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `train`, Megatron's own loop: it starts only with the data loader at its loaded position."""
+    """Wraps `train`, Megatron's own loop.
+
+    It starts with all state providers made, which may watch the training from its first step, and only with
+    the data loader at its loaded position.
+    """
     signature = inspect.signature(original)
 
     def train(*args: Any, **kwargs: Any) -> Any:
         global _loops
+        if _options is not None:
+            registered(_options.providers)
         _require_restored_data(signature.bind(*args, **kwargs).arguments.get("train_data_iterator"))
         _loops += 1
         try:
