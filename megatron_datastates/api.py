@@ -20,9 +20,10 @@ from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.load_report import reported_load
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import save_report
+from megatron_datastates.pipeline.restoring import restore
 from megatron_datastates.pipeline.saver import saver_for
-from megatron_datastates.providers.base import Mutability
-from megatron_datastates.providers.named import NamedState, Shard, map_leaves, named_values
+from megatron_datastates.providers.base import Mutability, StateProvider
+from megatron_datastates.providers.named import Shard, map_leaves, named_values, tree_of
 
 __all__ = ["SaveHandle", "Shard", "async_save", "fence", "load", "open", "save"]
 
@@ -69,9 +70,10 @@ class SaveHandle:
 def save(state: State, directory: StrPath, *, iteration: int | None = None, **options: Any) -> Report:
     """Saves nested mappings of tensors and objects; returns when the checkpoint is published.
 
-    Values are stored under names: the keys on the way to them, joined by dots. Under torch.distributed every
-    rank calls it with its own part: a tensor that several ranks hold in parts is a `Shard` on each of them,
-    and everything else is passed by one rank only.
+    Values are stored under names: the keys on the way to them, joined by dots. A value that is a state
+    provider (megatron_datastates.providers) yields entries under its name. Under torch.distributed every rank
+    calls it with its own part: a tensor that several ranks hold in parts is a `Shard` on each of them, and
+    everything else is passed by one rank only.
 
     Args:
         state: for example `{"model": model.state_dict(), "step": 7}`. Tensors are on the host or on a CUDA
@@ -100,7 +102,7 @@ def async_save(
 
     Args:
         lazy: False copies everything before this returns, so that the state may change at once. True is a
-            promise that tensors change, and give up their memory, in steps of torch's optimizers only, or
+            promise that tensors change, and release their memory, in steps of torch's optimizers only, or
             after a call of `fence()`: they are copied meanwhile, and those wait for what is left.
 
     Returns:
@@ -124,13 +126,15 @@ def _start(
     options: dict[str, Any],
 ) -> SaveHandle:
     saver = saver_for(Options.from_environment(options))
-    publication = saver.start(Path(directory), NamedState(state, mutability), iteration=iteration, mode=mode)
+    publication = saver.start(
+        Path(directory), lambda: tree_of(state, mutability), iteration=iteration, mode=mode
+    )
     return SaveHandle(publication, mode)
 
 
 def fence() -> None:
-    """Waits until everything that lazy saves still read may change."""
-    FENCE.wait("an explicit fence")
+    """Waits until all memory that lazy saves were reading may be changed, freed or unmapped."""
+    FENCE.clear("an explicit fence")
 
 
 def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[Any, Any]:
@@ -140,17 +144,20 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
         directory: of a published checkpoint, `iter_0001000` of a Megatron run included.
         into: nested mappings as for `save`, on any number of ranks. Tensors and the tensors of `Shard`s are
             filled in place, whatever the sharding they were saved with; their shapes are those that were
-            saved, their dtypes and devices may differ. Other values say only which objects are wanted.
+            saved, their dtypes and devices may differ. State providers restore themselves. Other values say
+            only which objects are wanted.
         options: as for `save`.
 
     Returns:
-        With `into`, nested dictionaries of the same keys: its tensors, and the objects of the checkpoint.
+        With `into`, nested dictionaries of the same keys: its tensors and state providers, and the objects
+        of the checkpoint.
         Without it, everything in the checkpoint by name, tensors whole and in host memory.
 
     Raises:
         NotACheckpointError: no checkpoint was published there.
         MissingKeyError: the checkpoint has no value of a name.
         MismatchError: a tensor has another shape, or a dtype that stored values cannot become.
+        ProviderError: a state provider could not restore itself; its `__cause__` says why.
         CorruptDataError, StorageError, FormatError: damaged, missing or hostile files, by name. Tensors of
             `into` may have been filled in part.
     """
@@ -170,9 +177,12 @@ def _load_everything(checkpoint: Checkpoint) -> dict[Any, Any]:
 def _load_into(checkpoint: Checkpoint, into: State) -> dict[Any, Any]:
     wanted = named_values(into)
     shards = {name: shard for name, value in wanted.items() if (shard := _as_shard(value)) is not None}
+    providers = {name: value for name, value in wanted.items() if isinstance(value, StateProvider)}
     checkpoint.read_into({name: (shard.place, shard.tensor) for name, shard in shards.items()})
-    objects = checkpoint.read_objects(name for name in wanted if name not in shards)
-    return map_leaves(into, lambda name: wanted[name] if name in shards else objects[name])
+    kept = shards.keys() | providers.keys()
+    objects = checkpoint.read_objects(name for name in wanted if name not in kept)
+    restore(checkpoint, providers)
+    return map_leaves(into, lambda name: wanted[name] if name in kept else objects[name])
 
 
 def _as_shard(value: Any) -> Shard | None:

@@ -72,6 +72,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _level(text: str) -> int:
+    if re.fullmatch(r"\d{1,2}", text, re.ASCII) is None or int(text) > 19:
+        raise ValueError("expected a whole number from 0 to 19")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     try:
         value = float(text)
@@ -92,6 +98,18 @@ def _while_saving(text: str) -> str:
     if text not in ("wait", "refuse"):
         raise ValueError("expected wait or refuse")
     return text
+
+
+def _functions(text: str) -> str:
+    for name in named_functions(text):
+        if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", name) is None:
+            raise ValueError(f"expected package.module:function, found {name!r}; separate several by commas")
+    return text
+
+
+def named_functions(text: str) -> list[str]:
+    """Returns the names in a list that is separated by commas."""
+    return [name.strip() for name in text.split(",")] if text else []
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,6 +173,13 @@ class Options:
     write_limit: int = _option(
         0, parse_bytes, "SIZE", "write at most this many bytes a second, per rank (default 0: no limit)"
     )
+    compress: int = _option(
+        0,
+        _level,
+        "LEVEL",
+        "compress everything with zstd of this level, from 1 (fast) to 19 (small), without loss. It pays on "
+        "slow disks only, and the next optimizer step waits until all is compressed (default 0: off)",
+    )
     fence_deadline: float = _option(
         600.0,
         _seconds,
@@ -190,6 +215,13 @@ class Options:
         "DANGEROUS: also store objects of classes that are on no list, and unpickle them without any check, "
         "so that whoever wrote a checkpoint runs code in the program that loads it; off refuses to save them "
         "(default off)",
+    )
+    providers: str = _option(
+        "",
+        _functions,
+        "package.module:function",
+        "further state for every checkpoint: functions without arguments, separated by commas, that return "
+        "state providers; called at the first load, or when training begins (default: none)",
     )
     report_file: str = _option(
         "",

@@ -15,8 +15,8 @@ from benchmarks.engine.saves import Sizes, timed_saves
 from benchmarks.rounds import Bar, interleave, median, spread
 from benchmarks.states import host_tensors, lazy
 from megatron_datastates.config import KIB
-from megatron_datastates.providers.base import Mutability
-from megatron_datastates.providers.objects import PickledObject
+from megatron_datastates.providers.base import CopyBudget, Mutability
+from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.tensors import TensorProvider
 
 _OBJECTS = 400
@@ -63,16 +63,16 @@ def measure_objects(sizes: Sizes) -> tuple[Result, list[Bar]]:
         lambda i: torch.full((600,), i % 200, dtype=torch.uint8),
         lambda i: None,
     ]
-    objects = [PickledObject(f"o{i}", [kinds[i % 4](i)], Mutability.NOW) for i in range(_OBJECTS)]
+    objects = [ObjectSource(f"o{i}", [kinds[i % 4](i)], Mutability.NOW) for i in range(_OBJECTS)]
 
-    def seconds(work: Callable[[PickledObject], Any]) -> float:
+    def seconds(work: Callable[[ObjectSource], Any]) -> float:
         begin = time.perf_counter()
         for item in objects:
             work(item)
         return time.perf_counter() - begin
 
     contenders = {
-        "copied": lambda: seconds(lambda item: item.snapshot()),
+        "copied": lambda: seconds(lambda item: item.snapshot(CopyBudget(1 << 30))),
         "torch.save": lambda: seconds(lambda item: item.serialize()),
     }
     found = interleave(5 * sizes.repeats, contenders)

@@ -208,6 +208,7 @@ void BindJob(nb::module_& module) {
       .value("EAGER", Milestone::kEager)
       .value("ENQUEUED", Milestone::kEnqueued)
       .value("STAGED", Milestone::kStaged)
+      .value("APPENDED", Milestone::kAppended)
       .value("WRITTEN", Milestone::kWritten)
       .value("DURABLE", Milestone::kDurable)
       .value("RELEASED", Milestone::kReleased);

@@ -181,7 +181,9 @@ void Engine::TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch
 }
 
 void Engine::Append(const std::shared_ptr<SaveJob>& job, Batch batch) {
-  Queue(QueuedBatch{job, std::make_shared<const Batch>(std::move(batch))});
+  QueuedBatch queued{job, std::make_shared<const Batch>(std::move(batch))};
+  queued.appended = true;
+  Queue(std::move(queued));
 }
 
 void Engine::Queue(QueuedBatch queued) {

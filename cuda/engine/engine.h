@@ -75,7 +75,8 @@ class Engine {
                                  CuStream trainer, double lazy_seconds);
   // Lets the job's lazy copies begin at the latest `seconds` from now.
   void AllowLazyCopies(const SaveJob& job, double seconds);
-  // Adds bytes to a file that was begun; their sources stay valid until kReleased.
+  // Adds bytes to a file that was begun; their sources stay valid until kAppended or, if the job fails, until
+  // kReleased. They do not wait for lazy chunks: serializing is slow, and goes on while tensors are staged.
   void Append(const std::shared_ptr<SaveJob>& job, Batch batch);
   // Writes the footer and makes the file durable, after everything else of the job (kDurable).
   void Finish(const std::shared_ptr<SaveJob>& job, std::string footer, uint64_t offset);
@@ -99,6 +100,7 @@ class Engine {
     bool opens = false;             // the file has yet to be opened, before the first chunk
     bool looks = false;             // the tripwire's second look is due, before the first lazy chunk
     bool busy = false;              // a thread opens the file or looks; others take the next batch
+    bool appended = false;          // added to a file that was begun; see TakeTask
     // The first of two passes: chunks are only checksummed. The job's other batches wait for its end.
     bool first_pass = false;
     size_t checksummed = 0;  // chunks of the first pass
@@ -127,6 +129,7 @@ class Engine {
   void WriteLoop();
   enum class Task { kOpen, kLook, kStage };
   bool TakeTask(QueuedBatch* taken, Task* task, bool* later) REQUIRES(mutex_);
+  std::deque<QueuedBatch>::iterator Choose(bool* later) REQUIRES(mutex_);
   static Task NextOf(const QueuedBatch& queued);
   bool MustWait(const QueuedBatch& queued) const REQUIRES(mutex_);
   // Waits until none of these threads is in its loop; returns false if that takes too long.
@@ -165,6 +168,7 @@ class Engine {
   std::deque<FilledChunk> filled_ GUARDED_BY(mutex_);
   std::deque<Footer> footers_ GUARDED_BY(mutex_);
   std::vector<std::weak_ptr<SaveJob>> jobs_ GUARDED_BY(mutex_);
+  bool appended_next_ GUARDED_BY(mutex_) = true;  // of an appended and a lazy chunk, take the appended one
   bool stop_staging_ GUARDED_BY(mutex_) = false;
   bool stop_awaiting_ GUARDED_BY(mutex_) = false;
   bool stop_writing_ GUARDED_BY(mutex_) = false;

@@ -43,30 +43,46 @@ bool Engine::MustWait(const QueuedBatch& queued) const {
   return chunk.device && !chunk.eager && Clock::now() < queued.lazy_from && !queued.job->failed();
 }
 
-// Takes the next chunk in the order of the queue, or the task that comes before it. A job is passed over as
-// long as its file is being opened, its sources are being looked at, its first pass is ending, or its next
-// chunk must wait (`later` then says so): none of its later chunks may overtake.
-bool Engine::TakeTask(QueuedBatch* taken, Task* task, bool* later) {
+// Returns the batch whose next chunk, or the task that comes before it, is due; the end of the queue if none
+// is. That is the first in the queue, except that of lazy and appended chunks each kind is taken in turn: the
+// first ones hold up the next fence, the others the thread that serializes them. A job is passed over as long
+// as its file is being opened, its sources are being looked at, or its first pass is ending. If its next
+// chunk must wait (`later` then says so), only appended ones may overtake it.
+std::deque<Engine::QueuedBatch>::iterator Engine::Choose(bool* later) {
   std::vector<const SaveJob*> blocked;
+  auto lazy = queue_.end(), appended = queue_.end();
   for (auto at = queue_.begin(); at != queue_.end(); ++at) {
     if (std::find(blocked.begin(), blocked.end(), at->job.get()) != blocked.end()) continue;
-    const size_t chunks = at->batch->chunks().size();
-    const bool waits = MustWait(*at);
-    *later |= waits;
-    if (at->busy || (at->first_pass && at->next == chunks) || waits) {
+    if (at->busy || (at->first_pass && at->next == at->batch->chunks().size())) {
       blocked.push_back(at->job.get());
-      continue;
+    } else if (MustWait(*at)) {
+      *later = true;
+    } else if (at->appended) {
+      if (appended == queue_.end()) appended = at;
+    } else if (NextOf(*at) == Task::kStage && !at->first_pass && !at->batch->chunks()[at->next].eager) {
+      if (lazy == queue_.end()) lazy = at;
+    } else if (lazy == queue_.end() && appended == queue_.end()) {
+      return at;
+    } else {
+      blocked.push_back(at->job.get());  // what is appended to a file comes after its opening
     }
-    *task = NextOf(*at);
-    at->busy = *task != Task::kStage;
-    *taken = *at;
-    if (!at->busy && ++at->next >= chunks && !at->first_pass) {
-      at->job->EndTask();
-      queue_.erase(at);
-    }
-    return true;
   }
-  return false;
+  if (lazy == queue_.end() || appended == queue_.end()) return lazy == queue_.end() ? appended : lazy;
+  appended_next_ = !appended_next_;
+  return appended_next_ ? lazy : appended;
+}
+
+bool Engine::TakeTask(QueuedBatch* taken, Task* task, bool* later) {
+  const auto at = Choose(later);
+  if (at == queue_.end()) return false;
+  *task = NextOf(*at);
+  at->busy = *task != Task::kStage;
+  *taken = *at;
+  if (!at->busy && ++at->next >= at->batch->chunks().size() && !at->first_pass) {
+    at->job->EndTask();
+    queue_.erase(at);
+  }
+  return true;
 }
 
 void Engine::StageLoop() {

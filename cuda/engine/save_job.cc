@@ -29,6 +29,8 @@ bool SaveJob::Reached(Milestone milestone) const {
       return enqueued_left_ == 0;
     case Milestone::kStaged:
       return staged_left_ == 0;
+    case Milestone::kAppended:
+      return appended_left_ == 0;
     case Milestone::kWritten:
       return input_closed_ && written_left_ == 0;
     default:
@@ -202,6 +204,8 @@ void SaveJob::CountPlanned(const Batch& batch) {
   if (batch.fenced()) {
     enqueued_left_ += chunks;
     staged_left_ += chunks;
+  } else {
+    appended_left_ += chunks;
   }
   written_left_ += chunks;
   tasks_ += chunks;
@@ -249,7 +253,7 @@ void SaveJob::CountEnqueued(const Batch& batch, const Batch::Chunk& chunk) {
 
 void SaveJob::CountStaged(const Batch& batch, const Batch::Chunk& chunk) {
   const MutexLock lock(mutex_);
-  if (batch.fenced()) --staged_left_;
+  --(batch.fenced() ? staged_left_ : appended_left_);
   status_.bytes_staged += chunk.bytes;
   if (staged_left_ == 0 && status_.staged_at < 0) status_.staged_at = Elapsed();
   changed_.NotifyAll();

@@ -28,6 +28,7 @@ enum class Milestone {
   kEager,     // samples and eager chunks are enqueued
   kEnqueued,  // fenced chunks are enqueued
   kStaged,    // fenced chunks are in slots: no source of theirs is read any more; it may be freed or unmapped
+  kAppended,  // chunks that were appended so far are in slots; their sources may change or be freed
   kWritten,   // the input is closed and every chunk is in the file
   kDurable,   // the footer is written, and the file and its directories are synced
   kReleased,  // nothing of this job is queued or running, no source is being read, no slot is held
@@ -148,11 +149,12 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   std::optional<Failure> failure_ GUARDED_BY(mutex_);
   Status status_ GUARDED_BY(mutex_);
   // Chunks that are not yet enqueued (eager ones, with those of the first pass; fenced ones), staged (fenced
-  // ones), written (all). Invariant: each counter goes down exactly once per planned chunk unless the job
-  // fails.
+  // ones; appended ones), written (all). Invariant: each counter goes down exactly once per planned chunk
+  // unless the job fails.
   size_t eager_left_ GUARDED_BY(mutex_) = 0;
   size_t enqueued_left_ GUARDED_BY(mutex_) = 0;
   size_t staged_left_ GUARDED_BY(mutex_) = 0;
+  size_t appended_left_ GUARDED_BY(mutex_) = 0;
   size_t written_left_ GUARDED_BY(mutex_) = 0;
   size_t reads_ GUARDED_BY(mutex_) = 0;  // begun and not ended
   size_t tasks_ GUARDED_BY(mutex_) = 0;  // queued or running in the engine, failed or not

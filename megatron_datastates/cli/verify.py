@@ -57,8 +57,9 @@ def _print_verdict(directory: Path, verdict: Verdict) -> None:
     for note in verdict.notes:
         say(f"note: {note}")
     unchecked = f", {verdict.unchecked_files} files without checksums" if verdict.unchecked_files else ""
+    streams = f" and {verdict.streams} streams" if verdict.streams else ""
     say(
         f"{directory}: {'good' if verdict.good else 'FAULTY'}: {verdict.tensors} tensors and "
-        f"{verdict.objects} objects in {verdict.files} files, "
+        f"{verdict.objects} objects{streams} in {verdict.files} files, "
         f"{binary_size(verdict.bytes_checked)} checked{unchecked}"
     )

@@ -12,9 +12,10 @@ class Milestone(enum.Enum):
     EAGER = 0
     ENQUEUED = 1
     STAGED = 2
-    WRITTEN = 3
-    DURABLE = 4
-    RELEASED = 5
+    APPENDED = 3
+    WRITTEN = 4
+    DURABLE = 5
+    RELEASED = 6
 
 class NativeError(OSError):
     """A failed call. `errno` is 0 if no system call failed; `path` is empty if no checkpoint file is concerned."""

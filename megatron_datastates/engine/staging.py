@@ -18,10 +18,11 @@ import torch
 from megatron_datastates.config import Options
 from megatron_datastates.engine import native
 from megatron_datastates.engine.memory import local_ranks, most_slots, slot_bytes
+from megatron_datastates.engine.tail import TailWriter
 from megatron_datastates.errors import DataStatesError, FailedCallError
 from megatron_datastates.format.index import Index
 from megatron_datastates.plan.copies import CopyPlan
-from megatron_datastates.plan.layout import Layout, place_objects
+from megatron_datastates.plan.layout import Layout
 
 _EAGER_SECONDS = 3600.0  # longer than eager copies take; lazy ones get their time once those are done
 _SLICE_SECONDS = 0.1  # native waits return this often, so that signals and restarts get through
@@ -62,7 +63,7 @@ class StagingEngine:
         copies: CopyPlan,
         addresses: Words,
         owners: Sequence[object],
-        object_bytes: int,
+        tail_bytes: int,
         lazy_seconds: float = 0.0,
     ) -> FileSave:
         """Starts `copies` into the data file `path`, according to `layout`.
@@ -73,7 +74,7 @@ class StagingEngine:
         Args:
             addresses: current addresses of the fragments; a stale one would save other bytes.
             owners: objects that own that memory; kept until it is staged.
-            object_bytes: an estimate of the bytes to be appended, for reserving space.
+            tail_bytes: an estimate of the bytes of the tail, for reserving space.
             lazy_seconds: seconds after this returns until lazy copies from a device may begin; see
                 FileSave.allow_lazy_copies.
 
@@ -86,7 +87,7 @@ class StagingEngine:
         with native.errors_for_users():
             job = self.native.start(
                 path=str(path),
-                reserve_bytes=layout.tensor_end + object_bytes,
+                reserve_bytes=layout.tensor_end + tail_bytes,
                 end=layout.tensor_end,
                 sources=copies.sources(first.ctypes.data, addresses),
                 bytes=copies.bytes,
@@ -186,8 +187,8 @@ def _current_stream() -> int:
 class FileSave:
     """The save of one data file.
 
-    The trainer's thread starts it, fences it and drops its sources; the finishing thread appends the objects
-    and seals the file. An error sets `failure`; only waits of the finishing thread raise it.
+    The trainer's thread starts it, fences it and drops its sources; the finishing thread writes the tail and
+    seals the file. An error sets `failure`; only waits of the finishing thread, and the tail, raise it.
     """
 
     def __init__(
@@ -204,10 +205,10 @@ class FileSave:
         self._on_device = on_device
         self._sources: list[object] | None = keep
         self._storages: set[int | None] | None = None  # _cdata of the sources, on demand
-        self._objects: list[object] = []
         self.path = path
         self.layout = layout
-        self.data_end = layout.tensor_end
+        # Kept as long as this object: the native job may read the writer's buffers until it is released.
+        self.tail = TailWriter(engine.native, job, layout.tensor_end, engine.slot_bytes, self._raise_failure)
 
     # -- the trainer's thread ---------------------------------------------------------------------------
 
@@ -276,30 +277,6 @@ class FileSave:
 
     # -- the finishing thread ---------------------------------------------------------------------------
 
-    def append_objects(self, objects: Sequence[bytes]) -> list[tuple[int, int]]:
-        """Queues serialized objects after the tensors; returns (offset, bytes) of each."""
-        sizes = [len(data) for data in objects]
-        offsets, end = place_objects(sizes, self.layout.tensor_end)
-        memory = [np.frombuffer(data, np.uint8) for data in objects]
-        self._objects = [*objects, *memory]
-        present = [i for i, size in enumerate(sizes) if size]
-        present_bytes = np.array([sizes[i] for i in present], np.uint64)
-        self._engine.native.append(
-            job=self._job,
-            begin=self.layout.tensor_end,
-            end=end,
-            sources=np.array([memory[i].ctypes.data for i in present], np.uint64),
-            bytes=present_bytes,
-            offsets=np.array([offsets[i] for i in present], np.uint64),
-            row_bytes=present_bytes,
-            row_steps=present_bytes,
-            storages=np.zeros(len(present), np.uint64),
-            flags=np.zeros(len(present), np.uint8),
-        )
-        self._job.close_input()
-        self.data_end = end
-        return list(zip(offsets, sizes, strict=True))
-
     def wait_written(self) -> bool:
         """Waits up to 0.1 s; returns whether all data is in the file. Raises the save's failure."""
         return self._wait(native.Milestone.WRITTEN)
@@ -310,16 +287,19 @@ class FileSave:
 
     def _wait(self, milestone: native.Milestone) -> bool:
         reached = bool(self._job.wait(milestone, _SLICE_SECONDS))
+        self._raise_failure()
+        return reached
+
+    def _raise_failure(self) -> None:
         if self.failure is not None:
             raise self.failure
-        return reached
 
     def block_checksums(self) -> bytes:
         return bytes(self._job.block_checksums()) if self._engine.options.checksums else b""
 
     def finish(self, footer: bytes) -> None:
-        """Writes the footer and makes the file durable, in the background."""
-        self._engine.native.finish(job=self._job, footer=footer, offset=self.data_end)
+        """Writes the footer after the tail and makes the file durable, in the background."""
+        self._engine.native.finish(job=self._job, footer=footer, offset=self.tail.position)
 
     def remove(self) -> None:
         """Waits until nothing of a failed save is in flight, then removes its file."""

@@ -1,4 +1,4 @@
-"""The footer, which ends a data file: where its objects are, and the checksums of its blocks.
+"""The footer, which ends a data file: what the file's tail holds, and the checksums of its blocks.
 
 A data file without a valid footer was never sealed: its save failed, or its process was killed.
 """
@@ -6,24 +6,19 @@ A data file without a valid footer was never sealed: its save failed, or its pro
 from __future__ import annotations
 
 import dataclasses
+import functools
 import struct
 import zlib
+from collections.abc import Mapping, Sequence
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.features import check_readable
 from megatron_datastates.format.header import HEADER_BYTES
-from megatron_datastates.format.values import (
-    ALIGNMENT,
-    BLOCK_BYTES,
-    FORMAT_VERSION,
-    Extent,
-    SaveId,
-    decode_name,
-)
+from megatron_datastates.format.tail import Kind, TailEntry, decode_tail, encode_tail
+from megatron_datastates.format.values import ALIGNMENT, BLOCK_BYTES, FORMAT_VERSION, SaveId
 
 _MAGIC = b"DSFOOT\x00\x01"
-_FIELDS = struct.Struct("<8sIIIIQQQIIQQ16s")
-_OBJECT = struct.Struct("<QQI")
+_FIELDS = struct.Struct("<8sIIIIQQQIIIIQ16s")
 _TRAILER_MAGIC = b"DSTAIL\x00\x01"
 _TRAILER = struct.Struct("<8sQQII")
 TRAILER_BYTES = _TRAILER.size + 4
@@ -37,38 +32,52 @@ class Footer:
     rank: int
     world_size: int
     data_bytes: int  # of everything before the footer
-    layout_digest: bytes  # 16 bytes: half of the SHA-256 of the rank's own index
-    objects: dict[str, Extent]  # key -> where its bytes are; Extent.file is 0
+    layout_digest: bytes  # 16 bytes: half of the SHA-256 of the file's own index
+    entries: Sequence[TailEntry]  # names are unique for each kind
     block_checksums: bytes  # a little-endian u32 CRC-32C per block; empty if switched off
     incompatible: int = 0
     compatible: int = 0
     format_version: int = FORMAT_VERSION
+    group: int = 0
     crc: int = dataclasses.field(default=0, compare=False)  # as decoded; `encode` does not use it
+
+    @functools.cached_property
+    def objects(self) -> Mapping[str, TailEntry]:
+        """The objects by key."""
+        return self._named(Kind.OBJECT)
+
+    @functools.cached_property
+    def streams(self) -> Mapping[str, TailEntry]:
+        """The streams by key."""
+        return self._named(Kind.STREAM)
+
+    @functools.cached_property
+    def fragments(self) -> Sequence[TailEntry]:
+        """The encoded fragments by number."""
+        return [entry for entry in self.entries if entry.kind == Kind.FRAGMENT]
+
+    def _named(self, kind: Kind) -> dict[str, TailEntry]:
+        return {entry.name: entry for entry in self.entries if entry.kind == kind}
 
     def encode(self) -> bytes:
         """Returns the file's bytes from `data_bytes` on, trailer included: a multiple of ALIGNMENT."""
-        parts = [
-            _FIELDS.pack(
-                _MAGIC,
-                self.format_version,
-                self.incompatible,
-                self.compatible,
-                BLOCK_BYTES,
-                self.data_bytes,
-                self.save_id.run_id,
-                self.save_id.ordinal,
-                self.rank,
-                self.world_size,
-                len(self.objects),
-                len(self.block_checksums) // 4,
-                self.layout_digest,
-            )
-        ]
-        for key, extent in self.objects.items():
-            name = key.encode()
-            parts += [_OBJECT.pack(extent.offset, extent.bytes, len(name)), name]
-        parts.append(self.block_checksums)
-        body = b"".join(parts)
+        fields = _FIELDS.pack(
+            _MAGIC,
+            self.format_version,
+            self.incompatible,
+            self.compatible,
+            BLOCK_BYTES,
+            self.data_bytes,
+            self.save_id.run_id,
+            self.save_id.ordinal,
+            self.rank,
+            self.world_size,
+            len(self.entries),
+            self.group,
+            len(self.block_checksums) // 4,
+            self.layout_digest,
+        )
+        body = b"".join([fields, encode_tail(self.entries, self.format_version), self.block_checksums])
         total = -(-(len(body) + TRAILER_BYTES) // ALIGNMENT) * ALIGNMENT
         body = body.ljust(total - TRAILER_BYTES, b"\0")
         trailer = _TRAILER.pack(_TRAILER_MAGIC, self.data_bytes, total, zlib.crc32(body), 0)
@@ -92,7 +101,7 @@ class Footer:
         if len(body) < _FIELDS.size or body[:8] != _MAGIC:
             raise FormatError(f"the footer of {name} is damaged: it does not begin as a footer does")
         (_, version, incompatible, compatible, block_bytes, data_bytes, run_id, ordinal, rank, world,
-         objects, blocks, layout_digest) = _FIELDS.unpack_from(body)  # fmt: skip
+         count, group, blocks, layout_digest) = _FIELDS.unpack_from(body)  # fmt: skip
         check_readable(name, version, incompatible)
         aligned = data_bytes % ALIGNMENT == 0 and total % ALIGNMENT == 0 and data_bytes >= HEADER_BYTES
         if data_bytes != offset or block_bytes != BLOCK_BYTES or not aligned:
@@ -101,7 +110,9 @@ class Footer:
                 f"{total} bytes of footer and blocks of {block_bytes} bytes; expected the first two to be "
                 f"equal, multiples of {ALIGNMENT}, and blocks of {BLOCK_BYTES} bytes"
             )
-        found, at = _decode_objects(body, objects, data_bytes, name)
+        if version == 1:  # its number of objects has 64 bits, and there are no groups
+            count, group = count | group << 32, 0
+        entries, at = decode_tail(body, _FIELDS.size, count, data_bytes, version, f"the footer of {name}")
         checksums = body[at : at + 4 * blocks]
         if len(checksums) != 4 * blocks or blocks not in (0, -(-data_bytes // BLOCK_BYTES)):
             raise FormatError(
@@ -109,8 +120,8 @@ class Footer:
             )
         save_id = SaveId(run_id, ordinal)
         return cls(
-            save_id, rank, world, data_bytes, layout_digest, found, checksums,
-            incompatible, compatible, version, crc
+            save_id, rank, world, data_bytes, layout_digest, entries, checksums,
+            incompatible, compatible, version, group, crc
         )  # fmt: skip
 
 
@@ -129,28 +140,3 @@ def decode_trailer(data: bytes, name: str) -> tuple[int, int, int]:
         raise FormatError(f"the last bytes of {name} are damaged: their checksum differs")
     _, offset, total, crc, _ = _TRAILER.unpack_from(data)
     return offset, total, crc
-
-
-def _decode_objects(body: bytes, count: int, data_bytes: int, name: str) -> tuple[dict[str, Extent], int]:
-    at = _FIELDS.size
-    if count > len(body) // _OBJECT.size:
-        raise FormatError(
-            f"the footer of {name} is damaged: it names {count} objects, more than it has room for"
-        )
-    objects: dict[str, Extent] = {}
-    for _ in range(count):
-        if at + _OBJECT.size > len(body):
-            raise FormatError(f"the footer of {name} is damaged: it ends within its objects")
-        offset, size, length = _OBJECT.unpack_from(body, at)
-        key_end = at + _OBJECT.size + length
-        if key_end > len(body) or offset < HEADER_BYTES or offset + size > data_bytes:
-            raise FormatError(
-                f"the footer of {name} is damaged: an object of {size} bytes at {offset} leaves the data, "
-                f"bytes [{HEADER_BYTES}, {data_bytes})"
-            )
-        key = decode_name(body[at + _OBJECT.size : key_end], f"the footer of {name}")
-        objects[key] = Extent(0, offset, size)
-        at = key_end
-    if len(objects) != count:
-        raise FormatError(f"the footer of {name} is damaged: it names an object twice")
-    return objects, at

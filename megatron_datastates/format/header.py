@@ -26,6 +26,7 @@ class Header:
     incompatible: int = 0
     compatible: int = 0
     format_version: int = FORMAT_VERSION
+    group: int = 0  # which of the rank's data files it is
 
     def encode(self) -> bytes:
         """Returns HEADER_BYTES bytes."""
@@ -34,7 +35,7 @@ class Header:
             self.format_version,
             self.incompatible,
             self.compatible,
-            0,
+            self.group,
             self.save_id.run_id,
             self.save_id.ordinal,
             self.rank,
@@ -59,6 +60,7 @@ class Header:
         body = data[: HEADER_BYTES - _CRC.size]
         if _CRC.unpack_from(data, len(body))[0] != zlib.crc32(body):
             raise FormatError(f"the header of {name} is damaged: its checksum differs")
-        _, version, incompatible, compatible, _, run_id, ordinal, rank, world = _FIELDS.unpack_from(data)
+        _, version, incompatible, compatible, group, run_id, ordinal, rank, world = _FIELDS.unpack_from(data)
         check_readable(name, version, incompatible)
-        return cls(SaveId(run_id, ordinal), rank, world, incompatible, compatible, version)
+        group = group if version > 1 else 0  # reserved in format 1
+        return cls(SaveId(run_id, ordinal), rank, world, incompatible, compatible, version, group)

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.manifest import IndexEntry
 from megatron_datastates.format.rows import Rows
 from megatron_datastates.format.tables import (
+    ENCODED,
     Directory,
     Row,
     Words,
@@ -32,9 +33,11 @@ from megatron_datastates.format.tables import (
     encode_tables,
     starts,
 )
-from megatron_datastates.format.values import DTYPE_NAMES, DTYPES, Extent, Fragment
+from megatron_datastates.format.tail import Kind
+from megatron_datastates.format.values import DTYPE_NAMES, DTYPES, FORMAT_VERSION, Extent, Fragment
 
 _MAX_BYTES = 1 << 62  # of a tensor, and of a file: sums and products of offsets stay within 64 bits
+_MOST_ENTRIES = 1 << 32  # of a footer
 # Yields the bytes of each range (offset, size) of the index file. The ranges are in the order of the file.
 ReadRanges = Callable[[Sequence[tuple[int, int]]], Iterable[bytes]]
 
@@ -48,11 +51,13 @@ class TensorEntry:
     offsets: npt.NDArray[np.int64]  # (n, d), elements
     shapes: npt.NDArray[np.int64]  # (n, d), elements
     files: npt.NDArray[np.uint32]  # (n,), positions in the manifest's list
-    file_offsets: npt.NDArray[np.uint64]  # (n,), bytes
-    file_bytes: npt.NDArray[np.uint64]  # (n,)
+    file_offsets: npt.NDArray[np.uint64]  # (n,), bytes; if encoded, numbers of entries of the file's footer
+    file_bytes: npt.NDArray[np.uint64]  # (n,), decoded
+    encoded: bool = False
 
     def fragments(self, key: str) -> Iterator[tuple[Fragment, Extent]]:
-        """Yields the fragments and their extents, one by one."""
+        """Yields the fragments and their extents, one by one. Only of a tensor that is not encoded."""
+        assert not self.encoded, "only footers have the extents of encoded fragments"
         for i in range(len(self.files)):
             offset, shape = tuple(self.offsets[i].tolist()), tuple(self.shapes[i].tolist())
             extent = Extent(int(self.files[i]), int(self.file_offsets[i]), int(self.file_bytes[i]))
@@ -68,11 +73,17 @@ class TensorEntry:
 
 
 class Index:
-    """Where tensors and objects lie: key -> TensorEntry, and object key -> data file. Read-only."""
+    """Where tensors (TensorEntry), objects and streams (number of the data file) lie, by key. Read-only."""
 
-    def __init__(self, tensors: Mapping[str, TensorEntry], objects: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, TensorEntry],
+        objects: Mapping[str, int],
+        streams: Mapping[str, int] | None = None,
+    ) -> None:
         self.tensors = tensors
         self.objects = objects
+        self.streams = streams or {}
 
     def tensor(self, key: str) -> TensorEntry:
         """Returns a tensor's entry. Raises MissingKeyError, and what `from_directory` raises on demand."""
@@ -91,23 +102,34 @@ class Index:
         if isinstance(self.tensors, StoredTensors):
             self.tensors.preload(keys)
 
-    def encode(self, *, packed: bool = False) -> bytes:
+    def encode(self, *, packed: bool = False, version: int = FORMAT_VERSION) -> bytes:
         """Returns the bytes of the index file. Keys are sorted, so equal indexes have equal bytes.
 
         Args:
             packed: compress sections, as in a stored index; own indexes are plain.
+            version: of the format.
         """
-        files = max(self.objects.values(), default=-1) + 1
+        rows = [
+            (key.encode(), places[key], kind)
+            for kind, places in ((Kind.OBJECT, self.objects), (Kind.STREAM, self.streams))
+            for key in sorted(places)
+        ]
+        files = max((file for _, file, _ in rows), default=-1) + 1
         keys = []
         for key in sorted(self.tensors):
             entry, count = self.tensors[key], len(self.tensors[key].files)
             files = max(files, int(entry.files.max(initial=0)) + 1 if count else 0)
             section = encode_section(entry.columns(), packed)
-            keys.append((key.encode(), DTYPES[entry.dtype][0], entry.global_shape, count, section))
-        return encode_tables(keys, [(key.encode(), self.objects[key]) for key in sorted(self.objects)], files)
+            flags = ENCODED if entry.encoded else 0
+            keys.append((key.encode(), DTYPES[entry.dtype][0], entry.global_shape, flags, count, section))
+        return encode_tables(keys, rows, files, version)
 
-    def own_index(self, file: int) -> bytes:
-        """Returns the own index of the rank that wrote this data file; its digest is in the file's footer."""
+    def own_index(self, file: int, version: int = FORMAT_VERSION) -> bytes:
+        """Returns the own index of a data file, as its rank wrote it; its digest is in the file's footer.
+
+        Args:
+            version: of the format of the data file.
+        """
         tensors = {}
         for key, entry in self.tensors.items():
             mine = np.flatnonzero(entry.files == file)
@@ -120,8 +142,13 @@ class Index:
                     np.zeros(len(mine), np.uint32),
                     entry.file_offsets[mine],
                     entry.file_bytes[mine],
+                    entry.encoded,
                 )
-        return Index(tensors, {key: 0 for key, place in self.objects.items() if place == file}).encode()
+        objects, streams = (
+            {key: 0 for key, place in places.items() if place == file}
+            for places in (self.objects, self.streams)
+        )
+        return Index(tensors, objects, streams).encode(version=version)
 
     @classmethod
     def decode(cls, data: bytes, name: str, files: int) -> Index:
@@ -153,11 +180,14 @@ class Index:
             raise FormatError(
                 f"{name} is damaged: it names {directory.files} data files, and the manifest {files}"
             )
-        names = [directory.text(key) for key in directory.object_names()]
-        objects = dict(zip(names, directory.objects["file"].tolist(), strict=True))
-        if len(objects) != len(names):
-            raise FormatError(f"{name} is damaged: it names an object twice")
-        return cls(StoredTensors(directory, read, DecodedEntries() if known is None else known), objects)
+        places: dict[int, dict[str, int]] = {Kind.OBJECT: {}, Kind.STREAM: {}}
+        rows = zip(directory.object_kinds(), directory.object_names(), directory.objects["file"], strict=True)
+        for kind, key, file in rows:
+            places[kind][directory.text(key)] = int(file)
+        if sum(map(len, places.values())) != len(directory.objects):
+            raise FormatError(f"{name} is damaged: it names an object or a stream twice")
+        tensors = StoredTensors(directory, read, DecodedEntries() if known is None else known)
+        return cls(tensors, places[Kind.OBJECT], places[Kind.STREAM])
 
 
 class DecodedEntries(dict[str, TensorEntry]):
@@ -208,16 +238,18 @@ class StoredTensors(Mapping[str, TensorEntry]):
         for (key, row), section in zip(rows, sections, strict=True):
             dtype, name = self._dtype(row, key), self.directory.name
             columns = decode_section(section, row, f"{name}: the section of {key!r}")
-            files = self.directory.files
-            self._decoded[key] = _checked_entry(dtype, row.global_shape, columns, files, key, name)
+            shape, encoded = row.global_shape, bool(row.flags & ENCODED)
+            self._decoded[key] = _checked_entry(
+                dtype, shape, columns, self.directory.files, key, name, encoded
+            )
 
     def _dtype(self, row: Row, key: str) -> str:
-        """Returns a tensor's dtype, after checking its global shape."""
+        """Returns a tensor's dtype, after checking its flags and its global shape."""
         name = self.directory.name
-        if row.dtype_code not in DTYPE_NAMES:
+        if row.dtype_code not in DTYPE_NAMES or row.flags & ~ENCODED:
             raise UnsupportedFormatError(
-                f"{name}: tensor {key!r} has the dtype code {row.dtype_code}, which this release does not "
-                "know: update this installation of megatron_datastates."
+                f"{name}: tensor {key!r} has the dtype code {row.dtype_code} and the flags {row.flags:#x}, "
+                "which this release does not know: update this installation of megatron_datastates."
             )
         dtype = DTYPE_NAMES[row.dtype_code]
         # With 1 for 0: a size of 0 must not hide absurd ones beside it, whose products are strides.
@@ -228,9 +260,10 @@ class StoredTensors(Mapping[str, TensorEntry]):
 
 
 def _checked_entry(
-    dtype: str, shape: tuple[int, ...], columns: Words, files: int, key: str, name: str
+    dtype: str, shape: tuple[int, ...], columns: Words, files: int, key: str, name: str, encoded: bool
 ) -> TensorEntry:
     """Returns the entry with these columns of a section. Raises FormatError if they cannot be true."""
+    least, most = (0, _MOST_ENTRIES) if encoded else (HEADER_BYTES, _MAX_BYTES)
     dims, whole = len(shape), np.array(shape, np.int64)
     offsets, shapes = columns[:dims].view(np.int64).T, columns[dims : 2 * dims].view(np.int64).T
     inside = (
@@ -239,8 +272,8 @@ def _checked_entry(
         and (offsets <= whole).all()
         # So no fragment is larger than its tensor, and its bytes fit 64 bits.
         and (shapes <= whole - offsets).all()
-        and (columns[-1] >= HEADER_BYTES).all()
-        and (columns[-1] < _MAX_BYTES).all()
+        and (columns[-1] >= least).all()
+        and (columns[-1] < most).all()
     )
     if not inside:
         raise FormatError(f"{name} is damaged: a fragment of {key!r} does not fit its tensor")
@@ -250,11 +283,20 @@ def _checked_entry(
             f"a number below {files}"
         )
     sizes = np.prod(shapes, axis=1, dtype=np.uint64) * np.uint64(DTYPES[dtype][1])
-    return TensorEntry(dtype, shape, offsets, shapes, columns[-2].astype(np.uint32), columns[-1], sizes)
+    numbers = columns[-2].astype(np.uint32)
+    return TensorEntry(dtype, shape, offsets, shapes, numbers, columns[-1], sizes, encoded)
 
 
-def build_index(entries: Iterable[tuple[Fragment, Extent]], objects: Mapping[str, int]) -> Index:
-    """Returns the index of these fragments and of objects, given as key -> data file.
+def build_index(
+    entries: Iterable[tuple[Fragment, Extent]],
+    objects: Mapping[str, int],
+    streams: Mapping[str, int] | None = None,
+    encoded: Collection[str] = (),
+) -> Index:
+    """Returns the index of these fragments, and of objects and streams, given as key -> data file.
+
+    Args:
+        encoded: keys of tensors whose extents have the number of an entry in place of an offset.
 
     Raises:
         FormatError: two fragments of one key disagree on dtype or global shape.
@@ -262,10 +304,11 @@ def build_index(entries: Iterable[tuple[Fragment, Extent]], objects: Mapping[str
     grouped: dict[str, list[tuple[Fragment, Extent]]] = {}
     for fragment, extent in entries:
         grouped.setdefault(fragment.key, []).append((fragment, extent))
-    return Index({key: _entry(key, group) for key, group in grouped.items()}, dict(objects))
+    tensors = {key: _entry(key, group, key in encoded) for key, group in grouped.items()}
+    return Index(tensors, dict(objects), dict(streams or {}))
 
 
-def _entry(key: str, group: Sequence[tuple[Fragment, Extent]]) -> TensorEntry:
+def _entry(key: str, group: Sequence[tuple[Fragment, Extent]], encoded: bool) -> TensorEntry:
     first = group[0][0]
     for fragment, _ in group:
         one, other = (first.dtype, first.global_shape), (fragment.dtype, fragment.global_shape)
@@ -282,6 +325,7 @@ def _entry(key: str, group: Sequence[tuple[Fragment, Extent]]) -> TensorEntry:
         np.array([e.file for _, e in group], np.uint32),
         np.array([e.offset for _, e in group], np.uint64),
         np.array([e.bytes for _, e in group], np.uint64),
+        encoded,
     )
 
 
@@ -291,10 +335,11 @@ def merge_indexes(parts: Iterable[tuple[Index, int]]) -> Index:
     It sorts the tables of all ranks at once: with many ranks, a loop over ranks and keys takes minutes.
 
     Raises:
-        FormatError: ranks disagree on a tensor's dtype or global shape, or store one object twice.
+        FormatError: ranks disagree on a tensor's dtype or global shape, or on whether it is encoded, or store
+            one object or stream twice.
     """
     plain = [(_plain(index), file) for index, file in parts]
-    objects = _merge_objects(plain)
+    places = _merge_objects(plain)
     rows = Rows.of(plain)
     order = np.argsort(rows.ids, kind="stable")  # by key, and within a key in the order of the parts
     rows.check_consistent(order)
@@ -305,10 +350,10 @@ def merge_indexes(parts: Iterable[tuple[Index, int]]) -> Index:
         columns, firsts = rows.columns(mine, dims), np.flatnonzero(np.diff(rows.ids[mine], prepend=-1))
         bounds = [*starts(rows.counts[mine])[firsts].tolist(), columns.shape[1]]
         for row, begin, end in zip(mine[firsts].tolist(), bounds, bounds[1:], strict=False):
-            key, dtype, shape = rows.describe(row)
+            key, dtype, shape, encoded = rows.describe(row)
             part = columns[:, begin:end]
-            tensors[key] = _checked_entry(dtype, shape, part, files, key, "the layout of all ranks")
-    return Index(tensors, objects)
+            tensors[key] = _checked_entry(dtype, shape, part, files, key, "the layout of all ranks", encoded)
+    return Index(tensors, places[Kind.OBJECT], places[Kind.STREAM])
 
 
 def _plain(index: Index) -> Directory:
@@ -320,15 +365,17 @@ def _plain(index: Index) -> Directory:
     return Directory(data, "an index", len(data))
 
 
-def _merge_objects(parts: Iterable[tuple[Directory, int]]) -> dict[str, int]:
-    objects: dict[str, int] = {}
+def _merge_objects(parts: Iterable[tuple[Directory, int]]) -> dict[int, dict[str, int]]:
+    """Returns the data files of objects and of streams by key, for each kind."""
+    found: dict[int, dict[str, int]] = {Kind.OBJECT: {}, Kind.STREAM: {}}
     for directory, file in parts:
-        for name in directory.object_names():
-            key = directory.text(name)
-            if key in objects:
-                raise FormatError(f"object {key!r} is stored by the ranks of files {objects[key]} and {file}")
-            objects[key] = file
-    return objects
+        for kind, name in zip(directory.object_kinds(), directory.object_names(), strict=True):
+            key, known = directory.text(name), found[kind]
+            if key in known:
+                what = Kind(kind).name.lower()
+                raise FormatError(f"{what} {key!r} is stored by the ranks of files {known[key]} and {file}")
+            known[key] = file
+    return found
 
 
 def index_name(sha256: str) -> str:

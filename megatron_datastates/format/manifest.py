@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import zlib
-from typing import Any
+from typing import NoReturn
 
 import msgspec
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.features import check_readable
-from megatron_datastates.format.values import FORMAT_VERSION, SaveId, digest_in_index_name, is_data_file_name
+from megatron_datastates.format.values import FORMAT_VERSION, MOST_GROUPS, SaveId, digest_in_index_name
 
 _LINE = re.compile(rb"datastates-manifest (\d{1,9}) (\d{1,12}) ([0-9a-f]{8})\n")
 
@@ -27,6 +27,9 @@ class FileEntry(msgspec.Struct, frozen=True):
     bytes: int
     footer_offset: int
     footer_crc: int
+    save_id: str = ""  # of the save that wrote it, if that is not the manifest's
+    group: int = 0  # which of the rank's data files it is
+    content_sha256: str = ""  # of its data, if other checkpoints may share the file
 
 
 class IndexEntry(msgspec.Struct, frozen=True):
@@ -46,8 +49,16 @@ class OtherFile(msgspec.Struct, frozen=True):
     sha256: str
 
 
+class ProviderEntry(msgspec.Struct, frozen=True):
+    """A state provider, and how it transformed its state; for people, and for its restore half."""
+
+    name: str  # its keys are this, or begin with it and a dot
+    kind: str
+    notes: dict[str, str] = {}
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The files of a checkpoint, and the save that wrote them."""
+    """The files of a checkpoint, and the save that published it."""
 
     run_id: str  # 16 hexadecimal digits
     ordinal: int
@@ -58,6 +69,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     iteration: int | None = None
     parallel: dict[str, int] = {}  # sizes of the parallel groups, by Megatron's names
     others: list[OtherFile] = []
+    providers: list[ProviderEntry] = []
     writer: dict[str, str] = {}  # releases of the libraries involved
     format_version: int = FORMAT_VERSION
     incompatible: int = 0
@@ -65,8 +77,22 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def save_id(self) -> SaveId:
-        """The save that wrote the checkpoint."""
+        """The save that published the checkpoint."""
         return SaveId(int(self.run_id, 16), self.ordinal)
+
+    def file_save_id(self, file: FileEntry) -> SaveId:
+        """The save that wrote one of its data files. ValueError: the entry has no valid save id."""
+        found = SaveId.parse(file.save_id) if file.save_id else self.save_id
+        if found is None:
+            raise ValueError(f"{file.save_id!r} is not a save id")
+        return found
+
+    def provider_of(self, key: str) -> ProviderEntry | None:
+        """The provider of a key: that with the longest name which is the key, or precedes a dot in it."""
+        names = {provider.name: provider for provider in self.providers}
+        while key not in names and key:
+            key = key.rpartition(".")[0]
+        return names.get(key)
 
     @property
     def data_bytes(self) -> int:
@@ -93,13 +119,14 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         if int(line[2]) != len(body) or int(line[3], 16) != zlib.crc32(body):
             raise FormatError(f"{name} is damaged: its length or checksum differs")
         version = int(line[1])
-        if version != FORMAT_VERSION:
-            check_readable(name, version, 0)  # before decoding fields that may have another meaning
+        check_readable(name, version, 0)  # before decoding fields that may have another meaning
         try:
             manifest = _DECODER.decode(body)
         except (ValueError, RecursionError) as error:  # msgspec's own errors, invalid UTF-8, absurd nesting
             raise FormatError(f"{name} is not a valid manifest: {error}") from None
         check_readable(name, manifest.format_version, manifest.incompatible)
+        if manifest.format_version != version:
+            manifest = msgspec.structs.replace(manifest, format_version=version)
         _check(manifest, name)
         return manifest
 
@@ -111,7 +138,7 @@ _DECODER = msgspec.json.Decoder(Manifest)
 def _check(manifest: Manifest, name: str) -> None:
     """Raises FormatError for what would lead a reader out of the directory or into absurd allocations."""
 
-    def refuse(why: Any) -> None:
+    def refuse(why: str) -> NoReturn:
         raise FormatError(f"{name} is not a valid manifest: {why}")
 
     if re.fullmatch(r"[0-9a-f]{16}", manifest.run_id) is None or not 1 <= manifest.ordinal < 1 << 64:
@@ -126,17 +153,28 @@ def _check(manifest: Manifest, name: str) -> None:
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
         refuse("a data file is named twice")
-    ranks = [file.rank for file in manifest.files]
-    if ranks != sorted(ranks):  # the index counts files by their place in this list
-        refuse("its data files are not in the order of ranks")
+    order = [(file.rank, file.group) for file in manifest.files]
+    if order != sorted(order):  # the index counts files by their place in this list
+        refuse("its data files are not in the order of ranks and groups")
+    if len(set(order)) != len(order):
+        refuse("a rank has two data files of one group")
     for file in manifest.files:
-        if not is_data_file_name(file.name):
-            refuse(f"data file name {file.name!r} is not the name of a data file")
         if not 0 <= file.footer_offset < file.bytes or not 0 <= file.rank < manifest.world_size:
             refuse(
                 f"the entry of {file.name} has rank {file.rank} of {manifest.world_size}, and a footer at "
                 f"byte {file.footer_offset} of {file.bytes}"
             )
+        try:
+            expected = manifest.file_save_id(file).data_file_name(file.rank, file.group)
+        except ValueError as error:
+            refuse(f"the entry of {file.name!r}: {error}")
+        if file.name != expected or not 0 <= file.group < MOST_GROUPS:
+            refuse(f"data file name {file.name!r} is not {expected!r}, the name for its rank, group and save")
+        if file.content_sha256 and re.fullmatch("[0-9a-f]{64}", file.content_sha256) is None:
+            refuse(f"the entry of {file.name} has the SHA-256 {file.content_sha256!r}")
+    providers = [provider.name for provider in manifest.providers]
+    if len(set(providers)) != len(providers):
+        refuse("a provider is named twice")
     for other in manifest.others:
         if "/" in other.name or "\0" in other.name or other.name in ("", ".", ".."):
             refuse(f"file name {other.name!r} is not a plain name")

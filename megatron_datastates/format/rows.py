@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.errors import FormatError
-from megatron_datastates.format.tables import KEY, Directory, Words, column_count, starts
+from megatron_datastates.format.tables import ENCODED, KEY, Directory, Words, column_count, starts
 from megatron_datastates.format.values import DTYPE_NAMES
 
 
@@ -24,8 +24,9 @@ class Rows:
 
     names: list[bytes]  # of all keys, in the order of their numbers
     ids: npt.NDArray[np.int64]  # the key's number
-    ndim: npt.NDArray[np.uint16]
+    ndim: npt.NDArray[np.uint8]
     dtypes: npt.NDArray[np.uint16]  # codes
+    flags: npt.NDArray[np.uint8]
     counts: npt.NDArray[np.int64]  # fragments
     files: npt.NDArray[np.int64]  # ordinals of data files
     shape_starts: npt.NDArray[np.int64]  # where its global shape begins in `shapes`
@@ -46,6 +47,7 @@ class Rows:
             ids,
             keys["ndim"],
             keys["dtype"],
+            keys["flags"],
             keys["fragments"].astype(np.int64),
             files,
             starts(keys["ndim"]),
@@ -54,29 +56,35 @@ class Rows:
             np.concatenate([np.zeros(0, np.uint64), *words]),
         )
 
-    def describe(self, row: int) -> tuple[str, str, tuple[int, ...]]:
-        """Returns key, dtype and global shape."""
+    def describe(self, row: int) -> tuple[str, str, tuple[int, ...], bool]:
+        """Returns key, dtype, global shape, and whether its fragments are encoded."""
         at = int(self.shape_starts[row])
         shape = tuple(self.shapes[at : at + int(self.ndim[row])].tolist())
-        return self.names[self.ids[row]].decode(), DTYPE_NAMES[int(self.dtypes[row])], shape
+        key, dtype = self.names[self.ids[row]].decode(), DTYPE_NAMES[int(self.dtypes[row])]
+        return key, dtype, shape, bool(self.flags[row] & ENCODED)
 
     def check_consistent(self, order: npt.NDArray[np.int64]) -> None:
         """Raises FormatError if two rows of one key, neighbours in `order`, differ in dtype or shape."""
         same = self.ids[order[1:]] == self.ids[order[:-1]]
         one, other = order[:-1][same], order[1:][same]
         wrong = (self.dtypes[one] != self.dtypes[other]) | (self.ndim[one] != self.ndim[other])
+        wrong |= self.flags[one] != self.flags[other]
         for axis in range(int(self.ndim.max(initial=0))):
             has = np.flatnonzero(~wrong & (self.ndim[one] > axis))
             sizes = [self.shapes[self.shape_starts[rows[has]] + axis] for rows in (one, other)]
             wrong[has] = sizes[0] != sizes[1]
         if wrong.any():
             pair = [int(rows[wrong.argmax()]) for rows in (one, other)]
-            (key, *first), (_, *second) = (self.describe(row) for row in pair)
+            key, one_text, other_text = self.describe(pair[0])[0], *map(self._described, pair)
             files = self.files[pair].tolist()
             raise FormatError(
-                f"shards of {key!r} disagree: {first[0]} of global shape {first[1]} from the rank of file "
-                f"{files[0]}, and {second[0]} of {second[1]} from the rank of file {files[1]}"
+                f"shards of {key!r} disagree: {one_text} from the rank of file {files[0]}, and {other_text} "
+                f"from the rank of file {files[1]}"
             )
+
+    def _described(self, row: int) -> str:
+        _, dtype, shape, encoded = self.describe(row)
+        return f"{'encoded ' if encoded else ''}{dtype} of global shape {shape}"
 
     def columns(self, rows: npt.NDArray[np.int64], dims: int) -> Words:
         """Returns the sections of these rows, which have `dims` dimensions each, as one table."""

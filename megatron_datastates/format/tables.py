@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_datastates.errors import FormatError
+from megatron_datastates.errors import FormatError, UnsupportedFormatError
 from megatron_datastates.format.features import check_readable
+from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import FORMAT_VERSION, decode_name
 
 Words = npt.NDArray[np.uint64]
@@ -26,10 +27,12 @@ Words = npt.NDArray[np.uint64]
 _MAGIC = b"DSINDEX\x01"
 _HEADER = struct.Struct("<8sIIIIQQQQ")
 KEY = np.dtype(
-    [("name_bytes", "<u4"), ("dtype", "<u2"), ("ndim", "<u2"), ("fragments", "<u8"), ("stored_bytes", "<u8"),
-     ("digest", "V16")]
+    [("name_bytes", "<u4"), ("dtype", "<u2"), ("ndim", "u1"), ("flags", "u1"), ("fragments", "<u8"),
+     ("stored_bytes", "<u8"), ("digest", "V16")]
 )  # fmt: skip
-_OBJECT = np.dtype([("name_bytes", "<u4"), ("file", "<u4")])
+_OBJECT_1 = np.dtype([("name_bytes", "<u4"), ("file", "<u4")])  # in format 1, which has no streams
+_OBJECT = np.dtype([*_OBJECT_1.descr, ("kind", "<u4")])
+ENCODED = 1  # the flag of a tensor whose fragments are entries of footers
 _ALIGNMENT = 8
 _MAX_DIMENSIONS = 64
 _MAX_EXPANSION = 1032  # of DEFLATE: 258 bytes from two bits
@@ -50,6 +53,7 @@ class Row:
     at: int  # offset of its section in the file
     stored_bytes: int  # of its section, packed or plain
     digest: bytes  # half of the section's SHA-256
+    flags: int
 
     @property
     def plain_bytes(self) -> int:
@@ -74,9 +78,10 @@ class Directory:
         self.name = name
         if len(data) < _HEADER.size or data[:8] != _MAGIC:
             raise FormatError(f"{name} does not begin as a datastates index does")
-        _, version, incompatible, _, self.files, *counts = _HEADER.unpack_from(data)
-        check_readable(name, version, incompatible)
-        sizes = [KEY.itemsize, 8, _OBJECT.itemsize, 1]
+        _, self.version, incompatible, _, self.files, *counts = _HEADER.unpack_from(data)
+        check_readable(name, self.version, incompatible)
+        objects = _OBJECT_1 if self.version == 1 else _OBJECT
+        sizes = [KEY.itemsize, 8, objects.itemsize, 1]
         lengths = [count * size for count, size in zip(counts, sizes, strict=True)]
         self.bytes = _aligned(_HEADER.size + sum(lengths))
         if self.bytes > len(data):
@@ -86,7 +91,7 @@ class Directory:
         at += lengths[0]
         self.shapes = np.frombuffer(data, "<i8", counts[1], at)
         at += lengths[1]
-        self.objects = np.frombuffer(data, _OBJECT, counts[2], at)
+        self.objects = np.frombuffer(data, objects, counts[2], at)
         at += lengths[2]
         self.names = memoryview(data)[at : at + counts[3]]
         self.sections = memoryview(data)[self.bytes :]  # as far as `data` has them
@@ -103,13 +108,28 @@ class Directory:
             or sum(lengths) != len(self.names)
         ):
             raise FormatError(f"{self.name} is damaged: its tables do not add up to its size")
-        if (self.keys["ndim"] > _MAX_DIMENSIONS).any():
+        # In format 1 the flags are the upper half of the number of dimensions.
+        if (self.keys["ndim"] > _MAX_DIMENSIONS).any() or (self.version == 1 and self.keys["flags"].any()):
             raise FormatError(f"{self.name} is damaged: a tensor has more than {_MAX_DIMENSIONS} dimensions")
         if (self.objects["file"] >= self.files).any():
             raise FormatError(
                 f"{self.name} is damaged: an object lies in data file {int(self.objects['file'].max())}, "
                 f"expected a number below {self.files}"
             )
+
+        unknown = set(self.object_kinds()) - {Kind.OBJECT, Kind.STREAM}
+        if unknown:
+            raise UnsupportedFormatError(
+                f"{self.name} has entries of kind {min(unknown)}, which this release does not know: "
+                "update this installation of megatron_datastates."
+            )
+
+    def object_kinds(self) -> list[int]:
+        """Returns whether the rows of the object table are objects or streams (`Kind`)."""
+        if self.version == 1:
+            return [int(Kind.OBJECT)] * len(self.objects)
+        kinds: list[int] = self.objects["kind"].tolist()
+        return kinds
 
     def key_names(self) -> list[bytes]:
         """Returns the keys of tensors in the order of the rows."""
@@ -137,6 +157,7 @@ class Directory:
             int(self.section_starts[number]),
             int(row["stored_bytes"]),
             row["digest"].tobytes(),
+            int(row["flags"]),
         )
 
     def is_plain(self) -> bool:
@@ -157,26 +178,32 @@ def _aligned(size: int) -> int:
 
 
 def encode_tables(
-    keys: Sequence[tuple[bytes, int, tuple[int, ...], int, bytes]],
-    objects: Sequence[tuple[bytes, int]],
+    keys: Sequence[tuple[bytes, int, tuple[int, ...], int, int, bytes]],
+    objects: Sequence[tuple[bytes, int, int]],
     files: int,
+    version: int = FORMAT_VERSION,
 ) -> bytes:
     """Returns the bytes of an index.
 
     Args:
-        keys: per tensor, in the order of names: name, dtype code, global shape, number of fragments, section.
-        objects: per object, in the order of names: name, number of its data file.
+        keys: per tensor, in the order of names: name, dtype code, global shape, flags, number of fragments,
+            section.
+        objects: per object, in the order of names, and then per stream: name, number of its data file, kind.
         files: number of data files.
+        version: of the format; 1 has neither flags nor streams.
     """
     rows = [
-        (len(name), code, len(shape), count, len(section), hashlib.sha256(section).digest()[:16])
-        for name, code, shape, count, section in keys
+        (len(name), code, len(shape), flags, count, len(section), hashlib.sha256(section).digest()[:16])
+        for name, code, shape, flags, count, section in keys
     ]
-    shapes = np.array([size for _, _, shape, _, _ in keys for size in shape], "<i8")
-    names = b"".join([*(key[0] for key in keys), *(name for name, _ in objects)])
+    shapes = np.array([size for _, _, shape, *_ in keys for size in shape], "<i8")
+    names = b"".join([*(key[0] for key in keys), *(row[0] for row in objects)])
     counts = (len(keys), len(shapes), len(objects), len(names))
-    header = _HEADER.pack(_MAGIC, FORMAT_VERSION, 0, 0, files, *counts)
-    places = np.array([(len(name), file) for name, file in objects], _OBJECT)
+    header = _HEADER.pack(_MAGIC, version, 0, 0, files, *counts)
+    places = np.array([(len(name), file, kind) for name, file, kind in objects], _OBJECT)
+    if version == 1:
+        assert not places["kind"].tolist().count(Kind.STREAM) and not any(row[3] for row in rows)
+        places = places[["name_bytes", "file"]].astype(_OBJECT_1)
     tables = b"".join([header, np.array(rows, KEY).tobytes(), shapes.tobytes(), places.tobytes(), names])
     return b"".join([tables.ljust(_aligned(len(tables)), b"\0"), *(section for *_, section in keys)])
 

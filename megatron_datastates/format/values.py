@@ -8,12 +8,14 @@ import re
 
 from megatron_datastates.errors import FormatError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # that is written
+READABLE_VERSIONS = (1, 2)
 ALIGNMENT = 4096  # of the header, the objects' region, the footer and the file's size
 BLOCK_BYTES = 1 << 20  # covered by one checksum
 SMALL_ALIGNMENT = 64  # of fragments below LARGE_BYTES
 LARGE_BYTES = 1 << 20  # fragments from this size on start at ALIGNMENT
 MANIFEST_NAME = "datastates.manifest"
+MOST_GROUPS = 100  # data files of one rank
 OPTIMIZER_MAP_NAME = "datastates_map"  # last part of an object's key, before its shard's number
 
 # Name (torch's, without the prefix) -> (code in the index, bytes per element). Codes are never reused.
@@ -44,7 +46,7 @@ DTYPES: dict[str, tuple[int, int]] = {
 DTYPE_NAMES = {code: name for name, (code, _) in DTYPES.items()}
 
 _SAVE_ID = r"(?P<run>[0-9a-f]{16})-(?P<ordinal>\d{1,20})"
-_DATA_NAME = re.compile(rf"data-\d{{5,9}}-{_SAVE_ID}\.bin", re.ASCII)
+_DATA_NAME = re.compile(rf"data-\d{{5,9}}(?:\.[1-9]\d?)?-{_SAVE_ID}\.bin", re.ASCII)
 _TEMPORARY_NAME = re.compile(rf"\.datastates-[\w.-]+-{_SAVE_ID}\.tmp", re.ASCII)
 _INDEX_NAME = re.compile(rf"index-(?P<sha256>[0-9a-f]{{32}})(?:-{_SAVE_ID})?", re.ASCII)
 _LEFT_BY_ANY = re.compile(r"\.datastates-[\w.-]+\.tmp", re.ASCII)
@@ -72,9 +74,21 @@ class SaveId:
     def __str__(self) -> str:
         return f"{self.run_id:016x}-{self.ordinal}"
 
-    def data_file_name(self, rank: int) -> str:
-        """Returns the name of a rank's data file, which no other save uses."""
-        return f"data-{rank:05d}-{self.run_id:016x}-{self.ordinal}.bin"
+    @classmethod
+    def parse(cls, text: str) -> SaveId | None:
+        """Returns the save id that `str` has turned into text; None for any other text."""
+        match = re.fullmatch(_SAVE_ID, text, re.ASCII)
+        found = None if match is None else cls(int(match["run"], 16), int(match["ordinal"]))
+        return found if found is not None and str(found) == text and found.is_possible() else None
+
+    def is_possible(self) -> bool:
+        """Returns whether both numbers are in their ranges."""
+        return 0 <= self.run_id < 1 << 64 and 1 <= self.ordinal < 1 << 64
+
+    def data_file_name(self, rank: int, group: int = 0) -> str:
+        """Returns the name of a rank's data file for a group of tensors, which no other save uses."""
+        who = f"{rank:05d}.{group}" if group else f"{rank:05d}"
+        return f"data-{who}-{self}.bin"
 
     def index_file_name(self, sha256: str) -> str:
         """Returns the name of this save's index, given its directory's SHA-256; no other save uses it."""

@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.mcore.hooks.attach import attach_saving
-from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy
+from megatron_datastates.mcore.providers import Providers, register
+from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy, Transform
 from megatron_datastates.pipeline.saver import saver_for
 
 _STOCK = "megatron.core.dist_checkpointing.strategies.torch"
@@ -22,7 +23,7 @@ class _MatchesOurStrategies(type(TrainingSaveStrategy)):  # type: ignore[misc]
         return isinstance(item, DataStatesSaveStrategy)
 
 
-def enable(**options: Any) -> None:
+def enable(*, providers: Providers = (), transform: Transform | None = None, **options: Any) -> None:
     """Saves in the datastates format from now on, wherever this process uses Megatron's torch_dist strategy.
 
     Call it once on every rank, with the same options, before training starts; the program still asks for
@@ -30,18 +31,25 @@ def enable(**options: Any) -> None:
     offload or unmap memory. Another call changes the options of later saves.
 
     Args:
+        providers: further state, which becomes part of every checkpoint and is restored by every load of one
+            that has it: state providers by name, or with an attribute `name`
+            (megatron_datastates.providers). Another call adds to them.
+        transform: what each save makes of the provider of Megatron's state, such as
+            `lambda state: Cast(state, torch.bfloat16, "*exp_avg*")`; None: nothing.
         options: fields of megatron_datastates.config.Options, as values (`staging_memory=2 << 30`); the
             others come from the environment. `lazy=True` is a promise: Parameters, and the memory of
             optimizers, are changed and freed only in optimizer steps, or after a call of
-            `megatron_datastates.mcore.fence()`. They are then copied while training continues.
+            `megatron_datastates.fence()`. They are then copied while training continues.
             `on_failure="warn"` applies to asynchronous saves only: a synchronous one raises SaveFailedError
             on every rank, for the program to catch.
 
     Raises:
         OptionError: an option does not exist, or its value is invalid.
+        ProviderError: a provider has no name, or is no state provider.
         HookPointError: this release of Megatron-Core lacks a hook point for saving.
     """
     chosen = Options.from_environment(options, lazy=False)
+    register(providers)
     attach_saving()
     saver_for(chosen).warm_up()
     module = importlib.import_module(_STOCK)
@@ -51,7 +59,7 @@ def enable(**options: Any) -> None:
         """Accepts and ignores the arguments of the strategy that it replaces."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(options=chosen, in_loop=lambda: chosen.lazy)
+            super().__init__(options=chosen, in_loop=lambda: chosen.lazy, transform=transform)
 
     for holder in list(sys.modules.values()):
         names = getattr(holder, "__dict__", {})

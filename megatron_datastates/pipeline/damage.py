@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import TORCH_DIST_INDEX
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.tables import Words
 from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME, is_own_file_name
 
 _MOST_NAMED = 4  # of what is corrupt, in one message
@@ -36,12 +38,14 @@ class Described(Protocol):
 def what_rank_wrote(manifest: Manifest, index: Index, file: int) -> str:
     """Names the rank of a data file, and keys of what is in it."""
     tensors = (key for key, entry in _readable_tensors(index) if file in entry.files)
-    objects = (key for key, holder in index.objects.items() if holder == file)
-    return f"Rank {manifest.files[file].rank} wrote {_listed([*tensors, *objects])} to it"
+    others = (
+        key for places in (index.objects, index.streams) for key, holder in places.items() if holder == file
+    )
+    return f"Rank {manifest.files[file].rank} wrote {_listed([*tensors, *others])} to it"
 
 
 def _readable_tensors(index: Index) -> Iterator[tuple[str, TensorEntry]]:
-    """For messages: what is wrong with one tensor must not hide what they say about others."""
+    """Yields tensors whose entries can be read: a bad entry must not hide what a message says of others."""
     for key in index.tensors:
         try:
             entry = index.tensors[key]
@@ -77,19 +81,37 @@ def _describe_file(checkpoint: Described, file: int, blocks: Sequence[int]) -> s
 
 
 def keys_in_blocks(checkpoint: Described, file: int, blocks: Sequence[int]) -> list[str]:
-    """Tensors and objects with bytes in these blocks of a data file."""
-    bad = np.array(sorted(blocks), np.int64)
+    """Returns the names of tensors, objects and streams with bytes in these blocks of a data file."""
+    bad, footer = np.array(sorted(blocks), np.int64), checkpoint.footer(file)
     found = []
     for key, entry in _readable_tensors(checkpoint.index):
         mine = entry.files == file
-        starts = entry.file_offsets[mine].astype(np.int64)
-        ends = starts + entry.file_bytes[mine].astype(np.int64)
-        if _touches(starts, ends, bad):
+        starts, sizes = stored_extents(
+            entry.file_offsets[mine], entry.file_bytes[mine], entry.encoded, footer
+        )
+        if _touches(starts, starts + sizes, bad):
             found.append(key)
-    for key, extent in checkpoint.footer(file).objects.items():
-        if _touches(np.array([extent.offset]), np.array([extent.offset + extent.bytes]), bad):
-            found.append(key)
+    for one in footer.entries:
+        if one.name and _touches(np.array([one.offset]), np.array([one.offset + one.stored_bytes]), bad):
+            found.append(one.name)
     return found
+
+
+def stored_extents(
+    places: Words, sizes: Words, encoded: bool, footer: Footer
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Returns the offsets and stored bytes of fragments of one data file.
+
+    Args:
+        places, sizes: as TensorEntry has them. An encoded fragment that the footer lacks has no bytes.
+    """
+    if not encoded:
+        return places.astype(np.int64), sizes.astype(np.int64)
+    none = np.array([(0, 0)], np.int64)
+    known = np.array([(entry.offset, entry.stored_bytes) for entry in footer.fragments], np.int64)
+    table = np.concatenate([known.reshape(-1, 2), none])
+    found = table[np.minimum(places, np.uint64(len(known))).astype(np.int64)]
+    return found[:, 0], found[:, 1]
 
 
 def why_no_checkpoint(path: Path) -> str:

@@ -7,7 +7,7 @@ import hashlib
 import math
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,46 +33,20 @@ from megatron_datastates.files import OBJECT_BYTES
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.manifest import Manifest
-from megatron_datastates.format.values import Extent
+from megatron_datastates.format.tail import TailEntry
 from megatron_datastates.pipeline.damage import describe_blocks, what_rank_wrote
+from megatron_datastates.pipeline.decoding import read_framed, resolve
+from megatron_datastates.pipeline.entries import ObjectReads, plan_object, read_stream
 from megatron_datastates.pipeline.opening import check_identity, open_index, read_manifest, refuse_replaced
 from megatron_datastates.pipeline.read_costs import ReadCosts
 from megatron_datastates.plan.boxes import checked_slice, cut_box, first_overlap
-from megatron_datastates.plan.reads import BoxReads, gather_spans, plan_extent, plan_slice
+from megatron_datastates.plan.frames import FramedBox
+from megatron_datastates.plan.reads import BoxReads, ScheduledRead, gather_spans, plan_slice
 from megatron_datastates.providers.base import Place
 from megatron_datastates.providers.objects import deserialize
 
 _FOOTER_THREADS = 8  # a footer is small, and a network file system answers late
 _TEMPORARY_ELEMENTS = 1 << 20  # of a tensor that cannot be read in place: 16 MiB at most
-
-
-@dataclasses.dataclass(frozen=True)
-class ScheduledRead:
-    """Spans of one file and the address that their targets count from."""
-
-    reads: BoxReads
-    address: int
-    on_device: bool = False  # the current one
-
-    @property
-    def bytes(self) -> int:
-        """Returns how many bytes it delivers."""
-        return len(self.reads.offsets) * self.reads.rows * self.reads.row_bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class ObjectReads:
-    """Objects as they are stored, and the reads that bring them."""
-
-    buffers: dict[str, np.ndarray]
-    scheduled: list[ScheduledRead]
-    trust: bool = False
-
-    def values(self) -> dict[str, Any]:
-        """Unpickled once they are read (providers/objects.py). FormatError: one is not accepted."""
-        return {
-            key: deserialize(buffer.tobytes(), key, trust=self.trust) for key, buffer in self.buffers.items()
-        }
 
 
 class Checkpoint:
@@ -122,7 +96,7 @@ class Checkpoint:
         return self.directory / self.manifest.files[file].name
 
     def footer(self, file: int) -> Footer:
-        """Of a data file; also checks that it belongs to this save."""
+        """Returns the footer of a data file, and checks that it belongs to this save."""
         if file not in self._footers:
             entry = self.manifest.files[file]
             try:
@@ -135,7 +109,7 @@ class Checkpoint:
         return self._footers[file]
 
     def has_footer(self, file: int) -> bool:
-        """Whether the footer of a data file has been read."""
+        """Returns whether the footer of a data file has been read."""
         return file in self._footers
 
     # -- what there is ----------------------------------------------------------------------------------
@@ -149,6 +123,11 @@ class Checkpoint:
     def objects(self) -> list[str]:
         """Keys of the objects."""
         return list(self.index.objects)
+
+    @property
+    def streams(self) -> list[str]:
+        """Keys of the streams."""
+        return list(self.index.streams)
 
     # -- reading ----------------------------------------------------------------------------------------
 
@@ -170,11 +149,22 @@ class Checkpoint:
             reader: with memory from an earlier read of the same load.
         """
         items = list(scheduled)
-        if not items:
+        plain = [item for item in items if isinstance(item.reads, BoxReads)]
+        framed = [item for item in items if isinstance(item.reads, FramedBox)]
+        if framed:
+            self.require({item.reads.file for item in items})
+        self._read_plain(plain, reader)
+        if framed:
+            own = reader or self.new_reader()
+            read_framed(self, framed, lambda reads: self._read_plain(reads, own), self._options.read_threads)
+        self.costs.bytes += sum(item.bytes for item in items)
+
+    def _read_plain(self, items: list[ScheduledRead], reader: Reader | None) -> None:
+        """Reads bytes as they are stored."""
+        boxes = [item.reads for item in items if isinstance(item.reads, BoxReads)]
+        if not boxes:
             return
-        spans = gather_spans(
-            [i.reads for i in items], [i.address for i in items], [i.on_device for i in items]
-        )
+        spans = gather_spans(boxes, [i.address for i in items], [i.on_device for i in items])
         files, places = np.unique(spans.files, return_inverse=True)
         with self.costs.timing("opening"):
             self.require(files.tolist())
@@ -191,7 +181,6 @@ class Checkpoint:
             raise CorruptDataError(
                 describe_blocks(self, [(int(files[n]), block) for n, block in outcome.bad_blocks])
             )
-        self.costs.bytes += sum(item.bytes for item in items)
 
     def new_reader(self) -> Reader:
         """Returns a reader for several reads of one load."""
@@ -200,7 +189,7 @@ class Checkpoint:
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """A slice of a global tensor (all of it by default), in host memory, in its stored dtype.
+        """Returns a slice of a global tensor (all of it by default), in host memory, in its stored dtype.
 
         Raises:
             MissingKeyError: no such tensor.
@@ -212,7 +201,7 @@ class Checkpoint:
     def read_tensors(
         self, slices: Iterable[tuple[str, Sequence[int] | None, Sequence[int] | None]]
     ) -> list[torch.Tensor]:
-        """Several of them, each (key, offset, shape), in one pass: a block that they share is read once."""
+        """Reads slices, each (key, offset, shape), in one pass: a block that they share is read once."""
         targets, scheduled = [], []
         with self.costs.timing("planning"):
             for key, offset, shape in slices:
@@ -253,7 +242,7 @@ class Checkpoint:
                 target[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))].copy_(part)
 
     def _check_target(self, key: str, place: Place, target: torch.Tensor) -> bool:
-        """Whether stored bytes go right to the target's memory. Raises as `read_into`."""
+        """Returns whether stored bytes go right to the target's memory. Raises as `read_into`."""
         entry = self.index.tensor(key)
         stored = torch_dtype(entry.dtype)
         if entry.global_shape != place.global_shape:
@@ -269,7 +258,7 @@ class Checkpoint:
             and target.is_contiguous()
             and not target.is_neg()
             and not target.is_conj()
-            and (target.device.type == "cpu" or is_on_current_device(target))
+            and (target.device.type == "cpu" or (is_on_current_device(target) and not entry.encoded))
         )
 
     def _plan_tensor(
@@ -291,11 +280,24 @@ class Checkpoint:
 
     def _whole_reads(
         self, key: str, entry: TensorEntry, offset: Sequence[int], shape: Sequence[int]
-    ) -> list[BoxReads]:
+    ) -> list[BoxReads | FramedBox]:
         reads, covered = plan_slice(entry, offset, shape)
         wanted = math.prod(shape)  # looked at before memory is asked for: a hostile index has any shape
         if covered < wanted:
             raise FormatError(f"tensor {key!r} has holes: {covered} of {wanted} elements are stored")
+        self._check_extents(key, entry, reads)
+        overlap = first_overlap(entry.offsets, entry.shapes) if len(reads) > 1 else None
+        if overlap is not None:  # then the count above proves nothing
+            raise FormatError(f"tensor {key!r}: two fragments both hold the element at {overlap}")
+        return reads
+
+    def _check_extents(self, key: str, entry: TensorEntry, reads: Sequence[BoxReads | FramedBox]) -> None:
+        """Raises FormatError for fragments outside the data, and for entries that are not theirs."""
+        for part in reads:
+            if isinstance(part, FramedBox):
+                resolve(self, part)
+        if entry.encoded:
+            return
         ends = entry.file_offsets + entry.file_bytes
         data_ends = np.array([file.footer_offset for file in self.manifest.files], np.uint64)
         beyond = ends > data_ends[entry.files]
@@ -304,10 +306,6 @@ class Checkpoint:
             raise FormatError(
                 f"{self.manifest.index.name} places {key!r} beyond the end of the data of {path}"
             )
-        overlap = first_overlap(entry.offsets, entry.shapes) if len(reads) > 1 else None
-        if overlap is not None:  # then the count above proves nothing
-            raise FormatError(f"tensor {key!r}: two fragments both hold the element at {overlap}")
-        return reads
 
     def read_objects(self, keys: Iterable[str]) -> dict[str, Any]:
         """Returns objects, unpickled with an allow list of names (providers/objects.py).
@@ -324,18 +322,29 @@ class Checkpoint:
         """Returns an object as it is stored: the bytes that torch.save wrote."""
         objects = self.plan_objects([key])
         self.read(objects.scheduled)
-        return objects.buffers[key].tobytes()
+        return objects.stored(key)
+
+    def open_stream(self, key: str) -> Iterator[memoryview]:
+        """Yields the bytes of a stream in buffers of at most 16 MiB, each valid until the next; checked.
+
+        Raises:
+            MissingKeyError: no such stream.
+            CorruptDataError: a checksum differs; the SHA-256 of the whole stream is compared at its end.
+        """
+        file, entry = self.stream_entry(key)
+        reader = self.new_reader()
+        return read_stream(lambda reads: self.read(reads, reader), file, entry)
 
     def plan_objects(self, keys: Iterable[str]) -> ObjectReads:
-        """The reads of `read_objects`, and what it raises but for what is not plain data."""
-        files = {key: self._object_file(key) for key in keys}
+        """Plans the reads of `read_objects`. Raises as it does, but for objects that are not plain data."""
+        files = {key: self._file_of(key, self.index.objects, "object") for key in keys}
         self.require(files.values())
-        buffers, scheduled = {}, []
-        for key in files:
-            extent = self.object_extent(key)
-            buffers[key] = np.empty(extent.bytes, np.uint8)
-            scheduled.append(ScheduledRead(plan_extent(extent), buffers[key].ctypes.data))
-        return ObjectReads(buffers, scheduled, self._options.trust_objects)
+        buffers, scheduled, entries = {}, [], {}
+        for key, file in files.items():
+            _, entries[key] = self.object_entry(key)
+            buffers[key], read = plan_object(file, entries[key])
+            scheduled.append(read)
+        return ObjectReads(buffers, scheduled, entries, self._options.trust_objects)
 
     def read_other(self, name: str) -> bytes:
         """Returns the bytes of a file that others wrote and that belongs to the checkpoint.
@@ -359,25 +368,32 @@ class Checkpoint:
         return self.read_objects([key])[key]
 
     def read_other_object(self, name: str) -> Any:
-        """The object in a whole file of torch.save's. Raises as `read_other` and `read_objects`."""
+        """Returns the object in a whole file of torch.save's. Raises as `read_other` and `read_objects`."""
         return deserialize(self.read_other(name), name, trust=self._options.trust_objects)
 
-    def _object_file(self, key: str) -> int:
-        if key not in self.index.objects:
-            raise MissingKeyError(f"there is no object {key!r} in {self.directory}")
-        return self.index.objects[key]
+    def object_entry(self, key: str) -> tuple[int, TailEntry]:
+        """Returns an object's data file and its entry in the footer. Raises as `read_objects`."""
+        file = self._file_of(key, self.index.objects, "object")
+        return file, self._entry(file, self.footer(file).objects, key, "object")
 
-    def object_extent(self, key: str) -> Extent:
-        """Where an object lies, as its file's footer says. Raises as `read_objects`."""
-        file = self._object_file(key)
-        extent = self.footer(file).objects.get(key)
-        if extent is None:
-            raise FormatError(f"{self.file_path(file)} does not hold object {key!r}, as the index says")
-        return dataclasses.replace(extent, file=file)
+    def stream_entry(self, key: str) -> tuple[int, TailEntry]:
+        """Returns the same for a stream."""
+        file = self._file_of(key, self.index.streams, "stream")
+        return file, self._entry(file, self.footer(file).streams, key, "stream")
+
+    def _file_of(self, key: str, files: Mapping[str, int], what: str) -> int:
+        if key not in files:
+            raise MissingKeyError(f"there is no {what} {key!r} in {self.directory}")
+        return files[key]
+
+    def _entry(self, file: int, entries: Mapping[str, TailEntry], key: str, what: str) -> TailEntry:
+        if key not in entries:
+            raise FormatError(f"{self.file_path(file)} does not hold {what} {key!r}, as the index says")
+        return entries[key]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """`bfloat16` -> `torch.bfloat16`. Raises FormatError if this torch has no such dtype."""
+    """Returns `torch.bfloat16` for `bfloat16`. Raises FormatError if this torch has no such dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise FormatError(f"the checkpoint holds {name}, which torch {torch.__version__} does not have")

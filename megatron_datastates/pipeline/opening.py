@@ -24,11 +24,13 @@ _decoded: weakref.WeakValueDictionary[str, DecodedEntries] = weakref.WeakValueDi
 
 def check_identity(manifest: Manifest, entry: FileEntry, footer: Footer, path: Path) -> None:
     """Raises StorageError if a data file is not the one that its manifest names."""
-    found = (footer.save_id, footer.rank, footer.data_bytes)
-    if found != (manifest.save_id, entry.rank, entry.footer_offset):
+    found = (footer.save_id, footer.rank, footer.group, footer.data_bytes)
+    save_id = manifest.file_save_id(entry)
+    if found != (save_id, entry.rank, entry.group, entry.footer_offset):
         raise StorageError(
-            f"{path} belongs to save {footer.save_id}, rank {footer.rank}; "
-            f"its manifest is of save {manifest.save_id} and names it as rank {entry.rank}'s"
+            f"{path} belongs to save {footer.save_id}, rank {footer.rank}, group {footer.group}; "
+            f"its manifest names it as rank {entry.rank}'s, group {entry.group}, of save {save_id}, with "
+            f"{entry.footer_offset} bytes of data (found {footer.data_bytes})"
         )
     if footer.crc != entry.footer_crc:
         raise StorageError(

@@ -23,9 +23,10 @@ import torch
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.optimizer_map import Bucket, OptimizerMap, ParameterShard, footprint_elements
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME, is_optimizer_map
-from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead, torch_dtype
+from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
 from megatron_datastates.plan.boxes import contiguous_strides, first_overlap, intersect
-from megatron_datastates.plan.reads import BoxReads
+from megatron_datastates.plan.frames import FramedBox
+from megatron_datastates.plan.reads import BoxReads, ScheduledRead
 from megatron_datastates.plan.strided import Line, plan_strided
 
 PREFIX = "optimizer.state"  # of the keys, as Megatron has it
@@ -43,7 +44,7 @@ class BucketBox:
 
     @property
     def elements(self) -> int:
-        """Of the bucket, from the box's first to its last, both included."""
+        """The bucket's elements from the box's first to its last, both included."""
         return footprint_elements(self.shape, self.strides)
 
 
@@ -70,7 +71,7 @@ class StateTensor:
     def sources(
         self, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> list[BucketBox]:
-        """Where a slice (all of it by default) lies in the checkpoint's buckets.
+        """Returns where a slice (all of it by default) lies in the checkpoint's buckets.
 
         Raises:
             MismatchError: the slice leaves the tensor.
@@ -99,6 +100,11 @@ class StateTensor:
         """Of the pieces, (pieces, dimensions)."""
         return _rows([piece.shard.shape for piece in self.pieces], len(self.global_shape))
 
+    @property
+    def encoded(self) -> bool:
+        """Whether any of its bytes are stored encoded."""
+        return any(self.line(piece.key).encoded for piece in self.pieces)
+
     def line(self, key: str) -> Line:
         """Returns where the elements of a bucket's tensor are stored. Raises FormatError."""
         if key not in self.lines:
@@ -122,23 +128,24 @@ class StateTensor:
 
     def plan(
         self, offset: Sequence[int], shape: Sequence[int], target_strides: Sequence[int]
-    ) -> list[BoxReads]:
+    ) -> list[BoxReads | FramedBox]:
         """Plans to read a slice to memory with these strides (elements), each element in place.
 
         Raises:
             MismatchError: the slice leaves the tensor.
             FormatError: a part of a bucket is not stored, or stored twice.
         """
-        item, reads = torch_dtype(self.dtype).itemsize, []
+        item = torch_dtype(self.dtype).itemsize
+        reads: list[BoxReads | FramedBox] = []
         for box in self.sources(offset, shape):
-            shift = np.uint64(item * sum(o * s for o, s in zip(box.offset, target_strides, strict=True)))
+            shift = item * sum(o * s for o, s in zip(box.offset, target_strides, strict=True))
             line = self.line(box.key)
             for part in plan_strided(line, box.key, box.begin, box.shape, box.strides, target_strides):
-                reads.append(dataclasses.replace(part, targets=part.targets + shift))
+                reads.append(part.moved(shift))
         return reads
 
     def read(self, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:
-        """A slice (all of it by default), in host memory, in its stored dtype.
+        """Returns a slice (all of it by default), in host memory, in its stored dtype.
 
         Raises:
             MismatchError: the slice leaves the tensor.
@@ -221,7 +228,7 @@ class BucketStates(Mapping[str, StateTensor]):
 
 
 def optimizer_state(checkpoint: Checkpoint) -> dict[str, StateTensor]:
-    """By key (`optimizer.state.exp_avg.` and the parameter's), every state of every parameter.
+    """Returns every state of every parameter by key (`optimizer.state.exp_avg.` and the parameter's).
 
     Reads the checkpoint's optimizer maps and no other data. Without maps there is nothing: the state is not
     stored in buckets, or was not saved. States whose tensors were removed from the checkpoint are not there.
@@ -241,7 +248,7 @@ def has_optimizer_maps(checkpoint: Checkpoint) -> bool:
 
 
 def _maps(checkpoint: Checkpoint) -> Iterator[tuple[str, OptimizerMap]]:
-    """Each map with what the keys of its buckets begin with."""
+    """Yields each map with the prefix of its buckets' keys."""
     keys = sorted(filter(is_optimizer_map, checkpoint.index.objects))
     for key, value in checkpoint.read_objects(keys).items():
         if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], str)):

@@ -1,4 +1,4 @@
-"""What is known of a state before it is saved again: its layout in the file, and what is copied where."""
+"""What one save learns of a state for the next: its layout in the file, and which bytes are copied where."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 
 from megatron_datastates.engine.exchange import describe
 from megatron_datastates.errors import MismatchError
+from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import Fragment
 from megatron_datastates.plan.boxes import Spans, strided_spans
 from megatron_datastates.plan.copies import CopyPlan, plan_copies
-from megatron_datastates.plan.layout import Layout, plan_layout
-from megatron_datastates.providers.base import Mutability, Place, Tensors
+from megatron_datastates.plan.layout import Layout, TailItem, plan_layout
+from megatron_datastates.providers.base import Mutability, Place, TailSource, Tensors
 from megatron_datastates.providers.tensors import dtype_name
 
 Words = npt.NDArray[np.uint64]
@@ -130,10 +131,8 @@ def resolve_views(tensors: Tensors) -> Tensors:
     columns = (tensors.keys, tensors.tensors, tensors.mutability, tensors.places)
     for key, tensor, mutability, place in zip(*columns, strict=True):
         if tensor.is_neg() or tensor.is_conj():
-            tensor, mutability = (
-                tensor.resolve_conj().resolve_neg(),
-                Mutability.NEVER,
-            )  # nobody else has the copy
+            tensor = tensor.resolve_conj().resolve_neg()
+            mutability = Mutability.NEVER  # nobody else has the copy
         resolved.add(key, tensor, mutability, place)
     return resolved
 
@@ -179,31 +178,52 @@ def _check_memory(tensors: Tensors, storages: list[Any], addresses: Words) -> No
 
 @dataclasses.dataclass
 class StatePlan:
-    """Of one structure: names, shapes, memory layouts, devices, and what may change when."""
+    """The plan for saves of one structure (names, shapes, memory layouts, devices, what may change when)."""
 
     structure: Structure
-    object_keys: list[str]
+    tail: list[TailItem]
     layout: Layout
     copies: CopyPlan
-    eager_bytes: int  # of tensors: copied before the save returns
-    lazy_bytes: int
-    object_bytes: int = 0  # as serialized in the last save: a guess for the next
+    # Element i of each array is about tensor i.
+    sizes: npt.NDArray[np.int64]  # bytes
+    eager: npt.NDArray[np.bool_]  # copied before the save returns; the others are lazy
+    on_device: npt.NDArray[np.bool_]
+    tail_bytes: int = 0  # of the last save: a guess for the next
+
+    @property
+    def eager_bytes(self) -> int:
+        """Returns the bytes of tensors that are copied before the save returns."""
+        return int(self.sizes[self.eager].sum())
+
+    @property
+    def lazy_bytes(self) -> int:
+        """Returns the bytes of the other tensors."""
+        return int(self.sizes[~self.eager].sum())
 
 
-def plan_state(tensors: Tensors, object_keys: list[str], description: bytes | None = None) -> StatePlan:
-    """Plans saves of `tensors` (whose `description` may be known) and of objects with these keys.
+def plan_state(tensors: Tensors, tail: list[TailItem], description: bytes | None = None) -> StatePlan:
+    """Plans saves of `tensors` (whose `description` may be known) and of a tail of these entries.
 
     Raises:
         MismatchError: a tensor cannot be stored as its place says.
-        FormatError: fragments of one key contradict each other, or two objects have one key.
+        FormatError: as plan_layout.
     """
     structure = structure_of(tensors, description)
-    fragments, eager = structure.fragments(), structure.eager()
-    layout = plan_layout(fragments, eager, object_keys)
-    copies = plan_copies(layout, structure.spans(), eager, structure.devices())
-    sizes = [fragment.bytes for fragment in fragments]
-    eager_bytes = sum(size for size, first in zip(sizes, eager, strict=True) if first)
-    return StatePlan(structure, object_keys, layout, copies, eager_bytes, sum(sizes) - eager_bytes)
+    fragments, eager, devices = structure.fragments(), structure.eager(), structure.devices()
+    layout = plan_layout(fragments, eager, tail)
+    copies = plan_copies(layout, structure.spans(), eager, devices)
+    sizes = np.array([fragment.bytes for fragment in fragments], np.int64)
+    on_device = np.array([device is not None for device in devices], bool)
+    return StatePlan(structure, tail, layout, copies, sizes, np.array(eager, bool), on_device)
+
+
+def tail_item(key: str, source: TailSource) -> TailItem:
+    """Returns what a layout has to know of an entry of the tail."""
+    if source.kind is not Kind.FRAGMENT:
+        return TailItem(source.kind, key)
+    place: Place = source.place  # type: ignore[attr-defined]
+    dtype: torch.dtype = source.dtype  # type: ignore[attr-defined]
+    return TailItem(Kind.FRAGMENT, key, Fragment(key, dtype_name(dtype), *place))
 
 
 class Plans:
@@ -216,8 +236,8 @@ class Plans:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def find(self, tensors: Tensors, object_keys: list[str]) -> tuple[StatePlan, Memory]:
-        """The plan for `tensors`, made if there is none yet, and where they are.
+    def find(self, tensors: Tensors, tail: list[TailItem]) -> tuple[StatePlan, Memory]:
+        """Finds the plan for `tensors`, or makes it; returns it with the tensors' places in memory.
 
         Raises:
             MismatchError: as plan_state and locate.
@@ -228,12 +248,12 @@ class Plans:
             tensors = resolve_views(tensors)
             seen = describe(tensors.tensors)
         addresses, description = (seen.addresses, seen.description) if seen is not None else (None, None)
-        plan = next((p for p in reversed(self._plans) if _fits(p, tensors, object_keys, description)), None)
+        plan = next((p for p in reversed(self._plans) if _fits(p, tensors, tail, description)), None)
         if plan is None:
-            plan = plan_state(tensors, object_keys, description)
+            plan = plan_state(tensors, tail, description)
         self._plans = [*(p for p in self._plans if p is not plan), plan][-self._most :]
         return plan, locate(tensors, addresses)
 
 
-def _fits(plan: StatePlan, tensors: Tensors, object_keys: list[str], description: bytes | None) -> bool:
-    return plan.object_keys == object_keys and plan.structure.matches(tensors, description)
+def _fits(plan: StatePlan, tensors: Tensors, tail: list[TailItem], description: bytes | None) -> bool:
+    return plan.tail == tail and plan.structure.matches(tensors, description)

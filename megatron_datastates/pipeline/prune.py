@@ -237,7 +237,7 @@ def _reason(one: Iteration, whole: list[int], tracked: int | None, rules: Retent
 
 
 def _may_be_whole(path: Path) -> bool:
-    """Returns whether there is an index that no earlier call of prune left behind."""
+    """Returns whether there is an index that no earlier call of prune has left."""
     names = os.listdir(path)
     return REMOVAL_NAME not in names and any(name.startswith("index-") for name in names)
 

@@ -351,6 +351,7 @@ class Publication:
             others=self._others(),
             writer=releases(),
             compatible=COMPATIBLE_CHECKSUMS,
+            providers=self.save.tail.providers(),
         )
         return manifest, index
 

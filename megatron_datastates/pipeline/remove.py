@@ -11,12 +11,12 @@ from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.index import Index, index_entry
-from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.format.values import FORMAT_VERSION, MANIFEST_NAME
 from megatron_datastates.pipeline.load import Checkpoint
 
 
 def remove_keys(directory: str | os.PathLike[str], prefix: str) -> list[str]:
-    """Removes every tensor and object whose key begins with `prefix`; returns their keys.
+    """Removes every tensor, object and stream whose key begins with `prefix`; returns their keys.
 
     Atomic: publishes a new index and then a new manifest. The data files stay as they are, so that no
     space is freed.
@@ -26,7 +26,7 @@ def remove_keys(directory: str | os.PathLike[str], prefix: str) -> list[str]:
     """
     checkpoint = Checkpoint.open(directory)
     index, manifest, path = checkpoint.index, checkpoint.manifest, Path(directory)
-    removed = [key for key in (*index.tensors, *index.objects) if key.startswith(prefix)]
+    removed = [key for key in (*index.tensors, *index.objects, *index.streams) if key.startswith(prefix)]
     if not removed:
         return []
     gone = set(removed)
@@ -34,9 +34,10 @@ def remove_keys(directory: str | os.PathLike[str], prefix: str) -> list[str]:
     encoded = Index(
         {key: index.tensors[key] for key in index.tensors if key not in gone},
         {key: file for key, file in index.objects.items() if key not in gone},
+        {key: file for key, file in index.streams.items() if key not in gone},
     ).encode(packed=True)
     entry = index_entry(encoded)
-    changed = msgspec.structs.replace(manifest, index=entry)
+    changed = msgspec.structs.replace(manifest, index=entry, format_version=FORMAT_VERSION)
     try:
         write_whole(path / entry.name, encoded, Faults(""), manifest.save_id)
         write_whole(path / MANIFEST_NAME, changed.encode(), Faults(""), manifest.save_id)

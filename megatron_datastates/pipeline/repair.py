@@ -2,7 +2,8 @@
 
 Three things together prove that a directory holds one whole save, durable on every rank:
   1. all data files in it belong to one save and one world size, and each has its footer, which is written
-     only when no source can have changed before it was copied;
+     only when no source can have changed before it was copied. Where a checkpoint shares files of earlier
+     saves, only its manifest says which: without it, a left-over of the same layout could take their place;
   2. the parts of an index have exactly the digests that the footers name, file for file. An index is written
      only after all ranks are durable, and it says which files there are: a rank without a file stored
      nothing;
@@ -51,6 +52,7 @@ from megatron_datastates.format.values import (
     MANIFEST_NAME,
     digest_in_index_name,
     is_data_file_name,
+    save_id_in_name,
 )
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.prune import REMOVAL_NAME
@@ -147,25 +149,26 @@ def _refuse_sound_manifest(path: Path) -> None:
 
 
 def _sealed_files(path: Path) -> dict[str, Footer]:
-    """Returns the footers of all data files by name, in the order of ranks, if they are of one save."""
+    """Returns the footers of all data files by name, in the order of a manifest, if they are of one save."""
     try:
         names = sorted(filter(is_data_file_name, os.listdir(path)))
     except OSError as error:
         raise NotACheckpointError(f"{path} cannot be listed: {error.strerror}") from error
     if not names:
         raise NotACheckpointError(f"{path} holds no data file of datastates: there is nothing to repair")
-    saves = sorted({name.split("-", 2)[2].removesuffix(".bin") for name in names})
+    saves = sorted({str(save_id_in_name(name)) for name in names})
     if len(saves) > 1:
         _refuse(
             path,
-            f"it holds data files of {len(saves)} saves ({_some(saves)}), and which one was published is not "
-            "known. Move those of the others away",
+            f"it holds data files of {len(saves)} saves ({_some(saves)}), and only the lost manifest said "
+            "which belong together. If all files of one save are there, move those of the others away",
         )
     footers = {name: _footer(path, name) for name in names}
-    found = sorted(footers.items(), key=lambda item: item[1].rank)
+    found = sorted(footers.items(), key=lambda item: (item[1].rank, item[1].group))
     first = found[0][1]
     for name, footer in found:
-        if name != first.save_id.data_file_name(footer.rank) or footer.rank >= first.world_size:
+        own = first.save_id.data_file_name(footer.rank, footer.group)
+        if name != own or footer.rank >= first.world_size:
             _refuse(path, f"{name} was written as rank {footer.rank} of save {footer.save_id}")
         if footer.world_size != first.world_size:
             _refuse(
@@ -186,7 +189,8 @@ def _footer(path: Path, name: str) -> Footer:
 
 
 def _file_entry(path: Path, footer: Footer) -> FileEntry:
-    return FileEntry(path.name, footer.rank, path.stat().st_size, footer.data_bytes, footer.crc)
+    size = path.stat().st_size
+    return FileEntry(path.name, footer.rank, size, footer.data_bytes, footer.crc, group=footer.group)
 
 
 def _last_change(path: Path, names: Mapping[str, Footer], notes: list[str]) -> str:
@@ -226,14 +230,16 @@ def _decoded(path: Path, files: int) -> tuple[Index, IndexEntry]:
     if digest_in_index_name(path.name) != entry.sha256[:32]:
         raise FormatError(f"{path} is damaged: its SHA-256 differs")
     index.preload(index.tensors)
-    holders = {*index.objects.values(), *(int(file) for e in index.tensors.values() for file in e.files)}
+    holders = {*index.objects.values(), *index.streams.values()}
+    holders |= {int(file) for entry in index.tensors.values() for file in entry.files}
     if holders != set(range(files)):
         raise FormatError(f"{path} places data in {len(holders)} data files, and {files} are there")
     return index, entry
 
 
 def _belongs(index: Index, file: int, footer: Footer) -> bool:
-    return hashlib.sha256(index.own_index(file)).digest()[:16] == footer.layout_digest
+    own = index.own_index(file, footer.format_version)
+    return hashlib.sha256(own).digest()[:16] == footer.layout_digest
 
 
 # -- what else a manifest has ---------------------------------------------------------------------------

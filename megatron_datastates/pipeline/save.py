@@ -2,9 +2,9 @@
 
 Milestones: enqueued -> staged -> written -> durable, or failed (published is set by publication.py). Two
 threads work on a save. The trainer's thread starts it, waits for it at fences, confirms that nothing changed
-before it was copied, and polls. The finishing thread serializes objects, and seals the file once it has that
-confirmation: a torn save leaves no valid footer. Errors are values until all ranks have agreed
-(publication.py).
+before it was copied, and polls. The finishing thread serializes objects and streams into the tail of the
+file, and seals the file once it has that confirmation: a torn save leaves no valid footer. Errors are values
+until all ranks have agreed (publication.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_datastates.engine.fence import FENCE
@@ -22,10 +22,12 @@ from megatron_datastates.engine.staging import FileSave, StagingEngine
 from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
-from megatron_datastates.format.values import Extent, SaveId
+from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.held import HeldTime, charge_open_intervals, trainer_held
 from megatron_datastates.pipeline.plans import Memory, StatePlan
-from megatron_datastates.providers.base import Mutability, ObjectSource
+from megatron_datastates.pipeline.tail import Tail
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.collect import Collected
 from megatron_datastates.providers.objects import check_saved
 
 logger = logging.getLogger(__name__)
@@ -107,42 +109,27 @@ class RankSave:
         self._finisher: threading.Thread | None = None
         self._started_at = time.perf_counter()
         self._serialized_seconds = 0.0
+        self.tail = Tail(trust_objects)
         self.released_callback: Callable[[], None] = lambda: None
         self._in_interval = charge_open_intervals(self)  # whose end releases the trainer
 
     # -- start ------------------------------------------------------------------------------------------
 
-    def start(
-        self, engine: StagingEngine, plan: StatePlan, memory: Memory, objects: Sequence[ObjectSource]
-    ) -> None:
-        """Starts the copies of tensors and takes snapshots of objects. Never raises: see `failure`."""
+    def start(self, engine: StagingEngine, plan: StatePlan, memory: Memory, state: Collected) -> None:
+        """Starts the copies of tensors and secures what may change at once. Never raises: see `failure`."""
         self.plan = plan
         try:
-            snapshots = [item.snapshot() for item in objects]
-            if not memory.owners and not objects:
+            if not memory.owners and not state.tail:
                 self._durable.set()
                 return
-            header = Header(self.context.save_id, self.context.rank, self.context.world_size).encode()
-            path = self.context.directory / self.context.save_id.data_file_name(self.context.rank)
-            self._started_at = time.perf_counter()
-            self._save = engine.begin(
-                path,
-                header,
-                plan.layout,
-                plan.copies,
-                memory.addresses,
-                memory.owners,
-                plan.object_bytes,
-                _HELD_SECONDS if self._in_interval else self._lazy_delay,
-            )
-            FENCE.add_reader(self)
-            if Mutability.AT_FENCE in plan.structure.mutability:
-                FENCE.add(self)
-            else:
-                self._confirmed.set()  # nothing that the save still reads can change
+            self.tail.secure(state)
+            self._begin(engine, plan, memory)
+            assert self._save is not None
+            self._watch(plan)
+            self.tail.write_now(self._save.tail, time.monotonic() + self.fence_deadline)
             finisher = threading.Thread(
                 target=self._finish,
-                args=(self._save, plan, snapshots),
+                args=(self._save, plan),
                 name="datastates-finish",
                 daemon=True,  # joined by Saver.close; the interpreter must not wait for it before that
             )
@@ -150,8 +137,31 @@ class RankSave:
             self._finisher = finisher
         except Exception as error:
             self.fail(error)
+            self.tail.close()
             if self._save is not None:
                 self._save.cancel(str(error))
+
+    def _begin(self, engine: StagingEngine, plan: StatePlan, memory: Memory) -> None:
+        header = Header(self.context.save_id, self.context.rank, self.context.world_size).encode()
+        path = self.context.directory / self.context.save_id.data_file_name(self.context.rank)
+        self._started_at = time.perf_counter()
+        self._save = engine.begin(
+            path,
+            header,
+            plan.layout,
+            plan.copies,
+            memory.addresses,
+            memory.owners,
+            plan.tail_bytes,
+            _HELD_SECONDS if self._in_interval else self._lazy_delay,
+        )
+
+    def _watch(self, plan: StatePlan) -> None:
+        FENCE.add_reader(self)
+        if Mutability.AT_FENCE in plan.structure.mutability or not self.tail.wait_read(0.0):
+            FENCE.add(self)
+        else:
+            self._confirmed.set()  # nothing that the save still reads can change
 
     @property
     def eager_bytes(self) -> int:
@@ -173,7 +183,8 @@ class RankSave:
         self._released_at = None
         begin = time.perf_counter()
         with trainer_held("fence", self):
-            if not save.fence(self.fence_deadline):
+            left = begin + self.fence_deadline - time.perf_counter()
+            if not (save.fence(left) and self.tail.wait_read(left)):
                 save.cancel(
                     f"{reason} waited {self.fence_deadline:g} s for its copies (--datastates-fence-deadline)"
                 )
@@ -190,12 +201,14 @@ class RankSave:
         begin = time.perf_counter()
         with trainer_held("fence", self):
             self._save.await_copies(self.fence_deadline)
+            if not self.tail.wait_read(self.fence_deadline):
+                self._save.cancel(f"objects and streams were not serialized within {self.fence_deadline:g} s")
             self.advance()
         self.fence_seconds += time.perf_counter() - begin
 
     def reads(self, storage: int) -> bool:
         """Returns whether the save may still read a storage (engine.fence.Reader)."""
-        return self._save is not None and self._save.reads(storage)
+        return self._save is not None and (not self.tail.wait_read(0.0) or self._save.reads(storage))
 
     def mark_torn(self, reason: str) -> None:
         """Fails the save, even if its copies are done by now: they may have just ended."""
@@ -210,7 +223,7 @@ class RankSave:
         save = self._save
         if save is None:
             return
-        if save.sources_copied():
+        if save.sources_copied() and self.tail.wait_read(0.0):
             # Observed on the trainer's thread, before any later statement of the program could change them.
             self._confirmed.set()
             FENCE.discard(self)
@@ -299,53 +312,47 @@ class RankSave:
 
     # -- the finishing thread ---------------------------------------------------------------------------
 
-    def _finish(self, save: FileSave, plan: StatePlan, objects: list[ObjectSource]) -> None:
+    def _finish(self, save: FileSave, plan: StatePlan) -> None:
         try:
             # The trainer's thread has just started this one and needs the GIL; serializing would hold it for
             # milliseconds.
             time.sleep(_YIELD_SECONDS)
-            data = [item.serialize() for item in objects]
+            self.tail.write_later(save.tail)
             self._serialized_seconds = time.perf_counter() - self._started_at
-            plan.object_bytes = sum(len(one) + 64 for one in data)
-            places = save.append_objects(data)
-            extents = {item.key: Extent(0, *place) for item, place in zip(objects, places, strict=True)}
-            self._check_objects(objects, data)
+            data_end = save.tail.close()
+            plan.tail_bytes = data_end - plan.layout.tensor_end
             while not (self._confirmed.wait(_WAIT_SECONDS) and save.wait_written()):
                 if save.failure is not None:
                     raise save.failure
-            footer = self._footer(save, extents)
+            footer = self._footer(save, data_end)
             save.finish(footer)
             self._written.set()
             while not save.wait_durable():
                 pass
             _, _, crc = decode_trailer(footer[-TRAILER_BYTES:], save.path.name)
-            self.file = DurableFile(save.data_end + len(footer), save.data_end, crc)
+            self.file = DurableFile(data_end + len(footer), data_end, crc)
             self._durable.set()
         except Exception as error:
             save.cancel(str(error))
             self.fail(error)
+            self.tail.close()
             save.remove()
+        self.tail.close()
         if self._removal_wanted.is_set():
             save.remove()
-
-    def _check_objects(self, objects: Sequence[ObjectSource], data: Sequence[bytes]) -> None:
-        """Raises UnsafeObjectError if a load would refuse one of the objects."""
-        for item, stored in zip(objects, data, strict=True):
-            time.sleep(0)  # releases the GIL: nothing waits for this check
-            self.check_object(stored, item.key)
 
     def check_object(self, stored: bytes, key: str) -> None:
         """Raises UnsafeObjectError if a load would refuse the object. Thread-safe."""
         check_saved(stored, key, trust=self._trust_objects)
 
-    def _footer(self, save: FileSave, extents: dict[str, Extent]) -> bytes:
+    def _footer(self, save: FileSave, data_end: int) -> bytes:
         context = self.context
         return Footer(
             context.save_id,
             context.rank,
             context.world_size,
-            save.data_end,
+            data_end,
             save.layout.digest,
-            extents,
+            self.tail.entries(),
             save.block_checksums(),
         ).encode()

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from megatron_datastates.config import Options
@@ -21,11 +22,12 @@ from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.layouts import LayoutStore
-from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan
+from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan, tail_item
 from megatron_datastates.pipeline.publication import Outcome, Publication, PublicationExtras
 from megatron_datastates.pipeline.report import Reporter, save_report
 from megatron_datastates.pipeline.save import RankSave, SaveContext
-from megatron_datastates.providers.base import Mutability, ObjectSource, StateProvider
+from megatron_datastates.providers.base import Mutability, StateProvider
+from megatron_datastates.providers.collect import Collected, collect
 
 logger = logging.getLogger(__name__)
 _WARM_BYTES = 64 << 20  # staging memory made before the size of the shard is known
@@ -34,6 +36,11 @@ _FIRST_FENCES = 8  # at which staging memory is prepared; about two optimizer st
 _LONG_WAIT_SECONDS = 0.01  # for staging memory; a longer wait is logged
 _EAGER = {Mutability.AT_FENCE: Mutability.NOW}
 _KEPT_PLANS = 8  # persistent and non-persistent saves alternate; more than a few means they change
+
+
+# What a save stores: one provider, or a function that returns several by name. The function is called when
+# errors of one rank already fail the save on all.
+Providers = StateProvider | Callable[[], Mapping[str, StateProvider]]
 
 
 class SaveSession:
@@ -81,7 +88,7 @@ class Saver:
     def start(
         self,
         directory: Path,
-        provider: StateProvider,
+        providers: Providers,
         *,
         iteration: int | None = None,
         mode: str = "async",
@@ -110,8 +117,8 @@ class Saver:
         save.released_callback = lambda: self._report_once(publication, mode)
         try:
             self._admit(publication)
-            plan, memory, objects = self._plan(provider)
-            save.start(self._get_engine(), plan, memory, objects)
+            plan, memory, state = self._plan(providers)
+            save.start(self._get_engine(), plan, memory, state)
             if await_copies or not options.lazy:
                 save.await_copies()
         except Exception as error:
@@ -130,12 +137,17 @@ class Saver:
                 "--datastates-while-saving refuse allows no second one: save less often, or choose wait"
             )
 
-    def _plan(self, provider: StateProvider) -> tuple[StatePlan, Memory, list[ObjectSource]]:
-        tensors, objects = provider.tensors(), list(provider.objects())
+    def _plan(self, providers: Providers) -> tuple[StatePlan, Memory, Collected]:
+        named = {"": providers} if isinstance(providers, StateProvider) else providers()
+        if self.options.compress:
+            named = {name: _compressed(one, self.options.compress) for name, one in named.items()}
+        state = collect(named)
+        tensors = state.tensors
         if not self.options.lazy:
             tensors.mutability = [_EAGER.get(mutability, mutability) for mutability in tensors.mutability]
-        plan, memory = self.session.plans.find(tensors, [item.key for item in objects])
-        return plan, memory, objects
+        tail = [tail_item(key, source) for key, source in zip(state.tail_keys, state.tail, strict=True)]
+        plan, memory = self.session.plans.find(tensors, tail)
+        return plan, memory, state
 
     def _abandon_old_world(self) -> None:
         for publication in self._unfinished:
@@ -220,6 +232,12 @@ class Saver:
 
     def _pool_facts(self) -> dict[str, object]:
         return self._engine.pool_facts() if self._engine is not None else {}
+
+
+def _compressed(provider: StateProvider, level: int) -> StateProvider:
+    from megatron_datastates.providers.transforms import Compressed
+
+    return provider if isinstance(provider, Compressed) else Compressed(provider, level=level)
 
 
 class _AtFirstFences:

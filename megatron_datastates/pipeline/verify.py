@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -28,6 +28,12 @@ from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME
 from megatron_datastates.pipeline.damage import keys_in_blocks
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.optimizer import optimizer_state
+from megatron_datastates.pipeline.verify_tail import (
+    Owners,
+    content_faults,
+    entries_with_names,
+    entry_faults,
+)
 from megatron_datastates.plan.coverage import coverage_faults
 from megatron_datastates.plan.reads import gather_spans, plan_blocks
 from megatron_datastates.providers.objects import check_stored
@@ -48,6 +54,7 @@ class Verdict:
     unchecked_files: int = 0  # saved without checksums
     faults: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)  # unusual, but no fault
+    streams: int = 0
 
     @property
     def good(self) -> bool:
@@ -86,14 +93,17 @@ def verify_checkpoint(
     progress: Progress = lambda bytes_done: None,
 ) -> Verdict:
     """Verifies an open checkpoint, whose manifest need not be stored yet. Arguments as in `verify`."""
+    index = checkpoint.index
     verdict = Verdict(
-        len(checkpoint.manifest.files), len(checkpoint.index.tensors), len(checkpoint.index.objects)
+        len(checkpoint.manifest.files), len(index.tensors), len(index.objects), streams=len(index.streams)
     )
     nth, shares = share
     usable = _check_files(checkpoint, range(nth, verdict.files, shares), verdict)
-    keys = list(checkpoint.index.tensors)[nth::shares]
-    entries = _read_entries(checkpoint.index, keys, verdict)
-    _check_extents(checkpoint, entries, usable, verdict)
+    keys = list(index.tensors)[nth::shares]
+    entries = _read_entries(index, keys, verdict)
+    faults, owners = entry_faults(checkpoint, entries, usable)
+    verdict.faults += faults
+    _check_extents(checkpoint, entries, owners, usable, verdict)
     for key in keys:
         if key in entries:
             verdict.faults += coverage_faults(key, entries[key])
@@ -103,8 +113,10 @@ def verify_checkpoint(
         _check_surroundings(checkpoint, verdict)
         _check_optimizer_maps(checkpoint, verdict)
     if not quick:
-        _check_data(checkpoint, usable, verdict, progress, Reader(options))
-        _check_objects(checkpoint, list(checkpoint.index.objects)[nth::shares], options, verdict)
+        bad = _check_data(checkpoint, usable, verdict, progress, Reader(options))
+        for file in usable:
+            verdict.faults += content_faults(checkpoint, file, owners, bad[file])
+        _check_objects(checkpoint, list(index.objects)[nth::shares], options, verdict)
     return verdict
 
 
@@ -130,15 +142,13 @@ def _file_faults(checkpoint: Checkpoint, file: int) -> list[str]:
     except DataStatesError as error:
         return [str(error)]
     faults = []
-    if path.name != manifest.save_id.data_file_name(entry.rank):
-        faults.append(f"{path}: the file of rank {entry.rank} of save {manifest.save_id} has another name")
-    if footer.world_size != manifest.world_size:
+    if footer.world_size != manifest.world_size and footer.save_id == manifest.save_id:
         faults.append(
             f"{path} was saved by one of {footer.world_size} ranks, its manifest says {manifest.world_size}"
         )
     try:
         header = read_header(path, entry.bytes)
-        if (header.save_id, header.rank) != (footer.save_id, footer.rank):
+        if (header.save_id, header.rank, header.group) != (footer.save_id, footer.rank, footer.group):
             faults.append(f"{path}: header and footer are of different saves")
     except DataStatesError as error:
         faults.append(str(error))
@@ -148,10 +158,6 @@ def _file_faults(checkpoint: Checkpoint, file: int) -> list[str]:
 def _check_surroundings(checkpoint: Checkpoint, verdict: Verdict) -> None:
     """Checks the manifest as a whole, and what else is in the directory."""
     manifest, directory = checkpoint.manifest, checkpoint.directory
-    ranks = Counter(entry.rank for entry in manifest.files)
-    twice = sorted(rank for rank, count in ranks.items() if count > 1)
-    if twice:
-        verdict.faults.append(f"{directory / MANIFEST_NAME} names more than one file of rank {twice[0]}")
     _check_metadata(checkpoint, verdict)
     try:
         for name in extra_names(checkpoint):
@@ -217,30 +223,29 @@ def _read_entries(index: Index, reported: Collection[str], verdict: Verdict) -> 
 
 
 def _check_extents(
-    checkpoint: Checkpoint, entries: dict[str, TensorEntry], usable: list[int], verdict: Verdict
+    checkpoint: Checkpoint,
+    entries: dict[str, TensorEntry],
+    owners: Owners,
+    usable: list[int],
+    verdict: Verdict,
 ) -> None:
-    keys, parts = list(entries), [(e.files, e.file_offsets, e.file_bytes) for e in entries.values()]
-    known = set(usable)
-    for key, file in checkpoint.index.objects.items():
-        if file not in known:
-            continue
-        extent = checkpoint.footer(file).objects.get(key)
-        if extent is None:
-            verdict.faults.append(f"{checkpoint.file_path(file)} does not hold object {key!r}")
-        else:
+    plain = {key: entry for key, entry in entries.items() if not entry.encoded}
+    keys, parts = list(plain), [(e.files, e.file_offsets, e.file_bytes) for e in plain.values()]
+    for file in usable:
+        for key, one in entries_with_names(checkpoint, file, owners):
             keys.append(key)
-            place = np.array([[extent.offset], [extent.bytes]], np.uint64)
+            place = np.array([[one.offset], [one.stored_bytes]], np.uint64)
             parts.append((np.array([file], np.uint32), place[0], place[1]))
     if not parts:
         return
-    owners = np.repeat(np.arange(len(parts)), [len(files) for files, _, _ in parts])
+    numbers = np.repeat(np.arange(len(parts)), [len(files) for files, _, _ in parts])
     files, starts, sizes = (np.concatenate(column) for column in zip(*parts, strict=True))
     ends = starts + sizes
-    order = np.lexsort((owners, ends, starts, files))
+    order = np.lexsort((numbers, ends, starts, files))
     bounds = np.searchsorted(files[order], np.arange(len(checkpoint.manifest.files) + 1))
     for file in usable:
         mine = order[bounds[file] : bounds[file + 1]]
-        _check_order(checkpoint, file, starts[mine], ends[mine], (keys[n] for n in owners[mine]), verdict)
+        _check_order(checkpoint, file, starts[mine], ends[mine], (keys[n] for n in numbers[mine]), verdict)
 
 
 def _check_order(
@@ -293,8 +298,12 @@ def _check_object(data: bytes, key: str, options: Options, verdict: Verdict) -> 
 
 def _check_data(
     checkpoint: Checkpoint, files: Sequence[int], verdict: Verdict, progress: Progress, reader: Reader
-) -> None:
-    """Checks all blocks in one pass; if a file cannot be read, checks each file alone."""
+) -> dict[int, list[int]]:
+    """Checks all blocks in one pass; if a file cannot be read, checks each file alone.
+
+    Returns the corrupt blocks by file.
+    """
+    bad: dict[int, list[int]] = defaultdict(list)
     checked = [file for file in files if checkpoint.footer(file).block_checksums]
     verdict.unchecked_files += len(files) - len(checked)
     done = 0
@@ -305,32 +314,39 @@ def _check_data(
         progress(more)
 
     try:
-        _check_blocks(checkpoint, checked, verdict, count, reader)
+        _check_blocks(checkpoint, checked, verdict, count, reader, bad)
     except StorageError:
         progress(-done)
         for file in checked:
             try:
-                _check_blocks(checkpoint, [file], verdict, progress, reader)
+                _check_blocks(checkpoint, [file], verdict, progress, reader, bad)
             except StorageError as error:
                 verdict.faults.append(str(error))
+    return bad
 
 
 def _check_blocks(
-    checkpoint: Checkpoint, files: Sequence[int], verdict: Verdict, progress: Progress, reader: Reader
+    checkpoint: Checkpoint,
+    files: Sequence[int],
+    verdict: Verdict,
+    progress: Progress,
+    reader: Reader,
+    bad: dict[int, list[int]],
 ) -> None:
+    """Adds what is corrupt to `verdict`, and its blocks to `bad`."""
     sources = [(checkpoint.file_path(file), checkpoint.footer(file)) for file in files]
     reads = [plan_blocks(place, footer.data_bytes) for place, (_, footer) in enumerate(sources)]
     sinks = [np.empty(read.rows, np.uint8) for read in reads]
     spans = gather_spans(reads, [sink.ctypes.data for sink in sinks], [False] * len(reads))
     outcome = reader.read(sources, spans, progress)
     verdict.bytes_checked += outcome.bytes_read
-    by_file: dict[int, list[int]] = defaultdict(list)
     for place, block in outcome.bad_blocks:
-        by_file[place].append(block)
-    for place, blocks in by_file.items():
-        path, listed = sources[place][0], blocks[:_MOST_BLOCKS]
+        bad[files[place]].append(block)
+    for file in dict.fromkeys(files[place] for place, _ in outcome.bad_blocks):
+        path, blocks = checkpoint.file_path(file), bad[file]
+        listed = blocks[:_MOST_BLOCKS]
         for block in listed:
-            keys = ", ".join(map(repr, keys_in_blocks(checkpoint, files[place], [block])[:4])) or "no tensor"
+            keys = ", ".join(map(repr, keys_in_blocks(checkpoint, file, [block])[:4])) or "no tensor"
             verdict.faults.append(
                 f"{path}: the block at byte offset {block * BLOCK_BYTES} is corrupt; it holds data of {keys}"
             )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.index import build_index
+from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import ALIGNMENT, LARGE_BYTES, SMALL_ALIGNMENT, Extent, Fragment
 
 
@@ -36,18 +37,28 @@ def align_up(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 
 
-def plan_layout(fragments: Sequence[Fragment], eager: Sequence[bool], object_keys: Sequence[str]) -> Layout:
+@dataclasses.dataclass(frozen=True, slots=True)
+class TailItem:
+    """What is known of an entry of the tail before it is written."""
+
+    kind: Kind
+    key: str
+    fragment: Fragment | None = None  # of an encoded tensor
+
+
+def plan_layout(
+    fragments: Sequence[Fragment], eager: Sequence[bool], tail: Sequence[TailItem] = ()
+) -> Layout:
     """Plans the layout of `fragments`; fragment i is copied before the trainer continues if `eager[i]`.
 
+    Args:
+        tail: in the order of the footer's entries.
+
     Raises:
-        FormatError: fragments of one key disagree on dtype or global shape, or two objects share a key.
+        FormatError: fragments of one key disagree on dtype or global shape, or two objects or two streams
+            share a key.
     """
-    objects = dict.fromkeys(object_keys, 0)
-    if len(objects) != len(object_keys):
-        twice = next(key for key in objects if object_keys.count(key) > 1)
-        raise FormatError(
-            f"object {twice!r} is given twice, and only one of the two could be read back: rename one"
-        )
+    objects, streams = _places(tail, Kind.OBJECT), _places(tail, Kind.STREAM)
     order = sorted(range(len(fragments)), key=lambda i: not eager[i])
     offsets = np.zeros(len(order), np.uint64)
     at = HEADER_BYTES
@@ -58,9 +69,34 @@ def plan_layout(fragments: Sequence[Fragment], eager: Sequence[bool], object_key
         offsets[place] = at
         entries.append((fragments[i], Extent(0, at, size)))
         at += size
-    index = build_index(entries, objects).encode()
+    transformed = [item.fragment for item in tail if item.fragment is not None]
+    encoded = [(fragment, Extent(0, number, fragment.bytes)) for number, fragment in enumerate(transformed)]
+    keys = {fragment.key for fragment, _ in encoded}
+    if keys:
+        _refuse_halves(fragments, keys)
+    index = build_index([*entries, *encoded], objects, streams, keys).encode()
     digest = hashlib.sha256(index).digest()[:16]
     return Layout(tuple(order), offsets, align_up(at, ALIGNMENT), index, digest)
+
+
+def _places(tail: Sequence[TailItem], kind: Kind) -> dict[str, int]:
+    keys = [item.key for item in tail if item.kind == kind]
+    found = dict.fromkeys(keys, 0)
+    if len(found) != len(keys):
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise FormatError(
+            f"{kind.name.lower()} {twice!r} is given twice, and only one of the two could be read back: "
+            "rename one"
+        )
+    return found
+
+
+def _refuse_halves(fragments: Sequence[Fragment], encoded: Collection[str]) -> None:
+    half = next((fragment.key for fragment in fragments if fragment.key in encoded), None)
+    if half is not None:
+        raise FormatError(
+            f"tensor {half!r} is encoded in one part and not in another: transform all of its fragments alike"
+        )
 
 
 def place_objects(sizes: Sequence[int], begin: int) -> tuple[list[int], int]:

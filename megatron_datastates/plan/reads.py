@@ -11,6 +11,7 @@ import numpy.typing as npt
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import BLOCK_BYTES, Extent, element_bytes
 from megatron_datastates.plan.boxes import contiguous_strides, intersect, paired_spans
+from megatron_datastates.plan.frames import FramedBox
 
 Words = npt.NDArray[np.uint64]
 
@@ -26,6 +27,29 @@ class BoxReads:
     row_bytes: int
     file_step: int  # bytes from row to row
     target_step: int  # the same in memory
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes it delivers."""
+        return len(self.offsets) * self.rows * self.row_bytes
+
+    def moved(self, target_bytes: int) -> BoxReads:
+        """Returns the same reads with a destination that many bytes further on."""
+        return dataclasses.replace(self, targets=self.targets + np.uint64(target_bytes))
+
+
+@dataclasses.dataclass(frozen=True)
+class ScheduledRead:
+    """What to read from one file, and the address that its targets count from."""
+
+    reads: BoxReads | FramedBox
+    address: int
+    on_device: bool = False  # the current one; not of a FramedBox
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes it delivers."""
+        return self.reads.bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +91,17 @@ def gather_spans(boxes: Sequence[BoxReads], addresses: Sequence[int], on_device:
 
 
 def plan_extent(extent: Extent) -> BoxReads:
-    """Plans to read a whole extent into a destination of the same size."""
+    """Plans to read a whole extent, as stored, into a destination of the same size."""
     one = np.array([extent.offset], np.uint64)
     return BoxReads(extent.file, one, np.zeros(1, np.uint64), 1, extent.bytes, extent.bytes, extent.bytes)
+
+
+def plan_bytes(entry: TensorEntry, fragment: int, begin: int, size: int) -> BoxReads | FramedBox:
+    """Plans to read bytes [begin, begin + size) of a stored fragment, in row-major order."""
+    file, place = int(entry.files[fragment]), int(entry.file_offsets[fragment])
+    if entry.encoded:
+        return FramedBox(file, place, int(entry.file_bytes[fragment]), 1, begin, (size,), (1,), 0, (1,))
+    return plan_extent(Extent(file, place + begin, size))
 
 
 def plan_blocks(file: int, data_bytes: int) -> BoxReads:
@@ -84,7 +116,7 @@ def plan_box(
     start: Sequence[int],
     lengths: Sequence[int],
     target_strides: Sequence[int],
-) -> BoxReads:
+) -> BoxReads | FramedBox:
     """Plans to read the box [start, start + lengths), in coordinates of one stored fragment.
 
     Args:
@@ -92,7 +124,11 @@ def plan_box(
     """
     item = element_bytes(entry.dtype)
     strides = contiguous_strides(entry.shapes[fragment].tolist())
-    first = int(entry.file_offsets[fragment]) + item * sum(s * n for s, n in zip(start, strides, strict=True))
+    place, at = int(entry.file_offsets[fragment]), sum(s * n for s, n in zip(start, strides, strict=True))
+    if entry.encoded:
+        size, file = int(entry.file_bytes[fragment]), int(entry.files[fragment])
+        return FramedBox(file, place, size, item, at, tuple(lengths), strides, 0, tuple(target_strides))
+    first = place + item * at
     spans = paired_spans(lengths, strides, target_strides, item)
     return BoxReads(
         int(entry.files[fragment]),
@@ -105,7 +141,9 @@ def plan_box(
     )
 
 
-def plan_slice(entry: TensorEntry, offset: Sequence[int], shape: Sequence[int]) -> tuple[list[BoxReads], int]:
+def plan_slice(
+    entry: TensorEntry, offset: Sequence[int], shape: Sequence[int]
+) -> tuple[list[BoxReads | FramedBox], int]:
     """Plans to read [offset, offset + shape) of the global tensor into a contiguous destination.
 
     Returns:
@@ -113,7 +151,8 @@ def plan_slice(entry: TensorEntry, offset: Sequence[int], shape: Sequence[int]) 
     """
     item = element_bytes(entry.dtype)
     strides = contiguous_strides(shape)
-    reads, covered = [], 0
+    reads: list[BoxReads | FramedBox] = []
+    covered = 0
     begins, ends = np.array(offset, np.int64), np.array(offset, np.int64) + np.array(shape, np.int64)
     touched = ((entry.offsets < ends) & (entry.offsets + entry.shapes > begins)).all(axis=1)
     for i in np.flatnonzero(touched).tolist():
@@ -125,6 +164,6 @@ def plan_slice(entry: TensorEntry, offset: Sequence[int], shape: Sequence[int]) 
         within = [b - s for b, s in zip(begin, stored, strict=True)]
         part = plan_box(entry, i, within, lengths, strides)
         shift = item * sum((b - o) * n for b, o, n in zip(begin, offset, strides, strict=True))
-        reads.append(dataclasses.replace(part, targets=part.targets + np.uint64(shift)))
+        reads.append(part.moved(shift))
         covered += int(np.prod(lengths, dtype=np.int64))
     return reads, covered

@@ -15,6 +15,7 @@ from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.plan.boxes import Box, PairedSpans, paired_spans
+from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import BoxReads
 
 Places = npt.NDArray[np.int64]
@@ -77,7 +78,9 @@ class Line:
     ends: Places
     files: Places
     file_offsets: Places
+    sizes: Places
     item: int  # bytes per element
+    encoded: bool  # then file_offsets are numbers of entries of footers
 
     @classmethod
     def of(cls, entry: TensorEntry, key: str) -> Line:
@@ -95,7 +98,9 @@ class Line:
             starts + sizes,
             entry.files[order].astype(np.int64),
             entry.file_offsets[order].astype(np.int64),
+            sizes,
             item,
+            entry.encoded,
         )
         overlaps = line.starts[1:] < line.ends[:-1]
         if overlaps.any():
@@ -118,7 +123,7 @@ def plan_strided(
     shape: Sequence[int],
     strides: Sequence[int],
     target_strides: Sequence[int],
-) -> list[BoxReads]:
+) -> list[BoxReads | FramedBox]:
     """Plans to read a strided box of a line.
 
     Args:
@@ -140,29 +145,33 @@ def plan_strided(
     within = found >= 0
     if len(line.ends):
         within &= lasts <= line.ends[np.maximum(found, 0)]
-    reads = []
+    reads: list[BoxReads | FramedBox] = []
     for fragment in np.unique(found[within]).tolist():
         mine = np.flatnonzero(within & (found == fragment))
-        shift = int(line.file_offsets[fragment] - line.starts[fragment])
-        reads.append(_reads(line, fragment, starts[mine] + shift, targets[mine], spans))
+        reads += _reads(line, fragment, starts[mine], targets[mine], spans)
     for cut in np.flatnonzero(~within).tolist():
         reads += _cut_reads(line, key, int(starts[cut]), int(targets[cut]), spans)
     return reads
 
 
-def _reads(line: Line, fragment: int, offsets: Places, targets: Places, spans: PairedSpans) -> BoxReads:
-    return BoxReads(
-        int(line.files[fragment]),
-        offsets.astype(np.uint64),
-        targets.astype(np.uint64),
-        spans.rows,
-        spans.row_bytes,
-        spans.a_step,
-        spans.b_step,
-    )
+def _reads(
+    line: Line, fragment: int, places: Places, targets: Places, spans: PairedSpans
+) -> Iterator[BoxReads | FramedBox]:
+    """Yields the reads of spans that begin at these bytes of the line, all in one fragment."""
+    file, within = int(line.files[fragment]), places - line.starts[fragment]
+    place, size = int(line.file_offsets[fragment]), int(line.sizes[fragment])
+    if not line.encoded:
+        offsets, to = (within + place).astype(np.uint64), targets.astype(np.uint64)
+        yield BoxReads(file, offsets, to, spans.rows, spans.row_bytes, spans.a_step, spans.b_step)
+        return
+    lengths, steps = (spans.rows, spans.row_bytes), ((spans.a_step, 1), (spans.b_step, 1))
+    for at, target in zip(within.tolist(), targets.tolist(), strict=True):
+        yield FramedBox(file, place, size, 1, at, lengths, steps[0], target, steps[1])
 
 
-def _cut_reads(line: Line, key: str, start: int, target: int, spans: PairedSpans) -> Iterator[BoxReads]:
+def _cut_reads(
+    line: Line, key: str, start: int, target: int, spans: PairedSpans
+) -> Iterator[BoxReads | FramedBox]:
     """Yields the reads of one span that several fragments hold: whole rows, and parts of rows."""
     row = 0
     while row < spans.rows:
@@ -174,18 +183,16 @@ def _cut_reads(line: Line, key: str, start: int, target: int, spans: PairedSpans
             row += 1
             continue
         rows = min(room // max(spans.a_step, 1) + 1, spans.rows - row)
-        at = int(line.file_offsets[fragment] - line.starts[fragment]) + place
-        yield _reads(line, fragment, np.array([at]), np.array([to]), spans._replace(rows=rows))
+        yield from _reads(line, fragment, np.array([place]), np.array([to]), spans._replace(rows=rows))
         row += rows
 
 
-def _parts_of_row(line: Line, key: str, place: int, target: int, size: int) -> Iterator[BoxReads]:
+def _parts_of_row(line: Line, key: str, place: int, target: int, size: int) -> Iterator[BoxReads | FramedBox]:
     done = 0
     while done < size:
         fragment = line.fragment(place + done, key)
         part = min(int(line.ends[fragment]) - place - done, size - done)
-        at = int(line.file_offsets[fragment] - line.starts[fragment]) + place + done
         none = np.zeros(0, np.uint64)
         spans = PairedSpans(none, none, 1, part, part, part)
-        yield _reads(line, fragment, np.array([at]), np.array([target + done]), spans)
+        yield from _reads(line, fragment, np.array([place + done]), np.array([target + done]), spans)
         done += part

@@ -1,13 +1,23 @@
-"""The interface of state providers, and the values that they return."""
+"""The interface of state providers, and the values that they yield.
+
+What belongs here: what every provider and every consumer of providers must know. What does not: kinds of
+objects and streams (objects.py, streams.py), and putting providers together (collect.py).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+
+from megatron_datastates.format.tail import Kind
+
+# Appends a buffer (bytes, a memoryview, a numpy array, ...) and returns its size in bytes. The buffer may
+# change once the call has returned. Waits while staging memory is full.
+Write = Callable[[Any], int]
 
 
 class Mutability(enum.Enum):
@@ -26,9 +36,25 @@ class Place(NamedTuple):
     shape: tuple[int, ...]  # may have more dimensions (of size 1) than the tensor in memory
 
 
+class TensorSource(NamedTuple):
+    """One tensor in host or device memory.
+
+    Attributes:
+        key: name of the global tensor, relative to the provider's name.
+        tensor: of any shape and dtype that torch has; strided.
+        mutability: how long its values stay unchanged.
+        place: the part of the global tensor that it is; None for the whole.
+    """
+
+    key: str
+    tensor: torch.Tensor
+    mutability: Mutability = Mutability.NOW
+    place: Place | None = None
+
+
 @dataclasses.dataclass(slots=True)
 class Tensors:
-    """Tensors in memory, each of which is one fragment: element i of each list describes tensor i.
+    """Many tensors in memory, each of which is one fragment: element i of each list describes tensor i.
 
     Lists and not objects, since every save compares all of them with the last one's.
     """
@@ -48,53 +74,127 @@ class Tensors:
         self.mutability.append(mutability)
         self.places.append(place)
 
-    def extend(self, others: Tensors) -> None:
-        """Adds all tensors of `others`, in their order."""
-        self.keys.extend(others.keys)
+    def sources(self) -> Iterator[TensorSource]:
+        """Yields the tensors one by one."""
+        return map(TensorSource, self.keys, self.tensors, self.mutability, self.places)
+
+    def extend(self, others: Tensors, prefix: str = "") -> None:
+        """Adds all tensors of `others`, in their order, with `prefix` before their keys."""
+        self.keys.extend([prefix + key for key in others.keys] if prefix else others.keys)
         self.tensors.extend(others.tensors)
         self.mutability.extend(others.mutability)
         self.places.extend(others.places)
 
 
-class ObjectSource(Protocol):
-    """A Python object. Its size is unknown until it is serialized."""
+class CopyBudget:
+    """The bytes of host memory that copies of mutable objects may still take in one save."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.left = most_bytes
+
+    def take(self, size: int) -> bool:
+        """Takes `size` bytes; returns False, and takes nothing, if so many are not left."""
+        if size > self.left:
+            return False
+        self.left -= size
+        return True
+
+
+class Encoding(NamedTuple):
+    """How frames are encoded on their way to the tail (format/codecs.py)."""
+
+    codec: int
+    item_bytes: int
+    level: int
+
+
+class TailSource(Protocol):
+    """Bytes whose number is unknown until they have been written: an object, a stream or an encoded tensor.
+
+    They go to the tail of the data file, after its tensors, while those are being copied and written. One
+    that has an attribute `encoding` that is not None is encoded on the way.
+    """
 
     @property
     def key(self) -> str: ...
 
-    def snapshot(self) -> ObjectSource:
-        """Returns the object as it is now: nothing that its owner does later changes what is returned."""
+    @property
+    def mutability(self) -> Mutability: ...
+
+    @property
+    def kind(self) -> Kind:
+        """What the bytes are."""
         ...
 
-    def serialize(self) -> bytes:
-        """Returns the object's bytes. Called on the finishing thread, only on what `snapshot` returned."""
+    def snapshot(self, budget: CopyBudget) -> TailSource | None:
+        """Returns a source of the same bytes that nothing changes; None if that would exceed the budget.
+
+        Called only if the mutability is NOW. Without a snapshot the source is written before the save
+        returns.
+        """
+        ...
+
+    def write(self, write: Write) -> bytes | None:
+        """Passes all bytes to `write`, in order.
+
+        Called once, on the save's finishing thread or, without a snapshot, on the trainer's.
+
+        Returns:
+            The pickle that a load would execute, which is then checked; None if there is none.
+        """
         ...
 
 
+# What a provider yields. A sequence of many tensors is fastest as one `Tensors`.
+Entry = Tensors | TensorSource | TailSource
+
+
+class StateReader(Protocol):
+    """What a checkpoint has under a provider's name. Keys are relative to that name."""
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[int, ...]]:
+        """The global shape of each tensor, in elements."""
+        ...
+
+    @property
+    def objects(self) -> Iterable[str]: ...
+
+    @property
+    def streams(self) -> Iterable[str]: ...
+
+    def read_into(self, targets: Mapping[str, torch.Tensor | TensorSource]) -> None:
+        """Fills tensors in place, each with the whole global tensor or the part that its source names."""
+        ...
+
+    def read_object(self, key: str) -> Any:
+        """Returns an object, unpickled with the allow list."""
+        ...
+
+    def open_stream(self, key: str) -> Iterator[memoryview]:
+        """Yields the bytes of a stream, checked, in buffers of at most a few MiB."""
+        ...
+
+    def below(self, name: str) -> StateReader:
+        """Returns a reader of what is under `name`, relative to this one; of all of it for ""."""
+        ...
+
+
+@runtime_checkable
 class StateProvider(Protocol):
-    """One kind of state, as tensors and objects under keys that are unique on this rank."""
+    """One kind of state: yields what a save stores, and takes back what a load finds.
 
-    def tensors(self) -> Tensors:
-        """Returns the tensors as they are at the time of the call."""
+    Its keys begin with its name, which its user chooses: the key in a tree of providers
+    (`{"model": ..., "data": MyProvider()}`), or its attribute `name` where providers are listed.
+    """
+
+    def entries(self) -> Iterable[Entry]:
+        """Yields the state as it is at the time of the call, under keys that are unique on this rank.
+
+        Called on the trainer's thread. An exception fails the save, on all ranks.
+        """
         ...
 
-    def objects(self) -> Iterable[ObjectSource]:
-        """Returns the objects as they are at the time of the call."""
+    def restore(self, reader: StateReader) -> None:
+        """Restores the state from a checkpoint. An exception fails the load, on all ranks."""
         ...
-
-
-class CompositeProvider:
-    """Several providers as one, in their order."""
-
-    def __init__(self, *providers: StateProvider) -> None:
-        self._providers = providers
-
-    def tensors(self) -> Tensors:
-        found = Tensors()
-        for provider in self._providers:
-            found.extend(provider.tensors())
-        return found
-
-    def objects(self) -> Iterator[ObjectSource]:
-        for provider in self._providers:
-            yield from provider.objects()

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.values import is_optimizer_map
-from megatron_datastates.providers.base import Mutability, Place, Tensors
-from megatron_datastates.providers.objects import PickledObject
+from megatron_datastates.providers.base import (
+    Entry,
+    Mutability,
+    Place,
+    StateProvider,
+    StateReader,
+    Tensors,
+)
+from megatron_datastates.providers.collect import collect, renamed
+from megatron_datastates.providers.objects import ObjectSource
 
 
 class Shard(NamedTuple):
@@ -36,7 +44,7 @@ class Shard(NamedTuple):
 def leaves(state: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yields (name, value) for each value of nested mappings; a name joins the keys that lead to it by dots.
 
-    An empty mapping is a value itself, and so are lists and tuples.
+    An empty mapping is a value itself, and so are lists, tuples and state providers.
 
     Raises:
         MismatchError: a key is neither a str nor an int.
@@ -83,8 +91,10 @@ def named_values(state: Mapping[Any, Any]) -> dict[str, Any]:
 class NamedState:
     """The tensors, shards and objects of nested mappings, under the names that `leaves` yields.
 
+    State providers among the values are not part of it; `tree_of` finds them.
+
     Args:
-        mutability: how long the tensors stay unchanged. Objects are always copied before the save returns.
+        mutability: how long the tensors stay unchanged. Objects may always change at once.
     """
 
     def __init__(self, state: Mapping[Any, Any], mutability: Mutability = Mutability.NOW) -> None:
@@ -93,9 +103,16 @@ class NamedState:
 
     @functools.cached_property
     def _values(self) -> dict[str, Any]:
-        return named_values(self._state)  # here, not in __init__: an error then fails the save on all ranks
+        values = named_values(self._state)  # here, not in __init__: an error then fails the save on all ranks
+        return {name: value for name, value in values.items() if not isinstance(value, StateProvider)}
 
-    def tensors(self) -> Tensors:
+    def entries(self) -> Iterator[Tensors | ObjectSource]:
+        yield self._tensors()
+        for name, value in self._values.items():
+            if not isinstance(value, Shard | torch.Tensor):
+                yield ObjectSource(name, value, Mutability.NOW)
+
+    def _tensors(self) -> Tensors:
         found = Tensors()
         for name, value in self._values.items():
             if isinstance(value, Shard):
@@ -104,7 +121,55 @@ class NamedState:
                 found.add(name, value, self._mutability)
         return found
 
-    def objects(self) -> Iterator[PickledObject]:
-        for name, value in self._values.items():
-            if not isinstance(value, Shard | torch.Tensor):
-                yield PickledObject(name, value, Mutability.NOW)
+    def restore(self, reader: StateReader) -> None:
+        """Fills the tensors in place, and puts stored objects in the place of those in the mappings."""
+        reader.read_into({source.key: source for source in self._tensors().sources()})
+        _replace_objects(self._state, reader.read_object)
+
+
+def _replace_objects(state: Mapping[Any, Any], read: Callable[[str], Any], prefix: str = "") -> None:
+    for key, value in state.items():
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping) and value:
+            _replace_objects(value, read, name)
+        elif not isinstance(value, Shard | torch.Tensor | StateProvider):
+            if not isinstance(state, MutableMapping):
+                raise MismatchError(f"the object {name!r} cannot be restored: its mapping cannot be changed")
+            state[key] = read(name)
+
+
+class Tree:
+    """Nested mappings, with the state providers among their values, as one provider.
+
+    Args:
+        mutability: how long the tensors that are values stay unchanged.
+    """
+
+    def __init__(self, state: Mapping[Any, Any], mutability: Mutability = Mutability.NOW) -> None:
+        self._state, self._mutability = state, mutability
+
+    def entries(self) -> Iterator[Entry]:
+        found = collect(tree_of(self._state, self._mutability))
+        yield found.tensors
+        for key, source in zip(found.tail_keys, found.tail, strict=True):
+            yield source if source.key == key else renamed(source, key)
+
+    def restore(self, reader: StateReader) -> None:
+        """Restores the values in place, and every state provider among them."""
+        for name, provider in tree_of(self._state, self._mutability).items():
+            provider.restore(reader.below(name))
+
+
+def tree_of(
+    state: Mapping[Any, Any] | StateProvider, mutability: Mutability = Mutability.NOW
+) -> dict[str, StateProvider]:
+    """Returns the state providers among the values of nested mappings, by name, after the rest of the values.
+
+    Raises:
+        MismatchError: as `named_values`.
+    """
+    if not isinstance(state, Mapping):
+        return {"": state}
+    found: dict[str, StateProvider] = {"": NamedState(state, mutability)}
+    found.update((name, value) for name, value in leaves(state) if isinstance(value, StateProvider))
+    return found

@@ -12,6 +12,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import logging
+import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +21,8 @@ import numpy as np
 import torch
 
 from megatron_datastates.errors import FormatError, UnsafeObjectError, UntrustedClassError
-from megatron_datastates.providers.base import Mutability
+from megatron_datastates.format.tail import Kind
+from megatron_datastates.providers.base import CopyBudget, Mutability, Write
 from megatron_datastates.providers.members import Member, find_members
 from megatron_datastates.providers.private import NotPlainError, private_copy
 from megatron_datastates.providers.rebuilding import ClassPlaceholder, StorageKind, StoragePlaceholder
@@ -27,6 +30,8 @@ from megatron_datastates.providers.unpickling import Unpickler
 
 logger = logging.getLogger(__name__)
 _PICKLE = "data.pkl"
+_BUFFER_BYTES = 64 << 10  # a larger write, as of a tensor, passes the buffer by
+_NOT_SAVED = "object {!r} was not saved, as no load would accept it"
 REMEDIES = (
     "Plain data of Python, numpy and torch is always accepted. For other classes: store a state_dict() of "
     "plain data instead; or trust the class with torch.serialization.add_safe_globals([...]) in the programs "
@@ -54,41 +59,92 @@ _MEGATRON_CLASSES = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PickledObject:
-    """An object that torch.save serializes."""
+class ObjectSource:
+    """A Python object, which torch.save serializes.
+
+    Tensors in it are passed on one by one; torch.save holds only the rest, a pickle, as a whole, and the host
+    copy of one device tensor at a time.
+
+    Attributes:
+        key: name of the object, relative to the provider's name.
+        value: plain data of Python, numpy and torch, or of classes that the user trusts.
+        mutability: how long `value` stays unchanged.
+    """
 
     key: str
     value: Any
-    mutability: Mutability
+    mutability: Mutability = Mutability.NOW
 
-    def snapshot(self) -> PickledObject | SerializedObject:
-        """Returns the object as it is now: a copy or, if it cannot be copied, its bytes."""
-        if self.mutability is Mutability.NEVER:
-            return self
+    kind = Kind.OBJECT
+
+    def snapshot(self, budget: CopyBudget) -> ObjectSource | None:
+        """Returns a copy; None if the object holds something that is not copied, or is too large."""
         try:
-            return PickledObject(self.key, private_copy(self.value), Mutability.NEVER)
+            return ObjectSource(self.key, private_copy(self.value, budget), Mutability.NEVER)
         except NotPlainError:
-            return SerializedObject(self.key, self.serialize())
+            return None
+
+    def write(self, write: Write) -> bytes:
+        """Passes on what torch.save writes, and returns its pickle. Raises what torch.save raises."""
+        with _Sink(write) as sink:  # once it is closed, a buffer that was not flushed writes nothing
+            # torch.save makes some forty small writes for each object; the buffer joins them in C.
+            buffer = io.BufferedWriter(sink, _BUFFER_BYTES)
+            torch.save(self.value, buffer, pickle_module=_RecordingPickle)
+            buffer.flush()
+        sink.raise_error()
+        return _RecordingPickle.take()
 
     def serialize(self) -> bytes:
         """Returns what torch.save writes. Raises what torch.save raises."""
         buffer = io.BytesIO()
-        torch.save(self.value, buffer)
+        self.write(buffer.write)
         return buffer.getvalue()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class SerializedObject:
-    """An object that is serialized already."""
+class _Sink(io.RawIOBase):
+    """The file that torch.save writes. An error is kept until the end: torch's writer must not see it."""
 
-    key: str
-    data: bytes
+    def __init__(self, write: Write) -> None:
+        self._write = write
+        self._error: BaseException | None = None
 
-    def snapshot(self) -> SerializedObject:
-        return self
+    def writable(self) -> bool:
+        return True
 
-    def serialize(self) -> bytes:
-        return self.data
+    def write(self, data: Any) -> int:
+        if self._error is None:
+            try:
+                return self._write(data)
+            except BaseException as error:
+                self._error = error
+        return len(data)
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+class _Pickler(pickle.Pickler):
+    """A Pickler that notes where the thread's last object was pickled to."""
+
+    last = threading.local()
+
+    def __init__(self, file: io.BytesIO, *args: Any, **kwargs: Any) -> None:
+        self.last.file = file
+        super().__init__(file, *args, **kwargs)
+
+
+class _RecordingPickle:
+    """The module `pickle` for torch.save, except that what was pickled can be had afterwards."""
+
+    __name__ = pickle.__name__
+    Pickler = _Pickler
+
+    @staticmethod
+    def take() -> bytes:
+        """Returns what this thread has pickled last."""
+        file: io.BytesIO = _Pickler.last.__dict__.pop("file")
+        return file.getvalue()
 
 
 def deserialize(data: bytes, key: str, *, trust: bool = False) -> Any:
@@ -135,12 +191,21 @@ def check_saved(data: bytes, key: str, *, trust: bool = False) -> None:
     """Checks that a load in this process would accept an object; makes no tensor and runs no code of users.
 
     Args:
+        data: all bytes that torch.save wrote.
         trust: log a warning instead of raising.
 
     Raises:
         UnsafeObjectError: a load would not accept it.
     """
-    _check(data, f"object {key!r} was not saved, as no load would accept it", trust)
+    _check(data, _NOT_SAVED.format(key), trust)
+
+
+def check_pickle(data: bytes, key: str, *, trust: bool = False) -> None:
+    """Checks an object as `check_saved` does, given only the pickle that `ObjectSource.write` returned.
+
+    Its storages are not looked at: torch.save has just written them.
+    """
+    _check_with(lambda: _execute_pickle(data), _NOT_SAVED.format(key), trust)
 
 
 def check_stored(data: bytes, key: str, *, trust: bool = False) -> None:
@@ -149,8 +214,12 @@ def check_stored(data: bytes, key: str, *, trust: bool = False) -> None:
 
 
 def _check(data: bytes, what: str, trust: bool, **how: Any) -> None:
+    _check_with(lambda: _unpickle(data, dry_run=True, **how), what, trust)
+
+
+def _check_with(execute: Callable[[], object], what: str, trust: bool) -> None:
     try:
-        _unpickle(data, dry_run=True, **how)
+        execute()
     except UnsafeObjectError as error:
         if not trust:
             raise _refusal(what, error) from error
@@ -225,8 +294,21 @@ class _Archive:
 
 def _unpickle(data: bytes, **how: Any) -> Any:
     """Returns the object. Raises UnsafeObjectError for damage of any kind, too."""
+    return _guarded(lambda: _Archive(data).execute(**how))
+
+
+def _execute_pickle(data: bytes) -> None:
+    def placeholder(kind: StorageKind, name: str, count: int) -> StoragePlaceholder:
+        dtype = kind.dtype or torch.uint8
+        return StoragePlaceholder(dtype, count * torch._utils._element_size(dtype))
+
+    _guarded(lambda: Unpickler(io.BytesIO(data), placeholder, dry_run=True).load())
+    torch._utils._validate_loaded_sparse_tensors()
+
+
+def _guarded(load: Callable[[], Any]) -> Any:
     try:
-        return _Archive(data).execute(**how)
+        return load()
     except UnsafeObjectError:
         raise
     except Exception as error:  # a damaged pickle may raise anything

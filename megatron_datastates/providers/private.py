@@ -15,6 +15,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from megatron_datastates.providers.base import CopyBudget
+
 
 class NotPlainError(Exception):
     """The data holds something that is not copied here."""
@@ -22,19 +24,34 @@ class NotPlainError(Exception):
 
 # These cannot be changed or, as classes and members of enumerations, are stored by name.
 _UNCHANGING = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type}
-_Memo = dict[int, Any]
 
 
-def private_copy(value: Any) -> Any:
+class _Memo(dict[int, Any]):
+    """The copies made so far, by the address of the original."""
+
+    def __init__(self, budget: CopyBudget | None) -> None:
+        self._budget = budget
+
+    def take(self, size: int) -> None:
+        """Raises NotPlainError if the budget has no `size` bytes left."""
+        if self._budget is not None and not self._budget.take(size):
+            raise NotPlainError(f"{size} bytes, more than may be copied")
+
+
+def private_copy(value: Any, budget: CopyBudget | None = None) -> Any:
     """Returns a copy that shares nothing mutable with `value` and serializes to an equal object.
 
     An object that `value` refers to twice is copied once, and the copy refers to it twice.
 
+    Args:
+        budget: what arrays, tensors and buffers are counted against; None for no limit.
+
     Raises:
-        NotPlainError: `value` holds something other than plain containers, scalars, arrays and host tensors.
+        NotPlainError: `value` holds something other than plain containers, scalars, arrays and host tensors,
+            or more bytes than the budget has left.
     """
     try:
-        return _copy(value, {})
+        return _copy(value, _Memo(budget))
     except RecursionError:
         raise NotPlainError("it is nested too deeply, or holds itself") from None
 
@@ -86,6 +103,7 @@ def _copy_namespace(value: argparse.Namespace, memo: _Memo) -> argparse.Namespac
 
 
 def _copy_bytearray(value: bytearray, memo: _Memo) -> bytearray:
+    memo.take(len(value))
     memo[id(value)] = copied = bytearray(value)
     return copied
 
@@ -93,6 +111,7 @@ def _copy_bytearray(value: bytearray, memo: _Memo) -> bytearray:
 def _copy_buffer(value: io.BytesIO, memo: _Memo) -> io.BytesIO:
     if value.closed or value.__dict__:
         raise NotPlainError("a closed BytesIO, or one with attributes")
+    memo.take(value.getbuffer().nbytes)
     memo[id(value)] = copied = io.BytesIO(value.getvalue())
     copied.seek(value.tell())
     return copied
@@ -101,6 +120,7 @@ def _copy_buffer(value: io.BytesIO, memo: _Memo) -> io.BytesIO:
 def _copy_array(value: np.ndarray, memo: _Memo) -> np.ndarray:
     if value.dtype.hasobject:
         raise NotPlainError("an array of objects")
+    memo.take(value.nbytes)
     memo[id(value)] = copied = value.copy(order="K")
     return copied
 
@@ -114,6 +134,7 @@ def _copy_tensor(value: torch.Tensor, memo: _Memo) -> torch.Tensor:
         raise NotPlainError("two tensors that share memory")
     if address:
         memo[address] = None  # cannot be the id of an object: none lies in a storage
+    memo.take(value.numel() * value.element_size())
     memo[id(value)] = copied = value.clone()
     return copied
 

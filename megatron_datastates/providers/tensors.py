@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from megatron_datastates.providers.base import Mutability, ObjectSource, Tensors
+from megatron_datastates.providers.base import Mutability, StateReader, Tensors
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -19,11 +21,12 @@ class TensorProvider:
         self._tensors = tensors
         self._mutability = mutability
 
-    def tensors(self) -> Tensors:
+    def entries(self) -> Iterator[Tensors]:
         count = len(self._tensors)
-        return Tensors(
+        yield Tensors(
             list(self._tensors), list(self._tensors.values()), [self._mutability] * count, [None] * count
         )
 
-    def objects(self) -> tuple[ObjectSource, ...]:
-        return ()
+    def restore(self, reader: StateReader) -> None:
+        """Fills the tensors in place."""
+        reader.read_into(self._tensors)

@@ -80,7 +80,7 @@ def no_manifest(checkpoint: Path) -> str:
 def later_format(checkpoint: Path) -> str:
     path = checkpoint / "datastates.manifest"
     manifest = Manifest.decode(path.read_bytes(), "it")
-    path.write_bytes(Manifest(**manifest_fields(manifest) | {"format_version": 2}).encode())
+    path.write_bytes(Manifest(**manifest_fields(manifest) | {"format_version": 3}).encode())
     return "later release"
 
 

@@ -3,7 +3,8 @@
     .venv/bin/python -m tests.golden.make_golden NEW_DIRECTORY
     .venv/bin/python -m tests.golden.make_golden CHECKPOINT INDEX.json
 
-The files under tests/golden/format-N are never made again: they stand for files that users have.
+The files under tests/golden/format-N are never made again: they stand for files that users have. This makes
+those of format 2; those of format 1 were made by an earlier version of it.
 
 The index of format 1 changed its form before the first release. The checkpoints of Megatron's releases
 (tests/golden/megatron-*) were not saved again: the second command replaced their index, the layout digests in
@@ -15,6 +16,8 @@ their footers, and their manifest. INDEX.json has the contents of their old inde
 one-rank   written by the saver: every dtype, a scalar, an empty tensor, objects, block checksums
 two-ranks  made by hand: tensors in fragments over two files, one of them without checksums, and
            compatible features that no release knows
+tails      made by hand (format 2): encoded tensors, streams and objects with every codec, in two files of one
+           rank, of which one is an earlier save's; providers
 """
 
 from __future__ import annotations
@@ -32,22 +35,20 @@ import msgspec
 import torch
 
 from megatron_datastates.config import MIB, Options
+from megatron_datastates.format.codecs import NONE, PLANES, ZSTD
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.index import Index, build_index, index_entry
-from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.manifest import Manifest, ProviderEntry
+from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import DTYPES, MANIFEST_NAME, Extent, Fragment, SaveId
 from megatron_datastates.pipeline.publication import Outcome, PublicationExtras
 from megatron_datastates.pipeline.saver import Saver, SaveSession
-from megatron_datastates.providers.base import (
-    CompositeProvider,
-    Mutability,
-    ObjectSource,
-    StateProvider,
-    Tensors,
-)
-from megatron_datastates.providers.objects import PickledObject
+from megatron_datastates.providers.base import Mutability, StateProvider, StateReader
+from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.tensors import TensorProvider
 from tests.unit.by_hand import Part, write_checkpoint
+from tests.unit.encoded import PartBuilder, write_one_rank
+from tests.unit.states import Chained
 
 RUN_ID = 0x0011223344556677
 OPTIONS = Options(staging_memory=8 * MIB, slot_size=MIB)
@@ -80,11 +81,11 @@ class Objects:
     def __init__(self, objects: list[ObjectSource]) -> None:
         self._objects = objects
 
-    def tensors(self) -> Tensors:
-        return Tensors()
-
-    def objects(self) -> list[ObjectSource]:
+    def entries(self) -> list[ObjectSource]:
         return self._objects
+
+    def restore(self, reader: StateReader) -> None:
+        raise NotImplementedError
 
 
 def one_rank_state(objects: list[ObjectSource]) -> StateProvider:
@@ -92,7 +93,7 @@ def one_rank_state(objects: list[ObjectSource]) -> StateProvider:
     lazy = {key: tensor(key) for key in SHAPES if "float" in key}
     eager = {key: tensor(key) for key in SHAPES if "float" not in key}
     tensors = (TensorProvider(lazy, Mutability.AT_FENCE), TensorProvider(eager, Mutability.NOW))
-    return CompositeProvider(*tensors, Objects(objects))
+    return Chained(*tensors, Objects(objects))
 
 
 def save_one_rank(directory: Path, objects: list[ObjectSource]) -> None:
@@ -137,12 +138,34 @@ def make_two_ranks(directory: Path) -> None:
     parts = [Part(pieces=[(at, piece_bytes(p)) for file, at, p in PIECES if file == rank]) for rank in (0, 1)]
     parts[0].checksums = False
     parts[1].data_bytes = 12288
-    data = PickledObject("object", {"rank": 1}, Mutability.NOW).serialize()
+    data = ObjectSource("object", {"rank": 1}, Mutability.NOW).serialize()
     parts[1].objects = {"object": (8192, data)}
     unknown = {"compatible": 1 << 30}
     parts[1].footer = unknown
     index = two_ranks_index({"object": 1})
     write_checkpoint(directory, parts, index, SaveId(2**64 - 1, 7), iteration=None, **unknown)
+
+
+# -- tails ------------------------------------------------------------------------------------------------
+
+GRID = torch.arange(600_000, dtype=torch.int64).reshape(600, 1000) // 1000  # 4.6 MiB that compress well
+STREAM = b"".join(b"%d\n" % (n // 1000) for n in range(400_000))
+EARLIER = SaveId(RUN_ID, 1)
+PROVIDERS = [
+    ProviderEntry("", "MegatronState"),
+    ProviderEntry("grid", "Compressed(NamedState)", {"cast_from": "float64"}),
+]
+
+
+def make_tails(directory: Path) -> None:
+    one, two = PartBuilder(0), PartBuilder(1)
+    one.add_fragment("grid", GRID, slice(0, 400), PLANES)
+    one.add(Kind.STREAM, "stream", STREAM, ZSTD)
+    one.add(Kind.OBJECT, "object", ObjectSource("object", [7] * 9000, Mutability.NOW).serialize(), PLANES, 4)
+    two.add(Kind.STREAM, "plain", b"plain", NONE)
+    two.add_fragment("grid", GRID, slice(400, None), ZSTD)
+    two.add_fragment("small", GRID[:2, :3], slice(0, None), PLANES)
+    write_one_rank(directory, [one, two], [(0, SaveId(RUN_ID, 2)), (12, EARLIER)], providers=PROVIDERS)
 
 
 def replace_index(directory: Path, index: Index) -> None:
@@ -178,8 +201,9 @@ def main() -> None:
     if len(sys.argv) > 2:
         return replace_index(target, read_index(Path(sys.argv[2])))
     target.mkdir()
-    save_one_rank(target / "one-rank", [PickledObject(k, v, Mutability.NOW) for k, v in OBJECTS.items()])
+    save_one_rank(target / "one-rank", [ObjectSource(k, v, Mutability.NOW) for k, v in OBJECTS.items()])
     make_two_ranks(target / "two-ranks")
+    make_tails(target / "tails")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from megatron_datastates.pipeline.plans import locate, plan_state
 from megatron_datastates.pipeline.save import RankSave, SaveContext
 from megatron_datastates.providers import base
 from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.collect import Collected
 
 Tensors = dict[str, torch.Tensor]
 _ORDINALS = itertools.count(1)
@@ -43,7 +44,7 @@ class DeviceSave:
         self.layout = plan.layout
         self.save = RankSave(SaveContext(self._save_id, folder, 0, 1), fence_deadline)
         begin = time.perf_counter()
-        self.save.start(engine, plan, locate(state), [])
+        self.save.start(engine, plan, locate(state), Collected(state))
         self.start_seconds = time.perf_counter() - begin
 
     def fence(self) -> None:

@@ -7,7 +7,7 @@ import zipfile
 from typing import Any
 
 from megatron_datastates.providers.base import Mutability
-from megatron_datastates.providers.objects import PickledObject
+from megatron_datastates.providers.objects import ObjectSource
 
 # A numpy dtype with fields of several kinds.
 STRUCTURED = [
@@ -19,7 +19,7 @@ STRUCTURED = [
 
 def stored(value: Any) -> bytes:
     """Returns the bytes that a save stores."""
-    return PickledObject("key", value, Mutability.NEVER).serialize()
+    return ObjectSource("key", value, Mutability.NEVER).serialize()
 
 
 def archive(pickled: bytes, compression: int = zipfile.ZIP_STORED, **members: bytes) -> bytes:

@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
+from megatron_datastates.format.codecs import FRAME_BYTES, NONE, PLANES, ZSTD
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import HEADER_BYTES, Header
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
-from megatron_datastates.format.values import ALIGNMENT, BLOCK_BYTES, Extent, SaveId
+from megatron_datastates.format.tail import Kind, TailEntry, object_entries
+from megatron_datastates.format.values import ALIGNMENT, BLOCK_BYTES, FORMAT_VERSION, Extent, SaveId
 from tests.unit.by_hand import SAVE
 
 REFUSED = (FormatError, UnsupportedFormatError)
@@ -36,23 +38,28 @@ class Codec:
 
     @property
     def data(self) -> bytes:
-        return self.with_features(1, 0, 0)
+        return self.with_features(FORMAT_VERSION, 0, 0)
 
 
-def header(version: int = 1, incompatible: int = 0, compatible: int = 0) -> Header:
-    return Header(SAVE, 3, 8, incompatible, compatible, version)
+def header(version: int = FORMAT_VERSION, incompatible: int = 0, compatible: int = 0) -> Header:
+    return Header(SAVE, 3, 8, incompatible, compatible, version, 5 if version > 1 else 0)
 
 
-def footer(version: int = 1, incompatible: int = 0, compatible: int = 0) -> Footer:
-    objects = {"common/shard_0_1": Extent(0, 8192, 100), "é": Extent(0, 12288, 0)}
+def footer(version: int = FORMAT_VERSION, incompatible: int = 0, compatible: int = 0) -> Footer:
+    entries = object_entries({"common/shard_0_1": Extent(0, 8192, 100), "é": Extent(0, 12288, 0)})
+    if version > 1:
+        entries += [
+            TailEntry(Kind.STREAM, "é", 12288, 70, FRAME_BYTES + 40, ZSTD, 0, (30, 40), b"s" * 32),
+            TailEntry(Kind.FRAGMENT, "", 12352, 64, 64, PLANES, 2, (64,)),
+        ]
     checksums = bytes(range(8))
     return Footer(
-        SAVE, 3, 8, BLOCK_BYTES + ALIGNMENT, b"0123456789abcdef", objects, checksums,
-        incompatible, compatible, version
+        SAVE, 3, 8, BLOCK_BYTES + ALIGNMENT, b"0123456789abcdef", entries, checksums,
+        incompatible, compatible, version, 5 if version > 1 else 0
     )  # fmt: skip
 
 
-def manifest(version: int = 1, incompatible: int = 0, compatible: int = 0) -> Manifest:
+def manifest(version: int = FORMAT_VERSION, incompatible: int = 0, compatible: int = 0) -> Manifest:
     return Manifest(
         run_id="0123456789abcdef",
         ordinal=3,
@@ -124,9 +131,16 @@ def test_other_bytes_after_the_magic_are_refused(codec, data):
 
 
 @over_codecs
-@pytest.mark.parametrize("version", [2, 0, 9])
+def test_format_1_is_decoded(codec):
+    value = codec.decode(codec.with_features(1, 0, 0))
+    assert value.format_version == 1
+    assert type(value).encode(value) == codec.with_features(1, 0, 0)
+
+
+@over_codecs
+@pytest.mark.parametrize("version", [3, 0, 9])
 def test_another_format_version_is_refused_and_says_to_update(codec, version):
-    with pytest.raises(UnsupportedFormatError, match=f"format {version}.*reads format 1.*update"):
+    with pytest.raises(UnsupportedFormatError, match=f"format {version}.*reads formats 1 and 2.*update"):
         codec.decode(codec.with_features(version, 0, 0))
 
 
@@ -134,26 +148,26 @@ def test_another_format_version_is_refused_and_says_to_update(codec, version):
 @pytest.mark.parametrize("bits", [1, 1 << 31, 6])
 def test_unknown_incompatible_features_are_refused_and_named(codec, bits):
     with pytest.raises(UnsupportedFormatError, match=rf"features {bits:#x};.*update"):
-        codec.decode(codec.with_features(1, bits, 0))
+        codec.decode(codec.with_features(FORMAT_VERSION, bits, 0))
 
 
 @over_codecs
 @pytest.mark.parametrize("bits", [1, 1 << 31, 6])
 def test_unknown_compatible_features_are_ignored(codec, bits):
-    decoded = codec.decode(codec.with_features(1, 0, bits))
+    decoded = codec.decode(codec.with_features(FORMAT_VERSION, 0, bits))
     assert decoded.compatible == bits
-    assert type(codec.value).encode(decoded) == codec.with_features(1, 0, bits)
+    assert type(codec.value).encode(decoded) == codec.with_features(FORMAT_VERSION, 0, bits)
 
 
 @over_codecs
 def test_an_error_names_the_file(codec):
     decode = type(codec.value).decode
-    for data in (b"", codec.data[:-1], codec.with_features(2, 0, 0)):
+    for data in (b"", codec.data[:-1], codec.with_features(3, 0, 0)):
         with pytest.raises(REFUSED, match="the/file"):
             decode(data, "the/file")
 
 
-@given(st.builds(Header, SAVE_IDS, WORD, WORD, st.just(0), WORD))
+@given(st.builds(Header, SAVE_IDS, WORD, WORD, st.just(0), WORD, group=WORD))
 def test_headers_round_trip(header):
     data = header.encode()
     assert len(data) == HEADER_BYTES
@@ -161,16 +175,30 @@ def test_headers_round_trip(header):
 
 
 @st.composite
+def entries_within(draw, data_bytes):
+    """Entries of every kind and codec, with an unknown codec too."""
+    kind, codec = draw(st.sampled_from(Kind)), draw(st.sampled_from([NONE, ZSTD, PLANES, 200]))
+    offset = draw(st.integers(ALIGNMENT, data_bytes))
+    stored, frames = draw(st.integers(0, min(data_bytes - offset, FRAME_BYTES))), ()
+    logical = stored
+    if codec != NONE and stored > 1:
+        frames = (1, stored - 1)
+        logical = FRAME_BYTES + draw(st.integers(stored - 1, FRAME_BYTES))
+    name = "" if kind == Kind.FRAGMENT else draw(st.text(min_size=1, max_size=20))
+    sha256, item_bytes = draw(st.binary(min_size=32, max_size=32)), draw(st.integers(1, 2**16 - 1))
+    codec = codec if frames else NONE
+    return TailEntry(kind, name, offset, stored, logical, codec, item_bytes, frames, sha256)
+
+
+@st.composite
 def footers(draw):
     data_bytes = ALIGNMENT * draw(st.integers(1, 2000))
-    extents = st.integers(ALIGNMENT, data_bytes).flatmap(
-        lambda offset: st.builds(Extent, st.just(0), st.just(offset), st.integers(0, data_bytes - offset))
-    )
-    objects = draw(st.dictionaries(st.text(max_size=20), extents, max_size=5))
+    entries = draw(st.lists(entries_within(data_bytes), max_size=5, unique_by=lambda e: (e.kind, e.name)))
     count = draw(st.sampled_from([0, -(-data_bytes // BLOCK_BYTES)]))
     checksums = draw(st.binary(min_size=4 * count, max_size=4 * count))
     digest = draw(st.binary(min_size=16, max_size=16))
-    return Footer(draw(SAVE_IDS), draw(WORD), draw(WORD), data_bytes, digest, objects, checksums)
+    group = draw(WORD)
+    return Footer(draw(SAVE_IDS), draw(WORD), draw(WORD), data_bytes, digest, entries, checksums, group=group)
 
 
 @given(footers())
@@ -178,7 +206,9 @@ def test_footers_round_trip(footer):
     data = footer.encode()
     decoded = Footer.decode(data, "it")
     assert decoded == footer
-    assert list(decoded.objects) == list(footer.objects)
+    assert [*decoded.objects.values(), *decoded.streams.values(), *decoded.fragments] == sorted(
+        footer.entries, key=lambda entry: entry.kind
+    )
     assert len(data) % ALIGNMENT == 0
     assert decode_trailer(data[-TRAILER_BYTES:], "it") == (footer.data_bytes, len(data), decoded.crc)
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.convert import job, limits
 from megatron_datastates.convert.job import no_progress
@@ -28,16 +29,16 @@ from megatron_datastates.errors import FormatError
 from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
-from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.presence import other_file_entry
+from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.verify import verify
-from megatron_datastates.providers.base import Mutability, Place, Tensors
-from megatron_datastates.providers.objects import PickledObject, check_stored
+from megatron_datastates.providers.base import Mutability, Place, StateReader, TensorSource
+from megatron_datastates.providers.objects import ObjectSource, check_stored
 from tests.unit.converting import contents, convert_to, dcp_state, save_with_dcp
 from tests.unit.ranks_in_turn import RanksInTurn
-from tests.unit.states import bits, data_files, new_saver, random_tensor, save
+from tests.unit.states import SMALL, bits, data_files, random_tensor, save
 
-COMMON = PickledObject("", {"iteration": 1}, Mutability.NEVER).serialize()
+COMMON = ObjectSource("", {"iteration": 1}, Mutability.NEVER).serialize()
 
 
 def test_a_checkpoint_of_dcp_is_read_bit_for_bit(by_dcp: Path) -> None:
@@ -59,7 +60,7 @@ def test_a_conversion_there_and_back_changes_nothing(by_dcp: Path, tmp_path: Pat
     assert contents(ours) == contents(back) == contents(open_source(by_dcp))
     verdict = verify(tmp_path / "ours")
     assert verdict.good and verdict.unchecked_files == 0, verdict.faults
-    assert Checkpoint.open(tmp_path / "ours").manifest.iteration == 12
+    assert ds.open(tmp_path / "ours").manifest.iteration == 12
 
 
 def test_dcp_loads_a_checkpoint_converted_to_torch_dist(by_dcp: Path, tmp_path: Path) -> None:
@@ -102,10 +103,10 @@ def test_an_object_larger_than_a_window_is_written_whole_and_gaps_are_zero(
     assert made.read_object("object") == open_source(tmp_path / "source").read_object("object")
     (file,) = data_files(tmp_path / "made")
     rest = bytearray(file.read_bytes())
-    for entry in Checkpoint.open(tmp_path / "made").index.tensors.values():
+    for entry in ds.open(tmp_path / "made").index.tensors.values():
         for at, size in zip(entry.file_offsets.tolist(), entry.file_bytes.tolist(), strict=True):
             rest[at : at + size] = bytes(size)
-    footer = Checkpoint.open(tmp_path / "made").footer(0)
+    footer = ds.open(tmp_path / "made").footer(0)
     objects = min(extent.offset for extent in footer.objects.values())
     assert not any(rest[HEADER_BYTES:objects])
 
@@ -134,7 +135,7 @@ def test_other_files_and_megatrons_metadata_are_copied(by_dcp: Path, tmp_path: P
     (source / "integrity.json").write_text("{}")  # hashes of files that are not there any more
     (source / "metadata.json").write_text('{"sharded_backend": "torch_dist", "common_backend": "torch"}')
     convert_to(source, tmp_path / "ours")
-    assert Checkpoint.open(tmp_path / "ours").read_other("common.pt") == COMMON
+    assert ds.open(tmp_path / "ours").read_other("common.pt") == COMMON
     convert_to(tmp_path / "ours", tmp_path / "back", verify=True)
     for directory, name in (("ours", "datastates"), ("back", "torch_dist")):
         made = tmp_path / directory
@@ -148,15 +149,15 @@ def test_other_files_and_megatrons_metadata_are_copied(by_dcp: Path, tmp_path: P
 MAP_KEY = f"optimizer.{OPTIMIZER_MAP_NAME}/shard_0_1"
 
 
-def with_a_map(directory: Path, value: Any = "a map") -> dict[str, Any]:
-    saver = new_saver()
+def with_a_map(saver: Saver, directory: Path, value: Any = "a map") -> dict[str, Any]:
     save(saver, directory, {"a": torch.ones(3)}, {MAP_KEY: [value], "other/shard_0_1": [2]})
-    saver.close()
     return contents(open_source(directory))
 
 
-def test_the_optimizer_map_survives_torch_dist_where_dcp_does_not_see_it(tmp_path: Path) -> None:
-    before = with_a_map(tmp_path / "ours")
+def test_the_optimizer_map_survives_torch_dist_where_dcp_does_not_see_it(
+    saver: Saver, tmp_path: Path
+) -> None:
+    before = with_a_map(saver, tmp_path / "ours")
     there = convert_to(tmp_path / "ours", tmp_path / "there", verify=True)
     back = convert_to(tmp_path / "there", tmp_path / "back", verify=True)
     assert contents(there) == contents(back) == before and f"object {MAP_KEY}" in before
@@ -165,8 +166,8 @@ def test_the_optimizer_map_survives_torch_dist_where_dcp_does_not_see_it(tmp_pat
     assert not (tmp_path / "back" / OPTIMIZER_MAPS_NAME).exists()
 
 
-def test_another_checkpoint_in_the_directory_has_no_maps(tmp_path: Path) -> None:
-    with_a_map(tmp_path / "ours")
+def test_another_checkpoint_in_the_directory_has_no_maps(saver: Saver, tmp_path: Path) -> None:
+    with_a_map(saver, tmp_path / "ours")
     convert_to(tmp_path / "ours", tmp_path / "there")
     save_with_dcp(tmp_path / "there", {"a": torch.zeros(3)}, overwrite=True)
     assert list(open_source(tmp_path / "there").objects) == []
@@ -183,8 +184,8 @@ def test_another_checkpoint_in_the_directory_has_no_maps(tmp_path: Path) -> None
         '{"index_sha256": "SHA", "maps": {"other": "YQ=="}}',
     ],
 )
-def test_a_damaged_file_of_maps_is_refused(damaged: str, tmp_path: Path) -> None:
-    with_a_map(tmp_path / "ours")
+def test_a_damaged_file_of_maps_is_refused(damaged: str, saver: Saver, tmp_path: Path) -> None:
+    with_a_map(saver, tmp_path / "ours")
     convert_to(tmp_path / "ours", tmp_path / "there")
     digest = hashlib.sha256((tmp_path / "there" / ".metadata").read_bytes()).hexdigest()
     (tmp_path / "there" / OPTIMIZER_MAPS_NAME).write_text(damaged.replace("SHA", digest))
@@ -212,15 +213,13 @@ class Shards:
     def __init__(self, *boxes: tuple[tuple[int, int], tuple[int, int]]) -> None:
         self.boxes = boxes
 
-    def tensors(self) -> Tensors:
-        tensors = Tensors()
+    def entries(self) -> Iterator[TensorSource]:
         for offset, shape in self.boxes:
             data = torch.full(shape, 1.0 + offset[0])
-            tensors.add("w", data, Mutability.NOW, Place((6, 4), offset, shape))
-        return tensors
+            yield TensorSource("w", data, Mutability.NOW, Place((6, 4), offset, shape))
 
-    def objects(self) -> Iterator[Any]:
-        return iter(())
+    def restore(self, reader: StateReader) -> None:
+        raise NotImplementedError
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 0, 1)])
@@ -258,9 +257,7 @@ def test_files_of_the_other_format_beside_a_source_are_not_copied(tmp_path: Path
 
 def test_files_of_another_format_named_in_a_manifest_are_not_copied(tmp_path: Path) -> None:
     """They would overwrite what was just written."""
-    saver = new_saver()
-    save(saver, tmp_path / "ours", {"a": torch.ones(3)}, {})
-    saver.close()
+    ds.save({"a": torch.ones(3)}, tmp_path / "ours", **SMALL)
     source = open_source(tmp_path / "ours")
     assert isinstance(source, DataStatesSource)
     for name in ("__0_0.distcp", ".metadata", "metadata.json", "common.pt"):

@@ -13,7 +13,17 @@ import pytest
 
 import megatron_datastates.format as package
 from megatron_datastates.engine.native import crc32c
-from megatron_datastates.format import footer, header, index, manifest, optimizer_map, tables, values
+from megatron_datastates.format import (
+    codecs,
+    footer,
+    header,
+    index,
+    manifest,
+    optimizer_map,
+    tables,
+    tail,
+    values,
+)
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS, KNOWN_INCOMPATIBLE
 
 TEXT = (Path(package.__file__).parent / "FORMAT.md").read_text()
@@ -41,11 +51,19 @@ def fields_of(packing: struct.Struct | np.dtype) -> list[tuple[int, int, str]]:
     return found
 
 
-KINDS = {"s": "bytes", "V": "bytes", "H": "u16", "I": "u32", "Q": "u64", "L": "u64"}  # numpy calls u64 L
+KINDS = {
+    "s": "bytes",
+    "V": "bytes",
+    "B": "u8",
+    "H": "u16",
+    "I": "u32",
+    "Q": "u64",
+    "L": "u64",
+}  # numpy calls u64 L
 PACKINGS = {
     "Header": header._FIELDS,
     "Footer": footer._FIELDS,
-    "Object in a footer": footer._OBJECT,
+    "Entry of the tail": tail._ENTRY,
     "Trailer": footer._TRAILER,
     "Index header": tables._HEADER,
     "Key table": tables.KEY,
@@ -79,12 +97,22 @@ def test_dtype_codes_are_what_the_code_uses():
 
 
 def test_constants_agree_with_the_code():
-    for name, value, _ in rows_under("Format 1"):
-        assert getattr(values, name.strip("`")) == int(value)
+    for name, value, _ in rows_under("Format 2"):
+        module = codecs if name == "`FRAME_BYTES`" else values
+        assert getattr(module, name.strip("`")) == int(value)
     assert header.HEADER_BYTES == 4096
     assert footer.TRAILER_BYTES == 36
     assert footer.BLOCK_BYTES == 1 << 20
     assert TEXT.startswith(f"# Format {values.FORMAT_VERSION}\n")
+
+
+def test_codecs_and_kinds_are_those_of_the_code():
+    documented = {int(code): (name, uses == "yes") for code, name, uses in rows_under("Codecs")}
+    assert documented == {code: (codec.name, codec.uses_items) for code, codec in codecs.CODECS.items()}
+    assert [kind.value for kind in tail.Kind] == [1, 2, 3]
+    assert "kind: 1 object, 2 stream, 3 encoded fragment" in TEXT
+    assert tables.ENCODED == 1 << 0
+    assert "flags: bit 0 encoded" in TEXT
 
 
 def test_checksums_are_those_of_the_code():
@@ -95,7 +123,8 @@ def test_checksums_are_those_of_the_code():
 def test_fields_of_the_manifest_agree_with_the_code():
     documented = [row[0].strip("`") for row in rows_under("Manifest")]
     assert documented == list(manifest.Manifest.__struct_fields__)
-    for struct_type in (manifest.IndexEntry, manifest.FileEntry, manifest.OtherFile):
+    kinds = (manifest.IndexEntry, manifest.FileEntry, manifest.OtherFile, manifest.ProviderEntry)
+    for struct_type in kinds:
         pattern = rf"^\| `{struct_type.__name__}` \| `(\w+)` \|"
         assert re.findall(pattern, TEXT, re.MULTILINE) == list(struct_type.__struct_fields__)
 
@@ -137,8 +166,12 @@ def test_names_in_the_directory_have_the_documented_forms():
     save = values.SaveId(0x123, 45)
     assert names[0] == values.MANIFEST_NAME
     assert re.fullmatch("index-[0-9a-f]{32}", index.index_entry(index.build_index([], {}).encode()).name)
-    examples = {"data-K-R-N.bin": "data-00007-0000000000000123-45.bin"}
+    examples = {
+        "data-K-R-N.bin": "data-00007-0000000000000123-45.bin",
+        "data-K.G-R-N.bin": "data-00007.9-0000000000000123-45.bin",
+    }
     assert save.data_file_name(7) == examples[names[2]]
+    assert save.data_file_name(7, 9) == examples[names[3]]
 
 
 def test_limits_agree_with_the_code():

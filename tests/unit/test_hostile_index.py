@@ -34,10 +34,10 @@ def crafted(
     row: dict[str, int] = {},  # noqa: B006
     rows: int = 1,
     shapes: list[int] | None = None,
-    objects: list[tuple[int, int]] = [],  # noqa: B006
+    objects: list[tuple[int, ...]] = [],  # noqa: B006
     names: bytes | None = None,
     counts: tuple[int, ...] | None = None,
-    version: int = 1,
+    version: int = 2,
     features: tuple[int, int] = (0, 0),
     files: int = 2,
 ) -> bytes:
@@ -45,17 +45,20 @@ def crafted(
 
     Args:
         row: fields of the key table's row, which is there `rows` times.
+        objects: bytes of the name, data file and kind (default: an object).
     """
     section = section_of(columns) if stored is None else stored
-    fields = {"name": 1, "dtype": 5, "ndim": 2, "fragments": len(columns[0]), "stored": len(section)} | row
+    fields = {"name": 1, "dtype": 5, "ndim": 2, "flags": 0}
+    fields |= {"fragments": len(columns[0]), "stored": len(section)} | row
     digest = hashlib.sha256(section).digest()[:16]
-    keys = struct.pack("<IHHQQ", *fields.values()) + digest
+    keys = struct.pack("<IHBBQQ", *fields.values()) + digest
     shapes = [4, 2] * rows if shapes is None else shapes
     names = b"w" * rows if names is None else names
     found = (rows, len(shapes), len(objects), len(names))
     head = struct.pack("<8sIIIIQQQQ", b"DSINDEX\x01", version, *features, files, *(counts or found))
     tables = [head, keys * rows, struct.pack(f"<{len(shapes)}q", *shapes)]
-    tables += [struct.pack("<II", *item) for item in objects]
+    objects = [item if version == 1 else (*item, 1)[:3] for item in objects]
+    tables += [struct.pack(f"<{len(item)}I", *item) for item in objects]
     directory = b"".join([*tables, names])
     return directory + bytes(-len(directory) % 8) + section * rows
 
@@ -65,7 +68,8 @@ def touch(data: bytes) -> None:
     index = Index.decode(data, "it", FILES)
     for key, entry in index.tensors.items():
         index.describe(key)
-        list(entry.fragments(key))
+        if not entry.encoded:
+            list(entry.fragments(key))
 
 
 def steps_of(columns: list[list[int]]) -> bytes:
@@ -74,14 +78,42 @@ def steps_of(columns: list[list[int]]) -> bytes:
     return zlib.compress(section_of(steps))
 
 
-def test_an_index_made_as_the_document_says_is_read():
-    data = crafted(objects=[(2, 1)], names=b"wab")
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_index_made_as_the_document_says_is_read(version):
+    data = crafted(objects=[(2, 1)], names=b"wab", version=version)
     index = Index.decode(data, "it", FILES)
     first, second = index.tensor("w").fragments("w")
     assert first == (fragment("w", [4, 2], [0, 0], [2, 2]), Extent(0, 4096, 4))
     assert second == (fragment("w", [4, 2], [2, 0], [2, 2]), Extent(1, 4096, 4))
     assert index.objects == {"ab": 1}
-    assert Index(dict(index.tensors), index.objects).encode() == data
+    assert Index(dict(index.tensors), index.objects).encode(version=version) == data
+
+
+def test_streams_and_encoded_tensors_made_as_the_document_says_are_read():
+    numbers = [*COLUMNS[:-1], [0, 2**32 - 1]]
+    data = crafted(numbers, row={"flags": 1}, objects=[(2, 1), (1, 0, 2), (2, 0, 2)], names=b"wabaab")
+    index = Index.decode(data, "it", FILES)
+    entry = index.tensor("w")
+    assert entry.encoded
+    assert (entry.file_offsets.tolist(), entry.file_bytes.tolist()) == ([0, 2**32 - 1], [4, 4])
+    assert (index.objects, index.streams) == ({"ab": 1}, {"a": 0, "ab": 0})
+    assert Index(dict(index.tensors), index.objects, index.streams).encode() == data
+
+
+def test_an_entry_of_an_unknown_kind_and_a_tensor_with_unknown_flags_are_refused():
+    for kind in (0, 3, 2**32 - 1):
+        with pytest.raises(UnsupportedFormatError, match=f"kind {kind}, .*update"):
+            Index.decode(crafted(objects=[(1, 0, kind)], names=b"wa"), "it", FILES)
+    index = Index.decode(crafted(row={"flags": 2}), "it", FILES)
+    for ask in (index.tensor, index.describe):
+        with pytest.raises(UnsupportedFormatError, match=r"'w'.*flags 0x2.*update"):
+            ask("w")
+
+
+def test_more_dimensions_than_a_byte_can_count_are_refused_in_format_1():
+    for flags in (1, 255):
+        with pytest.raises(FormatError, match="dimensions"):
+            Index.decode(crafted(row={"flags": flags}, version=1), "it", FILES)
 
 
 def test_a_packed_section_made_as_the_document_says_is_read():
@@ -101,6 +133,9 @@ LIES = {
     "a name that is not UTF-8": {"names": b"\xff"},
     "a key twice": {"rows": 2},
     "an object twice": {"objects": [(1, 0)] * 2, "names": b"waa"},
+    "a stream twice": {"objects": [(1, 0, 2)] * 2, "names": b"waa"},
+    "a number of an entry past the last": {**geometry(5, 0, 2**32), "row": {"flags": 1}},
+    "an absurd number of an entry": {**geometry(5, 0, 2**64 - 1), "row": {"flags": 1}},
     "an object's name past the end": {"objects": [(2, 0)], "names": b"wa"},
     "an object in no file": {"objects": [(1, 2)], "names": b"wa"},
     "more data files than there are": {"files": FILES + 1},
@@ -219,7 +254,7 @@ def test_an_unknown_dtype_is_distinguished_from_damage(code):
 
 
 def test_a_later_version_and_unknown_incompatible_features_are_refused():
-    for lie in ({"version": 2}, {"features": (1, 0)}):
+    for lie in ({"version": 3}, {"version": 0}, {"features": (1, 0)}):
         with pytest.raises(UnsupportedFormatError, match="update"):
             touch(crafted(**lie))
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import Index
+from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import Fragment
 from megatron_datastates.pipeline.plans import plan_state
-from megatron_datastates.plan.layout import align_up, place_objects, plan_layout
+from megatron_datastates.plan.layout import TailItem, align_up, place_objects, plan_layout
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
 from tests.unit.by_hand import fragment
@@ -23,13 +24,17 @@ SIZES = st.one_of(st.integers(0, 200), st.sampled_from([MIB - 1, MIB, MIB + 1, 3
 STATES = st.lists(st.tuples(SIZES, st.booleans()), max_size=12)
 
 
+def items(keys):
+    return [TailItem(Kind.OBJECT, key) for key in keys]
+
+
 def plan(state: list[tuple[int, bool]], objects: tuple[str, ...] = ()):
     fragments = [fragment(f"t{i}", [size], [0], [size]) for i, (size, _) in enumerate(state)]
-    return plan_layout(fragments, [eager for _, eager in state], objects)
+    return plan_layout(fragments, [eager for _, eager in state], items(objects))
 
 
 def in_file_order(state, layout):
-    """(offset, bytes, eager, position) of every fragment, as the file has them."""
+    """Returns (offset, bytes, eager, position) of every fragment, in the order of the file."""
     return [(offset, *state[i], i) for offset, i in zip(layout.offsets.tolist(), layout.order, strict=True)]
 
 
@@ -95,7 +100,9 @@ def test_any_change_of_structure_changes_the_digest(change, value):
 
 def test_a_change_of_eagerness_or_objects_changes_the_digest():
     digests = {plan_layout(BASE, eager, ()).digest for eager in ([True, False], [False, True])}
-    digests |= {plan_layout(BASE, [False, False], keys).digest for keys in (("x",), ("y",), ("x", "y"))}
+    digests |= {
+        plan_layout(BASE, [False, False], items(keys)).digest for keys in (("x",), ("y",), ("x", "y"))
+    }
     assert len(digests) == 5
 
 
@@ -105,7 +112,8 @@ def test_addresses_and_contents_do_not_change_the_digest():
     for seed in range(3):
         tensors = {name: torch.full((100, 7), float(seed)) for name in ("a", "b")}
         keep.append(tensors)
-        digests.add(plan_state(TensorProvider(tensors, Mutability.NOW).tensors(), []).layout.digest)
+        (state,) = TensorProvider(tensors, Mutability.NOW).entries()
+        digests.add(plan_state(state, []).layout.digest)
     assert len(digests) == 1
 
 
@@ -128,7 +136,7 @@ def test_a_dtype_without_code_is_refused():
 
 def test_two_objects_of_one_key_are_refused():
     with pytest.raises(FormatError, match="'x' is given twice"):
-        plan_layout([], [], ("y", "x", "x"))
+        plan_layout([], [], items(("y", "x", "x")))
 
 
 @given(st.lists(st.integers(0, 500)), st.integers(1, 9).map(lambda n: n * 4096))

@@ -9,7 +9,13 @@ import msgspec
 import pytest
 
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
-from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
+from megatron_datastates.format.manifest import (
+    FileEntry,
+    IndexEntry,
+    Manifest,
+    OtherFile,
+    ProviderEntry,
+)
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, is_own_file_name
 from tests.unit.test_codecs import manifest
 
@@ -17,7 +23,7 @@ GOOD = json.loads(manifest().encode().split(b"\n", 1)[1])
 DATA_NAME = "data-00001-0123456789abcdef-3.bin"
 
 
-def enveloped(body: bytes, version: bytes = b"1") -> bytes:
+def enveloped(body: bytes, version: bytes = b"2") -> bytes:
     return b"datastates-manifest %s %d %08x\n" % (version, len(body), zlib.crc32(body)) + body
 
 
@@ -37,7 +43,7 @@ def refuse(wrong: Manifest, why: str) -> None:
 
 def test_a_manifest_is_readable_text():
     lines = manifest().encode().decode().splitlines()
-    assert lines[0].startswith("datastates-manifest 1 ")
+    assert lines[0].startswith("datastates-manifest 2 ")
     assert ' "iteration": 100,' in lines
 
 
@@ -145,7 +151,8 @@ def test_unknown_fields_are_ignored():
 def test_absent_optional_fields_have_defaults():
     required = ("run_id", "ordinal", "world_size", "created", "index", "files")
     least = decode({key: GOOD[key] for key in required})
-    assert (least.iteration, least.parallel, least.others, least.format_version) == (None, {}, [], 1)
+    assert (least.iteration, least.parallel, least.others, least.format_version) == (None, {}, [], 2)
+    assert least.providers == []
 
 
 @pytest.mark.parametrize(
@@ -164,7 +171,67 @@ def test_a_body_that_is_not_its_json_is_refused(body):
 
 def test_a_later_version_is_refused_before_its_fields_are_decoded():
     with pytest.raises(UnsupportedFormatError, match="update"):
-        Manifest.decode(enveloped(b'{"entirely": "different"}', version=b"2"), "it")
+        Manifest.decode(enveloped(b'{"entirely": "different"}', version=b"3"), "it")
+
+
+def test_the_first_line_says_which_version_it_is():
+    """In a manifest of format 1 whose JSON does not say it, too."""
+    fields = {key: value for key, value in GOOD.items() if key != "format_version"}
+    found = Manifest.decode(enveloped(json.dumps(fields).encode(), version=b"1"), "it")
+    assert found.format_version == 1
+    assert found == msgspec.structs.replace(manifest(), format_version=1)
+
+
+SHARED = {
+    "name": "data-00001.7-00000000000000ff-2.bin", "save_id": "00000000000000ff-2", "group": 7,
+    "content_sha256": "a" * 64,
+}  # fmt: skip
+
+
+def test_a_data_file_may_be_of_an_earlier_save_and_of_any_group():
+    shared = with_file(**SHARED)
+    found = Manifest.decode(shared.encode(), "it")
+    assert found == shared
+    assert found.file_save_id(found.files[0]) == SaveId(255, 2)
+    assert manifest().file_save_id(manifest().files[0]) == manifest().save_id
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"save_id": "00000000000000ff-3"}, {"save_id": ""}, {"save_id": "ff-2"}, {"group": 0}, {"group": 8},
+        {"save_id": "00000000000000ff-02"}, {"save_id": "00000000000000ff-0"}, {"save_id": "../../secret"},
+        {"group": -7}, {"name": DATA_NAME}, {"content_sha256": "a" * 63}, {"content_sha256": "A" * 64},
+        {"group": 100, "name": "data-00001.100-00000000000000ff-2.bin"},
+        {"save_id": f"00000000000000ff-{2**64}", "name": f"data-00001.7-00000000000000ff-{2**64}.bin"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_entry_that_contradicts_its_name_is_refused(lie):
+    refuse(with_file(**(SHARED | lie)), "data file name|not a save id|SHA-256")
+
+
+def test_two_files_of_one_group_of_a_rank_are_refused():
+    one, other = manifest().files[0], with_file(**SHARED).files[0]
+    both = msgspec.structs.replace(manifest(), files=[one, other])
+    assert Manifest.decode(both.encode(), "it") == both
+    refuse(msgspec.structs.replace(both, files=[other, one]), "order of ranks and groups")
+    same = {"group": 0, "name": "data-00001-00000000000000ff-2.bin"}
+    refuse(msgspec.structs.replace(both, files=[one, with_file(**(SHARED | same)).files[0]]), "one group")
+
+
+def test_a_key_belongs_to_the_provider_with_the_longest_name():
+    names = ["", "model", "model.vision", "data"]
+    providers = [ProviderEntry(name, "Named", {"cast_from": "float32"}) for name in names]
+    found = msgspec.structs.replace(manifest(), providers=providers)
+    assert Manifest.decode(found.encode(), "it") == found
+    for key, name in {
+        "model": "model", "model.a": "model", "model.vision.b.c": "model.vision", "model.visions": "model",
+        "models.a": "", "data": "data", "": "", ".": "", "a.model": "",
+    }.items():  # fmt: skip
+        assert found.provider_of(key).name == name, key
+    assert manifest().provider_of("model") is None
+    refuse(msgspec.structs.replace(found, providers=providers[:1] * 2), "provider is named twice")
 
 
 @pytest.mark.parametrize(

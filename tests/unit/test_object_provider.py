@@ -9,12 +9,13 @@ import os
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.providers.base import Mutability
-from megatron_datastates.providers.objects import PickledObject, deserialize
+from megatron_datastates.providers.objects import ObjectSource, deserialize
 
 PLAIN = {
     "numbers": [1, -(2**70), 1.5, float("inf"), True, None, 1 + 2j],
@@ -28,7 +29,7 @@ PLAIN = {
 
 
 def serialized(value: object) -> bytes:
-    return PickledObject("key", value, Mutability.NOW).serialize()
+    return ObjectSource("key", value, Mutability.NOW).serialize()
 
 
 @pytest.mark.parametrize("value", [PLAIN, None, 0, "", [], {}, [PLAIN, PLAIN]], ids=lambda v: str(v)[:20])
@@ -45,7 +46,7 @@ def test_tensors_in_objects_come_back_bit_by_bit():
 
 def test_an_object_is_serialized_as_it_is_at_the_time_of_the_call():
     value = {"step": 1}
-    item = PickledObject("key", value, Mutability.NOW)
+    item = ObjectSource("key", value, Mutability.NOW)
     value["step"] = 2
     data = item.serialize()
     value["step"] = 3
@@ -101,3 +102,19 @@ def test_every_truncation_is_refused():
 def test_other_bytes_are_refused(data):
     with pytest.raises(FormatError, match="'key'"):
         deserialize(data, "key")
+
+
+def test_a_small_object_is_one_write_and_a_large_tensor_is_passed_on_without_a_copy():
+    writes: list[tuple[int, int]] = []
+
+    def write(data: memoryview) -> int:
+        writes.append((np.frombuffer(data, np.uint8).ctypes.data, len(data)))
+        return len(data)
+
+    ObjectSource("key", PLAIN).write(write)
+    assert len(writes) == 1
+    tensor = torch.zeros(1 << 20, dtype=torch.uint8)
+    ObjectSource("key", {"w": tensor}).write(write)
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    passed = sum(size for at, size in writes if begin <= at < end)
+    assert passed > tensor.nbytes - (128 << 10), "all but what filled the buffer up"

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_datastates.providers.base import Mutability
-from megatron_datastates.providers.objects import PickledObject, SerializedObject
+from megatron_datastates.providers.base import CopyBudget, Mutability
+from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.private import NotPlainError, private_copy
 
 
@@ -181,26 +181,25 @@ def test_empty_tensors_share_nothing() -> None:
 
 def test_a_snapshot_is_serialized_later_as_the_object_was() -> None:
     value = {"step": 1, "state": torch.zeros(2)}
-    snapshot = PickledObject("key", value, Mutability.NOW).snapshot()
+    snapshot = ObjectSource("key", value, Mutability.NOW).snapshot(CopyBudget(8))
     value["step"] = 2
     value["state"].add_(1)
+    assert snapshot is not None and snapshot.mutability is Mutability.NEVER
     found = torch.load(io.BytesIO(snapshot.serialize()), weights_only=True)
     assert found["step"] == 1 and found["state"].tolist() == [0, 0]
 
 
-def test_an_object_that_cannot_be_copied_is_serialized_at_once() -> None:
-    value = {"state": torch.ones(2, requires_grad=True), "step": 1}
-    snapshot = PickledObject("key", value, Mutability.NOW).snapshot()
-    value["step"] = 2
-    assert isinstance(snapshot, SerializedObject) and snapshot.snapshot() is snapshot
-    assert torch.load(io.BytesIO(snapshot.serialize()), weights_only=True)["step"] == 1
+@pytest.mark.parametrize(
+    "value", [torch.ones(2, requires_grad=True), threading.Lock()], ids=["tensor", "lock"]
+)
+def test_an_object_that_cannot_be_copied_has_no_snapshot(value: Any) -> None:
+    assert ObjectSource("key", {"state": value}).snapshot(CopyBudget(1 << 30)) is None
 
 
-def test_an_object_that_can_be_neither_copied_nor_serialized_raises() -> None:
-    with pytest.raises(TypeError):
-        PickledObject("key", threading.Lock(), Mutability.NOW).snapshot()
-
-
-def test_an_object_that_nobody_changes_is_not_copied() -> None:
-    item = PickledObject("key", [1], Mutability.NEVER)
-    assert item.snapshot() is item
+@pytest.mark.parametrize(
+    "large", [torch.zeros(2), np.zeros(1), bytearray(8), io.BytesIO(bytes(8))], ids=lambda v: type(v).__name__
+)
+def test_an_object_that_exceeds_the_budget_has_no_snapshot(large: Any) -> None:
+    assert ObjectSource("key", [1, large]).snapshot(CopyBudget(7)) is None
+    budget = CopyBudget(9)
+    assert ObjectSource("key", [1, large]).snapshot(budget) is not None and budget.left == 1

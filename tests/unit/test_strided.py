@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -12,6 +13,7 @@ import pytest
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.plan.boxes import contiguous_strides
+from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.strided import Line, boxes_in_range, plan_strided
 
 Tensor = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
@@ -119,6 +121,29 @@ def test_reads_bring_each_element_from_whichever_fragment_holds_it(seed: int) ->
     found = execute(reads, file, math.prod(shape)).reshape(shape)
     for index in itertools.product(*map(range, shape)):
         assert found[index] == begin + place(index, strides)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_encoded_fragments_deliver_the_same(seed: int) -> None:
+    rng = random.Random(seed)
+    shape, strides = random_tensor(rng)
+    reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    sizes = [rng.randint(1, 5) for _ in range(reach)]
+    line, _ = line_of(sizes, rng)
+    line = dataclasses.replace(line, encoded=True, file_offsets=np.arange(len(line.files)))
+    target_strides = contiguous_strides(shape)
+    found = np.full(math.prod(shape), np.nan, np.float32).view(np.uint8)
+    for box in plan_strided(line, "bucket", 1, shape, strides, target_strides):
+        assert isinstance(box, FramedBox) and box.item_bytes == 1
+        begin, end = (int(n) // 4 for n in (line.starts[box.entry], line.ends[box.entry]))
+        decoded = np.arange(begin, end, dtype=np.float32).view(np.uint8)
+        assert box.logical_bytes == len(decoded)
+        for row, column in itertools.product(*map(range, box.lengths)):
+            at = box.first + row * box.strides[0] + column
+            found[box.target + row * box.target_strides[0] + column] = decoded[at]
+    values = found.view(np.float32).reshape(shape)
+    for index in itertools.product(*map(range, shape)):
+        assert values[index] == 1 + place(index, strides)
 
 
 def test_a_whole_fragment_is_one_read_of_one_row() -> None:

@@ -11,7 +11,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.pipeline.plans import Plans
-from megatron_datastates.providers.base import CompositeProvider, Mutability, Place, Tensors
+from megatron_datastates.providers.base import Mutability, Place, Tensors
+from megatron_datastates.providers.collect import collect
 from megatron_datastates.providers.tensors import TensorProvider
 from tests.unit.states import KNOWN_DTYPES, State, bits, random_tensor
 
@@ -188,16 +189,20 @@ def test_a_provider_yields_its_tensors_as_they_are_at_the_time_of_the_call():
     tensors = {"a": torch.zeros(3)}
     provider = TensorProvider(tensors, LAZY)
     tensors["a"] = torch.ones(3)
-    found = provider.tensors()
-    assert (found.keys, found.mutability, found.places, provider.objects()) == (["a"], [LAZY], [None], ())
+    (found,) = provider.entries()
+    assert (found.keys, found.mutability, found.places) == (["a"], [LAZY], [None])
     assert found.tensors[0] is tensors["a"]
 
 
-def test_a_composite_yields_all_that_its_parts_yield_in_order():
+def test_providers_are_collected_in_order_and_their_keys_begin_with_their_names():
     one = State({"a": torch.ones(1)}, {"x": 1}, LAZY)
     other = State({"b": torch.ones(1)}, {"y": 2}, Mutability.NEVER)
-    both = CompositeProvider(one, other)
-    found = both.tensors()
-    assert list(zip(found.keys, found.mutability, strict=True)) == [("a", LAZY), ("b", Mutability.NEVER)]
-    assert len(found) == len(found.tensors) == len(found.places) == 2
-    assert [item.key for item in both.objects()] == ["x", "y"]
+    found = collect({"": one, "other": other})
+    tensors = list(zip(found.tensors.keys, found.tensors.mutability, strict=True))
+    assert tensors == [("a", LAZY), ("other.b", Mutability.NEVER)]
+    assert len(found.tensors) == len(found.tensors.tensors) == len(found.tensors.places) == 2
+    assert found.tail_keys == ["x", "other.y"]
+    assert [(part.name, part.end_tensor, part.end_tail) for part in found.parts] == [
+        ("", 1, 1),
+        ("other", 2, 2),
+    ]

@@ -49,7 +49,7 @@ from megatron_datastates.format.values import DTYPES
 from megatron_datastates.pipeline.load import torch_dtype
 from megatron_datastates.plan.boxes import checked_slice
 from megatron_datastates.providers.base import Mutability
-from megatron_datastates.providers.objects import PickledObject, deserialize
+from megatron_datastates.providers.objects import ObjectSource, deserialize
 
 try:
     import zarr
@@ -232,7 +232,7 @@ class LegacyZarrSource(Source):
         if key not in self._objects:
             raise MissingKeyError(f"{self.directory} contains no object {key!r}")
         value = deserialize(_read(self._objects[key], OBJECT_BYTES), key)
-        return PickledObject(key, [value], Mutability.NEVER).serialize()
+        return ObjectSource(key, [value], Mutability.NEVER).serialize()
 
     def object_bytes(self, key: str) -> int:
         return len(self.read_object(key))

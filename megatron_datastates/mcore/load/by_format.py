@@ -15,6 +15,7 @@ from megatron_datastates.format.directory import BACKEND, METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint, read_common_state
+from megatron_datastates.mcore.providers import restore_registered
 from megatron_datastates.pipeline.runs import is_published, may_be_ours
 
 # This module is imported in every Megatron process; the native module only once a directory in our format is
@@ -138,13 +139,16 @@ def wrap_torch_dist_load(original: Callable[..., Any]) -> Callable[..., Any]:
                 checkpoint.index.preload(boxes)
             try:
                 with state.opened(boxes=boxes):
-                    return original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+                    loaded = original(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
             except CheckpointException as error:  # DCP wraps what its reader and planner raise
                 causes = (cause for cause, _ in error.failures.values())
                 ours = next((cause for cause in causes if isinstance(cause, DataStatesError)), None)
                 if ours is None:
                     raise
                 raise ours from None
+            if state.current().restores_providers():
+                restore_registered(checkpoint)
+            return loaded
 
     return load
 

@@ -97,18 +97,27 @@ class StateInBuckets(StoredTensor):
 
 
 class StoredMetadata(Mapping[str, STORAGE_TYPES]):
-    """A read-only `state_dict_metadata`, one object per key. Copies and pickles are plain dictionaries."""
+    """A read-only `state_dict_metadata`, one object per key. Copies and pickles are plain dictionaries.
+
+    Args:
+        hidden: names of state providers, whose keys are left out: Megatron would report them as unexpected.
+        states: are listed in place of the buckets that hold them.
+    """
 
     def __init__(
-        self, index: Index, objects: Collection[str], boxes: Boxes, states: BucketStates | None = None
+        self,
+        index: Index,
+        objects: Collection[str],
+        boxes: Boxes,
+        hidden: Collection[str] = (),
+        states: BucketStates | None = None,
     ) -> None:
-        """With `states`, lists these in place of the buckets that hold them."""
         self._index, self._boxes = index, boxes
         self._made: dict[str, STORAGE_TYPES] = {}
         self._states: Mapping[str, StateTensor] = {} if states is None else states
-        hidden = {} if states is None else states.buckets
-        stored = [key for key in index.tensors if key not in hidden]
-        self._keys = dict.fromkeys([*stored, *self._states, *objects])
+        buckets, prefixes = {} if states is None else states.buckets, tuple(f"{name}." for name in hidden)
+        stored = [key for key in [*index.tensors, *objects] if not key.startswith(prefixes)]
+        self._keys = dict.fromkeys([*(key for key in stored if key not in buckets), *self._states])
         self._objects = frozenset(objects)
 
     def __getitem__(self, key: str) -> STORAGE_TYPES:

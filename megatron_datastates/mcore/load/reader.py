@@ -26,11 +26,12 @@ from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.load.metadata import Boxes, StoredMetadata
-from megatron_datastates.pipeline.load import Checkpoint, ScheduledRead, torch_dtype
+from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
 from megatron_datastates.pipeline.optimizer import BucketStates, StateTensor
 from megatron_datastates.pipeline.optimizer_groups import beside_maps
 from megatron_datastates.plan.boxes import cut_box, overlaps_itself
-from megatron_datastates.plan.reads import BoxReads, plan_box
+from megatron_datastates.plan.frames import FramedBox
+from megatron_datastates.plan.reads import BoxReads, ScheduledRead, plan_box
 
 # Host memory for temporaries, where a tensor cannot be read in place. Conversion may need as much again.
 _TEMPORARY_BYTES = 32 << 20
@@ -61,7 +62,8 @@ class DataStatesReader(FileSystemReader):
             objects.discard(COMMON_STATE_KEY)
         if self._states is not None:
             objects -= beside_maps(self.checkpoint).keys()
-        known: Any = StoredMetadata(index, objects, self._boxes, self._states)
+        others = [provider.name for provider in self.checkpoint.manifest.providers if provider.name]
+        known: Any = StoredMetadata(index, objects, self._boxes, others, self._states)
         return Metadata(known, storage_data={}, storage_meta=StorageMeta(load_id=self.load_id))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -121,8 +123,11 @@ class _Box:
     dtype: str
     files: frozenset[int]
     place: tuple[int, int]  # sorts reads in the order of the files: (file number, offset in bytes)
+    encoded: bool
 
-    def plan(self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> Iterator[BoxReads]:
+    def plan(
+        self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]
+    ) -> Iterator[BoxReads | FramedBox]:
         """Plans to read a part of the box into memory with these strides.
 
         Args:
@@ -147,7 +152,7 @@ class _Box:
                 f"tensor {self.item.storage_index.fqn!r}: the planner requested a slice of shape "
                 f"{tuple(self.item.lengths)} into a tensor of shape {tuple(target.size())}"
             )
-        memory = target if _fits_in_place(target, torch_dtype(self.dtype)) else None
+        memory = target if _fits_in_place(target, self.dtype, self.encoded) else None
         return _Transfer(self, tuple(self.item.storage_offsets), target, target, memory)
 
 
@@ -165,9 +170,11 @@ class _FragmentBox(_Box):
         number = find_fragment(entry, item.storage_index)
         file = int(entry.files[number])
         place = file, int(entry.file_offsets[number])
-        return cls(item, entry.dtype, frozenset([file]), place, entry, number)
+        return cls(item, entry.dtype, frozenset([file]), place, entry.encoded, entry, number)
 
-    def plan(self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> Iterator[BoxReads]:
+    def plan(
+        self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]
+    ) -> Iterator[BoxReads | FramedBox]:
         yield plan_box(self.entry, self.fragment, start, shape, strides)
 
 
@@ -183,9 +190,11 @@ class _BucketBox(_Box):
         origin = tuple(item.storage_index.offset or ())
         at = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
         files, place = state.place(at, tuple(item.lengths))
-        return cls(item, state.dtype, files, place, state, origin)
+        return cls(item, state.dtype, files, place, state.encoded, state, origin)
 
-    def plan(self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]) -> Iterator[BoxReads]:
+    def plan(
+        self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]
+    ) -> Iterator[BoxReads | FramedBox]:
         at = tuple(a + b for a, b in zip(self.origin, start, strict=True))
         yield from self.state.plan(at, shape, strides)
 
@@ -271,11 +280,12 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _fits_in_place(target: torch.Tensor, stored: torch.dtype) -> bool:
-    """Returns whether stored bytes can be written to the target unchanged, by native code."""
+def _fits_in_place(target: torch.Tensor, dtype: str, encoded: bool) -> bool:
+    """Returns whether stored elements can be written to the target unchanged, without a temporary."""
     return (
         _is_plain(target)
-        and target.dtype == stored
+        and target.dtype == torch_dtype(dtype)
+        and not (encoded and _is_on_device(target))
         and target.layout is torch.strided
         and not (target.is_conj() or target.is_neg())
         and (is_on_current_device(target) if _is_on_device(target) else target.device.type == "cpu")

@@ -13,8 +13,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_datastates.mcore.save.buckets import carried_map
 from megatron_datastates.mcore.save.mutability import Classify
-from megatron_datastates.providers.base import Mutability, Place, Tensors
-from megatron_datastates.providers.objects import PickledObject
+from megatron_datastates.providers.base import Mutability, Place, StateReader, Tensors
+from megatron_datastates.providers.objects import ObjectSource
 
 
 class ShardedStateProvider:
@@ -28,6 +28,14 @@ class ShardedStateProvider:
         for item in nested_values(self._state):
             if isinstance(item, kind) and is_main_replica(item.replica_id):
                 yield item
+
+    def entries(self) -> Iterator[Tensors | ObjectSource]:
+        """Yields the tensors, all at once, then the objects. Raises as `tensors`."""
+        yield self.tensors()
+        yield from self.objects()
+
+    def restore(self, reader: StateReader) -> None:
+        """Does nothing: Megatron itself requests what it loads."""
 
     def tensors(self) -> Tensors:
         """Returns the tensors. Raises CheckpointingException for one without data, or flattened."""
@@ -48,7 +56,7 @@ class ShardedStateProvider:
             )
         return found
 
-    def objects(self) -> Iterator[PickledObject]:
+    def objects(self) -> Iterator[ObjectSource]:
         """Yields the objects, and the optimizer maps attached to them."""
         values: dict[str, list[Any]] = defaultdict(list)
         for item in self._main_replicas(ShardedObject):
@@ -57,4 +65,4 @@ class ShardedStateProvider:
             if carried is not None:
                 values[carried[0]].append(carried[1])
         # A list, as torch_dist stores objects: readers take its first element.
-        return (PickledObject(key, value, Mutability.NOW) for key, value in values.items())
+        return (ObjectSource(key, value, Mutability.NOW) for key, value in values.items())

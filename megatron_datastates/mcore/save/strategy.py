@@ -26,12 +26,16 @@ from megatron_datastates.format.directory import (
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.hooks.attach import attach_saving
+from megatron_datastates.mcore.providers import Providers, register, registered
 from megatron_datastates.mcore.save import mutability
 from megatron_datastates.mcore.save.mapping import ShardedStateProvider
 from megatron_datastates.mcore.save.request import make_request, raise_if_failed
 from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.publication import Publication, PublicationExtras
 from megatron_datastates.pipeline.saver import saver_for
+from megatron_datastates.providers.base import StateProvider
+
+Transform = Callable[[StateProvider], StateProvider]
 
 
 class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -42,12 +46,25 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             optimizer, or before calling `fence()`. They are then copied after the save has returned. Without
             the promise everything is copied before the save returns.
         options: see megatron_datastates.config; by default from the environment.
+        providers: further state to save in the same checkpoints, by name or with an attribute `name`; loads
+            restore it, too, as with `enable(providers=...)`.
+        transform: what each save makes of the provider of Megatron's state, such as
+            `lambda state: Cast(state, torch.bfloat16, "*exp_avg*")`.
     """
 
-    def __init__(self, assume_immutable: bool = False, options: Options | None = None, **unused: Any) -> None:
+    def __init__(
+        self,
+        assume_immutable: bool = False,
+        options: Options | None = None,
+        providers: Providers = (),
+        transform: Transform | None = None,
+        **unused: Any,
+    ) -> None:
         attach_saving()
         super().__init__(backend=BACKEND, version=1)
+        register(providers)
         self.assume_immutable = assume_immutable
+        self._transform = transform
         self.options = options or Options.from_environment()
 
     def is_lazy(self) -> bool:
@@ -84,10 +101,15 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         fences.fence()
 
     def _start(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, mode: str) -> Publication:
-        provider = ShardedStateProvider(sharded_state_dict, self.classifier)
+        def providers() -> dict[str, StateProvider]:
+            state: StateProvider = ShardedStateProvider(sharded_state_dict, self.classifier)
+            if self._transform is not None:
+                state = self._transform(state)
+            return {"": state, **registered(self.options.providers)}
+
         return saver_for(self.options).start(
             Path(checkpoint_dir),
-            provider,
+            providers,
             iteration=_iteration(sharded_state_dict, checkpoint_dir),
             mode=mode,
             extras=_extras(CheckpointingConfig(self.backend, self.version)),
@@ -108,8 +130,9 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         options: Options | None = None,
         in_loop: Callable[[], bool] = lambda: True,
         started: Callable[[Publication], None] = lambda publication: None,
+        transform: Transform | None = None,
     ) -> None:
-        super().__init__(options=options)
+        super().__init__(options=options, transform=transform)
         self._in_loop = in_loop
         self._started = started
 

@@ -23,6 +23,7 @@ from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.tables import encode_section, encode_tables
+from megatron_datastates.format.tail import Kind, object_entries
 from megatron_datastates.format.values import DTYPE_NAMES, DTYPES, MANIFEST_NAME, Extent, SaveId
 from tests.unit.by_hand import block_checksums, file_entry, manifest_of
 from tests.unit.test_object_kinds import stored
@@ -64,7 +65,7 @@ class Claims:
     extents: list[dict[str, tuple[int, int]]]  # of each file: object's name -> offset, bytes
 
     def tensor(self, key: str) -> bytes | None:
-        """The elements in row-major order; None if nothing honest says what they are."""
+        """Returns the elements in row-major order; None if nothing honest says what they are."""
         found = [each for each in self.tensors if each.name == key.encode()]
         if len(found) != 1 or found[0].dtype not in DTYPE_NAMES:
             return None
@@ -92,7 +93,7 @@ class Claims:
         return b"".join(made[element] for element in itertools.product(*map(range, tensor.shape)))
 
     def object(self, key: str) -> bytes | None:
-        """As it is stored."""
+        """Returns the object as it is stored."""
         files = [file for name, file in self.objects if name == key.encode()]
         if len(files) != 1 or files[0] >= len(self.data) or key not in self.extents[files[0]]:
             return None
@@ -128,7 +129,7 @@ def optimizer_map(**changes: Any) -> dict[str, Any]:
 
 
 def base(objects: dict[str, bytes] | None = None) -> Claims:
-    """What is honest: two files, fragments in rows, columns and alone, and objects.
+    """Returns what is honest: two files, fragments in rows, columns and alone, and objects.
 
     `objects` replace some of them.
     """
@@ -166,8 +167,8 @@ def index_bytes(claims: Claims, packed: bool = True, files: int = 2, **sections:
     for tensor in claims.tensors:
         section = encode_section(tensor.columns(), packed)
         section = sections.get(tensor.name.decode("utf-8", "replace"), section)
-        rows.append((tensor.name, tensor.dtype, tuple(tensor.shape), len(tensor.fragments), section))
-    return encode_tables(rows, claims.objects, files)
+        rows.append((tensor.name, tensor.dtype, tuple(tensor.shape), 0, len(tensor.fragments), section))
+    return encode_tables(rows, [(name, file, Kind.OBJECT) for name, file in claims.objects], files)
 
 
 def with_header(data: bytes, rank: int, save: SaveId = SAVE) -> bytes:
@@ -178,9 +179,9 @@ def with_header(data: bytes, rank: int, save: SaveId = SAVE) -> bytes:
 def seal(
     data: bytes, extents: dict[str, tuple[int, int]], rank: int, save: SaveId = SAVE, **fields: Any
 ) -> bytes:
-    """A data file of data with its header; `fields` are the footer's."""
-    objects = {key: Extent(0, *extent) for key, extent in extents.items()}
-    known = {"data_bytes": len(data), "layout_digest": bytes(16), "objects": objects}
+    """Returns a data file of data with its header; `fields` are the footer's."""
+    entries = object_entries({key: Extent(0, *extent) for key, extent in extents.items()})
+    known = {"data_bytes": len(data), "layout_digest": bytes(16), "entries": entries}
     checksums = {"block_checksums": block_checksums(data)}
     return (
         data
@@ -189,13 +190,13 @@ def seal(
 
 
 def data_files(claims: Claims) -> list[bytes]:
-    """Sealed; what the headers overwrite, the claims have then, too."""
+    """Seals the data files. What their headers overwrite is updated in the claims, too."""
     claims.data = [with_header(data, rank) for rank, data in enumerate(claims.data)]
     return [seal(data, claims.extents[rank], rank) for rank, data in enumerate(claims.data)]
 
 
 def assemble(files: list[bytes], index: bytes, **fields: Any) -> dict[str, bytes]:
-    """By name: data files, index, manifest, metadata.json."""
+    """Returns the bytes of data files, index, manifest and metadata.json by name."""
     entries = [file_entry(data, rank, SAVE) for rank, data in enumerate(files)]
     manifest = manifest_of(entries, index, SAVE, **fields)
     found = {entry.name: data for entry, data in zip(entries, files, strict=True)}
@@ -209,7 +210,7 @@ def honest() -> tuple[Claims, dict[str, bytes]]:
 
 
 def resealed_entry(name: str, rank: int, data: bytes) -> dict[str, Any]:
-    """What a manifest honestly says of a file."""
+    """Returns what a manifest honestly says of a file."""
     entry = file_entry(data, rank, SAVE)
     return {
         "name": name,
@@ -239,7 +240,7 @@ WORDS = st.one_of(
 
 
 def forged_by(forge: Callable[[Draw], Forgery], number: int) -> Forgery:
-    """What `forge` makes of values drawn with this seed: always the same."""
+    """Returns what `forge` makes of values drawn with this seed: always the same."""
     found: list[Forgery] = []
 
     @seed(number)

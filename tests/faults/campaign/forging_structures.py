@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import struct
 import zlib
@@ -12,11 +13,13 @@ from hypothesis import strategies as st
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.footer import TRAILER_BYTES
 from megatron_datastates.format.tables import Directory
-from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.format.tail import TailEntry, object_entries
+from megatron_datastates.format.values import MANIFEST_NAME, Extent
 from tests.faults.campaign import forging
 from tests.faults.campaign.forging import NUMBERS, OTHER_SAVE, SAVE, WORDS, Draw, Forgery, stored
 from tests.unit.by_hand import block_checksums
 
+ENTRY_BYTES = 72  # of a record in a footer
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.floats(allow_nan=False) | WORDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
@@ -67,7 +70,7 @@ def lie_in_json(draw: Draw, value: Any, lies: int = 3) -> tuple[str, str]:
     return text, "; ".join(reported)
 
 
-def manifest_bytes(text: str, version: int = 1) -> bytes:
+def manifest_bytes(text: str, version: int = 2) -> bytes:
     body = text.encode("utf-8", "surrogatepass")
     return b"datastates-manifest %d %d %08x\n" % (version, len(body), zlib.crc32(body)) + body
 
@@ -82,12 +85,12 @@ def manifest(draw: Draw) -> Forgery:
     value = _manifest(files)
     value["others"] = [{"name": draw(WORDS), "bytes": 3, "sha256": "0" * 64}] if draw(st.booleans()) else []
     text, reported = lie_in_json(draw, value)
-    files[MANIFEST_NAME] = manifest_bytes(text, draw(st.sampled_from([1, 1, 1, 1, 0, 2, 999_999_999])))
+    files[MANIFEST_NAME] = manifest_bytes(text, draw(st.sampled_from([2, 2, 2, 1, 0, 3, 999_999_999])))
     return Forgery("manifest", reported, files, claims)
 
 
 def foreign_file(draw: Draw) -> Forgery:
-    """A data file that another save, or another rank, wrote; the manifest describes it as it is."""
+    """Returns a data file that another save, or another rank, wrote; the manifest describes it as it is."""
     claims, files = forging.honest()
     value = _manifest(files)
     place, rank = draw(st.integers(0, 1)), draw(st.integers(0, 1))
@@ -224,11 +227,13 @@ def _with_section(claims: forging.Claims, tensor: forging.Tensor, section: bytes
 
 
 def footer(draw: Draw) -> Forgery:
-    """Fields and objects' extents; the manifest has the footer's checksum."""
+    """Fields and entries; the manifest has the footer's checksum."""
     claims = forging.base()
     files = forging.data_files(claims)
     rank = draw(st.integers(0, 1))
-    reported = [draw(st.sampled_from(["extent", "extent", "name", "checksums", "field"])) for _ in range(2)]
+    reported = [
+        draw(st.sampled_from(["extent", "extent", "entry", "name", "checksums", "field"])) for _ in range(2)
+    ]
     fields: dict[str, Any] = {}
     for what in reported:
         extents = claims.extents[rank]
@@ -249,14 +254,37 @@ def footer(draw: Draw) -> Forgery:
                 st.sampled_from(["data_bytes", "world_size", "incompatible", "compatible", "format_version"])
             )
             fields[name] = draw(NUMBERS) % (1 << (64 if name == "data_bytes" else 32))
+    if "entry" in reported:
+        fields["entries"] = _lie_in_entry(draw, claims.extents[rank])
     files[rank] = forging.seal(claims.data[rank], claims.extents[rank], rank, **fields)
     return Forgery(
         "footer", f"{reported} {fields.keys()}", forging.assemble(files, forging.index_bytes(claims)), claims
     )
 
 
+def _lie_in_entry(draw: Draw, extents: dict[str, tuple[int, int]]) -> list[TailEntry]:
+    """Kinds, codecs, frames and sizes that are not those of an object as it is stored."""
+    entries = object_entries({key: Extent(0, *extent) for key, extent in extents.items()})
+    at = draw(st.integers(0, len(entries) - 1))
+    size = entries[at].stored_bytes
+    lies: dict[str, st.SearchStrategy[Any]] = {
+        "kind": st.integers(0, 255),
+        "codec": st.sampled_from([1, 2, 3, 255]),
+        "bytes": NUMBERS | st.sampled_from([0, 1 << 20, (1 << 20) + 1, 1 << 40, 1 << 61]),
+        "item_bytes": st.sampled_from([0, 1, 4, 65535]),
+        "frame_sizes": st.sampled_from([(), (size,), (size, 0), (0, size), (1,) * 1000, ((1 << 32) - 1,)]),
+        "sha256": st.binary(min_size=32, max_size=32),
+    }
+    chosen = draw(st.lists(st.sampled_from(sorted(lies)), min_size=1, max_size=4, unique=True))
+    lied: dict[str, Any] = {name: draw(lies[name]) for name in chosen}
+    if "bytes" in lied:
+        lied["bytes"] %= 1 << 64
+    entries[at] = dataclasses.replace(entries[at], **lied)
+    return entries
+
+
 def footer_bytes(draw: Draw) -> Forgery:
-    """Any number in a footer, header or trailer; every checksum over it is made anew."""
+    """Changes any number in a footer, header or trailer; every checksum over it is made anew."""
     claims, files = forging.honest()
     value = _manifest(files)
     rank = draw(st.integers(0, 1))
@@ -280,7 +308,7 @@ def footer_bytes(draw: Draw) -> Forgery:
 
 def _extent_in(data: bytes, end: int, key: str) -> tuple[int, int]:
     at = data.find(key.encode(), end)
-    return struct.unpack_from("<QQ", data, at - 20) if at > 0 else (0, 0)
+    return struct.unpack_from("<QQ", data, at - ENTRY_BYTES) if at > 0 else (0, 0)
 
 
 def _reseal(data: bytearray, end: int) -> None:
@@ -293,13 +321,14 @@ def _reseal(data: bytearray, end: int) -> None:
 
 
 def _place_of_checksums(footer: bytes) -> int | None:
-    """Behind the objects, as the footer counts them now; None if that leads nowhere."""
-    (objects,) = struct.unpack_from("<Q", footer, 56)
+    """Returns the place after the entries, as the footer counts them now; None if that leads nowhere."""
+    (entries,) = struct.unpack_from("<I", footer, 56)
     at = 88
-    for _ in range(min(objects, 10)):
-        if at + 20 > len(footer):
+    for _ in range(min(entries, 10)):
+        if at + ENTRY_BYTES > len(footer):
             return None
-        at += 20 + int(struct.unpack_from("<I", footer, at + 16)[0])
+        name, frames = struct.unpack_from("<II", footer, at + 28)
+        at += ENTRY_BYTES + name + 4 * frames
     return at if at + 4 <= len(footer) - TRAILER_BYTES else None
 
 

@@ -18,13 +18,16 @@ MANIFEST, METADATA = "datastates.manifest", "metadata.json"
 Fields = tuple[tuple[str, int], ...]  # name and size, one after the other
 
 _IDENTITY: Fields = (("magic", 8), ("version", 4), ("incompatible", 4), ("compatible", 4))
-HEADER: Fields = (*_IDENTITY, ("reserved", 4), ("run id", 8), ("ordinal", 8), ("rank", 4), ("world size", 4))
+HEADER: Fields = (*_IDENTITY, ("group", 4), ("run id", 8), ("ordinal", 8), ("rank", 4), ("world size", 4))
 FOOTER: Fields = (
     *_IDENTITY,
     *(("block size", 4), ("data bytes", 8), ("run id", 8), ("ordinal", 8), ("rank", 4), ("world size", 4)),
-    *(("number of objects", 8), ("number of checksums", 8), ("layout digest", 16)),
+    *(("number of entries", 4), ("group", 4), ("number of checksums", 8), ("layout digest", 16)),
 )
-OBJECT: Fields = (("offset", 8), ("bytes", 8), ("bytes of name", 4))
+ENTRY: Fields = (
+    *(("offset", 8), ("stored bytes", 8), ("logical bytes", 8), ("kind", 1), ("codec", 1), ("item bytes", 2)),
+    *(("bytes of name", 4), ("number of frames", 4), ("reserved", 4), ("SHA-256", 32)),
+)
 TRAILER: Fields = (
     ("magic", 8),
     ("data bytes", 8),
@@ -40,12 +43,13 @@ INDEX: Fields = (
 KEY: Fields = (
     ("bytes of name", 4),
     ("dtype", 2),
-    ("dimensions", 2),
+    ("dimensions", 1),
+    ("flags", 1),
     ("fragments", 8),
     ("section bytes", 8),
     ("digest", 16),
 )
-OBJECT_ROW: Fields = (("bytes of name", 4), ("file", 4))
+OBJECT_ROW: Fields = (("bytes of name", 4), ("file", 4), ("kind", 4))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +67,7 @@ def size_of(fields: Fields) -> int:
 
 
 def regions(directory: Path) -> list[Region]:
-    """Of all files of a sound checkpoint, in no order."""
+    """Returns the regions of all files of a sound checkpoint, in no order."""
     checkpoint = Checkpoint.open(directory)
     found = [*_of_index(directory / checkpoint.manifest.index.name), *_of_manifest(directory / MANIFEST)]
     found += _of_metadata(directory / METADATA)
@@ -87,20 +91,22 @@ def _of_data_file(checkpoint: Checkpoint, file: int) -> Iterator[Region]:
     yield Region(path.name, "header: CRC", 4092, 4096)
     yield from _of_extents(checkpoint, file, data_bytes)
     yield from _fields(path, "footer", FOOTER, data_bytes)
-    objects, checksums = struct.unpack_from("<QQ", data, data_bytes + 56)
+    entries, _, checksums = struct.unpack_from("<IIQ", data, data_bytes + 56)
     at = data_bytes + size_of(FOOTER)
-    for _ in range(objects):
-        yield from _fields(path, "footer's object", OBJECT, at)
-        name = struct.unpack_from("<I", data, at + 16)[0]
-        yield Region(path.name, "footer's object: name", at + 20, at + 20 + name)
-        at += 20 + name
+    for _ in range(entries):
+        yield from _fields(path, "footer's entry", ENTRY, at)
+        name, frames = struct.unpack_from("<II", data, at + 28)
+        at += size_of(ENTRY)
+        yield Region(path.name, "footer's entry: name", at, at + name)
+        yield Region(path.name, "footer's entry: frames", at + name, at + name + 4 * frames)
+        at += name + 4 * frames
     yield Region(path.name, "footer: block checksums", at, at + 4 * checksums)
     yield Region(path.name, "footer: padding", at + 4 * checksums, len(data) - 36)
     yield from _fields(path, "trailer", TRAILER, len(data) - 36)
 
 
 def _of_extents(checkpoint: Checkpoint, file: int, data_bytes: int) -> Iterator[Region]:
-    """Tensors, objects, and the gaps between them."""
+    """Yields the regions of tensors, of objects, and of the gaps between them."""
     name, places = checkpoint.file_path(file).name, []
     for key, entry in checkpoint.index.tensors.items():
         places += [

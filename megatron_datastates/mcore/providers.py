@@ -1,0 +1,127 @@
+"""State providers that Megatron's saves and loads include besides Megatron's own state.
+
+They come from `enable(providers=...)`, from strategies, from the option `providers`, and from installed
+packages: an entry point of the group `megatron_datastates.providers`, like a function that the option names,
+is called without arguments and returns one or several providers. It is called when Megatron has set itself
+up: at the first load, at the beginning of Megatron's own training loop, or at the first save.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_datastates.config import named_functions
+from megatron_datastates.errors import OptionError, ProviderError
+from megatron_datastates.mcore.load import state
+
+if TYPE_CHECKING:
+    from megatron_datastates.pipeline.load import Checkpoint
+    from megatron_datastates.providers.base import StateProvider
+
+logger = logging.getLogger(__name__)
+GROUP = "megatron_datastates.providers"
+DATA_LOADER = "dataloader"  # name of the provider of the training loop's data loader (dataloader.py)
+Providers = Mapping[str, "StateProvider"] | Iterable["StateProvider"]
+_registered: dict[str, StateProvider] = {}
+
+
+def register(providers: Providers) -> None:
+    """Includes providers in all later saves and loads of this process, instead of those of the same names.
+
+    Raises:
+        ProviderError: one has no name, or is no state provider.
+    """
+    from megatron_datastates.providers.collect import named
+
+    _registered.update(named(providers))
+
+
+def registered(functions: str = "") -> dict[str, StateProvider]:
+    """Returns the providers of packages, of the option `providers`, and those registered, by name.
+
+    Args:
+        functions: the option's value.
+
+    Raises:
+        ProviderError: a function of theirs failed, or returned something else.
+    """
+    return {**_of_packages(), **_of_functions(functions), **_registered}
+
+
+def find_functions(functions: str) -> dict[str, Callable[[], Any]]:
+    """Imports the functions that the option names; returns them by `package.module:function`.
+
+    Raises:
+        OptionError: one of them cannot be imported.
+    """
+    return {name: _find(name) for name in named_functions(functions)}
+
+
+def _find(name: str) -> Callable[[], Any]:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise OptionError(
+            f"--datastates-providers {name} cannot be imported: {type(error).__name__}: {error}; expected "
+            "package.module:function, on Python's path"
+        ) from error
+    return found  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _of_functions(functions: str) -> dict[str, StateProvider]:
+    found: dict[str, StateProvider] = {}
+    for name, function in find_functions(functions).items():
+        found.update(_made_by(function, f"of --datastates-providers {name}"))
+    return found
+
+
+@functools.cache
+def _of_packages() -> dict[str, StateProvider]:
+    found: dict[str, StateProvider] = {}
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        what = f"{entry.name!r} ({entry.value}) of an installed package"
+        found.update(_made_by(lambda entry=entry: entry.load()(), what))  # type: ignore[misc]
+    return found
+
+
+def _made_by(function: Callable[[], Any], what: str) -> dict[str, StateProvider]:
+    from megatron_datastates.providers.base import StateProvider
+    from megatron_datastates.providers.collect import named
+
+    try:
+        made = function()
+    except Exception as error:
+        raise ProviderError(
+            f"the state provider {what} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    return named([made] if isinstance(made, StateProvider) else made)
+
+
+def restore_registered(checkpoint: Checkpoint) -> None:
+    """Restores the providers that the checkpoint has state of; logs a warning for each other.
+
+    Raises:
+        ProviderError: the `restore` of one raised an exception.
+    """
+    from megatron_datastates.mcore.dataloader import LOOP
+    from megatron_datastates.pipeline.restoring import PrefixReader, restore
+
+    wanted = registered(state.current().options().providers)
+    providers = {DATA_LOADER: LOOP, **wanted}
+    absent = {name for name in providers if PrefixReader(checkpoint, name).is_empty}
+    for name in sorted(absent & wanted.keys()):
+        logger.warning(
+            "%s has no state of the provider %r, which stays as it is: the checkpoint was saved without it",
+            checkpoint.directory,
+            name,
+        )
+    restore(checkpoint, {name: provider for name, provider in providers.items() if name not in absent})

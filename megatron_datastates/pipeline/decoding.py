@@ -1,0 +1,181 @@
+"""Reads what is encoded: native reads of stored frames, which threads decode and copy to where they go.
+
+Belongs here: turning boxes of entries into reads of extents, and delivering what they decode to. Does not
+belong here: the codecs (format/codecs.py), which frames a box needs (plan/frames.py).
+
+Memory: at most two batches of stored frames, and one window of decoded ones for each thread.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_datastates.errors import FormatError, UnsupportedFormatError
+from megatron_datastates.format.codecs import CODECS, FRAME_BYTES, NONE, decode_frame, require_zstandard
+from megatron_datastates.format.footer import Footer
+from megatron_datastates.format.tail import TailEntry, describe
+from megatron_datastates.format.values import Extent
+from megatron_datastates.plan.frames import FramedBox, cut_into_windows
+from megatron_datastates.plan.reads import ScheduledRead, plan_extent
+
+_WINDOW_BYTES = 8 << 20  # decoded, by one thread at a time
+_BATCH_BYTES = 64 << 20  # stored, read by one native job
+ReadExtents = Callable[[list[ScheduledRead]], None]
+
+
+class Footers(Protocol):
+    """What decoding needs of an open checkpoint."""
+
+    def file_path(self, file: int) -> Path: ...
+    def footer(self, file: int) -> Footer: ...
+
+
+def resolve(footers: Footers, box: FramedBox) -> TailEntry:
+    """Returns the entry that a box lies in.
+
+    Raises:
+        FormatError: the footer has no such entry, or one of another size.
+        UnsupportedFormatError: this release does not know its codec.
+        MissingPackageError: the package of its codec is not installed.
+    """
+    entry, path = box.entry, footers.file_path(box.file)
+    if not isinstance(entry, TailEntry):
+        fragments = footers.footer(box.file).fragments
+        if entry >= len(fragments):
+            raise FormatError(
+                f"{path} has {len(fragments)} encoded fragments, and the index names number {entry}"
+            )
+        entry = fragments[entry]
+    if entry.bytes != box.logical_bytes:
+        raise FormatError(
+            f"{path}: {describe(entry)} decodes to {entry.bytes} bytes, the index says {box.logical_bytes}"
+        )
+    if entry.codec not in CODECS:
+        raise UnsupportedFormatError(
+            f"{path}: {describe(entry)} has the codec {entry.codec}, which this release does not know: "
+            "update this installation of megatron_datastates."
+        )
+    if entry.codec != NONE:
+        require_zstandard()
+    return entry
+
+
+def read_framed(
+    footers: Footers, items: Sequence[ScheduledRead], read_extents: ReadExtents, threads: int
+) -> None:
+    """Delivers boxes of entries. Nothing is read before all of them are resolved, and raises what that does.
+
+    Args:
+        read_extents: reads extents of data files as they are stored, checked.
+        threads: that decode.
+
+    Raises:
+        CorruptDataError: a frame does not decode to what it should.
+    """
+    windows = [window for item in items for window in _windows(footers, item)]
+    with ThreadPoolExecutor(threads, "mds-decode") as pool:
+        before: list[Future[None]] = []
+        try:
+            for batch in _batches(windows):
+                buffers = [np.empty(window.extent.bytes, np.uint8) for window in batch]
+                read_extents(
+                    [
+                        ScheduledRead(plan_extent(window.extent), buffer.ctypes.data)
+                        for window, buffer in zip(batch, buffers, strict=True)
+                    ]
+                )
+                _await(before)  # so that no more than two batches are in memory
+                pairs = zip(batch, buffers, strict=True)
+                before = [pool.submit(window.deliver, buffer) for window, buffer in pairs]
+                del buffers
+            _await(before)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _await(decoding: Iterable[Future[None]]) -> None:
+    for future in decoding:
+        future.result()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    """A part of a box, the stored bytes that it needs, and what they decode to."""
+
+    box: FramedBox
+    address: int
+    entry: TailEntry
+    extent: Extent  # of its frames; without a codec, of its bytes
+    begin: int  # the first logical byte that `extent` decodes to
+    frames: tuple[int, ...]  # stored sizes
+    what: str  # for messages
+
+    def deliver(self, stored: npt.NDArray[np.uint8]) -> None:
+        """Decodes the frames, and copies the box from them to its destination."""
+        item, box = self.box.item_bytes, self.box
+        plain = self._decoded(stored) if self.frames else stored
+        first, end = box.span
+        source = _strided(plain[first - self.begin : end - self.begin], item, box.lengths, box.strides)
+        size = item * (1 + sum((n - 1) * s for n, s in zip(box.lengths, box.target_strides, strict=True)))
+        memory = (ctypes.c_uint8 * size).from_address(self.address + box.target)
+        target = _strided(np.frombuffer(memory, np.uint8), item, box.lengths, box.target_strides)
+        target[...] = source
+
+    def _decoded(self, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+        end = min(self.begin + len(self.frames) * FRAME_BYTES, self.entry.bytes)
+        plain, at = np.empty(end - self.begin, np.uint8), 0
+        for number, size in enumerate(self.frames):
+            part = plain[number * FRAME_BYTES : (number + 1) * FRAME_BYTES]
+            what = f"{self.what}, frame {self.begin // FRAME_BYTES + number}"
+            frame = stored[at : at + size].tobytes()
+            data = decode_frame(self.entry.codec, frame, len(part), self.entry.item_bytes, what)
+            part[:] = np.frombuffer(data, np.uint8)
+            at += size
+        return plain
+
+
+def _strided(
+    data: npt.NDArray[np.uint8], item_bytes: int, shape: Sequence[int], strides: Sequence[int]
+) -> npt.NDArray[np.void]:
+    """Returns bytes as elements of a box. `data` reaches from its first element to its last."""
+    steps = [stride * item_bytes for stride in strides]
+    return np.lib.stride_tricks.as_strided(data.view(np.dtype((np.void, item_bytes))), shape, steps)
+
+
+def _windows(footers: Footers, item: ScheduledRead) -> Iterator[_Window]:
+    box = item.reads
+    assert isinstance(box, FramedBox) and not item.on_device
+    entry = resolve(footers, box)
+    what = f"{footers.file_path(box.file)}: {describe(entry)}"
+    places = [entry.offset, *(entry.offset + end for end in itertools.accumulate(entry.frame_sizes))]
+    for part in cut_into_windows(box, _WINDOW_BYTES):
+        begin, end = part.span
+        if entry.codec == NONE:
+            extent = Extent(box.file, entry.offset + begin, end - begin)
+            yield _Window(part, item.address, entry, extent, begin, (), what)
+            continue
+        low, high = begin // FRAME_BYTES, -(-end // FRAME_BYTES)
+        extent = Extent(box.file, places[low], places[high] - places[low])
+        yield _Window(part, item.address, entry, extent, low * FRAME_BYTES, entry.frame_sizes[low:high], what)
+
+
+def _batches(windows: Sequence[_Window]) -> Iterator[Sequence[_Window]]:
+    """Yields windows of at most _BATCH_BYTES together, at least one at a time."""
+    ends = list(itertools.accumulate(window.extent.bytes for window in windows))
+    at = 0
+    while at < len(windows):
+        before = ends[at - 1] if at else 0
+        stop = max(bisect.bisect_right(ends, before + _BATCH_BYTES), at + 1)
+        yield windows[at:stop]
+        at = stop

@@ -1,0 +1,87 @@
+"""The restore half of state providers: each reads what the checkpoint has under its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megatron_datastates.errors import MissingKeyError
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.providers.base import Place, StateProvider, TensorSource
+from megatron_datastates.providers.collect import restore_failed
+
+
+class PrefixReader:
+    """A StateReader of one checkpoint, for the provider with a certain name."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint = checkpoint
+        self._prefix = f"{name}." if name else ""
+
+    @property
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        index = self._checkpoint.index
+        return {key: index.describe(self._prefix + key)[1] for key in self._own(index.tensors)}
+
+    @property
+    def objects(self) -> list[str]:
+        return self._own(self._checkpoint.index.objects)
+
+    @property
+    def streams(self) -> list[str]:
+        return self._own(self._checkpoint.index.streams)
+
+    def _own(self, keys: Mapping[str, Any]) -> list[str]:
+        return [key[len(self._prefix) :] for key in keys if key.startswith(self._prefix)]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the checkpoint has nothing under this name."""
+        index = self._checkpoint.index
+        return not any(map(self._own, (index.tensors, index.objects, index.streams)))
+
+    def read_into(self, targets: Mapping[str, torch.Tensor | TensorSource]) -> None:
+        """Fills tensors in place. Raises as Checkpoint.read_into."""
+        self._checkpoint.read_into(
+            {self._prefix + key: _place_and_tensor(target) for key, target in targets.items()}
+        )
+
+    def read_object(self, key: str) -> Any:
+        """Returns an object. Raises as Checkpoint.read_objects."""
+        return self._checkpoint.read_object(self._prefix + key)
+
+    def open_stream(self, key: str) -> Iterator[memoryview]:
+        """Yields the buffers of a stream. Raises as Checkpoint.open_stream."""
+        return self._checkpoint.open_stream(self._prefix + key)
+
+    def below(self, name: str) -> PrefixReader:
+        """See StateReader."""
+        return PrefixReader(self._checkpoint, f"{self._prefix}{name}".removesuffix("."))
+
+
+def _place_and_tensor(target: torch.Tensor | TensorSource) -> tuple[Place, torch.Tensor]:
+    tensor, place = (target, None) if isinstance(target, torch.Tensor) else (target.tensor, target.place)
+    shape = tuple(tensor.shape)
+    return place or Place(shape, (0,) * len(shape), shape), tensor
+
+
+def restore(checkpoint: Checkpoint, providers: Mapping[str, StateProvider]) -> None:
+    """Restores each provider from what the checkpoint has under its name.
+
+    Raises:
+        ProviderError: the `restore` of a provider raised an exception; it is the cause.
+        MissingKeyError: the checkpoint has nothing under the name of one of them.
+    """
+    for name, provider in providers.items():
+        reader = PrefixReader(checkpoint, name)
+        if name and reader.is_empty:
+            raise MissingKeyError(
+                f"{checkpoint.directory} has no state of the provider {name!r}: it was saved without it; "
+                "load without this provider, or under the name that it was saved with"
+            )
+        try:
+            provider.restore(reader)
+        except Exception as error:
+            raise restore_failed(name, provider, error) from error

@@ -1,0 +1,201 @@
+"""The tail of one rank's data file: objects, streams and encoded tensors, from their providers to the slots.
+
+Of what may change as soon as the save returns, small objects are copied; the rest is written to the tail
+before the save returns, so that nothing is ever held twice in host memory. Everything else is written by the
+finishing thread, what may change at the next fence first. Its place in the file is not planned: the footer
+says where it went.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from megatron_datastates.engine.tail import TailWriter
+from megatron_datastates.format.manifest import ProviderEntry
+from megatron_datastates.format.tail import Kind, TailEntry
+from megatron_datastates.pipeline.frames import FrameWriter, encoder_pool
+from megatron_datastates.providers.base import CopyBudget, Encoding, Mutability, TailSource
+from megatron_datastates.providers.collect import Collected, Part
+from megatron_datastates.providers.objects import check_pickle
+
+_SNAPSHOT_BYTES = 16 << 20  # of host memory, for copies of objects in one save
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+    key: str
+    source: TailSource
+    number: int  # among the entries of the tail, as planned
+
+
+@dataclasses.dataclass
+class PartCosts:
+    """What one provider's share of the tail has cost."""
+
+    entries: dict[int, int] = dataclasses.field(default_factory=dict)  # numbers, by Kind
+    bytes: int = 0  # as stored
+    logical_bytes: int = 0  # before they were encoded
+    seconds: float = 0.0  # of writing, waits for slots included
+
+    def add(self, entry: TailEntry, seconds: float) -> None:
+        """Counts an entry that was written."""
+        self.entries[entry.kind] = self.entries.get(entry.kind, 0) + 1
+        self.bytes += entry.stored_bytes
+        self.logical_bytes += entry.bytes
+        self.seconds += seconds
+
+
+class Tail:
+    """The tail of one save, on its way to the file.
+
+    Args:
+        trust_objects: whether to store objects that a load would refuse.
+    """
+
+    def __init__(self, trust_objects: bool) -> None:
+        self._trust_objects = trust_objects
+        self.parts: list[Part] = []
+        self._now: list[_Pending] = []
+        self._later: list[_Pending] = []
+        self._written: dict[int, TailEntry] = {}
+        self._encoders: ThreadPoolExecutor | None = None
+        self._read = threading.Event()  # nothing that may change at the fence is left to be written
+        self._process = os.getpid()
+        self.costs: dict[str, PartCosts] = {}  # by provider
+
+    def secure(self, state: Collected) -> None:
+        """Copies small objects that may change at once. Called by the trainer's thread.
+
+        Raises:
+            ProviderError: a source of a named provider raised an exception; of others, that exception.
+        """
+        self.parts = state.parts  # not `state`: its tensors are the trainer's
+        budget = CopyBudget(_SNAPSHOT_BYTES)
+        others: list[_Pending] = []
+        for number, (key, source) in enumerate(zip(state.tail_keys, state.tail, strict=True)):
+            if source.mutability is Mutability.NOW:
+                snapshot = self._snapshot(source, number, budget)
+                (self._now if snapshot is None else others).append(_Pending(key, snapshot or source, number))
+            else:
+                is_fenced = source.mutability is Mutability.AT_FENCE
+                (self._later if is_fenced else others).append(_Pending(key, source, number))
+        if not self._later:
+            self._read.set()
+        self._later += others
+
+    def write_now(self, writer: TailWriter, deadline: float) -> None:
+        """Writes what may change at once and was not copied. Called by the trainer's thread.
+
+        Args:
+            deadline: of time.monotonic; the save fails if a slot comes later.
+
+        Raises:
+            ProviderError, UnsafeObjectError, FailedCallError: as `write_later`.
+        """
+        writer.deadline = deadline
+        for pending in self._now:
+            self._write(writer, pending)
+        self._now.clear()
+        writer.deadline = None
+
+    def write_later(self, writer: TailWriter) -> None:
+        """Writes the rest. Called by the finishing thread.
+
+        Raises:
+            ProviderError: a source of a named provider raised an exception; of others, that exception.
+            UnsafeObjectError: a load would refuse an object.
+            FailedCallError: the save has failed.
+        """
+        while self._later:
+            if self._later[0].source.mutability is not Mutability.AT_FENCE:
+                self._read.set()
+            self._write(writer, self._later[0])
+            del self._later[0]  # an object that nobody changes may be large
+            time.sleep(0)  # releases the GIL: nothing waits for this thread
+        self._read.set()
+
+    def wait_read(self, seconds: float) -> bool:
+        """Returns whether, within that time, all that may change at the fence was written or given up.
+
+        At once in a forked child: the thread that writes is its parent's, and so is what it reads.
+        """
+        return os.getpid() != self._process or self._read.wait(max(seconds, 0.0))
+
+    def close(self) -> None:
+        """Ends the threads that encode, and every wait for the tail."""
+        self._read.set()
+        if self._encoders is not None:
+            self._encoders.shutdown()
+
+    def entries(self) -> list[TailEntry]:
+        """Returns the footer's entries, in the order of the state."""
+        return [self._written[number] for number in range(len(self._written))]
+
+    def providers(self) -> list[ProviderEntry]:
+        """Returns the manifest's list of the state providers of which there is something to say."""
+        return [
+            ProviderEntry(name=part.name, kind=part.kind, notes=dict(part.notes))
+            for part in self.parts
+            if part.name or part.notes
+        ]
+
+    def _part_of(self, number: int) -> Part:
+        return next(part for part in self.parts if part.first_tail <= number < part.end_tail)
+
+    def _snapshot(self, source: TailSource, number: int, budget: CopyBudget) -> TailSource | None:
+        try:
+            return source.snapshot(budget)
+        except Exception as error:
+            raise self._part_of(number).failed(error) from error
+
+    def _write(self, writer: TailWriter, pending: _Pending) -> None:
+        before, part = time.perf_counter(), self._part_of(pending.number)
+        try:
+            written, pickle = self._pass_on(writer, pending)
+        except Exception as error:
+            raise part.failed(error) from error
+        if pickle is not None:
+            check_pickle(pickle, pending.key, trust=self._trust_objects)
+        self._written[pending.number] = written
+        self.costs.setdefault(part.name, PartCosts()).add(written, time.perf_counter() - before)
+
+    def _pass_on(self, writer: TailWriter, pending: _Pending) -> tuple[TailEntry, bytes | None]:
+        """Writes an entry; returns where it is, and the pickle to be checked if it is an object."""
+        source, begin = pending.source, writer.begin_entry()
+        encoding: Encoding | None = getattr(source, "encoding", None)
+        name = "" if source.kind is Kind.FRAGMENT else pending.key
+        if encoding is not None:
+            frames = FrameWriter(writer.write, encoding, self._encoder_threads())
+            pickle = source.write(frames.write)
+            facts = (encoding.codec, encoding.item_bytes, tuple(frames.close()), frames.digest())
+            stored = writer.position - begin
+            return TailEntry(source.kind, name, begin, stored, frames.bytes, *facts), pickle
+        if source.kind is Kind.FRAGMENT:
+            return _pass_on_hashed(writer, source, begin), None
+        pickle = source.write(writer.write)
+        size = writer.position - begin
+        return TailEntry(source.kind, name, begin, size, size), pickle
+
+    def _encoder_threads(self) -> ThreadPoolExecutor:
+        if self._encoders is None:
+            self._encoders = encoder_pool()
+        return self._encoders
+
+
+def _pass_on_hashed(writer: TailWriter, source: TailSource, begin: int) -> TailEntry:
+    """Writes a tensor that was transformed, but has no codec whose frames would be checked."""
+    digest = hashlib.sha256()
+
+    def write(data: Any) -> int:
+        digest.update(data)
+        return writer.write(data)
+
+    source.write(write)
+    size = writer.position - begin
+    return TailEntry(source.kind, "", begin, size, size, sha256=digest.digest())

@@ -1,0 +1,139 @@
+"""Several state providers as one state: their entries, under keys that begin with the providers' names."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+from megatron_datastates.errors import DataStatesError, ProviderError
+from megatron_datastates.providers.base import StateProvider, TailSource, Tensors, TensorSource
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """One provider's share of a state."""
+
+    name: str  # "" for the state of the program or of Megatron itself
+    kind: str  # for people
+    notes: Mapping[str, str]  # for people
+    first_tensor: int
+    end_tensor: int
+    first_tail: int
+    end_tail: int
+
+    def failed(self, error: Exception) -> Exception:
+        """Returns the error with the provider's name, if it has one."""
+        return _failure(self.name, self.kind, "save", error)
+
+
+@dataclasses.dataclass(slots=True)
+class Collected:
+    """The state of all providers of one save: tensors, what goes to the tail, and which is whose."""
+
+    tensors: Tensors = dataclasses.field(default_factory=Tensors)
+    tail: list[TailSource] = dataclasses.field(default_factory=list)
+    tail_keys: list[str] = dataclasses.field(default_factory=list)
+    parts: list[Part] = dataclasses.field(default_factory=list)
+
+
+class _Renamed:
+    """A source of the tail under another key."""
+
+    def __init__(self, source: TailSource, key: str) -> None:
+        self._source, self.key = source, key
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
+def renamed(source: TailSource, key: str) -> TailSource:
+    """Returns the source under another key, relative to another provider."""
+    return cast(TailSource, _Renamed(source, key))
+
+
+def collect(providers: Mapping[str, StateProvider]) -> Collected:
+    """Returns the entries of all providers, as they are now.
+
+    Raises:
+        ProviderError: one of the providers raised an exception, or yielded something else than entries.
+    """
+    state = Collected()
+    for name, provider in providers.items():
+        tensors, tail, kind = len(state.tensors), len(state.tail), kind_of(provider)
+        try:
+            _add(state, f"{name}." if name else "", provider)
+        except Exception as error:
+            raise _failure(name, kind, "save", error) from error
+        ends = (tensors, len(state.tensors), tail, len(state.tail))
+        state.parts.append(Part(name, kind, notes_of(provider), *ends))
+    return state
+
+
+def _add(state: Collected, prefix: str, provider: StateProvider) -> None:
+    for entry in provider.entries():
+        if isinstance(entry, Tensors):
+            state.tensors.extend(entry, prefix)
+        elif isinstance(entry, TensorSource):
+            state.tensors.add(prefix + entry.key, *entry[1:])
+        elif hasattr(entry, "snapshot") and hasattr(entry, "write"):
+            state.tail.append(entry)
+            state.tail_keys.append(prefix + entry.key)
+        else:
+            raise TypeError(
+                f"it yielded a {type(entry).__qualname__}: expected Tensors, a TensorSource, an ObjectSource "
+                "or a StreamSource"
+            )
+
+
+def kind_of(provider: object) -> str:
+    """Returns a description of a provider for people: its class, with what it wraps."""
+    inner = getattr(provider, "inner", None)
+    name = type(provider).__name__
+    return f"{name}({kind_of(inner)})" if isinstance(inner, StateProvider) else name
+
+
+def notes_of(provider: object) -> dict[str, str]:
+    """Returns what people who look at the checkpoint should know of a provider's state: its `notes`."""
+    return dict(getattr(provider, "notes", {}))
+
+
+def restore_failed(name: str, provider: StateProvider, error: Exception) -> Exception:
+    """Returns the error of a provider's `restore`, with the provider's name."""
+    return _failure(name, kind_of(provider), "load", error)
+
+
+def _failure(name: str, kind: str, action: str, error: Exception) -> Exception:
+    if not name or isinstance(error, ProviderError):
+        return error
+    text = str(error) if isinstance(error, DataStatesError) else f"{type(error).__name__}: {error}"
+    return ProviderError(f"the state provider {name!r} ({kind}) failed in the {action}: {text}")
+
+
+def named(providers: Mapping[str, StateProvider] | Iterable[StateProvider]) -> dict[str, StateProvider]:
+    """Returns providers by name; those of a list have an attribute `name`.
+
+    Raises:
+        ProviderError: one has no name, has the name of another, or is no state provider.
+    """
+    pairs: Iterable[tuple[Any, Any]]
+    if isinstance(providers, Mapping):
+        pairs = providers.items()
+    else:
+        pairs = [(getattr(provider, "name", None), provider) for provider in providers]
+    found: dict[str, StateProvider] = {}
+    for name, provider in pairs:
+        if not isinstance(provider, StateProvider):
+            raise ProviderError(
+                f"{provider!r} is not a state provider: expected an object with `entries` and `restore` "
+                "(megatron_datastates.providers.StateProvider)"
+            )
+        if not isinstance(name, str) or not name:
+            raise ProviderError(
+                f"a {kind_of(provider)} has no name: expected a non-empty text, as its attribute `name` or "
+                "as the key of a mapping"
+            )
+        if name in found:
+            raise ProviderError(f"two state providers are called {name!r}: rename one of them")
+        found[name] = provider
+    return found

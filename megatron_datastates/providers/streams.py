@@ -1,0 +1,48 @@
+"""Streams: bytes that a program produces piece by piece, without knowing how many they will be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from megatron_datastates.format.tail import Kind
+from megatron_datastates.providers.base import CopyBudget, Mutability, Write
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamSource:
+    """A stream that a callback writes.
+
+    Attributes:
+        key: name of the stream, relative to the provider's name.
+        writer: called once with a function that appends a buffer to the stream. The buffer may be reused as
+            soon as that function has returned.
+        mutability: how long `writer` writes the same bytes. NOW: it is called before the save returns;
+            AT_FENCE: on another thread, and the next fence waits until it returns; NEVER: on another thread.
+    """
+
+    key: str
+    writer: Callable[[Write], object]
+    mutability: Mutability = Mutability.NOW
+
+    kind = Kind.STREAM
+
+    @classmethod
+    def from_buffers(
+        cls, key: str, buffers: Iterable[Any], mutability: Mutability = Mutability.NOW
+    ) -> StreamSource:
+        """Returns a stream of the buffers of an iterable, which is consumed once."""
+
+        def writer(write: Write) -> None:
+            for buffer in buffers:
+                write(buffer)
+
+        return cls(key, writer, mutability)
+
+    def snapshot(self, budget: CopyBudget) -> None:
+        """Returns None: the size of a copy is unknown."""
+
+    def write(self, write: Write) -> None:
+        """Calls the writer. Raises what it raises."""
+        self.writer(write)

@@ -1,0 +1,261 @@
+"""Transformations: state providers around state providers, which store the same state in other bytes.
+
+    Compressed(inner)                        byte planes and zstd; restored bit by bit
+    Cast(inner, torch.bfloat16, "*exp_avg*") floating tensors in a smaller dtype: for archives
+
+They nest, also as values of trees: `{"model": ..., "optimizer": Compressed(Cast(...))}`. Both work on parts
+of a MiB: no tensor is ever whole in host memory beside the original. A load knows from the checkpoint how
+its bytes are stored, so a restore needs no transformation.
+
+What is transformed is read by the save's finishing thread: tensors that stay unchanged until the next fence
+make that fence wait until they are encoded, and what may change at once holds the trainer that long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from megatron_datastates.errors import MismatchError, OptionError
+from megatron_datastates.format.codecs import PLANES, ZSTD, require_zstandard
+from megatron_datastates.format.tail import Kind
+from megatron_datastates.providers.base import (
+    CopyBudget,
+    Encoding,
+    Entry,
+    Mutability,
+    Place,
+    StateProvider,
+    StateReader,
+    TailSource,
+    Tensors,
+    TensorSource,
+    Write,
+)
+from megatron_datastates.providers.collect import kind_of, notes_of
+from megatron_datastates.providers.named import Tree
+from megatron_datastates.providers.tensors import dtype_name
+
+logger = logging.getLogger(__name__)
+_PART_BYTES = 1 << 20  # of a tensor, in host memory at a time
+_HIGHEST_LEVEL = 19
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncodedTensor:
+    """One tensor that is written to the tail part by part, cast or encoded.
+
+    Attributes:
+        dtype: of the elements as they are stored.
+        written_after: an event on the tensor's device that precedes every read of it; None on the host.
+    """
+
+    source: TensorSource
+    dtype: torch.dtype
+    encoding: Encoding | None = None
+    written_after: Any = None
+
+    kind = Kind.FRAGMENT
+
+    @property
+    def key(self) -> str:
+        return self.source.key
+
+    @property
+    def mutability(self) -> Mutability:
+        return self.source.mutability
+
+    @property
+    def place(self) -> Place:
+        """Where the tensor lies in the global one."""
+        shape = tuple(self.source.tensor.shape)
+        return self.source.place or Place(shape, (0,) * len(shape), shape)
+
+    def snapshot(self, budget: CopyBudget) -> None:
+        """Returns None: the tensor is encoded before the save returns."""
+
+    def write(self, write: Write) -> None:
+        """Passes on the stored elements, row-major."""
+        tensor = self.source.tensor.detach()
+        for part in _parts(tensor, _PART_BYTES // tensor.element_size()):
+            write(_host_bytes(part, self.dtype, self.written_after))
+
+
+def encoded_tensor(source: TensorSource) -> EncodedTensor:
+    """Returns a tensor for the tail, to be read from now on. Called on the trainer's thread."""
+    tensor = source.tensor
+    if tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
+        raise MismatchError(
+            f"tensor {source.key!r} has layout {tensor.layout} and is on {tensor.device}: expected a strided "
+            "tensor on the host or on a CUDA device"
+        )
+    event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+    return EncodedTensor(source, tensor.dtype, None, event)
+
+
+def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
+    """Yields parts of at most `most` elements: all elements in row-major order."""
+    if tensor.numel() <= most:
+        yield tensor
+    elif tensor.is_contiguous():
+        yield from tensor.view(-1).split(most)
+    else:
+        rows = max(most // max(tensor[0].numel(), 1), 1)
+        for part in tensor.split(rows):
+            yield from _parts(part[0], most) if part.numel() > most else [part]
+
+
+def _host_bytes(part: torch.Tensor, dtype: torch.dtype, written_after: Any) -> memoryview:
+    if part.is_cuda:
+        stream = torch.cuda.current_stream(part.device)
+        if written_after is not None:
+            stream.wait_event(written_after)
+    stored = part.to("cpu").to(dtype).contiguous().resolve_conj().resolve_neg()
+    return memoryview(stored.reshape(-1).view(torch.uint8).numpy())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EncodedSource:
+    """An object or a stream of another provider, encoded."""
+
+    source: TailSource
+    encoding: Encoding
+
+    @property
+    def key(self) -> str:
+        return self.source.key
+
+    @property
+    def mutability(self) -> Mutability:
+        return self.source.mutability
+
+    @property
+    def kind(self) -> Kind:
+        return self.source.kind
+
+    def snapshot(self, budget: CopyBudget) -> EncodedSource | None:
+        """Returns the snapshot of what is encoded."""
+        snapshot = self.source.snapshot(budget)
+        return None if snapshot is None else EncodedSource(snapshot, self.encoding)
+
+    def write(self, write: Write) -> bytes | None:
+        return self.source.write(write)
+
+
+class _Around:
+    """What transformations share: they change the entries of an inner provider, or of a tree of providers."""
+
+    def __init__(self, inner: StateProvider | Mapping[Any, Any], mutability: Mutability) -> None:
+        self.inner: StateProvider = inner if isinstance(inner, StateProvider) else Tree(inner, mutability)
+
+    def _entries(self) -> Iterator[TensorSource | TailSource]:
+        for entry in self.inner.entries():
+            if isinstance(entry, Tensors):
+                yield from entry.sources()
+            else:
+                yield entry
+
+    def restore(self, reader: StateReader) -> None:
+        """Restores what is inside; the checkpoint says how it was stored."""
+        self.inner.restore(reader)
+
+
+class Compressed(_Around):
+    """The state of another provider, compressed without loss.
+
+    Tensors and arrays are split into byte planes first: exponents of neighbors are alike, mantissas are not.
+    Whether it pays depends on the disk: docs/benchmarks.md has measurements.
+
+    Args:
+        inner: a state provider, or nested mappings as for `ds.save`.
+        level: of zstd, from 1 (fast) to 19 (small).
+        mutability: how long the tensors of a mapping stay unchanged.
+
+    Raises:
+        MissingPackageError: the package zstandard is not installed.
+        OptionError: there is no such level.
+    """
+
+    def __init__(
+        self,
+        inner: StateProvider | Mapping[Any, Any],
+        *,
+        level: int = 1,
+        mutability: Mutability = Mutability.NOW,
+    ) -> None:
+        super().__init__(inner, mutability)
+        require_zstandard()
+        if not 1 <= level <= _HIGHEST_LEVEL:
+            raise OptionError(f"zstd has no level {level}: expected 1 (fast) to {_HIGHEST_LEVEL} (small)")
+        self._level = level
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What people who look at the checkpoint should know."""
+        return {**notes_of(self.inner), "compressed": f"byte planes and zstd, level {self._level}"}
+
+    def entries(self) -> Iterator[Entry]:
+        for entry in self._entries():
+            source = encoded_tensor(entry) if isinstance(entry, TensorSource) else entry
+            if isinstance(source, EncodedTensor):
+                encoding = Encoding(PLANES, source.dtype.itemsize, self._level)
+                yield dataclasses.replace(source, encoding=encoding)
+            else:
+                yield EncodedSource(source, Encoding(ZSTD, 0, self._level))
+
+
+class Cast(_Around):
+    """The state of another provider, with floating-point tensors rounded to a smaller dtype.
+
+    For archives: a load converts back, but what was rounded off is lost, so training that resumes from it
+    does not continue as if it had not stopped. Objects and streams are stored as they are.
+
+    Args:
+        inner: a state provider, or nested mappings as for `ds.save`.
+        dtype: what is stored, such as torch.bfloat16.
+        keys: which tensors are cast: one of these patterns matches the key, as in a shell.
+        mutability: how long the tensors of a mapping stay unchanged.
+
+    Raises:
+        OptionError: `dtype` is not a floating-point dtype.
+    """
+
+    def __init__(
+        self,
+        inner: StateProvider | Mapping[Any, Any],
+        dtype: torch.dtype,
+        *keys: str,
+        mutability: Mutability = Mutability.NOW,
+    ) -> None:
+        super().__init__(inner, mutability)
+        if not dtype.is_floating_point:
+            raise OptionError(f"tensors cannot be cast to {dtype}: expected a floating-point dtype")
+        self._dtype, self._keys = dtype, keys or ("*",)
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """What people who look at the checkpoint should know."""
+        text = f"{', '.join(self._keys)} to {dtype_name(self._dtype)}: what was rounded off is lost"
+        return {**notes_of(self.inner), "cast": text}
+
+    def entries(self) -> Iterator[Entry]:
+        for entry in self._entries():
+            if isinstance(entry, TensorSource) and self._casts(entry.key, entry.tensor.dtype):
+                entry = encoded_tensor(entry)
+            if isinstance(entry, EncodedTensor) and self._casts(entry.key, entry.dtype):
+                entry = dataclasses.replace(entry, dtype=self._dtype)
+            yield entry
+
+    def _casts(self, key: str, dtype: torch.dtype) -> bool:
+        is_larger = dtype.is_floating_point and dtype.itemsize > self._dtype.itemsize
+        return is_larger and any(fnmatch.fnmatchcase(key, pattern) for pattern in self._keys)
+
+    def restore(self, reader: StateReader) -> None:
+        """Restores what is inside, with the values that were stored, and says so."""
+        logger.warning("restoring %s: %s", kind_of(self), self.notes["cast"])
+        super().restore(reader)

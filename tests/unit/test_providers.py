@@ -1,0 +1,247 @@
+"""State providers of a user: what they yield is saved and restored, and their errors fail saves by name."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_datastates as ds
+from megatron_datastates.config import KIB, MIB
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.errors import MissingKeyError, ProviderError, SaveFailedError
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.providers.base import (
+    Entry,
+    Mutability,
+    StateProvider,
+    StateReader,
+    Tensors,
+    TensorSource,
+)
+from megatron_datastates.providers.collect import kind_of, named
+from megatron_datastates.providers.objects import ObjectSource
+from tests.unit.states import new_saver
+
+NOW, AT_FENCE, NEVER = Mutability
+
+
+class Counter:
+    """A provider as a user writes one: a table, its position, and nothing else."""
+
+    name = "counter"
+
+    def __init__(self) -> None:
+        self.table = torch.zeros(6, dtype=torch.int64)
+        self.position = {"step": 0, "seen": [1, 2]}
+
+    def entries(self) -> Iterator[Entry]:
+        yield TensorSource("table", self.table)
+        yield ObjectSource("position", self.position)
+
+    def restore(self, reader: StateReader) -> None:
+        assert dict(reader.tensors) == {"table": (6,)} and list(reader.objects) == ["position"]
+        reader.read_into({"table": self.table})
+        self.position = reader.read_object("position")
+
+
+def test_a_users_provider_is_saved_and_restored_under_its_name(tmp_path: Path) -> None:
+    saved = Counter()
+    saved.table.copy_(torch.arange(6))
+    saved.position["step"] = 7
+    ds.save({"model": {"w": torch.ones(3)}, "data": {"train": saved}}, tmp_path / "c")
+    checkpoint = ds.open(tmp_path / "c")
+    assert set(checkpoint.tensors) == {"model.w", "data.train.table"}
+    assert set(checkpoint.index.objects) == {"data.train.position"}
+    restored, weights = Counter(), torch.zeros(3)
+    found = ds.load(tmp_path / "c", into={"model": {"w": weights}, "data": {"train": restored}})
+    assert found["data"]["train"] is restored and weights.tolist() == [1.0] * 3
+    assert restored.table.tolist() == [0, 1, 2, 3, 4, 5]
+    assert restored.position == {"step": 7, "seen": [1, 2]}
+
+
+def test_a_provider_that_the_checkpoint_has_nothing_of_fails_the_load(tmp_path: Path) -> None:
+    ds.save({"w": torch.ones(3)}, tmp_path / "c")
+    with pytest.raises(MissingKeyError, match="no state of the provider 'data'"):
+        ds.load(tmp_path / "c", into={"data": Counter()})
+
+
+class Failing(Counter):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def entries(self) -> Iterator[Any]:
+        yield from super().entries()
+        if self.where == "entries":
+            raise RuntimeError("no state today")
+        if self.where == "kind":
+            yield "text"
+        if self.where == "writing":
+            yield ObjectSource("bad", threading.Lock())
+        if self.where == "writing later":
+            yield ObjectSource("bad", threading.Lock(), NEVER)
+
+    def restore(self, reader: StateReader) -> None:
+        raise RuntimeError("not this one")
+
+
+@pytest.mark.parametrize(
+    ("where", "cause"),
+    [
+        ("entries", "RuntimeError: no state today"),
+        ("kind", "it yielded a str: expected Tensors"),
+        ("writing", "TypeError: cannot pickle"),
+        ("writing later", "TypeError: cannot pickle"),
+    ],
+)
+def test_an_error_of_a_provider_fails_the_save_with_its_name(tmp_path: Path, where: str, cause: str) -> None:
+    with pytest.raises(
+        SaveFailedError, match=rf"state provider 'data' \(Failing\) failed in the save: .*{cause}"
+    ):
+        ds.save({"data": Failing(where), "w": torch.ones(2)}, tmp_path / "c")
+    assert not list(tmp_path.rglob("*manifest*"))
+    ds.save({"w": torch.ones(2)}, tmp_path / "c")
+
+
+def test_an_error_in_restore_names_the_provider(tmp_path: Path) -> None:
+    ds.save({"data": Failing("nowhere")}, tmp_path / "c")
+    with pytest.raises(
+        ProviderError, match=r"'data' \(Failing\) failed in the load: RuntimeError: not this one"
+    ):
+        ds.load(tmp_path / "c", into={"data": Failing("nowhere")})
+
+
+def test_providers_in_lists_have_names_and_no_two_the_same() -> None:
+    assert named([Counter()]).keys() == {"counter"}
+    assert named({"other": Counter()}).keys() == {"other"}
+    with pytest.raises(ProviderError, match="two state providers are called 'counter'"):
+        named([Counter(), Counter()])
+    with pytest.raises(ProviderError, match="has no name"):
+        named({"": Counter()})
+    with pytest.raises(ProviderError, match="is not a state provider"):
+        named({"data": {"w": 1}})  # type: ignore[dict-item]
+
+
+def test_a_provider_is_described_with_what_it_wraps() -> None:
+    class Wrapped(Counter):
+        def __init__(self, inner: StateProvider) -> None:
+            super().__init__()
+            self.inner = inner
+
+    assert kind_of(Wrapped(Wrapped(Counter()))) == "Wrapped(Wrapped(Counter))"
+
+
+# -- the tail ---------------------------------------------------------------------------------------------
+
+
+def large(number: int) -> dict[str, Any]:
+    return {"number": number, "array": np.full(300 * KIB, number % 251, np.uint8), "text": "x" * number}
+
+
+class Large:
+    """A number of objects, each larger than a slot."""
+
+    def __init__(self, count: int, mutability: Mutability) -> None:
+        self.objects = {str(number): large(number) for number in range(count)}
+        self.mutability = mutability
+
+    def entries(self) -> Iterator[Entry]:
+        tensors = Tensors()
+        for number in range(8):
+            tensors.add(f"t{number}", torch.full((1 << 18,), float(number)), AT_FENCE)
+        yield tensors
+        for key, value in self.objects.items():
+            yield ObjectSource(key, value, self.mutability)
+
+    def restore(self, reader: StateReader) -> None:
+        raise NotImplementedError
+
+
+@pytest.fixture
+def one_slot(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Returns options for a pool of one slot, which users cannot choose."""
+    monkeypatch.setattr("megatron_datastates.engine.staging.most_slots", lambda *_: 1)
+    return {"slot_size": 64 * KIB, "write_threads": 1}
+
+
+@pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
+def test_hundreds_of_large_objects_pass_through_one_slot(
+    tmp_path: Path, one_slot: dict[str, Any], mutability: Mutability
+) -> None:
+    saver = new_saver(**one_slot)
+    state = Large(200, mutability)
+    publication = saver.start(tmp_path / "c", state)
+    if mutability is NOW:
+        for value in state.objects.values():
+            value["array"][:] = 255
+    FENCE.wait("the test")
+    if mutability is AT_FENCE:
+        for value in state.objects.values():
+            value["array"][:] = 255
+    assert publication.wait() is Outcome.PUBLISHED, publication.error
+    saver.close()
+    checkpoint = ds.open(tmp_path / "c")
+    for number in range(200):
+        found, wanted = checkpoint.read_object(str(number)), large(number)
+        assert (found["array"] == wanted["array"]).all() and found["text"] == wanted["text"]
+    for number in range(8):
+        assert (checkpoint.read_tensor(f"t{number}") == number).all()
+
+
+def test_a_second_save_begins_while_the_objects_of_the_first_wait_for_one_slot(
+    tmp_path: Path, one_slot: dict[str, Any]
+) -> None:
+    saver = new_saver(**one_slot, faults="write:3:stall=0.3")
+    first = saver.start(tmp_path / "a", Large(50, NEVER))
+    second = saver.start(tmp_path / "b", Large(50, NEVER))
+    assert first.wait() is Outcome.PUBLISHED and second.wait() is Outcome.PUBLISHED
+    saver.close()
+    for name in "ab":
+        assert (ds.open(tmp_path / name).read_object("49")["array"] == 49).all()
+
+
+def test_a_failed_write_ends_the_serializing_of_what_is_left(
+    tmp_path: Path, one_slot: dict[str, Any]
+) -> None:
+    saver = new_saver(**one_slot, faults="write:40:ENOSPC")
+    publication = saver.start(tmp_path / "c", Large(200, NEVER))
+    assert publication.wait() is Outcome.FAILED and "No space left" in (publication.error or "")
+    publication.join()
+    assert not list(tmp_path.rglob("data-*"))
+    written = sum(costs.bytes for costs in publication.save.tail.costs.values())
+    assert written < 100 * 300 * KIB, "objects were serialized for a save that had failed"
+    saver.close()
+
+
+def test_a_fence_waits_for_an_object_that_may_change_after_it(tmp_path: Path) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+    value = {"w": torch.ones(MIB)}
+
+    class Slow(ObjectSource):
+        def write(self, write: Any) -> bytes:
+            begun.set()
+            assert may_end.wait(20)
+            return super().write(write)
+
+    class Provider(Counter):
+        def entries(self) -> Iterator[Entry]:
+            yield Slow("value", value, AT_FENCE)
+
+    saver = new_saver()
+    publication = saver.start(tmp_path / "c", Provider())
+    assert begun.wait(20)
+    ended = []
+    timer = threading.Timer(0.2, lambda: (ended.append(True), may_end.set()))
+    timer.start()
+    FENCE.wait("the test")
+    assert ended
+    value["w"].zero_()
+    assert publication.wait() is Outcome.PUBLISHED, publication.error
+    saver.close()
+    assert (ds.open(tmp_path / "c").read_object("value")["w"] == 1).all()

@@ -1,0 +1,216 @@
+"""Transformations and streams: stored in other bytes, or without a known size, and read back exactly."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import megatron_datastates as ds
+from megatron_datastates.config import KIB, MIB
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.errors import OptionError
+from megatron_datastates.format.codecs import PLANES
+from megatron_datastates.format.tail import Kind
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.providers import Cast, Compressed, Entry, Mutability, StateReader, StreamSource
+from megatron_datastates.providers.named import NamedState, Shard
+from megatron_datastates.providers.transforms import _parts
+from tests.unit.states import KNOWN_DTYPES, bits, new_saver, random_tensor
+
+NOW, AT_FENCE, NEVER = Mutability
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# -- streams ----------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """A provider of one stream, whose buffer is used again for every line."""
+
+    def __init__(self, lines: list[bytes], mutability: Mutability = NOW) -> None:
+        self.lines, self.mutability = lines, mutability
+
+    def entries(self) -> Iterator[Entry]:
+        yield StreamSource("lines", self._write, self.mutability)
+
+    def _write(self, write: Any) -> None:
+        buffer = bytearray(max(map(len, self.lines), default=0))
+        for line in self.lines:
+            buffer[: len(line)] = line
+            assert write(memoryview(buffer)[: len(line)]) == len(line)
+
+    def restore(self, reader: StateReader) -> None:
+        assert list(reader.streams) == ["lines"]
+        self.lines = [b"".join(map(bytes, reader.open_stream("lines")))]
+
+
+@pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
+@pytest.mark.parametrize("wrap", [lambda p: p, Compressed], ids=["plain", "compressed"])
+def test_a_stream_is_restored_byte_by_byte(tmp_path: Path, mutability: Mutability, wrap: Any) -> None:
+    lines = [bytes([n % 251]) * (n * 997 % (300 * KIB)) for n in range(40)]
+    handle = ds.async_save({"log": wrap(Lines(lines, mutability)), "w": noise(100)}, tmp_path / "c")
+    FENCE.wait("the test")
+    handle.wait()
+    found = Lines([])
+    ds.load(tmp_path / "c", into={"log": wrap(found)})
+    assert found.lines[0] == b"".join(lines)
+    assert not verify(tmp_path / "c").faults
+
+
+@pytest.mark.parametrize("buffers", [[], [b""], [b"", b"x", np.arange(3, dtype=np.uint16)]], ids=len)
+def test_a_stream_of_buffers_may_be_empty(tmp_path: Path, buffers: list[Any]) -> None:
+    class Buffers(Lines):
+        def entries(self) -> Iterator[Entry]:
+            yield StreamSource.from_buffers("lines", iter(buffers))
+
+    ds.save({"log": Buffers([])}, tmp_path / "c")
+    found = Lines([])
+    ds.load(tmp_path / "c", into={"log": found})
+    assert found.lines[0] == b"".join(map(bytes, buffers))
+
+
+# -- compressed -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mutability", [NOW, AT_FENCE], ids=lambda m: m.name)
+def test_compressed_state_is_restored_bit_by_bit(tmp_path: Path, mutability: Mutability) -> None:
+    state = {name: random_tensor(getattr(torch, name), (37, 11)) for name in KNOWN_DTYPES}
+    state |= {"empty": torch.empty(0, 3), "scalar": torch.tensor(2.5), "large": noise(3 * MIB // 4 + 5)}
+    state |= {"strided": noise(600, 700).t(), "rows": noise(9, 1 << 17)[:, ::3], "zeros": torch.zeros(MIB)}
+    saver = new_saver()
+    wrapped = Compressed({**state, "step": 3, "nested": {"rng": torch.arange(9)}}, mutability=mutability)
+    wanted = {key: bits(tensor) for key, tensor in state.items()}
+    publication = saver.start(tmp_path / "c", lambda: {"all": wrapped})
+    FENCE.wait("the test")
+    state["large"].zero_()
+    assert publication.wait() is Outcome.PUBLISHED, publication.error
+    saver.close()
+    checkpoint = ds.open(tmp_path / "c")
+    for key, data in wanted.items():
+        assert bits(checkpoint.read_tensor(f"all.{key}")) == data, key
+    assert checkpoint.read_object("all.step") == 3
+    footer = checkpoint.footer(0)
+    assert {entry.codec for entry in footer.fragments} == {PLANES}
+    zeros = next(e for e in footer.fragments if e.bytes == 4 * MIB)
+    assert zeros.stored_bytes < 4 * KIB, "zeros were not compressed"
+    assert all(entry.sha256 != bytes(32) for entry in footer.entries)
+    large = np.frombuffer(wanted["large"], np.uint8).tobytes()
+    assert hashlib.sha256(large).digest() in {entry.sha256 for entry in footer.fragments}
+
+
+@given(
+    shape=st.lists(st.integers(0, 9), max_size=4).map(tuple),
+    order=st.randoms(use_true_random=False),
+    step=st.integers(1, 3),
+    most=st.integers(1, 40),
+)
+def test_parts_of_a_tensor_have_its_elements_in_order(
+    shape: tuple[int, ...], order: Any, step: int, most: int
+) -> None:
+    axes = list(range(len(shape)))
+    order.shuffle(axes)
+    tensor = torch.arange(torch.Size(shape).numel()).reshape(shape).permute(axes)
+    tensor = tensor[::step] if tensor.dim() else tensor
+    parts = list(_parts(tensor, most))
+    assert all(0 < part.numel() <= most or tensor.numel() == 0 for part in parts)
+    assert torch.cat([part.reshape(-1) for part in parts]).equal(tensor.reshape(-1))
+
+
+def test_a_slice_and_another_sharding_of_compressed_tensors_are_exact(tmp_path: Path) -> None:
+    whole = noise(1024, 1024)
+    ds.save({"model": Compressed({"w": whole})}, tmp_path / "c")
+    checkpoint = ds.open(tmp_path / "c")
+    assert checkpoint.read_tensor("model.w", (5, 1000), (3, 24)).equal(whole[5:8, 1000:])
+    part = torch.zeros(512, 100)
+    ds.load(tmp_path / "c", into={"model": {"w": Shard(part, (1024, 1024), (512, 7))}})
+    assert part.equal(whole[512:, 7:107])
+    half = torch.zeros(1024, 1024, dtype=torch.bfloat16)
+    ds.load(tmp_path / "c", into={"model": {"w": half}})
+    assert half.equal(whole.bfloat16())
+
+
+def test_reading_a_slice_reads_only_the_frames_that_it_needs(tmp_path: Path) -> None:
+    ds.save({"w": Compressed({"x": noise(64, MIB)})}, tmp_path / "c")
+    checkpoint = ds.open(tmp_path / "c")
+    checkpoint.read_tensor("w.x", (40, 0), (1, 10))
+    assert checkpoint.costs.bytes_read < 8 * MIB
+
+
+def test_a_level_that_zstd_does_not_have_is_refused() -> None:
+    with pytest.raises(OptionError, match="zstd has no level 30: expected 1"):
+        Compressed({}, level=30)
+
+
+# -- cast -------------------------------------------------------------------------------------------------
+
+
+def test_a_cast_stores_the_rounded_values_of_matching_tensors_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"exp_avg": noise(300, 5), "param": noise(300, 5), "step": torch.arange(3), "n": 4}
+    ds.save(
+        {"optimizer": Compressed(Cast(state, torch.bfloat16, "*exp_avg*")), "w": noise(4)}, tmp_path / "c"
+    )
+    checkpoint = ds.open(tmp_path / "c")
+    assert checkpoint.read_tensor("optimizer.exp_avg").dtype == torch.bfloat16
+    assert checkpoint.read_tensor("optimizer.param").equal(state["param"])
+    found = {
+        "exp_avg": torch.zeros(300, 5),
+        "param": torch.zeros(300, 5),
+        "step": torch.zeros(3, dtype=torch.int64),
+    }
+    into = Cast({**found, "n": 0}, torch.bfloat16, "*exp_avg*")
+    ds.load(tmp_path / "c", into={"optimizer": into})
+    assert found["exp_avg"].equal(state["exp_avg"].bfloat16().float())
+    assert found["param"].equal(state["param"]) and found["step"].equal(state["step"])
+    assert "exp_avg* to bfloat16: what was rounded off is lost" in caplog.text
+
+
+def test_only_floating_point_dtypes_can_be_cast_to() -> None:
+    with pytest.raises(OptionError, match="int8: expected a floating-point dtype"):
+        Cast({}, torch.int8)
+
+
+def test_a_tensor_cast_without_compression_has_its_digest_and_no_frames(tmp_path: Path) -> None:
+    ds.save({"a": Cast({"w": noise(1000)}, torch.float16)}, tmp_path / "c")
+    (entry,) = ds.open(tmp_path / "c").footer(0).entries
+    assert (entry.kind, entry.bytes, entry.stored_bytes, entry.frame_sizes) == (Kind.FRAGMENT, 2000, 2000, ())
+    assert entry.sha256 == hashlib.sha256(bits(noise(1000).half())).digest()
+
+
+def test_a_tree_inside_a_transformation_keeps_the_names_of_its_providers(tmp_path: Path) -> None:
+    inner = {"w": noise(3), "log": {"train": Lines([b"abc"])}, "more": NamedState({"x": noise(4)})}
+    ds.save({"all": Compressed(inner)}, tmp_path / "c")
+    checkpoint = ds.open(tmp_path / "c")
+    assert set(checkpoint.tensors) == {"all.w", "all.more.x"}
+    assert set(checkpoint.index.streams) == {"all.log.train.lines"}
+    again = {"w": torch.zeros(3), "log": {"train": Lines([])}, "more": NamedState({"x": torch.zeros(4)})}
+    ds.load(tmp_path / "c", into={"all": Compressed(again)})
+    assert again["w"].equal(inner["w"]) and again["log"]["train"].lines == [b"abc"]
+
+
+@settings(max_examples=15, deadline=None)
+@given(data=st.lists(st.binary(max_size=3000), max_size=6), slots=st.integers(1, 3))
+def test_random_streams_survive_small_slots(
+    tmp_path_factory: pytest.TempPathFactory, data: list[bytes], slots: int
+) -> None:
+    path = tmp_path_factory.mktemp("stream") / "c"
+    saver = new_saver(staging_memory=(1 + slots) * 4 * KIB, slot_size=4 * KIB)
+    providers = {"a": Lines(data), "b": Compressed(Lines(data[::-1])), "c": Lines(data[1:], NEVER)}
+    assert saver.start(path, lambda: providers).wait() is Outcome.PUBLISHED
+    saver.close()
+    checkpoint = ds.open(path)
+    for name, wanted in (("a", data), ("b", data[::-1]), ("c", data[1:])):
+        assert b"".join(map(bytes, checkpoint.open_stream(f"{name}.lines"))) == b"".join(wanted)
