@@ -128,7 +128,7 @@ def test_encoded_fragments_deliver_the_same(seed: int) -> None:
     rng = random.Random(seed)
     shape, strides = random_tensor(rng)
     reach = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    sizes = [rng.randint(1, 5) for _ in range(reach)]
+    sizes = [rng.randint(1, 5) for _ in range(reach + 1)]
     line, _ = line_of(sizes, rng)
     line = dataclasses.replace(line, encoded=True, file_offsets=np.arange(len(line.files)))
     target_strides = contiguous_strides(shape)
