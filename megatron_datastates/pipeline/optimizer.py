@@ -15,6 +15,7 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,7 @@ from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import BoxReads, ScheduledRead
 from megatron_datastates.plan.strided import Line, plan_strided
 
+WHOLE_OBJECT = "/shard_0_1"  # the end of the key of an object that each group stores once
 PREFIX = "optimizer.state"  # of the keys, as Megatron has it
 
 
@@ -247,13 +249,32 @@ def has_optimizer_maps(checkpoint: Checkpoint) -> bool:
     return any(map(is_optimizer_map, checkpoint.index.objects))
 
 
+def optimizer_map(checkpoint: Checkpoint, prefix: str) -> OptimizerMap | None:
+    """Returns the map of one data-parallel group; None if it stored none. Reads no other map.
+
+    Args:
+        prefix: what the keys of the group's buckets begin with.
+
+    Raises:
+        FormatError, UnsupportedFormatError, StorageError, CorruptDataError: as `optimizer_state`.
+    """
+    key = f"{prefix}{OPTIMIZER_MAP_NAME}{WHOLE_OBJECT}"
+    if key not in checkpoint.index.objects:
+        return None
+    return _decoded(key, checkpoint.read_object(key))
+
+
+def _decoded(key: str, value: Any) -> OptimizerMap:
+    if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], str)):
+        raise FormatError(f"the optimizer map {key!r} is not a list of one text")
+    return OptimizerMap.decode(value[0], key)
+
+
 def _maps(checkpoint: Checkpoint) -> Iterator[tuple[str, OptimizerMap]]:
     """Yields each map with the prefix of its buckets' keys."""
     keys = sorted(filter(is_optimizer_map, checkpoint.index.objects))
     for key, value in checkpoint.read_objects(keys).items():
-        if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], str)):
-            raise FormatError(f"the optimizer map {key!r} is not a list of one text")
-        yield key[: key.rindex(OPTIMIZER_MAP_NAME)], OptimizerMap.decode(value[0], key)
+        yield key[: key.rindex(OPTIMIZER_MAP_NAME)], _decoded(key, value)
 
 
 def _state_tensor(

@@ -16,9 +16,9 @@ import torch
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME, is_optimizer_map
 from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.optimizer import WHOLE_OBJECT
 
 Options = Mapping[str, Any]  # of a parameter group
-_OBJECT = "/shard_0_1"  # the end of the key of an object that each group stores once
 _BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded", OPTIMIZER_MAP_NAME)
 _CONTENT = "distrib_optim_sharding_type"  # in the content metadata
 _TYPE = "param_state_sharding_type"  # in an optimizer's state
@@ -71,8 +71,8 @@ def beside_maps(checkpoint: Checkpoint) -> dict[str, str]:
     prefixes = {key[: key.rindex(OPTIMIZER_MAP_NAME)] for key in objects if is_optimizer_map(key)}
     found = {}
     for key in objects:
-        prefix, _, name = key.removesuffix(_OBJECT).rpartition(".")
-        if key.endswith(_OBJECT) and f"{prefix}." in prefixes:
+        prefix, _, name = key.removesuffix(WHOLE_OBJECT).rpartition(".")
+        if key.endswith(WHOLE_OBJECT) and f"{prefix}." in prefixes:
             found[key] = name
     return found
 

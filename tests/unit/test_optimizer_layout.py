@@ -102,9 +102,15 @@ def beside(text: str | None) -> dict[str, Any]:
 
 
 def request(
-    described: dict[str, Any], cuts: list[tuple[int, int]], **beside: Any
+    described: dict[str, Any],
+    cuts: list[tuple[int, int]],
+    padding: tuple[int, int] | None = None,
+    **beside: Any,
 ) -> tuple[Any, torch.Tensor]:
-    """Returns what an optimizer with this bucket asks for, and its memory. `cuts` are a rank's parts."""
+    """Returns what an optimizer with this bucket asks for, and its memory.
+
+    `cuts` are a rank's parts. Without `padding`, there is an entry for it that has no tensor.
+    """
     size = described["elements"]
     memory = torch.full((size,), float("nan"))
     entries: list[dict[str, Any]] = [
@@ -116,7 +122,12 @@ def request(
         }
         for a, b in cuts
     ]
-    entries.append({"exp_avg": None, "padding": LocalNonpersistentObject(True)})
+    entries.append({"padding": LocalNonpersistentObject(True)})
+    if padding is not None:
+        (a, b), key = padding, f"{GROUP}0.{BUCKET}.exp_avg"
+        entries[-1]["exp_avg"] = ShardedTensor(
+            key, torch.zeros(b - a), torch.float32, (b - a,), (size,), (a,), None
+        )
     carrier = ShardedObject(f"{GROUP}0.{CARRIER}", [size], (1,), (0,))
     own = msgspec.convert({"format_version": 1, "buckets": [described]}, OptimizerMap)
     setattr(carrier, _ATTRIBUTE, OwnBuckets(own, frozenset()))
@@ -175,10 +186,27 @@ def test_a_rank_reads_its_own_part_and_no_more(cut: int, tmp_path: Path) -> None
 
 def test_a_request_that_fits_is_not_touched(tmp_path: Path) -> None:
     _, described = half(0)
-    asked, _ = request(described, [(0, 12), (14, 19)])
+    asked, _ = request(described, [(0, 12), (14, 19)], padding=(12, 14))
     directory = save_halves(tmp_path / "c")
     assert not optimizer_layout.differs(asked, optimizer_layout.open_checkpoint(directory))
     optimizer_layout.forget()
+
+
+def test_a_request_that_fits_reads_its_own_map_only(tmp_path: Path) -> None:
+    _, described = half(0)
+    asked, memory = request(described, [(0, 12), (14, 19)], padding=(12, 14))
+    directory = save_halves(tmp_path / "c", maps=[map_of(described), "damaged"])
+    loaded = dist_checkpointing.load(asked, str(directory))
+    assert memory.nan_to_num(nan=-1.0).equal(half(0)[0].index_fill(0, torch.tensor([12, 13, 19]), -1.0))
+    assert loaded["optimizer"]["left"] == 1, "as Megatron itself loads it"
+
+
+def test_entries_without_tensors_which_megatron_cannot_merge_load(tmp_path: Path) -> None:
+    _, described = half(0)
+    asked, memory = request(described, [(0, 12), (14, 19)])
+    loaded = dist_checkpointing.load(asked, str(save_halves(tmp_path / "c")))
+    assert torch.equal(memory[:12], half(0)[0][:12]) and torch.equal(memory[14:19], NORM)
+    assert len(loaded["optimizer"]["param_state"][0]["d"][0]) == 2
 
 
 def test_what_was_read_of_the_maps_is_dropped_after_a_load(tmp_path: Path) -> None:

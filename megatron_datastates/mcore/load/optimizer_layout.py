@@ -41,12 +41,13 @@ from megatron_datastates.mcore.load.optimizer_request import (
     bucket_of,
     bucket_tensors,
     filled,
+    has_empty_entries,
     own_buckets,
     own_shards,
 )
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.optimizer import PREFIX, BucketStates, has_optimizer_maps
+from megatron_datastates.pipeline.optimizer import PREFIX, BucketStates, has_optimizer_maps, optimizer_map
 from megatron_datastates.pipeline.optimizer_groups import (
     StoredOptions,
     from_common_state,
@@ -209,8 +210,8 @@ def _is_other_layout(checkpoint: Checkpoint, state: dict[Any, Any], own: OwnBuck
     Buckets that are stored and that the optimizer does not have are a difference, too.
     """
     if has_optimizer_maps(checkpoint):
-        stored = bucket_states(checkpoint).maps.get(state[CARRIER].key.removesuffix(CARRIER))
-        return stored is None or _places(stored) != _places(own.map)
+        stored = optimizer_map(checkpoint, state[CARRIER].key.removesuffix(CARRIER))
+        return stored is None or has_empty_entries(state) or _places(stored) != _places(own.map)
     for _, _, item in bucket_tensors(state):
         if item.key not in checkpoint.index.tensors:
             if _has_states(checkpoint):

@@ -92,6 +92,16 @@ def bucket_tensors(state: State) -> Iterator[tuple[State, str, Any]]:
                     yield entry, name, item
 
 
+def has_empty_entries(state: State) -> bool:
+    """Returns whether a part of a bucket has no tensor, as some offloaded parameters have none.
+
+    Megatron cannot merge the lists of such a state: it drops those entries from one of them.
+    """
+    return any(
+        not any(isinstance(item, ShardedTensor) for item in entry.values()) for entry in _entries(state)
+    )
+
+
 def _entries(nested: Any) -> Iterator[State]:
     if isinstance(nested, dict) and "padding" in nested:
         yield nested
