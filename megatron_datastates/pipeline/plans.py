@@ -184,9 +184,21 @@ class StatePlan:
     tail: list[TailItem]
     layout: Layout
     copies: CopyPlan
-    eager_bytes: int  # of tensors: copied before the save returns
-    lazy_bytes: int
+    # Element i of each array is about tensor i.
+    sizes: npt.NDArray[np.int64]  # bytes
+    eager: npt.NDArray[np.bool_]  # copied before the save returns; the others are lazy
+    on_device: npt.NDArray[np.bool_]
     tail_bytes: int = 0  # of the last save: a guess for the next
+
+    @property
+    def eager_bytes(self) -> int:
+        """Returns the bytes of tensors that are copied before the save returns."""
+        return int(self.sizes[self.eager].sum())
+
+    @property
+    def lazy_bytes(self) -> int:
+        """Returns the bytes of the other tensors."""
+        return int(self.sizes[~self.eager].sum())
 
 
 def plan_state(tensors: Tensors, tail: list[TailItem], description: bytes | None = None) -> StatePlan:
@@ -197,12 +209,12 @@ def plan_state(tensors: Tensors, tail: list[TailItem], description: bytes | None
         FormatError: as plan_layout.
     """
     structure = structure_of(tensors, description)
-    fragments, eager = structure.fragments(), structure.eager()
+    fragments, eager, devices = structure.fragments(), structure.eager(), structure.devices()
     layout = plan_layout(fragments, eager, tail)
-    copies = plan_copies(layout, structure.spans(), eager, structure.devices())
-    sizes = [fragment.bytes for fragment in fragments]
-    eager_bytes = sum(size for size, first in zip(sizes, eager, strict=True) if first)
-    return StatePlan(structure, tail, layout, copies, eager_bytes, sum(sizes) - eager_bytes)
+    copies = plan_copies(layout, structure.spans(), eager, devices)
+    sizes = np.array([fragment.bytes for fragment in fragments], np.int64)
+    on_device = np.array([device is not None for device in devices], bool)
+    return StatePlan(structure, tail, layout, copies, sizes, np.array(eager, bool), on_device)
 
 
 def tail_item(key: str, source: TailSource) -> TailItem:

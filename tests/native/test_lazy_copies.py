@@ -61,6 +61,15 @@ def test_the_report_says_how_long_the_trainers_stream_waited(trainer: Trainer, t
     assert report["stream_wait_ms"] >= 20 and report["ranks_ms"]["stream_wait"]["max"] >= 20
 
 
+def test_the_report_counts_bytes_on_the_device_and_on_the_host(trainer: Trainer, tmp_path: Path) -> None:
+    publication = trainer.saver().start(tmp_path, DeviceTensors(trainer.model))
+    trainer.optimizer_step()
+    assert_published(publication, tmp_path, trainer.initial)
+    share = save_report(publication, "async")["providers"][""]
+    total = sum(tensor.nbytes for tensor in trainer.initial.values())
+    assert share["host_bytes"] == 0 and share["device_bytes"] == share["lazy_bytes"] == total
+
+
 def test_memory_may_be_unmapped_when_a_save_that_is_not_lazy_returns(
     trainer: Trainer, tmp_path: Path
 ) -> None:
