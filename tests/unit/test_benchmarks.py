@@ -3,6 +3,7 @@
 benchmarks.gpu has its own test: tests/native/test_gpu_benchmark.py.
 """
 
+import collections
 import json
 import subprocess
 import sys
@@ -81,19 +82,22 @@ def test_the_ablation_benchmark_reports_what_its_committed_results_have(tmp_path
 
 
 def test_a_save_without_overlap_serializes_before_or_after_all_tensors(tmp_path: Path) -> None:
-    seen: dict[str, list[bool]] = {}
+    seen: dict[str, str] = {}
 
     class Witness:
-        """Notes, when it is pickled, whether the tensors of its save are written."""
+        """Notes, when it is pickled, how far the tensors of its save are."""
 
         def __init__(self, when: str) -> None:
             self.when = when
 
         def __reduce__(self) -> tuple[Any, ...]:
             save = states[self.when]._save
-            written = save is not None and save._save.status()["bytes_written"] >= save.plan.layout.tensor_end
-            seen.setdefault(self.when, []).append(written)
-            return list, ()
+            if save is None:
+                seen[self.when] = "not begun"
+            else:
+                written = save._save.status()["bytes_written"] >= save.plan.layout.tensor_end
+                seen[self.when] = "written" if written else "under way"
+            return collections.OrderedDict, ()
 
     tensors = host_tensors(4, 1 << 20)
     states = {when: Mixed(tensors, [Witness(when)], when) for when in ("before", "after")}
@@ -101,7 +105,7 @@ def test_a_save_without_overlap_serializes_before_or_after_all_tensors(tmp_path:
     for state in states.values():
         save_once(saves, state, state.started)
     saves.close()
-    assert seen == {"before": [False], "after": [True]}
+    assert seen == {"before": "not begun", "after": "written"}
 
 
 def test_the_load_benchmark_reports_what_its_stored_results_have(tmp_path: Path) -> None:
