@@ -33,6 +33,6 @@ def _happen(name: str, effect: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if effect.startswith("stall="):
         time.sleep(int(effect[6:]) / 1000)
-    if effect in errno.errorcode.values():
+    if hasattr(errno, effect):
         code = getattr(errno, effect)
         raise OSError(code, f"{os.strerror(code)} (injected)", name)

@@ -164,12 +164,17 @@ def _unnamed(path: Path) -> list[UnnamedFile]:
     last_change: dict[SaveId | str, float] = {}
     for entry, status in found:
         save = save_id_in_name(entry.name) or entry.name
-        last_change[save] = max(last_change.get(save, status.st_mtime), status.st_mtime)
+        last_change[save] = max(last_change.get(save, 0.0), _changed_at(status))
     now = time.time()
     return [
         UnnamedFile(path / name, status.st_size, now - last_change[save_id_in_name(name) or name])
         for name, status in sorted((entry.name, status) for entry, status in found)
     ]
+
+
+def _changed_at(status: os.stat_result) -> float:
+    """Returns when a file was last written or, if it has several names, linked."""
+    return max(status.st_mtime, status.st_ctime) if status.st_nlink > 1 else status.st_mtime
 
 
 def _named_by(manifest_path: Path) -> set[str]:
@@ -391,6 +396,6 @@ def _may_go(path: Path, manifest: bytes | None, min_age_seconds: float) -> bool:
     if manifest is None or _content(path.parent / MANIFEST_NAME) != manifest:
         return False
     try:
-        return time.time() - path.lstat().st_mtime >= min_age_seconds
+        return time.time() - _changed_at(path.lstat()) >= min_age_seconds
     except FileNotFoundError:
         return False

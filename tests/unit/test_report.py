@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.held import trainer_held
+from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.records import RankRecord, decode_failure, encode_failure
 from megatron_datastates.pipeline.report import save_report
-from megatron_datastates.pipeline.save import RankSave, SaveContext
+from megatron_datastates.pipeline.save import RankSave
 from megatron_datastates.providers.base import Mutability
 from tests.unit.states import State, new_saver, save
 
