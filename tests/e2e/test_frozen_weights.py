@@ -13,8 +13,9 @@ from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
 
 # Of one stacked key (all layers' weights) a part is frozen and a part is not.
 FROZEN = {"TINY_FROZEN": r"embedding|layers\.0\.", "MEGATRON_DATASTATES_LINK_FROM": "64KiB"}
-# Slow steps: a save links to the last published one, so that one has to be published by then.
-STEPS = ["--train-iters", "8", "--step-delay-ms", "150"]
+# A save links to the last one that is published, which takes a few polls, one an iteration.
+STEPS = ["--train-iters", "32", "--step-delay-ms", "10"]
+SAVED = (8, 16, 24, 32)
 
 
 def saves(report: Path) -> dict[int, dict[str, Any]]:
@@ -33,22 +34,22 @@ def assert_whole(checkpoint: Path) -> None:
 def test_frozen_weights_are_written_once(layout: str, pretraining: Pretraining, tmp_path: Path) -> None:
     checkpoints, report = Checkpoints(tmp_path / "ck"), tmp_path / "report.jsonl"
     how: list[str | Path] = [*LAYOUTS[layout], *STEPS, "--ckpt-format", "datastates"]
-    saving = ["--save", checkpoints.root, "--save-interval", "2", "--async-save"]
+    saving = ["--save", checkpoints.root, "--save-interval", "8", "--async-save"]
     reference = pretraining.run(*how, environment=FROZEN)
     saved = pretraining.run(*how, *saving, "--datastates-report-file", report, environment=FROZEN)
 
     assert saved.differences(reference) == []
-    assert checkpoints.published() == [2, 4, 6, 8]
+    assert checkpoints.published() == list(SAVED)
     reports = saves(report)
-    linked = reports[4]["linked_bytes"]
-    assert [reports[step]["linked_bytes"] for step in (2, 4, 6, 8)] == [0, linked, linked, linked]
+    linked = reports[16]["linked_bytes"]
+    assert [reports[step]["linked_bytes"] for step in SAVED] == [0, linked, linked, linked]
     assert linked > 250_000, "less than the frozen weights, 2 bytes each"
-    assert reports[2]["written_bytes"] - reports[4]["written_bytes"] == linked
+    assert reports[8]["written_bytes"] - reports[16]["written_bytes"] == linked
 
-    shutil.rmtree(checkpoints.at(2))
-    for step in (4, 6, 8):
+    shutil.rmtree(checkpoints.at(8))
+    for step in SAVED[1:]:
         assert_whole(checkpoints.at(step))
-    for step in (4, 6):
+    for step in (16, 24):
         resumed = pretraining.run(
             *how, "--load", checkpoints.root, "--ckpt-step", str(step), environment=FROZEN
         )
@@ -59,16 +60,16 @@ def test_frozen_weights_are_written_once(layout: str, pretraining: Pretraining, 
 def test_frozen_weights_that_change_are_written_again(pretraining: Pretraining, tmp_path: Path) -> None:
     checkpoints, report = Checkpoints(tmp_path / "ck"), tmp_path / "report.jsonl"
     how: list[str | Path] = [*LAYOUTS["dp2"], *STEPS, "--ckpt-format", "datastates"]
-    saving = ["--save", checkpoints.root, "--save-interval", "2", "--async-save"]
-    changing = {**FROZEN, "TINY_FROZEN_CHANGES_AFTER": "5"}
+    saving = ["--save", checkpoints.root, "--save-interval", "8", "--async-save"]
+    changing = {**FROZEN, "TINY_FROZEN_CHANGES_AFTER": "20"}
     saved = pretraining.run(*how, *saving, "--datastates-report-file", report, environment=changing)
 
     reports = saves(report)
-    assert [reports[step]["linked_bytes"] > 0 for step in (2, 4, 6, 8)] == [False, True, False, True]
-    for step in (2, 4, 6, 8):
+    assert [reports[step]["linked_bytes"] > 0 for step in SAVED] == [False, True, False, True]
+    for step in SAVED:
         assert_whole(checkpoints.at(step))
-    resumed = pretraining.run(*how, "--load", checkpoints.root, "--ckpt-step", "6", environment=FROZEN)
-    assert resumed.resumed_from(saved) == 6
+    resumed = pretraining.run(*how, "--load", checkpoints.root, "--ckpt-step", "24", environment=FROZEN)
+    assert resumed.resumed_from(saved) == 24
     assert resumed.differences(saved) == []
 
 
@@ -78,13 +79,13 @@ def test_weights_that_are_trained_from_the_middle_on_are_written_from_there_on(
     """Unfreezing is a resume: Megatron makes its optimizer once."""
     checkpoints, report = Checkpoints(tmp_path / "ck"), tmp_path / "report.jsonl"
     how: list[str | Path] = [*LAYOUTS["dp2"], *STEPS, "--ckpt-format", "datastates", "--async-save"]
-    how += ["--save", checkpoints.root, "--save-interval", "2", "--datastates-report-file", report]
-    pretraining.run(*how, "--exit-interval", "4", environment=FROZEN)
+    how += ["--save", checkpoints.root, "--save-interval", "8", "--datastates-report-file", report]
+    pretraining.run(*how, "--exit-interval", "16", environment=FROZEN)
     thawed = pretraining.run(*how, "--load", checkpoints.root, "--no-load-optim", environment={})
 
     reports = saves(report)
-    assert [reports[step]["linked_bytes"] > 0 for step in (2, 4, 6, 8)] == [False, True, False, False]
-    for step in (2, 4, 6, 8):
+    assert [reports[step]["linked_bytes"] > 0 for step in SAVED] == [False, True, False, False]
+    for step in SAVED:
         assert_whole(checkpoints.at(step))
     resumed = pretraining.run(
         *LAYOUTS["dp2"],
@@ -97,5 +98,5 @@ def test_weights_that_are_trained_from_the_middle_on_are_written_from_there_on(
         "6",
         environment={},
     )
-    assert resumed.resumed_from(thawed) == 6
+    assert resumed.resumed_from(thawed) == 24
     assert resumed.differences(thawed) == []
