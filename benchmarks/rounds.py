@@ -52,7 +52,7 @@ class Rates:
         return max((name for name in rates if name not in self.ours), key=rates.__getitem__)
 
     def of_disk(self, name: str) -> float:
-        """The ratio of a contender's rate to the disk's best."""
+        """Returns the ratio of a contender's rate to the disk's best."""
         rates = self.gb_per_s
         return rates[name] / rates[self.best_of_disk]
 

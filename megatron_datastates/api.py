@@ -102,7 +102,7 @@ def async_save(
 
     Args:
         lazy: False copies everything before this returns, so that the state may change at once. True is a
-            promise that tensors change, and give up their memory, in steps of torch's optimizers only, or
+            promise that tensors change, and release their memory, in steps of torch's optimizers only, or
             after a call of `fence()`: they are copied meanwhile, and those wait for what is left.
 
     Returns:
@@ -133,8 +133,8 @@ def _start(
 
 
 def fence() -> None:
-    """Waits until everything that lazy saves still read may change."""
-    FENCE.wait("an explicit fence")
+    """Waits until all memory that lazy saves were reading may be changed, freed or unmapped."""
+    FENCE.clear("an explicit fence")
 
 
 def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[Any, Any]:

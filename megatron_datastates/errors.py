@@ -29,7 +29,7 @@ class DataStatesError(Exception):
         return printable(super().__str__(), keep="\n")
 
     def extended(self, text: str) -> Self:
-        """Returns the same error with more text behind its own."""
+        """Returns the same error with more text after its own."""
         error = type(self)(f"{self}{text}")
         error.__dict__.update(self.__dict__)
         return error
@@ -63,7 +63,7 @@ class FailedCallError(DataStatesError):
     """A call of the operating system, of a driver or of the native core failed.
 
     Attributes:
-        code: an errno such as errno.ENOSPC; 0 where the system gave none.
+        code: an errno such as errno.ENOSPC; 0 where the system returned none.
         path: of the file that it concerns; empty where there is none.
         operation: what was tried, such as `write`; empty where nothing says.
     """

@@ -59,3 +59,8 @@ def size_of(file: BinaryIO) -> int:
 def _kind(mode: int) -> str:
     kinds = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a directory", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def changed_at(status: os.stat_result) -> float:
+    """Returns when a file was last written or, if it has several names, linked; seconds since 1970."""
+    return max(status.st_mtime, status.st_ctime) if status.st_nlink > 1 else status.st_mtime

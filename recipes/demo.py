@@ -173,6 +173,29 @@ def show_costs(demo: Demo) -> None:
         size, rate = f"{save['bytes']:,}", f"{save['write_mb_per_s']:.0f}"
         table.add_row(str(save["iteration"]), *times, size, rate, save["state"])
     demo.console.print(table)
+    show_providers(demo, resumed[-1])
+
+
+def show_providers(demo: Demo, save: dict[str, Any]) -> None:
+    """Prints what one rank stored in one save, by state provider."""
+    table = Table(
+        title=f"What rank {save['rank']} stored at iteration {save['iteration']}, by state provider"
+    )
+    table.add_column()
+    for name in save["providers"]:
+        table.add_column(name or "Megatron", justify="right")
+    for field in (
+        "tensors",
+        "eager_bytes",
+        "lazy_bytes",
+        "objects",
+        "streams",
+        "tail_stored_bytes",
+        "tail_ms",
+    ):
+        values = (share[field] for share in save["providers"].values())
+        table.add_row(field.replace("_", " "), *(f"{value:,}" for value in values))
+    demo.console.print(table)
 
 
 def run_demo(demo: Demo) -> None:

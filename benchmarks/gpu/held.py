@@ -18,7 +18,7 @@ from benchmarks.rounds import medians
 from benchmarks.states import Tensors, bytes_of
 from megatron_datastates.config import GIB, KIB, MIB
 
-# Of the next forward and backward, whatever the disk or the copies do: 16 GiB are copied in it at 22 GB/s.
+# The next forward and backward, whatever the disk or the copies do: 16 GiB are copied in it at 22 GB/s.
 _WORK_SECONDS = 0.02 if IS_FAKE else 0.75
 _PARTS = ("start", "synchronize", "first_poll", "fence", "stream_wait", "polls")
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+import megatron_datastates as ds
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.environment import IS_FAKE
 from benchmarks.gpu.memory import SEGMENT_BYTES
 from benchmarks.saves import Saves, expect_published
 from benchmarks.states import Tensors, lazy
 from megatron_datastates.config import MIB
-from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
 
 SMALL_POOL_BYTES = (64 if IS_FAKE else 256) * MIB
@@ -173,7 +173,7 @@ def timed(parts: dict[str, float], part: str) -> Iterator[None]:
 
 
 def _compare(directory: Path, shard: Tensors) -> None:
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = ds.open(directory)
     for key in (next(iter(shard)), next(reversed(shard))):
         if not torch.equal(checkpoint.read_tensor(key), shard[key].cpu()):
             raise RuntimeError(f"{directory}: {key} was not stored as it is in memory")

@@ -75,7 +75,7 @@ def fill(tensor: Any) -> None:
 
 
 def check(tensor: Any) -> None:
-    """Raises ValueError if an element of a shard has another value than `fill` gave it."""
+    """Raises ValueError if an element of a shard has another value than `fill` wrote."""
     for line, expected in _rows(tensor):
         if not np.array_equal(line.numpy(), expected):
             raise ValueError(f"{tensor.key} at {tensor.global_offset} was not loaded as it was saved")

@@ -1,7 +1,7 @@
 """The parts that all sub-commands share: the application, its output, common arguments, and exit codes.
 
 Exit codes: 0 success, 1 the checkpoint is faulty or differs, 2 the command cannot be carried out. With 2,
-nothing was written, and one line on standard error gives the reason.
+nothing was written, and one line on standard error says why.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def binary_size(count: int) -> str:
 
 
 def cannot(error: Exception, code: int = 2) -> NoReturn:
-    """Ends the command with an exit code, after one line on standard error that gives the reason."""
+    """Ends the command with an exit code, after one line on standard error that says why."""
     text = " ".join(str(error).split("\n"))
     note(f"datastates: {text}")
     raise typer.Exit(code)

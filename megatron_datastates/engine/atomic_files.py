@@ -104,7 +104,7 @@ def sync_file(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def _opened(path: Path, flags: int) -> Iterator[int]:
-    """A descriptor that no forked child keeps: a sync may take long, and data loaders live on."""
+    """Opens a descriptor that no forked child keeps: a sync may take long, and data loaders live on."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     native.close_in_forked_child(descriptor)
     try:

@@ -12,12 +12,30 @@ import os
 import signal
 import time
 
+from megatron_datastates.errors import OptionError
+
+NATIVE_OPERATIONS = ("open", "reserve", "write", "truncate", "sync", "sync directory", "read")
+SMALL_FILES = ("index", "manifest", "metadata")
+SMALL_FILE_OPERATIONS = tuple(
+    f"{step} {file}" for file in SMALL_FILES for step in ("write", "rename", "sync directory of", "durable")
+)
+REMOVAL_OPERATIONS = ("remove manifest", "sync removal of manifest", "remove file", "remove directory")
+LEFT_OVER_OPERATIONS = ("look at left-over", "remove left-over")
+OPERATIONS = (*NATIVE_OPERATIONS, *SMALL_FILE_OPERATIONS, *REMOVAL_OPERATIONS, *LEFT_OVER_OPERATIONS)
+
 
 class Faults:
-    """Counts the calls of named points and makes the planned ones fail."""
+    """Counts the calls of named points and makes the planned ones fail.
+
+    Raises:
+        OptionError: the plan names an operation that does not exist, and so would never happen.
+    """
 
     def __init__(self, plan: str) -> None:
         self._entries = [entry.split(":") for entry in plan.split(",") if entry]
+        unknown = [entry[0] for entry in self._entries if entry[0] not in OPERATIONS]
+        if unknown:
+            raise OptionError(f"the fault plan {plan!r} names {unknown[0]!r}; there are {OPERATIONS}")
         self._passed: collections.Counter[str] = collections.Counter()
 
     def point(self, name: str) -> None:

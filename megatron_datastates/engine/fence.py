@@ -86,6 +86,11 @@ class Fence:
             if save is not None and (storage is None or save.reads(storage)):
                 save.await_copies()
 
+    def clear(self, reason: str) -> None:
+        """Returns when all memory that saves were reading may be changed, freed and unmapped."""
+        self.wait(reason)
+        self.wait_until_unread()
+
     def witness_mutation(self, reason: str) -> None:
         """Fails every registered save: memory has changed already, so copies may mix two states."""
         for _ in range(len(self._standing)):

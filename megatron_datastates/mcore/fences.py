@@ -30,8 +30,7 @@ def fence(reason: str = "an explicit fence") -> None:
     Call it before doing any of these except in an optimizer's step (see
     `DataStatesSaveStrategy(assume_immutable=True)`).
     """
-    FENCE.wait(reason)
-    FENCE.wait_until_unread()
+    FENCE.clear(reason)
 
 
 def install() -> None:

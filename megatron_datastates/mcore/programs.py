@@ -39,7 +39,7 @@ def enable(*, providers: Providers = (), transform: Transform | None = None, **o
         options: fields of megatron_datastates.config.Options, as values (`staging_memory=2 << 30`); the
             others come from the environment. `lazy=True` is a promise: Parameters, and the memory of
             optimizers, are changed and freed only in optimizer steps, or after a call of
-            `megatron_datastates.mcore.fence()`. They are then copied while training continues.
+            `megatron_datastates.fence()`. They are then copied while training continues.
             `on_failure="warn"` applies to asynchronous saves only: a synchronous one raises SaveFailedError
             on every rank, for the program to catch.
 

@@ -86,7 +86,7 @@ class Collectives:
         self._idle: dict[tuple[int, int], list[_Memory]] = {}  # by bytes sent and received
 
     def is_current(self) -> bool:
-        """Whether torch.distributed's world is still the one that this was made in."""
+        """Returns whether torch.distributed's world is still the one that this was made in."""
         return _world() is self._world
 
     def _count(self, kind: str) -> None:
@@ -100,7 +100,7 @@ class Collectives:
 
     @classmethod
     def _transport(cls) -> Transport | None:
-        """None where the backend works on host memory."""
+        """Returns what moves data to and from the backend's device; None for one that uses host memory."""
         device = cls._device()
         return None if device.type == "cpu" else CudaTransport(device)
 
@@ -146,7 +146,7 @@ class Collectives:
         return _OnDevice(memory, decode, idle)
 
     def share_from_first(self, value: int) -> int:
-        """Rank 0's 63-bit number, on every rank."""
+        """Returns rank 0's 63-bit number on every rank."""
         if not self.distributed:
             return value
         self._count("broadcast")
@@ -184,7 +184,7 @@ class Collectives:
 
 
 def ranks_of(group: dist.ProcessGroup | None = None) -> list[int]:
-    """The global ranks of a group, by default of the world; rank 0 alone where there is none."""
+    """Returns the global ranks of a group, by default of the world; rank 0 alone where there is none."""
     return dist.get_process_group_ranks(group) if _world() is not None else [0]
 
 
@@ -196,7 +196,7 @@ def sum_now(values: Sequence[int], group: dist.ProcessGroup | None = None) -> li
 
 
 def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Every rank's value, in the order of the group's ranks. They are pickled: for what has failed only."""
+    """Returns every rank's value, in the order of the group's ranks. Pickles them: for failures only."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone
@@ -206,7 +206,7 @@ _worlds_of_parents: list[object] = []
 
 
 def _world() -> object:
-    """The world of this process. A forked child of a rank has none: its parent's is not its own."""
+    """Returns the world of this process. A forked child of a rank has none: its parent's is not its own."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return None if any(world is other for other in _worlds_of_parents) else world
 

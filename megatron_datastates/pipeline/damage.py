@@ -45,7 +45,7 @@ def what_rank_wrote(manifest: Manifest, index: Index, file: int) -> str:
 
 
 def _readable_tensors(index: Index) -> Iterator[tuple[str, TensorEntry]]:
-    """For messages: what is wrong with one tensor must not hide what they say about others."""
+    """Yields tensors whose entries can be read: a bad entry must not hide what a message says of others."""
     for key in index.tensors:
         try:
             entry = index.tensors[key]
@@ -81,7 +81,7 @@ def _describe_file(checkpoint: Described, file: int, blocks: Sequence[int]) -> s
 
 
 def keys_in_blocks(checkpoint: Described, file: int, blocks: Sequence[int]) -> list[str]:
-    """Tensors, objects and streams with bytes in these blocks of a data file."""
+    """Returns the names of tensors, objects and streams with bytes in these blocks of a data file."""
     bad, footer = np.array(sorted(blocks), np.int64), checkpoint.footer(file)
     found = []
     for key, entry in _readable_tensors(checkpoint.index):

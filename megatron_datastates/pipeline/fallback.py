@@ -81,7 +81,7 @@ def _verified(directory: Path, collectives: Collectives, options: Options) -> tu
 
 
 def _sums(share: Future[Verdict], collectives: Collectives) -> list[int]:
-    """Over ranks: those that are done, their faults, their files without checksums, MiB that they checked."""
+    """Sums over ranks: those that are done, faults, files without checksums, and checked MiB."""
     numbers = [0, 0, 0, 0]
     if share.done():
         verdict = share.result()
@@ -91,7 +91,7 @@ def _sums(share: Future[Verdict], collectives: Collectives) -> list[int]:
 
 
 def _check(directory: Path, rank: int, ranks: int, options: Options) -> Verdict:
-    """Never raises: whatever keeps a rank from checking its share is a fault."""
+    """Checks this rank's share. Never raises: whatever keeps a rank from checking its share is a fault."""
     try:
         verdict = verify(directory, share=(rank, ranks), options=options)
     except Exception as error:

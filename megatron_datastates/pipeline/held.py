@@ -17,7 +17,7 @@ class Holder(Protocol):
     held: HeldTime
 
     def on_trainer_released(self) -> None:
-        """Called when the outermost interval has ended."""
+        """Does what has waited for the trainer's release; called when the outermost interval has ended."""
         ...
 
 

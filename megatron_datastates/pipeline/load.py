@@ -96,7 +96,7 @@ class Checkpoint:
         return self.directory / self.manifest.files[file].name
 
     def footer(self, file: int) -> Footer:
-        """Of a data file; also checks that it belongs to this save."""
+        """Returns the footer of a data file, and checks that it belongs to this save."""
         if file not in self._footers:
             entry = self.manifest.files[file]
             try:
@@ -109,7 +109,7 @@ class Checkpoint:
         return self._footers[file]
 
     def has_footer(self, file: int) -> bool:
-        """Whether the footer of a data file has been read."""
+        """Returns whether the footer of a data file has been read."""
         return file in self._footers
 
     # -- what there is ----------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class Checkpoint:
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """A slice of a global tensor (all of it by default), in host memory, in its stored dtype.
+        """Returns a slice of a global tensor (all of it by default), in host memory, in its stored dtype.
 
         Raises:
             MissingKeyError: no such tensor.
@@ -201,7 +201,7 @@ class Checkpoint:
     def read_tensors(
         self, slices: Iterable[tuple[str, Sequence[int] | None, Sequence[int] | None]]
     ) -> list[torch.Tensor]:
-        """Several of them, each (key, offset, shape), in one pass: a block that they share is read once."""
+        """Reads slices, each (key, offset, shape), in one pass: a block that they share is read once."""
         targets, scheduled = [], []
         with self.costs.timing("planning"):
             for key, offset, shape in slices:
@@ -242,7 +242,7 @@ class Checkpoint:
                 target[tuple(slice(a, a + n) for a, n in zip(start, shape, strict=True))].copy_(part)
 
     def _check_target(self, key: str, place: Place, target: torch.Tensor) -> bool:
-        """Whether stored bytes go right to the target's memory. Raises as `read_into`."""
+        """Returns whether stored bytes go right to the target's memory. Raises as `read_into`."""
         entry = self.index.tensor(key)
         stored = torch_dtype(entry.dtype)
         if entry.global_shape != place.global_shape:
@@ -336,7 +336,7 @@ class Checkpoint:
         return read_stream(lambda reads: self.read(reads, reader), file, entry)
 
     def plan_objects(self, keys: Iterable[str]) -> ObjectReads:
-        """The reads of `read_objects`, and what it raises but for what is not plain data."""
+        """Plans the reads of `read_objects`. Raises as it does, but for objects that are not plain data."""
         files = {key: self._file_of(key, self.index.objects, "object") for key in keys}
         self.require(files.values())
         buffers, scheduled, entries = {}, [], {}
@@ -368,16 +368,16 @@ class Checkpoint:
         return self.read_objects([key])[key]
 
     def read_other_object(self, name: str) -> Any:
-        """The object in a whole file of torch.save's. Raises as `read_other` and `read_objects`."""
+        """Returns the object in a whole file of torch.save's. Raises as `read_other` and `read_objects`."""
         return deserialize(self.read_other(name), name, trust=self._options.trust_objects)
 
     def object_entry(self, key: str) -> tuple[int, TailEntry]:
-        """The data file of an object, and its entry in the file's footer. Raises as `read_objects`."""
+        """Returns an object's data file and its entry in the footer. Raises as `read_objects`."""
         file = self._file_of(key, self.index.objects, "object")
         return file, self._entry(file, self.footer(file).objects, key, "object")
 
     def stream_entry(self, key: str) -> tuple[int, TailEntry]:
-        """The same of a stream."""
+        """Returns the same for a stream."""
         file = self._file_of(key, self.index.streams, "stream")
         return file, self._entry(file, self.footer(file).streams, key, "stream")
 
@@ -393,7 +393,7 @@ class Checkpoint:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """`bfloat16` -> `torch.bfloat16`. Raises FormatError if this torch has no such dtype."""
+    """Returns `torch.bfloat16` for `bfloat16`. Raises FormatError if this torch has no such dtype."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise FormatError(f"the checkpoint holds {name}, which torch {torch.__version__} does not have")

@@ -38,7 +38,7 @@ class BucketBox:
 
     @property
     def elements(self) -> int:
-        """Of the bucket, from the box's first to its last, both included."""
+        """The bucket's elements from the box's first to its last, both included."""
         return footprint_elements(self.shape, self.strides)
 
 
@@ -64,7 +64,7 @@ class StateTensor:
     def sources(
         self, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> list[BucketBox]:
-        """Where a slice (all of it by default) lies in the checkpoint's buckets.
+        """Returns where a slice (all of it by default) lies in the checkpoint's buckets.
 
         Raises:
             MismatchError: the slice leaves the tensor.
@@ -84,7 +84,7 @@ class StateTensor:
         return found
 
     def read(self, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:
-        """A slice (all of it by default), in host memory, in its stored dtype.
+        """Returns a slice (all of it by default), in host memory, in its stored dtype.
 
         What lies between the slice's elements in a bucket is read, too, and held until all is read.
 
@@ -115,7 +115,7 @@ class StateTensor:
 
 
 def optimizer_state(checkpoint: Checkpoint) -> dict[str, StateTensor]:
-    """By key (`optimizer.state.exp_avg.` and the parameter's), every state of every parameter.
+    """Returns every state of every parameter by key (`optimizer.state.exp_avg.` and the parameter's).
 
     Reads the checkpoint's optimizer maps and no other data. Without maps there is nothing: the state is not
     stored in buckets, or was not saved. States whose tensors were removed from the checkpoint are not there.
@@ -140,7 +140,7 @@ def optimizer_state(checkpoint: Checkpoint) -> dict[str, StateTensor]:
 
 
 def _maps(checkpoint: Checkpoint) -> Iterator[tuple[str, OptimizerMap]]:
-    """Each map with what the keys of its buckets begin with."""
+    """Yields each map with the prefix of its buckets' keys."""
     keys = sorted(filter(is_optimizer_map, checkpoint.index.objects))
     for key, value in checkpoint.read_objects(keys).items():
         if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], str)):

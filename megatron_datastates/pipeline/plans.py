@@ -1,4 +1,4 @@
-"""What is known of a state before it is saved again: its layout in the file, and what is copied where."""
+"""What one save learns of a state for the next: its layout in the file, and which bytes are copied where."""
 
 from __future__ import annotations
 
@@ -136,10 +136,8 @@ def resolve_views(tensors: Tensors) -> Tensors:
     columns = (tensors.keys, tensors.tensors, tensors.mutability, tensors.places, tensors.stable)
     for key, tensor, mutability, place, stable in zip(*columns, strict=True):
         if tensor.is_neg() or tensor.is_conj():
-            tensor, mutability = (
-                tensor.resolve_conj().resolve_neg(),
-                Mutability.NEVER,
-            )  # nobody else has the copy
+            tensor = tensor.resolve_conj().resolve_neg()
+            mutability = Mutability.NEVER  # nobody else has the copy
         resolved.add(key, tensor, mutability, place, stable)
     return resolved
 
@@ -201,16 +199,28 @@ class FilePlan:
 
 @dataclasses.dataclass
 class StatePlan:
-    """Of one structure: names, shapes, memory layouts, devices, and what may change when."""
+    """The plan for saves of one structure (names, shapes, memory layouts, devices, what may change when)."""
 
     structure: Structure
     tail: list[TailItem]
     least_stable: int | None
     first: FilePlan  # has the tail
     stable: FilePlan | None  # of the tensors that are not expected to change
-    eager_bytes: int  # of tensors: copied before the save returns
-    lazy_bytes: int
+    # Element i of each array is about tensor i.
+    sizes: npt.NDArray[np.int64]  # bytes
+    eager: npt.NDArray[np.bool_]  # copied before the save returns; the others are lazy
+    on_device: npt.NDArray[np.bool_]
     tail_bytes: int = 0  # of the last save: a guess for the next
+
+    @property
+    def eager_bytes(self) -> int:
+        """Returns the bytes of tensors that are copied before the save returns."""
+        return int(self.sizes[self.eager].sum())
+
+    @property
+    def lazy_bytes(self) -> int:
+        """Returns the bytes of the other tensors."""
+        return int(self.sizes[~self.eager].sum())
 
     @property
     def layout(self) -> Layout:
@@ -242,17 +252,17 @@ def plan_state(
         FormatError: as plan_layout.
     """
     structure = structure_of(tensors, description)
-    fragments, eager = structure.fragments(), structure.eager()
-    columns = (fragments, eager, structure.spans(), structure.devices())
-    sizes = [fragment.bytes for fragment in fragments]
-    eager_bytes = sum(size for size, first in zip(sizes, eager, strict=True) if first)
-    stable = [i for i, is_stable in enumerate(structure.stable) if is_stable]
+    fragments, eager, devices = structure.fragments(), structure.eager(), structure.devices()
+    columns = (fragments, eager, structure.spans(), devices)
+    sizes = np.array([fragment.bytes for fragment in fragments], np.int64)
+    on_device = np.array([device is not None for device in devices], bool)
+    stable = np.flatnonzero(np.array(structure.stable, bool)).tolist()
     changing, second = None, None
-    if least_stable is not None and stable and sum(sizes[i] for i in stable) >= least_stable:
+    if least_stable is not None and stable and sizes[stable].sum() >= least_stable:
         changing = [i for i, is_stable in enumerate(structure.stable) if not is_stable]
         second = _plan_file(columns, stable, [])
     first = _plan_file(columns, changing, tail)
-    return StatePlan(structure, tail, least_stable, first, second, eager_bytes, sum(sizes) - eager_bytes)
+    return StatePlan(structure, tail, least_stable, first, second, sizes, np.array(eager, bool), on_device)
 
 
 def _plan_file(columns: tuple[list[Any], ...], members: list[int] | None, tail: list[TailItem]) -> FilePlan:
@@ -285,7 +295,7 @@ class Plans:
     def find(
         self, tensors: Tensors, tail: list[TailItem], least_stable: int | None = None
     ) -> tuple[StatePlan, Memory]:
-        """Returns the plan for `tensors`, made if there is none yet, and where they are.
+        """Finds the plan for `tensors`, or makes it; returns it with the tensors' places in memory.
 
         Args:
             least_stable: as in plan_state.

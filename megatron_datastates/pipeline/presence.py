@@ -22,7 +22,7 @@ _VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0
 
 
 def named_after_save(entry: IndexEntry, save_id: SaveId) -> IndexEntry:
-    """The entry of an index whose file is that save's own."""
+    """Returns the entry of an index whose file is that save's own."""
     return msgspec.structs.replace(entry, name=save_id.index_file_name(entry.sha256))
 
 
@@ -93,7 +93,7 @@ def _missing_files(directory: Path, manifest: Manifest) -> list[str]:
 
 
 def files_in_manifest(path: Path) -> set[str]:
-    """Files of ours that a manifest names; none if there is no manifest, or none that can be read."""
+    """Returns the files of ours that a manifest names; none without a manifest that can be read."""
     try:
         manifest = Manifest.decode(read_regular(path, MANIFEST_BYTES), os.fspath(path))
     except (OSError, FormatError):
@@ -109,7 +109,7 @@ def sync_above(directory: Path) -> None:
 
 
 def other_file_entry(path: Path, check: Callable[[bytes, str], None]) -> OtherFile:
-    """A file of somebody else's, made durable, because the manifest will name it.
+    """Returns the entry of a file of somebody else's, made durable because the manifest will name it.
 
     `check` looks at the object in it, if it is the common state: a load is going to want it.
     """

@@ -49,6 +49,7 @@ from megatron_datastates.errors import (
     OptionError,
     StorageError,
 )
+from megatron_datastates.files import changed_at
 from megatron_datastates.format.directory import BACKEND, TRACKER_NAME, iteration_name
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name, save_id_in_name
@@ -164,17 +165,12 @@ def _unnamed(path: Path) -> list[UnnamedFile]:
     last_change: dict[SaveId | str, float] = {}
     for entry, status in found:
         save = save_id_in_name(entry.name) or entry.name
-        last_change[save] = max(last_change.get(save, 0.0), _changed_at(status))
+        last_change[save] = max(last_change.get(save, 0.0), changed_at(status))
     now = time.time()
     return [
         UnnamedFile(path / name, status.st_size, now - last_change[save_id_in_name(name) or name])
         for name, status in sorted((entry.name, status) for entry, status in found)
     ]
-
-
-def _changed_at(status: os.stat_result) -> float:
-    """Returns when a file was last written or, if it has several names, linked."""
-    return max(status.st_mtime, status.st_ctime) if status.st_nlink > 1 else status.st_mtime
 
 
 def _named_by(manifest_path: Path) -> set[str]:
@@ -242,7 +238,7 @@ def _reason(one: Iteration, whole: list[int], tracked: int | None, rules: Retent
 
 
 def _may_be_whole(path: Path) -> bool:
-    """Returns whether there is an index that no earlier call of prune left behind."""
+    """Returns whether there is an index that no earlier call of prune has left."""
     names = os.listdir(path)
     return REMOVAL_NAME not in names and any(name.startswith("index-") for name in names)
 
@@ -396,6 +392,6 @@ def _may_go(path: Path, manifest: bytes | None, min_age_seconds: float) -> bool:
     if manifest is None or _content(path.parent / MANIFEST_NAME) != manifest:
         return False
     try:
-        return time.time() - _changed_at(path.lstat()) >= min_age_seconds
+        return time.time() - changed_at(path.lstat()) >= min_age_seconds
     except FileNotFoundError:
         return False

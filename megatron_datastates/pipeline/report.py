@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.records import RankRecord
+from megatron_datastates.pipeline.shares import provider_shares
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "linked_bytes": linked,
         "eager_bytes": save.eager_bytes,
         "lazy_bytes": save.lazy_bytes,
+        "providers": provider_shares(save.plan, save.tail.parts, save.tail.costs),
         "held_ms": milliseconds(save.held.total),
         "held_parts_ms": {part: milliseconds(seconds) for part, seconds in save.held.parts.items()},
         "fence_ms": milliseconds(save.fence_seconds),

@@ -41,7 +41,7 @@ class Iteration:
 
 
 def find_iterations(root: str | os.PathLike[str]) -> list[Iteration]:
-    """All directories right under `root` that are named as Megatron names iterations, ascending.
+    """Returns all directories right under `root` that are named as Megatron names iterations, ascending.
 
     Raises:
         OSError: `root` cannot be listed.
@@ -57,7 +57,7 @@ def find_iterations(root: str | os.PathLike[str]) -> list[Iteration]:
 
 
 def find_published(root: str | os.PathLike[str]) -> dict[int, Path]:
-    """Iteration -> directory of every published datastates checkpoint right under `root`, ascending.
+    """Returns the directories of all published datastates checkpoints right under `root`, by iteration.
 
     Raises:
         OSError: `root` cannot be listed.
@@ -66,7 +66,7 @@ def find_published(root: str | os.PathLike[str]) -> dict[int, Path]:
 
 
 def _format_seen(path: Path) -> str:
-    """The format of a directory, also where nothing but files of an unfinished save says it."""
+    """Returns the format of a directory, also where nothing but files of an unfinished save says it."""
     found = format_of(path)
     if found is not None:
         return found
@@ -80,7 +80,7 @@ def _format_seen(path: Path) -> str:
 
 
 def format_of(directory: str | os.PathLike[str]) -> str | None:
-    """The format that a directory is read in, by the rule above; None if nothing says."""
+    """Returns the format that a directory is read in, by the rule above; None if nothing says."""
     backend = stored_backend(directory)
     if backend not in (None, TORCH_DIST):
         return backend
@@ -90,12 +90,12 @@ def format_of(directory: str | os.PathLike[str]) -> str | None:
 
 
 def is_ours(directory: str | os.PathLike[str]) -> bool:
-    """Whether the directory is read as a checkpoint of our format."""
+    """Returns whether the directory is read as a checkpoint of our format."""
     return format_of(directory) == BACKEND
 
 
 def may_be_ours(directory: str | os.PathLike[str]) -> bool:
-    """The same, also if the files that say so are damaged or missing, on this rank perhaps alone."""
+    """Returns the same, also if the files that say so are damaged or missing, on this rank perhaps alone."""
     if is_ours(directory):
         return True
     try:
@@ -106,17 +106,17 @@ def may_be_ours(directory: str | os.PathLike[str]) -> bool:
 
 
 def is_published(directory: str | os.PathLike[str]) -> bool:
-    """Whether the directory has a manifest of ours; False where that cannot be looked at."""
+    """Returns whether the directory has a manifest of ours; False where that cannot be looked at."""
     return os.path.isfile(Path(directory, MANIFEST_NAME))  # noqa: PTH113 - which raises nothing
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint is all there: published by us, or with the file that other formats write last."""
+    """Returns whether a checkpoint is complete: published by us, or with the file that is written last."""
     return is_published(directory) or stored_backend(directory) not in (None, BACKEND)
 
 
 def stored_backend(directory: str | os.PathLike[str]) -> str | None:
-    """The format that a checkpoint's metadata.json names; None if there is none that can be read."""
+    """Returns the format that a checkpoint's metadata.json names; None if there is none that can be read."""
     try:
         backend = metadata_members(directory).get("sharded_backend")
     except (OSError, FormatError):
@@ -125,7 +125,7 @@ def stored_backend(directory: str | os.PathLike[str]) -> str | None:
 
 
 def metadata_members(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """The members of metadata.json; none if there is no such file, or if a kill has left it empty.
+    """Returns the members of metadata.json; none if there is no such file, or if a kill has left it empty.
 
     Raises:
         FormatError: it is damaged.
@@ -144,7 +144,7 @@ def metadata_members(directory: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def tracked_iteration(tracker: Path) -> int | None:
-    """The iteration that a tracker file names; None if there is no such file, or no number in it."""
+    """Returns the iteration that a tracker file names; None if there is no such file, or no number in it."""
     try:
         return _named_in(read_regular(tracker, TRACKER_BYTES))
     except OSError:
@@ -152,7 +152,7 @@ def tracked_iteration(tracker: Path) -> int | None:
 
 
 def require_tracked(tracker: Path) -> int | None:
-    """The same for those who remove what no tracker names: None only without a tracker, or for `release`.
+    """Returns the same for callers that remove what is not tracked: None without a tracker or for `release`.
 
     Raises:
         StorageError: it is there and cannot be read.

@@ -129,13 +129,13 @@ class RankSave:
 
     def _begin(self, engine: StagingEngine, plan: StatePlan, memory: Memory, link: Link | None) -> None:
         self._started_at = time.perf_counter()
-        self._save = self._begin_file(engine, plan.first, memory, 0, plan.tail_bytes)
+        self._save = self._begin_file(engine, plan.first, memory.of(plan.first.members), 0, plan.tail_bytes)
         self._files.append(self._save)
         if plan.stable is None:
             return
-        begin = functools.partial(self._begin_file, engine, plan.stable, memory, STABLE_GROUP, 0)
-        owners = memory.of(plan.stable.members).owners
-        self.stable = StableFile(self.context.save_id, begin, owners, link)
+        part = memory.of(plan.stable.members)
+        begin = functools.partial(self._begin_file, engine, plan.stable, part, STABLE_GROUP, 0)
+        self.stable = StableFile(self.context.save_id, begin, part.owners, link)
         self._files.append(self.stable)
         self.stable.start()
 
@@ -148,14 +148,14 @@ class RankSave:
         tail_bytes: int,
         output: Output = Output.FILE,
     ) -> FileSave:
-        context, part = self.context, memory.of(plan.members)
+        context = self.context
         return engine.begin(
             context.directory / context.save_id.data_file_name(context.rank, group),
             Header(context.save_id, context.rank, context.world_size, group=group).encode(),
             plan.layout,
             plan.copies,
-            part.addresses,
-            part.owners,
+            memory.addresses,
+            memory.owners,
             tail_bytes,
             _HELD_SECONDS if self._in_interval else self._lazy_delay,
             output,
@@ -179,7 +179,7 @@ class RankSave:
 
     def _watch(self, plan: StatePlan) -> None:
         FENCE.add_reader(self)
-        if Mutability.AT_FENCE in plan.structure.mutability or not self.tail.read.is_set():
+        if Mutability.AT_FENCE in plan.structure.mutability or not self.tail.wait_read(0.0):
             FENCE.add(self)
         else:
             self._confirmed.set()  # nothing that the save still reads can change
@@ -204,7 +204,7 @@ class RankSave:
         begin = time.perf_counter()
         with trainer_held("fence", self):
             waits: list[Callable[[float], bool]] = [file.fence for file in self._files]
-            waits.append(self.tail.read.wait)
+            waits.append(self.tail.wait_read)
             if not all(wait(max(begin + self.fence_deadline - time.perf_counter(), 0.0)) for wait in waits):
                 self._cancel(
                     f"{reason} waited {self.fence_deadline:g} s for its copies (--datastates-fence-deadline)"
@@ -221,7 +221,7 @@ class RankSave:
         with trainer_held("fence", self):
             for file in self._files:
                 file.await_copies(self.fence_deadline)
-            if not self.tail.read.wait(self.fence_deadline):
+            if not self.tail.wait_read(self.fence_deadline):
                 self._cancel(f"objects and streams were not serialized within {self.fence_deadline:g} s")
             self.advance()
         self.fence_seconds += time.perf_counter() - begin
@@ -230,7 +230,7 @@ class RankSave:
         """Returns whether the save may still read a storage (engine.fence.Reader)."""
         if self._save is None:
             return False
-        return not self.tail.read.is_set() or any(file.reads(storage) for file in self._files)
+        return not self.tail.wait_read(0.0) or any(file.reads(storage) for file in self._files)
 
     def mark_torn(self, reason: str) -> None:
         """Fails the save, even if its copies are done by now: they may have just ended."""
@@ -245,7 +245,7 @@ class RankSave:
         if self._save is None:
             return
         copied = [file.sources_copied() for file in self._files]  # each drops its own
-        if all(copied) and self.tail.read.is_set():
+        if all(copied) and self.tail.wait_read(0.0):
             # Observed on the trainer's thread, before any later statement of the program could change them.
             self._confirmed.set()
             FENCE.discard(self)

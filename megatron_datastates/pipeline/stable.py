@@ -17,6 +17,7 @@ digests alone.
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -53,6 +54,7 @@ class StableFile:
         self._settled = threading.Event()  # whether the file is linked or written is decided
         self._lock = threading.Lock()  # a job does not begin once the save is cancelled
         self._cancelled = ""
+        self._process = os.getpid()  # a forked child waits for nothing, and takes no lock
         self._error: Exception | None = None
         self._started_at = time.perf_counter()
         self._begun_at = 0.0  # seconds after the start
@@ -79,7 +81,7 @@ class StableFile:
 
         Returns False if `seconds` do not suffice for the decision. Never raises: see `failure`.
         """
-        if self._settled.is_set():
+        if self._settled.is_set() or os.getpid() != self._process:
             return True
         deadline = time.monotonic() + seconds
         try:
@@ -199,8 +201,11 @@ class StableFile:
         return self._is_linked
 
     def cancel(self, reason: str) -> None:
+        if os.getpid() != self._process:
+            return
         with self._lock:
             self._cancelled = self._cancelled or reason
+        self._link_tried.set()  # nobody may be left to try
         for job in self._jobs():
             job.cancel(reason)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -37,8 +38,17 @@ class _Pending:
 class PartCosts:
     """What one provider's share of the tail has cost."""
 
+    entries: dict[int, int] = dataclasses.field(default_factory=dict)  # numbers, by Kind
     bytes: int = 0  # as stored
+    logical_bytes: int = 0  # before they were encoded
     seconds: float = 0.0  # of writing, waits for slots included
+
+    def add(self, entry: TailEntry, seconds: float) -> None:
+        """Counts an entry that was written."""
+        self.entries[entry.kind] = self.entries.get(entry.kind, 0) + 1
+        self.bytes += entry.stored_bytes
+        self.logical_bytes += entry.bytes
+        self.seconds += seconds
 
 
 class Tail:
@@ -50,12 +60,13 @@ class Tail:
 
     def __init__(self, trust_objects: bool) -> None:
         self._trust_objects = trust_objects
-        self._parts: list[Part] = []
+        self.parts: list[Part] = []
         self._now: list[_Pending] = []
         self._later: list[_Pending] = []
         self._written: dict[int, TailEntry] = {}
         self._encoders: ThreadPoolExecutor | None = None
-        self.read = threading.Event()  # nothing that may change at the fence is left to be written
+        self._read = threading.Event()  # nothing that may change at the fence is left to be written
+        self._process = os.getpid()
         self.costs: dict[str, PartCosts] = {}  # by provider
 
     def secure(self, state: Collected) -> None:
@@ -64,7 +75,7 @@ class Tail:
         Raises:
             ProviderError: a source of a named provider raised an exception; of others, that exception.
         """
-        self._parts = state.parts  # not `state`: its tensors are the trainer's
+        self.parts = state.parts  # not `state`: its tensors are the trainer's
         budget = CopyBudget(_SNAPSHOT_BYTES)
         others: list[_Pending] = []
         for number, (key, source) in enumerate(zip(state.tail_keys, state.tail, strict=True)):
@@ -75,7 +86,7 @@ class Tail:
                 is_fenced = source.mutability is Mutability.AT_FENCE
                 (self._later if is_fenced else others).append(_Pending(key, source, number))
         if not self._later:
-            self.read.set()
+            self._read.set()
         self._later += others
 
     def write_now(self, writer: TailWriter, deadline: float) -> None:
@@ -103,15 +114,22 @@ class Tail:
         """
         while self._later:
             if self._later[0].source.mutability is not Mutability.AT_FENCE:
-                self.read.set()
+                self._read.set()
             self._write(writer, self._later[0])
             del self._later[0]  # an object that nobody changes may be large
             time.sleep(0)  # releases the GIL: nothing waits for this thread
-        self.read.set()
+        self._read.set()
+
+    def wait_read(self, seconds: float) -> bool:
+        """Returns whether, within that time, all that may change at the fence was written or given up.
+
+        At once in a forked child: the thread that writes is its parent's, and so is what it reads.
+        """
+        return os.getpid() != self._process or self._read.wait(max(seconds, 0.0))
 
     def close(self) -> None:
-        """Ends the threads that encode, and every wait for `read`."""
-        self.read.set()
+        """Ends the threads that encode, and every wait for the tail."""
+        self._read.set()
         if self._encoders is not None:
             self._encoders.shutdown()
 
@@ -123,12 +141,12 @@ class Tail:
         """Returns the manifest's list of the state providers of which there is something to say."""
         return [
             ProviderEntry(name=part.name, kind=part.kind, notes=dict(part.notes))
-            for part in self._parts
+            for part in self.parts
             if part.name or part.notes
         ]
 
     def _part_of(self, number: int) -> Part:
-        return next(part for part in self._parts if part.first_tail <= number < part.end_tail)
+        return next(part for part in self.parts if part.first_tail <= number < part.end_tail)
 
     def _snapshot(self, source: TailSource, number: int, budget: CopyBudget) -> TailSource | None:
         try:
@@ -145,9 +163,7 @@ class Tail:
         if pickle is not None:
             check_pickle(pickle, pending.key, trust=self._trust_objects)
         self._written[pending.number] = written
-        costs = self.costs.setdefault(part.name, PartCosts())
-        costs.bytes += written.stored_bytes
-        costs.seconds += time.perf_counter() - before
+        self.costs.setdefault(part.name, PartCosts()).add(written, time.perf_counter() - before)
 
     def _pass_on(self, writer: TailWriter, pending: _Pending) -> tuple[TailEntry, bytes | None]:
         """Writes an entry; returns where it is, and the pickle to be checked if it is an object."""

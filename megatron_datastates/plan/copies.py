@@ -63,9 +63,8 @@ def plan_copies(
         return np.repeat(np.concatenate([[header], np.asarray(values, np.uint64)]).astype(np.uint64), counts)
 
     sizes = each(HEADER_BYTES, [of_one.rows * of_one.row_bytes for of_one in order])
-    place = (np.arange(len(sizes)) - np.repeat(first, counts)).astype(
-        np.uint64
-    )  # a span's number in its fragment
+    # A span's number in its fragment.
+    place = (np.arange(len(sizes)) - np.repeat(first, counts)).astype(np.uint64)
     origin = np.repeat(np.array([0, *(i + 1 for i in layout.order)], np.intp), counts)
     return CopyPlan(
         origin=origin,

@@ -13,6 +13,7 @@ import dataclasses
 import io
 import logging
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ from megatron_datastates.providers.unpickling import Unpickler
 
 logger = logging.getLogger(__name__)
 _PICKLE = "data.pkl"
+_BUFFER_BYTES = 64 << 10  # a larger write, as of a tensor, passes the buffer by
 _NOT_SAVED = "object {!r} was not saved, as no load would accept it"
 REMEDIES = (
     "Plain data of Python, numpy and torch is always accepted. For other classes: store a state_dict() of "
@@ -84,10 +86,13 @@ class ObjectSource:
 
     def write(self, write: Write) -> bytes:
         """Passes on what torch.save writes, and returns its pickle. Raises what torch.save raises."""
-        recorder, sink = _RecordingPickle(), _Sink(write)
-        torch.save(self.value, sink, pickle_module=recorder)  # type: ignore[arg-type]
+        with _Sink(write) as sink:  # once it is closed, a buffer that was not flushed writes nothing
+            # torch.save makes some forty small writes for each object; the buffer joins them in C.
+            buffer = io.BufferedWriter(sink, _BUFFER_BYTES)
+            torch.save(self.value, buffer, pickle_module=_RecordingPickle)
+            buffer.flush()
         sink.raise_error()
-        return recorder.pickle()
+        return _RecordingPickle.take()
 
     def serialize(self) -> bytes:
         """Returns what torch.save writes. Raises what torch.save raises."""
@@ -96,12 +101,15 @@ class ObjectSource:
         return buffer.getvalue()
 
 
-class _Sink:
+class _Sink(io.RawIOBase):
     """The file that torch.save writes. An error is kept until the end: torch's writer must not see it."""
 
     def __init__(self, write: Write) -> None:
         self._write = write
         self._error: BaseException | None = None
+
+    def writable(self) -> bool:
+        return True
 
     def write(self, data: Any) -> int:
         if self._error is None:
@@ -111,30 +119,32 @@ class _Sink:
                 self._error = error
         return len(data)
 
-    def flush(self) -> None:
-        """Does nothing: the other end decides when bytes are written."""
-
     def raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
 
+class _Pickler(pickle.Pickler):
+    """A Pickler that notes where the thread's last object was pickled to."""
+
+    last = threading.local()
+
+    def __init__(self, file: io.BytesIO, *args: Any, **kwargs: Any) -> None:
+        self.last.file = file
+        super().__init__(file, *args, **kwargs)
+
+
 class _RecordingPickle:
-    """The module `pickle` for torch.save, except that it keeps what is pickled."""
+    """The module `pickle` for torch.save, except that what was pickled can be had afterwards."""
 
-    def __init__(self) -> None:
-        self._file: Any = None
-        recorder = self
+    __name__ = pickle.__name__
+    Pickler = _Pickler
 
-        class Pickler(pickle.Pickler):
-            def __init__(self, file: Any, *args: Any, **kwargs: Any) -> None:
-                recorder._file = file
-                super().__init__(file, *args, **kwargs)
-
-        self.Pickler, self.__name__ = Pickler, pickle.__name__
-
-    def pickle(self) -> bytes:
-        return bytes(self._file.getvalue())
+    @staticmethod
+    def take() -> bytes:
+        """Returns what this thread has pickled last."""
+        file: io.BytesIO = _Pickler.last.__dict__.pop("file")
+        return file.getvalue()
 
 
 def deserialize(data: bytes, key: str, *, trust: bool = False) -> Any:

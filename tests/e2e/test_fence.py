@@ -1,4 +1,4 @@
-"""In Megatron's loop the next optimizer step waits for slow copies, so that no change of its is saved."""
+"""In Megatron's loop the next optimizer step waits for slow copies, so that none of its changes is saved."""
 
 import json
 from pathlib import Path

@@ -101,7 +101,7 @@ def fail_while_classifying(root: str, folder: str) -> None:
     report(folder, error=error, left=sorted(os.listdir(bad)))
 
 
-def fail_with_moved_finalize_functions(root: str, folder: str) -> None:
+def fail_with_finalize_functions_taken_over(root: str, folder: str) -> None:
     """Calls the finalize functions later, as Megatron's main branch does, after a failed save."""
     join()
     bad = Path(root, "bad")

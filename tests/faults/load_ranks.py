@@ -195,7 +195,7 @@ def load_while_it_is_removed(root: str, folder: str) -> None:
 
 
 def load_another_checkpoint_on_each_rank(root: str, folder: str) -> None:
-    """As where one of them opens a directory before a save is published there, and one after."""
+    """Loads as if one rank had opened a directory before a save was published there, and one after."""
     rank, _ = join()
     for value in (0, 1):
         save(Path(root, f"saved{value}"), state(value), DataStatesSaveStrategy(), "sync")

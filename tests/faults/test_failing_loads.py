@@ -169,7 +169,7 @@ def test_wrong_checksums_of_megatron_fail_all(
 def test_file_that_one_rank_does_not_see_fails_all(
     world: World, saved: Callable[[int], Path], tmp_path: Path, unseen: str
 ) -> None:
-    """As over NFS, where each machine has its own cache: here each rank has its own view of the directory."""
+    """Each rank has its own view of the directory, as over NFS, where each machine has its own cache."""
     hidden = ["datastates.manifest", "metadata.json"] if unseen == "both" else [unseen]
     for rank in range(2):
         view = tmp_path / str(rank) / "ck"

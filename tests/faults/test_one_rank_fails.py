@@ -149,7 +149,7 @@ def test_failure_to_classify_tensors_fails_the_save_on_all_ranks(world: World, t
 def test_finalize_functions_of_a_failed_save_do_nothing_when_called_later(
     world: World, tmp_path: Path
 ) -> None:
-    for each in world.run("fault_ranks:fail_with_moved_finalize_functions", tmp_path):
+    for each in world.run("fault_ranks:fail_with_finalize_functions_taken_over", tmp_path):
         assert each["moved"] == 1, "the one that writes metadata.json"
         assert "metadata.json" not in each["left"]
 

@@ -12,7 +12,7 @@ CANDIDATES = [1, 2, 3]
 
 
 def loaded(iteration: int, rank: int, ranks: int) -> dict[str, Any]:
-    """What a load of that iteration returns on a rank."""
+    """Returns what a load of that iteration returns on a rank."""
     found: dict[str, Any] = {
         kind.name: oracle.tensor(kind, iteration, rank, ranks).detach().clone() for kind in oracle.KINDS
     }

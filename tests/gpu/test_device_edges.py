@@ -114,7 +114,7 @@ def test_adjacent_allocations_are_saved_together(
 
 
 def test_adjacent_segments_of_torch_are_saved_together(engine: StagingEngine, tmp_path: Path) -> None:
-    """As above, with torch's allocator, in which large tensors have separate allocations."""
+    """Does the same with torch's allocator, in which large tensors have separate allocations."""
     torch.cuda.empty_cache()
     tensors = {
         f"part{i:02}": torch.empty(20 * MIB, dtype=torch.uint8, device="cuda").random_() for i in range(16)

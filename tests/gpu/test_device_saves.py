@@ -187,7 +187,7 @@ def test_tensors_without_other_references_are_kept_until_copied(
 
 
 def test_fork_in_mid_save_harms_nothing(slow_engine: StagingEngine, tmp_path: Path) -> None:
-    """As for a data loading worker. The child does not inherit page-locked memory."""
+    """Such a child is a data loading worker. It does not inherit page-locked memory."""
     save = DeviceSave(slow_engine, tmp_path, tensors := layers(count=2))
     child = os.fork()
     if child == 0:
@@ -236,9 +236,8 @@ def test_no_device_memory_is_allocated(warm: StagingEngine, tmp_path: Path) -> N
         save.fence()
         save.finish()
     assert torch.cuda.max_memory_allocated() == held
-    assert (
-        torch.cuda.mem_get_info()[0] == free
-    )  # of the whole device: also memory that torch does not know of
+    free_now = torch.cuda.mem_get_info()[0]  # of the whole device: also memory that torch does not know of
+    assert free_now == free
 
 
 def test_a_graph_can_be_captured_while_copies_run(slow_engine: StagingEngine, tmp_path: Path) -> None:

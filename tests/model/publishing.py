@@ -59,7 +59,7 @@ _MOVED = {
 def run_steps(model: Model, state: State, number: int, run: Run, save: str) -> Iterator[tuple[str, State]]:
     if run.at == "ranks write":
         yield from _rank_steps(model, state, number, run, save)
-    elif run.at == "give up":
+    elif run.at == "abandon":
         yield _give_up(model, state, number, run, save)
     else:
         yield from _publisher_steps(model, state, number, run, save)
@@ -105,12 +105,12 @@ def _replaced(ranks: tuple[str, str], rank: int, at: str) -> tuple[str, str]:
 def _locked(model: Model, state: State, number: int) -> bool:
     """Returns whether another save of the same process is being published."""
     other = state.runs[1 - number].at
-    busy = other not in ("ranks write", "give up", "ended", "dead")
+    busy = other not in ("ranks write", "abandon", "ended", "dead")
     return model.same_run and busy and "saves of a run publish at once" not in model.mutants
 
 
 def _giving_up(model: Model, run: Run, save: str) -> Run:
-    return run._replace(at="give up", todo=model.data(save))
+    return run._replace(at="abandon", todo=model.data(save))
 
 
 def _give_up(model: Model, state: State, number: int, run: Run, save: str) -> tuple[str, State]:
@@ -189,7 +189,7 @@ def _publisher_step(model: Model, state: State, number: int, run: Run, save: str
 
 
 def _refusal(model: Model, files: Files, run: Run, save: str) -> str:
-    """Returns why the publishing thread gives up at this step; empty if it does not."""
+    """Returns why the publishing thread abandons the save at this step; empty if it does not."""
     is_missing = any(files.get(name) is None for name in model.files(save))  # checks sizes, not contents
     if run.at in ("rename index", "rename manifest") and files.get(model.temporary(save)) is None:
         return "its temporary file is gone"

@@ -62,7 +62,7 @@ class Run(NamedTuple):
     """Where a run is; it is in the nth of its saves."""
 
     nth: int = 0
-    at: str = "ranks write"  # or a step of the publishing thread, "give up", "ended", "dead"
+    at: str = "ranks write"  # or a step of the publishing thread, "abandon", "ended", "dead"
     ranks: tuple[str, str] = ("begun", "begun")  # "made", "synced", "durable"; "failed"
     renamed: bool = False  # its manifest
     replaced: str | None = None  # the save named by the manifest that it is about to replace

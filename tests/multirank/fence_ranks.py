@@ -93,7 +93,7 @@ def chained() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
 
 
 def hybrid() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
-    """An optimizer that steps pinned copies of the parameters on the host."""
+    """Returns an optimizer that steps pinned copies of the parameters on the host."""
     params = parameters()
     with pretended_device(params):
         optimizer = HybridDeviceOptimizer(
@@ -115,7 +115,7 @@ def hybrid() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
 
 
 def layer_wise() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
-    """An optimizer with one parameter, owned by rank 0; rank 1 only receives the new values."""
+    """Returns an optimizer with one parameter, owned by rank 0; rank 1 only receives the new values."""
     parallel_state.initialize_model_parallel()
     params = parameters(1)
     optimizer = LayerWiseDistributedOptimizer(
@@ -134,7 +134,7 @@ def _gather_unequal(parts: list[torch.Tensor], own: torch.Tensor, group: Any = N
 
 
 def graph_replay() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
-    """An optimizer captured in a CUDA graph, whose replay calls no Python."""
+    """Returns an optimizer captured in a CUDA graph, whose replay calls no Python."""
     from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
 
     params = parameters()
@@ -192,7 +192,7 @@ def buffer_offload() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
 
 
 def staging() -> tuple[list[torch.nn.Parameter], Callable[[], Any]]:
-    """FP8 parameters before 0.19, whose new values reach their buffer only in the next iteration."""
+    """Makes FP8 parameters as before 0.19, whose new values reach their buffer only in the next iteration."""
     whole = torch.full((2 * ELEMENTS,), VALUE)
     params = [torch.nn.Parameter(part) for part in whole.chunk(2)]
     ranges = {

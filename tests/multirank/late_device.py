@@ -48,9 +48,8 @@ class LateDevice:
         self.hangs = False
         self._group = dist.new_group(backend="gloo")
         self._changed = threading.Condition()
-        self._queue: deque[tuple[int, Callable[[], None]]] = (
-            deque()
-        )  # with the number of the poll that enqueued it
+        # Work, each with the number of the poll that enqueued it.
+        self._queue: deque[tuple[int, Callable[[], None]]] = deque()
         self.arriving: list[
             tuple[torch.Tensor, torch.Tensor]
         ] = []  # copies to the host, done and not yet seen

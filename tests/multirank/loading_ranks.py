@@ -150,7 +150,7 @@ def load_other_dtypes(root: str, folder: str) -> None:
 
 
 def load_with_reports(root: str, reports: str, folder: str) -> None:
-    """Two loads, and one for which rank 1 cannot read."""
+    """Loads twice, and once more while rank 1 cannot read."""
     join()
     os.environ["MEGATRON_DATASTATES_REPORT_FILE"] = reports
     directory, shown = str(Path(root, "ours")), blank(torch.float32)

@@ -75,7 +75,7 @@ class Training:
     metadata: dict[str, Any]
 
     def sharded(self, *, is_loading: bool = False) -> dict[str, Any]:
-        """The sharded state dict, as Megatron's training loop makes it."""
+        """Returns the sharded state dict, as Megatron's training loop makes it."""
         names = ["model"] if len(self.chunks) == 1 else [f"model{i}" for i in range(len(self.chunks))]
         state = {
             name: chunk.sharded_state_dict(metadata=self.metadata)

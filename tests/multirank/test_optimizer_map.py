@@ -33,7 +33,7 @@ def test_state_of_experts_in_buckets_equals_what_megatron_saves_as_fully_reshard
         assert any(".exp_avg.decoder.layers.1" in key for key in keys), keys
 
 
-def test_state_in_padded_buckets_equals_what_the_optimizer_held(world: World, tmp_path: Path) -> None:
+def test_state_in_padded_buckets_equals_the_optimizers(world: World, tmp_path: Path) -> None:
     layouts = [PP2 | TIED | {"hidden_size": 64}, TP2 | VPP2, EXPERTS | EP2]
     world.run("map_ranks:compare", tmp_path, layouts, False, ranks=4, timeout_seconds=200)
 

@@ -37,7 +37,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 
 
 def linear(seed: int, *, fp8_weights: bool) -> Any:
-    """A layer that ran once in FP8, so that it has scales to remember."""
+    """Returns a layer that ran once in FP8, so that it has scales to remember."""
     torch.manual_seed(seed)
     with te.fp8_model_init(enabled=fp8_weights):
         layer = te.Linear(64, 32, params_dtype=torch.bfloat16, device="cuda")
@@ -62,7 +62,7 @@ def save_both(layer: Any, root: Path) -> dict[str, Path]:
 
 
 def loaded(directory: Path, *, fp8_weights: bool) -> dict[str, Any]:
-    """A fresh layer's weights, in high precision, and extra state after a load."""
+    """Returns a fresh layer's weights, in high precision, and extra state after a load."""
     layer = linear(2, fp8_weights=fp8_weights)
     state = dist_checkpointing.load(sharded(layer), str(directory))
     layer.load_state_dict({key.removeprefix(PREFIX): value for key, value in state.items()})

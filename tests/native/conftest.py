@@ -3,16 +3,15 @@
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_datastates.engine import _native as native
 from tests.native.fake_cuda.driver import FakeCuda, build
-from tests.native.harness import KEPT, make_engine
+from tests.native.harness import KEPT, Engines, make_engine
 
-Engines = Callable[..., native.Engine]
 CLOSING_SECONDS = 5.0  # however a test leaves an engine
 
 

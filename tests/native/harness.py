@@ -21,6 +21,7 @@ KIB, MIB = 1 << 10, 1 << 20
 ALIGNMENT = native.ALIGNMENT
 FOOTER = bytes(range(256)) * (ALIGNMENT // 256)
 PATIENCE = 20.0  # seconds after which something that must happen is taken not to happen
+Engines = Callable[..., native.Engine]
 KEPT: list[np.ndarray] = []  # sources of copies that may still be read; until the engines are closed
 
 
@@ -63,7 +64,7 @@ def end_of(copies: Sequence[Copy]) -> int:
 
 
 def expected_bytes(copies: Sequence[Copy], end: int | None = None) -> bytes:
-    """What the file must hold before its footer; bytes that nobody wrote are zero."""
+    """Returns what the file must hold before its footer; bytes that nobody wrote are zero."""
     data = np.zeros(end if end is not None else end_of(copies), np.uint8)
     for copy in copies:
         data[copy.offset : copy.offset + copy.source.nbytes] = copy.source.reshape(-1)
@@ -155,7 +156,7 @@ class Save:
         self.expect(Milestone.DURABLE)
 
     def failure(self, milestone: Milestone = Milestone.WRITTEN) -> str:
-        """Waits for the save to fail and to let go of everything; returns its error."""
+        """Waits for the save to fail and to release everything; returns its error."""
         self.job.close_input()
         assert self.reaches(milestone)
         assert self.error, "the save did not fail"
@@ -171,7 +172,7 @@ class Save:
         return str(getattr(self.status["error"], "strerror", ""))
 
     def assert_stored(self) -> None:
-        """The file holds exactly the sources, zeros between them, and the footer."""
+        """Requires that the file holds exactly the sources, zeros between them, and the footer."""
         data = self.path.read_bytes()
         assert len(data) == self.end + len(FOOTER)
         assert data[: self.end] == expected_bytes(self.copies, self.end)
@@ -179,7 +180,7 @@ class Save:
 
 
 def save_whole(engine: native.Engine, path: Path, copies: Sequence[Copy], **options: Any) -> Save:
-    """One save, checked against its sources."""
+    """Saves once, and compares the file with the sources."""
     save = Save(engine, path, copies, **options)
     save.finish()
     save.assert_stored()
@@ -187,7 +188,7 @@ def save_whole(engine: native.Engine, path: Path, copies: Sequence[Copy], **opti
 
 
 def descriptors_of(path: Path) -> list[int]:
-    """This process's own, of a file that is open."""
+    """Returns this process's own descriptors of an open file."""
     found = []
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # that of the listing itself is gone

@@ -30,7 +30,7 @@ def scatter(seed: int, number: int) -> int:
 
 
 def sample_in(copy: Copy, begin: int, end: int, seed: int) -> range:
-    """The 64 bytes around a random one of [begin, end), as far as its row goes."""
+    """Returns the 64 bytes around a random one of [begin, end), as far as its row goes."""
     middle = begin + scatter(seed, begin) % (end - begin)
     row = copy.offset + (middle - copy.offset) // copy.row_bytes * copy.row_bytes
     low, high = max(begin, row), min(end, row + copy.row_bytes)
@@ -39,14 +39,14 @@ def sample_in(copy: Copy, begin: int, end: int, seed: int) -> range:
 
 
 def host_samples(copy: Copy, chunk_bytes: int, seed: int) -> list[range]:
-    """One in each chunk of it."""
+    """Returns one sample in each chunk of the copy."""
     end = copy.offset + copy.source.nbytes
     borders = [copy.offset, *range((copy.offset // chunk_bytes + 1) * chunk_bytes, end, chunk_bytes), end]
     return [sample_in(copy, a, b, seed) for a, b in itertools.pairwise(borders)]
 
 
 def looks(copy: Copy, chunk_bytes: int, seed: int) -> list[range]:
-    """The second look: one in each 16 KiB of each chunk of it."""
+    """Returns the second look's samples: one in each 16 KiB of each chunk of the copy."""
     end, at, found = copy.offset + copy.source.nbytes, copy.offset, []
     while at < end:
         chunk_end = min(end, (at // chunk_bytes + 1) * chunk_bytes)
@@ -56,7 +56,7 @@ def looks(copy: Copy, chunk_bytes: int, seed: int) -> list[range]:
 
 
 def device_samples(copies: Sequence[Copy], seed: int) -> list[range]:
-    """Rows of grids on large ones; of the others one each, or one in each group of neighbours."""
+    """Returns rows of grids on large copies; of the others one each, or one in each group of neighbours."""
     shares = _grid_shares(copies, seed)
     single = [i for i, share in enumerate(shares) if share == 0]
     groups = min(len(single), MOST_DEVICE_COPIES - (len(copies) - len(single)))

@@ -1,7 +1,6 @@
 """Spans of memory arrive in the file where they belong, and nothing else does."""
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,15 +8,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
-from tests.native.harness import ALIGNMENT, KIB, Copy, Save, expected_bytes, random_bytes, save_whole
-
-Engines = Callable[..., native.Engine]
+from tests.native.harness import ALIGNMENT, KIB, Copy, Engines, Save, expected_bytes, random_bytes, save_whole
 
 
 def strided(memory: np.ndarray, size: int, step: int, count: int, offset: int = 0) -> list[Copy]:
-    """`count` spans of `size` bytes, `step` apart in memory, back to back in the file."""
+    """Makes `count` spans of `size` bytes, `step` apart in memory, back to back in the file."""
     return [Copy(memory[i * step : i * step + size], offset + i * size) for i in range(count)]
 
 
@@ -65,7 +61,7 @@ def test_a_hundred_thousand_tiny_runs_arrive_soon(engines: Engines, tmp_path: Pa
     assert save.status["staged_at"] < 2.0
 
 
-def test_objects_are_appended_behind_the_tensors(engines: Engines, tmp_path: Path) -> None:
+def test_objects_are_appended_after_the_tensors(engines: Engines, tmp_path: Path) -> None:
     save = Save(engines(slot_bytes=2 * ALIGNMENT), tmp_path / "data", [Copy(random_bytes(ALIGNMENT), 0)])
     save.append([Copy(random_bytes(30_000, 1), ALIGNMENT + 64), Copy(random_bytes(5, 2), 40_960)])
     save.finish()
@@ -128,7 +124,7 @@ spans = st.lists(
 
 @given(spans=spans, slot_pages=st.integers(1, 4), padding=st.integers(0, 3))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_plan_is_stored_as_told(
+def test_any_plan_is_stored_as_planned(
     engines: Engines, tmp_path_factory: pytest.TempPathFactory, spans: list, slot_pages: int, padding: int
 ) -> None:
     """Gap before a span, its length, whether it is eager, whether it follows its predecessor in memory."""

@@ -54,7 +54,7 @@ def test_instruction_and_tables_agree_at_every_length() -> None:
 
 @pytest.fixture(scope="module")
 def crc_at(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], tuple[int, int]]:
-    """Both CRCs of memory at an address: Python's own buffers all begin at multiples of 16."""
+    """Returns both CRCs of memory at an address: Python's own buffers all begin at multiples of 16."""
     folder = tmp_path_factory.mktemp("crc")
     source, library = folder / "at.cc", folder / "libat.so"
     source.write_text(
@@ -77,7 +77,7 @@ def crc_at(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], tup
     return both
 
 
-def test_every_offset_in_memory_gives_the_same(crc_at: Callable[[int, int], tuple[int, int]]) -> None:
+def test_every_offset_in_memory_has_the_same_checksum(crc_at: Callable[[int, int], tuple[int, int]]) -> None:
     memory = ctypes.create_string_buffer(DATA, len(DATA))
     for offset in range(16):
         for length in (*range(40), 1000, 3071, 3072, 3073, 4096):
@@ -109,7 +109,7 @@ def test_combining_spans_lengths_beyond_memory(power: int) -> None:
 
 
 def zeros_crc(size: int) -> int:
-    """CRC of so many zero bytes, by the binary digits of the length."""
+    """Computes the CRC of so many zero bytes, by the binary digits of the length."""
     crc, piece, bytes_of_piece = 0, crc32c(b"\0"), 1
     while size:
         if size & 1:

@@ -3,17 +3,14 @@
 import ctypes.util
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import LAUNCH_FAILURE, FakeCuda
-from tests.native.harness import ALIGNMENT, KIB, Copy, Save, eventually, random_bytes, save_whole
+from tests.native.harness import ALIGNMENT, KIB, Copy, Engines, Save, eventually, random_bytes, save_whole
 
-Engines = Callable[..., native.Engine]
 SLOT = 64 * KIB
 
 
@@ -92,7 +89,7 @@ def test_a_device_that_is_lost_fails_every_save_but_hangs_none(
 
 
 @pytest.mark.parametrize("call", ["cuStreamWaitEvent", "cuEventRecord", "cuEventCreate"])
-def test_a_save_whose_order_cannot_be_had_does_not_start(
+def test_a_save_that_cannot_be_ordered_after_the_trainers_stream_does_not_start(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, call: str
 ) -> None:
     engine, stream = device_engines(), cuda.new_stream()
@@ -150,7 +147,7 @@ def test_without_memory_for_an_event_a_save_keeps_its_sources_until_its_copies_r
     assert len(cuda.calls("ran")) == len(cuda.calls("cuMemcpyDtoHAsync"))
 
 
-def test_a_cancelled_save_waits_for_the_device_before_it_lets_go(
+def test_a_cancelled_save_waits_for_the_device_before_it_is_released(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
     engine, trainer = device_engines(most_slots=2, tripwire=False), cuda.new_stream()
@@ -182,7 +179,7 @@ def test_closing_beside_a_slow_device_joins_soon(
 def test_memory_that_cannot_be_page_locked_still_serves(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, nth: int
 ) -> None:
-    """And the pool grows on."""
+    """The pool grows on afterwards."""
     cuda.fail("cuMemHostRegister", nth=nth)
     slot = 32 << 20  # two to a segment
     engine = device_engines(slot_bytes=slot, most_slots=4)
@@ -197,12 +194,12 @@ def test_host_memory_needs_no_driver(engines: Engines, tmp_path: Path) -> None:
     save_whole(engines(driver="libnothing.so"), tmp_path / "data", [Copy(random_bytes(100), 0)])
 
 
-def test_a_missing_driver_is_told(engines: Engines, tmp_path: Path) -> None:
+def test_a_missing_driver_is_named(engines: Engines, tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"open the CUDA driver libnothing\.so.*GPU cannot be saved"):
         Save(engines(driver="libnothing.so"), tmp_path / "data", shard())
 
 
-def test_a_driver_older_than_the_looking_up_of_versions_is_told(engines: Engines, tmp_path: Path) -> None:
+def test_a_driver_that_cannot_look_up_versions_is_refused(engines: Engines, tmp_path: Path) -> None:
     other = ctypes.util.find_library("m")
     if other is None:
         pytest.skip("no other library to open")
@@ -211,7 +208,7 @@ def test_a_driver_older_than_the_looking_up_of_versions_is_told(engines: Engines
 
 
 @pytest.mark.parametrize("name", ["cuInit", "cuMemcpyDtoHAsync", "cuMemHostUnregister"])
-def test_a_driver_without_a_function_is_told(
+def test_a_function_that_the_driver_lacks_is_named(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, name: str
 ) -> None:
     cuda.hide(name)
@@ -233,7 +230,9 @@ def test_a_driver_that_fails_at_first_can_be_tried_again(
     save_whole(engine, tmp_path / "data", shard(), stream=cuda.new_stream())
 
 
-def test_a_thread_without_a_context_is_told(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
+def test_a_thread_without_a_context_is_reported(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
     engine = device_engines()
     cuda.use_context(None)
     with pytest.raises(OSError, match="no CUDA context: save and load from the thread that trains"):

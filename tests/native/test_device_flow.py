@@ -1,18 +1,15 @@
 """What a save enqueues on the device, and when: on the fake driver."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import ILLEGAL_ACCESS, FakeCuda
-from tests.native.harness import ALIGNMENT, KIB, Copy, Save, eventually, random_bytes, save_whole
+from tests.native.harness import ALIGNMENT, KIB, Copy, Engines, Save, eventually, random_bytes, save_whole
 
-Engines = Callable[..., native.Engine]
 SLOT = 64 * KIB
 MOST_IN_FLIGHT, COPIES_PER_EVENT = 256, 64  # cuda/device/copier.h
 INVALID_VALUE, OUT_OF_MEMORY, NOT_SUPPORTED = 1, 2, 801
@@ -138,7 +135,7 @@ def test_host_copies_do_not_wait_for_that_time(
 
 
 @pytest.mark.parametrize("end", ["cancel", "error", "close"])
-def test_a_save_that_ends_before_its_time_lets_go(
+def test_a_save_that_ends_before_its_time_is_released(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, end: str
 ) -> None:
     engine = device_engines(faults="open:1:EIO" if end == "error" else "")

@@ -1,6 +1,5 @@
 """Copies keep to the device's allocations, as its driver demands, on the fake one."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +7,6 @@ import pytest
 import torch
 
 from megatron_datastates.config import Options
-from megatron_datastates.engine import _native as native
 from megatron_datastates.engine import staging
 from megatron_datastates.engine._native import Milestone
 from megatron_datastates.engine.fence import FENCE
@@ -21,6 +19,7 @@ from tests.native.harness import (
     KIB,
     MIB,
     Copy,
+    Engines,
     Save,
     finish_read,
     make_reader,
@@ -30,7 +29,6 @@ from tests.native.harness import (
 )
 from tests.native.harness import Request as ReadRequest
 
-Engines = Callable[..., native.Engine]
 SLOT = 64 * KIB
 
 
@@ -54,7 +52,7 @@ def test_neighbours_of_different_storages_are_copied_apart(
 def test_the_driver_refuses_a_copy_that_leaves_an_allocation(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
-    """That the test above can fail: with one storage named for both, they are one copy."""
+    """Shows that the test above can fail: with one storage named for both, they are one copy."""
     first, second = (fill(cuda.allocate(10 * KIB), seed) for seed in (1, 2))
     copies = [Copy(first, 0, device=True), Copy(second, 10 * KIB, device=True)]
     save = Save(device_engines(), tmp_path / "data", copies, stream=cuda.new_stream())
@@ -83,7 +81,7 @@ def test_rows_that_end_with_their_allocation_do_not_leave_it(
 def test_memory_that_is_freed_too_early_is_noticed(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
-    """That sources are kept until their copies are done, the tests at large would show."""
+    """The other tests show that sources are kept until their copies are done."""
     memory, stream = fill(cuda.allocate(SLOT), 1), cuda.new_stream()
     cuda.hold_stream(stream)
     save = Save(

@@ -5,18 +5,17 @@ On the fake driver, where a source that is overwritten too early shows.
 
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.harness import (
     ALIGNMENT,
     KIB,
     Copy,
+    Engines,
     Save,
     eventually,
     expected_bytes,
@@ -24,7 +23,6 @@ from tests.native.harness import (
     save_whole,
 )
 
-Engines = Callable[..., native.Engine]
 SLOT = 64 * KIB
 BEFORE, AFTER = 7, 9  # what kernels write
 
@@ -73,7 +71,7 @@ def test_copies_wait_for_the_kernel_before_the_save(
 def test_start_and_fence_do_not_wait_for_the_device(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
-    """With slots enough for the shard the host only enqueues; the trainer's stream does the waiting."""
+    """With slots enough for the shard, the host only enqueues; the trainer's stream waits."""
     trainer, copy = cuda.new_stream(), on_device(4 * SLOT)
     cuda.hold_stream(trainer)
     fill(cuda, trainer, copy, BEFORE)
@@ -90,7 +88,7 @@ def test_start_and_fence_do_not_wait_for_the_device(
 
 
 def test_without_the_fence_copies_are_torn(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
-    """That the test above can fail: the same, but nobody holds the trainer's stream back."""
+    """Shows that the test above can fail: the same, but nobody holds the trainer's stream back."""
     trainer, copy = cuda.new_stream(), on_device(4 * SLOT)
     cuda.delay_copies(seconds=0.05)
     fill(cuda, trainer, copy, BEFORE)
@@ -269,7 +267,7 @@ def test_staging_goes_on_while_another_thread_captures_a_graph(
 
 
 def test_a_save_may_be_dropped_by_any_thread(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
-    """One without a context; the fixture looks for what is left behind."""
+    """Uses a thread without a context; the fixture looks for handles that it left."""
     save = save_whole(device_engines(), tmp_path / "data", [on_device(SLOT)], stream=cuda.new_stream())
     jobs = [save.job]
     del save.job

@@ -106,7 +106,7 @@ def test_host_and_device_are_read_to_in_one_pass(cuda: FakeCuda, readers: Reader
     assert np.array_equal(near, DATA[100:][: len(near)]) and np.array_equal(far, DATA[77:][: len(far)])
 
 
-def test_copies_run_behind_what_the_trainer_had_enqueued(
+def test_copies_run_after_the_work_that_the_trainer_enqueued_before(
     cuda: FakeCuda, readers: Readers, source: Source
 ) -> None:
     target, stream = np.zeros_like(DATA), cuda.new_stream()

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.harness import (
     ALIGNMENT,
     KIB,
     Copy,
+    Engines,
     Request,
     Save,
     descriptors_of,
@@ -30,7 +30,6 @@ from tests.native.harness import (
     start_read,
 )
 
-Engines = Callable[..., native.Engine]
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork.*:DeprecationWarning")
 
@@ -94,7 +93,7 @@ def test_a_child_of_a_reader_has_no_data_file_open(tmp_path: Path) -> None:
     assert finish_read(job)[2] == ""
 
 
-def test_a_child_of_a_reader_may_drop_it_and_is_told_that_it_is_not_its_own(tmp_path: Path) -> None:
+def test_a_child_may_drop_its_parents_reader_and_cannot_use_it(tmp_path: Path) -> None:
     """No thread is there to be joined, and no lock that one of them held may be taken."""
     path, target = tmp_path / "data", np.zeros(ALIGNMENT, np.uint8)
     path.write_bytes(bytes(ALIGNMENT))
@@ -130,7 +129,7 @@ def test_a_child_may_drop_its_copies(engines: Engines, tmp_path: Path) -> None:
     save.assert_stored()
 
 
-def test_a_child_is_told_that_the_engine_is_not_its_own(engines: Engines, tmp_path: Path) -> None:
+def test_a_child_cannot_use_its_parents_engine(engines: Engines, tmp_path: Path) -> None:
     save = slow_save(engines, tmp_path)
 
     def use() -> str:
@@ -147,7 +146,7 @@ def test_a_child_is_told_that_the_engine_is_not_its_own(engines: Engines, tmp_pa
 
 
 def test_a_child_that_ends_normally_harms_nothing(tmp_path: Path) -> None:
-    """With the interpreter's whole shutdown, which tests never see in a child of pytest."""
+    """The child shuts its interpreter down, which a forked child of pytest never does."""
     script = f"""
 import os, sys
 from pathlib import Path

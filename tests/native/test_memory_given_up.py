@@ -1,4 +1,4 @@
-"""Memory freed, moved or unmapped while a lazy save reads it: whoever does that waits for the copies."""
+"""Memory freed, shared or unmapped while a lazy save reads it: whoever does that waits for the copies."""
 
 import importlib
 import logging
@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.mcore import autoload, fences
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
+from tests.native.device_trainer import SLOT, Trainer, assert_published, failure
+from tests.native.device_trainer import trainer as trainer
 from tests.native.fake_cuda.provider import DeviceTensors
-from tests.native.test_device_saves import SLOT, Trainer, assert_published, failure
-from tests.native.test_device_saves import trainer as trainer
 
 WAYS: dict[str, Callable[[torch.Tensor], object]] = {
     "untyped": lambda tensor: tensor.untyped_storage().resize_(0),
@@ -47,7 +48,7 @@ def slow_save(trainer: Trainer, folder: Path, **options: Any) -> Publication:
 def test_giving_up_the_storage_of_a_source_waits_for_its_copies(
     trainer: Trainer, tmp_path: Path, way: str, fenced: bool
 ) -> None:
-    """Behind the fence, too, which leaves the last copies to the order of streams."""
+    """Also after the fence, which leaves the last copies to the order of streams."""
     publication = slow_save(trainer, tmp_path)
     if fenced:
         FENCE.wait("a step")
@@ -92,10 +93,10 @@ def test_after_its_deadline_the_save_fails_and_the_memory_goes_when_nothing_copi
     timer.join()
 
 
-def test_host_memory_is_given_up_by_a_thread_that_works_for_the_trainer(
+def test_host_memory_may_be_released_by_a_thread_that_works_for_the_trainer(
     trainer: Trainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As autograd's does, in whose hooks FSDP frees. Without the wait the copying thread would crash."""
+    """FSDP frees in hooks on autograd's thread. Without the wait the copying thread would crash."""
     monkeypatch.undo()  # no device in this test
     tensors = {str(i): torch.full((64 * SLOT,), i, dtype=torch.uint8) for i in range(4)}
     wanted = {key: tensor.clone() for key, tensor in tensors.items()}
@@ -138,7 +139,7 @@ VLLM = {
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path, package: str, files: dict[str, str]) -> None:
-    """A package of that name, with the interface of the real one."""
+    """Installs a package of that name, with the interface of the real one."""
     for name, text in files.items():
         path = folder / package / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -183,19 +184,22 @@ def test_vllms_sleep_waits_for_all_copies(
     forget("vllm")
 
 
-def test_a_memory_saver_without_its_hook_point_is_told_and_left_alone(
+def test_a_memory_saver_without_its_hook_point_is_reported_and_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     stand_in(monkeypatch, tmp_path, "torch_memory_saver", {"__init__.py": "answer = 42"})
     with caplog.at_level(logging.WARNING):
         assert importlib.import_module("torch_memory_saver").answer == 42
     assert "no torch_memory_saver.entrypoint.TorchMemorySaver.pause" in caplog.text
-    assert "call megatron_datastates.mcore.fence() before unmapping device memory" in caplog.text
+    assert "call megatron_datastates.fence() before unmapping device memory" in caplog.text
     forget("torch_memory_saver")
 
 
-def test_an_explicit_fence_is_enough_to_unmap(trainer: Trainer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fence", [ds.fence, fences.fence], ids=["ds.fence", "mcore.fence"])
+def test_an_explicit_fence_is_enough_to_unmap(
+    trainer: Trainer, tmp_path: Path, fence: Callable[[], None]
+) -> None:
     publication = slow_save(trainer, tmp_path)
-    fences.fence()
+    fence()
     assert is_copied(publication)
     assert publication.wait() is Outcome.PUBLISHED

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,13 +19,13 @@ from tests.native.harness import (
     KIB,
     MIB,
     Copy,
+    Engines,
     Save,
     expected_bytes,
     random_bytes,
     save_whole,
 )
 
-Engines = Callable[..., native.Engine]
 SLOT = 64 * KIB
 ROOT = Path(__file__).parents[2]
 
@@ -71,7 +70,7 @@ def test_lazy_bytes_may_change_at_the_fence(engines: Engines, tmp_path: Path) ->
 
 
 def test_a_change_before_the_fence_tears_the_save(engines: Engines, tmp_path: Path) -> None:
-    """That the two tests above can fail. Only with the tripwire off (test_tripwire.py)."""
+    """Shows that the two tests above can fail. The tripwire is off, since it would find the change."""
     lazy = random_bytes(4 * SLOT)
     save = Save(slow_engine(engines, tripwire=False), tmp_path / "data", [Copy(lazy, 0)])
     wanted = expected_bytes(save.copies)
@@ -294,7 +293,7 @@ def test_signals_reach_a_thread_that_closes(engines: Engines, tmp_path: Path) ->
 
 
 def test_no_worker_waits_for_pythons_lock(engines: Engines, tmp_path: Path) -> None:
-    """Not even to let go of a save that Python dropped while it was under way."""
+    """Not even when it drops a save that is under way."""
     engine = engines(slot_bytes=ALIGNMENT, most_slots=2, write_threads=1, faults="write:0:stall=5")
     dropped = Save(engine, tmp_path / "dropped", [Copy(random_bytes(ALIGNMENT), 0)])
     dropped.append([Copy(random_bytes(ALIGNMENT), ALIGNMENT)])

@@ -23,13 +23,14 @@ from tests.native.harness import (
     FOOTER,
     PATIENCE,
     Copy,
+    Engines,
     Save,
     eventually,
     make_engine,
     random_bytes,
 )
+from tests.support.descriptors import open_files
 
-Engines = Callable[..., native.Engine]
 CHUNKS = 8  # of each save: more than there are slots
 
 
@@ -57,20 +58,10 @@ def crowded(
 
 
 def assert_nothing_is_held(engine: native.Engine, folder: Path) -> None:
-    """Every slot is back, and no file of `folder` is open."""
+    """Requires that every slot is back, and that no file of `folder` is open."""
     pool = engine.pool()
     assert pool["idle"] == pool["slots"]
-    assert [link for link in open_files() if link.startswith(str(folder))] == []
-
-
-def open_files() -> list[str]:
-    found = []
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            found.append(str(link.readlink()))
-        except OSError:  # that of the listing itself
-            continue
-    return found
+    assert open_files(folder) == []
 
 
 def finish_all(saves: list[Save]) -> None:
@@ -111,14 +102,14 @@ def test_a_disk_that_fails_one_file_fails_no_other(
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 @pytest.mark.parametrize("stalls", ["write:0:stall=10", "open:1:stall=100", "write:1:stall=200"])
-def test_saves_cancelled_in_any_order_let_go(
+def test_saves_cancelled_in_any_order_are_released(
     crowded: Callable[..., tuple], tmp_path: Path, order: tuple[int, ...], stalls: str
 ) -> None:
     engine, saves = crowded(faults=stalls)
     for number in order:
         saves[number].append([Copy(random_bytes(100), saves[number].end)])
         saves[number].job.cancel("enough")
-        assert saves[number].reaches(Milestone.ENQUEUED)  # a fence that stands is let go, too
+        assert saves[number].reaches(Milestone.ENQUEUED)  # a fence that waits is released, too
     for number in order:
         saves[number].failure()
         saves[number].job.remove()
@@ -195,7 +186,7 @@ class Schedule:
         self.saves[number] = Save(self.engine, self.folder / str(number), copies, stream=self.stream)
 
     def _hold(self, cuda: FakeCuda) -> None:
-        """The trainer's kernels take a while."""
+        """Makes the trainer's kernels take a while."""
         cuda.hold_stream(self.stream)
         self._timers.append(threading.Timer(0.03, cuda.release_stream, [self.stream]))
         self._timers[-1].start()

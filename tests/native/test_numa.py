@@ -4,7 +4,6 @@ import ctypes
 import errno
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.harness import (
     MIB,
     Copy,
+    Engines,
     Request,
     Save,
     eventually,
@@ -25,7 +25,6 @@ from tests.native.harness import (
     threads_named,
 )
 
-Engines = Callable[..., native.Engine]
 BUS_ID, FOLDER = "0000:0A:00.0", "0000:0a:00.0"
 OURS = os.sched_getaffinity(0)
 FIRST = min(OURS)
@@ -33,7 +32,7 @@ MBIND = {"x86_64": 237, "aarch64": 235}.get(os.uname().machine, 0)
 
 
 def make_sysfs(root: Path, node: str = "0", cpus: str = str(FIRST)) -> Path:
-    """A tree with one device on `node`, and the CPUs of node 0."""
+    """Makes a tree with one device on `node`, and the CPUs of node 0."""
     device, nodes = root / "bus/pci/devices" / FOLDER, root / "devices/system/node/node0"
     for folder in (device, nodes):
         folder.mkdir(parents=True)
@@ -43,7 +42,7 @@ def make_sysfs(root: Path, node: str = "0", cpus: str = str(FIRST)) -> Path:
 
 
 def allowed(task: Path) -> set[int]:
-    """The CPUs that a thread may run on."""
+    """Returns the CPUs that a thread may run on."""
     (text,) = re.findall(r"Cpus_allowed_list:\s*(\S*)", (task / "status").read_text())
     found: set[int] = set()
     for part in text.split(","):
@@ -72,7 +71,7 @@ def place(cuda: FakeCuda) -> None:
 
 
 def staged(engine: native.Engine, cuda: FakeCuda, folder: Path) -> None:
-    """Saves so much that every thread of the engine has had to do with the device."""
+    """Saves so much that every thread of the engine has called the device's driver."""
     copies = [Copy(random_bytes(16 * MIB), 0, device=True)]
     Save(engine, folder / "data", copies, stream=cuda.new_stream()).finish()
 

@@ -4,14 +4,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.harness import (
@@ -19,6 +17,7 @@ from tests.native.harness import (
     KIB,
     MIB,
     Copy,
+    Engines,
     Save,
     eventually,
     random_bytes,
@@ -26,7 +25,6 @@ from tests.native.harness import (
     threads_named,
 )
 
-Engines = Callable[..., native.Engine]
 ROOT = Path(__file__).parents[2]
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
@@ -98,7 +96,7 @@ def test_waiting_for_memory_that_is_not_made_yet_is_counted_apart(
     assert late.status["waited_for_memory"] == 0 < late.status["waited_for_slots"]
 
 
-def test_memory_that_cannot_be_had_fails_the_save(engines: Engines, tmp_path: Path) -> None:
+def test_memory_that_cannot_be_allocated_fails_the_save(engines: Engines, tmp_path: Path) -> None:
     engine = engines(slot_bytes=1 << 46, most_slots=2)
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(10), 0)])
     assert "staging memory" in save.failure(Milestone.ENQUEUED)
@@ -130,7 +128,7 @@ def test_slots_of_two_saves_come_back_while_the_disk_stalls(engines: Engines, tm
 
 
 def test_slots_lie_in_huge_pages(tmp_path: Path) -> None:
-    """In a process of its own, whose only large mappings that no fork inherits are the pool's."""
+    """Runs in a process of its own, whose only large mappings that no fork inherits are the pool's."""
     script = """
 import re
 from pathlib import Path
@@ -283,7 +281,7 @@ def test_without_a_driver_page_locking_is_not_tried(engines: Engines, tmp_path: 
     assert engine.pool()["trouble"] == ""
 
 
-def test_page_locking_that_failed_is_told_and_may_be_tried_again(
+def test_page_locking_that_failed_is_reported_and_may_be_tried_again(
     cuda: FakeCuda, device_engines: Engines
 ) -> None:
     engine = device_engines(slot_bytes=MIB, most_slots=2)
@@ -298,7 +296,7 @@ def test_page_locking_that_failed_is_told_and_may_be_tried_again(
     assert engine.pool()["trouble"] == ""
 
 
-def test_slots_that_could_not_be_made_are_told(engines: Engines, tmp_path: Path) -> None:
+def test_slots_that_could_not_be_made_are_reported(engines: Engines, tmp_path: Path) -> None:
     engine = engines(slot_bytes=1 << 46, most_slots=2)
     engine.grow(2)
     eventually(lambda: engine.pool()["trouble"], "it failed")

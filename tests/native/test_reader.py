@@ -181,7 +181,7 @@ def test_damage_is_not_seen_with_checksums_off(stored: Path, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("length", [0, 1, MIB, 2 * MIB + 5, len(DATA) - ALIGNMENT])
-def test_a_truncated_file_is_told_with_its_place(tmp_path: Path, length: int, direct: bool) -> None:
+def test_a_truncated_file_is_named_with_the_offset(tmp_path: Path, length: int, direct: bool) -> None:
     path = tmp_path / "short"
     path.write_bytes(DATA[:length].tobytes())
     read = Read(path, [(len(DATA) - 20, 20)], direct=direct)
@@ -189,18 +189,18 @@ def test_a_truncated_file_is_told_with_its_place(tmp_path: Path, length: int, di
     assert read.is_untouched(0)
 
 
-def test_a_missing_file_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     read = Read(tmp_path / "missing", [(0, 10)])
     assert read.error.startswith(f"open {tmp_path / 'missing'}: No such file")
     assert read.is_untouched(0)
 
 
-def test_a_directory_is_told(tmp_path: Path) -> None:
+def test_a_directory_in_place_of_a_file_is_named(tmp_path: Path) -> None:
     assert str(tmp_path) in Read(tmp_path, [(0, 10)]).error
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_an_error_of_the_disk_is_told(stored: Path, threads: int) -> None:
+def test_an_error_of_the_disk_is_reported(stored: Path, threads: int) -> None:
     read = Read(stored, [(0, len(DATA))], threads=threads, faults="read:3:EIO")
     assert read.error == f"read {stored}: at offset {error_offset(read.error)}: Input/output error (errno 5)"
 
@@ -298,7 +298,7 @@ def test_good_blocks_beside_a_bad_one_are_delivered(stored: Path) -> None:
 
 
 def many_files(stored: Path, count: int, target: np.ndarray) -> tuple[list, list[Request]]:
-    """The same data under many names, of which everything is read."""
+    """Returns the same data under many names, of which everything is read."""
     paths = [stored.parent / f"link{number}" for number in range(count)]
     for path in paths:
         if not path.exists():
@@ -339,7 +339,7 @@ def test_a_missing_file_among_others_ends_the_read(stored: Path) -> None:
     assert not target[3:].any()
 
 
-def test_a_job_that_is_closed_early_lets_go_of_everything(stored: Path) -> None:
+def test_a_job_that_is_closed_early_releases_everything(stored: Path) -> None:
     target = np.zeros((6, len(DATA)), np.uint8)
     sources, requests = many_files(stored, 6, target)
     job = start_read(make_reader(faults="read:0:stall=20"), sources, requests)

@@ -4,7 +4,6 @@ A save whose first source is lazy and on a device waits for leave to copy, havin
 changes that are made meanwhile come after the look and before the copy, whatever the time they take.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,17 +12,26 @@ import pytest
 from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
-from tests.native.harness import ALIGNMENT, KIB, MIB, Copy, Save, eventually, random_bytes, save_whole
+from tests.native.harness import (
+    ALIGNMENT,
+    KIB,
+    MIB,
+    Copy,
+    Engines,
+    Save,
+    eventually,
+    random_bytes,
+    save_whole,
+)
 from tests.native.sampling import host_samples, looks
-from tests.native.test_tripwire import change, held, torn_at
+from tests.native.tearing import change, held, torn_at
 
-Engines = Callable[..., native.Engine]
 SLOT = 16 * ALIGNMENT
 SEED = 1
 
 
 def start_and_look(cuda: FakeCuda, engine: native.Engine, path: Path, copies: list[Copy]) -> Save:
-    """A save that has looked at its host sources, and has copied what is eager and nothing else."""
+    """Starts a save, and waits until it has looked at its host sources and copied what is eager only."""
     leader = Copy(random_bytes(1), 0, device=True)
     save = Save(engine, path, [leader, *copies], stream=cuda.new_stream(), lazy_seconds=3600.0)
     eventually(lambda: float(save.status["looked_at"]) >= 0, "the sources are looked at")
@@ -67,7 +75,7 @@ SIZES = {  # of a change in 64 MiB: how many of 16 saves it fails when it comes 
 def test_share_of_changes_that_is_found_is_as_designed(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, size: int, after_look: bool
 ) -> None:
-    """By chunks of 2 MiB at the start, and by 16 KiB after the look; each verdict is the one computed."""
+    """Samples are 2 MiB apart at the start, and 16 KiB at the look; each verdict is the one computed."""
     source, slot, found, wanted = random_bytes(64 * MIB), 2 * MIB, 0, 0
     for seed in range(1, 17):
         options = {"slot_bytes": slot, "most_slots": 2, "copy_threads": 1, "backend": "discard"}
@@ -100,7 +108,7 @@ def test_share_of_changes_that_is_found_is_as_designed(
 
 
 def verdicts(cuda: FakeCuda, engine: native.Engine, folder: Path) -> list[bool]:
-    """Which of 24 saves fail when one half of a source of 48 KiB changes at once."""
+    """Returns which of 24 saves fail when one half of a source of 48 KiB changes at once."""
     folder.mkdir()
     with held(cuda, engine, folder):
         saves = []
@@ -251,7 +259,7 @@ def test_device_is_not_looked_at_again(cuda: FakeCuda, device_engines: Engines, 
     assert cuda.copies_to_host == 3 + 6
 
 
-def test_save_that_is_cancelled_before_it_copies_lets_go(
+def test_save_that_is_cancelled_before_it_copies_is_released(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
     engine = device_engines(slot_bytes=SLOT, most_slots=2)

@@ -4,7 +4,6 @@ Chunks are small, so that their borders fall anywhere: between spans, between ro
 """
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +22,11 @@ from megatron_datastates.pipeline.plans import locate, plan_state
 from megatron_datastates.providers.base import Mutability, Tensors
 from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.fake_cuda.provider import label_as_device
-from tests.native.harness import ALIGNMENT, Copy, Save, random_bytes, save_whole
+from tests.native.harness import ALIGNMENT, Copy, Engines, Save, random_bytes, save_whole
 from tests.native.sampling import device_samples, host_samples
-from tests.native.test_tripwire import change, engine_stream_is_done, held, torn_at
+from tests.native.tearing import change, engine_stream_is_done, held, torn_at
 from tests.unit.states import bits
 
-Engines = Callable[..., native.Engine]
 KINDS = pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
 
 
@@ -43,7 +41,7 @@ def rows(
 @KINDS
 @pytest.mark.parametrize("slot_bytes", [ALIGNMENT, 16 * ALIGNMENT])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 16, 100, 4096, 5000])
-def test_pieces_are_stored_one_behind_the_other(
+def test_pieces_are_stored_one_after_the_other(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, size: int, slot_bytes: int, device: bool
 ) -> None:
     count = 12_345 // size + 3
@@ -54,7 +52,7 @@ def test_pieces_are_stored_one_behind_the_other(
 
 
 def copies_made(cuda: FakeCuda) -> list[str]:
-    """What copies from the device were asked for, in order: bytes, or rows x bytes."""
+    """Returns the copies from the device that were asked for, in order: bytes, or rows x bytes."""
     names = ("cuMemcpyDtoHAsync", "cuMemcpy2DAsync")
     return [line.split()[2] for line in cuda.log() if line.split()[0] in names]
 
@@ -118,7 +116,7 @@ def test_spans_that_only_seem_to_touch_are_not_merged(
     save_whole(device_engines(), tmp_path / "data", copies, stream=cuda.new_stream())
 
 
-def test_contiguous_runs_are_merged_however_they_are_told(
+def test_contiguous_spans_are_merged_however_they_are_described(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
     memory = random_bytes(300)
@@ -148,7 +146,7 @@ def test_spans_that_are_no_whole_number_of_pieces_are_refused(
 def test_a_failing_copy_of_pieces_fails_the_save(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, call: str, nth: int
 ) -> None:
-    """With one slot: the copies that were enqueued before are waited for before the slot is used again."""
+    """With one slot, it waits for the copies that were enqueued before, and then uses the slot again."""
     engine, stream = device_engines(slot_bytes=ALIGNMENT, most_slots=1, tripwire=False), cuda.new_stream()
     copies = [rows(3000, 10, 13, device=True), rows(100, 10, 0, 30_000, device=True)]
     cuda.delay_copies(seconds=0.01)
@@ -239,7 +237,7 @@ DTYPES = (torch.uint8, torch.bfloat16, torch.float32, torch.int64, torch.complex
 
 @st.composite
 def views(draw: st.DrawFn) -> torch.Tensor:
-    """Transposed, expanded, cut, overlapping, with dimensions of one element or none: any strides."""
+    """Draws views of any strides: transposed, expanded, cut, overlapping, of one element or none."""
     lengths = draw(st.lists(st.integers(0, 9) | st.sampled_from([1, 40]), max_size=4))
     strides, inner = [0] * len(lengths), 1
     for d in reversed(range(len(lengths))):

@@ -1,6 +1,5 @@
 """Device memory that goes away under a lazy save: that save fails and says why, and the process lives."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +8,8 @@ import pytest
 from megatron_datastates.engine import _native as native
 from megatron_datastates.engine._native import Milestone
 from tests.native.fake_cuda.driver import FakeCuda
-from tests.native.harness import KIB, Copy, Save, eventually, random_bytes, save_whole
+from tests.native.harness import KIB, Copy, Engines, Save, eventually, random_bytes, save_whole
 
-Engines = Callable[..., native.Engine]
 SLOT = 64 * KIB
 NEVER = 60.0  # seconds; longer than a test
 LIES = ["one piece", "rows", "many"]
@@ -20,7 +18,7 @@ SAFE = [Copy(random_bytes(SLOT, 7), 0)]
 
 
 def allocated(cuda: FakeCuda, lies: str) -> tuple[np.ndarray, list[Copy]]:
-    """Device memory, and what of it is saved: by the call of the driver that CALLS names."""
+    """Returns device memory, and copies of it that the driver's call in CALLS makes."""
     memory = cuda.allocate(4 * SLOT)
     memory[:] = random_bytes(4 * SLOT)
     if lies == "one piece":
@@ -31,7 +29,7 @@ def allocated(cuda: FakeCuda, lies: str) -> tuple[np.ndarray, list[Copy]]:
 
 
 def start(engine: native.Engine, path: Path, copies: list[Copy], stream: int, **options: float) -> Save:
-    """As Save, which takes memory that was not allocated for the device's own; this was."""
+    """Starts a save of allocated memory, and closes its input."""
     save = Save(engine, path, copies, stream=stream, **options)
     save.job.close_input()
     return save
@@ -64,7 +62,7 @@ def test_memory_unmapped_before_its_copies_are_enqueued_fails_the_save_alone(
 def test_memory_unmapped_under_enqueued_copies_fails_the_save_and_says_that_the_context_is_lost(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, lies: str, eager: bool
 ) -> None:
-    """What the trainer's own calls return then, is the driver's: nothing of ours crashes or hangs."""
+    """The trainer's own calls return the driver's errors then; nothing of ours crashes or hangs."""
     engine, stream = device_engines(tripwire=False), cuda.new_stream()
     memory, copies = allocated(cuda, lies)
     for copy in copies:
@@ -97,7 +95,7 @@ def test_samples_that_are_enqueued_when_memory_is_unmapped_fail_the_save(
 def test_a_failed_save_counts_as_copied_when_no_copy_is_under_way(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
-    """Who frees or unmaps memory waits for that, and for nothing else: not for a disk that hangs."""
+    """Code that frees or unmaps memory waits for copies alone, and not for a disk that hangs."""
     engine = device_engines(most_slots=2, write_threads=1, tripwire=False, faults="write:0:stall=1500")
     memory, copies = allocated(cuda, "one piece")
     stream = cuda.new_stream()

@@ -184,7 +184,7 @@ def test_nobody_waits_for_page_locking(cuda: FakeCuda, program: Program, saver: 
     assert cuda.registered_bytes == 0
 
 
-def test_page_locking_that_fails_is_told_once_and_reported(
+def test_page_locking_that_fails_is_logged_once_and_reported(
     cuda: FakeCuda, program: Program, saver: Saver, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reports: list[dict] = []
@@ -201,7 +201,7 @@ def test_page_locking_that_fails_is_told_once_and_reported(
     assert all("cuMemHostRegister" in report["staging_trouble"] for report in reports)
 
 
-def test_a_report_tells_what_is_page_locked(
+def test_a_report_says_what_is_page_locked(
     cuda: FakeCuda, program: Program, saver: Saver, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     reports: list[dict] = []

@@ -7,7 +7,7 @@ import ctypes
 import errno
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +21,13 @@ from tests.native.harness import (
     KIB,
     MIB,
     Copy,
+    Engines,
     Save,
     descriptors_of,
     random_bytes,
     save_whole,
 )
 
-Engines = Callable[..., native.Engine]
 COPIES = [Copy(random_bytes(300 * KIB), 0)]
 
 
@@ -37,7 +37,7 @@ def engines(request: pytest.FixtureRequest, engines: Engines) -> Engines:
 
 
 def open_flags(path: Path) -> list[int]:
-    """Of each descriptor that this process has of the file."""
+    """Returns the flags of each descriptor that this process has of the file."""
     texts = [Path(f"/proc/self/fdinfo/{number}").read_text() for number in descriptors_of(path)]
     lines = [line for text in texts for line in text.splitlines() if line.startswith("flags")]
     return [int(line.split()[1], 8) for line in lines]
@@ -211,7 +211,7 @@ def test_a_disk_that_fills_up_in_mid_save_fails_it(engines: Engines, small_disk:
 
 @pytest.mark.parametrize("slot_bytes", [3 * ALIGNMENT, MIB, 3 * MIB])
 def test_checksums_are_those_of_the_bytes_on_disk(engines: Engines, tmp_path: Path, slot_bytes: int) -> None:
-    """Also where chunks and blocks of 1 MiB do not meet, and where objects begin in mid-block."""
+    """Chunks and blocks of 1 MiB do not meet here, and objects begin in mid-block."""
     engine = engines(slot_bytes=slot_bytes, write_threads=3, faults="write:2:stall=20")
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(3 * MIB + 100), 50)])
     save.append([Copy(random_bytes(2 * MIB, 1), save.end + 64)])
@@ -240,7 +240,7 @@ def test_a_broken_fault_plan_is_refused(engines: Engines) -> None:
             engines(faults=plan)
 
 
-def test_counters_tell_what_was_moved(engines: Engines, tmp_path: Path) -> None:
+def test_counters_count_the_bytes_that_were_staged_and_written(engines: Engines, tmp_path: Path) -> None:
     save = save_whole(engines(), tmp_path / "data", COPIES)
     status = save.status
     assert status["bytes_planned"] == status["bytes_staged"] == status["bytes_written"] == save.end

@@ -42,7 +42,7 @@ class Part:
 
 
 def fragment(key: str, global_shape: Sequence[int], offset: Sequence[int], shape: Sequence[int]) -> Fragment:
-    """A fragment of uint8, so that bytes and elements are the same."""
+    """Makes a fragment of uint8, so that bytes and elements are the same."""
     return Fragment(key, "uint8", tuple(global_shape), tuple(offset), tuple(shape))
 
 
@@ -65,7 +65,7 @@ def encoded_entry(
 
 
 def data_file(part: Part, rank: int, world_size: int, save_id: SaveId = SAVE, **footer: Any) -> bytes:
-    """The bytes of a data file."""
+    """Returns the bytes of a data file."""
     data, group = bytearray(part.data_bytes), footer.get("group", 0)
     version = footer.get("format_version", FORMAT_VERSION)
     header = Header(save_id, rank, world_size, format_version=version, group=group).encode()
@@ -80,14 +80,14 @@ def data_file(part: Part, rank: int, world_size: int, save_id: SaveId = SAVE, **
     return bytes(data) + footer_bytes
 
 
-def file_entry(data: bytes, rank: int, save_id: SaveId = SAVE, **fields: Any) -> FileEntry:
+def file_entry(data: bytes, rank: int, written_by: SaveId = SAVE, **fields: Any) -> FileEntry:
     offset, _, crc = decode_trailer(data[-TRAILER_BYTES:], "a file")
-    name = save_id.data_file_name(rank, fields.get("group", 0))
+    name = written_by.data_file_name(rank, fields.get("group", 0))
     return FileEntry(name, rank, len(data), offset, crc, **fields)
 
 
 def entry_of(index: bytes) -> IndexEntry:
-    """What a manifest says of an index, or of bytes that are none: then all of them are its directory."""
+    """Returns a manifest's entry for an index, or for bytes that are none: then all are its directory."""
     try:
         return index_entry(index)
     except DataStatesError:
@@ -99,11 +99,10 @@ def manifest_of(files: Sequence[FileEntry], index: bytes, save_id: SaveId = SAVE
     return Manifest(
         run_id=f"{save_id.run_id:016x}",
         ordinal=save_id.ordinal,
-        world_size=max(len(files), 1),
         created="2026-01-01T00:00:00+00:00",
         index=entry_of(index),
         files=list(files),
-        **fields,
+        **{"world_size": max(len(files), 1), **fields},
     )
 
 
@@ -125,6 +124,6 @@ def write_checkpoint(
 
 
 def index_of(places: Iterable[tuple[Fragment, int, int]], objects: Mapping[str, int] | None = None) -> Index:
-    """The index of (fragment, file, offset in the file)."""
+    """Returns the index of (fragment, file, offset in the file)."""
     entries = [(item, Extent(file, offset, item.bytes)) for item, file, offset in places]
     return build_index(entries, objects or {})

@@ -10,7 +10,7 @@ from megatron_datastates.cli.main import app
 
 
 def run(*arguments: Any) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error of `datastates ARGUMENTS`."""
+    """Returns exit code, standard output and standard error of `datastates ARGUMENTS`."""
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.pipeline.saver import Saver, close_all
 from tests.unit.converting import dcp_state, save_with_dcp
 from tests.unit.inspecting import save_run
 from tests.unit.states import new_saver
@@ -20,6 +20,13 @@ settings.register_profile(
     "unit", deadline=None, print_blob=True, derandomize=EXAMPLES is None, max_examples=int(EXAMPLES or 100)
 )
 settings.load_profile("unit")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def close_front_door() -> Iterator[None]:
+    """Closes the savers that `ds.save` has made, whose threads and memory other modules would see."""
+    yield
+    close_all()
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ SHAPES = st.lists(st.one_of(st.integers(2, 9), st.integers(0, 9)), max_size=4).m
 
 @st.composite
 def regular(draw: st.DrawFn, shape: Shape, prepended: int = 0) -> list[Box]:
-    """Equal boxes; the axes that Megatron would prepend are cut into single elements."""
+    """Draws equal boxes; the axes that Megatron would prepend are cut into single elements."""
     sizes = [
         1 if axis < prepended else n // draw(st.sampled_from(divisors(n))) for axis, n in enumerate(shape)
     ]
@@ -32,7 +32,7 @@ def divisors(number: int) -> list[int]:
 
 @st.composite
 def rectilinear(draw: st.DrawFn, shape: Shape) -> list[Box]:
-    """A grid whose rows and columns have any sizes, none at all included."""
+    """Draws a grid whose rows and columns have any sizes, zero included."""
     ranges = []
     for size in shape:
         cuts = sorted(draw(st.lists(st.integers(0, size), max_size=2)))
@@ -42,7 +42,7 @@ def rectilinear(draw: st.DrawFn, shape: Shape) -> list[Box]:
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: Shape) -> list[Box]:
-    """No grid: cut in two again and again, along any axis, anywhere."""
+    """Draws boxes that form no grid: cut in two again and again, along any axis, anywhere."""
     boxes: list[Box] = [((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 5)) if shape else 0):
         offset, size = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
@@ -60,19 +60,19 @@ def grids(shape: Shape) -> st.SearchStrategy[list[Box]]:
 
 @st.composite
 def slices(draw: st.DrawFn, shape: Shape) -> Box:
-    """One box in a shape."""
+    """Draws one box in a shape."""
     ranges = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
     return tuple(start for start, _ in ranges), tuple(stop - start for start, stop in ranges)
 
 
 def part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """A view."""
+    """Returns a box of a tensor, as a view."""
     return tensor[(*(slice(at, at + n) for at, n in zip(*box, strict=True)), ...)]
 
 
 @st.composite
 def targets(draw: st.DrawFn, dtype: torch.dtype, shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor of this shape, and all of the memory that it is a view of: axes in any order, with margins."""
+    """Draws a tensor of this shape, and the memory that it is a view of: axes in any order, with margins."""
     order = draw(st.permutations(range(len(shape))))
     margins = [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in shape]
     whole = [before + n + after for n, (before, after) in zip(shape, margins, strict=True)]

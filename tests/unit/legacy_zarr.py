@@ -20,7 +20,7 @@ from tests.unit.states import bits
 
 
 def write_array(folder: Path, tensor: torch.Tensor, chunks: tuple[int, ...]) -> None:
-    """An array; its chunks at the end of an axis are padded."""
+    """Writes an array; its chunks at the end of an axis are padded."""
     folder.mkdir(parents=True)
     kind = "c" if tensor.is_complex() else "f" if tensor.is_floating_point() else "i"
     kind = "u" if tensor.dtype is torch.uint8 else "b" if tensor.dtype is torch.bool else kind
@@ -49,7 +49,7 @@ def write_checkpoint(
     objects: Mapping[str, Any],
     common: Mapping[str, Any],
 ) -> None:
-    """Tensors with the shapes of their chunks; objects by `KEY/shard_OFFSET_SHAPE`."""
+    """Writes tensors with the shapes of their chunks, and objects by `KEY/shard_OFFSET_SHAPE`."""
     directory.mkdir(parents=True)
     for key, (tensor, chunks) in tensors.items():
         write_array(directory / key, tensor, chunks)

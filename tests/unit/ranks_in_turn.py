@@ -1,7 +1,7 @@
 """Checkpoints of several ranks, saved in one process: each rank has a saver and a data file of its own.
 
-All but the messages between ranks is real. Ranks take turns, the last one first. What they say in one turn is
-read in the next, when all have said it.
+Everything but the messages between ranks is real. Ranks take turns, the last one first. What they send in
+one turn is read in the next, when all have sent it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CollectivesInTurn:
         return ResultInTurn(lambda: [parts[rank] for rank in range(self.size)])
 
     def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> ResultInTurn:
-        """Rank 0 has the last turn, so all the others have called this."""
+        """Returns all ranks' data on rank 0, which has the last turn: all others have called this."""
         parts = self._contribute("gather layouts", data)
         return ResultInTurn(lambda: [parts[rank] for rank in range(self.size)] if self.rank == 0 else [])
 
@@ -58,7 +58,7 @@ class CollectivesInTurn:
 
 
 class ResultInTurn:
-    """Read when all ranks have had their next turn."""
+    """A result that is read after all ranks' next turns."""
 
     def __init__(self, result: Callable[[], list[Any]]) -> None:
         self.result = result

@@ -1,4 +1,8 @@
-"""States to be saved in one process, and what they look like bit by bit."""
+"""States to be saved in one process, and what they look like bit by bit.
+
+A test that only needs a checkpoint calls `ds.save(state, directory, **SMALL)`. What is below that front door
+(`State`, `new_saver`, `save`) is for tests of what it does not offer; each says what that is.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +21,17 @@ from megatron_datastates.providers.base import Entry, Mutability, StateProvider,
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.tensors import TensorProvider
 
-OPTIONS = Options(staging_memory=8 * MIB, slot_size=MIB)
+SMALL = {"staging_memory": 8 * MIB, "slot_size": MIB}  # options for ds.save and its likes: many chunks
+OPTIONS = Options(**SMALL)
 KNOWN_DTYPES = [name for name in DTYPES if hasattr(torch, name)]  # of this torch; older ones have fewer
 
 
 class State:
-    """Tensors, each a global one of its own, and objects."""
+    """Tensors and objects that change at the same time.
+
+    The front door saves objects as `NOW` only, and refuses an optimizer map, and an object with a tensor's
+    name: Megatron's states have all of these.
+    """
 
     def __init__(
         self,
@@ -56,7 +65,14 @@ class Chained:
 
 
 def new_saver(**changes: Any) -> Saver:
-    """Of a run of its own, with OPTIONS but for `changes`."""
+    """Makes a saver with a session of its own: another run, for the files that it meets.
+
+    The front door's savers share one session and live until the process ends; tests close this one, and look
+    at the steps of its saves.
+
+    Args:
+        changes: options that differ from OPTIONS.
+    """
     return Saver(dataclasses.replace(OPTIONS, **changes), SaveSession())
 
 
@@ -67,20 +83,20 @@ def save(
     objects: Mapping[str, Any] | None = None,
     mutability: Mutability = Mutability.NOW,
 ) -> Publication:
-    """Saves and waits for the outcome."""
+    """Saves and waits for the outcome, which may be a failure."""
     publication = saver.start(directory, State(tensors, objects, mutability))
     publication.wait()
     return publication
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The elements in row-major order, as bytes: NaNs and signed zeros compare, too."""
+    """Returns the elements in row-major order as bytes, so that NaNs and signed zeros compare, too."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Any bits that the dtype can have."""
+    """Makes a tensor of any bits that the dtype can have."""
     generator = torch.Generator().manual_seed(seed)
     count = dtype.itemsize * torch.Size(shape).numel()
     raw = torch.randint(

@@ -19,7 +19,7 @@ RANKS = 3
 
 
 class LateDevice:
-    """In place of CudaTransport and NCCL. Every rank says the same."""
+    """Stands in for CudaTransport and NCCL: every rank sends the same."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[int] = []  # bytes of tensors on the device

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.strategies.checkpointable import (
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
+import megatron_datastates as ds
 from megatron_datastates.errors import StorageError
 from megatron_datastates.mcore.load.reader import DataStatesReader
 from megatron_datastates.mcore.save import strategy as _attaches_our_reader  # noqa: F401
@@ -34,7 +35,7 @@ from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from tests.unit.grids import DTYPES, SHAPES, Box, Shape, grids, part, regular, slices, targets
 from tests.unit.ranks_in_turn import RanksInTurn
-from tests.unit.states import OPTIONS, bits, data_files, random_tensor
+from tests.unit.states import SMALL, bits, data_files, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process", "ignore:ComplexHalf")
 RANKS = 3
@@ -56,7 +57,7 @@ class Stored:
         return [self.shard(part(self.whole, box), box) for box in mine]
 
     def shard(self, data: torch.Tensor, box: Box, is_regular: bool = False) -> ShardedTensor:
-        """`data` as Megatron describes it, in the place of this box."""
+        """Returns `data` as Megatron describes it, in the place of this box."""
         shape, (offset, size) = tuple(self.whole.shape), box
         counts = tuple(n // k for n, k in zip(shape, size, strict=True)) if is_regular else None
         data = data.reshape(size[self.prepended :])
@@ -103,7 +104,7 @@ def saved(ranks: RanksInTurn, tmp_path_factory: pytest.TempPathFactory) -> Calla
             directory, [ShardedStateProvider(s, lambda: nothing_promised) for s in states]
         )
         assert publication.outcome is Outcome.PUBLISHED, publication.error
-        return Checkpoint.open(directory, OPTIONS)
+        return ds.open(directory, **SMALL)
 
     return save
 
@@ -131,7 +132,7 @@ def test_any_large_grid_is_loaded_into_any_other(saved: Callable[..., Checkpoint
 
 
 def load_into_other_grids(saved: Callable[..., Checkpoint], state: list[Stored], data: Any) -> None:
-    """Under torch's planner: in place, whatever the strides of the memory, and nothing beside it."""
+    """Loads with torch's planner: in place, whatever the strides of the memory, and nothing beside it."""
     checkpoint = saved(*state)
     requested: dict[str, Any] = {}
     memories: list[tuple[torch.Tensor, torch.Tensor]] = []  # as it is, and as it has to be
@@ -164,7 +165,7 @@ def test_one_tensor_is_loaded_without_the_files_of_the_others(saved: Callable[..
 
 @pytest.fixture(scope="module")
 def world_of_one() -> Iterator[None]:
-    """Which Megatron's strategy asks for its rank."""
+    """Makes a world of one rank, which Megatron's strategy asks for its rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

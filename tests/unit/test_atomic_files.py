@@ -13,6 +13,7 @@ import pytest
 from megatron_datastates.engine import atomic_files
 from megatron_datastates.engine.atomic_files import remove_replaced, write_whole
 from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import OptionError
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 
@@ -87,7 +88,7 @@ def test_short_writes_are_resumed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("code", "is_failure"), [("EINVAL", False), ("EBADF", False), ("EIO", True)])
 def test_a_directory_that_cannot_be_synced_is_no_failure(tmp_path, monkeypatch, code, is_failure):
-    """As in native code: some network file systems say so, and their metadata is synchronous."""
+    """Some network file systems cannot sync a directory, and their metadata is synchronous."""
     fsync = os.fsync
 
     def refusing(descriptor):
@@ -112,7 +113,7 @@ def populate(directory: Path, names: list[str]) -> None:
 
 
 def test_what_is_replaced_is_removed_and_nothing_else(tmp_path):
-    """What another run has written without a manifest may be under way; an index may be another's, too."""
+    """Files of another run without a manifest may be of a save under way; an index may be another's, too."""
     kept = [SAVE.data_file_name(0), INDEX]
     others = [MANIFEST_NAME, METADATA_NAME, "common.pt", "my-data.bin", "index-" + "1" * 32]
     others += [SaveId(7, 6).data_file_name(0), SaveId(9, 9).data_file_name(1), SAVE.data_file_name(1)]
@@ -154,15 +155,20 @@ def test_two_runs_write_the_same_file_at_once(tmp_path, monkeypatch):
 # -- faults -----------------------------------------------------------------------------------------------
 
 
-def test_a_fault_strikes_at_its_passage_only():
-    faults = Faults("a:2:EIO,b:0:ENOSPC")
-    faults.point("a")
+def test_a_fault_happens_at_its_nth_call_only():
+    faults = Faults("write index:2:EIO,rename index:0:ENOSPC")
+    faults.point("write index")
     with pytest.raises(OSError, match="Input/output error"):
-        faults.point("a")
-    faults.point("a")
+        faults.point("write index")
+    faults.point("write index")
     for _ in range(2):
         with pytest.raises(OSError, match="No space"):
-            faults.point("b")
+            faults.point("rename index")
+
+
+def test_a_plan_that_could_never_happen_is_refused():
+    with pytest.raises(OptionError, match="names 'committed index'"):
+        Faults("write:1:EIO,committed index:1:kill")
 
 
 def test_an_empty_plan_does_nothing():

@@ -24,7 +24,7 @@ def run(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def try_out(name: str, tmp_path: Path, *arguments: object) -> dict[str, Any]:
-    """Returns the results of a quick try, which has to leave nothing else behind."""
+    """Returns the results of a quick try, which has to leave no other file."""
     scratch, out = tmp_path / "in", tmp_path / f"{name}.json"
     scratch.mkdir()
     ran = run(name, "--quick", "--folder", scratch, "--out", out, *arguments)
@@ -48,7 +48,7 @@ def test_an_unknown_part_is_refused_before_anything_is_measured(name: str, tmp_p
     assert not any(tmp_path.iterdir())
 
 
-def test_the_engine_benchmark_reports_what_its_committed_results_have(tmp_path: Path) -> None:
+def test_the_engine_benchmark_reports_what_its_stored_results_have(tmp_path: Path) -> None:
     parts = ("write", "start", "tiny", "objects")
     results = try_out("engine", tmp_path, *(word for part in parts for word in ("--only", part)))
     committed = json.loads((RESULTS / "engine.json").read_text())
@@ -61,7 +61,7 @@ def test_the_engine_benchmark_reports_what_its_committed_results_have(tmp_path: 
     assert "<svg" in (tmp_path / "engine.svg").read_text()
 
 
-def test_the_load_benchmark_reports_what_its_committed_results_have(tmp_path: Path) -> None:
+def test_the_load_benchmark_reports_what_its_stored_results_have(tmp_path: Path) -> None:
     results = try_out("load", tmp_path)
     committed = json.loads((RESULTS / "load.json").read_text())
     assert results.keys() == committed.keys()
@@ -73,7 +73,7 @@ def test_the_load_benchmark_reports_what_its_committed_results_have(tmp_path: Pa
     assert "<svg" in (tmp_path / "load.svg").read_text()
 
 
-def test_the_tripwire_benchmark_reports_what_its_committed_results_have(tmp_path: Path) -> None:
+def test_the_tripwire_benchmark_reports_what_its_stored_results_have(tmp_path: Path) -> None:
     results = try_out("tripwire", tmp_path)
     committed = json.loads((RESULTS / "tripwire.json").read_text())
     assert results.keys() == committed.keys() | {"bars"} and results["bars"] == []
@@ -126,7 +126,7 @@ def test_every_measure_of_every_layout_is_reported(tmp_path: Path) -> None:
         assert str(layout["ranks"]) == name.rpartition("-")[2]
         assert all(layout[part]["status"] == "done" for part in PARTS), layout
         assert_planned(layout["plan"])
-        assert_committed_and_opened(layout)
+        assert_published_and_opened(layout)
     assert results["bars"] == [], "promises are about 16,384 ranks"
     assert "<svg" in (tmp_path / "scale.svg").read_text()
 
@@ -139,7 +139,7 @@ def assert_planned(plan: dict[str, Any]) -> None:
     assert plan["steepness"] > 0
 
 
-def assert_committed_and_opened(layout: dict[str, Any]) -> None:
+def assert_published_and_opened(layout: dict[str, Any]) -> None:
     commit, load, reshard = layout["commit"], layout["load"], layout["reshard"]
     assert commit["merged_index_bytes"] > layout["plan"]["largest_index_bytes"]
     assert commit["cached_seconds"] > 0 < commit["merge_seconds"]

@@ -26,7 +26,7 @@ LENGTHS = st.lists(st.integers(0, 5), max_size=4)
 
 @st.composite
 def views(draw, lengths):
-    """A view of these lengths into some larger memory: sliced, with its axes in any order in memory."""
+    """Draws a view of these lengths into some larger memory: sliced, with its axes in any order in memory."""
     order = draw(st.permutations(range(len(lengths))))
     margins = [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in lengths]
     whole = [before + n + after for n, (before, after) in zip(lengths, margins, strict=True)]
@@ -39,7 +39,7 @@ def element_strides(view: np.ndarray) -> list[int]:
 
 
 def flat_bytes(view: np.ndarray) -> np.ndarray:
-    """The view's memory as bytes, from its first element on."""
+    """Returns the view's memory as bytes, from its first element on."""
     last = sum((n - 1) * step for n, step in zip(view.shape, element_strides(view), strict=True))
     return np.lib.stride_tricks.as_strided(view, (last + 1,), (view.itemsize,)).view(np.uint8)
 
@@ -51,7 +51,7 @@ def pairs_of_views(draw):
 
 
 def copy_spans(spans, memory, goal) -> None:
-    """From a to b, row by row."""
+    """Copies from a to b, row by row."""
     for here, there in zip(spans.a_starts.tolist(), spans.b_starts.tolist(), strict=True):
         for row in range(spans.rows):
             a, b = here + row * spans.a_step, there + row * spans.b_step
@@ -149,7 +149,7 @@ def test_a_box_is_cut_along_leading_dimensions_as_little_as_can_be():
 
 @st.composite
 def strided(draw):
-    """A view into some memory whose strides may be anything, also zero, or less than what they step over."""
+    """Draws a view into some memory with any strides, also zero, or less than what they step over."""
     lengths = draw(LENGTHS)
     dense = contiguous_strides(lengths)
     strides = [draw(st.one_of(st.integers(0, 30), st.sampled_from([s, 2 * s]))) for s in dense]

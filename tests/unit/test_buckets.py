@@ -36,7 +36,7 @@ class Optimizer:
 
 
 def carried(optimizer: Optimizer, model: dict[str, Any], replica: int = 0, **how: Any) -> Any:
-    """(key, text) of the map that goes with a state, or None."""
+    """Returns (key, text) of the map that goes with a state, or None."""
     hooked = wrap_sharded_param_state_dp_reshardable(lambda self, *args, **kwargs: self.state(replica))
     return carried_map(hooked(optimizer, model, **how)["per_bucket_numel"])
 
@@ -99,7 +99,7 @@ def test_nothing_is_claimed_of_a_parameter_that_the_model_does_not_name():
     assert parameter_of(param, other) == Parameter("", 6, 8, ())
 
 
-def test_replica_is_told_from_the_one_that_counts():
+def test_replica_is_distinguished_from_the_one_that_counts():
     param = torch.nn.Parameter(torch.zeros(2))
     copy = ShardedTensor.from_rank_offsets("w", param, replica_id=(1, 0, 0))
     assert not parameter_of(param, copy).shards[0].main

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.convert.slices import parse_slice
 from megatron_datastates.errors import MismatchError
 from tests.unit.inspecting import WEIGHT, all_files, call, output_of, refused
-from tests.unit.states import KNOWN_DTYPES, data_files, new_saver, random_tensor, save
+from tests.unit.states import KNOWN_DTYPES, SMALL, data_files, random_tensor
 from tests.unit.test_optimizer_state import STATE
 
 
@@ -81,11 +82,11 @@ def test_cat_prints_values_and_objects(checkpoint):
 def test_cat_shows_what_megatron_stores_and_runs_none_of_its_code(tmp_path):
     state = {"args": argparse.Namespace(hidden=8, sum=Fraction(1, 3)), (1, 2): math.inf, 3: {4}}
     hostile = [RemovesWhenUnpickled(tmp_path / "c")]
-    save(
-        new_saver(trust_objects=True),
+    ds.save(
+        {"a": torch.ones(1), "common": [state], "hostile": hostile, "numpy": [np.ones(3)]},
         tmp_path / "c",
-        {"a": torch.ones(1)},
-        {"common": [state], "hostile": hostile, "numpy": [np.ones(3)]},
+        **SMALL,
+        trust_objects=True,
     )
     assert "Namespace(hidden=8" in output_of("cat", tmp_path / "c", "common")
     assert json.loads(output_of("cat", tmp_path / "c", "common", "--json"))["value"] == {
@@ -96,17 +97,17 @@ def test_cat_shows_what_megatron_stores_and_runs_none_of_its_code(tmp_path):
     assert (tmp_path / "c").exists()
 
 
-def test_an_object_that_contains_itself_is_not_json(tmp_path, saver):
+def test_an_object_that_contains_itself_is_not_json(tmp_path):
     circular: list[object] = [1, 2]
     circular.append(circular)
-    save(saver, tmp_path, {"a": torch.ones(1)}, {"circular": circular})
+    ds.save({"a": torch.ones(1), "circular": circular}, tmp_path, **SMALL)
     assert "cannot be shown" in refused("cat", tmp_path, "circular", "--json")
     assert "Recursion on list" in output_of("cat", tmp_path, "circular")
 
 
-def test_json_output_is_standard_json(tmp_path, saver):
+def test_json_output_is_standard_json(tmp_path):
     huge = torch.tensor([1e308, 1e308, -1e308, -1e308], dtype=torch.float64)
-    save(saver, tmp_path, {"t": huge}, {"o": [{"x": math.nan, "y": (math.inf,)}]})
+    ds.save({"t": huge, "o": [{"x": math.nan, "y": (math.inf,)}]}, tmp_path, **SMALL)
     (row,) = json.loads(output_of("show", tmp_path, "t", "--stats", "--json"), parse_constant=pytest.fail)[
         "tensors"
     ]
@@ -116,15 +117,15 @@ def test_json_output_is_standard_json(tmp_path, saver):
 
 
 @pytest.mark.parametrize("name", KNOWN_DTYPES)
-def test_cat_prints_every_dtype(tmp_path, saver, name):
-    save(saver, tmp_path, {"t": random_tensor(getattr(torch, name), (3,))})
+def test_cat_prints_every_dtype(tmp_path, name):
+    ds.save({"t": random_tensor(getattr(torch, name), (3,))}, tmp_path, **SMALL)
     assert f"t: {name}, [3]" in output_of("cat", tmp_path, "t")
 
 
 @pytest.mark.parametrize("name", KNOWN_DTYPES)
-def test_cat_writes_the_bits_of_every_dtype(tmp_path, saver, name):
+def test_cat_writes_the_bits_of_every_dtype(tmp_path, name):
     tensor = random_tensor(getattr(torch, name), (5, 3))
-    save(saver, tmp_path / "c", {"t": tensor})
+    ds.save({"t": tensor}, tmp_path / "c", **SMALL)
     output_of("cat", tmp_path / "c", "t", "1:4", "--out", tmp_path / "t.npy")
     found = np.load(tmp_path / "t.npy")
     assert found.shape == (3, 3)
@@ -144,17 +145,17 @@ def test_cat_converts(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name in KNOWN_DTYPES if "complex" in name or "float4" in name])
-def test_cat_refuses_conversions_that_lose_a_part(tmp_path, saver, name):
-    save(saver, tmp_path, {"t": random_tensor(getattr(torch, name), (3,))})
+def test_cat_refuses_conversions_that_lose_a_part(tmp_path, name):
+    ds.save({"t": random_tensor(getattr(torch, name), (3,))}, tmp_path, **SMALL)
     before = all_files(tmp_path)
     for target in ([], ["--out", tmp_path / "t.npy"]):
         assert "cannot be converted to float32" in refused("cat", tmp_path, "t", "--as", "float32", *target)
     assert all_files(tmp_path) == before
 
 
-def test_cat_writes_part_by_part(tmp_path, saver, monkeypatch):
+def test_cat_writes_part_by_part(tmp_path, monkeypatch):
     tensor = random_tensor(torch.float32, (50, 7))
-    save(saver, tmp_path / "c", {"t": tensor})
+    ds.save({"t": tensor}, tmp_path / "c", **SMALL)
     monkeypatch.setattr("megatron_datastates.convert.sinks.npy.PART_BYTES", 120)
     output_of("cat", tmp_path / "c", "t", "3:,1:", "--out", tmp_path / "t.npy")
     assert np.load(tmp_path / "t.npy").tobytes() == tensor[3:, 1:].numpy().tobytes()
@@ -182,7 +183,7 @@ def test_cat_leaves_temporary_files_of_others_alone(checkpoint, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} >= {"t.npy", ".t.npy.tmp"}
 
 
-def test_cat_of_a_huge_tensor_asks_for_a_slice(tmp_path, saver):
-    save(saver, tmp_path, {"t": torch.zeros(2 << 20, dtype=torch.uint8)})
+def test_cat_of_a_huge_tensor_asks_for_a_slice(tmp_path):
+    ds.save({"t": torch.zeros(2 << 20, dtype=torch.uint8)}, tmp_path, **SMALL)
     assert "add a slice" in refused("cat", tmp_path, "t")
     assert "[0, 0]" in output_of("cat", tmp_path, "t", "0:2")

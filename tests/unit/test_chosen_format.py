@@ -25,7 +25,7 @@ pytest.importorskip("megatron.training")
 
 @pytest.fixture
 def enabled(monkeypatch):
-    """What enable_saving was called with, in a process in which arguments were not validated."""
+    """The arguments of the calls of enable_saving, in a process in which arguments were not validated."""
     calls: list[Options] = []
 
     def enable_saving(options: Options) -> None:

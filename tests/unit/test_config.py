@@ -32,6 +32,7 @@ SETTINGS = {
     "while_saving": ("refuse", "refuse"),
     "fallback": ("3", 3),
     "trust_objects": ("on", True),
+    "providers": ("mine:position,other.part:make.two", "mine:position,other.part:make.two"),
     "report_file": ("/tmp/report.jsonl", "/tmp/report.jsonl"),
 }
 
@@ -164,6 +165,6 @@ def test_auto_lets_the_memory_be_chosen():
     assert read("staging_memory", "auto") == Options().staging_memory == 0
 
 
-def test_every_option_tells_its_default():
+def test_every_options_help_states_its_default():
     for name, spec in Options.specs().items():
         assert "default" in spec.help % (), name

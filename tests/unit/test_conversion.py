@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.convert import job, limits
 from megatron_datastates.convert.job import no_progress
@@ -25,14 +26,14 @@ from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.workers import Workers
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
-from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.presence import other_file_entry
+from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability, Place, StateReader, TensorSource
 from megatron_datastates.providers.objects import ObjectSource, check_stored
 from tests.unit.converting import contents, convert_to, dcp_state, save_with_dcp
 from tests.unit.ranks_in_turn import RanksInTurn
-from tests.unit.states import bits, data_files, new_saver, random_tensor, save
+from tests.unit.states import SMALL, bits, data_files, random_tensor, save
 
 COMMON = ObjectSource("", {"iteration": 1}, Mutability.NEVER).serialize()
 
@@ -56,7 +57,7 @@ def test_a_conversion_there_and_back_changes_nothing(by_dcp: Path, tmp_path: Pat
     assert contents(ours) == contents(back) == contents(open_source(by_dcp))
     verdict = verify(tmp_path / "ours")
     assert verdict.good and verdict.unchecked_files == 0, verdict.faults
-    assert Checkpoint.open(tmp_path / "ours").manifest.iteration == 12
+    assert ds.open(tmp_path / "ours").manifest.iteration == 12
 
 
 def test_dcp_loads_a_checkpoint_converted_to_torch_dist(by_dcp: Path, tmp_path: Path) -> None:
@@ -99,10 +100,10 @@ def test_an_object_larger_than_a_window_is_written_whole_and_gaps_are_zero(
     assert made.read_object("object") == open_source(tmp_path / "source").read_object("object")
     (file,) = data_files(tmp_path / "made")
     rest = bytearray(file.read_bytes())
-    for entry in Checkpoint.open(tmp_path / "made").index.tensors.values():
+    for entry in ds.open(tmp_path / "made").index.tensors.values():
         for at, size in zip(entry.file_offsets.tolist(), entry.file_bytes.tolist(), strict=True):
             rest[at : at + size] = bytes(size)
-    footer = Checkpoint.open(tmp_path / "made").footer(0)
+    footer = ds.open(tmp_path / "made").footer(0)
     objects = min(extent.offset for extent in footer.objects.values())
     assert not any(rest[HEADER_BYTES:objects])
 
@@ -131,7 +132,7 @@ def test_other_files_and_megatrons_metadata_are_copied(by_dcp: Path, tmp_path: P
     (source / "integrity.json").write_text("{}")  # hashes of files that are not there any more
     (source / "metadata.json").write_text('{"sharded_backend": "torch_dist", "common_backend": "torch"}')
     convert_to(source, tmp_path / "ours")
-    assert Checkpoint.open(tmp_path / "ours").read_other("common.pt") == COMMON
+    assert ds.open(tmp_path / "ours").read_other("common.pt") == COMMON
     convert_to(tmp_path / "ours", tmp_path / "back", verify=True)
     for directory, name in (("ours", "datastates"), ("back", "torch_dist")):
         made = tmp_path / directory
@@ -142,11 +143,9 @@ def test_other_files_and_megatrons_metadata_are_copied(by_dcp: Path, tmp_path: P
         assert '"common_backend": "torch"' in (made / "metadata.json").read_text()
 
 
-def test_only_the_datastates_format_keeps_the_optimizer_map(tmp_path: Path) -> None:
+def test_only_the_datastates_format_keeps_the_optimizer_map(saver: Saver, tmp_path: Path) -> None:
     key = f"optimizer.{OPTIMIZER_MAP_NAME}/shard_0_1"
-    saver = new_saver()
     save(saver, tmp_path / "ours", {"a": torch.ones(3)}, {key: [1], "other/shard_0_1": [2]})
-    saver.close()
     back = convert_to(tmp_path / "ours", tmp_path / "back", verify=True)
     assert list(back.objects) == ["other/shard_0_1"]
     assert sorted(convert_to(tmp_path / "ours", tmp_path / "same", format="datastates").objects) == [
@@ -219,9 +218,7 @@ def test_files_of_the_other_format_beside_a_source_are_not_copied(tmp_path: Path
 
 def test_files_of_another_format_named_in_a_manifest_are_not_copied(tmp_path: Path) -> None:
     """They would overwrite what was just written."""
-    saver = new_saver()
-    save(saver, tmp_path / "ours", {"a": torch.ones(3)}, {})
-    saver.close()
+    ds.save({"a": torch.ones(3)}, tmp_path / "ours", **SMALL)
     source = open_source(tmp_path / "ours")
     assert isinstance(source, DataStatesSource)
     for name in ("__0_0.distcp", ".metadata", "metadata.json", "common.pt"):

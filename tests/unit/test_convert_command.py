@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.convert.job import no_progress
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.run import ConversionRequest, convert_run
 from megatron_datastates.convert.team import Team
 from megatron_datastates.errors import OptionError, StorageError
-from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.converting import LEAST, contents, convert_to, save_with_dcp
 
@@ -40,10 +40,10 @@ def test_a_run_is_converted_and_goes_on_from_where_it_was(tmp_path: Path) -> Non
     first = all_of(source, target)
     assert first[:2] == ["", ""] and "holds no checkpoint of a known format" in first[2]
     assert (target / "latest_checkpointed_iteration.txt").read_text() == "10"
-    kept = Checkpoint.open(target / "iter_0000002").manifest
+    kept = ds.open(target / "iter_0000002").manifest
     save_with_dcp(source / "iter_0000011", {"a": torch.ones(3)})
     assert all_of(source, target) == ["the target exists already", "the target exists already", ""]
-    assert Checkpoint.open(target / "iter_0000002").manifest == kept
+    assert ds.open(target / "iter_0000002").manifest == kept
     assert open_source(target / "iter_0000010").read_tensor("a").tolist() == [10.0] * 3
 
 

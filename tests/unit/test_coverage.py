@@ -20,7 +20,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def counted(whole: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
-    """How often each element is held."""
+    """Returns how often each element is held."""
     count = np.zeros(whole, np.int64)
     for offset, shape in boxes:
         count[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))] += 1
@@ -47,7 +47,7 @@ def any_boxes(draw) -> tuple[tuple[int, ...], list[Box]]:
 
 @st.composite
 def cut_boxes(draw) -> tuple[tuple[int, ...], list[Box]]:
-    """A tensor cut again and again, anywhere; then perhaps a piece is lost, doubled, moved or grown."""
+    """Draws a tensor cut again and again; then perhaps a piece is lost, doubled, shifted or grown."""
     whole = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
     boxes: list[Box] = [((0,) * len(whole), whole)]
     for _ in range(draw(st.integers(0, 6)) if whole else 0):
@@ -78,7 +78,7 @@ def test_the_verdict_is_that_of_counting_every_element(drawn):
 
 
 @given(st.one_of(any_boxes(), cut_boxes()))
-def test_the_faults_told_are_true(drawn):
+def test_the_reported_faults_are_real(drawn):
     whole, boxes = drawn
     count = counted(whole, boxes)
     places = [(Fragment("w", "uint8", whole, *box), 0, 4096) for box in boxes]

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.errors import CorruptDataError, DataStatesError, FormatError, StorageError
 from megatron_datastates.format.index import index_name
 from megatron_datastates.format.manifest import IndexEntry
@@ -23,7 +24,7 @@ from megatron_datastates.format.values import BLOCK_BYTES, MANIFEST_NAME
 from megatron_datastates.pipeline import opening
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify
-from tests.unit.states import OPTIONS, bits, data_files, new_saver, random_tensor, save
+from tests.unit.states import OPTIONS, SMALL, bits, data_files, random_tensor
 
 REGION = 4096
 TENSORS = {
@@ -31,15 +32,13 @@ TENSORS = {
     "second": random_tensor(torch.uint8, (500_000,), 2),
     "third": random_tensor(torch.float32, (1000, 40), 3),
 }
-OBJECTS = {"common": {"args": "x" * 20_000}}
+OBJECTS = {"common": ["x" * 20_000]}
 
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("good") / "c"
-    saver = new_saver()
-    save(saver, directory, TENSORS, OBJECTS)
-    saver.close()
+    ds.save(TENSORS | OBJECTS, directory, **SMALL)
     return directory
 
 
@@ -51,7 +50,7 @@ def spoiled(good, tmp_path, monkeypatch) -> Path:
 
 
 def load_everything(directory: Path) -> None:
-    checkpoint = Checkpoint.open(directory, OPTIONS)
+    checkpoint = ds.open(directory, **SMALL)
     for key in checkpoint.index.tensors:
         checkpoint.read_tensor(key)
     checkpoint.read_objects(checkpoint.index.objects)
@@ -76,7 +75,7 @@ def with_flips(path: Path, step: int) -> Iterator[int]:
 
 
 def keys_in_block(directory: Path, at: int) -> set[str]:
-    checkpoint = Checkpoint.open(directory, OPTIONS)
+    checkpoint = ds.open(directory, **SMALL)
     places = {key: extent for key in TENSORS for _, extent in checkpoint.index.tensor(key).fragments(key)}
     places |= checkpoint.footer(0).objects
     begin = at // BLOCK_BYTES * BLOCK_BYTES
@@ -86,7 +85,7 @@ def keys_in_block(directory: Path, at: int) -> set[str]:
 
 def test_a_flipped_bit_anywhere_is_found_and_named(good, spoiled):
     (path,) = data_files(spoiled)
-    footer_offset = Checkpoint.open(good, OPTIONS).manifest.files[0].footer_offset
+    footer_offset = ds.open(good, **SMALL).manifest.files[0].footer_offset
     assert footer_offset > BLOCK_BYTES
     for at in with_flips(path, REGION):
         texts = [str(error_of_load(spoiled)), *verify(spoiled, options=OPTIONS).faults]
@@ -124,7 +123,7 @@ def test_tensors_in_sound_blocks_are_still_read(spoiled):
     data = bytearray(path.read_bytes())
     data[BLOCK_BYTES + 200_000] ^= 1
     path.write_bytes(data)
-    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    checkpoint = ds.open(spoiled, **SMALL)
     assert bits(checkpoint.read_tensor("first")) == bits(TENSORS["first"])
     with pytest.raises(CorruptDataError, match="third"):
         checkpoint.read_tensor("third")
@@ -138,7 +137,7 @@ def test_nothing_of_a_corrupt_block_is_delivered(spoiled, monkeypatch):
     targets: list[torch.Tensor] = []
     monkeypatch.setattr(torch, "empty", lambda *a, **k: targets.append(torch.zeros(*a, **k)) or targets[-1])
     with pytest.raises(CorruptDataError):
-        Checkpoint.open(spoiled, OPTIONS).read_tensor("first")
+        ds.open(spoiled, **SMALL).read_tensor("first")
     assert not targets[0].any()
 
 
@@ -146,7 +145,7 @@ def test_nothing_of_a_corrupt_block_is_delivered(spoiled, monkeypatch):
 
 
 def both(directory: Path, pattern: str, error: type[Exception]) -> None:
-    """Load raises, and verify reports, what the pattern says."""
+    """Requires that a load raises, and verify reports, what the pattern says."""
     found = error_of_load(directory)
     assert isinstance(found, error), repr(found)
     assert re.search(pattern, str(found)), str(found)
@@ -170,7 +169,7 @@ def test_a_truncated_data_file_is_named_with_both_sizes(spoiled, cut):
 
 
 def test_a_data_file_that_goes_away_after_it_was_opened_is_named(spoiled):
-    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    checkpoint = ds.open(spoiled, **SMALL)
     checkpoint.footer(0)
     (path,) = data_files(spoiled)
     path.unlink()
@@ -179,7 +178,7 @@ def test_a_data_file_that_goes_away_after_it_was_opened_is_named(spoiled):
 
 
 def test_a_data_file_that_shrinks_after_it_was_opened_is_named(spoiled):
-    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    checkpoint = ds.open(spoiled, **SMALL)
     checkpoint.footer(0)
     (path,) = data_files(spoiled)
     os.truncate(path, 8192)
@@ -205,19 +204,18 @@ def test_a_data_file_that_was_never_sealed_is_named(spoiled):
     both(spoiled, f"{path} has no footer at its end: it was never sealed", FormatError)
 
 
-def test_a_data_file_of_another_save_is_told_from_damage(spoiled, tmp_path):
+def test_a_data_file_of_another_save_is_distinguished_from_damage(spoiled, tmp_path):
     (path,) = data_files(spoiled)
-    saver = new_saver()
-    save(saver, tmp_path / "other", TENSORS, OBJECTS)
-    saver.close()
+    ds.save(TENSORS | OBJECTS, tmp_path / "other", **SMALL)
     other = data_files(tmp_path / "other")[0]
     shutil.copy(other, path)
-    both(spoiled, f"{path} belongs to save {other.name.split('-', 2)[2][:16]}-1, rank 0", StorageError)
+    save_id = other.name.split("-", 2)[2].removesuffix(".bin")
+    both(spoiled, f"{path} belongs to save {save_id}, rank 0", StorageError)
 
 
 def test_a_valid_footer_that_is_not_the_published_one_is_refused(spoiled):
     (path,) = data_files(spoiled)
-    footer = Checkpoint.open(spoiled, OPTIONS).footer(0)
+    footer = ds.open(spoiled, **SMALL).footer(0)
     forged = dataclasses.replace(footer, layout_digest=b"another layout..").encode()
     path.write_bytes(path.read_bytes()[: footer.data_bytes] + forged)
     both(spoiled, f"{path} has a footer of checksum .*its manifest says {footer.crc:08x}", StorageError)
@@ -246,14 +244,14 @@ def test_a_damaged_part_of_the_index_spoils_its_own_tensor_only(spoiled):
     (path,) = spoiled.glob("index-*")
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    checkpoint = ds.open(spoiled, **SMALL)
     assert bits(checkpoint.read_tensor("first")) == bits(TENSORS["first"])
     with pytest.raises(FormatError, match=f"{path}: the section of 'third' is damaged"):
         checkpoint.read_tensor("third")
     assert verify(spoiled, quick=True, options=OPTIONS).tensors == 3
 
 
-def test_of_shares_of_a_verify_only_one_tells_of_a_damaged_part_of_the_index(spoiled):
+def test_a_damaged_part_of_the_index_is_reported_by_one_share_of_a_verify_only(spoiled):
     (path,) = spoiled.glob("index-*")
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -262,7 +260,7 @@ def test_of_shares_of_a_verify_only_one_tells_of_a_damaged_part_of_the_index(spo
 
 
 def test_what_an_open_checkpoint_knows_of_an_index_does_not_hide_damage_from_verify(spoiled):
-    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    checkpoint = ds.open(spoiled, **SMALL)
     checkpoint.index.preload(checkpoint.index.tensors)
     (path,) = spoiled.glob("index-*")
     data = path.read_bytes()
@@ -271,14 +269,14 @@ def test_what_an_open_checkpoint_knows_of_an_index_does_not_hide_damage_from_ver
 
 
 def test_a_directory_of_another_size_than_the_manifest_says_is_refused(spoiled):
-    manifest = Checkpoint.open(spoiled, OPTIONS).manifest
+    manifest = ds.open(spoiled, **SMALL).manifest
     data = (spoiled / manifest.index.name).read_bytes()
     sha256 = hashlib.sha256(data).hexdigest()
     entry = IndexEntry(index_name(sha256), len(data), len(data), sha256)
     (spoiled / entry.name).write_bytes(data)
     (spoiled / MANIFEST_NAME).write_bytes(msgspec.structs.replace(manifest, index=entry).encode())
     with pytest.raises(FormatError, match=f"{entry.name} is damaged: its directory"):
-        Checkpoint.open(spoiled, OPTIONS)
+        ds.open(spoiled, **SMALL)
 
 
 @pytest.mark.parametrize("size", [0, 1, 60, -1])
@@ -287,11 +285,11 @@ def test_a_truncated_index_is_found(spoiled, size):
     data = path.read_bytes()
     path.write_bytes(data[:size])
     with pytest.raises(FormatError, match=f"{path} is damaged: it has {len(data[:size])} bytes"):
-        Checkpoint.open(spoiled, OPTIONS)
+        ds.open(spoiled, **SMALL)
 
 
 def test_an_index_that_shrinks_after_it_was_opened_is_found(spoiled):
-    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    checkpoint = ds.open(spoiled, **SMALL)
     (path,) = spoiled.glob("index-*")
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(FormatError, match=f"{path} is damaged"):
@@ -299,7 +297,7 @@ def test_an_index_that_shrinks_after_it_was_opened_is_found(spoiled):
 
 
 def test_an_index_that_goes_away_after_it_was_opened_is_named(spoiled):
-    checkpoint = Checkpoint.open(spoiled, OPTIONS)
+    checkpoint = ds.open(spoiled, **SMALL)
     (path,) = spoiled.glob("index-*")
     path.unlink()
     with pytest.raises(StorageError, match=f"cannot read {path}: No such file"):
@@ -310,7 +308,7 @@ def test_a_missing_index_is_named(spoiled):
     (path,) = spoiled.glob("index-*")
     path.unlink()
     with pytest.raises(StorageError, match=f"cannot read {path}: No such file"):
-        Checkpoint.open(spoiled, OPTIONS)
+        ds.open(spoiled, **SMALL)
 
 
 @pytest.mark.parametrize(
@@ -320,18 +318,16 @@ def test_a_damaged_manifest_is_named(spoiled, damage: Callable[[bytes], bytes]):
     path = spoiled / MANIFEST_NAME
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(FormatError, match=f"{path} "):
-        Checkpoint.open(spoiled, OPTIONS)
+        ds.open(spoiled, **SMALL)
 
 
 # -- checksums --------------------------------------------------------------------------------------------
 
 
 def test_without_checksums_a_save_is_read_and_verify_says_so(tmp_path):
-    saver = new_saver(checksums=False)
-    save(saver, tmp_path / "c", TENSORS, OBJECTS)
-    saver.close()
+    ds.save(TENSORS | OBJECTS, tmp_path / "c", **SMALL, checksums=False)
     load_everything(tmp_path / "c")
-    checkpoint = Checkpoint.open(tmp_path / "c", OPTIONS)
+    checkpoint = ds.open(tmp_path / "c", **SMALL)
     assert checkpoint.footer(0).block_checksums == b""
     assert bits(checkpoint.read_tensor("third")) == bits(TENSORS["third"])
     verdict = verify(tmp_path / "c", options=OPTIONS)

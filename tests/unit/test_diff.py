@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.cli import shared
 from megatron_datastates.convert.diff import Drift, choose_comparison, compare, diff
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from tests.unit.command import run
-from tests.unit.states import KNOWN_DTYPES, random_tensor, save
+from tests.unit.states import KNOWN_DTYPES, SMALL, random_tensor
 
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
 NORM = "decoder.final_layernorm.weight"
@@ -28,12 +29,12 @@ def state() -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def pair(saver, tmp_path: Path):
+def pair(tmp_path: Path):
     """Saves two states; returns their directories."""
 
     def saved(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> tuple[Path, Path]:
-        save(saver, tmp_path / "a", one)
-        save(saver, tmp_path / "b", other)
+        ds.save(one, tmp_path / "a", **SMALL)
+        ds.save(other, tmp_path / "b", **SMALL)
         return tmp_path / "a", tmp_path / "b"
 
     return saved
@@ -46,7 +47,7 @@ def found(*arguments: object, code: int) -> dict:
 
 
 @pytest.mark.parametrize("memory", ["1", "1KiB", "1GiB"])
-def test_a_change_in_one_layer_is_told_with_its_size_and_place(pair, memory, monkeypatch):
+def test_a_change_in_one_layer_is_reported_with_its_size_and_place(pair, memory, monkeypatch):
     monkeypatch.setattr(shared, "_LEAST_MEMORY_BYTES", 1)
     other = state()
     other[FC1][2, 3, 1] = 1.5
@@ -80,7 +81,7 @@ def test_layers_whose_keys_have_numbers_are_layers_too(pair):
     assert reported["first_layer"] == "decoder.layers.9"
 
 
-def test_keys_shapes_and_dtypes_that_differ_are_told_and_the_rest_compared(pair):
+def test_keys_shapes_and_dtypes_that_differ_are_reported_and_the_rest_compared(pair):
     one = {"same": torch.ones(2), "gone": torch.ones(2), "shape": torch.ones(2), "dtype": torch.ones(2)}
     two = {"same": torch.ones(2), "new": torch.ones(2), "shape": torch.ones(3)}
     reported = found(*pair(one, {**two, "dtype": torch.ones(2).bfloat16()}), code=1)
@@ -269,7 +270,7 @@ def test_progress_reaches_the_total_also_where_shapes_differ(pair):
     assert sum(done) == comparison.bytes == sum(tensor.nbytes for tensor in state().values())
 
 
-def test_a_person_is_told_what_changed(pair):
+def test_the_text_output_says_what_changed(pair):
     other = state()
     other[FC1][2] += 0.5
     del other[NORM]

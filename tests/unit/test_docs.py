@@ -37,7 +37,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The arguments of each `datastates` that a page shows by itself, with names of its own filled in."""
+    """Returns the arguments of each `datastates` command on a page, with names for its placeholders."""
     for line in page.read_text().splitlines():
         if line.startswith("    datastates "):
             words = shlex.split(line, comments=True)[1:]
@@ -95,3 +95,12 @@ def test_the_program_without_megatron_runs() -> None:
     exec(code, names)
     assert names["everything"]["step"] == 7
     assert names["report"]["state"] == "published"
+
+
+@pytest.mark.usefixtures("a_run")
+def test_the_code_on_state_providers_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "providers.md").read_text(), re.DOTALL)
+    names: dict[str, object] = {"__name__": "page"}
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) == 4 and Path("ckpt/step_10/datastates.manifest").exists()

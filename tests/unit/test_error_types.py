@@ -11,6 +11,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
+import megatron_datastates as ds
 from megatron_datastates.errors import (
     CorruptDataError,
     DataStatesError,
@@ -24,16 +25,14 @@ from megatron_datastates.errors import (
 from megatron_datastates.mcore.errors import LoadMismatch, load_errors
 from megatron_datastates.mcore.save.request import raise_if_failed
 from megatron_datastates.pipeline.load import Checkpoint
-from tests.unit.states import OPTIONS, data_files, new_saver, random_tensor, save
+from tests.unit.states import OPTIONS, SMALL, data_files, new_saver, random_tensor, save
 
 TENSORS = {"w": random_tensor(torch.uint8, (3 << 20,), 1)}
 
 
 @pytest.fixture
 def saved(tmp_path):
-    saver = new_saver()
-    save(saver, tmp_path / "c", TENSORS)
-    saver.close()
+    ds.save(TENSORS, tmp_path / "c", **SMALL)
     return tmp_path / "c"
 
 
@@ -66,7 +65,7 @@ def test_a_missing_file_keeps_its_errno_with_what_its_rank_wrote_to_it(saved):
     (file,) = data_files(saved)
     file.unlink()
     with pytest.raises(StorageError, match="Rank 0 wrote 'w' to it") as raised:
-        Checkpoint.open(saved, OPTIONS).read_tensor("w")
+        ds.open(saved, **SMALL).read_tensor("w")
     assert said(raised.value) == (errno.ENOENT, str(file), "read")
 
 

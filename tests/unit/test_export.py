@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import megatron_datastates as ds
 from megatron_datastates.cli import export as command
 from megatron_datastates.cli import shared
 from megatron_datastates.convert.open import open_source
@@ -18,7 +19,7 @@ from megatron_datastates.convert.sinks.safetensors import INDEX_NAME, choose_wei
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.errors import FormatError, StorageError, UnsupportedFormatError
 from tests.unit.command import run
-from tests.unit.states import bits, data_files, random_tensor, save
+from tests.unit.states import SMALL, bits, data_files, random_tensor
 
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
 NORM = "decoder.final_layernorm.weight"
@@ -36,13 +37,13 @@ WEIGHTS = LAYERS | {key: STATE[key] for key in (NORM, "bytes", "scalar", "empty"
 
 
 @pytest.fixture
-def checkpoint(saver, tmp_path: Path) -> Path:
-    save(saver, tmp_path / "ck", STATE)
+def checkpoint(tmp_path: Path) -> Path:
+    ds.save(STATE, tmp_path / "ck", **SMALL)
     return tmp_path / "ck"
 
 
 def loaded(target: Path) -> dict[str, torch.Tensor]:
-    """All files, by safetensors; none of them names a tensor twice."""
+    """Loads all files by safetensors; none of them names a tensor twice."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(target.glob("*.safetensors")):
         part = load_file(path)
@@ -110,9 +111,9 @@ def test_a_tensor_larger_than_a_file_makes_a_file_of_its_own(checkpoint, tmp_pat
 
 
 @pytest.mark.parametrize("name", exporter._DTYPES)
-def test_every_dtype_is_what_safetensors_reads(name: str, saver, tmp_path):
+def test_every_dtype_is_what_safetensors_reads(name: str, tmp_path):
     tensor = random_tensor(getattr(torch, name), (3, 5))
-    save(saver, tmp_path / "ck", {"b": torch.zeros(1, dtype=torch.uint8), "a": tensor})
+    ds.save({"b": torch.zeros(1, dtype=torch.uint8), "a": tensor}, tmp_path / "ck", **SMALL)
     source = open_source(tmp_path / "ck")
     export(source, tmp_path / "out", choose_weights(source))
     assert_same(loaded(tmp_path / "out"), {"a": tensor, "b": torch.zeros(1, dtype=torch.uint8)})
@@ -128,28 +129,28 @@ def test_files_say_that_they_are_of_torch_and_data_is_aligned(checkpoint, tmp_pa
         assert (8 + size + entry["data_offsets"][0]) % WEIGHTS[name].itemsize == 0
 
 
-def test_a_dtype_that_safetensors_lacks_is_refused(saver, tmp_path):
-    save(saver, tmp_path / "ck", {"z": torch.zeros(2, dtype=torch.complex128)})
+def test_a_dtype_that_safetensors_lacks_is_refused(tmp_path):
+    ds.save({"z": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "ck", **SMALL)
     with pytest.raises(UnsupportedFormatError, match=r"'z' has dtype complex128, .* exclude it with --keys"):
         choose_weights(open_source(tmp_path / "ck"))
 
 
-def test_two_tensors_of_one_name_are_refused(saver, tmp_path):
-    save(saver, tmp_path / "ck", {"layers.w": torch.zeros(2, 2), "layers.1.w": torch.zeros(2)})
+def test_two_tensors_of_one_name_are_refused(tmp_path):
+    ds.save({"layers.w": torch.zeros(2, 2), "layers.1.w": torch.zeros(2)}, tmp_path / "ck", **SMALL)
     source = open_source(tmp_path / "ck")
     with pytest.raises(FormatError, match=r"would both be named 'layers\.1\.w'"):
         choose_weights(source)
     assert len(choose_weights(source, stacked=True)) == 2
 
 
-def test_the_name_of_a_files_header_is_refused(saver, tmp_path):
-    save(saver, tmp_path / "ck", {"__metadata__": torch.zeros(2)})
+def test_the_name_of_a_files_header_is_refused(tmp_path):
+    ds.save({"__metadata__": torch.zeros(2)}, tmp_path / "ck", **SMALL)
     with pytest.raises(FormatError, match="'__metadata__' is a name that safetensors"):
         choose_weights(open_source(tmp_path / "ck"))
 
 
 def refused(tmp_path: Path, *arguments: object) -> str:
-    """The one line that `export` gives up with; nothing is left behind."""
+    """Returns the one line that `export` ends with when it refuses; no file is left."""
     before = sorted(tmp_path.rglob("*"))
     code, printed, reported = run("export", *arguments)
     assert (code, printed, reported.count("\n")) == (2, "", 1), reported
@@ -169,7 +170,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(checkpoint, tmp_path):
     assert "exists: choose another target" in refused(tmp_path, checkpoint, out)
 
 
-def test_a_checkpoint_that_cannot_be_read_leaves_nothing_behind(checkpoint, tmp_path):
+def test_a_checkpoint_that_cannot_be_read_leaves_no_file(checkpoint, tmp_path):
     (path,) = data_files(checkpoint)
     data = bytearray(path.read_bytes())
     data[4096] ^= 1
@@ -189,7 +190,7 @@ def test_too_little_space_is_seen_before_anything_is_written(checkpoint, tmp_pat
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "No space left on device")])
-def test_an_interrupted_export_leaves_nothing_behind(checkpoint, tmp_path, monkeypatch, error):
+def test_an_interrupted_export_leaves_no_file(checkpoint, tmp_path, monkeypatch, error):
     seen: list[bytes] = []
 
     def interrupted(*arguments: object) -> torch.Tensor:
@@ -207,7 +208,7 @@ def test_an_interrupted_export_leaves_nothing_behind(checkpoint, tmp_path, monke
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_ctrl_c_ends_the_command_with_130_and_leaves_nothing_behind(checkpoint, tmp_path, monkeypatch):
+def test_ctrl_c_ends_the_command_with_130_and_leaves_no_file(checkpoint, tmp_path, monkeypatch):
     def interrupted(*arguments: object) -> torch.Tensor:
         raise KeyboardInterrupt
 

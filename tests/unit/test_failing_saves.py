@@ -7,13 +7,13 @@ import os
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import NotACheckpointError
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.providers.base import Mutability
-from tests.unit.states import OPTIONS, State, bits, new_saver, random_tensor, save
+from tests.unit.states import SMALL, State, bits, new_saver, random_tensor, save
 
 FIRST = {"w": random_tensor(torch.uint8, (3 << 20,), 1)}
 SECOND = {"v": random_tensor(torch.uint8, (3 << 20,), 2)}
@@ -31,7 +31,7 @@ def test_a_first_save_that_fails_leaves_no_checkpoint(tmp_path, step, mutability
     assert "Input/output error" in publication.error
     assert f"saving to {tmp_path / 'c'} failed on 1 of 1 ranks: rank 0: " in publication.error
     with pytest.raises(NotACheckpointError):
-        Checkpoint.open(tmp_path / "c", OPTIONS)
+        ds.open(tmp_path / "c", **SMALL)
 
 
 def test_a_save_whose_bytes_are_discarded_is_never_published(tmp_path):
@@ -56,7 +56,7 @@ def test_a_later_save_that_fails_leaves_the_earlier_one(tmp_path, step):
     after = {path.name: path.read_bytes() for path in (tmp_path / "c").iterdir()}
     assert {name: after[name] for name in before} == before
     assert not [name for name in set(after) - set(before) if name.startswith("data-")]
-    assert bits(Checkpoint.open(tmp_path / "c", OPTIONS).read_tensor("w")) == bits(FIRST["w"])
+    assert bits(ds.open(tmp_path / "c", **SMALL).read_tensor("w")) == bits(FIRST["w"])
 
 
 def test_a_save_after_a_failed_one_is_published(tmp_path):
@@ -65,7 +65,7 @@ def test_a_save_after_a_failed_one_is_published(tmp_path):
     saver.close()
     assert outcomes == [Outcome.FAILED, Outcome.FAILED, Outcome.PUBLISHED]
     assert len(os.listdir(tmp_path / "c")) == 3
-    assert bits(Checkpoint.open(tmp_path / "c", OPTIONS).read_tensor("w")) == bits(FIRST["w"])
+    assert bits(ds.open(tmp_path / "c", **SMALL).read_tensor("w")) == bits(FIRST["w"])
 
 
 def test_starting_a_save_that_cannot_be_made_raises_nothing(saver, tmp_path):
@@ -122,7 +122,7 @@ def test_a_fence_past_its_deadline_lets_the_trainer_go_and_the_save_fails(tmp_pa
     assert not (tmp_path / "c" / MANIFEST_NAME).exists()
 
 
-def test_a_save_that_was_never_awaited_is_given_up_at_the_end(tmp_path, caplog):
+def test_a_save_that_was_never_awaited_is_abandoned_at_the_end(tmp_path, caplog):
     saver = new_saver()
     saver.start(tmp_path / "c", State(FIRST, mutability=Mutability.AT_FENCE))
     saver.close()

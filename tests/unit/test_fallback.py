@@ -7,18 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.fallback import FallbackSearch, find_older_checkpoint
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
-from tests.unit.states import OPTIONS, data_files, new_saver, save
+from tests.unit.states import OPTIONS, SMALL, data_files
 
 
 def make(root: Path, *iterations: int, **options: bool) -> None:
-    saver = new_saver(**options)
     for iteration in iterations:
-        save(saver, root / f"iter_{iteration:07d}", {"w": torch.full((5000,), float(iteration))})
-    saver.close()
+        ds.save(
+            {"w": torch.full((5000,), float(iteration))}, root / f"iter_{iteration:07d}", **SMALL, **options
+        )
 
 
 def damage(root: Path, iteration: int) -> None:
@@ -70,7 +71,7 @@ def test_nothing_is_older_than_what_is_no_iteration(tmp_path):
     )
 
 
-def test_missing_checksums_are_told(tmp_path):
+def test_missing_checksums_are_reported(tmp_path):
     make(tmp_path, 1, checksums=False)
     assert look(tmp_path, 4, 1) == FallbackSearch(1, False, [])
 

@@ -21,7 +21,7 @@ from megatron_datastates.errors import (
 
 
 def training_state() -> dict[str, Any]:
-    """A model, its stepped optimizer and a number, as a program has them."""
+    """Returns a model, its stepped optimizer and a number, as a program has them."""
     torch.manual_seed(7)
     model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.BatchNorm1d(3))
     optimizer = torch.optim.Adam(model.parameters())
@@ -31,7 +31,7 @@ def training_state() -> dict[str, Any]:
 
 
 def zeroed(state: Any) -> Any:
-    """The same with zeros for tensors and None for objects."""
+    """Returns the same with zeros for tensors and None for objects."""
     if isinstance(state, torch.Tensor):
         return torch.zeros_like(state)
     return {key: zeroed(value) for key, value in state.items()} if isinstance(state, dict) and state else None

@@ -17,6 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import megatron_datastates as ds
 from megatron_datastates.cli.main import app
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sources.torch_dist import TorchDistSource
@@ -32,20 +33,17 @@ from megatron_datastates.files import (
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.training import tracker
-from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.runs import may_be_ours, require_tracked, stored_backend, tracked_iteration
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.converting import convert_to, save_with_dcp
-from tests.unit.states import OPTIONS, new_saver, save
+from tests.unit.states import OPTIONS, SMALL
 
 pytestmark = pytest.mark.timeout(60)  # opening a pipe would wait forever
 
 
 @pytest.fixture
 def ours(tmp_path: Path) -> Path:
-    saver = new_saver()
-    save(saver, tmp_path / "c", {"w": torch.arange(5000)}, {"x": [1]})
-    saver.close()
+    ds.save({"w": torch.arange(5000), "x": [1]}, tmp_path / "c", **SMALL)
     (tmp_path / "c" / METADATA_NAME).write_text('{"sharded_backend": "datastates"}')
     return tmp_path / "c"
 
@@ -75,7 +73,7 @@ def test_a_file_that_is_not_regular_is_refused_at_once(ours: Path, put, pattern:
     (path,) = ours.glob(pattern)
     put(path)
     with contextlib.suppress(DataStatesError):
-        Checkpoint.open(ours, OPTIONS).read_tensor("w")
+        ds.open(ours, **SMALL).read_tensor("w")
         assert pattern == METADATA_NAME, "the file was needed"
     with contextlib.suppress(DataStatesError):
         assert verify(ours, options=OPTIONS).faults
@@ -118,9 +116,8 @@ def test_a_tracker_that_is_not_a_regular_file_names_no_iteration(tmp_path: Path,
 @IN_PLACE
 def test_the_native_reader_refuses_a_file_that_is_not_regular(tmp_path: Path, put) -> None:
     """It replaces a data file whose footer has been read already."""
-    saver = new_saver()
-    save(saver, tmp_path / "c", {"w": torch.arange(5000)})
-    checkpoint = Checkpoint.open(tmp_path / "c", OPTIONS)
+    ds.save({"w": torch.arange(5000)}, tmp_path / "c", **SMALL)
+    checkpoint = ds.open(tmp_path / "c", **SMALL)
     checkpoint.require([0])
     put(checkpoint.file_path(0))
     with pytest.raises(StorageError, match="expected a regular file"):
@@ -143,7 +140,7 @@ def sparse(path: Path, size: int) -> None:
 def test_a_file_that_claims_more_than_it_can_hold_is_not_read(ours: Path) -> None:
     sparse(ours / MANIFEST_NAME, 8 << 30)
     with pytest.raises(StorageError, match=f"expected at most {MANIFEST_BYTES} bytes, found {8 << 30}"):
-        Checkpoint.open(ours, OPTIONS)
+        ds.open(ours, **SMALL)
     sparse(ours / METADATA_NAME, DOCUMENT_BYTES + 1)
     assert stored_backend(ours) is None
     with pytest.raises(StorageError):
@@ -230,11 +227,9 @@ def test_control_characters_become_escapes() -> None:
 
 @pytest.fixture
 def odd_keys(tmp_path: Path) -> Iterator[Path]:
-    saver = new_saver()
     for name, value in (("c", 1.0), ("d", 2.0)):
-        save(saver, tmp_path / name, {KEY: torch.full((3,), value)}, {f"o{KEY}": ["\x1b[31m"]})
+        ds.save({KEY: torch.full((3,), value), f"o{KEY}": ["\x1b[31m"]}, tmp_path / name, **SMALL)
     yield tmp_path
-    saver.close()
 
 
 @pytest.mark.parametrize(

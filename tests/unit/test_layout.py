@@ -34,7 +34,7 @@ def plan(state: list[tuple[int, bool]], objects: tuple[str, ...] = ()):
 
 
 def in_file_order(state, layout):
-    """(offset, bytes, eager, position) of every fragment, as the file has them."""
+    """Returns (offset, bytes, eager, position) of every fragment, in the order of the file."""
     return [(offset, *state[i], i) for offset, i in zip(layout.offsets.tolist(), layout.order, strict=True)]
 
 

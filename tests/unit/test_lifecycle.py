@@ -1,4 +1,4 @@
-"""However a save ends, and whatever goes on beside it: threads that cannot be had, exits, forks, children."""
+"""However a save ends, and whatever goes on beside it: threads that cannot start, exits, forks, children."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability
-from tests.unit.states import OPTIONS, State, bits, data_files, new_saver, random_tensor, save
+from tests.support.descriptors import open_files
+from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, new_saver, random_tensor, save
 
 ROOT = Path(__file__).parents[2]
 BIG = {"w": random_tensor(torch.uint8, (6 << 20,), 1)}
@@ -56,7 +57,7 @@ def test_a_failed_save_is_failed_before_and_after_it_is_agreed(tmp_path):
     saver.close()
 
 
-# -- threads that cannot be had ---------------------------------------------------------------------------
+# -- threads that cannot start ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def no_thread(monkeypatch):
 
 @pytest.mark.parametrize("name", ["datastates-finish", "datastates-publish"])
 @pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
-def test_a_thread_that_cannot_be_had_fails_the_save(saver, tmp_path, no_thread, name, mutability):
+def test_a_thread_that_cannot_start_fails_the_save(saver, tmp_path, no_thread, name, mutability):
     no_thread(name)
     publication = saver.start(tmp_path / "c", State(BIG, {"x": 1}, mutability))
     FENCE.wait("the step")
@@ -90,7 +91,7 @@ def test_a_thread_that_cannot_be_had_fails_the_save(saver, tmp_path, no_thread, 
     assert save(saver, tmp_path / "next", BIG).outcome is Outcome.PUBLISHED
 
 
-def test_threads_that_the_engine_cannot_have_are_told_by_the_first_save(tmp_path, monkeypatch, caplog):
+def test_threads_that_the_engine_cannot_start_are_reported_by_the_first_save(tmp_path, monkeypatch, caplog):
     saver = new_saver()
     monkeypatch.setattr(saver, "_get_engine", lambda: (_ for _ in ()).throw(OSError(11, "no thread")))
     saver.warm_up()
@@ -237,18 +238,8 @@ def test_a_device_that_hangs_keeps_no_program_from_its_end(tmp_path):
 # -- children ---------------------------------------------------------------------------------------------
 
 
-def open_files_of_ours(folder: Path) -> list[str]:
-    found = []
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            found.append(str(link.readlink()))
-        except OSError:  # that of the listing itself
-            continue
-    return [name for name in found if name.startswith(str(folder))]
-
-
 class Watching(torch.utils.data.Dataset):
-    """Items tell what the worker that made them has open."""
+    """Items say which files the worker that made them has open."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -258,7 +249,7 @@ class Watching(torch.utils.data.Dataset):
 
     def __getitem__(self, number: int) -> tuple[int, str]:
         FENCE.wait("a step in a worker")  # of nobody's save
-        return os.getpid(), ",".join(open_files_of_ours(self.folder))
+        return os.getpid(), ",".join(open_files(self.folder))
 
 
 @pytest.fixture
@@ -274,7 +265,7 @@ def slow(tmp_path):
     assert publication.wait() is Outcome.PUBLISHED
     saver.close()
     assert verify(tmp_path / "c", options=OPTIONS).good
-    assert bits(Checkpoint.open(tmp_path / "c", OPTIONS).read_tensor("w")) == bits(BIG["w"])
+    assert bits(ds.open(tmp_path / "c", **SMALL).read_tensor("w")) == bits(BIG["w"])
 
 
 def test_data_loaders_forked_in_mid_save_keep_no_file_open(slow, tmp_path):
@@ -284,7 +275,7 @@ def test_data_loaders_forked_in_mid_save_keep_no_file_open(slow, tmp_path):
     reported = list(loader)
     assert len({pid for pid, _ in reported}) == 2 and os.getpid() not in {pid for pid, _ in reported}
     assert {files for _, files in reported} == {""}
-    assert open_files_of_ours(tmp_path) != [], "the save was over too early to prove anything"
+    assert open_files(tmp_path) != [], "the save was over too early to prove anything"
 
 
 def test_a_program_started_in_mid_save_keeps_no_file_open(slow, tmp_path):
@@ -294,7 +285,7 @@ def test_a_program_started_in_mid_save_keeps_no_file_open(slow, tmp_path):
             command, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=True, close_fds=close_fds
         )
         assert str(tmp_path) not in reported.stdout
-    assert open_files_of_ours(tmp_path) != [], "the save was over too early to prove anything"
+    assert open_files(tmp_path) != [], "the save was over too early to prove anything"
 
 
 def in_process(method: str, work, *arguments) -> object:
@@ -313,7 +304,7 @@ def save_as_a_child(folder: Path, parents_files: Path) -> tuple[str, list[str]]:
     saver = new_saver()
     publication = save(saver, folder, BIG, {"x": 1}, Mutability.AT_FENCE)
     saver.close()
-    return publication.outcome.name, open_files_of_ours(parents_files)
+    return publication.outcome.name, open_files(parents_files)
 
 
 def test_a_child_forked_in_mid_save_can_save(slow, tmp_path):
@@ -323,7 +314,7 @@ def test_a_child_forked_in_mid_save_can_save(slow, tmp_path):
 
 
 def end_the_parents_save(publication) -> list[object]:
-    """Everything of a save that a child may call: by mistake, or by an exit handler that it inherited."""
+    """Calls everything of a save that a child may call by mistake, or in an inherited exit handler."""
     rank_save = publication.save
     rank_save.fence("a step in a child")
     rank_save.mark_torn("a step in a child")
@@ -369,8 +360,8 @@ def test_small_files_are_not_kept_by_a_child(tmp_path, monkeypatch):
     reported = []
 
     def sync(descriptor: int) -> None:
-        assert open_files_of_ours(tmp_path) != []
-        reported.append(in_process("fork", open_files_of_ours, tmp_path))
+        assert open_files(tmp_path) != []
+        reported.append(in_process("fork", open_files, tmp_path))
 
     monkeypatch.setattr(atomic_files.os, "fsync", sync)
     atomic_files.write_whole(tmp_path / MANIFEST_NAME, b"x" * MIB, Faults(""), SaveId(1, 1))

@@ -18,7 +18,7 @@ from megatron_datastates.mcore.load.agreement import Failure, _cause, _summary, 
 
 
 def reported(*texts: str | None) -> str:
-    """Of ranks with these failures."""
+    """Returns the error that ranks with these failures agree on."""
     return _summary({rank: Failure(text, None, False) for rank, text in enumerate(texts) if text is not None})
 
 

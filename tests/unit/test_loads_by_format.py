@@ -12,6 +12,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
+import megatron_datastates as ds
 from megatron_datastates.format.directory import COMMON_STATE_KEY
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import by_format
@@ -19,7 +20,7 @@ from megatron_datastates.mcore.load.mismatch import first_mismatch
 from megatron_datastates.mcore.load.opening import open_checkpoint, read_common_state
 from megatron_datastates.pipeline.publication import PublicationExtras
 from megatron_datastates.pipeline.runs import is_ours, may_be_ours
-from tests.unit.states import State, new_saver, random_tensor, save
+from tests.unit.states import SMALL, State, new_saver, random_tensor, save
 
 TENSORS = {
     "decoder.layers.0.weight": torch.arange(64.0).reshape(8, 8),
@@ -35,9 +36,7 @@ OBJECTS = {COMMON_STATE_KEY: [{"iteration": 7}], "rng/shard_0_1": [[1, 2]]}
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("ours") / "c"
-    saver = new_saver()
-    save(saver, directory, TENSORS, OBJECTS)
-    saver.close()
+    ds.save(TENSORS | OBJECTS, directory, **SMALL)
     return directory
 
 
@@ -62,7 +61,7 @@ def with_metadata(directory: Path, text: str) -> Path:
     ],
 )
 def test_metadata_json_says_whose_a_directory_is(ours, tmp_path, text, empty, published, with_index):
-    """Where it is damaged, or not yet that of the save just published, our manifest decides."""
+    """Our manifest decides where metadata.json is damaged, or older than the save that was just published."""
     assert is_ours(with_metadata(tmp_path, text)) is empty
     directory = with_metadata(Path(shutil.copytree(ours, tmp_path / "c")), text)
     assert is_ours(directory) is published
@@ -151,27 +150,21 @@ def test_errors_of_ours_are_megatrons(ours, tmp_path):
 
 
 def test_a_directory_that_was_saved_again_is_opened_again(tmp_path):
-    saver = new_saver()
     for value in (1, 2, 3):
-        save(saver, tmp_path / "c", {}, {COMMON_STATE_KEY: [value]})
+        ds.save({COMMON_STATE_KEY: [value]}, tmp_path / "c", **SMALL)
         for _ in range(2):
             assert by_format.wrap_load_common(unreachable)(tmp_path / "c") == value
-    saver.close()
 
 
 def test_a_published_directory_without_common_state_says_so(tmp_path):
-    saver = new_saver()
-    save(saver, tmp_path / "c", {"w": torch.ones(1)})
-    saver.close()
+    ds.save({"w": torch.ones(1)}, tmp_path / "c", **SMALL)
     with pytest.raises(CheckpointingException, match=r"there is no file 'common.pt' in the checkpoint"):
         by_format.wrap_load_common(unreachable)(tmp_path / "c")
 
 
 @pytest.mark.parametrize("stored", [[], {"a": 1}, [1, 2]])
-def test_common_state_that_is_none_is_refused(tmp_path, stored):
-    saver = new_saver()
+def test_common_state_that_is_none_is_refused(saver, tmp_path, stored):
     save(saver, tmp_path, {"w": torch.zeros(3)}, {COMMON_STATE_KEY: stored})
-    saver.close()
     with pytest.raises(CheckpointingException, match="is not a common state"):
         read_common_state(tmp_path)
 
@@ -244,7 +237,7 @@ def test_a_missing_object_is_named(ours):
 
 
 @pytest.mark.parametrize("shape", [(8, 9), (8,), (8, 8, 1), (0, 8)])
-def test_another_global_shape_is_told_with_both(ours, shape):
+def test_another_global_shape_is_reported_with_both_shapes(ours, shape):
     text = reported(ours, wanted("decoder.layers.0.weight", torch.empty(shape)))
     here, there = "global shape (8, 8) in this checkpoint", f"{shape} in the model"
     assert text == f"tensor 'decoder.layers.0.weight' has {here}, and {there}"
@@ -279,7 +272,7 @@ def test_dtypes_are_converted_unless_values_lose_their_kind(ours, key, dtype, fi
     assert text == (None if fits else expected)
 
 
-def test_the_first_of_several_problems_is_told(ours):
+def test_the_first_of_several_problems_is_reported(ours):
     text = reported(ours, wanted("flags", torch.ones(4, dtype=torch.bool)), wanted("a", torch.ones(1)),
                 wanted("b", torch.ones(1)))  # fmt: skip
     assert text == "there is no tensor 'a' in this checkpoint"
@@ -291,5 +284,5 @@ def test_a_load_that_does_not_fit_never_begins(ours):
         load("self", {"model": {"a": wanted("a", torch.ones(1))}}, ours)
 
 
-def test_the_manifest_is_json_behind_one_line(ours):
+def test_the_manifest_is_json_after_one_line(ours):
     assert json.loads((ours / MANIFEST_NAME).read_text().split("\n", 1)[1])["format_version"] == 2

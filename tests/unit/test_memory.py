@@ -27,7 +27,7 @@ class Machine:
         (self.proc / "self" / "cgroup").write_text("".join(line + "\n" for line in lines))
 
     def mount(self, name: str, kind: str, options: str = "rw", root: str = "/") -> Path:
-        """A mount of the folder `root` of a hierarchy; returns where it is."""
+        """Makes a mount of the folder `root` of a hierarchy; returns its place."""
         point = self._folder / "cgroup mounts" / name
         point.mkdir(parents=True)
         escaped = str(point).replace(" ", r"\040")
@@ -154,7 +154,7 @@ def test_this_machine_says_something_sensible() -> None:
 
 
 def test_this_process_is_in_the_group_that_is_found_on_this_machine() -> None:
-    """In that of version 1's memory, or in that of version 2 if it limits memory."""
+    """The group of version 1's memory counts, or that of version 2 if it limits memory."""
     found = {is_v2: group for group, is_v2 in reversed(list(_groups(Path("/proc"))))}
     group = found.get(False, found.get(True))
     if group is None or not (group / "cgroup.procs").is_file():

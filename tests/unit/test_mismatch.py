@@ -7,15 +7,16 @@ from pathlib import Path
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
+import megatron_datastates as ds
 from megatron_datastates.mcore.load.mismatch import first_mismatch
-from megatron_datastates.pipeline.load import Checkpoint
-from tests.unit.states import new_saver, save
+from megatron_datastates.pipeline.saver import Saver
+from tests.unit.states import save
 
 
-def test_a_key_of_a_tensor_and_of_an_object_is_refused(tmp_path: Path) -> None:
+def test_a_key_of_a_tensor_and_of_an_object_is_refused(saver: Saver, tmp_path: Path) -> None:
     """The format allows it, and DCP has one name for both."""
-    save(new_saver(), tmp_path, {"w": torch.ones(3), "v": torch.ones(3)}, {"w": 1})
-    checkpoint = Checkpoint.open(tmp_path)
+    save(saver, tmp_path, {"w": torch.ones(3), "v": torch.ones(3)}, {"w": 1})
+    checkpoint = ds.open(tmp_path)
     asked = {key: ShardedTensor.from_rank_offsets(key, torch.zeros(3), replica_id=0) for key in ("v", "w")}
     assert first_mismatch(checkpoint, [asked["v"]]) is None
     assert "'w' is both a tensor and an object" in str(first_mismatch(checkpoint, [asked["v"], asked["w"]]))

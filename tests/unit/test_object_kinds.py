@@ -20,11 +20,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.publication import Outcome
+import megatron_datastates as ds
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.objects import check_saved, deserialize
-from tests.unit.states import OPTIONS, new_saver, save
+from tests.unit.states import OPTIONS, SMALL
 from tests.unit.stored_objects import STRUCTURED, stored
 
 KINDS: dict[str, Any] = {
@@ -125,9 +124,8 @@ def test_arrays_and_scalars_come_back(kind: str) -> None:
 def test_all_kinds_are_saved_and_loaded_and_pass_verify(tmp_path: Path) -> None:
     objects = {f"kind {name}": [value] for name, value in KINDS.items()}
     objects |= {f"array {name}": [value] for name, value in ARRAYS.items()}
-    publication = save(new_saver(), tmp_path / "c", {"w": torch.ones(3)}, objects)
-    assert publication.outcome is Outcome.PUBLISHED, publication.error
-    found = Checkpoint.open(tmp_path / "c", OPTIONS).read_objects(objects)
+    ds.save({"w": torch.ones(3)} | objects, tmp_path / "c", **SMALL)
+    found = ds.open(tmp_path / "c", **SMALL).read_objects(objects)
     for key, (value,) in objects.items():
         assert_same(found[key][0], value)
     assert verify(tmp_path / "c", options=OPTIONS).faults == []

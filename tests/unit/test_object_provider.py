@@ -9,6 +9,7 @@ import os
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -101,3 +102,19 @@ def test_every_truncation_is_refused():
 def test_other_bytes_are_refused(data):
     with pytest.raises(FormatError, match="'key'"):
         deserialize(data, "key")
+
+
+def test_a_small_object_is_one_write_and_a_large_tensor_is_passed_on_without_a_copy():
+    writes: list[tuple[int, int]] = []
+
+    def write(data: memoryview) -> int:
+        writes.append((np.frombuffer(data, np.uint8).ctypes.data, len(data)))
+        return len(data)
+
+    ObjectSource("key", PLAIN).write(write)
+    assert len(writes) == 1
+    tensor = torch.zeros(1 << 20, dtype=torch.uint8)
+    ObjectSource("key", {"w": tensor}).write(write)
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    passed = sum(size for at, size in writes if begin <= at < end)
+    assert passed > tensor.nbytes - (128 << 10), "all but what filled the buffer up"

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.errors import FormatError, MismatchError, UnsupportedFormatError
 from megatron_datastates.format.optimizer_map import OptimizerMap
 from megatron_datastates.pipeline.load import Checkpoint
@@ -38,17 +39,17 @@ def map_of(*buckets: dict[str, Any], **fields: Any) -> str:
 
 
 def checkpoint(directory: Path, tensors: list[torch.Tensor], maps: list[Any]) -> Checkpoint:
-    """Of data-parallel groups with one bucket and one map each, if they have one at all."""
+    """Saves data-parallel groups with one bucket each, and one map each if they have any."""
     buckets = {f"{GROUP}{i}.{BUCKET}.exp_avg": tensor for i, tensor in enumerate(tensors)}
     objects = {f"{GROUP}{i}.datastates_map/shard_0_1": [text] for i, text in enumerate(maps)}
     saver = new_saver()
     save(saver, directory, buckets, objects)
     saver.close()
-    return Checkpoint.open(directory)
+    return ds.open(directory)
 
 
 def refused(directory: Path, *parameters: dict[str, Any], elements: int = 100, **fields: Any) -> str:
-    """What is said of a map with one bucket."""
+    """Returns the error of a map with one bucket."""
     text = map_of(bucket(elements, *parameters), **fields)
     with pytest.raises(FormatError) as error:
         optimizer_state(checkpoint(directory, [torch.zeros(100)], [text]))
@@ -122,7 +123,7 @@ def test_without_a_map_nothing_is_listed(tmp_path):
     assert optimizer_state(checkpoint(tmp_path / "c", [torch.zeros(4)], [])) == {}
 
 
-def test_states_whose_tensors_are_gone_are_not_listed(tmp_path):
+def test_states_without_tensors_are_not_listed(tmp_path):
     w = shard("w", (2,), (0,), (2,), 0, (1,))
     text = map_of(bucket(2, parameter("w", 0, 2, w), states=["exp_avg", "exp_avg_sq"]))
     assert list(optimizer_state(checkpoint(tmp_path / "c", [torch.zeros(2)], [text]))) == [STATE + "w"]

@@ -36,7 +36,7 @@ def test_a_bucket_is_of_the_state_that_its_key_ends_with():
     assert group_of(key) == "optimizer exp_avg_sq"
 
 
-def test_a_pattern_that_matches_nothing_is_told_with_keys_that_there_are():
+def test_a_pattern_that_matches_nothing_is_refused_with_keys_that_exist():
     assert choose_keys(["a.w", "b.w", "b.x"], ["b.*", "*.w"], "ck") == ["a.w", "b.w", "b.x"]
     with pytest.raises(MissingKeyError, match=r"no tensor in ck matches 'c\*': expected a key such as 'a.w'"):
         choose_keys(["a.w"], ["a.*", "c*"], "ck")

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.engine import exchange
 from megatron_datastates.format.tail import Kind
-from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.plan.layout import TailItem
 from megatron_datastates.providers.base import CopyBudget, Entry, Mutability, Place, Tensors, Write
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.tensors import TensorProvider
-from tests.unit.states import KNOWN_DTYPES, OPTIONS, new_saver, save
+from tests.unit.states import KNOWN_DTYPES, SMALL, new_saver, save
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:.*[qQ]uant")
 LAZY = Mutability.AT_FENCE
@@ -45,7 +45,7 @@ def state(
 
 
 def stored(memory: Memory, number: int, dtype: torch.dtype, count: int) -> torch.Tensor:
-    """The bytes that a save would read."""
+    """Returns the bytes that a save would read."""
     data = ctypes.string_at(int(memory.addresses[number]), count * dtype.itemsize)
     return torch.frombuffer(bytearray(data), dtype=dtype)
 
@@ -56,7 +56,7 @@ def planned(plans: Plans, tensors: Tensors, objects: tuple[str, ...] = ()) -> St
 
 @pytest.fixture(params=["described by DLPack", "described by attributes"], autouse=True)
 def description(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of comparing structures: torch before 2.10 has but one."""
+    """Uses each of both ways to compare structures; torch before 2.10 has but one."""
     if request.param == "described by attributes":
         monkeypatch.setattr(exchange, "_EXCHANGE", None)
     elif exchange._EXCHANGE is None:
@@ -79,8 +79,8 @@ def test_a_dtype_that_dlpack_has_no_word_for_is_compared_by_attributes() -> None
 
 
 @pytest.mark.parametrize("name", KNOWN_DTYPES)
-def test_dtypes_of_one_size_are_told_apart(name: str) -> None:
-    """For all dtypes of the format: none has the description of another."""
+def test_dtypes_of_one_size_are_distinguished(name: str) -> None:
+    """No dtype of the format has the description of another."""
     dtype = getattr(torch, name)
     mine = state(tensor=torch.empty(4, 6, dtype=dtype))
     plans = Plans(len(KNOWN_DTYPES))
@@ -170,8 +170,8 @@ def test_a_plan_that_cannot_be_made_leaves_the_others(tmp_path: Path) -> None:
     assert planned(plans, state()) is first
 
 
-def test_memory_that_a_tensor_is_given_later_is_not_what_is_saved(tmp_path: Path) -> None:
-    """As with `parameter.data = other` before the copy: the old memory must live until it has been copied."""
+def test_memory_that_a_tensor_gets_later_is_not_saved(tmp_path: Path) -> None:
+    """The old memory must live until it has been copied, as with `parameter.data = other` before the copy."""
     saver = new_saver(copy_limit=16 * MIB)
     wanted = torch.arange(4 * MIB, dtype=torch.int32)
     parameter = torch.nn.Parameter(wanted.clone(), requires_grad=False)
@@ -180,7 +180,7 @@ def test_memory_that_a_tensor_is_given_later_is_not_what_is_saved(tmp_path: Path
     spoiled = torch.full((4 * MIB,), -1, dtype=torch.int32)  # takes the old memory, were it free
     assert publication.wait() is Outcome.PUBLISHED, publication.error
     saver.close()
-    assert torch.equal(Checkpoint.open(tmp_path / "c", OPTIONS).read_tensor("w"), wanted) and spoiled[0] == -1
+    assert torch.equal(ds.open(tmp_path / "c", **SMALL).read_tensor("w"), wanted) and spoiled[0] == -1
 
 
 class SlowObject:
@@ -234,7 +234,7 @@ def test_tensors_stream_to_the_disk_while_an_object_is_serialized(
     times = rank_save.times()
     assert times["staging"] < times["serializing"] < times["writing"] < times["durable"]
     saver.close()
-    assert Checkpoint.open(tmp_path / "c", OPTIONS).read_tensor("8")[0] == 8
+    assert ds.open(tmp_path / "c", **SMALL).read_tensor("8")[0] == 8
 
 
 def native_status(rank_save: object) -> dict[str, int]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import METADATA_NAME
@@ -37,7 +38,7 @@ def tensors(number: int) -> dict[str, torch.Tensor]:
 
 
 def assert_holds(directory: Path, number: int) -> None:
-    checkpoint = Checkpoint.open(directory)
+    checkpoint = ds.open(directory)
     for key, tensor in tensors(number).items():
         assert torch.equal(checkpoint.read_tensor(key), tensor)
 
@@ -47,7 +48,7 @@ def data_files(directory: Path) -> list[Path]:
 
 
 def meanwhile(monkeypatch, change) -> None:
-    """Something happens when all ranks are durable, right before rank 0 looks."""
+    """Calls a function when all ranks are durable, right before rank 0 looks."""
     look = publication_module.require_files
 
     def late(directory, manifest):
@@ -238,7 +239,7 @@ def test_a_reader_that_meets_a_save_into_the_directory_opens_the_new_manifest(tm
 def test_a_checkpoint_that_is_replaced_while_it_is_read_says_so(tmp_path):
     saver = new_saver()
     save(saver, tmp_path, tensors(1))
-    checkpoint = Checkpoint.open(tmp_path)
+    checkpoint = ds.open(tmp_path)
     save(saver, tmp_path, tensors(2))
     with pytest.raises(StorageError, match=r"replaced by another save while it was read: load again"):
         checkpoint.read_tensor("a")

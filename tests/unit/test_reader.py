@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.reader import SLOT_BYTES
 from megatron_datastates.errors import CorruptDataError, FormatError
@@ -25,7 +26,7 @@ from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.objects import ObjectSource
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
-from tests.unit.states import KNOWN_DTYPES, OPTIONS, bits, data_files, new_saver, random_tensor, save
+from tests.unit.states import KNOWN_DTYPES, OPTIONS, SMALL, bits, data_files, random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process", "ignore:ComplexHalf")
 ROOT = Path(__file__).parents[2]
@@ -34,14 +35,14 @@ CONVERTIBLE = random_tensor(torch.int16, (40, 50)).float() / 3
 
 
 def load(directory: Path, state: dict) -> dict:
-    reader = DataStatesReader(Checkpoint.open(directory, OPTIONS))
+    reader = DataStatesReader(ds.open(directory, **SMALL))
     dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(), no_dist=True)
     return state
 
 
-def test_every_dtype_is_loaded_in_place(saver, tmp_path):
+def test_every_dtype_is_loaded_in_place(tmp_path):
     stored = {name: random_tensor(getattr(torch, name), (5, 7)) for name in KNOWN_DTYPES}
-    save(saver, tmp_path / "c", stored)
+    ds.save(stored, tmp_path / "c", **SMALL)
     state = {name: torch.zeros_like(tensor) for name, tensor in stored.items() if "float4" not in name}
     places = {name: tensor.data_ptr() for name, tensor in state.items()}
     load(tmp_path / "c", state)
@@ -63,23 +64,23 @@ TARGETS = {
 
 
 @pytest.mark.parametrize("make", TARGETS.values(), ids=TARGETS.keys())
-def test_a_tensor_is_loaded_whatever_its_strides_and_precision(saver, tmp_path, make):
-    save(saver, tmp_path / "c", {"w": CONVERTIBLE})
+def test_a_tensor_is_loaded_whatever_its_strides_and_precision(tmp_path, make):
+    ds.save({"w": CONVERTIBLE}, tmp_path / "c", **SMALL)
     target = make()
     load(tmp_path / "c", {"w": target})
     assert torch.equal(target.detach(), CONVERTIBLE.to(target.dtype))
 
 
-def test_scalars_and_empty_tensors_are_loaded(saver, tmp_path):
-    save(saver, tmp_path / "c", {"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3)})
+def test_scalars_and_empty_tensors_are_loaded(tmp_path):
+    ds.save({"scalar": torch.tensor(2.5), "empty": torch.empty(0, 3)}, tmp_path / "c", **SMALL)
     state = load(tmp_path / "c", {"scalar": torch.tensor(0.0), "empty": torch.empty(0, 3)})
     assert state["scalar"].item() == 2.5
 
 
-def test_objects_are_loaded_into_nested_states(saver, tmp_path):
-    save(saver, tmp_path / "c", {"model.w": torch.ones(3)}, {"extra.args": {"lr": 1}, "step": 7})
+def test_objects_are_loaded_into_nested_states(tmp_path):
+    ds.save({"model.w": torch.ones(3), "extra": {"args": [1]}, "step": 7}, tmp_path / "c", **SMALL)
     state = load(tmp_path / "c", {"model": {"w": torch.zeros(3)}, "extra": {"args": None}, "step": None})
-    assert (state["extra"], state["step"]) == ({"args": {"lr": 1}}, 7)
+    assert (state["extra"], state["step"]) == ({"args": [1]}, 7)
     assert torch.equal(state["model"]["w"], torch.ones(3))
 
 
@@ -92,15 +93,15 @@ class Command:
 
 
 def test_a_malicious_object_does_not_run_in_torchs_planner(tmp_path):
-    save(new_saver(trust_objects=True), tmp_path / "c", {}, {"x": Command(tmp_path / "trace")})
+    ds.save({"x": Command(tmp_path / "trace")}, tmp_path / "c", **SMALL, trust_objects=True)
     with pytest.raises(dcp.api.CheckpointException) as caught:
         load(tmp_path / "c", {"x": None})
     assert isinstance(caught.value.failures[0][0], FormatError)
     assert not (tmp_path / "trace").exists()
 
 
-def test_damage_is_an_error_of_ours_within_torchs(saver, tmp_path):
-    save(saver, tmp_path / "c", {"w": torch.ones(5000)})
+def test_damage_is_an_error_of_ours_within_torchs(tmp_path):
+    ds.save({"w": torch.ones(5000)}, tmp_path / "c", **SMALL)
     (path,) = data_files(tmp_path / "c")
     data = bytearray(path.read_bytes())
     data[5000] ^= 1
@@ -145,13 +146,13 @@ class CountingPlanner(dcp.DefaultLoadPlanner):
             target.copy_(tensor)
 
 
-def test_what_is_converted_in_small_parts_is_loaded_the_same(saver, tmp_path, monkeypatch):
+def test_what_is_converted_in_small_parts_is_loaded_the_same(tmp_path, monkeypatch):
     """Tensors that are cut, tensors that share a part, and a part of a tensor in every part of the file."""
     monkeypatch.setattr(reader_module, "_TEMPORARY_BYTES", 1000)
     stored = {str(n): random_tensor(torch.int32, (n, 3, 40), n) for n in range(20)}
-    save(saver, tmp_path / "c", stored)
+    ds.save(stored, tmp_path / "c", **SMALL)
     state = {key: torch.zeros_like(tensor).double() for key, tensor in stored.items()}
-    reader = DataStatesReader(Checkpoint.open(tmp_path / "c", OPTIONS))
+    reader = DataStatesReader(ds.open(tmp_path / "c", **SMALL))
     dcp.load(state, storage_reader=reader, planner=(planner := CountingPlanner()), no_dist=True)
     assert planner.commits == 19  # nothing is read of the empty one
     assert all(torch.equal(state[key], tensor.double()) for key, tensor in stored.items())
@@ -161,34 +162,34 @@ class Unplain(torch.Tensor):
     pass
 
 
-def test_tensors_that_the_planner_makes_do_not_live_all_at_once(saver, tmp_path, monkeypatch):
+def test_tensors_that_the_planner_makes_do_not_live_all_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(reader_module, "_TEMPORARY_BYTES", 4 * 300)
     stored = {str(n): random_tensor(torch.int16, (100,), n).float() for n in range(10)}
-    save(saver, tmp_path / "c", stored)
+    ds.save(stored, tmp_path / "c", **SMALL)
     state = {key: torch.zeros(100).as_subclass(Unplain if int(key) % 2 else torch.Tensor) for key in stored}
     planner = CountingPlanner()
-    reader = DataStatesReader(Checkpoint.open(tmp_path / "c", OPTIONS))
+    reader = DataStatesReader(ds.open(tmp_path / "c", **SMALL))
     dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
     assert all(torch.equal(state[key].as_subclass(torch.Tensor), tensor) for key, tensor in stored.items())
     assert (planner.alive, planner.most_alive, planner.commits) == (0, 2, 10)
 
 
-def test_one_pass_reads_every_block_once(saver, tmp_path):
+def test_one_pass_reads_every_block_once(tmp_path):
     stored = {str(n): random_tensor(torch.int32, (100_000 + n,), n) for n in range(20)}
-    save(saver, tmp_path / "c", stored, {"step": 7})
-    reader = DataStatesReader(checkpoint := Checkpoint.open(tmp_path / "c", OPTIONS))
+    ds.save(stored | {"step": 7}, tmp_path / "c", **SMALL)
+    reader = DataStatesReader(checkpoint := ds.open(tmp_path / "c", **SMALL))
     state = {key: torch.zeros_like(tensor) for key, tensor in stored.items()} | {"step": None}
     dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(), no_dist=True)
     assert checkpoint.costs.bytes_read == checkpoint.footer(0).data_bytes
 
 
-def test_elements_that_share_memory_are_torchs_to_refuse(saver, tmp_path):
-    save(saver, tmp_path / "c", {"w": torch.arange(12.0).reshape(3, 4)})
+def test_elements_that_share_memory_are_torchs_to_refuse(tmp_path):
+    ds.save({"w": torch.arange(12.0).reshape(3, 4)}, tmp_path / "c", **SMALL)
     with pytest.raises(dcp.api.CheckpointException, match="single memory location"):
         load(tmp_path / "c", {"w": torch.zeros(4).expand(3, 4)})
 
 
-def test_a_missing_file_is_told_before_anything_is_loaded(tmp_path):
+def test_a_missing_file_is_reported_before_anything_is_loaded(tmp_path):
     parts = [Part(pieces=[(4096, bytes([n] * 8))], objects={f"o{n}": (5000, OBJECT)}) for n in range(3)]
     places = [(fragment(f"w{n}", [8], [0], [8]), n, 4096) for n in range(3)]
     write_checkpoint(tmp_path, parts, index_of(places, {f"o{n}": n for n in range(3)}))
@@ -222,8 +223,8 @@ class Stop(Exception):
     pass
 
 
-def test_an_interrupted_load_writes_nothing_afterwards(saver, tmp_path):
-    save(saver, tmp_path / "c", {"w": torch.ones(40 << 18)})
+def test_an_interrupted_load_writes_nothing_afterwards(tmp_path):
+    ds.save({"w": torch.ones(40 << 18)}, tmp_path / "c", **SMALL)
     target = torch.zeros(40 << 18)
     options = dataclasses.replace(OPTIONS, faults="read:0:stall=100", read_threads=1)
     checkpoint = Checkpoint.open(tmp_path / "c", options)
@@ -273,8 +274,8 @@ assert (target == 1).all()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_memory_beyond_the_targets_is_bounded(saver, tmp_path, dtype):
-    save(saver, tmp_path / "c", {"w": torch.ones(100 << 10, 512), "small": torch.ones(10)})
+def test_memory_beyond_the_targets_is_bounded(tmp_path, dtype):
+    ds.save({"w": torch.ones(100 << 10, 512), "small": torch.ones(10)}, tmp_path / "c", **SMALL)
     command = [sys.executable, "-c", PEAK, str(tmp_path / "c"), dtype]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

@@ -20,7 +20,7 @@ FILES = 3
 
 @st.composite
 def stored_tensors(draw):
-    """A tensor of 2-byte elements, its boxes, and the bytes of the files that they lie in."""
+    """Draws a tensor of 2-byte elements, its boxes, and the bytes of the files that they lie in."""
     shape = tuple(draw(st.lists(st.one_of(st.integers(2, 6), st.integers(0, 6)), max_size=4)))
     boxes = draw(partitions(shape))
     return stored(shape, [(draw(st.integers(0, FILES - 1)), draw(st.integers(0, 3)), *box) for box in boxes])

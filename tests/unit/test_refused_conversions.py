@@ -19,6 +19,7 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
+import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.convert import job, limits
 from megatron_datastates.convert.job import convert
@@ -32,7 +33,6 @@ from megatron_datastates.errors import (
     StorageError,
     UnsafeObjectError,
 )
-from megatron_datastates.pipeline.load import Checkpoint
 from tests.unit.converting import LEAST, convert_to, save_with_dcp
 from tests.unit.states import data_files
 
@@ -61,7 +61,7 @@ def test_an_object_that_no_load_accepts_is_refused_or_passed_by_option(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
     monkeypatch.setenv("MEGATRON_DATASTATES_TRUST_OBJECTS", "on")
     convert_to(tmp_path / "source", tmp_path / "ours")
-    assert Checkpoint.open(tmp_path / "ours").read_object("own") == [fractions.Fraction(1, 3)]
+    assert ds.open(tmp_path / "ours").read_object("own") == [fractions.Fraction(1, 3)]
 
 
 @pytest.mark.parametrize("data", [b"", b"nonsense", pickle.dumps([1]), pickle.dumps({})])
@@ -223,7 +223,7 @@ def test_a_target_that_exists_is_left_alone(by_dcp: Path, tmp_path: Path) -> Non
     assert os.listdir(tmp_path) == ["target"] and not os.listdir(tmp_path / "target")
 
 
-def test_no_room_is_told_before_anything_is_written(
+def test_a_disk_without_room_is_refused_before_anything_is_written(
     by_dcp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = type("Usage", (), {"free": 20 * MIB})

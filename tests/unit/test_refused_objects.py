@@ -13,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.errors import UnsafeObjectError
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.objects import check_saved, check_stored, deserialize
 from tests.unit.by_hand import Part, index_of, write_checkpoint
-from tests.unit.states import OPTIONS, new_saver, save
+from tests.unit.states import OPTIONS, SMALL, new_saver, save
 from tests.unit.stored_objects import archive, stored
 
 
@@ -57,9 +59,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_an_object_that_no_load_accepts_fails_the_save(tmp_path: Path, kind: str) -> None:
+def test_an_object_that_no_load_accepts_fails_the_save(saver: Saver, tmp_path: Path, kind: str) -> None:
     value, name = REFUSED[kind]
-    publication = save(new_saver(), tmp_path / "c", {"w": torch.ones(3)}, {"the key": [{"deep": (value,)}]})
+    publication = save(saver, tmp_path / "c", {"w": torch.ones(3)}, {"the key": [{"deep": (value,)}]})
     assert publication.outcome is Outcome.FAILED and publication.error is not None
     for words in ("'the key'", name, "state_dict()", "add_safe_globals", "--datastates-trust-objects on"):
         assert words in publication.error
@@ -70,11 +72,10 @@ def test_an_object_that_no_load_accepts_fails_the_save(tmp_path: Path, kind: str
 @pytest.mark.parametrize("value", [Colour.RED, Config(3), [Own], collections.defaultdict(Config)])
 def test_a_class_that_the_user_trusts_is_saved_and_loaded(tmp_path: Path, value: Any) -> None:
     with torch.serialization.safe_globals([Colour, Config, Own]):
-        publication = save(new_saver(), tmp_path / "c", {}, {"x": [value, torch.ones(2)]})
-        assert publication.outcome is Outcome.PUBLISHED, publication.error
-        assert Checkpoint.open(tmp_path / "c", OPTIONS).read_object("x")[0] == value
+        ds.save({"x": [value, torch.ones(2)]}, tmp_path / "c", **SMALL)
+        assert ds.open(tmp_path / "c", **SMALL).read_object("x")[0] == value
     with pytest.raises(UnsafeObjectError, match=r"'x' was not loaded.*(Colour|Config|Own).*add_safe_globals"):
-        Checkpoint.open(tmp_path / "c", OPTIONS).read_object("x")
+        ds.open(tmp_path / "c", **SMALL).read_object("x")
 
 
 def test_a_check_calls_no_class_of_the_users() -> None:
@@ -105,7 +106,7 @@ def test_objects_that_are_trusted_by_option_are_saved_and_loaded(
     assert Checkpoint.open(tmp_path / "c", trusting).read_object("x") == [Colour.RED]
     assert sum("--datastates-trust-objects is on" in record.message for record in caplog.records) == 2
     with pytest.raises(UnsafeObjectError, match="was not loaded"):
-        Checkpoint.open(tmp_path / "c", OPTIONS).read_object("x")
+        ds.open(tmp_path / "c", **SMALL).read_object("x")
     assert verify(tmp_path / "c", options=trusting).good
     (fault,) = verify(tmp_path / "c", options=OPTIONS).faults
     assert "'x' cannot be loaded" in fault and "Colour" in fault

@@ -14,6 +14,7 @@ import msgspec
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.errors import (
     DataStatesError,
     NotACheckpointError,
@@ -22,13 +23,12 @@ from megatron_datastates.errors import (
 )
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
-from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.remove import remove_keys
 from megatron_datastates.pipeline.repair import repair
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.by_hand import SAVE, Part, data_file
 from tests.unit.ranks_in_turn import RanksInTurn
-from tests.unit.states import OPTIONS, State, data_files, new_saver, save
+from tests.unit.states import OPTIONS, SMALL, State, data_files
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("megatron-*"))
 COMMON = "common_state/shard_0_1"
@@ -96,7 +96,7 @@ def test_a_lost_manifest_is_made_anew_as_it_was(directory):
     assert any("time of the save" in note for note in done.notes)
     assert any("parallel groups are left out" in note for note in done.notes)
     assert verify(directory, options=OPTIONS).good
-    assert torch.equal(Checkpoint.open(directory, OPTIONS).read_tensor("a"), torch.arange(600_000.0))
+    assert torch.equal(ds.open(directory, **SMALL).read_tensor("a"), torch.arange(600_000.0))
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda path: path.name)
@@ -110,7 +110,7 @@ def test_checkpoints_of_all_megatrons_are_repaired(golden, tmp_path):
     assert any("common.pt is taken as it is" in note for note in done.notes) == bool(lost.others)
 
 
-def test_files_that_the_lost_manifest_may_have_named_are_told(directory):
+def test_files_that_the_lost_manifest_may_have_named_are_listed(directory):
     (directory / "extra.txt").touch()
     lose(directory)
     done = repair(directory, options=OPTIONS)
@@ -126,8 +126,8 @@ def test_a_damaged_manifest_is_replaced(directory, damage):
     assert verify(directory, options=OPTIONS).good
 
 
-def test_what_nothing_tells_is_left_out(tmp_path, saver):
-    save(saver, tmp_path / "c", {"a": torch.ones(3)})
+def test_fields_that_no_file_states_are_left_out(tmp_path):
+    ds.save({"a": torch.ones(3)}, tmp_path / "c", **SMALL)
     lose(tmp_path / "c")
     done = repair(tmp_path / "c", options=OPTIONS)
     assert done.manifest.iteration is None
@@ -227,8 +227,8 @@ def test_a_corrupt_block_is_refused(directory):
     assert f"byte offset {1 << 20} is corrupt" in refusal(directory)
 
 
-def test_files_of_two_saves_are_refused(directory, saver):
-    save(saver, directory.parent / "other", {"x": torch.ones(1)})
+def test_files_of_two_saves_are_refused(directory):
+    ds.save({"x": torch.ones(1)}, directory.parent / "other", **SMALL)
     (extra,) = data_files(directory.parent / "other")
     shutil.copy(extra, directory)
     lose(directory)
@@ -252,9 +252,7 @@ def test_a_left_over_of_a_save_that_was_never_published_is_no_checkpoint(directo
 
 
 def test_data_without_checksums_are_refused(tmp_path):
-    saver = new_saver(checksums=False)
-    save(saver, tmp_path / "c", {"a": torch.ones(3)})
-    saver.close()
+    ds.save({"a": torch.ones(3)}, tmp_path / "c", **SMALL, checksums=False)
     lose(tmp_path / "c")
     assert "without checksums" in refusal(tmp_path / "c")
 

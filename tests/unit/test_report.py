@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,10 @@ from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.records import RankRecord, decode_failure, encode_failure
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.save import RankSave
-from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.base import Mutability, TensorSource
+from megatron_datastates.providers.objects import ObjectSource
+from megatron_datastates.providers.streams import StreamSource
+from megatron_datastates.providers.transforms import Compressed
 from tests.unit.states import State, new_saver, save
 
 WORD, LONG, SECONDS = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.floats(0, 1e9)
@@ -53,7 +57,7 @@ def test_every_save_appends_one_line(reporting, tmp_path):
     assert all(r["bytes"] == sum(f.stat().st_size for f in (tmp_path / "0").glob("data-*")) for r in reports)
 
 
-def test_a_line_tells_what_the_save_cost(reporting, tmp_path):
+def test_a_log_line_says_what_the_save_cost(reporting, tmp_path):
     saver, lines = reporting
     publication = saver.start(tmp_path / "0", State({"a": torch.ones(99)}), iteration=70)
     publication.wait()
@@ -111,6 +115,83 @@ def test_a_save_that_is_awaited_in_save_checkpoint_has_no_time_after_it(reportin
     with trainer_held("save_checkpoint"):
         saver.start(tmp_path / "0", lazy()).wait()
     assert set(lines()[0]["held_parts_ms"]) == {"save_checkpoint", "polls"}
+
+
+class Part:
+    """A provider of one lazy and one eager tensor, two objects and a stream of 3,000 bytes."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def entries(self):
+        yield TensorSource("lazy", torch.ones(self.count), Mutability.AT_FENCE)
+        yield TensorSource("eager", torch.ones(10 * self.count, dtype=torch.uint8))
+        yield ObjectSource("object", {"step": 1})
+        yield ObjectSource("other", [])
+        yield StreamSource.from_buffers("stream", [bytes(1000)] * 3, Mutability.NEVER)
+
+    def restore(self, reader):
+        raise NotImplementedError
+
+
+def test_the_report_counts_by_provider(reporting, tmp_path):
+    saver, lines = reporting
+    providers = {"": State({"w": torch.ones(7)}), "first": Part(100), "second": Part(200)}
+    for number in range(2):  # the second save finds the plan of the first
+        saver.start(tmp_path / str(number), lambda: providers).wait()
+    for report in lines():
+        shares = report["providers"]
+        assert list(shares) == ["", "first", "second"]
+        assert shares[""] == dict.fromkeys(shares[""], 0) | {
+            "tensors": 1,
+            "eager_bytes": 28,
+            "host_bytes": 28,
+        }
+        for name, count in (("first", 100), ("second", 200)):
+            share = shares[name]
+            times, tail = share.pop("tail_ms"), share.pop("tail_bytes")
+            assert share.pop("tail_stored_bytes") == tail
+            assert share == {
+                "tensors": 2, "eager_bytes": 10 * count, "lazy_bytes": 4 * count, "objects": 2, "streams": 1,
+                "host_bytes": 14 * count, "device_bytes": 0, "encoded_tensors": 0,
+            }  # fmt: skip
+            assert times > 0 and 3000 < tail < 10_000
+        assert sum(share["lazy_bytes"] for share in shares.values()) == report["lazy_bytes"]
+        assert sum(share["eager_bytes"] for share in shares.values()) == report["eager_bytes"]
+
+
+def test_the_report_says_what_compression_saves(reporting, tmp_path):
+    saver, lines = reporting
+    saver.start(tmp_path / "0", lambda: {"": Compressed(State({"w": torch.zeros(100_000)}))}).wait()
+    share = lines()[0]["providers"][""]
+    assert (share["tensors"], share["encoded_tensors"], share["objects"]) == (0, 1, 0)
+    assert share["tail_bytes"] == 400_000 > 10 * share["tail_stored_bytes"] > 0
+
+
+def test_a_save_that_fails_before_its_state_is_known_has_no_providers(reporting, tmp_path):
+    saver, lines = reporting
+    saver.start(tmp_path / "0", State({"a": torch.ones(2).to_sparse()})).wait()  # cannot be saved
+    (report,) = lines()
+    assert report["state"] == "failed" and report["providers"] == {}
+
+
+def documented(heading: str) -> set[str]:
+    """Returns the fields in the table below a heading of docs/reports.md."""
+    page = (Path(__file__).parents[2] / "docs" / "reports.md").read_text()
+    table = page.split(f"\n{heading}\n")[1].split("\n#")[0]
+    cells = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
+    return {name for cell in cells for name in re.findall(r"`(\w+)`", cell)}
+
+
+def test_the_page_on_reports_lists_the_fields_of_a_save(reporting, tmp_path):
+    saver, lines = reporting
+    save(saver, tmp_path / "0", {"a": torch.ones(9)})
+    (report,) = lines()
+    fields = {
+        name for name in report if name not in ("staging_bytes", "page_locked_bytes", "staging_trouble")
+    }
+    assert fields == documented("## Saves")
+    assert report["providers"][""].keys() == documented("### Providers")
 
 
 def test_a_failed_save_is_reported_with_its_error(tmp_path):
@@ -174,7 +255,7 @@ def test_a_save_without_data_divides_by_nothing():
 
 
 def publication_of(records: list[RankRecord]) -> SimpleNamespace:
-    """As much of a Publication as a report looks at."""
+    """Makes as much of a Publication as a report looks at."""
     rank_save = RankSave(SaveContext(SaveId(1, 1), Path("d"), 0, len(records)), 1.0)
     return SimpleNamespace(save=rank_save, records=records, outcome=Outcome.PUBLISHED, error=None)
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.reader import read_header
 from megatron_datastates.errors import FormatError, MismatchError, MissingKeyError, NotACheckpointError
@@ -19,7 +20,17 @@ from megatron_datastates.pipeline.runs import find_published, is_published
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability
 from tests.unit.by_hand import block_checksums
-from tests.unit.states import KNOWN_DTYPES, OPTIONS, State, bits, data_files, new_saver, random_tensor, save
+from tests.unit.states import (
+    KNOWN_DTYPES,
+    OPTIONS,
+    SMALL,
+    State,
+    bits,
+    data_files,
+    new_saver,
+    random_tensor,
+    save,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")
 SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (3, 5), (2, 3, 4, 5)]
@@ -50,13 +61,13 @@ def assert_holds(checkpoint: Checkpoint, tensors: dict[str, torch.Tensor]) -> No
 @pytest.mark.parametrize("mutability", MUTABILITIES, ids=lambda m: m.name)
 def test_every_dtype_and_shape_comes_back_bit_by_bit(saver, tmp_path, mutability):
     assert save(saver, tmp_path / "c", MIXED, mutability=mutability).outcome is Outcome.PUBLISHED
-    assert_holds(Checkpoint.open(tmp_path / "c", OPTIONS), MIXED)
+    assert_holds(ds.open(tmp_path / "c", **SMALL), MIXED)
 
 
 @pytest.mark.parametrize("mutability", MUTABILITIES, ids=lambda m: m.name)
 def test_large_and_strided_tensors_come_back_bit_by_bit(saver, tmp_path, mutability):
     save(saver, tmp_path / "c", LARGE, {"x": [1, 2]}, mutability)
-    checkpoint = Checkpoint.open(tmp_path / "c", OPTIONS)
+    checkpoint = ds.open(tmp_path / "c", **SMALL)
     assert_holds(checkpoint, LARGE)
     assert checkpoint.read_object("x") == [1, 2]
     assert verify(tmp_path / "c", options=OPTIONS).good
@@ -65,16 +76,14 @@ def test_large_and_strided_tensors_come_back_bit_by_bit(saver, tmp_path, mutabil
 @pytest.mark.parametrize("direct_io", [True, False])
 @pytest.mark.parametrize("slot_size", [1 << 20, 4 << 20])
 def test_a_state_larger_than_the_staging_memory_streams_through_it(tmp_path, direct_io, slot_size):
-    saver = new_saver(direct_io=direct_io, slot_size=slot_size)
     tensors = {str(n): random_tensor(torch.uint8, (3 << 20,), n) for n in range(5)}
-    save(saver, tmp_path / "c", tensors)
-    saver.close()
-    assert_holds(Checkpoint.open(tmp_path / "c", OPTIONS), tensors)
+    ds.save(tensors, tmp_path / "c", **SMALL | {"direct_io": direct_io, "slot_size": slot_size})
+    assert_holds(ds.open(tmp_path / "c", **SMALL), tensors)
 
 
-def test_the_data_file_has_the_form_that_the_document_gives(saver, tmp_path):
+def test_the_data_file_has_the_form_that_the_document_describes(saver, tmp_path):
     publication = save(saver, tmp_path / "c", LARGE, {"x": 1})
-    checkpoint = Checkpoint.open(tmp_path / "c", OPTIONS)
+    checkpoint = ds.open(tmp_path / "c", **SMALL)
     (path,) = data_files(tmp_path / "c")
     footer, data = checkpoint.footer(0), path.read_bytes()
     assert len(data) % 4096 == footer.data_bytes % 4096 == 0
@@ -94,14 +103,14 @@ def test_the_data_file_has_the_form_that_the_document_gives(saver, tmp_path):
 def test_objects_come_back_equal(saver, tmp_path, mutability):
     objects = {"a/shard_0_1": [{"step": 1}], "empty": None, "big": "x" * 3_000_000, "ключ": b"\0"}
     save(saver, tmp_path / "c", {}, objects, mutability)
-    checkpoint = Checkpoint.open(tmp_path / "c", OPTIONS)
+    checkpoint = ds.open(tmp_path / "c", **SMALL)
     assert checkpoint.read_objects(objects) == objects
     assert set(checkpoint.index.objects) == set(objects)
 
 
 def test_a_state_without_anything_is_published_without_a_data_file(saver, tmp_path):
     assert save(saver, tmp_path / "c", {}).outcome is Outcome.PUBLISHED
-    assert Checkpoint.open(tmp_path / "c", OPTIONS).manifest.files == []
+    assert ds.open(tmp_path / "c", **SMALL).manifest.files == []
     assert verify(tmp_path / "c", options=OPTIONS).good
 
 
@@ -112,7 +121,7 @@ def test_what_may_change_at_once_is_copied_before_start_returns(saver, tmp_path)
     tensor.zero_()
     value["step"][0] = 2
     publication.wait()
-    checkpoint = Checkpoint.open(tmp_path / "c", OPTIONS)
+    checkpoint = ds.open(tmp_path / "c", **SMALL)
     assert bits(checkpoint.read_tensor("w")) == bits(before)
     assert checkpoint.read_object("x") == {"step": [1]}
 
@@ -124,7 +133,7 @@ def test_what_may_change_at_the_fence_is_copied_before_the_fence_ends(saver, tmp
     FENCE.wait("the step")
     tensor.zero_()
     assert publication.wait() is Outcome.PUBLISHED
-    assert bits(Checkpoint.open(tmp_path / "c", OPTIONS).read_tensor("w")) == bits(before)
+    assert bits(ds.open(tmp_path / "c", **SMALL).read_tensor("w")) == bits(before)
 
 
 def test_without_lazy_copies_nothing_is_left_to_the_fence(tmp_path):
@@ -135,7 +144,7 @@ def test_without_lazy_copies_nothing_is_left_to_the_fence(tmp_path):
     tensor.zero_()
     publication.wait()
     saver.close()
-    assert bits(Checkpoint.open(tmp_path / "c", OPTIONS).read_tensor("w")) == bits(before)
+    assert bits(ds.open(tmp_path / "c", **SMALL).read_tensor("w")) == bits(before)
 
 
 # -- slices -----------------------------------------------------------------------------------------------
@@ -145,10 +154,8 @@ def test_without_lazy_copies_nothing_is_left_to_the_fence(tmp_path):
 def grid(tmp_path_factory):
     directory = tmp_path_factory.mktemp("grid") / "c"
     tensor = random_tensor(torch.int16, (40, 30, 20))
-    saver = new_saver()
-    save(saver, directory, {"w": tensor, "scalar": torch.tensor(2.5)})
-    saver.close()
-    return Checkpoint.open(directory, OPTIONS), tensor
+    ds.save({"w": tensor, "scalar": torch.tensor(2.5)}, directory, **SMALL)
+    return ds.open(directory, **SMALL), tensor
 
 
 @given(data=st.data())
@@ -197,9 +204,9 @@ def test_a_dtype_that_this_torch_lacks_is_named(grid, monkeypatch):
 # -- directories ------------------------------------------------------------------------------------------
 
 
-def test_published_checkpoints_are_found_by_iteration(saver, tmp_path):
+def test_published_checkpoints_are_found_by_iteration(tmp_path):
     for name in ("iter_0000010", "iter_0000002", "other", "iter_x"):
-        save(saver, tmp_path / name, {"w": torch.ones(1)})
+        ds.save({"w": torch.ones(1)}, tmp_path / name, **SMALL)
     (tmp_path / "iter_0000030").mkdir()
     (tmp_path / "iter_0000040").write_text("a file")
     assert list(find_published(tmp_path).items()) == [
@@ -222,10 +229,10 @@ def empty(directory: Path) -> None:
     ],
     ids=["without its manifest", "empty", "torch_dist", "missing"],
 )
-def test_a_directory_without_a_manifest_is_refused_with_the_reason(saver, tmp_path, spoil, reason):
-    save(saver, tmp_path / "c", {"w": torch.ones(1)})
+def test_a_directory_without_a_manifest_is_refused_with_the_reason(tmp_path, spoil, reason):
+    ds.save({"w": torch.ones(1)}, tmp_path / "c", **SMALL)
     assert is_published(tmp_path / "c")
     spoil(tmp_path / "c")
     assert not is_published(tmp_path / "c")
     with pytest.raises(NotACheckpointError, match=f"{tmp_path / 'c'}.*{reason}"):
-        Checkpoint.open(tmp_path / "c", OPTIONS)
+        ds.open(tmp_path / "c", **SMALL)

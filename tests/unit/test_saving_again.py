@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability
-from tests.unit.states import OPTIONS, State, bits, data_files, new_saver, random_tensor, save
+from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, new_saver, random_tensor, save
 
 
 def fresh(seed: int, rows: int = 300) -> dict[str, torch.Tensor]:
@@ -24,7 +25,7 @@ def fresh(seed: int, rows: int = 300) -> dict[str, torch.Tensor]:
 
 
 def stored(directory) -> dict[str, bytes]:
-    checkpoint = Checkpoint.open(directory, OPTIONS)
+    checkpoint = ds.open(directory, **SMALL)
     return {key: bits(checkpoint.read_tensor(key)) for key in checkpoint.index.tensors}
 
 
@@ -43,7 +44,7 @@ def test_changed_tensors_are_saved_as_they_are_now(saver, tmp_path, mutability):
 
 
 @pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
-def test_tensors_that_moved_are_saved_from_where_they_are_now(saver, tmp_path, mutability):
+def test_tensors_in_other_memory_than_before_are_saved_from_there(saver, tmp_path, mutability):
     earlier = []  # kept, so that no allocation is reused: old addresses would read old values
     for number in range(3):
         tensors = fresh(number)
@@ -83,14 +84,14 @@ def test_equal_structures_share_an_index(saver, tmp_path):
     names = set()
     for number in range(3):
         save(saver, tmp_path / str(number), fresh(number))
-        names.add(Checkpoint.open(tmp_path / str(number), OPTIONS).manifest.index.sha256)
+        names.add(ds.open(tmp_path / str(number), **SMALL).manifest.index.sha256)
     assert len(names) == 1
 
 
 def test_of_an_index_that_is_open_nothing_is_read_and_decoded_again(saver, tmp_path, monkeypatch):
     for number in range(2):
         save(saver, tmp_path / str(number), fresh(number))
-    first, second = (Checkpoint.open(tmp_path / str(number), OPTIONS) for number in range(2))
+    first, second = (ds.open(tmp_path / str(number), **SMALL) for number in range(2))
     entries = {key: first.index.tensor(key) for key in first.index.tensors}
     monkeypatch.setattr(second.index.tensors, "read", None)
     assert all(second.index.tensor(key) is entry for key, entry in entries.items())
@@ -101,7 +102,7 @@ def test_of_an_index_that_is_open_nothing_is_read_and_decoded_again(saver, tmp_p
 
 def test_what_is_known_of_an_index_goes_with_the_last_checkpoint_that_has_it(saver, tmp_path):
     save(saver, tmp_path / "c", fresh(0))
-    checkpoint = Checkpoint.open(tmp_path / "c", OPTIONS)
+    checkpoint = ds.open(tmp_path / "c", **SMALL)
     entry = weakref.ref(checkpoint.index.tensor("w0").offsets)
     assert entry() is not None
     del checkpoint
@@ -134,7 +135,7 @@ def test_objects_are_serialized_anew(saver, tmp_path):
     for number in range(3):
         value = {"step": number, "more": "x" * number * 5000}
         save(saver, tmp_path / str(number), {}, {"x": value})
-        assert Checkpoint.open(tmp_path / str(number), OPTIONS).read_object("x") == value
+        assert ds.open(tmp_path / str(number), **SMALL).read_object("x") == value
 
 
 # -- one directory twice ----------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ def test_saving_again_into_a_directory_leaves_exactly_one_saves_files(saver, tmp
     for number, tensors in enumerate([fresh(0), fresh(1), {"other": torch.ones(3)}, fresh(2)]):
         again = saver if same_process else new_saver()
         save(again, directory, tensors, {"x": number})
-        manifest = Checkpoint.open(directory, OPTIONS).manifest
+        manifest = ds.open(directory, **SMALL).manifest
         names = {MANIFEST_NAME, manifest.index.name, *(file.name for file in manifest.files)}
         assert {path.name for path in directory.iterdir()} == names
         assert len(names) == 3

@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+import megatron_datastates as ds
 from megatron_datastates.errors import FormatError
 from megatron_datastates.mcore.load.metadata import StoredMetadata, requested_boxes
 from megatron_datastates.mcore.load.reader import DataStatesReader, find_fragment
 from megatron_datastates.pipeline.load import Checkpoint
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
-from tests.unit.states import OPTIONS
+from tests.unit.states import SMALL
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*single process")
 LAYERS, ROWS = 6, 4  # of "w": one fragment for each layer and half of the rows
@@ -43,7 +44,7 @@ def checkpoint(tmp_path: Path) -> Checkpoint:
     write_checkpoint(
         tmp_path, [Part(pieces=pieces, objects={"x": (8000, b"object")})], index_of(places, {"x": 0})
     )
-    return Checkpoint.open(tmp_path, OPTIONS)
+    return ds.open(tmp_path, **SMALL)
 
 
 def known(checkpoint: Checkpoint, boxes=()) -> StoredMetadata:
@@ -84,14 +85,14 @@ def test_fragments_with_holes_or_overlaps_are_refused_where_they_are_wanted(tmp_
     """DCP would leave what is in memory, or take one of two."""
     fragments = [(fragment("v", [8], [at], [size]), 0, 4096) for at, size in places]
     write_checkpoint(tmp_path, [Part()], index_of(fragments))
-    opened = Checkpoint.open(tmp_path, OPTIONS)
+    opened = ds.open(tmp_path, **SMALL)
     with pytest.raises(FormatError, match="'v': its fragments overlap, or do not cover"):
         _ = known(opened, {"v": ([1], [7])})["v"].chunks
     assert len(known(opened, {"v": ([0], [1])})["v"].chunks) == 1
 
 
 def test_a_box_may_leave_the_tensor_and_gets_what_there_is(checkpoint):
-    """With allow_shape_mismatch."""
+    """Megatron asks for such boxes with allow_shape_mismatch."""
     assert len(known(checkpoint, {"v": ([2], [100])})["v"].chunks) == 2
 
 
@@ -125,7 +126,7 @@ def test_what_a_plan_over_some_fragments_means_is_found_again(checkpoint):
     assert lengths[0] == lengths[1]
 
 
-def test_an_empty_fragment_never_stands_for_the_one_behind_it(checkpoint):
+def test_an_empty_fragment_never_stands_for_the_one_after_it(checkpoint):
     entry = checkpoint.index.tensor("v")
     for hint in (None, 0, 1, 2, 99):
         assert find_fragment(entry, MetadataIndex("v", torch.Size([0]), hint)) == 1

@@ -25,13 +25,13 @@ def root(tmp_path):
 
 
 def read(root: Path, text: str) -> str:
-    """What Megatron reads where the tracker says `text`."""
+    """Returns what Megatron reads where the tracker says `text`."""
     (root / TRACKER_NAME).write_text(text)
     return tracker.wrap_read_metadata(lambda name: Path(name).read_text())(str(root / TRACKER_NAME))
 
 
 def deleted(root: Path, iteration: int) -> bool:
-    """Whether retention's deletion of an iteration is let through."""
+    """Returns whether retention's deletion of an iteration is let through."""
     asked: list[int] = []
     retention.wrap_async_delete_checkpoint_impl(lambda path, number: asked.append(number))(
         str(root), iteration

@@ -15,7 +15,7 @@ PRELUDE = "import sys; sys.path[:0] = ['recipes/cpu']; import stand_ins; stand_i
 
 
 def run(code: str) -> str:
-    """What a new process prints, warnings and errors included."""
+    """Returns what a new process prints, warnings and errors included."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
         text=True,
@@ -73,9 +73,8 @@ def test_missing_hook_point_for_saving_is_named_and_saving_refused():
     )
     said = run(PRELUDE + code).splitlines()[-1]
     assert "HookPointError" in said
-    assert (
-        versions.installed_version().split("+")[0] in said
-    )  # what follows is a commit of the working folder
+    release = versions.installed_version().split("+")[0]  # without the commit of the working folder
+    assert release in said
     assert "optimizer.optimizer.ChainedOptimizer.step" in said and "async_utils.AsyncCallsQueue.close" in said
 
 

@@ -217,7 +217,7 @@ def test_an_array_that_megatron_never_wrote_is_refused(legacy, change, error):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}"])
-def test_a_damaged_document_is_told(legacy, text):
+def test_a_damaged_document_is_named(legacy, text):
     (legacy / "norm" / ".zarray").write_text(text)
     with pytest.raises(FormatError, match=r"norm/\.zarray is damaged"):
         open_source(legacy)
@@ -235,7 +235,7 @@ def test_objects_cannot_run_code(legacy, tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_is_not_there_is_told(legacy):
+def test_missing_arrays_and_documents_are_named(legacy):
     source = open_source(legacy)
     with pytest.raises(MissingKeyError, match="no tensor 'nothing'"):
         source.read_tensor("nothing")

@@ -9,21 +9,22 @@ import pytest
 import torch
 import zarr
 
+import megatron_datastates as ds
 from megatron_datastates import zarr_view
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.errors import CorruptDataError, NotACheckpointError
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
-from tests.unit.states import KNOWN_DTYPES, bits, data_files, random_tensor, save
+from tests.unit.states import KNOWN_DTYPES, SMALL, bits, data_files, random_tensor
 
 FC1 = "decoder.layers.mlp.linear_fc1.weight"
 
 
 @pytest.fixture
-def viewed(saver, tmp_path: Path):
+def viewed(tmp_path: Path):
     """Saves tensors; returns the view of them."""
 
     def view(tensors: dict[str, torch.Tensor], **options: bool) -> zarr.Group:
-        save(saver, tmp_path / "ck", tensors, {"rng": [1]})
+        ds.save(tensors | {"rng": [1]}, tmp_path / "ck", **SMALL)
         return zarr_view.open(tmp_path / "ck", **options)
 
     return view
@@ -116,7 +117,7 @@ def test_no_two_keys_have_one_name():
 
 
 def grid_of(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], tmp_path: Path):
-    """The view of a tensor `w` of uint8 that is stored in these boxes; and its bytes."""
+    """Returns the view of a tensor `w` of uint8 that is stored in these boxes; and its bytes."""
     whole = np.arange(np.prod(shape), dtype=np.uint8).reshape(shape)
     pieces, places, at = [], [], 4096
     for offset, size in boxes:
@@ -150,8 +151,8 @@ def test_irregular_fragments_are_shown_in_chunks_of_bounded_size(
     np.testing.assert_array_equal(array[...], whole)
 
 
-def test_corrupt_data_is_an_error_and_never_zeros(saver, tmp_path):
-    save(saver, tmp_path, {"w": torch.ones(8)})
+def test_corrupt_data_is_an_error_and_never_zeros(tmp_path):
+    ds.save({"w": torch.ones(8)}, tmp_path, **SMALL)
     (path,) = data_files(tmp_path)
     data = bytearray(path.read_bytes())
     data[4096] ^= 1
@@ -172,6 +173,6 @@ def test_nothing_can_be_written(viewed, tmp_path):
     assert {path: path.read_bytes() for path in (tmp_path / "ck").iterdir()} == before
 
 
-def test_what_is_no_checkpoint_is_told(tmp_path):
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(NotACheckpointError):
         zarr_view.open(tmp_path)

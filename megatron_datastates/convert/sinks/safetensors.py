@@ -2,7 +2,7 @@
 
 The format (https://huggingface.co/docs/safetensors, safetensors' `tensor.rs`): the header's size as 8 bytes,
 a header in JSON, then all tensors without gaps. This module does not use the library, which needs all tensors
-of a file in memory at once. Files and index have the names that transformers gives them.
+of a file in memory at once. Files and index have the names that transformers uses.
 
 Tensors have the names of Megatron's modules with Transformer Engine, as in the checkpoint
 (`self_attention.linear_qkv.layer_norm_weight`), with the numbers of layers.

@@ -129,9 +129,8 @@ def _parse(members: dict[str, Member], stream: BinaryIO, file: BinaryIO, offset:
     first = offset + member.offset + record.storage_offset * item
     is_whole = record.storage_offset == 0 and member.size == math.prod(record.shape) * item
     in_order = record.strides == contiguous_strides(record.shape)
-    crc = (
-        member.crc if is_whole and in_order else None
-    )  # the zip file has the CRC of the storage, not of the tensor
+    # The zip file has the CRC of the storage, not of the tensor.
+    crc = member.crc if is_whole and in_order else None
     return Archive(file, first, dtype, record.shape, record.strides, where, crc)
 
 

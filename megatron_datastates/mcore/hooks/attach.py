@@ -54,7 +54,7 @@ def attach_module(module: ModuleType) -> None:
         if missing:
             raise HookPointError(
                 f"{module.__name__} has no {', no '.join(missing)}, so no fence can be attached: call "
-                "megatron_datastates.mcore.fence() before unmapping device memory after a lazy save"
+                "megatron_datastates.fence() before unmapping device memory after a lazy save"
             )
         return
     hooks = [hook for hook in versions.installed().loading if hook.module == module.__name__]

@@ -140,9 +140,8 @@ def wrap_async_delete_checkpoint_impl(original: Callable[..., Any]) -> Callable[
     ) -> None:
         root = Path(save_path)
         directory = root / iteration_name(iteration_to_delete)
-        _deletions[directory] = (
-            threading.current_thread()
-        )  # before the checks: a later save waits, an earlier one is seen
+        # Noted before the checks: a later save waits, an earlier one is seen.
+        _deletions[directory] = threading.current_thread()
         try:
             tracked = tracked_iteration(root / TRACKER_NAME)
             if tracked == iteration_to_delete:

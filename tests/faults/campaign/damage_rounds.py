@@ -23,7 +23,7 @@ def regions_of(directory: Path) -> list[Region]:
 
 
 def prepare(facts: dict[str, Any]) -> None:
-    """Before any fork, so that no round computes it."""
+    """Computes what all rounds need before any fork, so that no round does."""
     sound = specimens.place(Path(facts["root"]), specimens.USUAL)
     regions_of(sound)
     judging.command("ls", facts["root"])
@@ -82,7 +82,7 @@ def _judge(found: Found, damage: Damage, directory: Path, rng: random.Random) ->
 
 
 def _names_checkpoint(text: str, damage: Damage, directory: Path) -> bool:
-    """Where the files that say what the directory is are damaged, others are missed, or it is none."""
+    """Returns whether the damage may hide what the directory is, and the error names the directory."""
     return bool({MANIFEST, METADATA} & set(damage.files)) and str(directory) in text
 
 

@@ -50,7 +50,7 @@ Do = Callable[[Victim, random.Random], Damage]
 
 
 def role(name: str) -> str:
-    """What a file is in its checkpoint."""
+    """Returns what a file is in its checkpoint."""
     if name.startswith("data-"):
         return "data file"
     return "index" if name.startswith("index-") else {MANIFEST: "manifest", METADATA: "metadata.json"}[name]
@@ -85,7 +85,7 @@ def _ones(old: bytes, rng: random.Random) -> bytes:
 
 
 def _next_number(old: bytes, rng: random.Random) -> bytes:
-    """One more or less where a number is: what damage rarely looks like, and a forger's favourite."""
+    """Adds or subtracts one where a number is: what damage rarely looks like, and a forger's favourite."""
     step = rng.choice([1, -1])
     return ((int.from_bytes(old, "little") + step) % (1 << 8 * len(old))).to_bytes(len(old), "little")
 
@@ -101,7 +101,7 @@ EDITS = {
 
 
 def edit(victim: Victim, rng: random.Random) -> Damage:
-    """Of bytes in one region. Each class of region is as likely as any other."""
+    """Changes bytes in one region. Each class of region is as likely as any other."""
     what = rng.choice(sorted({region.what for region in victim.regions}))
     region = rng.choice([region for region in victim.regions if region.what == what])
     data = victim.bytes_of(region.file)
@@ -112,7 +112,7 @@ def edit(victim: Victim, rng: random.Random) -> Damage:
 
 
 def _edited(data: bytes, region: Region, rng: random.Random) -> tuple[int, int, str, bytes] | None:
-    """Where, how, and what is there then; None if it is what was there before."""
+    """Returns where, how, and what is there then; None if it is what was there before."""
     begin, end = _run(region, rng)
     how = rng.choice(sorted(EDITS))
     new = EDITS[how](data[begin:end], rng)
@@ -123,7 +123,7 @@ def _edited(data: bytes, region: Region, rng: random.Random) -> tuple[int, int, 
 
 
 def truncate(victim: Victim, rng: random.Random) -> Damage:
-    """At, before or after a boundary of any region, or anywhere."""
+    """Cuts a file off at, before or after a boundary of any region, or anywhere."""
     region = rng.choice(victim.regions)
     data = victim.bytes_of(region.file)
     at = rng.choice(
@@ -145,7 +145,7 @@ def extend(victim: Victim, rng: random.Random) -> Damage:
 
 
 def shift(victim: Victim, rng: random.Random) -> Damage:
-    """Bytes lost or doubled within a file."""
+    """Removes or doubles bytes within a file."""
     region = rng.choice(victim.regions)
     data = victim.bytes_of(region.file)
     begin, end = _run(region, rng)
@@ -159,7 +159,7 @@ def shift(victim: Victim, rng: random.Random) -> Damage:
 
 
 def swap(victim: Victim, rng: random.Random) -> Damage:
-    """One or two files are those of another save, or of another rank, under their own names."""
+    """Replaces one or two files by those of another save, or of another rank, under their own names."""
     names = rng.sample(victim.names(), rng.choice([1, 1, 2]))
     source = rng.choice([*victim.others, victim.sound])
     reported = []
@@ -175,7 +175,7 @@ def swap(victim: Victim, rng: random.Random) -> Damage:
 
 
 def mix(victim: Victim, rng: random.Random) -> Damage:
-    """All files but one are those of another save under this one's names, with or without its manifest."""
+    """Replaces all files but one by another save's, under this one's names, with or without the manifest."""
     source = rng.choice(victim.others)
     kept = rng.choice(victim.names())
     others = sorted(os.listdir(source))
@@ -238,7 +238,7 @@ def _socket(path: Path, victim: Victim, rng: random.Random) -> None:
 
 
 def _sparse(path: Path, victim: Victim, rng: random.Random) -> None:
-    """A giant that holds nothing, or its own bytes and then nothing."""
+    """Makes a file a sparse giant that holds nothing, or its own bytes and then nothing."""
     data = victim.bytes_of(path.name) if rng.random() < 0.5 else b""
     victim.put(path.name, data)
     size = rng.choice([len(victim.bytes_of(path.name)), 300 << 20, (4 << 30) + 1, 1 << 40, 7 << 40])
@@ -268,6 +268,6 @@ TURNS_OF_MORE: tuple[Do, ...] = (edit, replace, edit, mix, edit, truncate, edit,
 
 
 def damage(victim: Victim, round_: int, rng: random.Random) -> Damage:
-    """Does one, by the round's number and its random numbers."""
+    """Does one damage, chosen by the round's number and its random numbers."""
     turns = (*TURNS, *TURNS_OF_MORE)
     return turns[round_ % len(turns)](victim, rng)

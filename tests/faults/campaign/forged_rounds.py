@@ -93,7 +93,7 @@ class _Judge:
         self._found, self._forgery, self._directory, self._rng = found, forgery, directory, rng
 
     def tried(self, what: str, act: Callable[[], Any]) -> tuple[bool, Any]:
-        """Whether it succeeded, and what came of it. Only our errors are refusals."""
+        """Returns whether it succeeded, and what came of it. Only our errors are refusals."""
         try:
             made = act()
         except (DataStatesError, CheckpointingException) as error:
@@ -123,7 +123,7 @@ class _Judge:
             self._repair(claims)
 
     def _read_all(self, checkpoint: Checkpoint, claims: Claims) -> bool:
-        """Whether something was refused."""
+        """Returns whether something was refused."""
         done, keys = self.tried("keys", lambda: [*checkpoint.index.tensors])
         if not done:
             return True
@@ -161,7 +161,7 @@ class _Judge:
                 self._expect(key, _bytes(tensor), self._state_by_map(checkpoint, key, claims))
 
     def _state_by_map(self, checkpoint: Checkpoint, key: str, claims: Claims) -> bytes | None:
-        """Element by element, by what the map in the checkpoint says."""
+        """Computes optimizer state element by element, as the map in the checkpoint describes it."""
         import itertools
         import json
 
@@ -190,7 +190,7 @@ class _Judge:
         return b"".join(made[each] for each in wanted) if made.keys() == set(wanted) else None
 
     def _load_by_megatron(self, claims: Claims) -> None:
-        """As if the honest checkpoint were there."""
+        """Loads by Megatron as if the honest checkpoint were there."""
         patterns.join_alone()
         wanted = {
             "w": ShardedTensor.from_rank_offsets("w", torch.full((4, 6), -1.0)),

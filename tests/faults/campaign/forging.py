@@ -65,7 +65,7 @@ class Claims:
     extents: list[dict[str, tuple[int, int]]]  # of each file: object's name -> offset, bytes
 
     def tensor(self, key: str) -> bytes | None:
-        """The elements in row-major order; None if nothing honest says what they are."""
+        """Returns the elements in row-major order; None if nothing honest says what they are."""
         found = [each for each in self.tensors if each.name == key.encode()]
         if len(found) != 1 or found[0].dtype not in DTYPE_NAMES:
             return None
@@ -93,7 +93,7 @@ class Claims:
         return b"".join(made[element] for element in itertools.product(*map(range, tensor.shape)))
 
     def object(self, key: str) -> bytes | None:
-        """As it is stored."""
+        """Returns the object as it is stored."""
         files = [file for name, file in self.objects if name == key.encode()]
         if len(files) != 1 or files[0] >= len(self.data) or key not in self.extents[files[0]]:
             return None
@@ -129,7 +129,7 @@ def optimizer_map(**changes: Any) -> dict[str, Any]:
 
 
 def base(objects: dict[str, bytes] | None = None) -> Claims:
-    """What is honest: two files, fragments in rows, columns and alone, and objects.
+    """Returns what is honest: two files, fragments in rows, columns and alone, and objects.
 
     `objects` replace some of them.
     """
@@ -179,7 +179,7 @@ def with_header(data: bytes, rank: int, save: SaveId = SAVE) -> bytes:
 def seal(
     data: bytes, extents: dict[str, tuple[int, int]], rank: int, save: SaveId = SAVE, **fields: Any
 ) -> bytes:
-    """A data file of data with its header; `fields` are the footer's."""
+    """Returns a data file of data with its header; `fields` are the footer's."""
     entries = object_entries({key: Extent(0, *extent) for key, extent in extents.items()})
     known = {"data_bytes": len(data), "layout_digest": bytes(16), "entries": entries}
     checksums = {"block_checksums": block_checksums(data)}
@@ -190,13 +190,13 @@ def seal(
 
 
 def data_files(claims: Claims) -> list[bytes]:
-    """Sealed; what the headers overwrite, the claims have then, too."""
+    """Seals the data files. What their headers overwrite is updated in the claims, too."""
     claims.data = [with_header(data, rank) for rank, data in enumerate(claims.data)]
     return [seal(data, claims.extents[rank], rank) for rank, data in enumerate(claims.data)]
 
 
 def assemble(files: list[bytes], index: bytes, **fields: Any) -> dict[str, bytes]:
-    """By name: data files, index, manifest, metadata.json."""
+    """Returns the bytes of data files, index, manifest and metadata.json by name."""
     entries = [file_entry(data, rank, SAVE) for rank, data in enumerate(files)]
     manifest = manifest_of(entries, index, SAVE, **fields)
     found = {entry.name: data for entry, data in zip(entries, files, strict=True)}
@@ -210,7 +210,7 @@ def honest() -> tuple[Claims, dict[str, bytes]]:
 
 
 def resealed_entry(name: str, rank: int, data: bytes) -> dict[str, Any]:
-    """What a manifest honestly says of a file."""
+    """Returns what a manifest honestly says of a file."""
     entry = file_entry(data, rank, SAVE)
     return {
         "name": name,
@@ -240,7 +240,7 @@ WORDS = st.one_of(
 
 
 def forged_by(forge: Callable[[Draw], Forgery], number: int) -> Forgery:
-    """What `forge` makes of values drawn with this seed: always the same."""
+    """Returns what `forge` makes of values drawn with this seed: always the same."""
     found: list[Forgery] = []
 
     @seed(number)

@@ -70,7 +70,7 @@ def _name(draw: Draw) -> bytes:
 
 
 def _call(draw: Draw) -> bytes:
-    """A value on the stack that a call, or a call of its parts, has made."""
+    """Returns a value on the stack that a call, or a call of its parts, has made."""
     arguments = b"".join(
         draw(ARGUMENTS) if draw(st.integers(0, 3)) else _name(draw) for _ in range(draw(st.integers(0, 3)))
     )
@@ -129,7 +129,7 @@ def _bomb(draw: Draw) -> bytes:
 
 
 def program(draw: Draw) -> tuple[str, bytes]:
-    """What was made, and a pickle."""
+    """Returns what was made, and a pickle."""
     kind = draw(st.sampled_from(["call", "call", "call", "soup", "bomb", "known", "state"]))
     if kind == "known":
         name = draw(st.sampled_from(sorted(HOSTILE)))
@@ -142,13 +142,13 @@ def program(draw: Draw) -> tuple[str, bytes]:
 
 
 def _state(draw: Draw) -> bytes:
-    """What is honest, with a state that somebody else wrote."""
+    """Returns what is honest, with a state that somebody else wrote."""
     values: Any = draw(st.sampled_from([{"a": 1}, [1, 2], {1, 2}, 1.5]))
     return pickle.dumps(values, 2)[2:-1] + _name(draw) + b"b"
 
 
 def archive(draw: Draw, pickled: bytes) -> bytes:
-    """A zip file around it, which may lie, too."""
+    """Returns a zip file around it, which may lie, too."""
     buffer = io.BytesIO()
     compression = draw(st.sampled_from([zipfile.ZIP_STORED] * 5 + [zipfile.ZIP_DEFLATED, zipfile.ZIP_LZMA]))
     name = draw(
@@ -163,7 +163,7 @@ def archive(draw: Draw, pickled: bytes) -> bytes:
         if draw(st.integers(0, 4)) == 0:
             file.writestr("archive/byteorder", draw(st.sampled_from([b"little", b"big", b""])))
     data = bytearray(buffer.getvalue())
-    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2]))):  # sizes and places that its own tables tell
+    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2]))):  # sizes and places that its own tables state
         at = data.rfind(b"PK\x01\x02") + draw(st.sampled_from([20, 24, 42, 28, 30, 8, 10]))
         data[at : at + 4] = struct.pack("<I", draw(forging.NUMBERS) % (1 << 32))
     return bytes(data)
@@ -171,7 +171,7 @@ def archive(draw: Draw, pickled: bytes) -> bytes:
 
 @functools.cache
 def deflated() -> bytes:
-    """An archive whose pickle is a text of half a GiB, compressed."""
+    """Returns an archive whose pickle is a text of half a GiB, compressed."""
     buffer = io.BytesIO()
     with (
         zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as file,
@@ -185,7 +185,7 @@ def deflated() -> bytes:
 
 
 def objects(draw: Draw) -> Forgery:
-    """One of the objects of a checkpoint."""
+    """Returns one of the objects of a checkpoint."""
     kind, pickled = program(draw)
     data = archive(draw, pickled)
     if draw(st.integers(0, 15)) == 0:
@@ -198,7 +198,7 @@ def objects(draw: Draw) -> Forgery:
 
 
 def sound_values(draw: Draw) -> Forgery:
-    """Honest objects that are not what whoever asks expects, such as a common state that is no dictionary."""
+    """Returns honest objects of an unexpected kind, such as a common state that is no dictionary."""
     values = st.recursive(
         st.none()
         | st.booleans()

@@ -90,7 +90,7 @@ def manifest(draw: Draw) -> Forgery:
 
 
 def foreign_file(draw: Draw) -> Forgery:
-    """A data file that another save, or another rank, wrote; the manifest describes it as it is."""
+    """Returns a data file that another save, or another rank, wrote; the manifest describes it as it is."""
     claims, files = forging.honest()
     value = _manifest(files)
     place, rank = draw(st.integers(0, 1)), draw(st.integers(0, 1))
@@ -284,7 +284,7 @@ def _lie_in_entry(draw: Draw, extents: dict[str, tuple[int, int]]) -> list[TailE
 
 
 def footer_bytes(draw: Draw) -> Forgery:
-    """Any number in a footer, header or trailer; every checksum over it is made anew."""
+    """Changes any number in a footer, header or trailer; every checksum over it is made anew."""
     claims, files = forging.honest()
     value = _manifest(files)
     rank = draw(st.integers(0, 1))
@@ -321,7 +321,7 @@ def _reseal(data: bytearray, end: int) -> None:
 
 
 def _place_of_checksums(footer: bytes) -> int | None:
-    """Behind the objects, as the footer counts them now; None if that leads nowhere."""
+    """Returns the place after the entries, as the footer counts them now; None if that leads nowhere."""
     (entries,) = struct.unpack_from("<I", footer, 56)
     at = 88
     for _ in range(min(entries, 10)):

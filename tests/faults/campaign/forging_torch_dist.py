@@ -26,7 +26,7 @@ INDEX, FILE = ".metadata", "__0_0.distcp"
 
 @functools.cache
 def sound() -> dict[str, bytes]:
-    """Files that DCP wrote."""
+    """Returns the files that DCP wrote."""
     with tempfile.TemporaryDirectory() as folder:
         dcp.save({**STATE, "o": [1, 2]}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
         found = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
@@ -106,7 +106,7 @@ def hostile_metadata(draw: Draw) -> Forgery:
 
 
 def archives(draw: Draw) -> Forgery:
-    """A tensor's archive is another one; the metadata says where it lies."""
+    """Replaces a tensor's archive by another one; the metadata says where it lies."""
     files = dict(sound())
     found = pickle.loads(files[INDEX])
     key = draw(st.sampled_from([*sorted(STATE), "o"]))
@@ -133,7 +133,7 @@ def archives(draw: Draw) -> Forgery:
 
 
 def tensor(files: dict[str, bytes], key: str) -> torch.Tensor | None:
-    """The oracle: what torch itself unpickles of the places that the metadata names; None if that fails."""
+    """Returns what torch unpickles of the places that the metadata names (the oracle); None if it fails."""
     try:
         found = pickle.loads(files[INDEX])
         entry = found.state_dict_metadata[key]

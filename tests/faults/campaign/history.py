@@ -9,7 +9,7 @@ from tests.faults.campaign.oracle import Verdict
 
 
 class History:
-    """Of the notes of one run's ranks. A save is `done` when any rank has heard that it is published."""
+    """What one run's ranks noted. A save is `done` when any rank has read that it is published."""
 
     def __init__(self, notes: Iterable[Mapping[str, Any]]) -> None:
         self._begun: dict[int, list[int]] = {}
@@ -41,7 +41,7 @@ class History:
         return begun if done is None else begun[begun.index(done) :]
 
     def complaint(self, number: int, verdict: Verdict, has_manifest: bool, has_prune: bool) -> str | None:
-        """What is wrong with what was found in a directory, if anything."""
+        """Returns what is wrong with what was found in a directory, if anything."""
         if verdict.what == "violated":
             return f"iteration {number}: {verdict.why}"
         if verdict.what == "whole":

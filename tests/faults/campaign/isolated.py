@@ -122,7 +122,7 @@ def _forked(play: Callable[[], Found], hangs: Path) -> Found:
 
 
 def _child(play: Callable[[], Found], target: int, hangs: Path) -> None:
-    """Never returns."""
+    """Runs a round in this process and ends the process; never returns."""
     try:
         with hangs.open("w") as file:
             faulthandler.dump_traceback_later(ROUND_SECONDS * 0.9, file=file)
@@ -143,7 +143,7 @@ def _child(play: Callable[[], Found], target: int, hangs: Path) -> None:
 
 
 def _read_all(descriptor: int, deadline: float) -> bytes | None:
-    """All that is written to a pipe until its other end closes; None if that is not in time."""
+    """Returns all that is written to a pipe until its other end closes; None if that is not in time."""
     parts = []
     while True:
         ready, _, _ = select.select([descriptor], [], [], max(deadline - time.monotonic(), 0))

@@ -10,13 +10,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
 from megatron_datastates.config import MIB, Options
@@ -48,7 +47,7 @@ class Notes:
 
 
 def notes_in(folder: Path) -> list[dict[str, Any]]:
-    """All ranks' notes, by time. A line that a kill cut short is left out."""
+    """Returns all ranks' notes, by time. A line that a kill cut short is left out."""
     found = []
     for path in folder.glob("*.notes"):
         for line in path.read_text().splitlines(keepends=True):
@@ -139,7 +138,7 @@ def look_and_save(recipe: dict[str, Any], folder: str) -> None:
     root, note = Path(recipe["root"]), Notes(folder, f"rank{dist.get_rank()}")
     candidates = recipe["candidates"]
     for number in recipe["numbers"]:
-        tell(note, "judged", number, oracle.judge(place(root, number), candidates))
+        write_verdict(note, "judged", number, oracle.judge(place(root, number), candidates))
     number, iteration = recipe["next"]
     trainer = Trainer(root, note, recipe["mode"])
     trainer.save(number, iteration)
@@ -147,7 +146,7 @@ def look_and_save(recipe: dict[str, Any], folder: str) -> None:
     if dist.get_rank() == 0:
         sweep(root)
     dist.barrier()
-    tell(note, "again", number, oracle.judge(place(root, number), [*candidates, iteration]))
+    write_verdict(note, "again", number, oracle.judge(place(root, number), [*candidates, iteration]))
     leave()
 
 
@@ -158,7 +157,7 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def tell(note: Notes, event: str, number: int, verdict: oracle.Verdict) -> None:
+def write_verdict(note: Notes, event: str, number: int, verdict: oracle.Verdict) -> None:
     note(event, number, verdict.iteration or 0, json.dumps(dataclasses.asdict(verdict)))
 
 
@@ -169,7 +168,7 @@ def sweep(root: Path) -> None:
 
 
 def prune_until_killed(recipe: dict[str, Any], folder: str) -> None:
-    """`datastates prune` over and over, beside whoever saves."""
+    """Runs `datastates prune` over and over, beside whoever saves."""
     root, note = Path(recipe["root"]), Notes(folder, "prune")
     rules = prune.RetentionRules(keep_last=recipe["keep_last"])
     while True:
@@ -182,15 +181,6 @@ def prune_until_killed(recipe: dict[str, Any], folder: str) -> None:
         except OSError as error:
             note("prune refused", 0, 0, f"{type(error).__name__}: {error}")
         time.sleep(0.002)
-
-
-def failure_of(action: Callable[[], object]) -> str | None:
-    """The text of the CheckpointingException that `action` raises, if it does."""
-    try:
-        action()
-    except CheckpointingException as error:
-        return str(error)
-    return None
 
 
 def files_in(directory: Path) -> Sequence[str]:

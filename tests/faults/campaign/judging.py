@@ -61,7 +61,7 @@ def by_reader(directory: Path, candidates: Candidates, options: Options) -> Outc
 
 
 def by_megatron(directory: Path, candidates: Candidates) -> Outcome:
-    """Whoever asks has to know the layout: each that there is is asked for."""
+    """Loads through Megatron with each layout that there is: a caller has to know it."""
     patterns.join_alone()
     found = [
         looked(
@@ -75,7 +75,7 @@ def by_megatron(directory: Path, candidates: Candidates) -> Outcome:
 
 
 def faults_of(directory: Path, options: Options) -> list[str]:
-    """What `verify` finds, or raises if it cannot begin."""
+    """Returns what `verify` finds, or raises if it cannot begin."""
     try:
         return verify(directory, options=options).faults
     except DataStatesError as error:
@@ -109,7 +109,7 @@ def repaired(directory: Path, options: Options) -> bool:
 
 
 def command(*arguments: Any) -> tuple[int, str]:
-    """Exit code and output of `datastates ARGUMENTS`. What it raises, this does."""
+    """Returns exit code and output of `datastates ARGUMENTS`; raises what it raises."""
     shown = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
         try:

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_datastates.engine.faults import REMOVAL_OPERATIONS, SMALL_FILE_OPERATIONS
 from tests.faults.campaign.history import History
 from tests.faults.campaign.job import notes_in, place
 from tests.faults.campaign.oracle import Verdict
@@ -29,11 +30,7 @@ JOB_SECONDS = 120.0  # a job that runs longer hangs
 MODULE = "tests.faults.campaign.job"
 NEXT = 900  # the iteration of the save that follows
 # Operations and how often they happen in a save of the oracle's state, as cuda/os/faults.h names them.
-OF_ALL = {"open": 1, "reserve": 1, "write": 5, "truncate": 1, "sync": 1, "sync directory": 2}
-SMALL_FILES = ("index", "manifest", "metadata")
-STEPS = ("write {}", "rename {}", "sync directory of {}", "committed {}")
-OF_FIRST = [step.format(kind) for kind in SMALL_FILES for step in STEPS]
-OF_PRUNE = ["remove manifest", "sync removal of manifest", "remove file", "remove directory"]
+OF_EVERY_RANK = {"open": 1, "reserve": 1, "write": 5, "truncate": 1, "sync": 1, "sync directory": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +73,9 @@ def plan(rng: random.Random, root: Path) -> Plan:
         kills_all=rng.random() < 0.5,
         peers_live_seconds=rng.choice([0.0, 0.02, 0.3]),
         has_prune=rng.random() < 0.35,
-        prune_point=f"{rng.choice(OF_PRUNE)}:{rng.randint(1, 3)}:kill" if rng.random() < 0.2 else "",
+        prune_point=f"{rng.choice(REMOVAL_OPERATIONS)}:{rng.randint(1, 3)}:kill"
+        if rng.random() < 0.2
+        else "",
         recipe={
             "root": str(root),
             "before": before,
@@ -90,11 +89,15 @@ def plan(rng: random.Random, root: Path) -> Plan:
     )
 
 
+def _point_of_prune(rng: random.Random) -> str:
+    return f"{rng.choice(REMOVAL_OPERATIONS)}:{rng.randint(1, 3)}:kill"
+
+
 def _point(rng: random.Random, victim: int, interrupted: int) -> str:
     if victim == 0 and rng.random() < 0.6:
-        return f"{rng.choice(OF_FIRST)}:{interrupted + 1}:kill"
-    name = rng.choice(sorted(OF_ALL))
-    return f"{name}:{OF_ALL[name] * interrupted + rng.randint(1, OF_ALL[name])}:kill"
+        return f"{rng.choice(SMALL_FILE_OPERATIONS)}:{interrupted + 1}:kill"
+    name = rng.choice(sorted(OF_EVERY_RANK))
+    return f"{name}:{OF_EVERY_RANK[name] * interrupted + rng.randint(1, OF_EVERY_RANK[name])}:kill"
 
 
 def run(campaign: Campaign) -> Tally:
@@ -160,7 +163,7 @@ class _Round:
         return outcome.exits
 
     def _await_begin(self, job: Job) -> None:
-        """Until the save that is to be interrupted has begun, or the job is over."""
+        """Waits until the save that is to be interrupted has begun, or the job is over."""
         iteration, notes = self._plan.recipe["saves"][self._plan.interrupted][1], self._folder / "saving"
         deadline = time.monotonic() + JOB_SECONDS
         while time.monotonic() < deadline and None in job.exits():
@@ -176,7 +179,7 @@ class _Round:
             time.sleep(0.002)
 
     def _require_no_other_end(self, exits: list[int], log: str) -> None:
-        """A rank is killed, ends well, or ends because a peer was killed. Nobody crashes."""
+        """Requires that each rank was killed, succeeded, or ended because a peer was killed."""
         strange = [code for code in exits if code not in (0, 1, -signal.SIGKILL)]
         if strange:
             self._violate(f"a rank ended with {strange}: {log[-1500:]}")
@@ -216,7 +219,7 @@ class _Round:
         return (place(self._root, number) / "datastates.manifest").exists()
 
     def _left_over(self, number: int) -> str | None:
-        """After a save and a sweep, a directory holds one save's files and nothing else."""
+        """Returns a complaint if a directory holds more than one save's files after a save and a sweep."""
         names = {path.name for path in place(self._root, number).iterdir()}
         data = {name for name in names if name.startswith("data-")}
         index = {name for name in names if name.startswith("index-")}

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 PIECES = 4  # of what is divided among ranks: their number divides this
 OBJECT_BYTES = 3_000
 POISON = 0xA5
-_GLANCE = 16  # elements that tell most iterations apart
+_GLANCE = 16  # elements by which most iterations differ
 Bytes = npt.NDArray[np.uint8]
 
 
@@ -46,7 +46,7 @@ class Kind:
     turned: bool = False
 
     def parts(self, rank: int, ranks: int) -> list[tuple[int, int, int]]:
-        """(axis, place, number of places) along each axis in `split`."""
+        """Returns (axis, place, number of places) along each axis in `split`."""
         if len(self.split) == 2:
             rows = 2 if ranks == PIECES else 1
             columns = ranks // rows
@@ -55,7 +55,7 @@ class Kind:
 
     @functools.cache  # noqa: B019  (a kind lives as long as the process)
     def index(self, rank: int, ranks: int) -> npt.NDArray[np.uint64]:
-        """The place of each element of a rank's part in the global tensor."""
+        """Returns the place of each element of a rank's part in the global tensor."""
         found = np.zeros((1,) * len(self.shape), np.uint64)
         part = {axis: (place, places) for axis, place, places in self.parts(rank, ranks)}
         for axis, size in enumerate(self.shape):
@@ -83,7 +83,7 @@ KINDS = (
 def _bits(
     iteration: int, name: str, index: npt.NDArray[np.uint64], itemsize: int
 ) -> npt.NDArray[np.signedinteger]:
-    """`itemsize` bytes for each index, by a mixer of splitmix64's kind."""
+    """Returns `itemsize` bytes for each index, by a mixer of splitmix64's kind."""
     seed = zlib.crc32(name.encode()) << 32 | iteration
     mixed = index.reshape(-1) * np.uint64(0x9E3779B97F4A7C15)
     mixed += np.uint64(seed * 0xD1B54A32D192ED03 & (1 << 64) - 1)
@@ -94,7 +94,7 @@ def _bits(
 
 
 def tensor(kind: Kind, iteration: int, rank: int, ranks: int) -> torch.Tensor:
-    """A rank's part of a tensor of that iteration."""
+    """Returns a rank's part of a tensor of that iteration."""
     bits = _bits(iteration, kind.name, kind.index(rank, ranks), kind.dtype.itemsize)
     found = torch.from_numpy(bits).view(kind.dtype)
     if kind.turned:
@@ -103,7 +103,7 @@ def tensor(kind: Kind, iteration: int, rank: int, ranks: int) -> torch.Tensor:
 
 
 def thing(name: str, iteration: int | None) -> dict[str, Any] | None:
-    """An object of that iteration."""
+    """Returns an object of that iteration."""
     if iteration is None:
         return None
     bits = _bits(iteration, name, np.arange(OBJECT_BYTES, dtype=np.uint64), 1)
@@ -111,12 +111,12 @@ def thing(name: str, iteration: int | None) -> dict[str, Any] | None:
 
 
 def pieces(rank: int, ranks: int) -> range:
-    """The pieces of `own` that a rank holds."""
+    """Returns the pieces of `own` that a rank holds."""
     return range(rank * PIECES // ranks, (rank + 1) * PIECES // ranks)
 
 
 def state(iteration: int | None) -> dict[str, Any]:
-    """This rank's part of the state, as `dist_checkpointing` saves it; of no iteration to load into."""
+    """Returns a rank's part of the state for `dist_checkpointing`; without an iteration, one to load into."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     found: dict[str, Any] = {}
     for kind in KINDS:
@@ -136,7 +136,7 @@ def state(iteration: int | None) -> dict[str, Any]:
 
 
 def memory(data: torch.Tensor) -> Bytes:
-    """The bytes of a tensor, in place if it is contiguous."""
+    """Returns the bytes of a tensor, in place if it is contiguous."""
     flat = data.detach().contiguous().reshape(-1)
     found: Bytes = (flat if flat.numel() else flat.new_empty(0, dtype=torch.int8)).view(torch.uint8).numpy()
     return found
@@ -183,7 +183,7 @@ def judge(directory: Path, candidates: Collection[int]) -> Verdict:
 
 
 def decide(found: dict[str, Any], candidates: Collection[int], rank: int, ranks: int) -> Verdict:
-    """Which iteration a rank's part of a loaded state is, by its bytes alone."""
+    """Returns which iteration a rank's part of a loaded state is, by its bytes alone."""
     matches = {name: sorted(set(fits)) for name, fits in _matches(found, candidates, rank, ranks)}
     torn = [name for name, fits in matches.items() if not fits]
     if torn:
@@ -223,7 +223,7 @@ def _same(data: torch.Tensor, wanted: torch.Tensor) -> bool:
 
 
 def _torn(found: dict[str, Any], name: str, candidates: Collection[int], rank: int, ranks: int) -> str:
-    """How much of a tensor is of which iteration."""
+    """Returns how much of a tensor is of which iteration."""
     kind = next((kind for kind in KINDS if kind.name == name), None)
     if kind is None:
         return repr(found[name])[:200]

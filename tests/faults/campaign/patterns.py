@@ -62,13 +62,13 @@ KINDS: dict[str, tuple[Kind, ...]] = {
 
 @functools.lru_cache(maxsize=256)
 def content(key: str, iteration: int, size: int) -> bytes:
-    """Bytes that only this key has in this iteration."""
+    """Returns bytes that only this key has in this iteration."""
     seed = zlib.crc32(key.encode()) << 32 | iteration
     return np.random.Generator(np.random.Philox(key=seed)).bytes(size)
 
 
 def element_bytes(kind: Kind, iteration: int) -> bytes:
-    """Of the whole tensor, in row-major order."""
+    """Returns the bytes of the whole tensor's elements, in row-major order."""
     data = content(kind.key, iteration, math.prod(kind.shape) * kind.dtype.itemsize)
     return bytes(byte & 1 for byte in data) if kind.dtype is torch.bool else data
 
@@ -79,7 +79,7 @@ def whole(kind: Kind, iteration: int) -> torch.Tensor:
 
 
 def thing(name: str, iteration: int) -> State:
-    """What an object holds."""
+    """Returns what an object holds."""
     array = np.frombuffer(bytearray(content(f"array of {name}", iteration, 800)), "<u4").reshape(20, 10)
     tensor = torch.from_numpy(
         np.frombuffer(bytearray(content(f"tensor of {name}", iteration, 400)), "<i4").copy()
@@ -115,7 +115,7 @@ def names_of_objects() -> list[str]:
 
 
 def sharded_state(iteration: int, layout: str, ranks: int, rank: int) -> State:
-    """What a rank of so many saves, or asks for; Megatron takes it."""
+    """Returns what a rank of so many saves, or asks for; Megatron takes it."""
     state: State = {}
     for kind in KINDS[layout]:
         data = whole(kind, iteration)
@@ -134,7 +134,7 @@ def sharded_state(iteration: int, layout: str, ranks: int, rank: int) -> State:
 
 
 def join_alone() -> None:
-    """A process group of this process only, as Megatron's load wants one."""
+    """Makes a process group of this process only, which Megatron's load needs."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -147,14 +147,14 @@ def load_by_megatron(directory: Path, layout: str) -> State:
 
 
 def load_by_reader(checkpoint: Checkpoint) -> State:
-    """All that is in the checkpoint, by our own reader, in the form of `load_by_megatron`."""
+    """Returns all that is in the checkpoint, by our own reader, in the form of `load_by_megatron`."""
     keys = list(checkpoint.index.tensors)
     tensors = checkpoint.read_tensors([(key, None, None) for key in keys])
     return dict(zip(keys, tensors, strict=True)) | named(checkpoint.read_objects(checkpoint.index.objects))
 
 
 def named(objects: Mapping[str, Any]) -> State:
-    """Objects by their stored keys -> in the form of `load_by_megatron`."""
+    """Returns objects that are given by their stored keys in the form of `load_by_megatron`."""
     found = {}
     for key, value in objects.items():
         name, shard, *_ = key.replace("/shard_", " ").split(" ")
@@ -169,7 +169,7 @@ def named(objects: Mapping[str, Any]) -> State:
 
 
 def iteration_of(found: State, candidates: Iterable[tuple[int, str]]) -> int | None:
-    """The one iteration, of (iteration, layout), that a state is, bit for bit; None if it is none of them."""
+    """Returns which (iteration, layout) a state is, bit for bit; None if it is none of them."""
     return next((n for n, layout in candidates if first_difference(found, n, layout) is None), None)
 
 
@@ -190,7 +190,7 @@ def iterations_of_parts(found: State, candidates: Iterable[tuple[int, str]]) -> 
 
 
 def first_difference(found: State, iteration: int, layout: str) -> str | None:
-    """What of a loaded state is not that iteration's."""
+    """Returns what of a loaded state is not that iteration's."""
     kinds, objects = KINDS[layout], names_of_objects()
     if found.keys() != {*(kind.key for kind in kinds), *objects, "iteration", "common"}:
         return f"its keys are {sorted(found)}"

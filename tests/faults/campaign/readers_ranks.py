@@ -37,7 +37,7 @@ def directories(root: Path) -> list[Path]:
 
 
 def save(plan: dict[str, Any], target: str) -> None:
-    """Ranks that save: every other save into the same directory, the rest each into a new one."""
+    """Saves, every other time into the same directory, else into a new one."""
     import saving_rank
 
     from megatron_datastates.mcore import DataStatesSaveStrategy
@@ -109,7 +109,7 @@ def load_by_megatron(plan: dict[str, Any], target: str) -> None:
 
 
 def verify_and_list(plan: dict[str, Any], target: str) -> None:
-    """A verdict is good, or each of its faults says that the directory was saved anew or is going."""
+    """Requires a good verdict, or faults that say that the directory was saved anew or is being removed."""
     root, notes, rng = Path(plan["root"]), Notes(), random.Random(plan["seed"])
     while not (root / "over").exists():
         found = directories(root)

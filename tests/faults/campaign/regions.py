@@ -67,7 +67,7 @@ def size_of(fields: Fields) -> int:
 
 
 def regions(directory: Path) -> list[Region]:
-    """Of all files of a sound checkpoint, in no order."""
+    """Returns the regions of all files of a sound checkpoint, in no order."""
     checkpoint = Checkpoint.open(directory)
     found = [*_of_index(directory / checkpoint.manifest.index.name), *_of_manifest(directory / MANIFEST)]
     found += _of_metadata(directory / METADATA)
@@ -106,7 +106,7 @@ def _of_data_file(checkpoint: Checkpoint, file: int) -> Iterator[Region]:
 
 
 def _of_extents(checkpoint: Checkpoint, file: int, data_bytes: int) -> Iterator[Region]:
-    """Tensors, objects, and the gaps between them."""
+    """Yields the regions of tensors, of objects, and of the gaps between them."""
     name, places = checkpoint.file_path(file).name, []
     for key, entry in checkpoint.index.tensors.items():
         places += [

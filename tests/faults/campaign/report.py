@@ -17,7 +17,7 @@ BEGIN, END = "<!-- figures -->\n", "<!-- end of figures -->\n"
 
 
 def table(results: dict[str, Any]) -> str:
-    """A row a part, then each part's outcomes."""
+    """Returns a table with a row for each part, then each part's outcomes."""
     lines = [f"Seed {results['seed']}.", "", "| part | rounds | minutes | violations |", "|---|---|---|---|"]
     for part in results["parts"]:
         minutes = part["seconds"] / 60
@@ -30,7 +30,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def written(document: str, results: dict[str, Any]) -> str:
-    """The document with these figures in the place of those that it has."""
+    """Returns the document with these figures in the place of those that it has."""
     head, _, rest = document.partition(BEGIN)
     _, end, tail = rest.partition(END)
     if not end:
@@ -43,7 +43,7 @@ def as_json(results: dict[str, Any]) -> str:
 
 
 def write(results: dict[str, Any]) -> None:
-    """Into the document, and as JSON beside it."""
+    """Writes the figures into the document, and as JSON beside it."""
     DOCUMENT.write_text(written(DOCUMENT.read_text(), results))
     DOCUMENT.with_suffix(".json").write_text(as_json(results))
 

@@ -25,7 +25,7 @@ BOUNDS = {"rss_kib": 24 << 10, "pss_kib": 24 << 10, "descriptors": 2.0, "threads
 
 
 def run(campaign: Campaign) -> Tally:
-    """All rounds are one job, so `only` is a soak of one minute."""
+    """Runs all rounds as one job, so `only` is a soak of one minute."""
     tally = Tally("soak")
     minutes = len([round_ for round_, _ in campaign.each_round(tally, MINUTES)])
     if not minutes:

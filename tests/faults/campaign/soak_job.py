@@ -21,7 +21,7 @@ NUMBERS = (1, 2, 3)
 
 
 def soak(recipe: dict[str, Any], folder: str) -> None:
-    """Until the time is over, which rank 0 says: one more save, at times a load, at times a new directory."""
+    """Saves until rank 0 says that the time is over; at times loads, or takes a new directory."""
     dist.init_process_group("gloo")
     rank, root, rng = dist.get_rank(), Path(recipe["root"]), random.Random(recipe["seed"])
     note = Notes(folder, f"rank{rank}")
@@ -79,7 +79,7 @@ def _load(root: Path, number: int, held: dict[int, int], note: Notes) -> None:
 
 
 def sample(root: Path) -> dict[str, int]:
-    """What this process holds, and how many files the fullest directory has beside what one save makes."""
+    """Returns what this process holds, and the most files that a directory has beyond those of one save."""
     gc.collect()
     memory = _kib(Path("/proc/self/smaps_rollup"), ("Rss", "Pss"))
     files = max((len(os.listdir(path)) for path in root.iterdir()), default=0)

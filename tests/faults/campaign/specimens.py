@@ -42,7 +42,7 @@ def make(forge: RankForge, root: Path) -> None:
 
 
 def save(root: str, run: int) -> None:
-    """In a rank."""
+    """Saves the specimens; runs in a rank."""
     import saving_rank
 
     from megatron_datastates.mcore import DataStatesSaveStrategy

@@ -19,14 +19,15 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.training import tracker
 from megatron_datastates.pipeline.presence import files_in_manifest as files_of
 from tests.faults.campaign import oracle
-from tests.faults.campaign.job import Notes, Trainer, failure_of, files_in, leave, place
+from tests.faults.campaign.job import Notes, Trainer, files_in, leave, place
+from tests.support.saving_rank import failure_of
 
 _SETTLING_SECONDS = 5.0  # for files of a failed save to be removed by the threads that wrote them
 _BALLAST = "ballast"
 
 
 def attempts(recipe: dict[str, Any], folder: str) -> None:
-    """Two whole checkpoints, then one attempt after the other, each followed by a save that must succeed."""
+    """Saves twice, then makes one attempt after the other, each followed by a save that must succeed."""
     dist.init_process_group("gloo")
     session = _Session(Path(recipe["root"]), Notes(folder, f"rank{dist.get_rank()}"), recipe["mode"])
     for number, iteration in recipe["before"]:
@@ -131,7 +132,7 @@ class _Session:
             self._require_no_rests(attempt, number)
 
     def _require_no_rests(self, attempt: dict[str, Any], number: int) -> None:
-        """A failed save leaves none of its files (while removing works)."""
+        """Requires that a failed save left none of its files (while removing works)."""
         directory, deadline = place(self._root, number), time.monotonic() + _SETTLING_SECONDS
         while True:
             named = files_of(directory / MANIFEST_NAME) | {MANIFEST_NAME, "metadata.json"}

@@ -109,7 +109,7 @@ class _Round:
         self._require_alike(notes)
 
     def _require_alike(self, notes: list[dict[str, Any]]) -> None:
-        """Both ranks of a run say the same of each of its saves."""
+        """Requires that both ranks of a run say the same of each of its saves."""
         events_by_iteration: dict[int, set[str]] = {}
         for note in notes:
             if note["event"] in ("done", "failed"):
@@ -119,7 +119,7 @@ class _Round:
                 self._violate(f"ranks do not agree on the save of {iteration}")
 
     def _judge(self, notes: list[dict[str, Any]], numbers: list[int]) -> None:
-        """Each directory that a save reported published holds one save's whole state."""
+        """Requires one save's whole state in each directory that a save reported as published."""
         done: dict[int, list[int]] = {}
         for note in notes:
             if note["event"] == "done":

@@ -15,13 +15,13 @@ from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline import prune
 from tests.faults.campaign import oracle
-from tests.faults.campaign.job import Notes, Trainer, leave, place, sweep, tell
+from tests.faults.campaign.job import Notes, Trainer, leave, place, sweep, write_verdict
 
 _LOUD = ("does another run", "datastates prune", "is gone", "removed", "not to be found", "No such file")
 
 
 def save_beside(recipe: dict[str, Any], folder: str) -> None:
-    """One of two runs. A save may fail, if it says why; the run goes on with its next one."""
+    """Saves as one of two runs. A save may fail, if it says why; the run goes on with its next one."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     note = Notes(folder, f"run{recipe['run']}-rank{rank}")
@@ -43,7 +43,7 @@ def save_beside(recipe: dict[str, Any], folder: str) -> None:
 
 
 class Silent(Notes):
-    """For a trainer whose caller takes the notes."""
+    """Notes nothing, for a trainer whose caller takes the notes."""
 
     def __init__(self) -> None:
         pass
@@ -66,7 +66,7 @@ def watch(recipe: dict[str, Any], folder: str) -> None:
             same = _manifest(directory) == before
             if verdict.what == "violated" or (verdict.what == "refused" and same):
                 note("violated", number, 0, f"beside the runs, {number} is {verdict}")
-            tell(note, "watched", number, verdict)
+            write_verdict(note, "watched", number, verdict)
         time.sleep(0.01)
     leave()
 
@@ -94,13 +94,14 @@ def look_after(recipe: dict[str, Any], folder: str) -> None:
     dist.init_process_group("gloo")
     root, note = Path(recipe["root"]), Notes(folder, f"after{dist.get_rank()}")
     for number in recipe["numbers"]:
-        tell(note, "judged", number, oracle.judge(place(root, number), recipe["candidates"]))
+        write_verdict(note, "judged", number, oracle.judge(place(root, number), recipe["candidates"]))
     number, iteration = recipe["next"]
+    candidates = [*recipe["candidates"], iteration]
     trainer = Trainer(root, note, "async")
     trainer.save(number, iteration)
     trainer.finish()
     if dist.get_rank() == 0:
         sweep(root)
     dist.barrier()
-    tell(note, "again", number, oracle.judge(place(root, number), [*recipe["candidates"], iteration]))
+    write_verdict(note, "again", number, oracle.judge(place(root, number), candidates))
     leave()

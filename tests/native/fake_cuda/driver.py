@@ -62,25 +62,25 @@ class FakeCuda:
         return self._streams[-1]
 
     def allocate(self, size: int) -> np.ndarray:
-        """Device memory; the next allocation follows at once if `size` is a multiple of 512 bytes."""
+        """Allocates device memory; the next one follows at once if `size` is a multiple of 512 bytes."""
         address = self._library.fake_allocate(ctypes.c_size_t(size))
         assert address, "no device memory is left"
         return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
 
     def free(self, memory: np.ndarray) -> None:
-        """A copy that reads it from now on is a misuse."""
+        """Frees device memory: a copy that reads it from now on is a misuse."""
         self._library.fake_free(ctypes.c_void_p(memory.ctypes.data))
 
     def unmap(self, memory: np.ndarray) -> None:
-        """As memory savers do. A copy from it cannot be enqueued; one that is already, ends the context."""
+        """Unmaps memory as memory savers do: no copy can be enqueued; one that was ends the context."""
         self._library.fake_unmap(ctypes.c_void_p(memory.ctypes.data))
 
     def adopt(self, address: int, size: int) -> None:
-        """Host memory that tests take for an allocation of the device."""
+        """Makes host memory an allocation of the device, as tests see it."""
         self._library.fake_adopt(ctypes.c_void_p(address), ctypes.c_size_t(size))
 
     def adopt_array(self, array: np.ndarray) -> None:
-        """The same for all the memory that an array is a part of, unless that was allocated."""
+        """Does the same for all the memory that an array is a part of, unless that was allocated."""
         whole: Any = array
         while getattr(whole, "base", None) is not None:  # as_strided puts an object of its own between
             whole = whole.base
@@ -88,11 +88,11 @@ class FakeCuda:
             self.adopt(whole.ctypes.data, whole.nbytes)
 
     def synchronize_device(self) -> None:
-        """As torch.cuda.synchronize(): waits for everything that any stream was given."""
+        """Waits for everything that any stream was given, as torch.cuda.synchronize() does."""
         self._library.fake_synchronize_device()
 
     def launch_fill(self, stream: int, address: int, value: int, size: int, seconds: float = 0.0) -> None:
-        """A kernel that fills memory, after `seconds` of work."""
+        """Launches a kernel that fills memory, after `seconds` of work."""
         self._library.fake_launch_fill(
             ctypes.c_void_p(stream),
             ctypes.c_void_p(address),
@@ -116,37 +116,37 @@ class FakeCuda:
         self._library.fake_hold_stream(ctypes.c_void_p(stream), 0)
 
     def hold_call(self, name: str) -> None:
-        """Every call of this function hangs until `release_call`."""
+        """Makes every call of this function hang until `release_call`."""
         self._library.fake_hold_call(name.encode(), 1)
 
     def release_call(self, name: str) -> None:
         self._library.fake_hold_call(name.encode(), 0)
 
     def fail(self, name: str, nth: int = 1, code: int = ILLEGAL_ACCESS) -> None:
-        """The nth call from now on fails; 0: every one."""
+        """Makes the nth call from now on fail; 0: every one."""
         self._library.fake_fail(name.encode(), ctypes.c_long(nth), code)
 
     def break_batches(self, copies: int, code: int) -> None:
-        """Every batch fails when so many of its copies are enqueued."""
+        """Makes every batch fail when so many of its copies are enqueued."""
         self._library.fake_break_batches(ctypes.c_size_t(copies), code)
 
     def delay_copies(self, seconds: float = 0.0, nanoseconds_per_byte: float = 0.0) -> None:
         self._library.fake_delay_copies(int(seconds * 1e6), ctypes.c_double(nanoseconds_per_byte))
 
     def share_connection(self) -> None:
-        """As CUDA_DEVICE_MAX_CONNECTIONS=1: what fills one stream's queue makes every launch wait."""
+        """Acts as with CUDA_DEVICE_MAX_CONNECTIONS=1: one stream's full queue makes every launch wait."""
         self._library.fake_one_connection(1)
 
     def hide(self, name: str) -> None:
-        """As a driver too old to have this function."""
+        """Acts as a driver that is too old to have this function."""
         self._library.fake_hide(name.encode())
 
     def set_bus_id(self, text: str) -> None:
-        """The place of every device on the PCI bus."""
+        """Sets the place of every device on the PCI bus."""
         self._library.fake_set_bus_id(text.encode())
 
     def capture(self, capturing: bool) -> None:
-        """Another thread captures a graph: calls that would break it fail."""
+        """Acts as if another thread captured a graph: calls that would break it fail."""
         self._library.fake_capture(int(capturing))
 
     # -- observations -----------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ class FakeCuda:
         return int(self._library.fake_registered_bytes())
 
     def log(self) -> list[str]:
-        """Every call, look-up and execution so far, in order."""
+        """Returns every call, look-up and execution so far, in order."""
         room = 1 << 16
         while True:
             buffer = ctypes.create_string_buffer(room)
@@ -180,24 +180,24 @@ class FakeCuda:
             room = size
 
     def calls(self, name: str) -> list[str]:
-        """The arguments of every call of a function so far."""
+        """Returns the arguments of every call of a function so far."""
         return [line.removeprefix(name).strip() for line in self.log() if line.split()[0] == name]
 
     @property
     def copies_to_host(self) -> int:
-        """How many were asked for, in batches and one by one; rows of one call are one."""
+        """The number of copies to the host, in batches and one by one; the rows of one call are one copy."""
         batches = sum(int(call.split()[1]) for call in self.calls("cuMemcpyBatchAsync"))
         return batches + len(self.calls("cuMemcpyDtoHAsync")) + len(self.calls("cuMemcpy2DAsync"))
 
     def take_misuse(self) -> list[str]:
-        """What was done wrong so far; it is not held against the test that takes it."""
+        """Returns and forgets what was done wrong so far, so that the test does not fail for it."""
         found = [line for line in self.log() if line.startswith("misuse")]
         self._taken += found
         return found
 
     @property
     def misuse(self) -> list[str]:
-        """What was done wrong, and is unexpected."""
+        """The calls that were wrong, without those that a test has taken."""
         return [line for line in self.log() if line.startswith("misuse") and line not in self._taken]
 
     def let_go(self) -> None:

@@ -15,7 +15,7 @@ from tests.native.fake_cuda.driver import FakeCuda
 
 
 def label_as_device(patch: pytest.MonkeyPatch) -> None:
-    """All tensors of saves are on the fake device from now on, and it is the current one."""
+    """Makes all tensors of saves lie on the fake device from now on, which is the current one."""
     begin = staging.StagingEngine.begin
 
     def begin_on_device(self: Any, path: Any, header: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,7 @@ def label_as_device(patch: pytest.MonkeyPatch) -> None:
 
 
 class DeviceTensors(TensorProvider):
-    """For the fake driver, whose device pointers are host pointers, with label_as_device.
+    """Tensors for the fake driver, whose device pointers are host pointers; used with label_as_device.
 
     Holds the only reference.
     """

@@ -25,8 +25,8 @@ LEFT_OUT = {
         "test_device_saves.py::test_a_step_without_the_fence_fails_the_save": TORN,
         "test_device_saves.py::test_a_step_without_the_fence_shows_in_the_checkpoint": TORN,
         "test_device_saves.py::test_strided_tensors_changed_without_the_fence_fail_the_save": TORN,
-        "test_device_saves.py::test_a_fence_lets_the_trainer_go_at_its_deadline": LATE,
-        "test_device_saves.py::test_a_fence_ends_at_its_deadline_in_mid_copy_and_training_goes_on": LATE,
+        "test_device_saves.py::test_the_trainer_continues_at_the_fences_deadline": LATE,
+        "test_device_save_failures.py::test_a_fence_that_ends_in_mid_copy_fails_the_save_only": LATE,
         "test_fork.py::test_a_child_can_save_with_an_engine_of_its_own": (
             "in a forked child the sanitizer crashes on a thread that reuses the id of one of the parent's"
         ),

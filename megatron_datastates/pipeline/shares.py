@@ -1,0 +1,47 @@
+"""What each state provider adds to a save: numbers and bytes, for reports.
+
+What belongs here: sums of what is known anyway, made only when a report is wanted. What does not: times of
+staging and writing, because tensors of several providers share slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_datastates.format.tail import Kind
+from megatron_datastates.pipeline.plans import StatePlan
+from megatron_datastates.pipeline.tail import PartCosts
+from megatron_datastates.providers.collect import Part
+
+
+def provider_shares(
+    plan: StatePlan | None, parts: Sequence[Part], tails: Mapping[str, PartCosts]
+) -> dict[str, dict[str, Any]]:
+    """Returns each provider's share of a rank's save, by name, with the fields of docs/reports.md.
+
+    Args:
+        plan: None if the save failed before it had one; then there are no shares.
+        tails: by the provider's name; none for a provider that has written nothing to the tail.
+    """
+    if plan is None:
+        return {}
+    return {part.name: _share(plan, part, tails.get(part.name, PartCosts())) for part in parts}
+
+
+def _share(plan: StatePlan, part: Part, tail: PartCosts) -> dict[str, Any]:
+    mine = slice(part.first_tensor, part.end_tensor)
+    sizes, eager, on_device = plan.sizes[mine], plan.eager[mine], plan.on_device[mine]
+    return {
+        "tensors": len(sizes),
+        "eager_bytes": int(sizes[eager].sum()),
+        "lazy_bytes": int(sizes[~eager].sum()),
+        "host_bytes": int(sizes[~on_device].sum()),
+        "device_bytes": int(sizes[on_device].sum()),
+        "encoded_tensors": tail.entries.get(Kind.FRAGMENT, 0),
+        "objects": tail.entries.get(Kind.OBJECT, 0),
+        "streams": tail.entries.get(Kind.STREAM, 0),
+        "tail_bytes": tail.logical_bytes,
+        "tail_stored_bytes": tail.bytes,
+        "tail_ms": round(tail.seconds * 1000, 3),
+    }

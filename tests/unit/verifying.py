@@ -1,0 +1,32 @@
+"""Parts of checkpoints built by hand, what verify finds in them, and what a load reads from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import megatron_datastates as ds
+from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.objects import ObjectSource
+from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
+from tests.unit.states import OPTIONS, SMALL, bits
+
+OBJECT = ObjectSource("x", 7, Mutability.NEVER).serialize()
+A, B = bytes(range(1, 9)), bytes(range(11, 19))
+TWO = [Part(pieces=[(4096, A)]), Part(pieces=[(4096, B)])]
+
+
+def w(offset: int, size: int, total: int = 16):
+    return fragment("w", [total], [offset], [size])
+
+
+def faults(directory: Path) -> list[str]:
+    return verify(directory, options=OPTIONS).faults
+
+
+def read(directory: Path, key: str = "w") -> bytes:
+    return bits(ds.open(directory, **SMALL).read_tensor(key))
+
+
+def whole(directory: Path, parts: list[Part] = TWO, **fields):
+    return write_checkpoint(directory, parts, index_of([(w(0, 8), 0, 4096), (w(8, 8), 1, 4096)]), **fields)
