@@ -21,7 +21,14 @@ SMALL_FILE_OPERATIONS = tuple(
 )
 REMOVAL_OPERATIONS = ("remove manifest", "sync removal of manifest", "remove file", "remove directory")
 LEFT_OVER_OPERATIONS = ("look at left-over", "remove left-over")
-OPERATIONS = (*NATIVE_OPERATIONS, *SMALL_FILE_OPERATIONS, *REMOVAL_OPERATIONS, *LEFT_OVER_OPERATIONS)
+LINK_OPERATIONS = ("link", "sync link")
+OPERATIONS = (
+    *NATIVE_OPERATIONS,
+    *SMALL_FILE_OPERATIONS,
+    *REMOVAL_OPERATIONS,
+    *LEFT_OVER_OPERATIONS,
+    *LINK_OPERATIONS,
+)
 
 
 class Faults:

@@ -14,6 +14,7 @@ from megatron_datastates.pipeline import presence
 from megatron_datastates.pipeline.prune import (
     REMOVAL_NAME,
     RetentionRules,
+    UnnamedFile,
     _put_back,
     plan_prune,
     prune,
@@ -98,6 +99,16 @@ def test_left_overs_stay_while_anything_of_their_save_is_young(root):
     put(root, 300, LIVE.data_file_name(1), 60)
     assert left_overs(root) == [DEAD.data_file_name(0)]
     assert left_overs(root, min_age_seconds=10000) == []
+
+
+def test_an_old_file_that_was_just_linked_is_young(root):
+    """The file of unchanged tensors: a save that is under way has linked it, and no manifest says so yet."""
+    name = LIVE.data_file_name(0, 1)
+    old = put(root, 200, name, 9000)
+    assert left_overs(root) == [name]
+    (place(root, 300) / name).hardlink_to(old)
+    assert left_overs(root) == []
+    assert remove_left_overs([UnnamedFile(place(root, 300) / name, 5, 9000.0)]) == []
 
 
 def test_without_a_sound_manifest_nothing_is_a_left_over(root):
