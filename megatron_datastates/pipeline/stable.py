@@ -7,7 +7,8 @@ Protocol of one save, if an earlier checkpoint of the run has a file of the same
   3. The trainer's thread compares the digests, at a poll or at the fence. If they are those of the linked
      file, it is part of the new checkpoint. If not, or if there is no link, the tensors are written to a file
      of their own, and that is begun before the fence lets the trainer continue: nothing may change between.
-  4. The finishing thread syncs the directory, or seals the new file and removes the link.
+  4. The finishing thread syncs the directory, or seals the new file. In the second case, the link goes with
+     what publishing removes: the files of earlier saves that the manifest does not name.
 Without such an earlier file, the tensors are written at once, and their digests are taken on the way.
 
 That a provider expects no change decides only which file a tensor goes to. What is unchanged is decided by
@@ -183,8 +184,6 @@ class StableFile:
         content = hashlib.sha256(self._writing.block_digests()).digest()
         path = self._writing.path
         self.shared = SharedFile(path, self._save_id, durable, content, identity_of(path))
-        if self._link is not None:
-            self._link.remove()
 
     def remove(self) -> None:
         """Waits until nothing of a failed save is in flight, then removes what it has made."""

@@ -198,6 +198,23 @@ def test_after_the_fence_tensors_may_change(tmp_path, thawed, fault, paranoid):
     saver.close()
 
 
+@pytest.mark.parametrize("thawed", [False, True], ids=["unchanged", "changed"])
+def test_what_may_change_at_once_is_compared_and_copied_before_the_call_returns(tmp_path, thawed):
+    saver = new_saver(**LINKING, copy_limit=20 * MIB, write_limit=20 * MIB)
+    state = state_of()
+    save(saver, tmp_path / "0", state)
+    if thawed:
+        state["base"].data[MIB] ^= 1
+    kept = {key: tensor.detach().clone() for key, tensor in state.items()}
+    publication = start(saver, tmp_path / "1", state)
+    for tensor in state.values():
+        tensor.data.zero_()
+    assert publication.wait() is Outcome.PUBLISHED, publication.error
+    check(tmp_path / "1", kept)
+    assert (save_report(publication, "sync")["linked_bytes"] > 0) is not thawed
+    saver.close()
+
+
 def test_a_change_before_the_fence_fails_the_save_and_removes_the_link(linking, tmp_path):
     state = state_of()
     save(linking, tmp_path / "0", state)
