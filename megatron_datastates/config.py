@@ -100,6 +100,18 @@ def _while_saving(text: str) -> str:
     return text
 
 
+def _functions(text: str) -> str:
+    for name in named_functions(text):
+        if re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*", name) is None:
+            raise ValueError(f"expected package.module:function, found {name!r}; separate several by commas")
+    return text
+
+
+def named_functions(text: str) -> list[str]:
+    """Returns the names in a list that is separated by commas."""
+    return [name.strip() for name in text.split(",")] if text else []
+
+
 @dataclasses.dataclass(frozen=True)
 class OptionSpec:
     """The parser, the placeholder and the help text of one option."""
@@ -203,6 +215,13 @@ class Options:
         "DANGEROUS: also store objects of classes that are on no list, and unpickle them without any check, "
         "so that whoever wrote a checkpoint runs code in the program that loads it; off refuses to save them "
         "(default off)",
+    )
+    providers: str = _option(
+        "",
+        _functions,
+        "package.module:function",
+        "further state for every checkpoint: functions without arguments, separated by commas, that return "
+        "state providers; called at the first load, or when training begins (default: none)",
     )
     report_file: str = _option(
         "",

@@ -75,8 +75,8 @@ class Engine {
                                  CuStream trainer, double lazy_seconds);
   // Lets the job's lazy copies begin at the latest `seconds` from now.
   void AllowLazyCopies(const SaveJob& job, double seconds);
-  // Adds bytes to a file that was begun; their sources stay valid until kAppended. They do not wait for lazy
-  // chunks: serializing is slow, and goes on while tensors are staged.
+  // Adds bytes to a file that was begun; their sources stay valid until kAppended or, if the job fails, until
+  // kReleased. They do not wait for lazy chunks: serializing is slow, and goes on while tensors are staged.
   void Append(const std::shared_ptr<SaveJob>& job, Batch batch);
   // Writes the footer and makes the file durable, after everything else of the job (kDurable).
   void Finish(const std::shared_ptr<SaveJob>& job, std::string footer, uint64_t offset);

@@ -21,8 +21,7 @@ SaveJob::SaveJob(std::string path, bool direct, bool checksums, std::shared_ptr<
 
 bool SaveJob::Reached(Milestone milestone) const {
   if (milestone == Milestone::kReleased) return tasks_ == 0;
-  const bool reads = milestone == Milestone::kStaged || milestone == Milestone::kAppended;
-  if (failure_) return !reads || reads_ == 0;
+  if (failure_) return milestone != Milestone::kStaged || reads_ == 0;
   switch (milestone) {
     case Milestone::kEager:
       return eager_left_ == 0;

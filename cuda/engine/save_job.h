@@ -22,8 +22,8 @@
 namespace datastates {
 
 // What a wait can be for. To enqueue a copy means to put it on the device's stream or, from host memory, to
-// make it. When the job fails, every wait ends at once, except that kStaged and kAppended still wait until no
-// source is being read, and kReleased is unchanged.
+// make it. When the job fails, every wait ends at once, except that kStaged still waits until no source is
+// being read, and kReleased is unchanged.
 enum class Milestone {
   kEager,     // samples and eager chunks are enqueued
   kEnqueued,  // fenced chunks are enqueued

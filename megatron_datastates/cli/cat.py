@@ -26,6 +26,7 @@ from megatron_datastates.cli.shared import (
 from megatron_datastates.convert.contents import Content, convert_dtype, find_content
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sinks.npy import write_npy
+from megatron_datastates.convert.sinks.target import publish_on_exit
 from megatron_datastates.convert.slices import Slice, parse_slice
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import DataStatesError, FormatError, MismatchError, OptionError
@@ -49,14 +50,14 @@ def cat(
     part: Annotated[str, typer.Argument(metavar="SLICE", help="A slice, as in numpy: 0:2,:,5")] = "",
     target: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE.npy", help="Write to this new file instead of printing."),
+        typer.Option("--out", metavar="FILE", help="Write to this new file (.npy) instead of printing."),
     ] = None,
     dtype: Annotated[
         str, typer.Option("--as", metavar="DTYPE", help="Convert the elements to float32 or float64.")
     ] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Print a tensor, a slice, or an object. With --out, write a tensor to a .npy file.
+    """Print a tensor, a slice, or an object. With --out, write a tensor to a .npy file, or a stream as it is.
 
     numpy has no bfloat16 and no 8-bit floats: --out writes their raw bits, unless --as converts them. In
     JSON, NaN and infinite elements are strings. Printing an object runs no code of the checkpoint: an
@@ -69,6 +70,9 @@ def cat(
     """
     try:
         source, wanted_dtype = open_source(directory), _dtype(dtype)
+        if key in source.streams and key not in source.tensors and key not in source.objects:
+            _cat_stream(source, key, target, refused=bool(part or dtype), as_json=as_json)
+            return
         if key in source.objects and key not in source.tensors:
             _cat_object(source, key, refused=bool(part or target or dtype), as_json=as_json)
             return
@@ -86,6 +90,22 @@ def _dtype(name: str) -> torch.dtype | None:
     if name and name not in _DTYPES:
         raise OptionError(f"--as: expected float32 or float64, not {name!r}")
     return _DTYPES.get(name)
+
+
+def _cat_stream(source: Source, key: str, target: Path | None, refused: bool, as_json: bool) -> None:
+    """Writes a stream to a file, or describes it: what its bytes mean, only its provider knows."""
+    if refused:
+        raise OptionError(f"{key!r} is a stream; a slice and --as apply to tensors only")
+    size = source.stream_bytes(key)
+    if target is not None:
+        with publish_on_exit(target) as temporary, open(temporary, "xb") as file:
+            for buffer in source.open_stream(key):
+                file.write(buffer)
+        note(f"{target}: {size} bytes")
+    elif as_json:
+        print_json({"key": key, "bytes": size})
+    else:
+        say(f"{key}: a stream of {size} bytes; --out FILE writes it to a file")
 
 
 def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:

@@ -50,10 +50,10 @@ def show(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the tensors and objects of a checkpoint.
+    """List the tensors, objects and streams of a checkpoint.
 
     For each tensor: its key, dtype, shape, number of shards and of files, and size. An object has a key and
-    a size.
+    a size, and so has a stream. Sizes are without compression.
 
     Statistics cover the finite elements and are computed in float64, where they may overflow to inf (null in
     JSON). The norm is the square root of the sum of squares.
@@ -67,7 +67,8 @@ def show(
         source = open_source(directory)
         tensors = contents(source, pattern, optimizer=optimizer)
         objects = [] if optimizer else _objects(source, pattern)
-        if not tensors and not objects:
+        streams = [] if optimizer else _streams(source, pattern)
+        if not tensors and not objects and not streams:
             raise MissingKeyError(
                 f"no key in {directory} matches {pattern!r}: leave out the pattern to list all keys"
             )
@@ -76,10 +77,11 @@ def show(
         cannot(error)
     if as_json:
         rows = [_plain(content, numbers) for content, numbers in zip(tensors, found, strict=True)]
-        print_json({"format": source.format, "tensors": rows, "objects": objects})
+        print_json({"format": source.format, "tensors": rows, "objects": objects, "streams": streams})
     else:
         _print_tensors(tensors, found)
-        _print_objects(objects)
+        _print_tail("object", objects)
+        _print_tail("stream", streams)
 
 
 def _objects(source: Source, pattern: str) -> list[dict[str, Any]]:
@@ -88,6 +90,11 @@ def _objects(source: Source, pattern: str) -> list[dict[str, Any]]:
         found = {key: source.checkpoint.object_entry(key) for key in keys}
         return [{"key": key, "bytes": entry.bytes, "file": file} for key, (file, entry) in found.items()]
     return [{"key": key, "bytes": None, "file": None} for key in keys]
+
+
+def _streams(source: Source, pattern: str) -> list[dict[str, Any]]:
+    keys = sorted(key for key in source.streams if fnmatch.fnmatchcase(key, pattern))
+    return [{"key": key, "bytes": source.stream_bytes(key)} for key in keys]
 
 
 def _statistics(tensors: list[Content], quiet: bool) -> list[Statistics | None]:
@@ -143,9 +150,9 @@ def _print_tensors(tensors: list[Content], found: list[Statistics | None]) -> No
         say(f"{len(tensors)} tensors, {binary_size(sum(content.bytes for content in tensors))}")
 
 
-def _print_objects(objects: list[dict[str, Any]]) -> None:
-    table = Table("object", "size", box=None)
-    for row in objects:
+def _print_tail(kind: str, rows: list[dict[str, Any]]) -> None:
+    table = Table(kind, "size", box=None)
+    for row in rows:
         add_row(table, row["key"], "-" if row["bytes"] is None else binary_size(row["bytes"]))
-    if objects:
+    if rows:
         print_table(table)

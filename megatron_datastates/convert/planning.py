@@ -55,7 +55,8 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
             what one rank of the source stored.
 
     Raises:
-        OptionError: the format cannot be written, or `ranks` is negative.
+        OptionError: the format cannot be written, or cannot hold the source's streams, or `ranks` is
+            negative.
         StorageError: the target exists, lies inside the source or has too little space, or a file of the
             source is missing or truncated.
         FormatError: the source is damaged.
@@ -69,6 +70,7 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
     if target.resolve().is_relative_to(source.directory.resolve()):
         raise StorageError(f"{target} lies inside its source, {source.directory}: choose another target")
     metadata_members(source.directory)
+    _refuse_streams(source, format)
     _require_coverage(source)
     source.require_files()
     files = source.stored_by_rank()
@@ -76,8 +78,18 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
         files = _distribute(source, files, ranks)
     sizes = [sum(source.fragment(*one).bytes for one in file.fragments) for file in files]
     needed = sum(sizes) + sum(source.object_bytes(key) for key in source.objects)
+    needed += sum(source.stream_bytes(key) for key in source.streams)
     refuse_target(target, needed, makes_parents=True)
     return Plan(source, target, format, files, sizes)
+
+
+def _refuse_streams(source: Source, format: str) -> None:
+    if source.streams and format != DataStatesSink.format:
+        some = ", ".join(map(repr, source.streams[:_MOST_FAULTS_LISTED]))
+        raise OptionError(
+            f"{source.directory} has {len(source.streams)} streams, such as {some}, and {format} holds none: "
+            f"convert it to {DataStatesSink.format}"
+        )
 
 
 def _require_coverage(source: Source) -> None:
@@ -90,8 +102,8 @@ def _distribute(source: Source, files: Sequence[RankContents], ranks: int) -> li
     """Assigns each fragment, the largest first, to the file with the fewest bytes; keeps order in a file."""
     fragments = [one for file in files for one in file.fragments]
     sizes = [source.fragment(*one).bytes for one in fragments]
-    # More files than fragments and objects would be empty.
-    ranks = min(ranks, len(fragments) + sum(len(file.objects) for file in files))
+    # More files than fragments, objects and streams would be empty.
+    ranks = min(ranks, len(fragments) + sum(len(file.objects) + len(file.streams) for file in files))
     assigned, heap = [0] * len(fragments), [(0, rank) for rank in range(ranks)]  # heap of (bytes, rank)
     for i in sorted(range(len(fragments)), key=lambda i: (-sizes[i], i)):
         held, assigned[i] = heap[0]
@@ -101,4 +113,6 @@ def _distribute(source: Source, files: Sequence[RankContents], ranks: int) -> li
         found[rank].fragments.append(one)
     for n, key in enumerate(key for file in files for key in file.objects):
         found[n % ranks].objects.append(key)
-    return [file for file in found if file.fragments or file.objects]
+    for n, key in enumerate(key for file in files for key in file.streams):
+        found[-1 - n % ranks].streams.append(key)
+    return [file for file in found if file.fragments or file.objects or file.streams]

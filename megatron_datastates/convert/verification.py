@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import hashlib
 import zlib
 from collections.abc import Sequence
 
@@ -64,6 +65,16 @@ def _compare(
             raise _difference(f"tensor {part.key!r}")
         progress(part.size)
     _compare_objects(source, written, contents.objects)
+    for key in contents.streams:
+        if _digest(source, key) != _digest(written, key):
+            raise _difference(f"stream {key!r}")
+
+
+def _digest(source: Source, key: str) -> bytes:
+    digest = hashlib.sha256()
+    for buffer in source.open_stream(key):
+        digest.update(buffer)
+    return digest.digest()
 
 
 def _compare_objects(source: Source, written: Source, keys: Sequence[str]) -> None:

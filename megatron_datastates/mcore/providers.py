@@ -1,18 +1,23 @@
 """State providers that Megatron's saves and loads include besides Megatron's own state.
 
-They come from `enable(providers=...)`, from strategies, and from installed packages: an entry point of the
-group `megatron_datastates.providers` is a function without arguments that returns one or several providers.
+They come from `enable(providers=...)`, from strategies, from the option `providers`, and from installed
+packages: an entry point of the group `megatron_datastates.providers`, like a function that the option names,
+is called without arguments and returns one or several providers. It is called when Megatron has set itself
+up: at the first load, at the beginning of Megatron's own training loop, or at the first save.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import logging
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from megatron_datastates.errors import ProviderError
+from megatron_datastates.config import named_functions
+from megatron_datastates.errors import OptionError, ProviderError
+from megatron_datastates.mcore.load import state
 
 if TYPE_CHECKING:
     from megatron_datastates.pipeline.load import Checkpoint
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 GROUP = "megatron_datastates.providers"
+DATA_LOADER = "dataloader"  # name of the provider of the training loop's data loader (dataloader.py)
 Providers = Mapping[str, "StateProvider"] | Iterable["StateProvider"]
 _registered: dict[str, StateProvider] = {}
 
@@ -35,46 +41,84 @@ def register(providers: Providers) -> None:
     _registered.update(named(providers))
 
 
-def registered() -> dict[str, StateProvider]:
-    """Returns the providers of installed packages and those that were registered, by name.
+def registered(functions: str = "") -> dict[str, StateProvider]:
+    """Returns the providers of packages, of the option `providers`, and those registered, by name.
+
+    Args:
+        functions: the option's value.
 
     Raises:
-        ProviderError: a package's entry point failed, or returned something else.
+        ProviderError: a function of theirs failed, or returned something else.
     """
-    return {**_of_packages(), **_registered}
+    return {**_of_packages(), **_of_functions(functions), **_registered}
+
+
+def find_functions(functions: str) -> dict[str, Callable[[], Any]]:
+    """Imports the functions that the option names; returns them by `package.module:function`.
+
+    Raises:
+        OptionError: one of them cannot be imported.
+    """
+    return {name: _find(name) for name in named_functions(functions)}
+
+
+def _find(name: str) -> Callable[[], Any]:
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except Exception as error:
+        raise OptionError(
+            f"--datastates-providers {name} cannot be imported: {type(error).__name__}: {error}; expected "
+            "package.module:function, on Python's path"
+        ) from error
+    return found  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _of_functions(functions: str) -> dict[str, StateProvider]:
+    found: dict[str, StateProvider] = {}
+    for name, function in find_functions(functions).items():
+        found.update(_made_by(function, f"of --datastates-providers {name}"))
+    return found
 
 
 @functools.cache
 def _of_packages() -> dict[str, StateProvider]:
-    from megatron_datastates.providers.base import StateProvider
-    from megatron_datastates.providers.collect import named
-
     found: dict[str, StateProvider] = {}
     for entry in importlib.metadata.entry_points(group=GROUP):
-        try:
-            made = entry.load()()
-        except Exception as error:
-            raise ProviderError(
-                f"the state provider {entry.name!r} ({entry.value}) of an installed package cannot be made: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        found.update(named([made] if isinstance(made, StateProvider) else made))
+        what = f"{entry.name!r} ({entry.value}) of an installed package"
+        found.update(_made_by(lambda entry=entry: entry.load()(), what))  # type: ignore[misc]
     return found
 
 
+def _made_by(function: Callable[[], Any], what: str) -> dict[str, StateProvider]:
+    from megatron_datastates.providers.base import StateProvider
+    from megatron_datastates.providers.collect import named
+
+    try:
+        made = function()
+    except Exception as error:
+        raise ProviderError(
+            f"the state provider {what} cannot be made: {type(error).__name__}: {error}"
+        ) from error
+    return named([made] if isinstance(made, StateProvider) else made)
+
+
 def restore_registered(checkpoint: Checkpoint) -> None:
-    """Restores the registered providers that the checkpoint has state of; logs a warning for each other.
+    """Restores the providers that the checkpoint has state of; logs a warning for each other.
 
     Raises:
         ProviderError: the `restore` of one raised an exception.
     """
-    providers = registered()
-    if not providers:
-        return
+    from megatron_datastates.mcore.dataloader import LOOP
     from megatron_datastates.pipeline.restoring import PrefixReader, restore
 
+    wanted = registered(state.current().options().providers)
+    providers = {DATA_LOADER: LOOP, **wanted}
     absent = {name for name in providers if PrefixReader(checkpoint, name).is_empty}
-    for name in sorted(absent):
+    for name in sorted(absent & wanted.keys()):
         logger.warning(
             "%s has no state of the provider %r, which stays as it is: the checkpoint was saved without it",
             checkpoint.directory,

@@ -49,6 +49,7 @@ from megatron_datastates.errors import (
     OptionError,
     StorageError,
 )
+from megatron_datastates.files import changed_at
 from megatron_datastates.format.directory import BACKEND, TRACKER_NAME, iteration_name
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name, save_id_in_name
@@ -164,7 +165,7 @@ def _unnamed(path: Path) -> list[UnnamedFile]:
     last_change: dict[SaveId | str, float] = {}
     for entry, status in found:
         save = save_id_in_name(entry.name) or entry.name
-        last_change[save] = max(last_change.get(save, status.st_mtime), status.st_mtime)
+        last_change[save] = max(last_change.get(save, 0.0), changed_at(status))
     now = time.time()
     return [
         UnnamedFile(path / name, status.st_size, now - last_change[save_id_in_name(name) or name])
@@ -391,6 +392,6 @@ def _may_go(path: Path, manifest: bytes | None, min_age_seconds: float) -> bool:
     if manifest is None or _content(path.parent / MANIFEST_NAME) != manifest:
         return False
     try:
-        return time.time() - path.lstat().st_mtime >= min_age_seconds
+        return time.time() - changed_at(path.lstat()) >= min_age_seconds
     except FileNotFoundError:
         return False

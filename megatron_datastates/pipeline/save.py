@@ -158,7 +158,7 @@ class RankSave:
 
     def _watch(self, plan: StatePlan) -> None:
         FENCE.add_reader(self)
-        if Mutability.AT_FENCE in plan.structure.mutability or not self.tail.read.is_set():
+        if Mutability.AT_FENCE in plan.structure.mutability or not self.tail.wait_read(0.0):
             FENCE.add(self)
         else:
             self._confirmed.set()  # nothing that the save still reads can change
@@ -184,7 +184,7 @@ class RankSave:
         begin = time.perf_counter()
         with trainer_held("fence", self):
             left = begin + self.fence_deadline - time.perf_counter()
-            if not (save.fence(left) and self.tail.read.wait(max(left, 0.0))):
+            if not (save.fence(left) and self.tail.wait_read(left)):
                 save.cancel(
                     f"{reason} waited {self.fence_deadline:g} s for its copies (--datastates-fence-deadline)"
                 )
@@ -201,14 +201,14 @@ class RankSave:
         begin = time.perf_counter()
         with trainer_held("fence", self):
             self._save.await_copies(self.fence_deadline)
-            if not self.tail.read.wait(self.fence_deadline):
+            if not self.tail.wait_read(self.fence_deadline):
                 self._save.cancel(f"objects and streams were not serialized within {self.fence_deadline:g} s")
             self.advance()
         self.fence_seconds += time.perf_counter() - begin
 
     def reads(self, storage: int) -> bool:
         """Returns whether the save may still read a storage (engine.fence.Reader)."""
-        return self._save is not None and (not self.tail.read.is_set() or self._save.reads(storage))
+        return self._save is not None and (not self.tail.wait_read(0.0) or self._save.reads(storage))
 
     def mark_torn(self, reason: str) -> None:
         """Fails the save, even if its copies are done by now: they may have just ended."""
@@ -223,7 +223,7 @@ class RankSave:
         save = self._save
         if save is None:
             return
-        if save.sources_copied() and self.tail.read.is_set():
+        if save.sources_copied() and self.tail.wait_read(0.0):
             # Observed on the trainer's thread, before any later statement of the program could change them.
             self._confirmed.set()
             FENCE.discard(self)

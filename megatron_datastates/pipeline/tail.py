@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -64,7 +65,8 @@ class Tail:
         self._later: list[_Pending] = []
         self._written: dict[int, TailEntry] = {}
         self._encoders: ThreadPoolExecutor | None = None
-        self.read = threading.Event()  # nothing that may change at the fence is left to be written
+        self._read = threading.Event()  # nothing that may change at the fence is left to be written
+        self._process = os.getpid()
         self.costs: dict[str, PartCosts] = {}  # by provider
 
     def secure(self, state: Collected) -> None:
@@ -84,7 +86,7 @@ class Tail:
                 is_fenced = source.mutability is Mutability.AT_FENCE
                 (self._later if is_fenced else others).append(_Pending(key, source, number))
         if not self._later:
-            self.read.set()
+            self._read.set()
         self._later += others
 
     def write_now(self, writer: TailWriter, deadline: float) -> None:
@@ -113,7 +115,7 @@ class Tail:
         released = time.perf_counter()
         while self._later:
             if self._later[0].source.mutability is not Mutability.AT_FENCE:
-                self.read.set()
+                self._read.set()
             self._write(writer, self._later[0])
             del self._later[0]  # an object that nobody changes may be large
             # The trainer may wait for the GIL, and nobody for this thread. Without a sleep it would get it
@@ -121,11 +123,18 @@ class Tail:
             if time.perf_counter() - released > _GIL_SECONDS:
                 time.sleep(0)
                 released = time.perf_counter()
-        self.read.set()
+        self._read.set()
+
+    def wait_read(self, seconds: float) -> bool:
+        """Returns whether, within that time, all that may change at the fence was written or given up.
+
+        At once in a forked child: the thread that writes is its parent's, and so is what it reads.
+        """
+        return os.getpid() != self._process or self._read.wait(max(seconds, 0.0))
 
     def close(self) -> None:
-        """Ends the threads that encode, and every wait for `read`."""
-        self.read.set()
+        """Ends the threads that encode, and every wait for the tail."""
+        self._read.set()
         if self._encoders is not None:
             self._encoders.shutdown()
 

@@ -63,16 +63,17 @@ def cut_into_windows(box: FramedBox, most_bytes: int) -> Iterator[FramedBox]:
     if axis is None or (end - begin <= most_bytes and not _has_wide_gap(box)):
         yield box
         return
-    step = _rows_at_a_time(box, axis, most_bytes)
-    for start in range(0, box.lengths[axis], step):
-        rows = min(step, box.lengths[axis] - start)
-        part = dataclasses.replace(
+    start = 0
+    while start < box.lengths[axis]:
+        rest = dataclasses.replace(
             box,
             first=box.first + start * box.strides[axis],
-            lengths=(*box.lengths[:axis], rows, *box.lengths[axis + 1 :]),
             target=box.target + start * box.target_strides[axis] * box.item_bytes,
         )
-        yield from cut_into_windows(part, most_bytes)
+        rows = min(_rows_at_a_time(rest, axis, most_bytes), box.lengths[axis] - start)
+        lengths = (*box.lengths[:axis], rows, *box.lengths[axis + 1 :])
+        yield from cut_into_windows(dataclasses.replace(rest, lengths=lengths), most_bytes)
+        start += rows
 
 
 def _has_wide_gap(box: FramedBox) -> bool:
@@ -91,5 +92,5 @@ def _rows_at_a_time(box: FramedBox, axis: int, most_bytes: int) -> int:
     if _has_wide_gap(box):
         return 1
     begin, _ = box.span
-    most = (begin + most_bytes) // FRAME_BYTES * FRAME_BYTES - begin
-    return max(min(most, most_bytes) // row, 1)
+    aligned = (begin + most_bytes) // FRAME_BYTES * FRAME_BYTES - begin
+    return max((aligned if aligned > 0 else most_bytes) // row, 1)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         Tensors,
         TensorSource,
     )
+    from megatron_datastates.providers.dataloader import DataLoaderState
     from megatron_datastates.providers.objects import ObjectSource
     from megatron_datastates.providers.streams import StreamSource
     from megatron_datastates.providers.transforms import Cast, Compressed
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Cast",
     "Compressed",
+    "DataLoaderState",
     "Entry",
     "Mutability",
     "ObjectSource",
@@ -56,6 +58,7 @@ __all__ = [
 _HOMES = {
     "Cast": "transforms",
     "Compressed": "transforms",
+    "DataLoaderState": "dataloader",
     "ObjectSource": "objects",
     "StreamSource": "streams",
 }

@@ -17,7 +17,7 @@ SLICES: dict[str, tuple[int, tuple[str, ...]]] = {
     "kills": (12, ()),
     "storage": (3, ()),
     "two_runs": (2, ()),
-    "damage": (60, ("refused by our reader", "refused by Megatron's load", "loaded exactly by our reader")),
+    "damage": (90, ("refused by our reader", "refused by Megatron's load", "loaded exactly by our reader")),
     "forged": (54, ("done: tensor", "refused: tensor", "refused: object", "done: open torch_dist")),
     "readers": (1, ("load_by_reader: exactly one iteration, of the directory saved again",)),
 }

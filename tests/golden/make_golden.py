@@ -16,6 +16,8 @@ their footers, and their manifest. INDEX.json has the contents of their old inde
 one-rank   written by the saver: every dtype, a scalar, an empty tensor, objects, block checksums
 two-ranks  made by hand: tensors in fragments over two files, one of them without checksums, and
            compatible features that no release knows
+tails      made by hand (format 2): encoded tensors, streams and objects with every codec, in two files of one
+           rank, of which one is an earlier save's; providers
 """
 
 from __future__ import annotations
@@ -33,9 +35,11 @@ import msgspec
 import torch
 
 from megatron_datastates.config import MIB, Options
+from megatron_datastates.format.codecs import NONE, PLANES, ZSTD
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.index import Index, build_index, index_entry
-from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.manifest import Manifest, ProviderEntry
+from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import DTYPES, MANIFEST_NAME, Extent, Fragment, SaveId
 from megatron_datastates.pipeline.publication import Outcome, PublicationExtras
 from megatron_datastates.pipeline.saver import Saver, SaveSession
@@ -43,6 +47,7 @@ from megatron_datastates.providers.base import Mutability, StateProvider, StateR
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.tensors import TensorProvider
 from tests.unit.by_hand import Part, write_checkpoint
+from tests.unit.encoded import PartBuilder, write_one_rank
 from tests.unit.states import Chained
 
 RUN_ID = 0x0011223344556677
@@ -141,6 +146,28 @@ def make_two_ranks(directory: Path) -> None:
     write_checkpoint(directory, parts, index, SaveId(2**64 - 1, 7), iteration=None, **unknown)
 
 
+# -- tails ------------------------------------------------------------------------------------------------
+
+GRID = torch.arange(600_000, dtype=torch.int64).reshape(600, 1000) // 1000  # 4.6 MiB that compress well
+STREAM = b"".join(b"%d\n" % (n // 1000) for n in range(400_000))
+EARLIER = SaveId(RUN_ID, 1)
+PROVIDERS = [
+    ProviderEntry("", "MegatronState"),
+    ProviderEntry("grid", "Compressed(NamedState)", {"cast_from": "float64"}),
+]
+
+
+def make_tails(directory: Path) -> None:
+    one, two = PartBuilder(0), PartBuilder(1)
+    one.add_fragment("grid", GRID, slice(0, 400), PLANES)
+    one.add(Kind.STREAM, "stream", STREAM, ZSTD)
+    one.add(Kind.OBJECT, "object", ObjectSource("object", [7] * 9000, Mutability.NOW).serialize(), PLANES, 4)
+    two.add(Kind.STREAM, "plain", b"plain", NONE)
+    two.add_fragment("grid", GRID, slice(400, None), ZSTD)
+    two.add_fragment("small", GRID[:2, :3], slice(0, None), PLANES)
+    write_one_rank(directory, [one, two], [(0, SaveId(RUN_ID, 2)), (12, EARLIER)], providers=PROVIDERS)
+
+
 def replace_index(directory: Path, index: Index) -> None:
     """Replaces the index of a checkpoint by one with the same contents in today's form."""
     fields = json.loads((directory / MANIFEST_NAME).read_bytes().split(b"\n", 1)[1])
@@ -176,6 +203,7 @@ def main() -> None:
     target.mkdir()
     save_one_rank(target / "one-rank", [ObjectSource(k, v, Mutability.NOW) for k, v in OBJECTS.items()])
     make_two_ranks(target / "two-ranks")
+    make_tails(target / "tails")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from tests.unit.states import bits
 HERE = Path(__file__).parent
 GOLDEN_SHA256 = {
     "format-1": "d341183d41286b09f91185b9a83018d38cb0bd8a521989c157e06bf14e842c7f",
-    "format-2": "5361ecfb733c1335cb524125ca770e31863056c46fcb761b694930626f780f18",
+    "format-2": "829796fd5d79a73088708e8a9927eab13632f88cde5cf0cfe8d596f771bcf824",
 }
 FORMATS = [HERE / name for name in GOLDEN_SHA256]
 LAST = FORMATS[-1]  # the one that is written
@@ -126,6 +126,36 @@ def test_flipped_bits_of_golden_data_are_found(tmp_path, each):
             data[5000] ^= 1
         (tmp_path / path.name).write_bytes(data)
     assert not verify(tmp_path, options=made.OPTIONS).good
+
+
+TAILS = HERE / "format-2" / "tails"
+
+
+def test_encoded_tensors_are_read_bit_for_bit():
+    checkpoint = opened(TAILS)
+    assert torch.equal(checkpoint.read_tensor("grid"), made.GRID)
+    assert torch.equal(checkpoint.read_tensor("grid", [350, 3], [100, 7]), made.GRID[350:450, 3:10])
+    assert torch.equal(checkpoint.read_tensor("small"), made.GRID[:2, :3])
+    assert {key: entry.encoded for key, entry in checkpoint.tensors.items()} == {"grid": True, "small": True}
+
+
+def test_streams_and_encoded_objects_are_read():
+    checkpoint = opened(TAILS)
+    assert b"".join(map(bytes, checkpoint.open_stream("stream"))) == made.STREAM
+    assert b"".join(map(bytes, checkpoint.open_stream("plain"))) == b"plain"
+    assert checkpoint.read_object("object") == [7] * 9000
+    assert (set(checkpoint.streams), checkpoint.objects) == ({"stream", "plain"}, ["object"])
+
+
+def test_groups_earlier_saves_and_providers_are_what_the_manifest_says():
+    manifest = opened(TAILS).manifest
+    assert [(file.rank, file.group, manifest.file_save_id(file)) for file in manifest.files] == [
+        (0, 0, SaveId(made.RUN_ID, 2)),
+        (0, 12, made.EARLIER),
+    ]
+    assert manifest.providers == made.PROVIDERS
+    assert manifest.provider_of("grid").notes == {"cast_from": "float64"}
+    assert manifest.provider_of("small").kind == "MegatronState"
 
 
 # -- writing ----------------------------------------------------------------------------------------------

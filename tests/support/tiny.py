@@ -148,8 +148,8 @@ class Running:
 class Pretraining:
     """Launches tiny pretrainings of two ranks, forked from one parent, each in its own folder."""
 
-    def __init__(self, forge: RankForge, folder: Path) -> None:
-        self._forge, self._folder, self._runs = forge, folder, 0
+    def __init__(self, forge: RankForge, folder: Path, target: str = "tiny_rank:main") -> None:
+        self._forge, self._folder, self._runs, self._target = forge, folder, 0, target
         self._arguments = (RECIPES / "tiny.args").read_text().split()
 
     def start(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> Running:
@@ -159,7 +159,7 @@ class Pretraining:
         instead = {"--bf16"} if "--fp16" in arguments else set()  # Megatron accepts only one of them
         everything = [name for name in self._arguments if name not in instead] + list(map(str, arguments))
         job = self._forge.start(
-            "tiny_rank:main",
+            self._target,
             ranks=RANKS,
             logs=folder,
             arguments=[everything, str(folder)],

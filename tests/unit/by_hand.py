@@ -80,9 +80,9 @@ def data_file(part: Part, rank: int, world_size: int, save_id: SaveId = SAVE, **
     return bytes(data) + footer_bytes
 
 
-def file_entry(data: bytes, rank: int, save_id: SaveId = SAVE, **fields: Any) -> FileEntry:
+def file_entry(data: bytes, rank: int, written_by: SaveId = SAVE, **fields: Any) -> FileEntry:
     offset, _, crc = decode_trailer(data[-TRAILER_BYTES:], "a file")
-    name = save_id.data_file_name(rank, fields.get("group", 0))
+    name = written_by.data_file_name(rank, fields.get("group", 0))
     return FileEntry(name, rank, len(data), offset, crc, **fields)
 
 
@@ -99,11 +99,10 @@ def manifest_of(files: Sequence[FileEntry], index: bytes, save_id: SaveId = SAVE
     return Manifest(
         run_id=f"{save_id.run_id:016x}",
         ordinal=save_id.ordinal,
-        world_size=max(len(files), 1),
         created="2026-01-01T00:00:00+00:00",
         index=entry_of(index),
         files=list(files),
-        **fields,
+        **{"world_size": max(len(files), 1), **fields},
     )
 
 

@@ -30,6 +30,7 @@ SETTINGS = {
     "while_saving": ("refuse", "refuse"),
     "fallback": ("3", 3),
     "trust_objects": ("on", True),
+    "providers": ("mine:position,other.part:make.two", "mine:position,other.part:make.two"),
     "report_file": ("/tmp/report.jsonl", "/tmp/report.jsonl"),
 }
 

@@ -95,3 +95,12 @@ def test_the_program_without_megatron_runs() -> None:
     exec(code, names)
     assert names["everything"]["step"] == 7
     assert names["report"]["state"] == "published"
+
+
+@pytest.mark.usefixtures("a_run")
+def test_the_code_on_state_providers_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "providers.md").read_text(), re.DOTALL)
+    names: dict[str, object] = {"__name__": "page"}
+    for block in blocks:
+        exec(block, names)
+    assert len(blocks) == 4 and Path("ckpt/step_10/datastates.manifest").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,19 @@ def test_left_overs_stay_while_anything_of_their_save_is_young(root):
     put(root, 300, LIVE.data_file_name(1), 60)
     assert left_overs(root) == [DEAD.data_file_name(0)]
     assert left_overs(root, min_age_seconds=10000) == []
+
+
+def test_an_old_file_that_was_linked_just_now_is_no_left_over(root):
+    """A save that is under way may share a file of an earlier one, which is as old as that."""
+    old = root / DEAD.data_file_name(0)
+    old.write_bytes(b"bytes")
+    linked = place(root, 300) / old.name
+    os.link(old, linked)
+    for path in (old, linked):
+        age(path, 7200)
+    assert left_overs(root) == []
+    old.unlink()
+    assert left_overs(root) == [linked.name]
 
 
 def test_without_a_sound_manifest_nothing_is_a_left_over(root):

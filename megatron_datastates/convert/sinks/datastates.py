@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -24,8 +24,8 @@ from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import HEADER_BYTES, Header
 from megatron_datastates.format.manifest import FileEntry, Manifest
-from megatron_datastates.format.tail import Kind, object_entries
-from megatron_datastates.format.values import MANIFEST_NAME, Extent, SaveId
+from megatron_datastates.format.tail import NOT_RECORDED, Kind, TailEntry
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.layouts import merge_layouts
 from megatron_datastates.pipeline.presence import other_file_entry
 from megatron_datastates.pipeline.publication import releases
@@ -41,12 +41,34 @@ class WrittenFile(NamedTuple):
 
 
 class _Placed(NamedTuple):
-    """The place of a fragment or, where `number` is None, of an object in a data file."""
+    """The place of a fragment, an object or a stream in a data file."""
 
     key: str
-    number: int | None
+    number: int  # of a fragment
     offset: int
     size: int
+    kind: Kind = Kind.FRAGMENT
+
+
+class _Stream:
+    """A stream of the source that is read piece by piece, in order."""
+
+    def __init__(self, buffers: Iterator[memoryview]) -> None:
+        self._buffers, self._rest = buffers, memoryview(b"")
+
+    def fill(self, view: Bytes) -> None:
+        """Reads as many bytes as `view` has; checks the whole stream once its last byte is read."""
+        at = 0
+        while at < len(view):
+            self._rest = self._rest or next(self._buffers)
+            part = self._rest[: len(view) - at]
+            view[at : at + len(part)] = part
+            at, self._rest = at + len(part), self._rest[len(part) :]
+
+    def close(self) -> None:
+        """Checks what is checked at the end of a stream."""
+        for _ in self._buffers:
+            raise AssertionError("the stream is longer than its entry says")
 
 
 class DataStatesSink(Sink):
@@ -81,24 +103,24 @@ class DataStatesSink(Sink):
             for key in contents.objects:
                 self._check(self.source.read_object(key), key)
         fragments = [self.source.fragment(*one) for one in contents.fragments]
-        tail = [TailItem(Kind.OBJECT, key) for key in contents.objects]
-        layout = plan_layout(fragments, [False] * len(fragments), tail)
+        items = [TailItem(Kind.OBJECT, key) for key in contents.objects]
+        items += [TailItem(Kind.STREAM, key) for key in contents.streams]
+        layout = plan_layout(fragments, [False] * len(fragments), items)
         placed = [
             _Placed(*contents.fragments[i], offset, fragments[i].bytes)
             for i, offset in zip(layout.order, layout.offsets.tolist(), strict=True)
         ]
-        sizes = [self.source.object_bytes(key) for key in contents.objects]
-        places, end = place_objects(sizes, layout.tensor_end)
-        objects = [
-            _Placed(key, None, *place) for key, *place in zip(contents.objects, places, sizes, strict=True)
-        ]
+        tail, end = self._place_tail(contents, layout.tensor_end)
+        streams = {key: _Stream(self.source.open_stream(key)) for key in contents.streams}
         path = self.directory / self._save_id.data_file_name(number)
         file = StreamedFile(self._engine, path, end)
         try:
             header = Header(self._save_id, number, self._world_size).encode()
-            for window in self._windows([*placed, *objects], header, end):
+            for window in self._windows([*placed, *tail], streams, header, end):
                 file.put(window)
-            footer = self._footer(number, layout, objects, end, file.checksums())
+            for stream in streams.values():
+                stream.close()
+            footer = self._footer(number, layout, tail, end, file.checksums())
             file.finish(footer)
         except BaseException:  # including an interrupt
             file.remove()
@@ -106,7 +128,16 @@ class DataStatesSink(Sink):
         _, _, crc = decode_trailer(footer[-TRAILER_BYTES:], path.name)
         return WrittenFile(FileEntry(path.name, number, end + len(footer), end, crc), layout.index)
 
-    def _windows(self, placed: Sequence[_Placed], header: bytes, end: int) -> Iterator[Bytes]:
+    def _place_tail(self, contents: RankContents, begin: int) -> tuple[list[_Placed], int]:
+        named = [(Kind.OBJECT, key, self.source.object_bytes(key)) for key in contents.objects]
+        named += [(Kind.STREAM, key, self.source.stream_bytes(key)) for key in contents.streams]
+        places, end = place_objects([size for _, _, size in named], begin)
+        placed = zip(named, places, strict=True)
+        return [_Placed(key, 0, place, size, kind) for (kind, key, size), place in placed], end
+
+    def _windows(
+        self, placed: Sequence[_Placed], streams: Mapping[str, _Stream], header: bytes, end: int
+    ) -> Iterator[Bytes]:
         """Yields the file's bytes up to its footer, window by window."""
         starts, ends = [one.offset for one in placed], [one.offset + one.size for one in placed]
         window = np.empty(min(self.window_bytes, end), np.uint8)
@@ -116,30 +147,43 @@ class DataStatesSink(Sink):
             if begin == 0:
                 view[:HEADER_BYTES] = np.frombuffer(header, np.uint8)
             here = placed[bisect_right(ends, begin) : bisect_left(starts, begin + len(view))]
-            tensor_bytes = self._fill(view, begin, here)
+            tensor_bytes = self._fill(view, begin, here, streams)
             yield view
             self.progress(tensor_bytes)
 
-    def _fill(self, view: Bytes, begin: int, here: Sequence[_Placed]) -> int:
+    def _fill(self, view: Bytes, begin: int, here: Sequence[_Placed], streams: Mapping[str, _Stream]) -> int:
         """Fills a window that starts at byte `begin` of the file; returns its number of tensor bytes."""
         ranges = []
-        for key, number, offset, size in here:
+        for key, number, offset, size, kind in here:
             low, high = max(offset, begin), min(offset + size, begin + len(view))
-            if number is not None:
+            if kind == Kind.FRAGMENT:
                 ranges.append(FragmentRange(key, number, low - offset, high - low, low - begin))
-                continue
-            data = np.frombuffer(self.source.read_object(key), np.uint8)
-            view[low - begin : high - begin] = data[low - offset : high - offset]
+            elif kind == Kind.STREAM:
+                streams[key].fill(view[low - begin : high - begin])
+            else:
+                data = np.frombuffer(self.source.read_object(key), np.uint8)
+                view[low - begin : high - begin] = data[low - offset : high - offset]
         self.source.read_ranges([part for part in ranges if part.size], view)
         return sum(part.size for part in ranges)
 
     def _footer(
-        self, number: int, layout: Layout, objects: Sequence[_Placed], end: int, checksums: bytes
+        self, number: int, layout: Layout, tail: Sequence[_Placed], end: int, checksums: bytes
     ) -> bytes:
-        entries = object_entries({key: Extent(0, offset, size) for key, _, offset, size in objects})
+        entries = [
+            TailEntry(one.kind, one.key, one.offset, one.size, one.size, sha256=self._sha256(one))
+            for one in tail
+        ]
         return Footer(
             self._save_id, number, self._world_size, end, layout.digest, entries, checksums
         ).encode()
+
+    def _sha256(self, placed: _Placed) -> bytes:
+        """Returns the SHA-256 that the source has of an object or a stream."""
+        if not isinstance(self.source, DataStatesSource):
+            return NOT_RECORDED
+        checkpoint = self.source.checkpoint
+        find = checkpoint.stream_entry if placed.kind == Kind.STREAM else checkpoint.object_entry
+        return find(placed.key)[1].sha256
 
     def publish(self, written: Sequence[WrittenFile]) -> None:
         self.write_metadata()  # before the manifest: writing that syncs the directory
@@ -156,6 +200,7 @@ class DataStatesSink(Sink):
             iteration=old.iteration if old else iteration_in_name(self.source.directory.name),
             parallel=old.parallel if old else {},
             others=[other_file_entry(self.directory / name, self._check) for name in self.source.other_files],
+            providers=old.providers if old else [],
             writer=releases(),
             compatible=COMPATIBLE_CHECKSUMS,
         )

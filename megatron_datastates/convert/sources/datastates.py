@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -61,20 +62,32 @@ class DataStatesSource(Source):
     def object_bytes(self, key: str) -> int:
         return self.checkpoint.object_entry(key)[1].bytes
 
+    @property
+    def streams(self) -> Sequence[str]:
+        return self.checkpoint.streams
+
+    def open_stream(self, key: str) -> Iterator[memoryview]:
+        return self.checkpoint.open_stream(key)
+
+    def stream_bytes(self, key: str) -> int:
+        return self.checkpoint.stream_entry(key)[1].bytes
+
     def require_files(self) -> None:
         self.checkpoint.require(range(len(self.checkpoint.manifest.files)))
 
     def stored_by_rank(self) -> list[RankContents]:
-        places: dict[int, list[tuple[int, str, int]]] = {}
-        for key, entry in self.checkpoint.index.tensors.items():
+        index, ranks = self.checkpoint.index, [file.rank for file in self.checkpoint.manifest.files]
+        places: dict[int, list[tuple[int, bool, int, str, int]]] = defaultdict(list)
+        for key, entry in index.tensors.items():
             for n, (file, at) in enumerate(
                 zip(entry.files.tolist(), entry.file_offsets.tolist(), strict=True)
             ):
-                places.setdefault(file, []).append((at, key, n))
-        objects: dict[int, list[str]] = {}
-        for key, file in self.checkpoint.index.objects.items():
-            objects.setdefault(file, []).append(key)
+                places[ranks[file]].append((file, entry.encoded, at, key, n))
+        tails: dict[int, tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+        for kind, keys in enumerate((index.objects, index.streams)):
+            for key, file in keys.items():
+                tails[ranks[file]][kind].append(key)
         return [
-            RankContents([(key, n) for _, key, n in sorted(places.get(file, []))], objects.get(file, []))
-            for file in sorted(places.keys() | objects.keys())
+            RankContents([(key, n) for *_, key, n in sorted(places[rank])], *tails[rank])
+            for rank in sorted({*places, *tails})
         ]

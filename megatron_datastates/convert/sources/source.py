@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron_datastates.errors import MissingKeyError
 from megatron_datastates.format.values import Fragment
 from megatron_datastates.plan.coverage import StoredBoxes
 
@@ -40,10 +41,11 @@ class FragmentRange(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RankContents:
-    """The fragments and objects of one rank, in the order of its files."""
+    """The fragments, objects and streams of one rank, in the order of its files."""
 
     fragments: list[tuple[str, int]]  # key, row of the tensor's offsets and shapes
     objects: list[str]
+    streams: list[str] = dataclasses.field(default_factory=list)
 
 
 class Source(ABC):
@@ -66,6 +68,11 @@ class Source(ABC):
     @abstractmethod
     def objects(self) -> Sequence[str]:
         """Returns the keys of all objects, with the common state if it is one (`common_state/shard_0_1`)."""
+
+    @property
+    def streams(self) -> Sequence[str]:
+        """Returns the keys of all streams."""
+        return []
 
     @property
     @abstractmethod
@@ -102,9 +109,17 @@ class Source(ABC):
     def object_bytes(self, key: str) -> int:
         """Returns the size of what read_object returns. Raises MissingKeyError."""
 
+    def open_stream(self, key: str) -> Iterator[memoryview]:
+        """Yields the bytes of a stream, each buffer valid until the next. Raises MissingKeyError."""
+        raise MissingKeyError(f"{self.directory} contains no stream {key!r}")
+
+    def stream_bytes(self, key: str) -> int:
+        """Returns the size of a stream. Raises MissingKeyError."""
+        raise MissingKeyError(f"{self.directory} contains no stream {key!r}")
+
     @abstractmethod
     def stored_by_rank(self) -> list[RankContents]:
-        """Returns all fragments and objects, by rank; ranks that stored none are left out."""
+        """Returns all fragments, objects and streams, by rank; ranks that stored none are left out."""
 
     @abstractmethod
     def require_files(self) -> None:

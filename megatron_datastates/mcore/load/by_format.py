@@ -139,7 +139,8 @@ def wrap_torch_dist_load(original: Callable[..., Any]) -> Callable[..., Any]:
                 if ours is None:
                     raise
                 raise ours from None
-            restore_registered(checkpoint)
+            if state.current().restores_providers():
+                restore_registered(checkpoint)
             return loaded
 
     return load

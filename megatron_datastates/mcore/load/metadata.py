@@ -78,12 +78,19 @@ class StoredTensor(TensorStorageMetadata):
 
 
 class StoredMetadata(Mapping[str, STORAGE_TYPES]):
-    """A read-only `state_dict_metadata`, one object per key. Copies and pickles are plain dictionaries."""
+    """A read-only `state_dict_metadata`, one object per key. Copies and pickles are plain dictionaries.
 
-    def __init__(self, index: Index, objects: Collection[str], boxes: Boxes) -> None:
+    Args:
+        hidden: names of state providers, whose keys are left out: Megatron would report them as unexpected.
+    """
+
+    def __init__(
+        self, index: Index, objects: Collection[str], boxes: Boxes, hidden: Collection[str] = ()
+    ) -> None:
         self._index, self._boxes = index, boxes
         self._made: dict[str, STORAGE_TYPES] = {}
-        self._keys = dict.fromkeys([*index.tensors, *objects])
+        prefixes = tuple(f"{name}." for name in hidden)
+        self._keys = dict.fromkeys(key for key in [*index.tensors, *objects] if not key.startswith(prefixes))
         self._objects = frozenset(objects)
 
     def __getitem__(self, key: str) -> STORAGE_TYPES:

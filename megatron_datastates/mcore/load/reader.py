@@ -50,7 +50,8 @@ class DataStatesReader(FileSystemReader):
         objects = {key for key in index.objects if not is_optimizer_map(key)}
         if versions.installed().writes_common_file:  # such a release would report the key as unexpected
             objects.discard(COMMON_STATE_KEY)
-        known: Any = StoredMetadata(index, objects, self._boxes)
+        others = [provider.name for provider in self.checkpoint.manifest.providers if provider.name]
+        known: Any = StoredMetadata(index, objects, self._boxes, hidden=others)
         return Metadata(known, storage_data={}, storage_meta=StorageMeta(load_id=self.load_id))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

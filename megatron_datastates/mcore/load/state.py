@@ -22,6 +22,7 @@ class Load:
     """The open load of this thread, from the call of our outermost hook until it returns."""
 
     options: Callable[[], Options] = Options.from_environment  # in the training loop, from its arguments
+    restores_providers: Callable[[], bool] = lambda: True
     in_training_loop: bool = False  # within load_checkpoint, which all ranks call
     failed_on_all_ranks: bool = False  # so that ranks may communicate in handling the failure
     directory: str | None = None  # the last one passed to Megatron's maybe_load_config

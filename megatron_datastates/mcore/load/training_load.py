@@ -5,6 +5,7 @@ They never load a checkpoint other than the requested one.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megatron_datastates.pipeline.runs import may_be_ours
 
 def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps `load_checkpoint`, in any format: each may overwrite memory that a save is still reading."""
+    signature = inspect.signature(original)
 
     def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
         from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -27,7 +29,9 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron_datastates.mcore.errors import MegatronLoadFailedError
 
         FENCE.wait("a load")
-        with state.opened(options=_options, in_training_loop=True, failed_on_all_ranks=False) as load:
+        purpose = signature.bind(*args, **kwargs).arguments.get("load_arg", "load")
+        facts: dict[str, Any] = {"options": _options, "restores_providers": lambda: _is_resume(purpose)}
+        with state.opened(**facts, in_training_loop=True, failed_on_all_ranks=False) as load:
             try:
                 return original(*args, **kwargs)
             except CheckpointingException as error:
@@ -36,6 +40,14 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise MegatronLoadFailedError(f"{error} {_advice(load)}") from error.__cause__
 
     return load_checkpoint
+
+
+def _is_resume(purpose: str) -> bool:
+    """Returns whether this load continues a run: not one of weights alone, nor of another model's."""
+    from megatron.training.global_vars import get_args
+
+    # Looked up late: load_checkpoint itself sets `finetune` for a release or pretrained checkpoint.
+    return purpose == "load" and not getattr(get_args(), "finetune", False)
 
 
 def _options() -> Options:

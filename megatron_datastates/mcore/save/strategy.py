@@ -105,7 +105,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             state: StateProvider = ShardedStateProvider(sharded_state_dict, self.classifier)
             if self._transform is not None:
                 state = self._transform(state)
-            return {"": state, **registered()}
+            return {"": state, **registered(self.options.providers)}
 
         return saver_for(self.options).start(
             Path(checkpoint_dir),

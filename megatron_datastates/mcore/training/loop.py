@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from typing import Any
 from megatron_datastates.config import Options
 from megatron_datastates.errors import OptionError, SaveFailedError
 from megatron_datastates.mcore.hooks.attach import attach_saving, attach_training, replace
+from megatron_datastates.mcore.providers import find_functions, registered
 from megatron_datastates.mcore.training.arguments import (
     FORMAT,
     adopt,
@@ -41,10 +43,15 @@ def enable_saving(options: Options) -> None:
     saver.warm_up()
     saver.reporter.listeners[:] = [_write_scalars]
     attach_training()
-    loop = sys.modules.get(_LOOP)  # a program that has not imported it runs its own loop
+    attach_to_train()
+    _options = options
+
+
+def attach_to_train() -> None:
+    """Wraps Megatron's `train`. A program that has not imported its module runs a loop of its own."""
+    loop = sys.modules.get(_LOOP)
     if loop is not None:
         replace(loop, "train", wrap_train)
-    _options = options
 
 
 def is_training() -> bool:
@@ -53,10 +60,18 @@ def is_training() -> bool:
 
 
 def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `train`, Megatron's own loop."""
+    """Wraps `train`, Megatron's own loop.
+
+    It starts with all state providers made, which may watch the training from its first step, and only with
+    the data loader at its loaded position.
+    """
+    signature = inspect.signature(original)
 
     def train(*args: Any, **kwargs: Any) -> Any:
         global _loops
+        if _options is not None:
+            registered(_options.providers)
+        _require_restored_data(signature.bind(*args, **kwargs).arguments.get("train_data_iterator"))
         _loops += 1
         try:
             return original(*args, **kwargs)
@@ -64,6 +79,16 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
             _loops -= 1
 
     return train
+
+
+def _require_restored_data(train_iterator: Any) -> None:
+    from megatron.training.global_vars import get_args
+
+    # Only loaders of the script's own have a position: Megatron's go by the number of consumed samples.
+    if getattr(get_args(), "dataloader_type", None) == "external":
+        from megatron_datastates.mcore.dataloader import LOOP
+
+        LOOP.require_restored(train_iterator)
 
 
 def wrap_save_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,6 +111,7 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         result = validate_without_worker(original, args, *rest, **kwargs)
         settle(args)
         options = options_of(args)
+        find_functions(options.providers)  # a wrong name is an error now, not at the first save
         if getattr(args, "save", None):
             enable_saving(options)
         return result
@@ -98,15 +124,22 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
     The trainer is held for the whole call. A failed save raises, or is logged with `on_failure` "warn".
     """
+    signature = inspect.signature(original)
 
     def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> Any:
         if not _saves_are_ours():
             return original(iteration, *args, **kwargs)
 
+        from megatron_datastates.mcore import dataloader
         from megatron_datastates.mcore.training import retention  # which imports the native module
 
+        call = signature.bind(iteration, *args, **kwargs).arguments
         assert _options is not None, "_saves_are_ours has called enable_saving"
-        with trainer_held("save_checkpoint"), retention.saving(iteration):
+        with (
+            trainer_held("save_checkpoint"),
+            retention.saving(iteration),
+            dataloader.saving(is_ours=not _is_local(call)),
+        ):
             try:
                 return original(iteration, *args, **kwargs)
             except SaveFailedError as error:  # on every rank, so all continue together
@@ -116,6 +149,14 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 return None
 
     return save_checkpoint
+
+
+def _is_local(call: dict[str, Any]) -> bool:
+    """Returns whether a call of save_checkpoint saves to the node's own disk, which Megatron does itself."""
+    from megatron.training.global_vars import get_args
+
+    local = getattr(get_args(), "non_persistent_ckpt_type", None) == "local"
+    return local and bool(call.get("non_persistent_ckpt"))
 
 
 def _saves_are_ours() -> bool:

@@ -1,0 +1,196 @@
+"""The position of a training loop's data loader, in the same checkpoint as the weights.
+
+Megatron's own `--dataloader-save` writes a file for each data-parallel rank while it prepares a checkpoint:
+after a crash, one may be there without the other. In a save of ours the position is part of the checkpoint
+instead, under the name `dataloader`, and no such file is written.
+
+Megatron loads a checkpoint before it makes data loaders. So a load keeps the position, and
+`attach_dataloader` passes it on. A script that never calls it does not train: Megatron's `train` raises an
+error first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from megatron_datastates.errors import ProviderError
+from megatron_datastates.mcore.load import state
+from megatron_datastates.mcore.providers import DATA_LOADER, register
+from megatron_datastates.providers.base import StateReader
+from megatron_datastates.providers.dataloader import DataLoaderState, key_of, read_position
+from megatron_datastates.providers.objects import ObjectSource
+
+logger = logging.getLogger(__name__)
+
+
+def attach_dataloader(loader: Any, *, strict: bool = True, restore: bool = True) -> bool:
+    """Makes a data loader's position part of every later checkpoint, and restores it from the loaded one.
+
+    Call it once, on every rank that makes a loader, before the first batch: with Megatron's own loop where
+    the script makes its loader, in `train_valid_test_datasets_provider`.
+
+    Args:
+        loader: as in `megatron_datastates.providers.DataLoaderState`: torchdata's StatefulDataLoader,
+            Energon's savable loader, or anything with `state_dict` and `load_state_dict`.
+        strict: with False, a checkpoint of another number of data-parallel ranks is no error: the data
+            begins anew, with a warning.
+        restore: with False, the data begins anew.
+
+    Returns:
+        Whether the loader continues at the position of a loaded checkpoint.
+
+    Raises:
+        TypeError: the loader has no such methods.
+        MismatchError: the checkpoint was saved with another number of data-parallel ranks.
+        ProviderError: a loader is attached already.
+    """
+    return LOOP.attach(loader, strict, restore)
+
+
+class LoopDataLoader:
+    """The state provider of the training loop's one data loader, which is made after the load."""
+
+    def __init__(self) -> None:
+        self._attached: DataLoaderState | None = None
+        self._iterator: Any = None  # of a loop with --dataloader-save and no attached loader
+        self._loaded: _Loaded | None = None  # from the last load, until it is passed to a loader
+
+    def attach(self, loader: Any, strict: bool, restore: bool) -> bool:
+        """Implements attach_dataloader."""
+        if self._attached is not None:
+            raise ProviderError(
+                "a data loader is attached already: expected one per process. Add others with "
+                "enable(providers={name: megatron_datastates.providers.DataLoaderState(loader)})"
+            )
+        rank, ranks, stores = _place()
+        attached = DataLoaderState(loader, rank=rank, ranks=ranks, stores=stores, strict=strict)
+        loaded, found = self._loaded, None
+        if loaded is not None and restore:
+            found = read_position(loaded, rank, ranks, strict=strict)
+            if found is not None:
+                attached.set(found)
+        self._attached, self._loaded = attached, None
+        register({DATA_LOADER: self})
+        return found is not None
+
+    def note_iterator(self, train_iterator: Any) -> None:
+        """Notes the iterator whose position `--dataloader-save` wants saved, on ranks that have one."""
+        self._iterator = train_iterator
+        register({DATA_LOADER: self})
+
+    def entries(self) -> Iterable[ObjectSource]:
+        """Yields the position of this rank's loader, if this rank stores one."""
+        rank, ranks, stores = _place()
+        if self._attached is not None:
+            return self._attached.entries()
+        if self._iterator is None:
+            return ()
+        loader = _OnlySaves(self._iterator)
+        return DataLoaderState(loader, rank=rank, ranks=ranks, stores=stores).entries()
+
+    def restore(self, reader: StateReader) -> None:
+        """Keeps the position for the loader that the loop makes next; in other programs, restores it."""
+        if state.current().in_training_loop:
+            from megatron_datastates.mcore.training.loop import attach_to_train
+
+            attach_to_train()
+            self._attached = None  # a loop that loads again makes its loader again
+        if self._attached is not None:
+            self._attached.restore(reader)
+        else:
+            rank, ranks, _ = _place()
+            self._loaded = _Loaded(reader, key_of(rank, ranks))
+
+    def require_restored(self, train_iterator: Any) -> None:
+        """Checks that nobody has forgotten to restore the data loader. Collective.
+
+        Raises:
+            ProviderError: on all ranks, if one of them has an iterator that begins anew by mistake.
+        """
+        from megatron_datastates.pipeline.agreement import ranks_of, sum_now
+
+        is_forgotten = [int(self._loaded is not None and train_iterator is not None)]
+        counts = sum_now(is_forgotten) if len(ranks_of()) > 1 else is_forgotten
+        if counts[0]:
+            raise ProviderError(
+                f"the loaded checkpoint has the position of the data loader, and on {counts[0]} of "
+                f"{len(ranks_of())} ranks no loader was set to it: the data would begin anew. Call "
+                "megatron_datastates.mcore.attach_dataloader(loader) where the script makes its loader, or "
+                "attach_dataloader(loader, restore=False) if the data is to begin anew"
+            )
+
+
+class _Loaded:
+    """The positions of a loaded checkpoint: their keys, and the one of this rank. A StateReader for them."""
+
+    def __init__(self, reader: StateReader, key: str) -> None:
+        self.objects = list(reader.objects)
+        self._values = {key: reader.read_object(key)} if key in self.objects else {}
+
+    def read_object(self, key: str) -> Any:
+        return self._values[key]
+
+
+class _OnlySaves:
+    """A data loader whose state Megatron's `--dataloader-save` would save: an iterator with `save_state`."""
+
+    def __init__(self, train_iterator: Any) -> None:
+        loader = getattr(train_iterator, "iterable", train_iterator)
+        if not hasattr(loader, "save_state"):
+            raise TypeError(
+                f"--dataloader-save needs an iterator with a method save_state, found a "
+                f"{type(loader).__name__}: or call megatron_datastates.mcore.attach_dataloader(loader)"
+            )
+        self.state_dict = loader.save_state
+
+    def load_state_dict(self, state: Any) -> None:
+        raise NotImplementedError
+
+
+LOOP = LoopDataLoader()
+_is_ours = False  # whether the running save_checkpoint writes a checkpoint of ours
+
+
+def _place() -> tuple[int, int, bool]:
+    """Returns this rank's data-parallel rank, their number, and whether it is the one that stores."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        is_distributed = dist.is_available() and dist.is_initialized()
+        return (dist.get_rank(), dist.get_world_size(), True) if is_distributed else (0, 1, True)
+    stores = (
+        parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_pipeline_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
+    )
+    return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size(), stores
+
+
+@contextlib.contextmanager
+def saving(is_ours: bool) -> Iterator[None]:
+    """Marks a `save_checkpoint` of Megatron's, which may also be one of its own format."""
+    global _is_ours
+    before, _is_ours = _is_ours, is_ours
+    try:
+        yield
+    finally:
+        _is_ours = before
+
+
+def wrap_maybe_save_dataloader_state(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `maybe_save_dataloader_state`: in a save of ours the position joins the checkpoint."""
+
+    def maybe_save_dataloader_state(
+        train_iterator: Any, iteration: int, dataloader_save_path: str | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not _is_ours:
+            return original(train_iterator, iteration, dataloader_save_path, *args, **kwargs)
+        if dataloader_save_path:
+            LOOP.note_iterator(train_iterator)
+        return None
+
+    return maybe_save_dataloader_state

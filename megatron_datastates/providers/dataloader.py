@@ -1,0 +1,141 @@
+"""The position of a data loader: a state provider for torchdata's StatefulDataLoader and for Energon.
+
+Each data-parallel rank has a loader of its own and stores one object, `rank-<rank>-of-<ranks>`, so no two
+ranks store one key. A position has a meaning only for the number of data-parallel ranks that it was saved
+with: with another one, data would be read twice or never. So such a resume fails, unless the user asks for a
+new beginning of the data.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from megatron_datastates.errors import MismatchError
+from megatron_datastates.providers.base import StateReader
+from megatron_datastates.providers.energon import to_energon, to_plain
+from megatron_datastates.providers.objects import ObjectSource
+
+logger = logging.getLogger(__name__)
+# Names of the methods that return and set the state of one rank's loader: Energon's, and everybody else's.
+_METHODS = (("save_state_rank", "restore_state_rank"), ("state_dict", "load_state_dict"))
+_KEY = re.compile(r"rank-\d+-of-(\d+)")
+
+
+class DataLoaderState:
+    """The position of one rank's data loader.
+
+    Args:
+        loader: has `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader, or any object of the
+            program), or `save_state_rank` and `restore_state_rank` (Megatron-Energon). Its state is plain
+            data of Python, numpy and torch, or of Energon's own classes.
+        rank: number of this loader among those that share the data: the data-parallel rank. By default the
+            rank of torch.distributed, or 0.
+        ranks: number of such loaders; by default the world size of torch.distributed, or 1.
+        stores: whether this rank stores its state. Of ranks with the same `rank` (those of one tensor
+            parallel group, for instance), exactly one does; all of them restore.
+        strict: with False, a checkpoint of another number of ranks leaves the loader as it is, at the
+            beginning of its data, with a warning.
+
+    Raises:
+        TypeError: `loader` has no such methods.
+    """
+
+    name = "dataloader"
+
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        rank: int | None = None,
+        ranks: int | None = None,
+        stores: bool = True,
+        strict: bool = True,
+    ) -> None:
+        self._save, self._restore = _methods(loader)
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self._rank = rank if rank is not None else dist.get_rank() if is_distributed else 0
+        self._ranks = ranks if ranks is not None else dist.get_world_size() if is_distributed else 1
+        self._stores, self._strict = stores, strict
+
+    def entries(self) -> Iterator[ObjectSource]:
+        """Yields the position after the last batch that the program has received, on a rank that stores."""
+        if self._stores:
+            yield ObjectSource(key_of(self._rank, self._ranks), to_plain(self._save()))
+
+    def restore(self, reader: StateReader) -> None:
+        """Sets the loader to the stored position. Call before its first batch.
+
+        Raises:
+            MismatchError: the checkpoint was saved with another number of ranks, and `strict` is set.
+        """
+        found = read_position(reader, self._rank, self._ranks, strict=self._strict)
+        if found is not None:
+            self.set(found)
+
+    def set(self, found: Position) -> None:
+        """Sets the loader to a position that `read_position` has returned."""
+        self._restore(to_energon(found.state))
+
+
+class Position:
+    """What one rank's loader has stored; `state` may be None, which is Energon's initial state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+
+def key_of(rank: int, ranks: int) -> str:
+    """Returns the key of one rank's position, relative to the provider's name."""
+    return f"rank-{rank}-of-{ranks}"
+
+
+class Positions(Protocol):
+    """What a load has found: the part of a StateReader that positions need."""
+
+    @property
+    def objects(self) -> Iterable[str]: ...
+
+    def read_object(self, key: str) -> Any: ...
+
+
+def read_position(reader: Positions, rank: int, ranks: int, *, strict: bool) -> Position | None:
+    """Reads the position of one rank; None, with a warning, if there is none and `strict` is not set.
+
+    Raises:
+        MismatchError: there is none, and `strict` is set.
+    """
+    key, stored = key_of(rank, ranks), list(reader.objects)
+    if key in stored:
+        return Position(reader.read_object(key))
+    counts = sorted({int(match[1]) for name in stored if (match := _KEY.fullmatch(name))})
+    if counts == [ranks]:
+        problem = f"the checkpoint lacks the position of data-parallel rank {rank} (of {ranks})"
+    else:
+        saved = " and ".join(map(str, counts)) or "no"
+        problem = (
+            f"the checkpoint has the positions of {saved} data-parallel ranks, and this run has {ranks}: a "
+            "position has a meaning for the same number only"
+        )
+    if strict:
+        raise MismatchError(
+            f"{problem}; resume with as many data-parallel ranks as saved it, or pass strict=False to begin "
+            "the data anew"
+        )
+    logger.warning("%s. The data loader begins anew, as strict=False was passed", problem)
+    return None
+
+
+def _methods(loader: Any) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    for save, restore in _METHODS:
+        if hasattr(loader, save) and hasattr(loader, restore):
+            return getattr(loader, save), getattr(loader, restore)
+    raise TypeError(
+        f"a {type(loader).__name__} cannot return and set its position: expected state_dict and "
+        "load_state_dict (torchdata's StatefulDataLoader), or save_state_rank and restore_state_rank "
+        "(Energon's savable loader)"
+    )

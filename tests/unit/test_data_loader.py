@@ -1,0 +1,251 @@
+"""The positions of data loaders as part of a checkpoint, without Megatron's loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+import megatron_datastates as ds
+from megatron_datastates.errors import MismatchError, ProviderError, SaveFailedError, UntrustedClassError
+from megatron_datastates.providers import DataLoaderState
+from megatron_datastates.providers.energon import to_energon, to_plain
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    """Each worker's own numbers, with a position of its own that cannot be found by skipping."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Any:
+        worker = torch.utils.data.get_worker_info()
+        while self.next < 20:
+            self.next += 1
+            yield 100 * (worker.id if worker else 0) + self.next
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next = state["next"]
+
+
+def new_loader(kind: str, workers: int) -> StatefulDataLoader[int]:
+    if kind == "stream":
+        return StatefulDataLoader(Stream(), batch_size=2, num_workers=workers)
+    generator = torch.Generator().manual_seed(3)
+    return StatefulDataLoader(Numbers(), batch_size=2, shuffle=True, num_workers=workers, generator=generator)
+
+
+def take(loader: Any, batches: int) -> list[list[int]]:
+    """Returns the next batches, in as many epochs as it takes, from the start of an iteration."""
+    found: list[list[int]] = []
+    while len(found) < batches:
+        for batch in loader:
+            found.append(batch.tolist())
+            if len(found) == batches:
+                break
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+@pytest.mark.parametrize("taken", [0, 3, 6])
+def test_the_next_batch_after_a_resume_is_the_one_that_the_saved_run_took_next(
+    kind: str, workers: int, taken: int, tmp_path: Path
+) -> None:
+    saved, resumed = new_loader(kind, workers), new_loader(kind, workers)
+    batches = iter(saved)
+    for _ in range(taken):
+        next(batches)
+    ds.save({"w": torch.ones(2), "data": DataLoaderState(saved)}, tmp_path / "c")
+    rest = [batch.tolist() for batch in batches]
+
+    weights = torch.zeros(2)
+    ds.load(tmp_path / "c", into={"w": weights, "data": DataLoaderState(resumed)})
+
+    assert [batch.tolist() for batch in resumed] == rest
+    assert weights.tolist() == [1.0, 1.0]
+    if kind == "shuffled" and workers:  # without workers, torchdata 0.11 restores this epoch's order only
+        assert take(resumed, 4) == take(saved, 4), "the next epoch differs"
+    assert ds.open(tmp_path / "c").index.objects.keys() == {"data.rank-0-of-1"}
+
+
+def test_a_position_is_the_one_at_the_time_of_the_save(tmp_path: Path) -> None:
+    loader = new_loader("shuffled", 0)
+    batches = iter(loader)
+    next(batches)
+    handle = ds.async_save({"data": DataLoaderState(loader)}, tmp_path / "c")
+    rest = [batch.tolist() for batch in batches]
+    handle.wait()
+    resumed = new_loader("shuffled", 0)
+    ds.load(tmp_path / "c", into={"data": DataLoaderState(resumed)})
+    assert [batch.tolist() for batch in resumed] == rest
+
+
+class Plain:
+    """A loader of the program's own."""
+
+    def __init__(self, position: Any = None) -> None:
+        self.position = position
+
+    def state_dict(self) -> Any:
+        return self.position
+
+    def load_state_dict(self, state: Any) -> None:
+        self.position = state
+
+
+def save_of(ranks: int, directory: Path) -> None:
+    positions = {
+        f"rank {rank}": DataLoaderState(Plain({"at": rank}), rank=rank, ranks=ranks) for rank in range(ranks)
+    }
+    # As ranks of one save: all of them under one name.
+    ds.save({"data": _Together(list(positions.values()))}, directory)
+
+
+class _Together:
+    def __init__(self, parts: list[DataLoaderState]) -> None:
+        self.parts = parts
+
+    def entries(self) -> Any:
+        for part in self.parts:
+            yield from part.entries()
+
+    def restore(self, reader: Any) -> None:
+        raise NotImplementedError
+
+
+def test_each_rank_restores_its_own_position(tmp_path: Path) -> None:
+    save_of(3, tmp_path / "c")
+    for rank in range(3):
+        loader = Plain()
+        ds.load(tmp_path / "c", into={"data": DataLoaderState(loader, rank=rank, ranks=3, stores=rank == 0)})
+        assert loader.position == {"at": rank}
+
+
+def test_only_ranks_that_store_write_a_position(tmp_path: Path) -> None:
+    save_of(1, tmp_path / "c")
+    ds.save({"w": 1, "data": DataLoaderState(Plain(), stores=False)}, tmp_path / "d")
+    assert ds.open(tmp_path / "d").index.objects.keys() == {"w"}
+
+
+def test_another_number_of_ranks_fails_the_load_or_begins_anew(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_of(3, tmp_path / "c")
+    loader = Plain("untouched")
+    with pytest.raises(
+        ProviderError, match=r"'data'.*positions of 3 data-parallel ranks.*run has 2"
+    ) as found:
+        ds.load(tmp_path / "c", into={"data": DataLoaderState(loader, rank=1, ranks=2)})
+    assert isinstance(found.value.__cause__, MismatchError) and loader.position == "untouched"
+    ds.load(tmp_path / "c", into={"data": DataLoaderState(loader, rank=1, ranks=2, strict=False)})
+    assert "begins anew" in caplog.text and loader.position == "untouched"
+
+
+def test_a_loader_without_a_position_is_refused() -> None:
+    with pytest.raises(TypeError, match="a list cannot return and set its position: expected state_dict"):
+        DataLoaderState([1, 2])
+
+
+# -- Energon ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def energon(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A module with classes of the two kinds that Energon's states are made of, for where it is absent."""
+    module = types.ModuleType("megatron.energon.made_for_a_test")
+
+    @dataclasses.dataclass(slots=True, kw_only=True)
+    class WorkerState:
+        position: int
+        inner: Any
+
+    class Flexible(dict[str, Any]):
+        pass
+
+    for kind in (WorkerState, Flexible):
+        kind.__module__, kind.__qualname__ = module.__name__, kind.__name__
+        setattr(module, kind.__name__, kind)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+class Energons:
+    """A loader with Energon's methods."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def save_state_rank(self) -> Any:
+        return self.state
+
+    def restore_state_rank(self, state: Any) -> None:
+        self.state = state
+
+    def save_state(self, dst_rank: int) -> Any:
+        raise AssertionError("Energon's deprecated method, which gathers from all ranks")
+
+    state_dict = load_state_dict = save_state
+
+
+def test_energons_states_are_restored_with_their_classes_from_plain_data(
+    energon: Any, tmp_path: Path
+) -> None:
+    inner = energon.Flexible(rng=b"bytes", buffer=[(1, "a"), (2, "b")])
+    states = [energon.WorkerState(position=4, inner=inner), energon.WorkerState(position=5, inner=None)]
+    ds.save({"data": DataLoaderState(Energons(states))}, tmp_path / "c")
+    loader = Energons()
+    ds.load(tmp_path / "c", into={"data": DataLoaderState(loader)})
+    assert loader.state == states
+    assert [type(state) for state in loader.state] == [energon.WorkerState] * 2
+    assert type(loader.state[0].inner) is energon.Flexible
+
+
+def test_only_states_of_energon_are_made(energon: Any) -> None:
+    state = energon.WorkerState(position=4, inner=None)
+    plain = to_plain(state)
+    assert to_energon(plain) == state
+    for name in ("os:system", "subprocess:Popen", "megatron.energon.absent:State", "builtins:dict"):
+        with pytest.raises(UntrustedClassError, match=name):
+            to_energon({**plain, "__energon__": name})
+    energon.Loader = type("Loader", (), {"__module__": energon.__name__})
+    with pytest.raises(UntrustedClassError, match="Loader"):
+        to_energon({**plain, "__energon__": f"{energon.__name__}:Loader"})
+
+
+def test_classes_of_others_are_refused_at_the_save(tmp_path: Path) -> None:
+    with pytest.raises(SaveFailedError, match=r"object 'data\.rank-0-of-1' was not saved.*Plain"):
+        ds.save({"data": DataLoaderState(Plain(Plain()))}, tmp_path / "c")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_energons_own_loader_resumes_with_the_next_sample(workers: int, tmp_path: Path) -> None:
+    pytest.importorskip("megatron.energon")
+    from tests.support.energon_data import new_loader as new_energon_loader
+
+    saved, resumed = new_energon_loader(workers), new_energon_loader(workers)
+    samples = iter(saved)
+    for _ in range(7):
+        next(samples)
+    ds.save({"data": DataLoaderState(saved)}, tmp_path / "c")
+    rest = [next(samples) for _ in range(9)]
+    ds.load(tmp_path / "c", into={"data": DataLoaderState(resumed)})
+    samples = iter(resumed)
+    assert [next(samples) for _ in range(9)] == rest

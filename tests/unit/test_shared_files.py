@@ -1,0 +1,96 @@
+"""Data files of several groups and of earlier saves, and the digests that let checkpoints share them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.format.digests import ContentDigest
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.remove import remove_keys
+from megatron_datastates.pipeline.repair import repair
+from megatron_datastates.pipeline.verify import verify
+from tests.unit.by_hand import SAVE
+from tests.unit.encoded import EARLIER, MIB, WEIGHT, content_digest, write_encoded, write_shared
+from tests.unit.states import OPTIONS, bits
+
+
+def opened(path: Path) -> Checkpoint:
+    return Checkpoint.open(path, OPTIONS)
+
+
+@pytest.mark.parametrize("sizes", [[0], [1], [MIB], [MIB - 1, 1, 1], [3 * MIB + 5], [7] * 300_000 + [MIB]])
+def test_a_content_digest_does_not_depend_on_how_the_bytes_come(sizes):
+    data, digest = np.random.default_rng(1).bytes(sum(sizes)), ContentDigest()
+    at = 0
+    for size in sizes:
+        digest.update(data[at : at + size])
+        at += size
+    assert digest.hexdigest() == content_digest(bytes(4096) + data)
+
+
+def test_files_of_several_groups_and_of_an_earlier_save_are_read(tmp_path):
+    manifest = write_shared(tmp_path / "c")
+    assert [file.name for file in manifest.files] == [
+        SAVE.data_file_name(0), f"data-00000.3-{EARLIER}.bin",
+    ]  # fmt: skip
+    assert bits(opened(tmp_path / "c").read_tensor("weight")) == bits(WEIGHT)
+    assert verify(tmp_path / "c", options=OPTIONS).faults == []
+
+
+def test_another_content_than_the_manifest_says_is_found(tmp_path):
+    manifest = write_shared(tmp_path / "c")
+    files = [manifest.files[0], msgspec.structs.replace(manifest.files[1], content_sha256="0" * 64)]
+    (tmp_path / "c" / MANIFEST_NAME).write_bytes(msgspec.structs.replace(manifest, files=files).encode())
+    (fault,) = verify(tmp_path / "c", options=OPTIONS).faults
+    assert "the SHA-256 of its content is" in fault
+    assert verify(tmp_path / "c", options=OPTIONS, quick=True).faults == []
+
+
+def test_a_file_of_another_group_or_save_is_refused(tmp_path):
+    manifest = write_shared(tmp_path / "c")
+    entry = manifest.files[1]
+    for save, group in ((EARLIER, 4), (SaveId(SAVE.run_id, 2), 3)):
+        name = save.data_file_name(0, group)
+        lie = msgspec.structs.replace(entry, name=name, group=group, save_id=str(save))
+        changed = msgspec.structs.replace(manifest, files=[manifest.files[0], lie])
+        (tmp_path / "c" / MANIFEST_NAME).write_bytes(changed.encode())
+        (tmp_path / "c" / name).write_bytes((tmp_path / "c" / entry.name).read_bytes())
+        with pytest.raises(DataStatesError, match=f"belongs to save {EARLIER}, rank 0, group 3"):
+            opened(tmp_path / "c").read_tensor("weight")
+
+
+def test_repair_rebuilds_the_manifest_of_several_groups_of_one_save(tmp_path):
+    directory = tmp_path / "c"
+    write_shared(directory, SAVE)
+    before = (directory / MANIFEST_NAME).read_bytes()
+    (directory / MANIFEST_NAME).unlink()
+    (directory / "metadata.json").write_text('{"sharded_backend": "datastates"}')
+    repair(directory, options=OPTIONS)
+    names = [file.name for file in Manifest.decode(before, "it").files]
+    assert [file.name for file in opened(directory).manifest.files] == names
+    assert len(names) == 2
+    assert bits(opened(directory).read_tensor("weight")) == bits(WEIGHT)
+
+
+def test_repair_refuses_files_of_several_saves(tmp_path):
+    """Left-overs of an earlier save could have the same layout: nothing but the manifest tells them apart."""
+    write_shared(tmp_path / "c")
+    (tmp_path / "c" / MANIFEST_NAME).unlink()
+    with pytest.raises(DataStatesError, match="data files of 2 saves"):
+        repair(tmp_path / "c", options=OPTIONS)
+
+
+def test_keys_are_removed_with_their_streams(tmp_path):
+    write_encoded(tmp_path / "c")
+    assert sorted(remove_keys(tmp_path / "c", "log")) == ["log", "log"]
+    checkpoint = opened(tmp_path / "c")
+    assert "log" not in checkpoint.streams and "log" not in checkpoint.objects
+    assert bits(checkpoint.read_tensor("weight")) == bits(WEIGHT)
+    assert verify(tmp_path / "c", options=OPTIONS).faults == []
