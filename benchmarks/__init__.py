@@ -1,6 +1,7 @@
 """Benchmarks of megatron_datastates, each a package that runs with `python -m`.
 
 - `benchmarks.engine`: saves on this machine's CPU and disk, compared with fio.
+- `benchmarks.ablation`: what overlapping, coalescing and lazy copies each bring to a save.
 - `benchmarks.load`: loads through Megatron, compared with torch_dist and fio.
 - `benchmarks.scale`: planning, publishing and opening checkpoints of up to 16,384 simulated ranks.
 - `benchmarks.gpu`: what a save costs a GPU that trains; `benchmarks/gpu/run.sh` prepares the machine.

@@ -151,7 +151,7 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
     Returns:
         With `into`, nested dictionaries of the same keys: its tensors and state providers, and the objects
         of the checkpoint.
-        Without it, everything in the checkpoint by name, tensors whole and in host memory.
+        Without it, everything in the checkpoint by name: tensors whole and in host memory, streams as bytes.
 
     Raises:
         NotACheckpointError: no checkpoint was published there.
@@ -171,7 +171,9 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
 def _load_everything(checkpoint: Checkpoint) -> dict[Any, Any]:
     names = list(checkpoint.tensors)
     tensors = checkpoint.read_tensors((name, None, None) for name in names)
-    return {**dict(zip(names, tensors, strict=True)), **checkpoint.read_objects(checkpoint.objects)}
+    streams = {name: b"".join(checkpoint.open_stream(name)) for name in checkpoint.streams}
+    objects = checkpoint.read_objects(checkpoint.objects)
+    return {**dict(zip(names, tensors, strict=True)), **objects, **streams}
 
 
 def _load_into(checkpoint: Checkpoint, into: State) -> dict[Any, Any]:

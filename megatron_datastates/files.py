@@ -56,11 +56,14 @@ def size_of(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
+def changed_at(status: os.stat_result) -> float:
+    """Returns when a file was written or, if it is in several directories, when it was linked last.
+
+    So a file of an earlier save counts as new where a save that is under way has linked it just now.
+    """
+    return max(status.st_mtime, status.st_ctime) if status.st_nlink > 1 else status.st_mtime
+
+
 def _kind(mode: int) -> str:
     kinds = {stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a directory", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
-
-
-def changed_at(status: os.stat_result) -> float:
-    """Returns when a file was last written or, if it has several names, linked; seconds since 1970."""
-    return max(status.st_mtime, status.st_ctime) if status.st_nlink > 1 else status.st_mtime

@@ -11,13 +11,20 @@ import typer
 
 from benchmarks import disk, machine
 from benchmarks.command import Result, choose, measure_parts, run_command, scratch, write_results
-from benchmarks.load.measures import CASES, Checkpoints, measure_again, measure_loads, measure_verify
+from benchmarks.load.measures import (
+    CASES,
+    Checkpoints,
+    measure_again,
+    measure_loads,
+    measure_optimizer,
+    measure_verify,
+)
 from benchmarks.load.states import Model
 from benchmarks.rounds import Bar
 from megatron_datastates.config import GIB
 
-_ALL = (*CASES, "again", "verify")
-_QUICK = ("plain", "again", "verify")  # which need one world of two ranks
+_ALL = (*CASES, "optimizer", "again", "verify")
+_QUICK = ("plain", "optimizer", "again", "verify")  # which need one world of two ranks
 _QUICK_MODEL = Model(layers=2, hidden=256, ffn=704, vocabulary=2000, small_layers=20)
 
 
@@ -63,6 +70,7 @@ def run(
     with scratch(folder) as inside, contextlib.closing(Checkpoints(inside, model)) as checkpoints:
         measures: dict[str, Callable[[], tuple[Result, list[Bar]]]] = {
             "loads": lambda: measure_loads(checkpoints, repeats, cases),
+            "optimizer": lambda: measure_optimizer(checkpoints, repeats),
             "again": lambda: measure_again(checkpoints, repeats),
             "verify": lambda: measure_verify(checkpoints, repeats),
         }

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from benchmarks import disk
 from benchmarks.command import Result
+from benchmarks.load.optimizer import Layout
 from benchmarks.load.ranks import Job, RankResult, World
 from benchmarks.load.states import SMALL_WEIGHTS, Model, Sharding
 from benchmarks.rounds import Bar, Rates, interleave, median, spread
-from megatron_datastates.config import MIB, Options
+from megatron_datastates.config import GIB, MIB, Options
 from megatron_datastates.engine.reader import SLOT_BYTES
 from megatron_datastates.pipeline.verify import verify
 
@@ -30,6 +31,21 @@ CASES = {
     "TP 2 to PP 2": (Sharding(tensor=2), Sharding(pipeline=2)),
     "optimizer buckets, DP 2": (Sharding(data=2), Sharding(data=2)),
     "optimizer buckets, DP 2 to 3": (Sharding(data=2), Sharding(data=3)),
+}
+
+
+_TP2 = Layout(tensor=2)
+# By name: the format, how it is saved, how it is loaded. All but the last store buckets.
+OPTIMIZERS = {
+    "unchanged": ("datastates", _TP2, _TP2),
+    "TP 2 to DP 2": ("datastates", _TP2, Layout(data=2)),
+    "TP 2 to PP 2": ("datastates", _TP2, Layout(pipeline=2)),
+    "DP 2 to TP 2": ("datastates", Layout(data=2), _TP2),
+    "stock's fully reshardable, TP 2 to DP 2": (
+        "torch_dist",
+        Layout(tensor=2, by_parameter=True),
+        Layout(data=2, by_parameter=True),
+    ),
 }
 
 
@@ -54,6 +70,16 @@ class Checkpoints:
         directory = str(self.folder / f"{backend}-{cut}-{copy}")
         if directory not in self._saved:
             self.world(sharding.ranks).do(Job("save", directory, sharding, self.model, backend))
+            self._saved.add(directory)
+        return directory
+
+    def optimizer(self, layout: Layout, backend: str) -> str:
+        """Does the same for a checkpoint of optimizer state."""
+        cut = f"tp{layout.tensor}-pp{layout.pipeline}-dp{layout.data}-{layout.by_parameter}"
+        directory = str(self.folder / f"{backend}-optimizer-{cut}")
+        if directory not in self._saved:
+            job = Job("save", directory, Sharding(), self.model, backend, optimizer=layout)
+            self.world(layout.ranks).do(job)
             self._saved.add(directory)
         return directory
 
@@ -118,6 +144,49 @@ def _bars_of_loads(result: Result, rates: Rates, cases: Sequence[str]) -> list[B
         peak, limit = result["peak_mib_beyond_targets"][ours], POOL_BYTES / MIB + 64
         bars.append(Bar(f"{case}: memory beyond the targets", peak, limit, "MiB", at_least=False))
     return bars
+
+
+def measure_optimizer(checkpoints: Checkpoints, repeats: int) -> tuple[Result, list[Bar]]:
+    """Measures resumes of optimizer state: unchanged, in other layouts, and as stock's fully reshardable one.
+
+    Seconds are those of the last rank. What stock does after the load, cutting out each rank's part, is not
+    counted.
+    """
+    last: dict[str, list[RankResult]] = {}
+
+    def seconds(name: str) -> float:
+        backend, stored, wanted = OPTIMIZERS[name]
+        directory = checkpoints.optimizer(stored, backend)
+        disk.drop_caches()
+        job = Job("load", directory, Sharding(), checkpoints.model, check=name not in last, optimizer=wanted)
+        ranks = last[name] = checkpoints.world(wanted.ranks).do(job)
+        return 1 / max(rank.seconds for rank in ranks)
+
+    contenders = {name: functools.partial(seconds, name) for name in OPTIMIZERS}
+    rates = interleave(repeats, contenders)
+    times = {name: round(1 / median(found), 3) for name, found in rates.items()}
+    peaks = {name: round(max(rank.peak_bytes for rank in ranks) / MIB, 1) for name, ranks in last.items()}
+    result = {
+        "seconds": times,
+        "spread_seconds": {name: spread([1 / one for one in found]) for name, found in rates.items()},
+        "gib_delivered": _per_case(last, lambda rank: rank.bytes, GIB),
+        "gib_read": _per_case(last, lambda rank: rank.bytes_read, GIB),
+        "peak_mib_beyond_targets": peaks,
+    }
+    bars = []
+    for name in list(OPTIMIZERS)[1:-1]:
+        of_unchanged, peak = times[name] / times["unchanged"], peaks[name]
+        bars.append(Bar(f"{name}, of an unchanged resume's time", of_unchanged, 2, "", at_least=False))
+        bars.append(
+            Bar(f"{name}: memory beyond the targets", peak, POOL_BYTES / MIB + 64, "MiB", at_least=False)
+        )
+    return result, bars
+
+
+def _per_case(
+    last: dict[str, list[RankResult]], size: Callable[[RankResult], int], unit: int
+) -> dict[str, float]:
+    return {name: round(sum(map(size, ranks)) / unit, 3) for name, ranks in last.items()}
 
 
 def measure_again(checkpoints: Checkpoints, repeats: int) -> tuple[Result, list[Bar]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import gc
 import importlib
 import multiprocessing
@@ -16,13 +17,16 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks import machine
+from benchmarks.load.optimizer import Layout, make
 from benchmarks.load.states import Model, Sharding, State, check, fill, make_state
 
 _STAND_INS = Path(__file__).parents[2] / "recipes" / "cpu"
@@ -38,6 +42,7 @@ class Job:
     model: Model
     backend: str = ""  # of a save: datastates or torch_dist
     check: bool = False  # compare every element that was loaded
+    optimizer: Layout | None = None  # its state is saved or loaded in place of the model's
     forget: bool = False  # drop what this process remembers of checkpoints that it has read, before the load
 
 
@@ -120,15 +125,23 @@ def _save(job: Job) -> RankResult:
 
     from megatron_datastates.mcore import DataStatesSaveStrategy
 
-    state = make_state(job.sharding, job.model, dist.get_rank())
-    for tensor in state.values():
-        fill(tensor)
+    state: dict[str, Any]
+    if job.optimizer is not None:
+        state, parts = make(job.optimizer, job.model, dist.get_rank())
+        for part in parts:
+            part.fill()
+        size = sum(part.memory.nbytes for part in parts)
+    else:
+        tensors = make_state(job.sharding, job.model, dist.get_rank())
+        for tensor in tensors.values():
+            fill(tensor)
+        state, size = {"state": tensors, "iteration": 1}, _bytes(tensors)
     Path(job.directory).mkdir(parents=True, exist_ok=True)
     strategy = DataStatesSaveStrategy() if job.backend == "datastates" else TorchDistSaveShardedStrategy()
     dist.barrier()
     begin = time.perf_counter()
-    dist_checkpointing.save({"state": state, "iteration": 1}, job.directory, strategy)
-    return RankResult(time.perf_counter() - begin, _bytes(state))
+    dist_checkpointing.save(state, job.directory, strategy)
+    return RankResult(time.perf_counter() - begin, size)
 
 
 def _load(job: Job) -> RankResult:
@@ -140,21 +153,30 @@ def _load(job: Job) -> RankResult:
     if job.forget:
         opening.forget()
         indexes._decoded.clear()
-    state = make_state(job.sharding, job.model, dist.get_rank())
-    targets = list(state.values())
-    for tensor in targets:
-        tensor.data.view(torch.uint8).fill_(0xA5)  # resident before anything is measured
+    state: dict[str, Any]
+    checks: list[Callable[[], None]]
+    if job.optimizer is not None:
+        state, parts = make(job.optimizer, job.model, dist.get_rank())
+        state.pop("map", None)
+        memory, checks = [part.memory for part in parts], [part.check for part in parts]
+    else:
+        tensors = make_state(job.sharding, job.model, dist.get_rank())
+        state, memory = {"state": tensors}, [tensor.data for tensor in tensors.values()]
+        checks = [functools.partial(check, tensor) for tensor in tensors.values()]
+    for target in memory:
+        target.view(torch.uint8).fill_(0xA5)  # resident before anything is measured
     before = machine.status_bytes("VmRSS")
     machine.reset_peak()
     dist.barrier()
     begin = time.perf_counter()
-    dist_checkpointing.load({"state": state}, job.directory)
+    dist_checkpointing.load(state, job.directory)
     seconds = time.perf_counter() - begin
     peak = machine.status_bytes("VmHWM") - before
     if job.check:
-        for tensor in targets:
-            check(tensor)
-    return RankResult(seconds, _bytes(state), peak, _take_bytes_read(job.directory))
+        for look in checks:
+            look()
+    size = sum(target.nbytes for target in memory)
+    return RankResult(seconds, size, peak, _take_bytes_read(job.directory))
 
 
 def _take_bytes_read(directory: str) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -152,6 +153,18 @@ def _buckets(sharding: Sharding, model: Model, rank: int) -> Iterator[tuple[str,
             data, shape = torch.empty(b - a), (ends[-1],)
             shard = ShardedTensor(key, data, torch.float32, (b - a,), shape, (a,), None, replica_id=0)
             yield f"{key}.{a}", shard
+
+
+def pattern(
+    key: str, whole: Sequence[int], offset: Sequence[int], shape: Sequence[int], kind: Any = np.int32
+) -> np.ndarray:
+    """Returns the values of a box of a global tensor, as integers of its elements' size."""
+    strides = [math.prod(whole[axis + 1 :]) for axis in range(len(whole))]
+    at = np.full(tuple(shape), zlib.crc32(key.encode()), np.int64)
+    for axis, (start, size) in enumerate(zip(offset, shape, strict=True)):
+        line = (np.arange(start, start + size, dtype=np.int64) * strides[axis]) * 2654435761
+        at += line.reshape([-1 if d == axis else 1 for d in range(len(shape))])
+    return at.astype(kind)
 
 
 def _rows(tensor: Any) -> Iterator[tuple[torch.Tensor, np.ndarray]]:

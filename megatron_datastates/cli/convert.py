@@ -75,6 +75,15 @@ def convert(
             "torch_dist archives."
         ),
     ] = False,
+    optimizer: Annotated[
+        str,
+        typer.Option(
+            metavar="LAYOUT",
+            show_default=False,
+            help="fully-reshardable: write optimizer state by parameter, which stock Megatron loads into any "
+            "parallel layout (default: as it is stored).",
+        ),
+    ] = "",
     as_json: AsJson = False,
 ) -> None:
     """Convert between torch_dist and datastates, bit for bit.
@@ -91,6 +100,9 @@ def convert(
     Example: datastates convert runs/gpt/iter_0001000 converted/iter_0001000 --verify
 
     \b
+    Example: datastates convert runs/gpt/iter_0001000 stock/iter_0001000 --optimizer fully-reshardable
+
+    \b
     Example: torchrun --nproc-per-node 8 tools/convert.py runs/gpt converted --all --memory 4GiB
     """
     try:
@@ -104,7 +116,7 @@ def convert(
                 task = progress.add_task("", total=total)
                 return lambda done: progress.advance(task, done)
 
-            request = ConversionRequest(to, ranks, verify, Limits(_size(memory), workers))
+            request = ConversionRequest(to, ranks, verify, Limits(_size(memory), workers), optimizer)
             job = convert_run if every else convert_one
             found = job(source, target, request, team, start)
     except CorruptDataError as error:

@@ -13,12 +13,15 @@ from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.planning import Plan, default_format, plan_conversion
 from megatron_datastates.convert.sinks.sink import Progress, write_synced
+from megatron_datastates.convert.sources.by_parameter import ByParameterSource
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.team import Team
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.pipeline.runs import tracked_iteration
+
+FULLY_RESHARDABLE = "fully-reshardable"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +47,7 @@ class ConversionRequest:
     ranks: int = 0
     verify: bool = False
     limits: Limits = Limits()  # noqa: RUF009 - immutable
+    optimizer: str = ""  # FULLY_RESHARDABLE: optimizer state by parameter
 
 
 def convert_one(
@@ -59,7 +63,7 @@ def convert_one(
     """
     begin = time.monotonic()
     plan = team.on_every_rank(
-        lambda: plan_conversion(open_source(source), target, format=request.format, ranks=request.ranks)
+        lambda: plan_conversion(_open(source, request), target, format=request.format, ranks=request.ranks)
     )
     convert(plan, request.limits, verify=request.verify, progress=start(plan), team=team)
     found = plan.source
@@ -67,6 +71,13 @@ def convert_one(
     return ConversionResult(
         str(source), str(target), plan.format, *counts, round(time.monotonic() - begin, 3)
     )
+
+
+def _open(directory: Path, request: ConversionRequest) -> Source:
+    if request.optimizer not in ("", FULLY_RESHARDABLE):
+        raise OptionError(f"--optimizer {request.optimizer!r}: expected {FULLY_RESHARDABLE}")
+    source = open_source(directory)
+    return ByParameterSource(source) if request.optimizer else source
 
 
 def convert_run(

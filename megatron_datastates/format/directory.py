@@ -14,6 +14,7 @@ BACKEND = "datastates"  # this format, as metadata.json names it
 TORCH_DIST = "torch_dist"  # likewise
 METADATA_NAME = "metadata.json"  # Megatron's, in every format: says which format it is; written last
 TORCH_DIST_INDEX = ".metadata"  # DCP's
+OPTIMIZER_MAPS_NAME = "datastates-optimizer-maps.json"  # ours, in a converted checkpoint of torch_dist
 INTEGRITY_NAME = "integrity.json"  # Megatron's hashes of a checkpoint's files
 TRACKER_NAME = "latest_checkpointed_iteration.txt"  # Megatron's, beside the iterations of a run
 COMMON_FILE = "common.pt"  # of Megatron before 0.19; beside a common_state object it is a left-over
@@ -36,5 +37,5 @@ def iteration_in_name(name: str) -> int | None:
 
 def is_of_a_format(name: str) -> bool:
     """Returns whether a format makes files of this name: a converted checkpoint has its own."""
-    known = {METADATA_NAME, TORCH_DIST_INDEX, INTEGRITY_NAME, MANIFEST_NAME}
+    known = {METADATA_NAME, TORCH_DIST_INDEX, INTEGRITY_NAME, MANIFEST_NAME, OPTIMIZER_MAPS_NAME}
     return name in known or name.endswith((".distcp", ".tmp")) or is_own_file_name(name)

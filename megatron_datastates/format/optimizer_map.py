@@ -7,17 +7,21 @@ nothing else of the checkpoint.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
 
 MAP_FORMAT_VERSION = 1
 _MAX_ELEMENTS = 1 << 62  # sums and products of offsets stay within 64 bits
 _MAX_DIMENSIONS = 64
+_MAX_RUNS = 1 << 24  # of consecutive elements, in the shards of a parameter that are not one after another
 Elements = Annotated[int, msgspec.Meta(ge=0, lt=_MAX_ELEMENTS)]
 Sizes = Annotated[tuple[Elements, ...], msgspec.Meta(max_length=_MAX_DIMENSIONS)]
 
@@ -115,6 +119,8 @@ def _check_bucket(bucket: Bucket, key: str) -> None:
                     f"{place}: its shard of {shard.key!r} leaves the parameter or its global shape "
                     f"{shard.global_shape}"
                 )
+        if _share_elements(parameter.shards):
+            raise FormatError(f"{place}: an element of it belongs to its shards twice")
 
 
 def _fits(shard: ParameterShard, elements: int) -> bool:
@@ -126,6 +132,57 @@ def _fits(shard: ParameterShard, elements: int) -> bool:
     if 0 in shard.shape:
         return True
     return shard.start + footprint_elements(shard.shape, shard.strides) <= elements
+
+
+def _share_elements(shards: Sequence[ParameterShard]) -> bool:
+    """Returns whether two elements of shards, or of one shard, are the same element of their parameter.
+
+    True also if that is hard to decide.
+    """
+    spans = sorted(
+        (shard.start, shard.start + footprint_elements(shard.shape, shard.strides), number)
+        for number, shard in enumerate(shards)
+        if 0 not in shard.shape
+    )
+    if any(_repeats(shards[number]) for _, _, number in spans):
+        return True
+    if all(one[1] <= other[0] for one, other in itertools.pairwise(spans)):
+        return False
+    if sum(_run_count(shards[number]) for _, _, number in spans) > _MAX_RUNS:
+        return True
+    runs = [_runs(shards[number]) for _, _, number in spans]
+    begins = np.concatenate([begins for begins, _ in runs])
+    ends = begins + np.concatenate([np.full(len(begins), size) for begins, size in runs])
+    order = np.argsort(begins)
+    return bool((ends[order][:-1] > begins[order][1:]).any())
+
+
+def _repeats(shard: ParameterShard) -> bool:
+    """Returns whether a shard takes an element of the parameter twice; True if that is hard to decide."""
+    last = 0  # the furthest element that the dimensions up to here reach
+    for stride, length in sorted((s, n) for s, n in zip(shard.strides, shard.shape, strict=True) if n > 1):
+        if stride <= last:
+            return True
+        last += stride * (length - 1)
+    return False
+
+
+def _run_count(shard: ParameterShard) -> int:
+    size, count = 1, 1
+    for stride, length in sorted((s, n) for s, n in zip(shard.strides, shard.shape, strict=True) if n > 1):
+        size, count = (size * length, count) if stride == size else (size, count * length)
+    return count
+
+
+def _runs(shard: ParameterShard) -> tuple[npt.NDArray[np.int64], int]:
+    """Returns where runs of consecutive elements of a shard begin, in no order, and the size of each."""
+    size, begins = 1, np.array([shard.start], np.int64)
+    for stride, length in sorted((s, n) for s, n in zip(shard.strides, shard.shape, strict=True) if n > 1):
+        if stride == size:
+            size *= length
+        else:
+            begins = (begins[:, None] + np.arange(length, dtype=np.int64) * stride).reshape(-1)
+    return begins, size
 
 
 def _product(sizes: Iterable[int]) -> int:

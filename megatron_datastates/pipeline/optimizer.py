@@ -4,26 +4,34 @@
         print(key, tensor.dtype, tensor.global_shape, tensor.read())
 
 Keys and values are those of a checkpoint with fully reshardable optimizer state, but for the dtype, which is
-the stored one. Neither Megatron nor the model is needed.
+the stored one. Neither Megatron nor the model is needed. Loads into another parallel layout read through it
+(mcore/load/optimizer_layout.py), so does all that shows or converts optimizer state.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.optimizer_map import Bucket, OptimizerMap, ParameterShard, footprint_elements
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME, is_optimizer_map
 from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
-from megatron_datastates.plan.boxes import first_overlap, intersect
+from megatron_datastates.plan.boxes import contiguous_strides, first_overlap, intersect
+from megatron_datastates.plan.frames import FramedBox
+from megatron_datastates.plan.reads import BoxReads, ScheduledRead
+from megatron_datastates.plan.strided import Line, plan_strided
 
-_PREFIX = "optimizer.state"  # of the keys, as Megatron has it
+WHOLE_OBJECT = "/shard_0_1"  # the end of the key of an object that each group stores once
+PREFIX = "optimizer.state"  # of the keys, as Megatron has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +51,7 @@ class BucketBox:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
+class Piece:
     """A main shard of a state, in one bucket."""
 
     key: str  # of the bucket's tensor
@@ -59,7 +67,8 @@ class StateTensor:
     dtype: str  # torch's name
     global_shape: tuple[int, ...]
     checkpoint: Checkpoint
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[Piece, ...]
+    lines: dict[str, Line] = dataclasses.field(repr=False)  # by bucket's tensor, as far as known
 
     def sources(
         self, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
@@ -83,10 +92,62 @@ class StateTensor:
             found.append(BucketBox(piece.key, begin, lengths, shard.strides, target))
         return found
 
+    @functools.cached_property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Of the pieces in the tensor, (pieces, dimensions)."""
+        return _rows([piece.shard.offset for piece in self.pieces], len(self.global_shape))
+
+    @functools.cached_property
+    def shapes(self) -> npt.NDArray[np.int64]:
+        """Of the pieces, (pieces, dimensions)."""
+        return _rows([piece.shard.shape for piece in self.pieces], len(self.global_shape))
+
+    @property
+    def encoded(self) -> bool:
+        """Whether any of its bytes are stored encoded."""
+        return any(self.line(piece.key).encoded for piece in self.pieces)
+
+    def line(self, key: str) -> Line:
+        """Returns where the elements of a bucket's tensor are stored. Raises FormatError."""
+        if key not in self.lines:
+            self.lines[key] = Line.of(self.checkpoint.index.tensor(key), key)
+        return self.lines[key]
+
+    def place(self, offset: Sequence[int], shape: Sequence[int]) -> tuple[frozenset[int], tuple[int, int]]:
+        """Returns the files that hold a slice, more or less, and where its first element is: file, offset.
+
+        Raises as `plan`.
+        """
+        files: set[int] = set()
+        first = 0, 0
+        for box in self.sources(offset, shape):
+            line = self.line(box.key)
+            begin, end = (n * line.item for n in (box.begin, box.begin + box.elements - 1))
+            low, high = line.fragment(begin, box.key), line.fragment(end, box.key)
+            first = first if files else (int(line.files[low]), int(line.file_offsets[low]))
+            files |= set(line.files[low : high + 1].tolist())
+        return frozenset(files), first
+
+    def plan(
+        self, offset: Sequence[int], shape: Sequence[int], target_strides: Sequence[int]
+    ) -> list[BoxReads | FramedBox]:
+        """Plans to read a slice to memory with these strides (elements), each element in place.
+
+        Raises:
+            MismatchError: the slice leaves the tensor.
+            FormatError: a part of a bucket is not stored, or stored twice.
+        """
+        item = torch_dtype(self.dtype).itemsize
+        reads: list[BoxReads | FramedBox] = []
+        for box in self.sources(offset, shape):
+            shift = item * sum(o * s for o, s in zip(box.offset, target_strides, strict=True))
+            line = self.line(box.key)
+            for part in plan_strided(line, box.key, box.begin, box.shape, box.strides, target_strides):
+                reads.append(part.moved(shift))
+        return reads
+
     def read(self, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None) -> torch.Tensor:
         """Returns a slice (all of it by default), in host memory, in its stored dtype.
-
-        What lies between the slice's elements in a bucket is read, too, and held until all is read.
 
         Raises:
             MismatchError: the slice leaves the tensor.
@@ -94,11 +155,8 @@ class StateTensor:
         """
         offset, shape = self._slice(offset, shape)
         target = torch.empty(shape, dtype=torch_dtype(self.dtype))
-        boxes = self.sources(offset, shape)
-        ranges = [(box.key, (box.begin,), (box.elements,)) for box in boxes]
-        for box, values in zip(boxes, self.checkpoint.read_tensors(ranges), strict=True):
-            place = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
-            target[place] = values.as_strided(box.shape, box.strides)
+        reads = self.plan(offset, shape, contiguous_strides(shape))
+        self.checkpoint.read([ScheduledRead(part, target.data_ptr()) for part in reads])
         return target
 
     def _slice(
@@ -114,6 +172,63 @@ class StateTensor:
         return offset, shape
 
 
+class BucketStates(Mapping[str, StateTensor]):
+    """By key, every state of every parameter that the optimizer maps of a checkpoint describe.
+
+    Constructing it reads the maps and no other data. A state is checked when it is asked for: all that is in
+    `optimizer_state`, but for that state alone. States whose tensors were removed from the checkpoint are not
+    there.
+    """
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        """Raises as `optimizer_state`, but for holes in a parameter and what is held twice."""
+        self.checkpoint = checkpoint
+        self.maps: dict[str, OptimizerMap] = dict(_maps(checkpoint))
+        self.buckets: dict[str, Bucket] = {}  # by bucket's tensor
+        self._pieces: dict[str, list[Piece]] = defaultdict(list)
+        self._made: dict[str, StateTensor] = {}
+        self._lines: dict[str, Line] = {}
+        for prefix, decoded in self.maps.items():
+            for bucket in decoded.buckets:
+                for state in bucket.states:
+                    self._add(f"{prefix}{bucket.name}.{state}", bucket, state)
+
+    def _add(self, tensor: str, bucket: Bucket, state: str) -> None:
+        if tensor in self.buckets:
+            raise FormatError(f"optimizer maps describe the tensor {tensor!r} twice")
+        self.buckets[tensor] = bucket
+        if tensor not in self.checkpoint.index.tensors:
+            return
+        _, shape = self.checkpoint.index.describe(tensor)
+        if shape != (bucket.elements,):
+            raise FormatError(
+                f"tensor {tensor!r} has shape {shape}, and its optimizer map says ({bucket.elements},)"
+            )
+        for parameter in bucket.parameters:
+            for shard in parameter.shards:
+                if shard.main:
+                    self._pieces[f"{PREFIX}.{state}.{shard.key}"].append(
+                        Piece(tensor, parameter.begin, shard)
+                    )
+
+    def __getitem__(self, key: str) -> StateTensor:
+        """Raises KeyError, and FormatError: holes, elements that are held twice, or shapes that differ."""
+        if key not in self._made:
+            if key not in self._pieces:
+                raise KeyError(key)
+            self._made[key] = _state_tensor(self.checkpoint, key, self._pieces[key], self._lines)
+        return self._made[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._pieces
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._pieces))
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+
 def optimizer_state(checkpoint: Checkpoint) -> dict[str, StateTensor]:
     """Returns every state of every parameter by key (`optimizer.state.exp_avg.` and the parameter's).
 
@@ -126,48 +241,48 @@ def optimizer_state(checkpoint: Checkpoint) -> dict[str, StateTensor]:
         UnsupportedFormatError: a map was written by a later release.
         StorageError, CorruptDataError: as all reading.
     """
-    pieces: dict[str, list[_Piece]] = defaultdict(list)
-    described = set()
-    for prefix, decoded in _maps(checkpoint):
-        for bucket in decoded.buckets:
-            for state in bucket.states:
-                tensor = f"{prefix}{bucket.name}.{state}"
-                if tensor in described:
-                    raise FormatError(f"optimizer maps describe the tensor {tensor!r} twice")
-                described.add(tensor)
-                _collect(checkpoint, tensor, bucket, state, pieces)
-    return {key: _state_tensor(checkpoint, key, found) for key, found in sorted(pieces.items())}
+    return dict(BucketStates(checkpoint).items())
+
+
+def has_optimizer_maps(checkpoint: Checkpoint) -> bool:
+    """Returns whether the checkpoint has optimizer maps, without reading any."""
+    return any(map(is_optimizer_map, checkpoint.index.objects))
+
+
+def optimizer_map(checkpoint: Checkpoint, prefix: str) -> OptimizerMap | None:
+    """Returns the map of one data-parallel group; None if it stored none. Reads no other map.
+
+    Args:
+        prefix: what the keys of the group's buckets begin with.
+
+    Raises:
+        FormatError, UnsupportedFormatError, StorageError, CorruptDataError: as `optimizer_state`.
+    """
+    key = f"{prefix}{OPTIMIZER_MAP_NAME}{WHOLE_OBJECT}"
+    if key not in checkpoint.index.objects:
+        return None
+    return _decoded(key, checkpoint.read_object(key))
+
+
+def _decoded(key: str, value: Any) -> OptimizerMap:
+    if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], str)):
+        raise FormatError(f"the optimizer map {key!r} is not a list of one text")
+    return OptimizerMap.decode(value[0], key)
 
 
 def _maps(checkpoint: Checkpoint) -> Iterator[tuple[str, OptimizerMap]]:
     """Yields each map with the prefix of its buckets' keys."""
     keys = sorted(filter(is_optimizer_map, checkpoint.index.objects))
     for key, value in checkpoint.read_objects(keys).items():
-        if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], str)):
-            raise FormatError(f"the optimizer map {key!r} is not a list of one text")
-        yield key[: key.rindex(OPTIMIZER_MAP_NAME)], OptimizerMap.decode(value[0], key)
+        yield key[: key.rindex(OPTIMIZER_MAP_NAME)], _decoded(key, value)
 
 
-def _collect(
-    checkpoint: Checkpoint, tensor: str, bucket: Bucket, state: str, pieces: dict[str, list[_Piece]]
-) -> None:
-    if tensor not in checkpoint.index.tensors:
-        return
-    shape = checkpoint.index.tensor(tensor).global_shape
-    if shape != (bucket.elements,):
-        raise FormatError(
-            f"tensor {tensor!r} has shape {shape}, and its optimizer map says ({bucket.elements},)"
-        )
-    for parameter in bucket.parameters:
-        for shard in parameter.shards:
-            if shard.main:
-                pieces[f"{_PREFIX}.{state}.{shard.key}"].append(_Piece(tensor, parameter.begin, shard))
-
-
-def _state_tensor(checkpoint: Checkpoint, key: str, pieces: Sequence[_Piece]) -> StateTensor:
-    shape, dtype = pieces[0].shard.global_shape, checkpoint.index.tensor(pieces[0].key).dtype
+def _state_tensor(
+    checkpoint: Checkpoint, key: str, pieces: Sequence[Piece], lines: dict[str, Line]
+) -> StateTensor:
+    shape, dtype = pieces[0].shard.global_shape, checkpoint.index.describe(pieces[0].key)[0]
     for piece in pieces:
-        found = piece.shard.global_shape, checkpoint.index.tensor(piece.key).dtype
+        found = piece.shard.global_shape, checkpoint.index.describe(piece.key)[0]
         if found != (shape, dtype):
             raise FormatError(
                 f"{key!r} is {dtype} of global shape {shape} in {pieces[0].key!r}, and {found[1]} of "
@@ -176,9 +291,12 @@ def _state_tensor(checkpoint: Checkpoint, key: str, pieces: Sequence[_Piece]) ->
     stored, whole = sum(math.prod(piece.shard.shape) for piece in pieces), math.prod(shape)
     if stored < whole:
         raise FormatError(f"{key!r} has holes: {stored} of {whole} elements are stored")
-    offsets = np.array([piece.shard.offset for piece in pieces], np.int64).reshape(len(pieces), len(shape))
-    shapes = np.array([piece.shard.shape for piece in pieces], np.int64).reshape(len(pieces), len(shape))
-    overlap = first_overlap(offsets, shapes)
+    state = StateTensor(key, dtype, shape, checkpoint, tuple(pieces), lines)
+    overlap = first_overlap(state.offsets, state.shapes)
     if overlap is not None:
         raise FormatError(f"{key!r}: two shards both hold the element at {overlap}")
-    return StateTensor(key, dtype, shape, checkpoint, tuple(pieces))
+    return state
+
+
+def _rows(places: Sequence[Sequence[int]], dims: int) -> npt.NDArray[np.int64]:
+    return np.array(places, np.int64).reshape(len(places), dims)

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_datastates.engine.tail import TailWriter
 from megatron_datastates.format.manifest import ProviderEntry
@@ -24,11 +24,11 @@ from megatron_datastates.providers.base import CopyBudget, Encoding, Mutability,
 from megatron_datastates.providers.collect import Collected, Part
 from megatron_datastates.providers.objects import check_pickle
 
+_GIL_SECONDS = 0.0005  # for which small objects are written without releasing it on purpose
 _SNAPSHOT_BYTES = 16 << 20  # of host memory, for copies of objects in one save
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pending:
+class _Pending(NamedTuple):
     key: str
     source: TailSource
     number: int  # among the entries of the tail, as planned
@@ -112,12 +112,17 @@ class Tail:
             UnsafeObjectError: a load would refuse an object.
             FailedCallError: the save has failed.
         """
+        released = time.perf_counter()
         while self._later:
             if self._later[0].source.mutability is not Mutability.AT_FENCE:
                 self._read.set()
             self._write(writer, self._later[0])
             del self._later[0]  # an object that nobody changes may be large
-            time.sleep(0)  # releases the GIL: nothing waits for this thread
+            # The trainer may wait for the GIL, and nobody for this thread. Without a sleep it would get it
+            # only after 5 ms; a sleep after each small object would take as long as the object.
+            if time.perf_counter() - released > _GIL_SECONDS:
+                time.sleep(0)
+                released = time.perf_counter()
         self._read.set()
 
     def wait_read(self, seconds: float) -> bool:

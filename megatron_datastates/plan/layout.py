@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -37,9 +38,11 @@ def align_up(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TailItem:
-    """What is known of an entry of the tail before it is written."""
+class TailItem(NamedTuple):
+    """What is known of an entry of the tail before it is written.
+
+    A tuple, since every save makes and compares one for each entry.
+    """
 
     kind: Kind
     key: str

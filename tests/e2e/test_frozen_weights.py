@@ -95,7 +95,7 @@ def test_weights_that_are_trained_from_the_middle_on_are_written_from_there_on(
         "--load",
         checkpoints.root,
         "--ckpt-step",
-        "6",
+        "24",
         environment={},
     )
     assert resumed.resumed_from(thawed) == 24

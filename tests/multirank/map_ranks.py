@@ -103,8 +103,8 @@ def compare_with_memory(training: Training, found: dict[str, StateTensor]) -> No
         assert sum(count[key] for count in counts) == torch.Size(tensor.global_shape).numel(), key
 
 
-def shards_in_memory(training: Training) -> Iterator[ShardedTensor]:
-    """Yields the main replicas of all states of this rank's parameters, sharded as the model is."""
+def shards_in_memory(training: Training, *, main: bool = True) -> Iterator[ShardedTensor]:
+    """Yields all states of this rank's parameters, sharded as the model; only main replicas with `main`."""
     model = training.sharded()
     model.pop("optimizer")
     kinds = (ShardedTensor, ShardedTensorFactory)
@@ -121,7 +121,7 @@ def shards_in_memory(training: Training) -> Iterator[ShardedTensor]:
                     fields["dtype"] = value.dtype
                 moved = dataclasses.replace(item, **fields)
                 built = nested_values(moved.build()) if hasattr(moved, "build") else [moved]
-                yield from (shard for shard in built if is_main_replica(shard.replica_id))
+                yield from (shard for shard in built if not main or is_main_replica(shard.replica_id))
 
 
 def gathered(optimizer: Any) -> Iterator[tuple[Any, dict[str, torch.Tensor]]]:

@@ -3,6 +3,7 @@
 benchmarks.gpu has its own test: tests/native/test_gpu_benchmark.py.
 """
 
+import collections
 import json
 import subprocess
 import sys
@@ -11,7 +12,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.ablation.parts import Mixed
+from benchmarks.ablation.samples import save_once
 from benchmarks.rounds import Bar, Rates, interleave
+from benchmarks.saves import Saves
+from benchmarks.states import host_tensors
+from megatron_datastates.config import Options
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -34,14 +40,14 @@ def try_out(name: str, tmp_path: Path, *arguments: object) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("name", ["engine", "load", "scale", "gpu", "tripwire"])
+@pytest.mark.parametrize("name", ["ablation", "engine", "load", "scale", "gpu", "tripwire"])
 def test_help_has_examples_of_commands_that_exist(name: str) -> None:
     ran = run(name, "--help")
     assert ran.returncode == 0, ran.stderr
     assert f"python -m benchmarks.{name} " in ran.stdout and "--quick" in ran.stdout
 
 
-@pytest.mark.parametrize("name", ["engine", "load", "scale", "tripwire"])
+@pytest.mark.parametrize("name", ["ablation", "engine", "load", "scale", "tripwire"])
 def test_an_unknown_part_is_refused_before_anything_is_measured(name: str, tmp_path: Path) -> None:
     ran = run(name, "--only", "nothing", "--out", tmp_path / "out.json")
     assert ran.returncode == 2 and "nothing; expected one of" in " ".join(ran.stderr.split())
@@ -59,6 +65,47 @@ def test_the_engine_benchmark_reports_what_its_stored_results_have(tmp_path: Pat
     assert results["write"]["gb_per_s"]["datastates"] > 0
     assert len(results["bars"]) == 1 + len(results["start"]) + 2
     assert "<svg" in (tmp_path / "engine.svg").read_text()
+
+
+def test_the_ablation_benchmark_reports_what_its_committed_results_have(tmp_path: Path) -> None:
+    results = try_out("ablation", tmp_path)
+    committed = json.loads((RESULTS / "ablation.json").read_text())
+    assert results.keys() == committed.keys() | {"bars"}
+    for part in ("overlap", "coalescing", "lazy"):
+        assert results[part].keys() == committed[part].keys()
+        found, expected = results[part]["contenders"], committed[part]["contenders"]
+        assert {name: one.keys() for name, one in found.items()} == {
+            name: one.keys() for name, one in expected.items()
+        }
+        assert all(value > 0 for one in found.values() for name, value in one.items() if name != "spread")
+    assert "<svg" in (tmp_path / "ablation.svg").read_text()
+
+
+def test_a_save_without_overlap_serializes_before_or_after_all_tensors(tmp_path: Path) -> None:
+    seen: dict[str, str] = {}
+
+    class Witness:
+        """Notes, when it is pickled, how far the tensors of its save are."""
+
+        def __init__(self, when: str) -> None:
+            self.when = when
+
+        def __reduce__(self) -> tuple[Any, ...]:
+            save = states[self.when]._save
+            if save is None:
+                seen[self.when] = "not begun"
+            else:
+                written = save._save.status()["bytes_written"] >= save.plan.layout.tensor_end
+                seen[self.when] = "written" if written else "under way"
+            return collections.OrderedDict, ()
+
+    tensors = host_tensors(4, 1 << 20)
+    states = {when: Mixed(tensors, [Witness(when)], when) for when in ("before", "after")}
+    saves = Saves(tmp_path, Options(staging_memory=8 << 20, write_limit=20 << 20))
+    for state in states.values():
+        save_once(saves, state, state.started)
+    saves.close()
+    assert seen == {"before": "not begun", "after": "written"}
 
 
 def test_the_load_benchmark_reports_what_its_stored_results_have(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ from megatron_datastates.convert.sources import archives
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.workers import Workers
+from megatron_datastates.errors import FormatError
+from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
 from megatron_datastates.pipeline.presence import other_file_entry
@@ -143,15 +146,51 @@ def test_other_files_and_megatrons_metadata_are_copied(by_dcp: Path, tmp_path: P
         assert '"common_backend": "torch"' in (made / "metadata.json").read_text()
 
 
-def test_only_the_datastates_format_keeps_the_optimizer_map(saver: Saver, tmp_path: Path) -> None:
-    key = f"optimizer.{OPTIMIZER_MAP_NAME}/shard_0_1"
-    save(saver, tmp_path / "ours", {"a": torch.ones(3)}, {key: [1], "other/shard_0_1": [2]})
-    back = convert_to(tmp_path / "ours", tmp_path / "back", verify=True)
-    assert list(back.objects) == ["other/shard_0_1"]
-    assert sorted(convert_to(tmp_path / "ours", tmp_path / "same", format="datastates").objects) == [
-        key,
-        "other/shard_0_1",
-    ]
+MAP_KEY = f"optimizer.{OPTIMIZER_MAP_NAME}/shard_0_1"
+
+
+def with_a_map(saver: Saver, directory: Path, value: Any = "a map") -> dict[str, Any]:
+    save(saver, directory, {"a": torch.ones(3)}, {MAP_KEY: [value], "other/shard_0_1": [2]})
+    return contents(open_source(directory))
+
+
+def test_the_optimizer_map_survives_torch_dist_where_dcp_does_not_see_it(
+    saver: Saver, tmp_path: Path
+) -> None:
+    before = with_a_map(saver, tmp_path / "ours")
+    there = convert_to(tmp_path / "ours", tmp_path / "there", verify=True)
+    back = convert_to(tmp_path / "there", tmp_path / "back", verify=True)
+    assert contents(there) == contents(back) == before and f"object {MAP_KEY}" in before
+    seen = dcp.FileSystemReader(tmp_path / "there").read_metadata().state_dict_metadata
+    assert seen.keys() == {"a", "other/shard_0_1"}
+    assert not (tmp_path / "back" / OPTIMIZER_MAPS_NAME).exists()
+
+
+def test_another_checkpoint_in_the_directory_has_no_maps(saver: Saver, tmp_path: Path) -> None:
+    with_a_map(saver, tmp_path / "ours")
+    convert_to(tmp_path / "ours", tmp_path / "there")
+    save_with_dcp(tmp_path / "there", {"a": torch.zeros(3)}, overwrite=True)
+    assert list(open_source(tmp_path / "there").objects) == []
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"index_sha256": "SHA", "maps": [1]}',
+        '{"index_sha256": "SHA", "maps": {"a": "?"}}',
+        '{"index_sha256": "SHA", "maps": {"other": "YQ=="}}',
+    ],
+)
+def test_a_damaged_file_of_maps_is_refused(damaged: str, saver: Saver, tmp_path: Path) -> None:
+    with_a_map(saver, tmp_path / "ours")
+    convert_to(tmp_path / "ours", tmp_path / "there")
+    digest = hashlib.sha256((tmp_path / "there" / ".metadata").read_bytes()).hexdigest()
+    (tmp_path / "there" / OPTIMIZER_MAPS_NAME).write_text(damaged.replace("SHA", digest))
+    with pytest.raises(FormatError, match=f"{OPTIMIZER_MAPS_NAME} is damaged"):
+        open_source(tmp_path / "there")
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 1000, 1 << 60])

@@ -14,6 +14,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import megatron_datastates as ds
 from megatron_datastates.errors import MismatchError, ProviderError, SaveFailedError, UntrustedClassError
+from megatron_datastates.mcore import providers as mcore_providers
+from megatron_datastates.mcore.dataloader import LoopDataLoader
+from megatron_datastates.pipeline.restoring import PrefixReader
 from megatron_datastates.providers import DataLoaderState
 from megatron_datastates.providers.energon import to_energon, to_plain
 
@@ -162,6 +165,38 @@ def test_another_number_of_ranks_fails_the_load_or_begins_anew(
 def test_a_loader_without_a_position_is_refused() -> None:
     with pytest.raises(TypeError, match="a list cannot return and set its position: expected state_dict"):
         DataLoaderState([1, 2])
+
+
+# -- attach_dataloader, in a program with a loop of its own ------------------------------------------------
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> LoopDataLoader:
+    monkeypatch.setattr(mcore_providers, "_registered", {})
+    return LoopDataLoader()
+
+
+@pytest.mark.parametrize("attached", ["before the load", "after the load"])
+def test_an_attached_loader_is_restored_whenever_it_is_attached(
+    attached: str, loop: LoopDataLoader, tmp_path: Path
+) -> None:
+    save_of(1, tmp_path / "c")
+    loader, reader = Plain(), PrefixReader(ds.open(tmp_path / "c"), "data")
+    if attached == "before the load":
+        assert not loop.attach(loader, strict=True, restore=True)
+        loop.restore(reader)
+    else:
+        loop.restore(reader)
+        assert loop.attach(loader, strict=True, restore=True)
+    assert loader.position == {"at": 0}
+    assert mcore_providers.registered()["dataloader"] is loop
+    assert [entry.value for entry in loop.entries()] == [{"at": 0}]
+
+
+def test_a_second_loader_is_refused(loop: LoopDataLoader) -> None:
+    loop.attach(Plain(), strict=True, restore=True)
+    with pytest.raises(ProviderError, match="a data loader is attached already"):
+        loop.attach(Plain(), strict=True, restore=True)
 
 
 # -- Energon ----------------------------------------------------------------------------------------------

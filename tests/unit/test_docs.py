@@ -103,4 +103,4 @@ def test_the_code_on_state_providers_runs() -> None:
     names: dict[str, object] = {"__name__": "page"}
     for block in blocks:
         exec(block, names)
-    assert len(blocks) == 4 and Path("ckpt/step_10/datastates.manifest").exists()
+    assert len(blocks) == 5 and Path("ckpt/step_10/datastates.manifest").exists()

@@ -195,6 +195,31 @@ def test_shards_that_leave_their_parameter_or_tensor_are_refused(tmp_path, field
     assert "its shard of 'w' leaves the parameter or its global shape" in said
 
 
+@pytest.mark.parametrize(
+    "shards",
+    [
+        [{"shape": [4]}, {"shape": [4], "offset": [4], "start": 3}],  # one element in common
+        [{"shape": [3], "strides": [2]}, {"shape": [3], "strides": [3], "offset": [3], "start": 1}],
+        [{"shape": [2, 2], "strides": [1, 1], "offset": [0, 0], "global_shape": [2, 2]}],
+        [{"shape": [2], "strides": [0]}],
+        [{"shape": [HUGE], "strides": [2]}, {"shape": [HUGE], "strides": [2], "offset": [HUGE], "start": 1}],
+    ],
+)
+def test_shards_that_share_elements_of_a_parameter_are_refused(shards):
+    many = {"global_shape": [4 * HUGE]}
+    described = parameter("w", 0, 4 * HUGE, *(WHOLE | many | fields for fields in shards))
+    with pytest.raises(FormatError, match=r"parameter 'w' .* an element of it belongs to its shards twice"):
+        OptimizerMap.decode(map_of(bucket(4 * HUGE, described)), "m")
+
+
+def test_shards_may_take_turns(tmp_path):
+    even = shard("w", (6,), (0,), (3,), 0, (2,))
+    odd = shard("w", (6,), (3,), (3,), 1, (2,))
+    text = map_of(bucket(6, parameter("w", 0, 6, even, odd)))
+    state = optimizer_state(checkpoint(tmp_path / "c", [torch.arange(6.0)], [text]))
+    assert state[STATE + "w"].read().tolist() == [0, 2, 4, 1, 3, 5]
+
+
 def test_few_stored_elements_do_not_pass_for_many(tmp_path):
     many = WHOLE | {"global_shape": [HUGE], "shape": [HUGE], "strides": [0]}
     halves = [WHOLE | {"global_shape": [20], "offset": [at]} for at in (0, 10)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from megatron_datastates.pipeline import presence
 from megatron_datastates.pipeline.prune import (
     REMOVAL_NAME,
     RetentionRules,
-    UnnamedFile,
     _put_back,
     plan_prune,
     prune,
@@ -101,14 +101,17 @@ def test_left_overs_stay_while_anything_of_their_save_is_young(root):
     assert left_overs(root, min_age_seconds=10000) == []
 
 
-def test_an_old_file_that_was_just_linked_is_young(root):
-    """The file of unchanged tensors: a save that is under way has linked it, and no manifest says so yet."""
-    name = LIVE.data_file_name(0, 1)
-    old = put(root, 200, name, 9000)
-    assert left_overs(root) == [name]
-    (place(root, 300) / name).hardlink_to(old)
+def test_an_old_file_that_was_linked_just_now_is_no_left_over(root):
+    """A save that is under way may share a file of an earlier one, which is as old as that."""
+    old = root / DEAD.data_file_name(0)
+    old.write_bytes(b"bytes")
+    linked = place(root, 300) / old.name
+    os.link(old, linked)
+    for path in (old, linked):
+        age(path, 7200)
     assert left_overs(root) == []
-    assert remove_left_overs([UnnamedFile(place(root, 300) / name, 5, 9000.0)]) == []
+    old.unlink()
+    assert left_overs(root) == [linked.name]
 
 
 def test_without_a_sound_manifest_nothing_is_a_left_over(root):

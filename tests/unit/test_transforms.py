@@ -65,7 +65,7 @@ def test_a_stream_is_restored_byte_by_byte(tmp_path: Path, mutability: Mutabilit
     handle.wait()
     found = Lines([])
     ds.load(tmp_path / "c", into={"log": wrap(found)})
-    assert found.lines[0] == b"".join(lines)
+    assert found.lines[0] == ds.load(tmp_path / "c")["log.lines"] == b"".join(lines)
     assert not verify(tmp_path / "c").faults
 
 

@@ -22,12 +22,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_datastates.convert.optimizer_maps import encode_maps
 from megatron_datastates.convert.sinks.sink import Sink, stream_fragments, write_synced
 from megatron_datastates.convert.sources.archives import write_archive
 from megatron_datastates.convert.sources.source import RankContents, SourceTensor
 from megatron_datastates.convert.sources.torch_dist import Record, TorchDistSource
 from megatron_datastates.engine.atomic_files import sync_directory
-from megatron_datastates.format.directory import TORCH_DIST_INDEX
+from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.pipeline.load import torch_dtype
 
@@ -35,7 +36,7 @@ Written = list[tuple[str, int | None, Record]]  # key and number of each fragmen
 
 
 class TorchDistSink(Sink):
-    """See Sink. Leaves out the optimizer map, which only the datastates format has."""
+    """See Sink. Writes optimizer maps to a file of their own (optimizer_maps.py)."""
 
     format = TorchDistSource.format
 
@@ -74,7 +75,11 @@ class TorchDistSink(Sink):
             storage_meta=StorageMeta(checkpoint_id=None, save_id=str(uuid.uuid4())),
             version=CURRENT_DCP_VERSION,
         )
-        write_synced(self.directory / TORCH_DIST_INDEX, pickle.dumps(metadata))
+        index = pickle.dumps(metadata)
+        write_synced(self.directory / TORCH_DIST_INDEX, index)
+        maps = {key: self.source.read_object(key) for key in filter(is_optimizer_map, self.source.objects)}
+        if maps:
+            write_synced(self.directory / OPTIMIZER_MAPS_NAME, encode_maps(maps, index))
         self.write_metadata()
         sync_directory(self.directory)
 

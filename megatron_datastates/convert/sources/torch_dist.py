@@ -19,12 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron_datastates.convert.optimizer_maps import read_maps
 from megatron_datastates.convert.sources.archives import Archive, open_archive
 from megatron_datastates.convert.sources.pickles import BytesStorage, Metadata, TensorStorage, load_metadata
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
 from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
 from megatron_datastates.files import open_regular, size_of
-from megatron_datastates.format.directory import TORCH_DIST_INDEX, is_of_a_format
+from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME, TORCH_DIST_INDEX, is_of_a_format
 from megatron_datastates.format.values import DTYPES, element_bytes
 from megatron_datastates.pipeline.load import torch_dtype
 from megatron_datastates.plan.boxes import checked_slice, first_overlap, intersect
@@ -70,6 +71,9 @@ class TorchDistSource(Source):
             self._read_entries(metadata, path)
         except (AttributeError, TypeError, ValueError, OverflowError) as error:
             raise FormatError(f"{path} is damaged: {error}") from error
+        self._maps = read_maps(directory)
+        if self._maps.keys() & (self._objects.keys() | self._tensors.keys()):
+            raise FormatError(f"{path} has the key of an optimizer map that is in {OPTIMIZER_MAPS_NAME}, too")
 
     def _read_entries(self, metadata: Metadata, path: Path) -> None:
         records = _records(metadata, path)
@@ -90,7 +94,7 @@ class TorchDistSource(Source):
 
     @property
     def objects(self) -> Sequence[str]:
-        return list(self._objects)
+        return [*self._objects, *self._maps]
 
     @property
     def other_files(self) -> Sequence[str]:
@@ -155,6 +159,8 @@ class TorchDistSource(Source):
         return None if archive.crc is None else (archive.crc, archive.where)
 
     def read_object(self, key: str) -> bytes:
+        if key in self._maps:
+            return self._maps[key]
         record = self._object(key)
         with self._open(record.file) as file:
             is_there = record.offset + record.bytes <= size_of(file)  # checked before memory is allocated
@@ -165,7 +171,7 @@ class TorchDistSource(Source):
         return data
 
     def object_bytes(self, key: str) -> int:
-        return self._object(key).bytes
+        return len(self._maps[key]) if key in self._maps else self._object(key).bytes
 
     def require_files(self) -> None:
         ends: dict[str, int] = {}
@@ -191,6 +197,9 @@ class TorchDistSource(Source):
                 fragments[_rank_of(record.file)].append((record.file, record.offset, key, n))
         for key, record in self._objects.items():
             objects[_rank_of(record.file)].append(key)
+        ranks = sorted(fragments.keys() | objects.keys())
+        if self._maps:
+            objects[ranks[0] if ranks else (0, "")] += self._maps
         return [
             RankContents([(key, n) for _, _, key, n in sorted(fragments[rank])], objects[rank])
             for rank in sorted(fragments.keys() | objects.keys())

@@ -21,6 +21,7 @@ WATCHED_MODULES = frozenset(
         "megatron.core.dist_checkpointing.strategies.fully_parallel",
         "megatron.core.dist_checkpointing.strategies.torch",
         "megatron.core.dist_checkpointing.validation",
+        "megatron.core.optimizer.distrib_optimizer",
         "megatron.training.arguments",
         "megatron.training.checkpointing",
         "torch_memory_saver",

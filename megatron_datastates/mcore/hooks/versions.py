@@ -73,6 +73,16 @@ _LOADING = (
     Hook(_CHECKPOINTING, "load_checkpoint", "load.training_load.wrap_load_checkpoint"),
     Hook(_CHECKPOINTING, "save_checkpoint", "training.loop.wrap_save_checkpoint"),
     Hook(_CHECKPOINTING, "_load_base_checkpoint", "load.training_load.wrap_load_base_checkpoint"),
+    Hook(
+        _DIST + "serialization",
+        "load_content_metadata",
+        "load.training_load.wrap_load_content_metadata",
+    ),
+    Hook(
+        _OPTIMIZER + "distrib_optimizer",
+        "DistributedOptimizer.sharded_state_dict",
+        "load.optimizer_request.wrap_sharded_state_dict",
+    ),
 )
 # Before 0.18, all ranks plan a DCP load together; since then each rank plans its own.
 _PLAN_016 = Hook(

@@ -6,11 +6,13 @@ load_checkpoint. All other loads communicate with no other rank: one rank may re
 
 Collective calls, which every rank makes equally often even if it fails:
   1. load_checkpoint: one sum, after arguments and common state have been read (training_load.py).
-  2. load: Megatron's own gather of metadata, to which a rank that has failed sends its failure; one sum if
+  2. load that compares keys with the checkpoint's (`strict`): one sum, of whether a rank restates what it
+     requests (optimizer_layout.py), so that all do.
+  3. load: Megatron's own gather of metadata, to which a rank that has failed sends its failure; one sum if
      Megatron gathers nothing.
-  3. load: one sum, after each rank has read its part; in a fully parallel load before parts are exchanged.
+  4. load: one sum, after each rank has read its part; in a fully parallel load before parts are exchanged.
      It also shows whether all ranks have opened the same checkpoint: another run may publish one in between.
-A check of Megatron's that fails between 2 and a fully parallel load is kept as a value instead of raised,
+A check of Megatron's that fails between 3 and a fully parallel load is kept as a value instead of raised,
 since that load starts with a gather of metadata.
 
 A rank that sees none of the checkpoint's files does not know that the checkpoint is ours, and raises alone.
@@ -150,6 +152,24 @@ class Agreement:
         if dist.get_rank() == ranks_of(self._group)[0]:
             validation._verify_integrity_manifest_impl(os.fspath(self._directory))
 
+    def any(self, here: Callable[[], bool]) -> bool:
+        """Returns whether `here` returns true on any rank; a failure of it counts as no. Collective.
+
+        Raises:
+            Exception: what `here` raised on this rank, after the collective call.
+        """
+        from megatron_datastates.pipeline.agreement import sum_now
+
+        error: Exception | None = None
+        try:
+            found = here()
+        except Exception as raised:
+            found, error = False, raised
+        (count,) = sum_now([int(found)], self._group)
+        if error is not None:
+            raise error
+        return count > 0
+
     def settle(self) -> None:
         """Makes the last collective call. Raises LoadFailedError, the same on all ranks, if any failed."""
         self.is_over = True
@@ -245,14 +265,34 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_together(call: inspect.BoundArguments) -> Any:
         agreement = _agreement_of(call.arguments)
         if agreement is None:
-            return original(*call.args, **call.kwargs)
+            return load_restated(call, None)
         with agreement.sharing_failures():
             if call.arguments.get("verify_integrity"):  # since 0.19
                 call.arguments["verify_integrity"] = False
                 agreement.verify_files()
-            return original(*call.args, **call.kwargs)
+            return load_restated(call, agreement)
+
+    def load_restated(call: inspect.BoundArguments, agreement: Agreement | None) -> Any:
+        from megatron_datastates.mcore.load import optimizer_layout
+
+        together = agreement.any if agreement and _compares_keys(call.arguments) else None
+        try:
+            restated = optimizer_layout.restated_where_needed(call.arguments, together)
+            if restated is not None:
+                call.arguments["sharded_state_dict"] = restated.request
+            with state.opened(restated=restated):
+                return original(*call.args, **call.kwargs)
+        finally:
+            optimizer_layout.forget()
 
     return load
+
+
+def _compares_keys(arguments: dict[str, Any]) -> bool:
+    """Returns whether Megatron compares the keys that all ranks request with those of the checkpoint."""
+    from megatron.core.dist_checkpointing.validation import StrictHandling, parse_strict_flag
+
+    return bool(StrictHandling.requires_explicit_ckpt_mismatch_check(parse_strict_flag(arguments["strict"])))
 
 
 @contextlib.contextmanager

@@ -71,7 +71,9 @@ def wrap_get_filesystem_reader(original: Callable[..., Any]) -> Callable[..., An
             return original(checkpoint_dir, *args, **kwargs)
         from megatron_datastates.mcore.load.reader import DataStatesReader
 
-        return DataStatesReader(open_checkpoint(checkpoint_dir), state.current().boxes)
+        load = state.current()
+        states = load.restated.states if load.restated else None
+        return DataStatesReader(open_checkpoint(checkpoint_dir), load.boxes, states)
 
     return _get_filesystem_reader
 
@@ -81,7 +83,7 @@ def wrap_load_common(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def load_common(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> Any:
         if is_ours(checkpoint_dir):
-            return read_common_state(checkpoint_dir)
+            return _common_state(checkpoint_dir)
         return original(checkpoint_dir, *args, **kwargs)
 
     return load_common
@@ -92,10 +94,15 @@ def wrap_load_common_method(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def load_common(self: Any, checkpoint_dir: str | Path) -> Any:
         if is_ours(checkpoint_dir):
-            return read_common_state(checkpoint_dir)
+            return _common_state(checkpoint_dir)
         return original(self, checkpoint_dir)
 
     return load_common
+
+
+def _common_state(directory: str | Path) -> Any:
+    restated, stored = state.current().restated, read_common_state(directory)
+    return restated.common_state(stored) if restated else stored
 
 
 def wrap_get_default_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,10 +130,10 @@ def wrap_torch_dist_load(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron_datastates.mcore.load.mismatch import first_mismatch
 
         checkpoint, items = open_checkpoint(checkpoint_dir), list(nested_values(sharded_state_dict))
-        boxes = requested_boxes(items)
+        boxes, restated = requested_boxes(items), state.current().restated
         with load_errors():
             with checkpoint.costs.timing("planning"):
-                problem = first_mismatch(checkpoint, items)
+                problem = first_mismatch(checkpoint, items, restated.states if restated else {})
                 if problem is not None:
                     raise LoadMismatch(f"{checkpoint_dir}: {problem}")
                 checkpoint.index.preload(boxes)

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import Index
 from megatron_datastates.pipeline.load import torch_dtype
+from megatron_datastates.pipeline.optimizer import BucketStates, StateTensor
 from megatron_datastates.plan.boxes import boxes_that_meet, first_overlap, hold_all
 
 # Key -> offsets and shapes of the requested boxes, (n, dimensions) each, in elements of the global tensor.
@@ -55,18 +56,23 @@ class StoredTensor(TensorStorageMetadata):
         self.properties = TensorProperties(dtype=torch_dtype(dtype))
         self.size = torch.Size(shape)
         self._index, self._key, self._boxes = index, key, boxes
+        self._global_shape = shape  # `size` may be assigned
+
+    def _stored(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Returns the offsets and shapes of all stored boxes."""
+        entry = self._index.tensor(self._key)
+        return entry.offsets, entry.shapes
 
     @functools.cached_property
     def chunks(self) -> list[ChunkStorageMetadata]:  # type: ignore[override]
-        entry = self._index.tensor(self._key)
-        offsets, shapes = entry.offsets, entry.shapes
+        offsets, shapes = self._stored()
         requested = self._boxes.get(self._key)
         if requested is not None and requested[0].shape[1:] == offsets.shape[1:]:
             meeting = boxes_that_meet(offsets, shapes, *requested)
             offsets, shapes = offsets[meeting], shapes[meeting]
             # DCP would leave elements without a fragment unloaded, and load those of two fragments twice.
             whole = first_overlap(offsets, shapes) is None
-            if not (whole and hold_all(offsets, shapes, *requested, entry.global_shape)):
+            if not (whole and hold_all(offsets, shapes, *requested, self._global_shape)):
                 raise FormatError(
                     f"tensor {self._key!r}: its fragments overlap, or do not cover a requested box"
                 )
@@ -77,30 +83,53 @@ class StoredTensor(TensorStorageMetadata):
         return TensorStorageMetadata, (self.properties, self.size, self.chunks)
 
 
+class StateInBuckets(StoredTensor):
+    """The metadata of a parameter's state that is stored in buckets: its chunks are shards of the model."""
+
+    def __init__(self, state: StateTensor, boxes: Boxes) -> None:
+        self.properties = TensorProperties(dtype=torch_dtype(state.dtype))
+        self.size = torch.Size(state.global_shape)
+        self._state, self._key, self._boxes = state, state.key, boxes
+        self._global_shape = state.global_shape
+
+    def _stored(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        return self._state.offsets, self._state.shapes
+
+
 class StoredMetadata(Mapping[str, STORAGE_TYPES]):
     """A read-only `state_dict_metadata`, one object per key. Copies and pickles are plain dictionaries.
 
     Args:
         hidden: names of state providers, whose keys are left out: Megatron would report them as unexpected.
+        states: are listed in place of the buckets that hold them.
     """
 
     def __init__(
-        self, index: Index, objects: Collection[str], boxes: Boxes, hidden: Collection[str] = ()
+        self,
+        index: Index,
+        objects: Collection[str],
+        boxes: Boxes,
+        hidden: Collection[str] = (),
+        states: BucketStates | None = None,
     ) -> None:
         self._index, self._boxes = index, boxes
         self._made: dict[str, STORAGE_TYPES] = {}
-        prefixes = tuple(f"{name}." for name in hidden)
-        self._keys = dict.fromkeys(key for key in [*index.tensors, *objects] if not key.startswith(prefixes))
+        self._states: Mapping[str, StateTensor] = {} if states is None else states
+        buckets, prefixes = {} if states is None else states.buckets, tuple(f"{name}." for name in hidden)
+        stored = [key for key in [*index.tensors, *objects] if not key.startswith(prefixes)]
+        self._keys = dict.fromkeys([*(key for key in stored if key not in buckets), *self._states])
         self._objects = frozenset(objects)
 
     def __getitem__(self, key: str) -> STORAGE_TYPES:
         if key not in self._made:
             if key not in self._keys:
                 raise KeyError(key)
-            is_object = key in self._objects
-            self._made[key] = (
-                BytesStorageMetadata() if is_object else StoredTensor(self._index, key, self._boxes)
-            )
+            if key in self._objects:
+                self._made[key] = BytesStorageMetadata()
+            elif key in self._states:
+                self._made[key] = StateInBuckets(self._states[key], self._boxes)
+            else:
+                self._made[key] = StoredTensor(self._index, key, self._boxes)
         return self._made[key]
 
     def __contains__(self, key: object) -> bool:

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import types
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
 from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
+from megatron_datastates.pipeline.optimizer import StateTensor
 
 
-def first_mismatch(checkpoint: Checkpoint, requested: Iterable[Any]) -> str | None:
-    """Describes the first item that the checkpoint lacks or that does not match; None if all match."""
+def first_mismatch(
+    checkpoint: Checkpoint,
+    requested: Iterable[Any],
+    states: Mapping[str, StateTensor] = types.MappingProxyType({}),
+) -> str | None:
+    """Describes the first item that the checkpoint lacks or that does not match; None if all match.
+
+    Args:
+        states: further tensors, which the checkpoint holds in buckets.
+    """
     for item in requested:
         if isinstance(item, ShardedObject) and item.unique_key not in checkpoint.index.objects:
             return f"there is no object {item.unique_key!r} in this checkpoint"
         if isinstance(item, ShardedTensor):
-            problem = _tensor_mismatch(checkpoint, item)
+            problem = _tensor_mismatch(checkpoint, item, states)
             if problem is not None:
                 return problem
     return None
 
 
-def _tensor_mismatch(checkpoint: Checkpoint, item: Any) -> str | None:
-    if item.key not in checkpoint.index.tensors:
+def _tensor_mismatch(checkpoint: Checkpoint, item: Any, states: Mapping[str, StateTensor]) -> str | None:
+    if item.key in states:
+        dtype, shape = states[item.key].dtype, states[item.key].global_shape
+    elif item.key in checkpoint.index.tensors:
+        dtype, shape = checkpoint.index.describe(item.key)
+    else:
         return f"there is no tensor {item.key!r} in this checkpoint{_similar(item.key, checkpoint)}"
     if item.key in checkpoint.index.objects:  # DCP has one name for both
         return f"{item.key!r} is both a tensor and an object in this checkpoint: Megatron cannot load either"
-    dtype, shape = checkpoint.index.describe(item.key)
     if not item.allow_shape_mismatch and shape != tuple(item.global_shape):
         return (
             f"tensor {item.key!r} has global shape {shape} in this checkpoint, "

@@ -27,8 +27,11 @@ from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.load.metadata import Boxes, StoredMetadata
 from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
+from megatron_datastates.pipeline.optimizer import BucketStates, StateTensor
+from megatron_datastates.pipeline.optimizer_groups import beside_maps
 from megatron_datastates.plan.boxes import cut_box, overlaps_itself
-from megatron_datastates.plan.reads import ScheduledRead, plan_box
+from megatron_datastates.plan.frames import FramedBox
+from megatron_datastates.plan.reads import BoxReads, ScheduledRead, plan_box
 
 # Host memory for temporaries, where a tensor cannot be read in place. Conversion may need as much again.
 _TEMPORARY_BYTES = 32 << 20
@@ -39,19 +42,28 @@ class DataStatesReader(FileSystemReader):
 
     plans_alone = True  # no rank needs another rank's plan
 
-    def __init__(self, checkpoint: Checkpoint, boxes: Boxes | None = None) -> None:
-        """With `boxes`, the metadata of those tensors lists only the fragments that meet them."""
+    def __init__(
+        self, checkpoint: Checkpoint, boxes: Boxes | None = None, states: BucketStates | None = None
+    ) -> None:
+        """Reads a checkpoint.
+
+        Args:
+            boxes: the metadata of these tensors lists only the fragments that meet them.
+            states: present these in place of the buckets that hold them.
+        """
         super().__init__(checkpoint.directory)
         self.checkpoint = checkpoint
-        self._boxes = boxes or {}
+        self._boxes, self._states = boxes or {}, states
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         index = self.checkpoint.index
         objects = {key for key in index.objects if not is_optimizer_map(key)}
         if versions.installed().writes_common_file:  # such a release would report the key as unexpected
             objects.discard(COMMON_STATE_KEY)
+        if self._states is not None:
+            objects -= beside_maps(self.checkpoint).keys()
         others = [provider.name for provider in self.checkpoint.manifest.providers if provider.name]
-        known: Any = StoredMetadata(index, objects, self._boxes, hidden=others)
+        known: Any = StoredMetadata(index, objects, self._boxes, others, self._states)
         return Metadata(known, storage_data={}, storage_meta=StorageMeta(load_id=self.load_id))
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -61,11 +73,12 @@ class DataStatesReader(FileSystemReader):
         """
         reader = self.checkpoint.new_reader()
         objects = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
-        boxes = [_Box.of(item, self.checkpoint) for item in plan.items if item.type is LoadItemType.TENSOR]
-        self.checkpoint.require({box.file for box in boxes})
+        boxes = [self._box(item) for item in plan.items if item.type is LoadItemType.TENSOR]
+        self.checkpoint.require({file for box in boxes for file in box.files})
         stored = self.checkpoint.plan_objects({item.storage_index.fqn for item in objects})
         in_place, others = _resolve_in_place(boxes, planner)
-        self.checkpoint.read([*stored.scheduled, *(transfer.scheduled() for transfer in in_place)], reader)
+        tensors = [read for transfer in in_place for read in transfer.scheduled()]
+        self.checkpoint.read([*stored.scheduled, *tensors], reader)
         values = stored.values()
         for item in objects:
             _hand_over(planner, item.dest_index.fqn, values[item.storage_index.fqn])
@@ -78,10 +91,16 @@ class DataStatesReader(FileSystemReader):
         done.set_result(None)
         return done
 
+    def _box(self, item: ReadItem) -> _Box:
+        key = item.storage_index.fqn
+        if self._states is not None and key in self._states:
+            return _BucketBox.of_state(item, self._states[key])
+        return _FragmentBox.of(item, self.checkpoint)
+
     def _read_group(self, group: Sequence[_Transfer], planner: LoadPlanner, reader: Reader) -> None:
         for transfer in group:
             transfer.prepare()
-        self.checkpoint.read((transfer.scheduled() for transfer in group), reader)
+        self.checkpoint.read([read for transfer in group for read in transfer.scheduled()], reader)
         for transfer in group:
             transfer.complete(planner)
 
@@ -98,26 +117,23 @@ def _hand_over(planner: LoadPlanner, key: str, value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Box:
-    """The box of a stored fragment that a read item requests."""
+    """The box of a stored tensor that a read item requests."""
 
     item: ReadItem
-    entry: TensorEntry
-    fragment: int
+    dtype: str
+    files: frozenset[int]
+    place: tuple[int, int]  # sorts reads in the order of the files: (file number, offset in bytes)
+    encoded: bool
 
-    @classmethod
-    def of(cls, item: ReadItem, checkpoint: Checkpoint) -> _Box:
-        """Finds the fragment of `item`. Raises MissingKeyError, FormatError."""
-        entry = checkpoint.index.tensor(item.storage_index.fqn)
-        return cls(item, entry, find_fragment(entry, item.storage_index))
+    def plan(
+        self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]
+    ) -> Iterator[BoxReads | FramedBox]:
+        """Plans to read a part of the box into memory with these strides.
 
-    @property
-    def file(self) -> int:
-        return int(self.entry.files[self.fragment])
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Sorts reads in the order of the files: (file number, offset in bytes)."""
-        return self.file, int(self.entry.file_offsets[self.fragment])
+        Args:
+            start: of the part, in the coordinates of `item.storage_offsets`.
+        """
+        raise NotImplementedError
 
     def is_detour(self, planner: LoadPlanner) -> bool:
         """Returns whether the planner may resolve to a new tensor that it copies to the target afterwards.
@@ -136,8 +152,51 @@ class _Box:
                 f"tensor {self.item.storage_index.fqn!r}: the planner requested a slice of shape "
                 f"{tuple(self.item.lengths)} into a tensor of shape {tuple(target.size())}"
             )
-        memory = target if _fits_in_place(target, self.entry) else None
+        memory = target if _fits_in_place(target, self.dtype, self.encoded) else None
         return _Transfer(self, tuple(self.item.storage_offsets), target, target, memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class _FragmentBox(_Box):
+    """A box of a stored fragment."""
+
+    entry: TensorEntry
+    fragment: int
+
+    @classmethod
+    def of(cls, item: ReadItem, checkpoint: Checkpoint) -> _FragmentBox:
+        """Finds the fragment of `item`. Raises MissingKeyError, FormatError."""
+        entry = checkpoint.index.tensor(item.storage_index.fqn)
+        number = find_fragment(entry, item.storage_index)
+        file = int(entry.files[number])
+        place = file, int(entry.file_offsets[number])
+        return cls(item, entry.dtype, frozenset([file]), place, entry.encoded, entry, number)
+
+    def plan(
+        self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]
+    ) -> Iterator[BoxReads | FramedBox]:
+        yield plan_box(self.entry, self.fragment, start, shape, strides)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BucketBox(_Box):
+    """A box of a parameter's state that is stored in buckets, of any ranks."""
+
+    state: StateTensor
+    origin: tuple[int, ...]  # in the state, of the coordinates of `item.storage_offsets`
+
+    @classmethod
+    def of_state(cls, item: ReadItem, state: StateTensor) -> _BucketBox:
+        origin = tuple(item.storage_index.offset or ())
+        at = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
+        files, place = state.place(at, tuple(item.lengths))
+        return cls(item, state.dtype, files, place, state.encoded, state, origin)
+
+    def plan(
+        self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]
+    ) -> Iterator[BoxReads | FramedBox]:
+        at = tuple(a + b for a, b in zip(self.origin, start, strict=True))
+        yield from self.state.plan(at, shape, strides)
 
 
 @dataclasses.dataclass
@@ -156,7 +215,7 @@ class _Transfer:
             yield self
             return
         shape, origin = tuple(self.target.shape), (0,) * self.target.dim()
-        most = _TEMPORARY_BYTES // 2 // torch_dtype(self.box.entry.dtype).itemsize
+        most = _TEMPORARY_BYTES // 2 // torch_dtype(self.box.dtype).itemsize
         boxes = list(cut_box(origin, shape, most)) or [(origin, shape)]
         for offset, lengths in boxes:
             target = self.target
@@ -168,17 +227,16 @@ class _Transfer:
 
     @property
     def bytes(self) -> int:
-        return self.target.numel() * torch_dtype(self.box.entry.dtype).itemsize
+        return self.target.numel() * torch_dtype(self.box.dtype).itemsize
 
     def prepare(self) -> None:
         if self.memory is None:
-            self.memory = torch.empty(self.target.shape, dtype=torch_dtype(self.box.entry.dtype))
+            self.memory = torch.empty(self.target.shape, dtype=torch_dtype(self.box.dtype))
 
-    def scheduled(self) -> ScheduledRead:
+    def scheduled(self) -> Iterator[ScheduledRead]:
         assert self.memory is not None
-        lengths = tuple(self.memory.shape)
-        reads = plan_box(self.box.entry, self.box.fragment, self.start, lengths, self.memory.stride())
-        return ScheduledRead(reads, self.memory.data_ptr(), _is_on_device(self.memory))
+        for reads in self.box.plan(self.start, tuple(self.memory.shape), self.memory.stride()):
+            yield ScheduledRead(reads, self.memory.data_ptr(), _is_on_device(self.memory))
 
     def complete(self, planner: LoadPlanner) -> None:
         if self.memory is not None and self.memory is not self.target:
@@ -222,12 +280,12 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _fits_in_place(target: torch.Tensor, entry: TensorEntry) -> bool:
+def _fits_in_place(target: torch.Tensor, dtype: str, encoded: bool) -> bool:
     """Returns whether stored elements can be written to the target unchanged, without a temporary."""
     return (
         _is_plain(target)
-        and target.dtype == torch_dtype(entry.dtype)
-        and not (entry.encoded and _is_on_device(target))
+        and target.dtype == torch_dtype(dtype)
+        and not (encoded and _is_on_device(target))
         and target.layout is torch.strided
         and not (target.is_conj() or target.is_neg())
         and (is_on_current_device(target) if _is_on_device(target) else target.device.type == "cpu")

@@ -13,6 +13,7 @@ from megatron_datastates.config import Options
 
 if TYPE_CHECKING:
     from megatron_datastates.mcore.load.metadata import Boxes
+    from megatron_datastates.mcore.load.optimizer_layout import Restated
     from megatron_datastates.pipeline.load import Checkpoint
     from megatron_datastates.pipeline.load_report import LoadTracker
 
@@ -29,6 +30,7 @@ class Load:
     agreement: Any = None  # an agreement.Agreement if several ranks take part
     tracker: LoadTracker | None = None  # of the load that is being reported, if any
     boxes: Boxes | None = None  # the requested ones of each tensor
+    restated: Restated | None = None  # of a request for optimizer state in another parallel layout
     # What it has opened, with which options. Another save may publish there meanwhile, but all that one load
     # reads is of the same save.
     checkpoints: dict[Path, tuple[Options, Checkpoint]] = dataclasses.field(default_factory=dict)

@@ -15,8 +15,18 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.directory import iteration_name
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement, is_damage
+from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint
 from megatron_datastates.mcore.training.arguments import options_of
 from megatron_datastates.pipeline.runs import may_be_ours
+
+_SHARDING = "distrib_optim_sharding_type"  # in the content metadata
+_REFUSAL = "not supported for DistributedOptimizer with sharding type dp_reshardable"
+_WITHOUT_MAP = (
+    "megatron_datastates: {} stores the optimizer state in buckets and has no optimizer map, which would say "
+    "where each parameter lies in them. Resume with the TP and PP sizes that saved it, save once with "
+    "--ckpt-format datastates, and resume from that with any; or load without it (--no-load-optim)."
+)
+_REFUSED = ("tensor_model_parallel_size", "pipeline_model_parallel_size")  # sizes that Megatron compares
 
 
 def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,6 +48,10 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 if not is_damage(error) or not _all_ranks_are_here(load):
                     raise
                 raise MegatronLoadFailedError(f"{error} {_advice(load)}") from error.__cause__
+            except RuntimeError as error:  # Megatron's own refusal, the same on all ranks
+                if _REFUSAL not in str(error):
+                    raise
+                raise RuntimeError(f"{error} {_WITHOUT_MAP.format(load.directory)}") from error
 
     return load_checkpoint
 
@@ -92,6 +106,43 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
         return result
 
     return _load_base_checkpoint
+
+
+def wrap_load_content_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `load_content_metadata`, from which `load_checkpoint` learns how optimizer state is stored.
+
+    It refuses buckets of another TP or PP size, and knows no state of an optimizer that was not distributed.
+    For a checkpoint of ours that has what another layout needs, the answer is a sharding type that it
+    accepts, with a mark by which the optimizer asks for its own buckets (optimizer_request.py).
+    """
+
+    def load_content_metadata(*args: Any, **kwargs: Any) -> Any:
+        metadata, load = original(*args, **kwargs), state.current()
+        if not load.in_training_loop or load.directory is None or not is_ours(load.directory):
+            return metadata
+        from megatron.training.global_vars import get_args
+
+        from megatron_datastates.mcore.load.optimizer_request import BY_OWN_BUCKETS
+
+        stored = kwargs.get("preloaded_state_dict") or {}
+        if not _asks_for_own_buckets(metadata, stored.get("args"), get_args(), load.directory):
+            return metadata
+        return {**(metadata or {}), _SHARDING: "fully_reshardable", BY_OWN_BUCKETS: True}
+
+    return load_content_metadata
+
+
+def _asks_for_own_buckets(metadata: Any, stored: Any, own: Any, directory: str) -> bool:
+    """Returns whether the optimizer asks for its own buckets, though Megatron would not allow it."""
+    from megatron_datastates.pipeline.optimizer import has_optimizer_maps
+
+    if not getattr(own, "use_distributed_optimizer", False):
+        return False
+    kind = (metadata or {}).get(_SHARDING)
+    if kind is None and metadata is not None:
+        return not getattr(stored, "use_distributed_optimizer", True)
+    same = all(getattr(stored, name, 1) == getattr(own, name, 1) for name in _REFUSED)
+    return kind == "dp_reshardable" and not same and has_optimizer_maps(open_checkpoint(directory))
 
 
 def _advice(load: state.Load) -> str:

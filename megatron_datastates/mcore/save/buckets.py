@@ -1,7 +1,8 @@
 """Buckets of Megatron's distributed optimizer: zeroes their padding and makes the optimizer map.
 
 The map (format/optimizer_map.py) is made here because both the optimizer and the model's sharded state are
-known. It is read in pipeline/optimizer.py.
+known. It is read in pipeline/optimizer.py. A state dict made for a load gets the same description of the
+run's own buckets (mcore/load/optimizer_request.py).
 """
 
 from __future__ import annotations
@@ -100,9 +101,16 @@ def _map_of(optimizer: Any, state: dict[Any, Any], model_state: Any, metadata: A
     source = _fingerprint(optimizer, state, model_state, metadata)
     made = _made.get(optimizer)
     if made is None or made[0] != source:
-        named = {id(item.data): (name, item) for name, item in _named(model_state, "")}
-        made = _made[optimizer] = source, _describe(optimizer, state, named).encode()
+        made = _made[optimizer] = (
+            source,
+            describe_buckets(optimizer, state, named_shards(model_state)).encode(),
+        )
     return made[1]
+
+
+def named_shards(model_state: Any) -> Named:
+    """Returns the names and shards of a model's sharded state by the id of their memory."""
+    return {id(item.data): (name, item) for name, item in _named(model_state, "")}
 
 
 def _fingerprint(optimizer: Any, state: dict[Any, Any], model_state: Any, metadata: Any) -> Any:
@@ -138,7 +146,13 @@ def _buckets(optimizer: Any, state: dict[Any, Any]) -> Iterator[tuple[Any, int, 
                 yield buffer, number, entries
 
 
-def _describe(optimizer: Any, state: dict[Any, Any], named: Named) -> OptimizerMap:
+def describe_buckets(optimizer: Any, state: dict[Any, Any], named: Named) -> OptimizerMap:
+    """Returns the map of an optimizer's buckets.
+
+    Args:
+        state: what `sharded_param_state_dp_reshardable` returns.
+        named: the model's shards, see named_shards.
+    """
     prefix = state[_CARRIER].key.removesuffix(_CARRIER)
     buckets = [
         _bucket(buffer, number, entries, prefix, named)

@@ -1,0 +1,147 @@
+"""Reads a checkpoint of buckets as one with fully reshardable optimizer state, which every layout loads.
+
+The tensors of buckets are states of parameters here, found through the optimizer map, and the objects beside
+them are a part of the common state.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_datastates.convert.foreign_classes import changed_object
+from megatron_datastates.convert.sources.datastates import DataStatesSource
+from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source, SourceTensor
+from megatron_datastates.errors import FormatError, OptionError
+from megatron_datastates.format.directory import COMMON_FILE, COMMON_STATE_KEY
+from megatron_datastates.format.values import element_bytes
+from megatron_datastates.pipeline.optimizer import BucketStates
+from megatron_datastates.pipeline.optimizer_groups import beside_maps, reshardable_common_state
+from megatron_datastates.plan.boxes import contiguous_strides
+from megatron_datastates.plan.reads import ScheduledRead
+from megatron_datastates.plan.strided import boxes_in_range
+
+
+class ByParameterSource(Source):
+    """See Source. A view of another source."""
+
+    format = DataStatesSource.format
+
+    def __init__(self, stored: Source) -> None:
+        """Raises OptionError: there is no optimizer map, or no common state that can be rewritten."""
+        super().__init__(stored.directory)
+        states = BucketStates(stored.checkpoint) if isinstance(stored, DataStatesSource) else None
+        if not isinstance(stored, DataStatesSource) or not states:
+            raise OptionError(
+                f"{stored.directory} has no optimizer map, which --optimizer fully-reshardable needs: "
+                "convert one that was saved with --ckpt-format datastates and a distributed optimizer"
+            )
+        if COMMON_STATE_KEY not in stored.objects:
+            raise OptionError(
+                f"{stored.directory} has its common state in {COMMON_FILE}, as Megatron before 0.19 stores "
+                "it: --optimizer fully-reshardable needs a checkpoint of a later release"
+            )
+        self._stored, self._states = stored, states
+        self._beside = beside_maps(stored.checkpoint)
+        change = functools.partial(reshardable_common_state, stored.checkpoint)
+        self._common = changed_object(stored.read_object(COMMON_STATE_KEY), COMMON_STATE_KEY, change)
+        own = {key: entry for key, entry in stored.tensors.items() if key not in states.buckets}
+        twice = own.keys() & states.keys()
+        if twice:
+            raise FormatError(f"{stored.directory} has {min(twice)!r} both in buckets and by parameter")
+        self._tensors: Mapping[str, SourceTensor] = ChainMap(own, dict(states.items()))
+
+    @property
+    def tensors(self) -> Mapping[str, SourceTensor]:
+        return self._tensors
+
+    @property
+    def objects(self) -> Sequence[str]:
+        return [key for key in self._stored.objects if key not in self._beside]
+
+    @property
+    def other_files(self) -> Sequence[str]:
+        return self._stored.other_files
+
+    def read_tensor(
+        self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        if key in self._states:
+            return self._states[key].read(offset, shape)
+        return self._stored.read_tensor(key, offset, shape)
+
+    def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
+        scheduled, cut = [], []
+        for part in ranges:
+            if part.key in self._states:
+                item = element_bytes(self._states[part.key].dtype)
+                # A window ends where it is full, perhaps within an element.
+                begin, end = -(-part.begin // item), (part.begin + part.size) // item
+                address = window.ctypes.data + part.at + begin * item - part.begin
+                scheduled += self._reads(part, begin, end, address)
+                outer = {part.begin // item, (part.begin + part.size - 1) // item} if part.size else set()
+                cut += [(part, element, item) for element in outer if not begin <= element < end]
+        self._stored.checkpoint.read(scheduled)
+        for part, element, item in cut:
+            self._read_part_of_element(part, element, item, window)
+        self._stored.read_ranges([part for part in ranges if part.key not in self._states], window)
+
+    def _reads(self, part: FragmentRange, begin: int, end: int, address: int) -> list[ScheduledRead]:
+        """Returns the reads of elements [begin, end) of a piece, which consist of boxes of it."""
+        state = self._states[part.key]
+        offset, shape = state.offsets[part.fragment].tolist(), state.shapes[part.fragment].tolist()
+        item, strides = element_bytes(state.dtype), contiguous_strides(shape)
+        found = []
+        for within, lengths in boxes_in_range(shape, strides, begin, end):
+            at = [o + w for o, w in zip(offset, within, strict=True)]
+            to = address + item * (sum(w * s for w, s in zip(within, strides, strict=True)) - begin)
+            found += [ScheduledRead(reads, to) for reads in state.plan(at, lengths, strides)]
+        return found
+
+    def _read_part_of_element(
+        self, part: FragmentRange, element: int, item: int, window: npt.NDArray[np.uint8]
+    ) -> None:
+        whole = np.empty(item, np.uint8)
+        self._stored.checkpoint.read(self._reads(part, element, element + 1, whole.ctypes.data))
+        low, high = (max(part.begin, element * item), min(part.begin + part.size, (element + 1) * item))
+        at = part.at + low - part.begin
+        window[at : at + high - low] = whole[low - element * item : high - element * item]
+
+    def read_object(self, key: str) -> bytes:
+        return self._common if key == COMMON_STATE_KEY else self._stored.read_object(key)
+
+    def object_bytes(self, key: str) -> int:
+        return len(self._common) if key == COMMON_STATE_KEY else self._stored.object_bytes(key)
+
+    def require_files(self) -> None:
+        self._stored.require_files()
+
+    def stored_by_rank(self) -> list[RankContents]:
+        """Returns the pieces of states with the files that hold their first elements."""
+        files = [
+            RankContents(
+                [one for one in file.fragments if one[0] not in self._states.buckets],
+                [key for key in file.objects if key not in self._beside],
+            )
+            for file in self._stored.stored_by_rank()
+        ]
+        numbers = self._numbers_of_files()
+        for key, state in self._states.items():
+            for n, (offset, shape) in enumerate(
+                zip(state.offsets.tolist(), state.shapes.tolist(), strict=True)
+            ):
+                _, (file, _) = state.place(offset, shape) if math.prod(shape) else (None, (0, 0))
+                files[numbers.get(file, 0)].fragments.append((key, n))
+        return [file for file in files if file.fragments or file.objects]
+
+    def _numbers_of_files(self) -> dict[int, int]:
+        """Returns, by number of a data file, its place among those that hold anything."""
+        index = self._stored.checkpoint.index
+        held = {int(file) for entry in index.tensors.values() for file in set(entry.files.tolist())}
+        return {file: number for number, file in enumerate(sorted(held | set(index.objects.values())))}

@@ -1,0 +1,372 @@
+"""Loads optimizer state into another parallel layout than it was saved from, without conversion.
+
+A load asks for optimizer state in buckets, as its own layout has them, or by parameter. A checkpoint has it
+in the buckets of the run that saved it, with a map that says which parameters they hold, or by parameter.
+Where the two differ, the request is restated before Megatron sees it:
+  1. Each bucket tensor becomes ShardedTensors of the parameters in it, in the optimizer's own memory. So
+     each rank reads what it needs and nothing else, and nothing is gathered.
+  2. The keys of parameters' states are keys of the checkpoint. If it stores buckets, the reader presents
+     those states as tensors (metadata.py, reader.py).
+  3. What an optimizer stores beside tensors is matched by parameter group (pipeline/optimizer_groups.py).
+A request that fits the stored buckets is not touched: Megatron's own path serves it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+
+from megatron_datastates.errors import MismatchError
+from megatron_datastates.format.optimizer_map import OptimizerMap
+from megatron_datastates.mcore.errors import LoadMismatch, load_errors
+from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint, read_common_state
+from megatron_datastates.mcore.load.optimizer_names import StateNames
+from megatron_datastates.mcore.load.optimizer_request import (
+    CARRIER,
+    OwnBuckets,
+    bucket_of,
+    bucket_tensors,
+    filled,
+    has_empty_entries,
+    own_buckets,
+    own_shards,
+)
+from megatron_datastates.pipeline.agreement import Collectives
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.optimizer import PREFIX, BucketStates, has_optimizer_maps, optimizer_map
+from megatron_datastates.pipeline.optimizer_groups import (
+    StoredOptions,
+    from_common_state,
+    from_objects,
+    matched,
+)
+
+logger = logging.getLogger(__name__)
+_ANNOUNCEMENT = (
+    "%s holds the optimizer state of another parallel layout: it is loaded by parameter, and each rank reads "
+    "its own part"
+)
+_SCALER = "grad_scaler"
+_TYPE, _STATE = "param_state_sharding_type", "param_state"
+
+
+@dataclasses.dataclass(frozen=True)
+class Restated:
+    """A restated request and what it needs of the reader."""
+
+    request: dict[str, Any]
+    paths: tuple[str, ...]  # of optimizers in the request: the common state has nothing for them
+    states: BucketStates  # that the checkpoint holds in buckets
+
+    def common_state(self, stored: Any) -> Any:
+        """Returns a common state without what was stored of the optimizers."""
+        return {key: value for key, value in stored.items() if key not in self.paths}
+
+
+def restated_where_needed(
+    arguments: dict[str, Any], agreed: Callable[[Callable[[], bool]], bool] | None
+) -> Restated | None:
+    """Returns the restated request of a `dist_checkpointing.load`; None if it is to be loaded as it is.
+
+    Args:
+        arguments: of the call.
+        agreed: returns whether a function returns true on any rank. None: each rank decides by itself.
+
+    Raises:
+        LoadMismatch, LoadFailedError (and CheckpointingExceptions): the optimizer state cannot be loaded.
+    """
+    directory, request = arguments["checkpoint_dir"], arguments["sharded_state_dict"]
+
+    def here() -> bool:
+        if not is_ours(directory):
+            return False
+        checkpoint = open_checkpoint(directory)
+        with _errors(directory):
+            return differs(request, checkpoint)
+
+    if not (agreed(here) if agreed is not None else here()):
+        return None
+    checkpoint, common = open_checkpoint(directory), read_common_state(directory)
+    with _errors(directory), checkpoint.costs.timing("planning"):
+        restated = restate(request, checkpoint, common)
+    logger.log(logging.WARNING if Collectives().rank == 0 else logging.DEBUG, _ANNOUNCEMENT, directory)
+    return restated
+
+
+@contextlib.contextmanager
+def _errors(directory: Any) -> Iterator[None]:
+    """Raises a LoadMismatch from a MismatchError, and MegatronLoadFailedError from other errors of ours."""
+    try:
+        with load_errors():
+            yield
+    except CheckpointingException as error:
+        if isinstance(error.__cause__, MismatchError):
+            raise LoadMismatch(f"{directory}: {error}") from error.__cause__
+        raise
+
+
+def differs(request: dict[str, Any], checkpoint: Checkpoint) -> bool:
+    """Returns whether a rank's request for optimizer state does not fit how the checkpoint stores it.
+
+    Raises:
+        MismatchError: it does not fit, and the checkpoint has no optimizer maps.
+        FormatError, StorageError, CorruptDataError: a map cannot be used.
+    """
+    found = list(_bucket_states(request))
+    if found:
+        return any(_is_other_layout(checkpoint, state, own) for state, own in found)
+    if not has_optimizer_maps(checkpoint):
+        return False
+    keys = {key for key in _state_keys(request) if key not in checkpoint.index.tensors}
+    return bool(keys)
+
+
+def restate(request: dict[str, Any], checkpoint: Checkpoint, common: Any) -> Restated:
+    """Restates a request. The given one is not changed.
+
+    Args:
+        common: the checkpoint's common state.
+
+    Raises:
+        MismatchError: the checkpoint lacks something that the optimizer needs.
+        FormatError, StorageError, CorruptDataError: the optimizer state cannot be used.
+    """
+    states = bucket_states(checkpoint)
+    names = StateNames(checkpoint, states)
+    stored = from_objects(checkpoint) if states else from_common_state(common)
+    paths = tuple(key for key, value in request.items() if _is_optimizer(value))
+    copied = {
+        key: _Optimizer(names, stored).restated(value) if key in paths else value
+        for key, value in request.items()
+    }
+    return Restated(copied, paths, states)
+
+
+_states: dict[int, tuple[Checkpoint, BucketStates]] = {}  # of the checkpoint that is being loaded
+
+
+def forget() -> None:
+    """Drops what was read of optimizer maps, which is much for a large checkpoint."""
+    _states.clear()
+
+
+def bucket_states(checkpoint: Checkpoint) -> BucketStates:
+    """Returns the states that optimizer maps describe, read once in a load."""
+    if id(checkpoint) not in _states:
+        found = BucketStates(checkpoint)
+        _states.clear()
+        _states[id(checkpoint)] = checkpoint, found
+    return _states[id(checkpoint)][1]
+
+
+# -- what a request is ----------------------------------------------------------------------------------
+
+
+def _nested_dicts(nested: Any) -> Iterator[dict[Any, Any]]:
+    if isinstance(nested, dict):
+        yield nested
+    if isinstance(nested, dict | list):
+        for item in nested.values() if isinstance(nested, dict) else nested:
+            yield from _nested_dicts(item)
+
+
+def _bucket_states(request: dict[str, Any]) -> Iterator[tuple[dict[Any, Any], OwnBuckets]]:
+    for node in _nested_dicts(request):
+        own = own_buckets(node)
+        if own is not None:
+            yield node, own
+
+
+def _state_keys(request: dict[str, Any]) -> Iterator[str]:
+    """Yields the keys of states by parameter that a request has."""
+    for node in _nested_dicts(request):
+        for item in node.values():
+            for one in item if isinstance(item, list) else [item]:
+                if isinstance(one, ShardedTensor | ShardedTensorFactory) and f"{PREFIX}." in one.key:
+                    yield one.key
+
+
+def _is_optimizer(value: Any) -> bool:
+    return any(_TYPE in node or "param_groups" in node or CARRIER in node for node in _nested_dicts(value))
+
+
+def _is_other_layout(checkpoint: Checkpoint, state: dict[Any, Any], own: OwnBuckets) -> bool:
+    """Returns whether the optimizer's buckets are not stored with the same parameters at the same places.
+
+    Buckets that are stored and that the optimizer does not have are a difference, too.
+    """
+    if has_optimizer_maps(checkpoint):
+        stored = optimizer_map(checkpoint, state[CARRIER].key.removesuffix(CARRIER))
+        return stored is None or has_empty_entries(state) or _places(stored) != _places(own.map)
+    for _, _, item in bucket_tensors(state):
+        if item.key not in checkpoint.index.tensors:
+            if _has_states(checkpoint):
+                return True
+            raise MismatchError(_without_map(item.key, "is not there"))
+        _, shape = checkpoint.index.describe(item.key)
+        if shape != tuple(item.global_shape):
+            raise MismatchError(
+                _without_map(item.key, f"has {shape[0]} elements, and {item.global_shape[0]} in this run")
+            )
+    return False
+
+
+def _has_states(checkpoint: Checkpoint) -> bool:
+    return any(f"{PREFIX}." in key for key in checkpoint.index.tensors)
+
+
+def _places(described: OptimizerMap) -> list[Any]:
+    """Returns what two maps have in common if their buckets hold the same shards.
+
+    Names may differ, and so may main replicas: in a load, each rank describes its own view of them.
+    """
+    return sorted(
+        (
+            bucket.name,
+            bucket.elements,
+            sorted(
+                (
+                    p.begin,
+                    p.end,
+                    [msgspec.structs.astuple(msgspec.structs.replace(s, main=True)) for s in p.shards],
+                )
+                for p in bucket.parameters
+            ),
+        )
+        for bucket in described.buckets
+    )
+
+
+def _without_map(key: str, what: str) -> str:
+    return (
+        f"the optimizer state was saved in buckets of another parallel layout: {key!r} {what}. The "
+        "checkpoint has no optimizer map, which would say where each parameter lies in them. Resume with the "
+        "layout that saved it, save once with --ckpt-format datastates, and resume from that in any layout; "
+        "or load without the optimizer (--no-load-optim)."
+    )
+
+
+# -- restating ------------------------------------------------------------------------------------------
+
+
+class _Optimizer:
+    """Restates what one optimizer, or a chain of them, asks for."""
+
+    def __init__(self, names: StateNames, stored: StoredOptions) -> None:
+        self._names, self._stored = names, stored
+        self._identifiers = _identifiers()
+
+    def restated(self, node: Any) -> Any:
+        if isinstance(node, list):
+            return [self.restated(item) for item in node]
+        if not isinstance(node, dict):
+            return self._leaf(node)
+        own = own_buckets(node)
+        if own is not None:
+            return self._buckets(node, own)
+        if _TYPE in node:
+            return self._distributed(node)
+        if isinstance(node.get("param_groups"), list):
+            return self._inner(node)
+        return self._with_others({key: self.restated(value) for key, value in node.items()}, node)
+
+    def _leaf(self, item: Any) -> Any:
+        if isinstance(item, ShardedTensor | ShardedTensorFactory) and f"{PREFIX}." in item.key:
+            return dataclasses.replace(item, key=self._names.of_request(item.key))
+        return item
+
+    def _buckets(self, state: dict[Any, Any], own: OwnBuckets) -> Any:
+        """Replaces a bucket state by one factory: it asks for parameters, and returns the whole state."""
+        shards: list[ShardedTensor] = []
+        for _, name, item in bucket_tensors(state):
+            key = functools.partial(self._names.of, name)
+            shards += own_shards(own, bucket_of(own, state, item), item, key)
+        memory = [shard.data for shard in shards]
+        result = filled(state)
+        if not shards:
+            return LocalNonpersistentObject(result)
+
+        def merge(loaded: list[Any]) -> Any:
+            for target, found in zip(memory, loaded, strict=True):
+                if found.data_ptr() != target.data_ptr():  # a fully parallel load returns other memory
+                    target.copy_(found)
+            return result
+
+        return ShardedTensorFactory(state[CARRIER].key, memory[0], lambda *_: list(shards), merge)
+
+    def _distributed(self, node: dict[Any, Any]) -> dict[Any, Any]:
+        """Restates what a distributed optimizer asks for: objects in buckets, plain values elsewhere."""
+        result: dict[Any, Any] = {}
+        for name, value in node.items():
+            if name == _STATE:
+                result[name] = self.restated(value)
+            elif name == _TYPE:
+                result[name] = LocalNonpersistentObject(value)
+            else:
+                own = value.data if isinstance(value, ShardedObject) else value
+                found = self._value(name, own)
+                if found is not None:
+                    result[name] = LocalNonpersistentObject(found)
+        return result
+
+    def _value(self, name: str, own: Any) -> Any:
+        """Returns the stored value for one of an optimizer's values beside tensors; None if there is none."""
+        if name != "optimizer":
+            if name not in self._stored.others and name != _SCALER:  # which Megatron does without
+                raise MismatchError(
+                    f"the optimizer has {name!r}, and the checkpoint stores nothing of that name"
+                )
+            return self._stored.others.get(name)
+        groups = [matched(group, self._stored, self._identifiers) for group in own["param_groups"]]
+        return {**own, "param_groups": groups}
+
+    def _inner(self, node: dict[Any, Any]) -> dict[Any, Any]:
+        """Restates a plain optimizer's state dict: its groups keep their own parameters."""
+        result = {key: self.restated(value) for key, value in node.items() if key != "param_groups"}
+        result["param_groups"], steps = [], []
+        for group in node["param_groups"]:
+            found = matched(group, self._stored, self._identifiers)
+            steps += [found["step"]] if "step" in found else []
+            params = {key: value for key, value in group.items() if key == "params"}
+            plain = {key: LocalNonpersistentObject(value) for key, value in found.items()}
+            result["param_groups"].append(params | plain)
+        if steps and _keeps_step_by_parameter() and isinstance(result.get("state"), dict):
+            result["state"]["common_step"] = LocalNonpersistentObject(torch.tensor(float(steps[0])))
+        return result
+
+    def _with_others(self, result: dict[Any, Any], node: dict[Any, Any]) -> dict[Any, Any]:
+        """Replaces the loss scaler of an optimizer that is not distributed, or leaves it out."""
+        if _SCALER in node:
+            del result[_SCALER]
+            if _SCALER in self._stored.others:
+                result[_SCALER] = LocalNonpersistentObject(self._stored.others[_SCALER])
+        return result
+
+
+def _keeps_step_by_parameter() -> bool:
+    """Returns whether the run's optimizers are torch's own, which keep the step in each parameter's state."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    return not getattr(distrib_optimizer, "HAVE_APEX_OR_TE", True)
+
+
+def _identifiers() -> tuple[str, ...]:
+    """Returns the options by which Megatron recognizes parameter groups."""
+    from megatron.core.optimizer import optimizer
+
+    default = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+    return tuple(getattr(optimizer, "param_group_identifier_keys", default))

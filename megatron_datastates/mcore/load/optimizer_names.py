@@ -1,0 +1,39 @@
+"""The keys under which a checkpoint holds states of parameters, in any of Megatron's optimizers.
+
+A distributed optimizer calls the main copy of a parameter `param`, others `fp32_param`; a chain of optimizers
+may put its own prefix before a key.
+"""
+
+from __future__ import annotations
+
+import re
+
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.optimizer import PREFIX, BucketStates
+
+_KEY = re.compile(rf"(chained_\d+\.)?{re.escape(PREFIX)}\.(\w+)\.(.*)", re.DOTALL)
+_MAIN = ("param", "fp32_param")
+
+
+class StateNames:
+    """Finds the keys of a checkpoint's states, stored ones and those that are held in buckets."""
+
+    def __init__(self, checkpoint: Checkpoint, states: BucketStates) -> None:
+        self._tensors, self._states = checkpoint.index.tensors, states
+        found = [match for key in (states or self._tensors) if (match := _KEY.fullmatch(key))]
+        kinds = {match[2] for match in found}
+        self._main = next((name for name in _MAIN if name in kinds), None)
+        self._prefixes = sorted({match[1] for match in found if match[1]})
+
+    def of(self, state: str, parameter: str) -> str:
+        """Returns the key of a parameter's state. If the checkpoint lacks it, the key that it should have."""
+        name = self._main if state in _MAIN and self._main else state
+        key = f"{PREFIX}.{name}.{parameter}"
+        if key in self._states or key in self._tensors:
+            return key
+        return next((prefix + key for prefix in self._prefixes if prefix + key in self._tensors), key)
+
+    def of_request(self, key: str) -> str:
+        """Returns the same for a key that a request has."""
+        found = _KEY.fullmatch(key)
+        return self.of(found[2], found[3]) if found else key

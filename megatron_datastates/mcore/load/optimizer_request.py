@@ -1,0 +1,206 @@
+"""What a run's distributed optimizer asks for in buckets, restated by parameter.
+
+A sharded state dict of bucket tensors does not say which parameters they belong to, and a load does not know
+the optimizer. So the state dict, when it is made for a load, gets a description of the run's own buckets: the
+same map that a save stores. From it `own_shards` makes ShardedTensors of the parameters, whose memory is the
+optimizer's own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+
+from megatron_datastates.errors import MismatchError
+from megatron_datastates.format.optimizer_map import Bucket, OptimizerMap, Parameter
+from megatron_datastates.mcore.save.buckets import describe_buckets, named_shards
+from megatron_datastates.plan.boxes import Box
+from megatron_datastates.plan.strided import boxes_in_range
+
+logger = logging.getLogger(__name__)
+CARRIER = "per_bucket_numel"  # the object of a bucket state that carries the description
+BY_OWN_BUCKETS = "datastates_own_buckets"  # in the metadata of a sharded state dict
+_ATTRIBUTE = "_datastates_own_buckets"
+State = dict[Any, Any]  # what sharded_param_state_dp_reshardable returns
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnBuckets:
+    """The buckets of the run's optimizer, and which of the model's tensors may have another stored shape."""
+
+    map: OptimizerMap
+    flexible: frozenset[str]
+
+
+def wrap_sharded_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `DistributedOptimizer.sharded_state_dict`: describes the run's own buckets in a load.
+
+    Metadata with BY_OWN_BUCKETS asks for buckets, whatever sharding type it names.
+    """
+    signature = inspect.signature(original)
+
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        metadata = call.arguments["metadata"] or {}
+        if not call.arguments["is_loading"]:
+            return original(*args, **kwargs)
+        if metadata.get(BY_OWN_BUCKETS):
+            call.arguments["metadata"] = {**metadata, "distrib_optim_sharding_type": "dp_reshardable"}
+        state = original(*call.args, **call.kwargs)
+        if isinstance(state, dict) and isinstance(state.get("param_state"), dict):
+            optimizer, model_state = call.arguments["self"], call.arguments["model_sharded_state_dict"]
+            _attach_own_buckets(optimizer, state["param_state"], model_state)
+        return state
+
+    return sharded_state_dict
+
+
+def _attach_own_buckets(optimizer: Any, state: State, model_state: Any) -> None:
+    """Attaches the description to a bucket state that was made for a load. Never raises."""
+    carrier = state.get(CARRIER)
+    if not isinstance(carrier, ShardedObject):
+        return
+    try:
+        named = named_shards(model_state)
+        flexible = {item.key for _, item in named.values() if getattr(item, "allow_shape_mismatch", False)}
+        own = OwnBuckets(describe_buckets(optimizer, state, named), frozenset(flexible))
+        setattr(carrier, _ATTRIBUTE, own)
+    except Exception as error:  # the layout may be the stored one, and then nobody needs it
+        logger.warning("this optimizer loads from its own parallel layout only: %r", error)
+
+
+def own_buckets(state: Any) -> OwnBuckets | None:
+    """Returns the description attached to a bucket state; None for anything else."""
+    carrier = state.get(CARRIER) if isinstance(state, dict) else None
+    found = getattr(carrier, _ATTRIBUTE, None)
+    return found if isinstance(found, OwnBuckets) else None
+
+
+def bucket_tensors(state: State) -> Iterator[tuple[State, str, Any]]:
+    """Yields (entry, name of the state, ShardedTensor) of a bucket state, padding left out."""
+    for entry in _entries(state):
+        if not _is_padding(entry):
+            for name, item in entry.items():
+                if isinstance(item, ShardedTensor):
+                    yield entry, name, item
+
+
+def has_empty_entries(state: State) -> bool:
+    """Returns whether a part of a bucket has no tensor, as some offloaded parameters have none.
+
+    Megatron cannot merge the lists of such a state: it drops those entries from one of them.
+    """
+    return any(
+        not any(isinstance(item, ShardedTensor) for item in entry.values()) for entry in _entries(state)
+    )
+
+
+def _entries(nested: Any) -> Iterator[State]:
+    if isinstance(nested, dict) and "padding" in nested:
+        yield nested
+    elif isinstance(nested, dict | list):
+        for item in nested.values() if isinstance(nested, dict) else nested:
+            yield from _entries(item)
+
+
+def _is_padding(entry: State) -> bool:
+    return getattr(entry["padding"], "obj", entry["padding"]) is True
+
+
+def bucket_of(own: OwnBuckets, state: State, item: Any) -> Bucket:
+    """Returns the description of the bucket that a ShardedTensor of the state is a part of."""
+    prefix = state[CARRIER].key.removesuffix(CARRIER)
+    name = item.key.removeprefix(prefix)
+    for bucket in own.map.buckets:
+        if name.startswith(f"{bucket.name}."):
+            return bucket
+    raise MismatchError(f"the optimizer asks for {item.key!r}, which is in none of its own buckets")
+
+
+def own_shards(
+    own: OwnBuckets, bucket: Bucket, item: Any, name: Callable[[str], str]
+) -> Iterator[ShardedTensor]:
+    """Yields ShardedTensors of parameters that together fill the memory of a part of a bucket.
+
+    Args:
+        item: the part, of one dimension.
+        name: the key of a parameter -> the key of its state in the checkpoint.
+
+    Raises:
+        MismatchError: the place in the model of some of its elements is not known.
+    """
+    begin = int(item.global_offset[0])
+    end = begin + int(item.local_shape[0])
+    parameter = _parameter_at(bucket, begin, end, item.key)
+    found = 0
+    for shard in parameter.shards:
+        low, high = begin - parameter.begin - shard.start, end - parameter.begin - shard.start
+        for offset, shape in boxes_in_range(shard.shape, shard.strides, low, high):
+            at = sum(o * s for o, s in zip(offset, shard.strides, strict=True)) - low
+            place = tuple(a + b for a, b in zip(shard.offset, offset, strict=True))
+            memory = _view(item.data, at, shape, shard.strides)
+            flexible = shard.key in own.flexible
+            yield _sharded(name(shard.key), memory, shard.global_shape, (place, shape), flexible, item)
+            found += memory.numel()
+    if found != end - begin:
+        raise MismatchError(
+            f"{end - begin - found} of {end - begin} elements of the parameter {parameter.name!r} in "
+            f"{item.key!r} have no known place in the model, so this optimizer loads from its own parallel "
+            "layout only"
+        )
+
+
+def _parameter_at(bucket: Bucket, begin: int, end: int, key: str) -> Parameter:
+    for parameter in bucket.parameters:
+        if parameter.begin <= begin and end <= parameter.end:
+            return parameter
+    raise MismatchError(f"elements [{begin}, {end}) of {key!r} are in no parameter of the optimizer")
+
+
+def _view(line: torch.Tensor, at: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    line = line.detach()
+    step = line.stride(0)
+    return line.as_strided(shape, [n * step for n in strides], line.storage_offset() + at * step)
+
+
+def _sharded(
+    key: str, memory: torch.Tensor, whole: tuple[int, ...], box: Box, flexible: bool, item: Any
+) -> ShardedTensor:
+    return ShardedTensor(
+        key=key,
+        data=memory,
+        dtype=memory.dtype,
+        local_shape=box[1],
+        global_shape=whole,
+        global_offset=box[0],
+        axis_fragmentations=None,
+        replica_id=item.replica_id,
+        allow_shape_mismatch=flexible,
+    )
+
+
+def filled(state: State) -> State:
+    """Returns the bucket state as a load returns it, with the memory of the tensors, and without padding."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: plain(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [
+                plain(item)
+                for item in value
+                if not (isinstance(item, dict) and "padding" in item and _is_padding(item))
+            ]
+        if isinstance(value, LocalNonpersistentObject):
+            return value.unwrap()
+        return value.data if isinstance(value, ShardedTensor | ShardedObject) else value
+
+    result: State = plain(state)
+    return result

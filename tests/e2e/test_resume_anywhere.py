@@ -1,0 +1,95 @@
+"""Runs of Megatron's loop resume from the default optimizer layout in any layout, with no flag and no gather.
+
+The truth is the same chain of runs that save fully reshardable state, bit for bit.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.optimizer import has_optimizer_maps
+from tests.support.tiny import LAYOUTS, Checkpoints, Ending, Pretraining
+
+CHAIN = {2: "tp2", 4: "pp2", 6: "dp2"}
+SAID = "holds the optimizer state of another parallel layout"
+
+
+def follow(pretraining: Pretraining, root: Path, *how: str, ckpt_format: str = "datastates") -> list[Ending]:
+    """Takes two steps in each layout of CHAIN; each run loads what the one before it saved."""
+    checkpoints, endings = Checkpoints(root), []
+    for stop, layout in CHAIN.items():
+        ending = pretraining.run(
+            *(*LAYOUTS[layout], *how, "--train-iters", "6", "--exit-interval", str(stop)),
+            *("--save", root, "--load", root, "--ckpt-format", ckpt_format),
+        )
+        assert [rank.begun_at for rank in ending.ranks] == [stop - 2, stop - 2]
+        checkpoints.assert_format(stop, ckpt_format)
+        endings.append(ending)
+    return endings
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize(
+    "how", [["--swiglu"], ["--untie-embeddings-and-output-weights"]], ids=["swiglu", "untied"]
+)
+def test_chain_of_default_layouts_trains_as_fully_reshardable_state_does(
+    how: list[str], pretraining: Pretraining, tmp_path: Path
+) -> None:
+    ours = follow(pretraining, tmp_path / "ours", *how)
+    stock = follow(
+        pretraining, tmp_path / "stock", *how, "--dist-ckpt-optim-fully-reshardable", ckpt_format="torch_dist"
+    )
+    for layout, one, other in zip(CHAIN.values(), ours, stock, strict=True):
+        assert [rank.begun for rank in one.ranks] == [rank.begun for rank in other.ranks], layout
+        assert one.differences(other) == [], layout
+    assert [ending.log.count(SAID) for ending in ours] == [0, 1, 1]
+    assert has_optimizer_maps(Checkpoint.open(Checkpoints(tmp_path / "ours").at(6)))
+
+
+def test_stock_megatron_resumes_in_any_layout_from_a_converted_checkpoint(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    saved = [*LAYOUTS["tp2"], "--save", tmp_path / "ours", "--ckpt-format", "datastates", "--swiglu"]
+    pretraining.run(*saved, "--exit-interval", "2")
+    convert = {
+        "stock": ["ours", "--optimizer", "fully-reshardable", "--verify"],
+        "plain": ["ours", "--verify"],
+        "back": ["plain", "--verify"],
+    }
+    for target, (source, *options) in convert.items():
+        datastates("convert", tmp_path / source, tmp_path / target, "--all", *options)
+    endings = [
+        pretraining.run(
+            *(*LAYOUTS["pp2"], "--load", tmp_path / folder, "--ckpt-format", name, "--swiglu"),
+            *("--dist-ckpt-strictness", "log_all"),
+        )
+        for folder, name in {"ours": "datastates", "back": "datastates", "stock": "torch_dist"}.items()
+    ]
+    assert [rank.begun_at for rank in endings[0].ranks] == [2, 2]
+    unexpected = re.compile(r"dp_group_idx|datastates_map|optimizer\.state")  # log_all lists such keys
+    assert not any(unexpected.search(ending.log) for ending in endings)
+    for other in endings[1:]:
+        assert [rank.begun for rank in other.ranks] == [rank.begun for rank in endings[0].ranks]
+        assert other.differences(endings[0]) == []
+
+
+def test_a_checkpoint_without_a_map_is_refused_with_what_is_missing(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    pretraining.run(
+        *LAYOUTS["tp2"], "--save", tmp_path, "--ckpt-format", "torch_dist", "--exit-interval", "2"
+    )
+    outcome = pretraining.fail(*LAYOUTS["pp2"], "--load", tmp_path, "--ckpt-format", "datastates")
+    assert all(outcome.exits)
+    assert "has no optimizer map, which would say where each parameter lies" in outcome.log
+
+
+def datastates(*arguments: str | Path) -> None:
+    """Runs the command."""
+    command = [sys.executable, "-m", "megatron_datastates", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,134 @@
+"""Ranks of test_resume_anywhere.py: save bucket state in one layout, load it in another, compare with memory.
+
+The truth is what the optimizer held when it was saved, gathered and written here, parameter by parameter. It
+is neither read nor written by what is tested. What belongs here: saving, loading and comparing. What does
+not: the choice of layouts, which is the test's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from map_ranks import shards_in_memory
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from model_ranks import Layout, Training, build, random_values, step, strategies
+from saving_rank import join, make_directory, report
+
+from megatron_datastates.mcore.load import optimizer_layout
+
+MARKED = 0.0625  # a learning rate that no fresh optimizer has
+
+
+def save(root: str, layouts: list[Layout], kind: str, folder: str) -> None:
+    """Saves the state of each layout to ROOT/N, and to ROOT/N-truth-RANK what its optimizer holds."""
+    join()
+    for number, layout in enumerate(layouts):
+        training = build(layout, kind, random_values())
+        for _ in range(2):
+            step(training)
+        for group in training.optimizer.param_groups:
+            group["lr"] = MARKED
+        place = Path(root, str(number))
+        make_directory(place)
+        dist.barrier()
+        dist_checkpointing.save(training.sharded(), str(place), strategies("ours", parallel=False)[0])
+        torch.save(list(pieces(training, main=True)), f"{place}-truth-{dist.get_rank()}")
+    report(folder)
+
+
+def load(root: str, number: int, layouts: list[Layout], how: dict[str, Any], folder: str) -> None:
+    """Loads ROOT/NUMBER into each of these layouts, and compares what the optimizers hold with the truth.
+
+    `how`: the `kind` of the optimizers that load, `parallel` and `strict`, as Megatron has them.
+    """
+    join()
+    place = Path(root, str(number))
+    truth = read_truth(place)
+    compared, restated, said = [], [], Announcements()
+    for turn, layout in enumerate(layouts):
+        training = build(layout, how.get("kind", "dp_reshardable"), lambda tensor: tensor.fill_(3.0))
+        parallel = how.get("parallel", turn % 2 == 1)
+        options = {"strict": how["strict"]} if "strict" in how else {}
+        said.count = 0
+        request = training.sharded(is_loading=True)
+        loaded = dist_checkpointing.load(request, str(place), strategies("ours", parallel)[1], **options)
+        training.accept(loaded)
+        # A layout that is not another one has its own replicas, which here differ.
+        compared.append(compare(training, truth, layout, main=not said.count))
+        restated.append(said.count)
+    report(folder, compared=compared, restated=restated)
+
+
+class Announcements(logging.Handler):
+    """Counts what is logged about loads of optimizer state from another layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        logger = logging.getLogger(optimizer_layout.__name__)
+        logger.addHandler(self)
+        logger.setLevel(logging.DEBUG)  # all ranks but one say it at this level
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.count += 1
+
+
+def pieces(training: Training, *, main: bool) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], Any]]:
+    """Yields (key, offset, global shape, values) of all states of this rank's parameters."""
+    distributed = any(hasattr(one, "buffers") for one in chain_of(training))
+    for shard in shards_in_memory(training, main=main) if distributed else whole_shards(training, main=main):
+        shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
+        values = shard.data.detach().reshape(shape).clone()
+        yield shard.key, tuple(shard.global_offset), tuple(shard.global_shape), values
+
+
+def chain_of(training: Training) -> list[Any]:
+    return list(getattr(training.optimizer, "chained_optimizers", [training.optimizer]))
+
+
+def whole_shards(training: Training, *, main: bool) -> Iterator[Any]:
+    """Yields the same of an optimizer that is not distributed, which holds states in the model's shards."""
+    kinds = (ShardedTensor, ShardedTensorFactory)
+    for item in nested_values(training.sharded()["optimizer"]):
+        if isinstance(item, kinds):
+            item = dataclasses.replace(item, key=item.key.replace(".fp32_param.", ".param."))
+            for shard in nested_values(item.build()) if hasattr(item, "build") else [item]:
+                if not main or is_main_replica(shard.replica_id):
+                    yield shard
+
+
+def read_truth(place: Path) -> dict[str, torch.Tensor]:
+    """Returns all states as global tensors. Elements that no rank held are NaN."""
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(place.parent.glob(f"{place.name}-truth-*")):
+        for key, offset, whole, values in torch.load(path, weights_only=True):
+            tensor = found.setdefault(key, torch.full(whole, float("nan"), dtype=values.dtype))
+            tensor[tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))] = values
+    assert found and not any(tensor.isnan().any() for tensor in found.values())
+    return found
+
+
+def compare(training: Training, truth: dict[str, torch.Tensor], layout: Layout, *, main: bool) -> list[str]:
+    """Compares each state of each parameter, replicas included unless `main`, and the groups' options."""
+    keys = []
+    for key, offset, _, values in pieces(training, main=main):
+        expected = torch.zeros_like(values)  # what a vocabulary was padded with
+        stored = truth[key][tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))]
+        expected[tuple(slice(0, n) for n in stored.shape)] = stored
+        assert torch.equal(values, expected), f"{key} at {offset} in {layout}"
+        keys.append(key)
+    assert {group["lr"] for group in training.optimizer.param_groups} == {MARKED}, layout
+    for chained in chain_of(training):
+        groups = [group for group in chained.optimizer.param_groups if group["params"]]
+        states = [chained.optimizer.state[param] for group in groups for param in group["params"]]
+        steps = {int(holder["step"]) for holder in (*groups, *states) if "step" in holder}
+        assert steps == {2}, (steps, layout)
+    return sorted(set(keys))

@@ -1,0 +1,93 @@
+"""State of the default optimizer layout loads into any other, bit for bit, with nothing gathered at save."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.multirank.layouts import (
+    CP2,
+    DENSE,
+    EP2,
+    EP4,
+    EXPERTS,
+    PP2,
+    TP1_OF_EXPERTS,
+    TP2,
+    TP2_OF_EXPERTS,
+    VPP2,
+    Layout,
+)
+from tests.support.world import World
+
+pytestmark = pytest.mark.conformance
+
+NOT_DISTRIBUTED = "not distributed"  # as in model_ranks.py
+TIED: Layout = {"tied": True}
+UNEVEN: Layout = PP2 | {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
+EMBEDDING = "optimizer.state.exp_avg_sq.embedding.word_embeddings.weight"
+
+
+def test_dense_state_fits_other_layouts_of_four_ranks(world: World, tmp_path: Path) -> None:
+    saved = [TP2, TIED | PP2, VPP2 | {"mtp_num_layers": 1}]
+    run(world, tmp_path, "save", saved, "dp_reshardable", ranks=4)
+    found = [
+        run(world, tmp_path, "load", 0, [DENSE, TP2, PP2 | TP2, CP2 | PP2, VPP2], {}, ranks=4),
+        run(world, tmp_path, "load", 1, [TIED, TIED | TP2, TIED | UNEVEN], {}, ranks=4),
+        run(
+            world,
+            tmp_path,
+            "load",
+            2,
+            [layout | {"mtp_num_layers": 1} for layout in (UNEVEN, TP2)],
+            {},
+            ranks=4,
+        ),
+    ]
+    assert [rank["restated"] for rank in found] == [[1, 0, 1, 1, 1], [1, 1, 1], [1, 1]]
+    assert all(EMBEDDING in keys for rank in found for keys in rank["compared"])
+
+
+def test_dense_state_of_four_ranks_fits_fewer(world: World, tmp_path: Path) -> None:
+    run(world, tmp_path, "save", [TP2 | PP2], "dp_reshardable", ranks=4)
+    for ranks, layouts in {2: [DENSE, PP2], 1: [DENSE], 3: [DENSE]}.items():
+        run(world, tmp_path, "load", 0, layouts, {}, ranks=ranks)
+
+
+def test_experts_fit_other_layouts(world: World, tmp_path: Path) -> None:
+    run(world, tmp_path, "save", [EXPERTS | EP2, EXPERTS], "dp_reshardable", ranks=4)
+    others = [
+        EXPERTS,
+        EXPERTS | EP4,
+        EXPERTS | TP2_OF_EXPERTS,
+        EXPERTS | EP2 | PP2,
+        EXPERTS | EP2 | TP1_OF_EXPERTS,
+    ]
+    run(world, tmp_path, "load", 0, others, {}, ranks=4)
+    run(world, tmp_path, "load", 1, [EXPERTS | EP2], {}, ranks=4)
+
+
+@pytest.mark.parametrize("kind", ["fully_reshardable", NOT_DISTRIBUTED])
+def test_bucket_state_fits_other_kinds_of_optimizers(world: World, tmp_path: Path, kind: str) -> None:
+    run(world, tmp_path, "save", [TP2 | TIED], "dp_reshardable", ranks=2)
+    run(world, tmp_path, "load", 0, [TIED | PP2, TIED], {"kind": kind, "strict": "log_all"}, ranks=2)
+
+
+def test_state_of_a_precision_aware_optimizer_fits_other_layouts(world: World, tmp_path: Path) -> None:
+    kind = "precision-aware dp_reshardable"
+    run(world, tmp_path, "save", [TP2], kind, ranks=2)
+    run(world, tmp_path, "load", 0, [PP2, DENSE], {"kind": kind}, ranks=2)
+
+
+@pytest.mark.parametrize("kind", ["fully_reshardable", NOT_DISTRIBUTED])
+def test_state_by_parameter_fits_the_buckets_of_any_layout(world: World, tmp_path: Path, kind: str) -> None:
+    even = TIED | {"hidden_size": 128, "ffn_hidden_size": 128}  # else Megatron's save of the former fails
+    run(world, tmp_path, "save", [TP2 | even], kind, ranks=2)
+    found = run(world, tmp_path, "load", 0, [even | PP2, even, even | TP2], {}, ranks=2)
+    assert found["restated"] == [1, 1, 1]
+
+
+def run(world: World, folder: Path, what: str, *arguments: object, ranks: int) -> dict[str, list[object]]:
+    """Returns what rank 0 reports, after checking that all ranks agree on which loads were restated."""
+    reports = world.run(f"anywhere_ranks:{what}", folder, *arguments, ranks=ranks, timeout_seconds=200)
+    assert all(report.get("restated") == reports[0].get("restated") for report in reports)
+    return reports[0]

@@ -1,0 +1,115 @@
+"""Checkpoints of buckets as they are converted to optimizer state by parameter, and foreign classes."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_datastates.convert.foreign_classes import changed_object
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sources.by_parameter import ByParameterSource
+from megatron_datastates.convert.sources.source import FragmentRange
+from megatron_datastates.errors import OptionError
+from megatron_datastates.format.directory import COMMON_STATE_KEY
+from tests.unit.states import new_saver, save
+from tests.unit.test_optimizer_state import BUCKET, bucket, map_of, parameter, shard
+
+PREFIX = "optimizer.distributed.dp_group_idx_"
+WHOLE = torch.arange(24.0).reshape(4, 6)
+KEY = "optimizer.state.exp_avg.w"
+COMMON = {
+    "optimizer": {"param_state_sharding_type": "dp_reshardable"},
+    "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"},
+}
+
+
+def columns(directory: Path, common: Any = COMMON) -> Path:
+    """Saves two halves of a matrix, cut by columns, each with something before it."""
+    tensors: dict[str, torch.Tensor] = {"w": WHOLE.bfloat16()}
+    objects: dict[str, Any] = {COMMON_STATE_KEY: [common], "rng/shard_0_1": [1]}
+    for rank in (0, 1):
+        half = WHOLE[:, 3 * rank : 3 * rank + 3]
+        tensors[f"{PREFIX}{rank}.{BUCKET}.exp_avg"] = torch.cat([torch.full((5,), -1.0), half.reshape(-1)])
+        described = parameter("w", 5, 17, shard("w", (4, 6), (0, 3 * rank), (4, 3), 0, (3, 1)))
+        values = {
+            "datastates_map": map_of(bucket(17, described)),
+            "optimizer": {"param_groups": [{"lr": 1.0}]},
+        }
+        objects |= {f"{PREFIX}{rank}.{name}/shard_0_1": [value] for name, value in values.items()}
+    saver = new_saver()
+    save(saver, directory, tensors, objects)
+    saver.close()
+    return directory
+
+
+def test_states_take_the_place_of_buckets_and_of_what_is_beside_them(tmp_path: Path) -> None:
+    source = ByParameterSource(open_source(columns(tmp_path / "c")))
+    assert source.tensors.keys() == {"w", KEY}
+    assert sorted(source.objects) == sorted([COMMON_STATE_KEY, "rng/shard_0_1"])
+    assert torch.equal(source.read_tensor(KEY), WHOLE)
+    assert torch.equal(source.read_tensor(KEY, (1, 2), (2, 3)), WHOLE[1:3, 2:5])
+    held = [one for file in source.stored_by_rank() for one in file.fragments]
+    assert sorted(held) == [("w", 0), (KEY, 0), (KEY, 1)] or sorted(held) == [(KEY, 0), (KEY, 1), ("w", 0)]
+
+
+@pytest.mark.parametrize("begin", [0, 1, 3, 4, 13, 47])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 20])
+def test_ranges_may_begin_and_end_within_an_element(begin: int, size: int, tmp_path: Path) -> None:
+    source = ByParameterSource(open_source(columns(tmp_path / "c")))
+    size = min(size, 48 - begin)
+    window = np.full(64, 0xEE, np.uint8)
+    number = int(np.flatnonzero(source.tensors[KEY].offsets[:, 1] == 3)[0])
+    source.read_ranges([FragmentRange(KEY, number, begin, size, 7)], window)
+    expected = WHOLE[:, 3:].contiguous().view(torch.uint8).numpy().reshape(-1)[begin : begin + size]
+    assert np.array_equal(window[7 : 7 + size], expected)
+    assert (window[:7] == 0xEE).all() and (window[7 + size :] == 0xEE).all()
+
+
+def test_without_a_map_or_a_common_state_object_it_is_refused(tmp_path: Path) -> None:
+    saver = new_saver()
+    save(saver, tmp_path / "plain", {"w": WHOLE}, {COMMON_STATE_KEY: [COMMON]})
+    saver.close()
+    with pytest.raises(OptionError, match="has no optimizer map, which --optimizer fully-reshardable needs"):
+        ByParameterSource(open_source(tmp_path / "plain"))
+
+
+# -- classes that are not installed -------------------------------------------------------------------------
+
+
+class Backend(enum.Enum):
+    FLASH = 5
+
+
+class Options:
+    def __init__(self, needed: int) -> None:
+        self.needed = needed
+
+
+def test_instances_of_classes_stay_what_they_are_without_being_imported(monkeypatch: Any) -> None:
+    value = [{"backend": Backend.FLASH, "options": Options(3), "kind": Options, "plain": 1}]
+    value.append(argparse.Namespace(backend=Backend.FLASH, size=torch.ones(2)))
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    module = sys.modules[__name__]
+    monkeypatch.delitem(sys.modules, __name__)
+    monkeypatch.setattr(Options, "__init__", None)
+
+    def change(found: Any) -> Any:
+        assert type(found[0]["backend"]) is not Backend
+        return [{**found[0], "plain": 2}, found[1]]
+
+    changed = changed_object(buffer.getvalue(), "key", change)
+    monkeypatch.undo()
+    sys.modules[__name__] = module
+    found = torch.load(io.BytesIO(changed), weights_only=False)
+    assert found[0]["backend"] is Backend.FLASH and found[0]["kind"] is Options
+    assert (found[0]["options"].needed, found[0]["plain"]) == (3, 2)
+    assert found[1].backend is Backend.FLASH and torch.equal(found[1].size, torch.ones(2))

@@ -1,0 +1,272 @@
+"""Requests for optimizer state that do not fit the stored buckets: restated, loaded in place, or refused.
+
+The checkpoints are made by hand, and so are the requests; those of Megatron's own optimizers are tested in
+tests/multirank/test_resume_anywhere.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.validation import StrictHandling
+
+from megatron_datastates.format.directory import COMMON_STATE_KEY
+from megatron_datastates.format.optimizer_map import OptimizerMap
+from megatron_datastates.mcore.load import optimizer_layout
+from megatron_datastates.mcore.load.optimizer_request import _ATTRIBUTE, CARRIER, OwnBuckets
+from tests.unit.states import new_saver, save
+
+GROUP = "optimizer.distributed.dp_group_idx_"
+BUCKET = "gbuf_idx_0.dtype_d.bucket_idx_0"
+GROUPS = {"param_groups": [{"wd_mult": 1.0, "lr": 0.5, "step": 7}]}
+WHOLE = torch.arange(24.0).reshape(4, 6)
+NORM = torch.arange(100.0, 105.0)
+Shard = dict[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------
+
+
+def shard(
+    key: str, whole: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...], **other: Any
+) -> Shard:
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    fields = {"key": key, "global_shape": whole, "offset": offset, "shape": shape, "start": 0}
+    return fields | {"strides": strides, "main": True} | other
+
+
+def bucket(elements: int, *parameters: tuple[int, int, list[Shard]]) -> dict[str, Any]:
+    described = [
+        {"name": f"p{number}", "begin": begin, "end": end, "shards": shards}
+        for number, (begin, end, shards) in enumerate(parameters)
+    ]
+    return {"name": BUCKET, "elements": elements, "states": ["exp_avg"], "parameters": described}
+
+
+def map_of(*buckets: dict[str, Any]) -> str:
+    return json.dumps({"format_version": 1, "buckets": buckets})
+
+
+def half(rank: int) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The bucket of a tensor-parallel rank: its columns, then padding, then the norm that both have."""
+    line = torch.full((20,), -1.0)
+    line[:12], line[14:19] = WHOLE[:, 3 * rank : 3 * rank + 3].reshape(-1), NORM
+    columns = shard("w", (4, 6), (0, 3 * rank), (4, 3))
+    return line, bucket(20, (0, 12, [columns]), (14, 19, [shard("n", (5,), (0,), (5,), main=rank == 0)]))
+
+
+def save_halves(directory: Path, *, maps: list[str] | None = None, without: str = "") -> Path:
+    """Saves two tensor-parallel halves, as the default layout has them."""
+    tensors, objects = {}, {COMMON_STATE_KEY: [{"optimizer": {"left": 1}, "iteration": 3}]}
+    for rank in (0, 1):
+        line, described = half(rank)
+        text = map_of(described) if maps is None else (maps[rank] if maps else None)
+        tensors[f"{GROUP}{rank}.{BUCKET}.exp_avg"] = line
+        objects |= {f"{GROUP}{rank}.{name}/shard_0_1": [value] for name, value in beside(text).items()}
+    saver = new_saver()
+    save(
+        saver,
+        directory,
+        tensors,
+        {key: value for key, value in objects.items() if not without or without not in key},
+    )
+    saver.close()
+    return directory
+
+
+def beside(text: str | None) -> dict[str, Any]:
+    stored: dict[str, Any] = {"optimizer": GROUPS, "per_bucket_numel": [20]}
+    return stored | ({"datastates_map": text} if text is not None else {})
+
+
+# -- requests -----------------------------------------------------------------------------------------------
+
+
+def request(
+    described: dict[str, Any],
+    cuts: list[tuple[int, int]],
+    padding: tuple[int, int] | None = None,
+    **beside: Any,
+) -> tuple[Any, torch.Tensor]:
+    """Returns what an optimizer with this bucket asks for, and its memory.
+
+    `cuts` are a rank's parts. Without `padding`, there is an entry for it that has no tensor.
+    """
+    size = described["elements"]
+    memory = torch.full((size,), float("nan"))
+    entries: list[dict[str, Any]] = [
+        {
+            "exp_avg": ShardedTensor(
+                f"{GROUP}0.{BUCKET}.exp_avg", memory[a:b], torch.float32, (b - a,), (size,), (a,), None
+            ),
+            "padding": LocalNonpersistentObject(False),
+        }
+        for a, b in cuts
+    ]
+    entries.append({"padding": LocalNonpersistentObject(True)})
+    if padding is not None:
+        (a, b), key = padding, f"{GROUP}0.{BUCKET}.exp_avg"
+        entries[-1]["exp_avg"] = ShardedTensor(
+            key, torch.zeros(b - a), torch.float32, (b - a,), (size,), (a,), None
+        )
+    carrier = ShardedObject(f"{GROUP}0.{CARRIER}", [size], (1,), (0,))
+    own = msgspec.convert({"format_version": 1, "buckets": [described]}, OptimizerMap)
+    setattr(carrier, _ATTRIBUTE, OwnBuckets(own, frozenset()))
+    groups = {"param_groups": [{"wd_mult": 1.0, "lr": 0.0}]}
+    state = {
+        "optimizer": ShardedObject(f"{GROUP}0.optimizer", groups, (1,), (0,)),
+        "param_state": {CARRIER: carrier, 0: {"d": [entries]}},
+        "param_state_sharding_type": "dp_reshardable",
+    } | {name: ShardedObject(f"{GROUP}0.{name}", value, (1,), (0,)) for name, value in beside.items()}
+    return {"optimizer": state}, memory
+
+
+def whole() -> dict[str, Any]:
+    """The bucket of a run without tensor parallelism: the norm, then padding, then the matrix."""
+    return bucket(40, (0, 5, [shard("n", (5,), (0,), (5,))]), (8, 32, [shard("w", (4, 6), (0, 0), (4, 6))]))
+
+
+def refusal(directory: Path, asked: Any) -> str:
+    with pytest.raises(CheckpointingException) as error:
+        dist_checkpointing.load(asked, str(directory))
+    return str(error.value)
+
+
+# -- loading ------------------------------------------------------------------------------------------------
+
+
+def test_columns_are_put_together_in_the_memory_of_the_optimizer(tmp_path: Path) -> None:
+    asked, memory = request(whole(), [(0, 5), (8, 32)])
+    loaded = dist_checkpointing.load(asked, str(save_halves(tmp_path / "c")))
+    assert torch.equal(memory[8:32].reshape(4, 6), WHOLE) and torch.equal(memory[:5], NORM)
+    assert memory[5:8].isnan().all() and memory[32:].isnan().all(), "padding is not touched"
+    optimizer = loaded["optimizer"]
+    assert optimizer["optimizer"] == GROUPS
+    assert optimizer["param_state_sharding_type"] == "dp_reshardable"
+    (entries,) = optimizer["param_state"][0]["d"]
+    assert [entry["padding"] for entry in entries] == [False, False]
+    assert [entry["exp_avg"].data_ptr() for entry in entries] == [memory.data_ptr(), memory[8:].data_ptr()]
+    assert "left" not in optimizer and loaded["iteration"] == 3
+
+
+def test_megatron_finds_no_key_missing_or_unexpected(tmp_path: Path) -> None:
+    asked, _ = request(whole(), [(0, 5), (8, 32)])
+    directory = str(save_halves(tmp_path / "c"))
+    _, missing, unexpected = dist_checkpointing.load(asked, directory, strict=StrictHandling.RETURN_ALL)
+    assert not missing and not unexpected, "neither buckets nor what is stored beside them is shown"
+
+
+@pytest.mark.parametrize("cut", range(9, 32))
+def test_a_rank_reads_its_own_part_and_no_more(cut: int, tmp_path: Path) -> None:
+    directory = save_halves(tmp_path / "c")
+    asked, memory = request(whole(), [(8, cut)])
+    dist_checkpointing.load(asked, str(directory))
+    assert torch.equal(memory[8:cut], WHOLE.reshape(-1)[: cut - 8])
+    assert memory[cut:].isnan().all()
+
+
+def test_a_request_that_fits_is_not_touched(tmp_path: Path) -> None:
+    _, described = half(0)
+    asked, _ = request(described, [(0, 12), (14, 19)], padding=(12, 14))
+    directory = save_halves(tmp_path / "c")
+    assert not optimizer_layout.differs(asked, optimizer_layout.open_checkpoint(directory))
+    optimizer_layout.forget()
+
+
+def test_a_request_that_fits_reads_its_own_map_only(tmp_path: Path) -> None:
+    _, described = half(0)
+    asked, memory = request(described, [(0, 12), (14, 19)], padding=(12, 14))
+    directory = save_halves(tmp_path / "c", maps=[map_of(described), "damaged"])
+    loaded = dist_checkpointing.load(asked, str(directory))
+    assert memory.nan_to_num(nan=-1.0).equal(half(0)[0].index_fill(0, torch.tensor([12, 13, 19]), -1.0))
+    assert loaded["optimizer"]["left"] == 1, "as Megatron itself loads it"
+
+
+def test_entries_without_tensors_which_megatron_cannot_merge_load(tmp_path: Path) -> None:
+    _, described = half(0)
+    asked, memory = request(described, [(0, 12), (14, 19)])
+    loaded = dist_checkpointing.load(asked, str(save_halves(tmp_path / "c")))
+    assert torch.equal(memory[:12], half(0)[0][:12]) and torch.equal(memory[14:19], NORM)
+    assert len(loaded["optimizer"]["param_state"][0]["d"][0]) == 2
+
+
+def test_what_was_read_of_the_maps_is_dropped_after_a_load(tmp_path: Path) -> None:
+    asked, _ = request(whole(), [(0, 5)])
+    dist_checkpointing.load(asked, str(save_halves(tmp_path / "c")))
+    assert not optimizer_layout._states
+
+
+# -- refusing -----------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_that_the_map_lacks_is_named(tmp_path: Path) -> None:
+    maps = [
+        map_of(bucket(20, (0, 12, half(rank)[1]["parameters"][0]["shards"]), (14, 19, []))) for rank in (0, 1)
+    ]
+    asked, memory = request(whole(), [(0, 5), (8, 32)])
+    said = refusal(save_halves(tmp_path / "c", maps=maps), asked)
+    assert "there is no tensor 'optimizer.state.exp_avg.n' in this checkpoint" in said
+    assert memory.isnan().all(), "nothing was loaded"
+
+
+def test_a_half_that_no_map_describes_is_a_hole(tmp_path: Path) -> None:
+    asked, _ = request(whole(), [(8, 32)])
+    said = refusal(save_halves(tmp_path / "c", without="dp_group_idx_1.datastates_map"), asked)
+    assert "'optimizer.state.exp_avg.w' has holes: 12 of 24 elements are stored" in said
+
+
+def test_maps_that_claim_the_same_columns_are_refused(tmp_path: Path) -> None:
+    asked, _ = request(whole(), [(8, 32)])
+    said = refusal(save_halves(tmp_path / "c", maps=[map_of(half(0)[1])] * 2), asked)
+    assert "'optimizer.state.exp_avg.w': two shards both hold the element at (0, 0)" in said
+
+
+def test_a_map_of_other_buckets_is_refused(tmp_path: Path) -> None:
+    maps = [map_of(half(rank)[1] | {"elements": 30}) for rank in (0, 1)]
+    asked, _ = request(whole(), [(8, 32)])
+    said = refusal(save_halves(tmp_path / "c", maps=maps), asked)
+    assert "has shape (20,), and its optimizer map says (30,)" in said
+
+
+def test_another_shape_of_the_model_is_refused(tmp_path: Path) -> None:
+    wider = bucket(36, (0, 36, [shard("w", (4, 9), (0, 0), (4, 9))]))
+    said = refusal(save_halves(tmp_path / "c"), request(wider, [(0, 36)])[0])
+    assert "has global shape (4, 6) in this checkpoint, and (4, 9) in the model" in said
+
+
+def test_a_run_that_does_not_know_its_own_parameters_is_refused(tmp_path: Path) -> None:
+    said = refusal(save_halves(tmp_path / "c"), request(bucket(36, (0, 36, [])), [(0, 36)])[0])
+    assert "36 of 36 elements of the parameter 'p0'" in said and "have no known place in the model" in said
+
+
+def test_without_maps_buckets_of_another_size_are_refused(tmp_path: Path) -> None:
+    said = refusal(save_halves(tmp_path / "c", maps=[]), request(whole(), [(8, 32)])[0])
+    assert "has 20 elements, and 40 in this run. The checkpoint has no optimizer map" in said
+    assert "Resume with the layout that saved it" in said
+
+
+def test_values_that_the_checkpoint_does_not_have_are_refused(tmp_path: Path) -> None:
+    directory = save_halves(tmp_path / "c")
+    said = refusal(directory, request(whole(), [(8, 32)], other=5)[0])
+    assert "the optimizer has 'other', and the checkpoint stores nothing of that name" in said
+    loaded = dist_checkpointing.load(request(whole(), [(8, 32)], grad_scaler=5)[0], str(directory))
+    assert "grad_scaler" not in loaded["optimizer"], "as Megatron loads a checkpoint that has none"
