@@ -238,13 +238,13 @@ def test_a_tensor_that_changes_while_it_is_compared_fails_the_save(tmp_path):
     assert names(tmp_path / "1") == set()
 
 
-@pytest.mark.parametrize("slow", ["link:1:stall=3000", "copies"])
+@pytest.mark.parametrize("slow", ["link:1:stall=5000", "copies"])
 def test_a_fence_waits_no_longer_than_its_deadline(tmp_path, slow):
-    saver = new_saver(**LINKING, fence_deadline=0.2, faults="" if slow == "copies" else slow)
+    saver = new_saver(**LINKING, fence_deadline=1.0, faults="" if slow == "copies" else slow)
     state = state_of()
     save(saver, tmp_path / "0", state)
     if slow == "copies":
-        limited = new_saver(**LINKING, fence_deadline=0.2, copy_limit=MIB)
+        limited = new_saver(**LINKING, fence_deadline=1.0, copy_limit=MIB // 2)
         limited.session.links = saver.session.links
         limited.session._run_id, limited.session._ordinal = saver.session._run_id, 7
         saver.close()
@@ -252,7 +252,7 @@ def test_a_fence_waits_no_longer_than_its_deadline(tmp_path, slow):
     publication = start(saver, tmp_path / "1", state, Mutability.AT_FENCE)
     FENCE.wait("a test")
     assert publication.wait() is Outcome.FAILED
-    assert "waited 0.2 s for its copies" in publication.error
+    assert "waited 1 s for its copies" in publication.error
     saver.close()
     assert names(tmp_path / "1") == set()
     check(tmp_path / "0", state)
