@@ -224,7 +224,7 @@ def _timings(copies: list[Copy], folder: Path, tripwire: bool) -> tuple[float, f
     """Returns milliseconds of this thread's CPU time for the start, and milliseconds of the second look."""
     engine = make_engine(slot_bytes=HOST_SLOT, backend="discard", tripwire=tripwire)
     try:
-        described = arrays(copies)
+        described: Any = arrays(copies)
         begin = time.thread_time()
         job = engine.start(
             path=str(folder / "data"),

@@ -187,6 +187,13 @@ class Options:
         "how long an optimizer step waits for copies at most; after that the save fails and training goes on "
         "(default 600)",
     )
+    link: bool = _option(
+        True,
+        _on_off,
+        "on|off",
+        "store tensors that are not trained in a data file of their own, and as long as they do not change, "
+        "link that file into the next checkpoint instead of writing them again (default on)",
+    )
     on_failure: Literal["raise", "warn"] = _option(
         "raise",
         _on_failure,
@@ -237,6 +244,9 @@ class Options:
     tripwire: bool = dataclasses.field(default=True, metadata={"parse": _on_off})
     # Where the tripwire samples the first save, the next has the next number; 0: somewhere else in each run.
     sample_seed: int = dataclasses.field(default=0, metadata={"parse": int})
+    # Bytes of stable tensors from which on a rank stores them apart. Below, one more file for each rank and
+    # checkpoint, with its creation and its sync, costs more than writing them.
+    link_from: int = dataclasses.field(default=16 * MIB, metadata={"parse": parse_bytes})
     # Seconds until lazy copies from a device begin in a loop that neither polls nor fences.
     lazy_delay: float = dataclasses.field(default=0.1, metadata={"parse": _seconds})
 

@@ -30,9 +30,10 @@ from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import MANIFEST_NAME, Fragment, SaveId
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.layouts import LayoutStore
+from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.records import RankRecord
-from megatron_datastates.pipeline.save import RankSave, SaveContext
+from megatron_datastates.pipeline.save import RankSave
 from megatron_datastates.plan.layout import TailItem, plan_layout
 
 MIB = 1 << 20
@@ -186,6 +187,9 @@ def _trace_publish(folder: Path, records: list[RankRecord], send: Send) -> None:
 
 def _records(ranks: Sequence[Facts]) -> list[RankRecord]:
     """Returns records of ranks that have data files, which nobody wrote."""
+    seconds: Any = dict.fromkeys(
+        ("held", "fence", "stream_wait", "staging", "writing", "durable", "slot_wait"), 0.5
+    )
     return [
         RankRecord(
             rank=rank,
@@ -195,9 +199,7 @@ def _records(ranks: Sequence[Facts]) -> list[RankRecord]:
             footer_crc=rank,
             layout_digest=bytes.fromhex(facts["digest"]),
             layout_bytes=0,
-            **dict.fromkeys(
-                ("held", "fence", "stream_wait", "staging", "writing", "durable", "slot_wait"), 0.5
-            ),
+            **seconds,
         )
         for rank, facts in enumerate(ranks)
     ]

@@ -13,6 +13,7 @@
 #include "bindings/reader.h"
 #include "engine/crc32c.h"
 #include "engine/engine.h"
+#include "engine/sha256.h"
 #include "os/aligned.h"
 #include "os/fork.h"
 
@@ -140,6 +141,10 @@ nb::dict StatusDict(const SaveJob& job) {
   return facts;
 }
 
+nb::bytes BytesOf(const Sha256Digest& digest) {
+  return nb::bytes(reinterpret_cast<const char*>(digest.data()), digest.size());
+}
+
 void BindEngine(nb::module_& module) {
   nb::class_<EngineHandle>(module, "Engine")
       .def(
@@ -160,17 +165,18 @@ void BindEngine(nb::module_& module) {
           [](EngineHandle& self, const std::string& path, uint64_t reserve_bytes, uint64_t end,
              const Words& sources, const Words& bytes, const Words& offsets, const Words& row_bytes,
              const Words& row_steps, const Words& storages, const Flags& flags, uintptr_t stream,
-             double lazy_seconds) {
+             double lazy_seconds, Output output) {
             const auto engine = self.engine();
             Batch batch = MakeBatch(0, end, engine->options().slot_bytes, true,
                                     {sources, bytes, offsets, row_bytes, row_steps, storages, flags},
                                     engine->NextSeed());
             nb::gil_scoped_release release;
-            return engine->Start(path, reserve_bytes, std::move(batch), reinterpret_cast<CuStream>(stream),
-                                 lazy_seconds);
+            return engine->Start(path, reserve_bytes, std::move(batch), output,
+                                 reinterpret_cast<CuStream>(stream), lazy_seconds);
           },
           nb::kw_only(), "path"_a, "reserve_bytes"_a, "end"_a, "sources"_a, "bytes"_a, "offsets"_a,
-          "row_bytes"_a, "row_steps"_a, "storages"_a, "flags"_a, "stream"_a, "lazy_seconds"_a)
+          "row_bytes"_a, "row_steps"_a, "storages"_a, "flags"_a, "stream"_a, "lazy_seconds"_a,
+          "output"_a = Output::kFile)
       .def(
           "allow_lazy_copies",
           [](EngineHandle& self, const std::shared_ptr<SaveJob>& job, double seconds) {
@@ -212,6 +218,10 @@ void BindJob(nb::module_& module) {
       .value("WRITTEN", Milestone::kWritten)
       .value("DURABLE", Milestone::kDurable)
       .value("RELEASED", Milestone::kReleased);
+  nb::enum_<Output>(module, "Output")
+      .value("FILE", Output::kFile)
+      .value("FILE_AND_DIGESTS", Output::kFileAndDigests)
+      .value("DIGESTS", Output::kDigests);
   nb::class_<SaveJob>(module, "SaveJob")
       .def("wait", &SaveJob::Wait, "milestone"_a, "seconds"_a, nb::call_guard<nb::gil_scoped_release>())
       .def("close_input", &SaveJob::CloseInput)
@@ -223,6 +233,11 @@ void BindJob(nb::module_& module) {
       .def("cancel", &SaveJob::Cancel, "reason"_a)
       .def("remove", &SaveJob::Remove, nb::call_guard<nb::gil_scoped_release>())
       .def("status", &StatusDict)
+      .def("block_digests",
+           [](const SaveJob& self) {
+             const std::vector<uint8_t> digests = self.BlockDigests();
+             return nb::bytes(reinterpret_cast<const char*>(digests.data()), digests.size());
+           })
       .def("block_checksums", [](const SaveJob& self) {
         const std::vector<uint32_t> blocks = self.BlockChecksums();
         return nb::bytes(reinterpret_cast<const char*>(blocks.data()), blocks.size() * sizeof(uint32_t));
@@ -248,6 +263,10 @@ NB_MODULE(_native, module) {
       "crc32c_by_tables",
       [](nb::bytes data, uint32_t crc) { return Crc32cByTables(crc, data.c_str(), data.size()); }, "data"_a,
       "crc"_a = 0);
+  module.def("sha256", [](nb::bytes data) { return BytesOf(Sha256(data.c_str(), data.size())); }, "data"_a);
+  module.def(
+      "sha256_portable", [](nb::bytes data) { return BytesOf(Sha256Portable(data.c_str(), data.size())); },
+      "data"_a);
   module.def("crc32c_combine", &Crc32cCombine, "a"_a, "b"_a, "bytes_of_b"_a);
   module.def("close_in_forked_child", &CloseInForkedChild, "descriptor"_a);
   module.def("forget_descriptor", &ForgetDescriptor, "descriptor"_a);

@@ -122,15 +122,20 @@ std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream tra
 }
 
 std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve_bytes, Batch batch,
-                                       CuStream trainer, double lazy_seconds) {
+                                       Output output, CuStream trainer, double lazy_seconds) {
+  if (output != Output::kFile && options_.slot_bytes % kBlockBytes != 0) {
+    throw Failure(
+        "start save", "", 0,
+        "digests need slots of whole MiBs, not of " + std::to_string(options_.slot_bytes) + " bytes");
+  }
   auto copier = CopierFor(batch, trainer);
   // Leaked in a forked child: threads of the parent may have been waiting for it at the fork, and a
   // condition variable with waiters cannot be destroyed.
   const auto free_at_home = [home = HomeProcess()](SaveJob* job) {
     if (home.IsHere()) delete job;
   };
-  std::shared_ptr<SaveJob> job(new SaveJob(path, options_.direct, options_.checksums, std::move(copier)),
-                               free_at_home);
+  std::shared_ptr<SaveJob> job(
+      new SaveJob(path, options_.direct, options_.checksums, output, std::move(copier)), free_at_home);
   pool_->Grow(std::max<size_t>(1, reserve_bytes / options_.slot_bytes + 1));
   {
     const MutexLock lock(mutex_);
@@ -146,7 +151,7 @@ std::shared_ptr<SaveJob> Engine::Start(const std::string& path, uint64_t reserve
     first_pass.first_pass = true;
     Queue(std::move(first_pass));
   }
-  queued.opens = true;
+  queued.opens = job->writes();
   queued.looks = options_.tripwire && !options_.paranoid && HasLazyHostSpans(*queued.batch);
   queued.reserve_bytes = reserve_bytes;
   queued.lazy_from = DeadlineAfter(lazy_seconds);

@@ -70,8 +70,8 @@ class Engine {
   // their sources; the calling thread's CUDA context is used. Lazy copies from a device begin after
   // `lazy_seconds`, or as AllowLazyCopies says: a trainer that synchronizes the device right after the save
   // would wait for every copy enqueued by then. Throws Failure only for invalid arguments and a missing
-  // driver.
-  std::shared_ptr<SaveJob> Start(const std::string& path, uint64_t reserve_bytes, Batch batch,
+  // driver. With Output::kDigests nothing is made at `path`, which only names the job in errors.
+  std::shared_ptr<SaveJob> Start(const std::string& path, uint64_t reserve_bytes, Batch batch, Output output,
                                  CuStream trainer, double lazy_seconds);
   // Lets the job's lazy copies begin at the latest `seconds` from now.
   void AllowLazyCopies(const SaveJob& job, double seconds);

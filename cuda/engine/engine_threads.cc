@@ -354,7 +354,7 @@ void Engine::Write(FilledChunk filled) {
   MoveNearDevice(job);
   const Batch::Chunk& chunk = filled.batch->chunks()[filled.chunk];
   try {
-    write_rate_.Spend(chunk.bytes, [&job] { return job.failed(); });
+    if (job.writes()) write_rate_.Spend(chunk.bytes, [&job] { return job.failed(); });
     if (!job.failed() && job.Verify(*filled.batch, filled.chunk, filled.slot.data())) {
       job.WriteChunk(chunk, filled.slot.data());
     }

@@ -16,8 +16,13 @@ constexpr const char* kOfTheParent =
 
 }  // namespace
 
-SaveJob::SaveJob(std::string path, bool direct, bool checksums, std::shared_ptr<DeviceCopier> copier)
-    : path_(std::move(path)), direct_(direct), checksums_(checksums), copier_(std::move(copier)) {}
+SaveJob::SaveJob(std::string path, bool direct, bool checksums, Output output,
+                 std::shared_ptr<DeviceCopier> copier)
+    : path_(std::move(path)),
+      direct_(direct),
+      checksums_(checksums && output != Output::kDigests),
+      output_(output),
+      copier_(std::move(copier)) {}
 
 bool SaveJob::Reached(Milestone milestone) const {
   if (milestone == Milestone::kReleased) return tasks_ == 0;
@@ -272,14 +277,41 @@ void SaveJob::WriteChunk(const Batch::Chunk& chunk, const uint8_t* data) {
     parts.push_back({offset, bytes, Crc32c(0, data + at, bytes)});
     at += bytes;
   }
-  DataFile* const open = file();
-  if (open == nullptr) throw FileFailure("write", path_, 0, "the file is closed");
-  open->WriteAt(data, chunk.bytes, chunk.offset);
+  if (output_ != Output::kFile) TakeDigests(chunk, data);
+  if (writes()) {
+    DataFile* const open = file();
+    if (open == nullptr) throw FileFailure("write", path_, 0, "the file is closed");
+    open->WriteAt(data, chunk.bytes, chunk.offset);
+  }
   const MutexLock lock(mutex_);
   block_parts_.insert(block_parts_.end(), parts.begin(), parts.end());
-  status_.bytes_written += chunk.bytes;
+  if (writes()) status_.bytes_written += chunk.bytes;
   if (--written_left_ == 0 && input_closed_) status_.written_at = Elapsed();
   changed_.NotifyAll();
+}
+
+void SaveJob::TakeDigests(const Batch::Chunk& chunk, const uint8_t* data) {
+  const uint64_t first = chunk.offset / kBlockBytes;
+  std::vector<Sha256Digest> digests;
+  for (uint64_t at = 0; at < chunk.bytes; at += kBlockBytes) {
+    const uint64_t end = std::min(chunk.bytes, at + kBlockBytes);
+    const uint64_t begin = chunk.offset + at == 0 ? kHeaderBytes : at;
+    digests.push_back(Sha256(data + begin, end - begin));
+  }
+  const MutexLock lock(mutex_);
+  if (block_digests_.size() < first + digests.size()) block_digests_.resize(first + digests.size());
+  std::copy(digests.begin(), digests.end(), block_digests_.begin() + static_cast<ptrdiff_t>(first));
+}
+
+std::vector<uint8_t> SaveJob::BlockDigests() const {
+  if (!home_.IsHere()) throw FileFailure("collect digests", path_, 0, kOfTheParent);
+  std::vector<uint8_t> all;
+  const MutexLock lock(mutex_);
+  for (const auto& digest : block_digests_) {
+    if (!digest) throw FileFailure("collect digests", path_, 0, "a chunk is missing");
+    all.insert(all.end(), digest->begin(), digest->end());
+  }
+  return all;
 }
 
 std::vector<uint32_t> SaveJob::BlockChecksums() const {

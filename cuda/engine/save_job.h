@@ -15,6 +15,7 @@
 #include "device/copier.h"
 #include "engine/batch.h"
 #include "engine/block.h"
+#include "engine/sha256.h"
 #include "engine/tripwire.h"
 #include "os/data_file.h"
 #include "os/mutex.h"
@@ -32,6 +33,13 @@ enum class Milestone {
   kWritten,   // the input is closed and every chunk is in the file
   kDurable,   // the footer is written, and the file and its directories are synced
   kReleased,  // nothing of this job is queued or running, no source is being read, no slot is held
+};
+
+// What becomes of staged chunks. Digests need chunks that begin at blocks.
+enum class Output {
+  kFile,
+  kFileAndDigests,
+  kDigests,  // nothing is written: no file is made, and kWritten means that every chunk has its digests
 };
 
 // shared_from_this lets the bindings share ownership. Without it, nanobind would have the worker threads own
@@ -52,7 +60,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
     uint64_t torn_at = 0, torn_bytes = 0;
   };
 
-  SaveJob(std::string path, bool direct, bool checksums, std::shared_ptr<DeviceCopier> copier);
+  SaveJob(std::string path, bool direct, bool checksums, Output output, std::shared_ptr<DeviceCopier> copier);
 
   // -- the trainer's thread and the finishing thread --------------------------------------------------------
 
@@ -72,6 +80,9 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   double StreamWaited();
   // Returns one CRC-32C for each block of [0, end of data). Call it after kWritten.
   std::vector<uint32_t> BlockChecksums() const;
+  // Returns the SHA-256s of the blocks of [0, end of data), one after another; block 0 without the header.
+  // Call it after kWritten.
+  std::vector<uint8_t> BlockDigests() const;
   // Closes and removes the file. Call it after kReleased.
   void Remove();
 
@@ -101,6 +112,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   void Open(uint64_t reserve_bytes, WriteBackend* backend, Faults* faults);
   void CountEnqueued(const Batch& batch, const Batch::Chunk& chunk);
   void CountStaged(const Batch& batch, const Batch::Chunk& chunk);
+  // Writes the chunk, or only takes its digests.
   void WriteChunk(const Batch::Chunk& chunk, const uint8_t* data);
   // A task is anything of the job that is queued or running in the engine. Each planned chunk is one.
   void BeginTask();
@@ -110,6 +122,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
 
   const std::shared_ptr<DeviceCopier>& copier() const { return copier_; }
   bool checksums() const { return checksums_; }
+  bool writes() const { return output_ != Output::kDigests; }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -125,6 +138,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
     std::unique_ptr<Event> begin, end;
   };
 
+  void TakeDigests(const Batch::Chunk& chunk, const uint8_t* data);
   void FailTorn(uint64_t offset, uint64_t bytes);
   double Elapsed() const { return std::chrono::duration<double>(Clock::now() - born_).count(); }
   bool Reached(Milestone milestone) const REQUIRES(mutex_);
@@ -134,6 +148,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   const std::string path_;
   const bool direct_;
   const bool checksums_;
+  const Output output_;
   const std::shared_ptr<DeviceCopier> copier_;
   const Clock::time_point born_ = Clock::now();
   // Present from TakeSamples until the last task ends. Only Look changes it, before any chunk that it covers
@@ -161,6 +176,7 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   bool input_closed_ GUARDED_BY(mutex_) = false;
   bool durable_ GUARDED_BY(mutex_) = false;
   std::vector<BlockPart> block_parts_ GUARDED_BY(mutex_);
+  std::vector<std::optional<Sha256Digest>> block_digests_ GUARDED_BY(mutex_);  // by block
   // By chunk of the fenced batch; empty without a first pass.
   std::vector<uint32_t> first_checksums_ GUARDED_BY(mutex_);
 };

@@ -14,6 +14,8 @@ int ErrnoByName(const std::string& name) {
   static const std::map<std::string, int> kNames = {
       {"ENOSPC", ENOSPC}, {"EIO", EIO},       {"EINVAL", EINVAL},         {"EDQUOT", EDQUOT},
       {"EFBIG", EFBIG},   {"ENOMEM", ENOMEM}, {"EOPNOTSUPP", EOPNOTSUPP}, {"EINTR", EINTR},
+      {"EXDEV", EXDEV},   {"EPERM", EPERM},   {"EMLINK", EMLINK},         {"ENOENT", ENOENT},
+      {"EACCES", EACCES},
   };
   auto found = kNames.find(name);
   return found == kNames.end() ? 0 : found->second;

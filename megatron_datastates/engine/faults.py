@@ -21,7 +21,14 @@ SMALL_FILE_OPERATIONS = tuple(
 )
 REMOVAL_OPERATIONS = ("remove manifest", "sync removal of manifest", "remove file", "remove directory")
 LEFT_OVER_OPERATIONS = ("look at left-over", "remove left-over")
-OPERATIONS = (*NATIVE_OPERATIONS, *SMALL_FILE_OPERATIONS, *REMOVAL_OPERATIONS, *LEFT_OVER_OPERATIONS)
+LINK_OPERATIONS = ("link", "sync link")
+OPERATIONS = (
+    *NATIVE_OPERATIONS,
+    *SMALL_FILE_OPERATIONS,
+    *REMOVAL_OPERATIONS,
+    *LEFT_OVER_OPERATIONS,
+    *LINK_OPERATIONS,
+)
 
 
 class Faults:
@@ -51,6 +58,6 @@ def _happen(name: str, effect: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if effect.startswith("stall="):
         time.sleep(int(effect[6:]) / 1000)
-    if effect in errno.errorcode.values():
+    if hasattr(errno, effect):
         code = getattr(errno, effect)
         raise OSError(code, f"{os.strerror(code)} (injected)", name)

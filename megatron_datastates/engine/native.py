@@ -20,6 +20,7 @@ Engine = _native.Engine
 forget_descriptor = _native.forget_descriptor
 Milestone = _native.Milestone
 NativeError = _native.NativeError
+Output = _native.Output
 SaveJob = _native.SaveJob
 crc32c = _native.crc32c
 describe_tensors = _native.describe_tensors

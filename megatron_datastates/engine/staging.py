@@ -65,6 +65,7 @@ class StagingEngine:
         owners: Sequence[object],
         tail_bytes: int,
         lazy_seconds: float = 0.0,
+        output: native.Output = native.Output.FILE,
     ) -> FileSave:
         """Starts `copies` into the data file `path`, according to `layout`.
 
@@ -77,6 +78,7 @@ class StagingEngine:
             tail_bytes: an estimate of the bytes of the tail, for reserving space.
             lazy_seconds: seconds after this returns until lazy copies from a device may begin; see
                 FileSave.allow_lazy_copies.
+            output: what becomes of the copies. With DIGESTS nothing is made at `path`.
 
         Raises:
             DataStatesError: sources are on a device that is not the current one.
@@ -99,6 +101,7 @@ class StagingEngine:
                 | copies.on_device * np.uint8(native.DEVICE_FLAG),
                 stream=_current_stream() if on_device else 0,
                 lazy_seconds=_EAGER_SECONDS,
+                output=output,
             )
         save = FileSave(self, job, path, layout, [first, *owners], on_device)
         try:
@@ -257,6 +260,18 @@ class FileSave:
             self._job.hold_back(_current_stream())
         return True
 
+    def close_input(self) -> None:
+        """Says that there is no tail: what was begun is all."""
+        self._job.close_input()
+
+    def wait_hashed(self, seconds: float) -> bool:
+        """Waits until all digests are taken, or the save has failed; returns False after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while not self._job.wait(native.Milestone.WRITTEN, max(min(_SLICE_SECONDS, seconds), 0.0)):
+            if time.monotonic() >= deadline:
+                return False
+        return True
+
     def stream_waited(self) -> float:
         """Returns the seconds for which the trainer's stream has waited for copies, by the device's clock."""
         return float(self._job.stream_waited()) if self._on_device else 0.0
@@ -296,6 +311,10 @@ class FileSave:
 
     def block_checksums(self) -> bytes:
         return bytes(self._job.block_checksums()) if self._engine.options.checksums else b""
+
+    def block_digests(self) -> bytes:
+        """Returns the SHA-256 of each block, if the job takes them. Call it once all are taken."""
+        return bytes(self._job.block_digests())
 
     def finish(self, footer: bytes) -> None:
         """Writes the footer after the tail and makes the file durable, in the background."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,7 @@ class StreamedFile:
         assert len(buffer) % ALIGNMENT == 0, "the next buffer would start at an unaligned offset"
         size = np.array([len(buffer)], np.uint64)
         sources, offsets = np.array([buffer.ctypes.data], np.uint64), np.array([begin], np.uint64)
-        columns = {
+        columns: dict[str, Any] = {
             "sources": sources,
             "bytes": size,
             "offsets": offsets,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 
+from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.values import BLOCK_BYTES
 
 
 class ContentDigest:
-    """SHA-256 over the SHA-256s of a file's blocks of 1 MiB, counted from the end of its header."""
+    """SHA-256 over the SHA-256s of a file's blocks of 1 MiB, the first of which is without the header."""
 
     def __init__(self) -> None:
-        self._blocks, self._block, self._filled = hashlib.sha256(), hashlib.sha256(), 0
+        self._blocks, self._block = hashlib.sha256(), hashlib.sha256()
+        self._filled = HEADER_BYTES  # of the block, the header included
 
     def update(self, data: bytes | memoryview) -> None:
         """Adds the file's next bytes; the first are those after the header."""

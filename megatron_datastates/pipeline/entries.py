@@ -13,6 +13,7 @@ from megatron_datastates.errors import CorruptDataError, FormatError
 from megatron_datastates.files import OBJECT_BYTES
 from megatron_datastates.format.codecs import NONE
 from megatron_datastates.format.tail import NOT_RECORDED, TailEntry, describe
+from megatron_datastates.format.values import Extent
 from megatron_datastates.plan.frames import plan_range
 from megatron_datastates.plan.reads import ScheduledRead, plan_extent
 from megatron_datastates.providers.objects import deserialize
@@ -72,7 +73,7 @@ def read_stream(read: Read, file: int, entry: TailEntry) -> Iterator[memoryview]
 def _whole(file: int, entry: TailEntry, begin: int, size: int, target: np.ndarray) -> ScheduledRead:
     """Plans to read a range of an entry's logical bytes."""
     if entry.codec == NONE:
-        extent = dataclasses.replace(entry.extent(file), offset=entry.offset + begin, bytes=size)
+        extent = Extent(file, entry.offset + begin, size)
         return ScheduledRead(plan_extent(extent), target.ctypes.data)
     return ScheduledRead(plan_range(file, entry, begin, size), target.ctypes.data)
 

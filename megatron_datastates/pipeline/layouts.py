@@ -43,7 +43,7 @@ class LayoutStore:
         self._merged: dict[tuple[tuple[int, bytes], ...], MergedIndex] = {}
 
     def add(self, rank: int, digest: bytes, index: bytes) -> None:
-        """Stores a rank's own index, on rank 0."""
+        """Stores the own index of one of a rank's data files, on rank 0."""
         self._parts[rank, digest] = index
 
     def merged(self, records: list[RankRecord]) -> MergedIndex:
@@ -52,7 +52,7 @@ class LayoutStore:
         Raises:
             FormatError: ranks disagree on a tensor, or their fragments leave holes in it or overlap.
         """
-        wanted = tuple((record.rank, record.layout_digest) for record in records)
+        wanted = tuple((record.rank, digest) for record in records for digest in record.layouts())
         found = self._merged.pop(wanted, None) or self._merge(wanted)
         kept = list(self._merged.items())[1 - _KEPT_INDEXES :]
         self._merged = dict([*kept, (wanted, found)])

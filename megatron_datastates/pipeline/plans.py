@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from operator import attrgetter, eq
 from typing import Any
 
@@ -36,6 +37,7 @@ class Structure:
     places: list[Place | None]
     facts: list[Any]  # dtype, shape and device
     strides: list[tuple[int, ...]]  # elements
+    stable: list[bool]  # is not expected to change
     description: bytes | None  # of dtypes, devices, shapes and strides, if there is one
 
     def matches(self, tensors: Tensors, description: bytes | None) -> bool:
@@ -47,7 +49,8 @@ class Structure:
         Args:
             description: of `tensors`, as engine/exchange.py makes it; None if torch is too old for one.
         """
-        if (self.keys, self.mutability, self.places) != (tensors.keys, tensors.mutability, tensors.places):
+        ours = (self.keys, self.mutability, self.places, self.stable)
+        if ours != (tensors.keys, tensors.mutability, tensors.places, tensors.stable):
             return False
         if self.description is not None and description is not None:
             return self.description == description
@@ -97,7 +100,9 @@ def structure_of(tensors: Tensors, description: bytes | None = None) -> Structur
             )
         strides.append(tensor.stride())
     facts = list(map(_facts, tensors.tensors))
-    return Structure(tensors.keys, tensors.mutability, tensors.places, facts, strides, description)
+    return Structure(
+        tensors.keys, tensors.mutability, tensors.places, facts, strides, tensors.stable, description
+    )
 
 
 def _fragment(key: str, facts: tuple[torch.dtype, torch.Size, torch.device], place: Place | None) -> Fragment:
@@ -128,12 +133,12 @@ def has_unresolved_views(tensors: Tensors, has_complex: bool = True) -> bool:
 def resolve_views(tensors: Tensors) -> Tensors:
     """Returns the tensors with a copy instead of each negated or conjugated view."""
     resolved = Tensors()
-    columns = (tensors.keys, tensors.tensors, tensors.mutability, tensors.places)
-    for key, tensor, mutability, place in zip(*columns, strict=True):
+    columns = (tensors.keys, tensors.tensors, tensors.mutability, tensors.places, tensors.stable)
+    for key, tensor, mutability, place, stable in zip(*columns, strict=True):
         if tensor.is_neg() or tensor.is_conj():
             tensor = tensor.resolve_conj().resolve_neg()
             mutability = Mutability.NEVER  # nobody else has the copy
-        resolved.add(key, tensor, mutability, place)
+        resolved.add(key, tensor, mutability, place, stable)
     return resolved
 
 
@@ -143,6 +148,12 @@ class Memory:
 
     addresses: Words  # of the first elements
     owners: list[Any]  # storages, held until they are copied: a tensor may be given another one meanwhile
+
+    def of(self, members: Sequence[int] | None) -> Memory:
+        """Returns where these tensors are; all of them for None."""
+        if members is None:
+            return self
+        return Memory(self.addresses[members], [self.owners[i] for i in members])
 
 
 def locate(tensors: Tensors, addresses: Words | None = None) -> Memory:
@@ -176,14 +187,25 @@ def _check_memory(tensors: Tensors, storages: list[Any], addresses: Words) -> No
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class FilePlan:
+    """Of one data file: which tensors it holds, and what is copied where."""
+
+    members: list[int] | None  # positions among all tensors; None: all
+    layout: Layout
+    copies: CopyPlan
+    has_eager: bool  # some of it is copied before the save returns
+
+
 @dataclasses.dataclass
 class StatePlan:
     """The plan for saves of one structure (names, shapes, memory layouts, devices, what may change when)."""
 
     structure: Structure
     tail: list[TailItem]
-    layout: Layout
-    copies: CopyPlan
+    least_stable: int | None
+    first: FilePlan  # has the tail
+    stable: FilePlan | None  # of the tensors that are not expected to change
     # Element i of each array is about tensor i.
     sizes: npt.NDArray[np.int64]  # bytes
     eager: npt.NDArray[np.bool_]  # copied before the save returns; the others are lazy
@@ -200,9 +222,30 @@ class StatePlan:
         """Returns the bytes of the other tensors."""
         return int(self.sizes[~self.eager].sum())
 
+    @property
+    def layout(self) -> Layout:
+        return self.first.layout
 
-def plan_state(tensors: Tensors, tail: list[TailItem], description: bytes | None = None) -> StatePlan:
+    @property
+    def copies(self) -> CopyPlan:
+        return self.first.copies
+
+    def layouts(self) -> list[Layout]:
+        """Returns the layouts of the data files, in the order of groups."""
+        return [self.first.layout, *([self.stable.layout] if self.stable is not None else [])]
+
+
+def plan_state(
+    tensors: Tensors,
+    tail: list[TailItem],
+    description: bytes | None = None,
+    least_stable: int | None = None,
+) -> StatePlan:
     """Plans saves of `tensors` (whose `description` may be known) and of a tail of these entries.
+
+    Args:
+        least_stable: bytes; stable tensors that have so many together get a data file of their own. None:
+            they never do.
 
     Raises:
         MismatchError: a tensor cannot be stored as its place says.
@@ -210,11 +253,24 @@ def plan_state(tensors: Tensors, tail: list[TailItem], description: bytes | None
     """
     structure = structure_of(tensors, description)
     fragments, eager, devices = structure.fragments(), structure.eager(), structure.devices()
-    layout = plan_layout(fragments, eager, tail)
-    copies = plan_copies(layout, structure.spans(), eager, devices)
+    columns = (fragments, eager, structure.spans(), devices)
     sizes = np.array([fragment.bytes for fragment in fragments], np.int64)
     on_device = np.array([device is not None for device in devices], bool)
-    return StatePlan(structure, tail, layout, copies, sizes, np.array(eager, bool), on_device)
+    stable = np.flatnonzero(np.array(structure.stable, bool)).tolist()
+    changing, second = None, None
+    if least_stable is not None and stable and sizes[stable].sum() >= least_stable:
+        changing = [i for i, is_stable in enumerate(structure.stable) if not is_stable]
+        second = _plan_file(columns, stable, [])
+    first = _plan_file(columns, changing, tail)
+    return StatePlan(structure, tail, least_stable, first, second, sizes, np.array(eager, bool), on_device)
+
+
+def _plan_file(columns: tuple[list[Any], ...], members: list[int] | None, tail: list[TailItem]) -> FilePlan:
+    if members is not None:
+        columns = tuple([column[i] for i in members] for column in columns)
+    fragments, eager, spans, devices = columns
+    layout = plan_layout(fragments, eager, tail)
+    return FilePlan(members, layout, plan_copies(layout, spans, eager, devices), any(eager))
 
 
 def tail_item(key: str, source: TailSource) -> TailItem:
@@ -236,8 +292,13 @@ class Plans:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def find(self, tensors: Tensors, tail: list[TailItem]) -> tuple[StatePlan, Memory]:
+    def find(
+        self, tensors: Tensors, tail: list[TailItem], least_stable: int | None = None
+    ) -> tuple[StatePlan, Memory]:
         """Finds the plan for `tensors`, or makes it; returns it with the tensors' places in memory.
+
+        Args:
+            least_stable: as in plan_state.
 
         Raises:
             MismatchError: as plan_state and locate.
@@ -248,9 +309,10 @@ class Plans:
             tensors = resolve_views(tensors)
             seen = describe(tensors.tensors)
         addresses, description = (seen.addresses, seen.description) if seen is not None else (None, None)
-        plan = next((p for p in reversed(self._plans) if _fits(p, tensors, tail, description)), None)
+        fitting = (p for p in reversed(self._plans) if _fits(p, tensors, tail, description))
+        plan = next((p for p in fitting if p.least_stable == least_stable), None)
         if plan is None:
-            plan = plan_state(tensors, tail, description)
+            plan = plan_state(tensors, tail, description, least_stable)
         self._plans = [*(p for p in self._plans if p is not plan), plan][-self._most :]
         return plan, locate(tensors, addresses)
 

@@ -29,6 +29,7 @@ import enum
 import logging
 import threading
 import time
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -38,11 +39,12 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
-from megatron_datastates.format.manifest import FileEntry, Manifest, OtherFile
+from megatron_datastates.format.manifest import Manifest, OtherFile
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.agreement import Collectives, PendingResult, PollableResult
 from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.layouts import LayoutStore, MergedIndex
+from megatron_datastates.pipeline.milestones import State
 from megatron_datastates.pipeline.presence import (
     files_in_manifest,
     holds_exactly,
@@ -52,8 +54,15 @@ from megatron_datastates.pipeline.presence import (
     require_published,
     sync_above,
 )
-from megatron_datastates.pipeline.records import RankRecord, decode_failure, encode_failure
-from megatron_datastates.pipeline.save import RankSave, State
+from megatron_datastates.pipeline.records import (
+    RankRecord,
+    StableRecord,
+    decode_failure,
+    encode_failure,
+    file_entries,
+)
+from megatron_datastates.pipeline.save import RankSave
+from megatron_datastates.pipeline.stable import stable_record
 
 logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002
@@ -101,6 +110,7 @@ class Publication:
         self.records: list[RankRecord] = []
         self.hold_report = False  # set while a later call will hold the trainer for this save again
         self.is_reported = False
+        self.published_callback: Callable[[], None] = lambda: None
         self.collectives = collectives
         self._layouts = layouts
         self._faults = faults
@@ -182,8 +192,11 @@ class Publication:
 
     def _end(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        if self.save.plan is not None and outcome is Outcome.PUBLISHED:
-            self._layouts.known.add(self.save.plan.layout.digest)
+        if outcome is not Outcome.PUBLISHED:
+            return
+        if self.save.plan is not None:
+            self._layouts.known.update(layout.digest for layout in self.save.plan.layouts())
+        self.published_callback()
 
     def _fail(self, failures: list[bytes]) -> None:
         failed = [(rank, text) for rank, text in enumerate(map(decode_failure, failures)) if text is not None]
@@ -208,10 +221,10 @@ class Publication:
 
     def _exchange(self, records: list[RankRecord]) -> None:
         self.records = records
-        sizes = [record.layout_bytes for record in records]
+        sizes = [record.layout_bytes + record.stable.layout_bytes for record in records]
         if any(sizes):  # the same on every rank: all have read the same records
             # What the record says counts: another save may have made the layout known since.
-            own = self._own_index() if sizes[self.collectives.rank] else b""
+            own = self._own_indexes(records[self.collectives.rank])
             self._indexes_asked = self.collectives.gather_to_first(own, sizes)
             self._look_for_indexes()
         if self.collectives.rank == 0:
@@ -229,20 +242,26 @@ class Publication:
         if self._indexes_asked is not None and self._indexes_asked.is_over():
             self._indexes_arrived.set()
 
-    def _own_index(self) -> bytes:
-        return self.save.plan.layout.index if self.save.plan is not None else b""
+    def _own_indexes(self, record: RankRecord) -> bytes:
+        """Returns those of the rank's own indexes of which its record has the sizes, one after another."""
+        if self.save.plan is None:
+            return b""
+        sizes = (record.layout_bytes, record.stable.layout_bytes)
+        layouts = self.save.plan.layouts()
+        return b"".join(layout.index for layout, size in zip(layouts, sizes, strict=False) if size)
 
     def _record(self) -> RankRecord:
         save, file, times = self.save, self.save.file, self.save.times()
-        digest = save.plan.layout.digest if save.plan is not None else bytes(16)
+        layouts = save.plan.layouts() if save.plan is not None else []
+        sizes = [0 if layout.digest in self._layouts.known else len(layout.index) for layout in layouts]
         return RankRecord(
             rank=self.collectives.rank,
             has_file=file is not None,
             file_bytes=file.bytes if file else 0,
             footer_offset=file.footer_offset if file else 0,
             footer_crc=file.footer_crc if file else 0,
-            layout_digest=digest,
-            layout_bytes=0 if digest in self._layouts.known else len(self._own_index()),
+            layout_digest=layouts[0].digest if layouts else bytes(16),
+            layout_bytes=sizes[0] if layouts else 0,
             held=save.held.total,
             fence=save.fence_seconds,
             stream_wait=times["stream_wait"],
@@ -250,6 +269,9 @@ class Publication:
             writing=times["writing"],
             durable=times["durable"],
             slot_wait=times["slot_wait"],
+            stable=stable_record(save.stable.shared, layouts[1].digest, sizes[1])
+            if save.stable is not None and save.stable.shared is not None
+            else StableRecord(),
         )
 
     # -- rank 0's publishing thread ---------------------------------------------------------------------
@@ -322,23 +344,16 @@ class Publication:
                     f"the ranks' indexes did not arrive within {_PATIENCE_SECONDS:g} s of the end of the save"
                 )
         for record, index in zip(self.records, self._indexes_asked.result(), strict=True):
-            if index:
-                self._layouts.add(record.rank, record.layout_digest, index)
+            first = record.layout_bytes
+            if first:
+                self._layouts.add(record.rank, record.layout_digest, index[:first])
+            if record.stable.layout_bytes:
+                self._layouts.add(record.rank, record.stable.layout_digest, index[first:])
 
     def _manifest(self) -> tuple[Manifest, MergedIndex]:
         context = self.save.context
-        records = [record for record in self.records if record.has_file]
-        index = self._layouts.merged(records)
-        files = [
-            FileEntry(
-                name=context.save_id.data_file_name(record.rank),
-                rank=record.rank,
-                bytes=record.file_bytes,
-                footer_offset=record.footer_offset,
-                footer_crc=record.footer_crc,
-            )
-            for record in records
-        ]
+        index = self._layouts.merged(self.records)
+        files = [entry for record in self.records for entry in file_entries(record, context.save_id)]
         manifest = Manifest(
             run_id=f"{context.save_id.run_id:016x}",
             ordinal=context.save_id.ordinal,

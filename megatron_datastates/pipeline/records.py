@@ -5,9 +5,35 @@ from __future__ import annotations
 import dataclasses
 import struct
 
-_RECORD = struct.Struct("<I?QQI16sQ7d")
+from megatron_datastates.format.manifest import FileEntry
+from megatron_datastates.format.values import SaveId
+
+_RECORD = struct.Struct("<I?QQI16sQ7d QQI16sQQ32s")
+STABLE_GROUP = 1  # of the second data file
 _FAILURE_BYTES = 768
 _FAILURE = struct.Struct(f"<?H{_FAILURE_BYTES - 3}s")
+
+
+@dataclasses.dataclass(frozen=True)
+class DurableFile:
+    """A sealed and synced data file."""
+
+    bytes: int
+    footer_offset: int
+    footer_crc: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StableRecord:
+    """A rank's second data file, which holds tensors that are not expected to change (stable.py)."""
+
+    file_bytes: int = 0  # 0: there is none
+    footer_offset: int = 0
+    footer_crc: int = 0
+    layout_digest: bytes = bytes(16)
+    layout_bytes: int = 0  # of the file's own index, if it is new; else 0
+    ordinal: int = 0  # of the save of this run that wrote it
+    content_sha256: bytes = bytes(32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +54,24 @@ class RankRecord:
     writing: float
     durable: float
     slot_wait: float
+    stable: StableRecord = StableRecord()
 
     def encode(self) -> bytes:
-        return _RECORD.pack(*dataclasses.astuple(self))
+        *values, stable = dataclasses.astuple(self)
+        return _RECORD.pack(*values, *stable)
 
     @classmethod
     def decode(cls, data: bytes) -> RankRecord:
-        return cls(*_RECORD.unpack(data))
+        values = _RECORD.unpack(data)
+        return cls(*[*values[:_OWN_FIELDS], StableRecord(*values[_OWN_FIELDS:])])
+
+    def layouts(self) -> list[bytes]:
+        """Returns the layout digests of the rank's data files, in the order of groups."""
+        first = [self.layout_digest] if self.has_file else []
+        return [*first, self.stable.layout_digest] if self.stable.file_bytes else first
+
+
+_OWN_FIELDS = len(dataclasses.fields(RankRecord)) - 1
 
 
 def encode_failure(text: str | None) -> bytes:
@@ -47,3 +84,28 @@ def decode_failure(data: bytes) -> str | None:
     """Decodes what encode_failure returned; None if the rank has no error."""
     failed, size, text = _FAILURE.unpack(data)
     return text[:size].decode(errors="replace") if failed else None
+
+
+def file_entries(record: RankRecord, save_id: SaveId) -> list[FileEntry]:
+    """Returns the entries of a rank's data files in the manifest of a save."""
+    entries = []
+    if record.has_file:
+        name = save_id.data_file_name(record.rank)
+        entries.append(
+            FileEntry(name, record.rank, record.file_bytes, record.footer_offset, record.footer_crc)
+        )
+    if (stable := record.stable).file_bytes:
+        writer = SaveId(save_id.run_id, stable.ordinal)
+        entries.append(
+            FileEntry(
+                writer.data_file_name(record.rank, STABLE_GROUP),
+                record.rank,
+                stable.file_bytes,
+                stable.footer_offset,
+                stable.footer_crc,
+                save_id="" if writer == save_id else str(writer),
+                group=STABLE_GROUP,
+                content_sha256=stable.content_sha256.hex(),
+            )
+        )
+    return entries

@@ -59,8 +59,9 @@ class Reporter:
 
 
 def _save_line(report: dict[str, Any]) -> str:
+    linked = f" ({report['linked_bytes'] / 1e6:.1f} MB of it linked)" if report["linked_bytes"] else ""
     return (
-        f"datastates: {report['state']} {report['mode']} save of {report['bytes'] / 1e6:.1f} MB to "
+        f"datastates: {report['state']} {report['mode']} save of {report['bytes'] / 1e6:.1f} MB{linked} to "
         f"{report['directory']}; trainer held {report['held_ms']:.1f} ms, {report['fence_ms']:.1f} ms of it "
         f"at the fence; its stream waited {report['stream_wait_ms']:.1f} ms; waited "
         f"{report['slot_wait_ms']:.1f} ms for slots, with {report['saves_before']} unfinished saves before; "
@@ -81,7 +82,12 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
     """Returns the report of one save on this rank; docs/reports.md lists the fields."""
     save = publication.save
     times = save.times()
-    data = sum(record.file_bytes for record in publication.records)
+    data = sum(record.file_bytes + record.stable.file_bytes for record in publication.records)
+    linked = sum(
+        record.stable.file_bytes
+        for record in publication.records
+        if record.stable.ordinal != save.context.save_id.ordinal
+    )
     slowest = max((record.writing for record in publication.records), default=0.0)
     return {
         "event": "save",
@@ -94,6 +100,8 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "error": publication.error,
         "ranks": save.context.world_size,
         "bytes": data,
+        "written_bytes": data - linked,
+        "linked_bytes": linked,
         "eager_bytes": save.eager_bytes,
         "lazy_bytes": save.lazy_bytes,
         "providers": provider_shares(save.plan, save.tail.parts, save.tail.costs),
@@ -108,7 +116,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "saves_before": save.saves_before,
         "slot_wait_ms": milliseconds(times["slot_wait"]),
         "memory_wait_ms": milliseconds(times["memory_wait"]),
-        "write_mb_per_s": round(data / slowest / 1e6, 1) if slowest > 0 else 0.0,
+        "write_mb_per_s": round((data - linked) / slowest / 1e6, 1) if slowest > 0 else 0.0,
         "ranks_ms": _rank_statistics(publication.records),
     }
 

@@ -9,22 +9,25 @@ until all ranks have agreed (publication.py).
 
 from __future__ import annotations
 
-import dataclasses
-import enum
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.native import Output
 from megatron_datastates.engine.staging import FileSave, StagingEngine
 from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
-from megatron_datastates.format.values import SaveId
+from megatron_datastates.format.tail import TailEntry
 from megatron_datastates.pipeline.held import HeldTime, charge_open_intervals, trainer_held
-from megatron_datastates.pipeline.plans import Memory, StatePlan
+from megatron_datastates.pipeline.links import Link
+from megatron_datastates.pipeline.milestones import SaveContext, State
+from megatron_datastates.pipeline.plans import FilePlan, Memory, StatePlan
+from megatron_datastates.pipeline.records import STABLE_GROUP, DurableFile
+from megatron_datastates.pipeline.stable import StableFile
 from megatron_datastates.pipeline.tail import Tail
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.collect import Collected
@@ -34,37 +37,6 @@ logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.1
 _YIELD_SECONDS = 0.001
 _HELD_SECONDS = 60.0  # longer than a call that saves holds the trainer
-
-
-class State(enum.Enum):
-    """The milestones of a save, as one rank knows them."""
-
-    ENQUEUED = "enqueued"  # the engine still reads memory that may change at the next fence
-    STAGED = "staged"  # everything that may change has been copied, and did not change before
-    WRITTEN = "written"  # all data is in the file, and the footer that seals it is being written
-    DURABLE = "durable"  # the file survives a crash
-    PUBLISHED = "published"  # a manifest names it: all ranks' files are a checkpoint
-    FAILED = "failed"  # on this rank, or by agreement
-
-
-@dataclasses.dataclass(frozen=True)
-class SaveContext:
-    """The identity and the target directory of one rank's save."""
-
-    save_id: SaveId
-    directory: Path
-    rank: int
-    world_size: int
-    iteration: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class DurableFile:
-    """A sealed and synced data file."""
-
-    bytes: int
-    footer_offset: int
-    footer_crc: int
 
 
 class RankSave:
@@ -98,7 +70,9 @@ class RankSave:
         self.plan: StatePlan | None = None
         self.saves_before = 0  # number of saves that were unfinished when this one started
         self.file: DurableFile | None = None  # once durable; None for a rank that stores nothing
+        self.stable: StableFile | None = None  # of tensors that are not expected to change
         self._save: FileSave | None = None
+        self._files: list[FileSave | StableFile] = []  # these two, if they exist
         self._durable = threading.Event()
         self._confirmed = threading.Event()  # nothing changed before the copies were done
         self._written = threading.Event()
@@ -115,15 +89,26 @@ class RankSave:
 
     # -- start ------------------------------------------------------------------------------------------
 
-    def start(self, engine: StagingEngine, plan: StatePlan, memory: Memory, state: Collected) -> None:
-        """Starts the copies of tensors and secures what may change at once. Never raises: see `failure`."""
+    def start(
+        self,
+        engine: StagingEngine,
+        plan: StatePlan,
+        memory: Memory,
+        state: Collected,
+        link: Link | None = None,
+    ) -> None:
+        """Starts the copies of tensors and secures what may change at once. Never raises: see `failure`.
+
+        Args:
+            link: to a file of the last checkpoint with the plan's second layout.
+        """
         self.plan = plan
         try:
             if not memory.owners and not state.tail:
                 self._durable.set()
                 return
             self.tail.secure(state)
-            self._begin(engine, plan, memory)
+            self._begin(engine, plan, memory, link)
             assert self._save is not None
             self._watch(plan)
             self.tail.write_now(self._save.tail, time.monotonic() + self.fence_deadline)
@@ -135,26 +120,62 @@ class RankSave:
             )
             finisher.start()
             self._finisher = finisher
+            if plan.stable is not None and plan.stable.has_eager:
+                self._settle()
         except Exception as error:
             self.fail(error)
             self.tail.close()
-            if self._save is not None:
-                self._save.cancel(str(error))
+            self._cancel(str(error))
 
-    def _begin(self, engine: StagingEngine, plan: StatePlan, memory: Memory) -> None:
-        header = Header(self.context.save_id, self.context.rank, self.context.world_size).encode()
-        path = self.context.directory / self.context.save_id.data_file_name(self.context.rank)
+    def _begin(self, engine: StagingEngine, plan: StatePlan, memory: Memory, link: Link | None) -> None:
         self._started_at = time.perf_counter()
-        self._save = engine.begin(
-            path,
-            header,
+        self._save = self._begin_file(engine, plan.first, memory.of(plan.first.members), 0, plan.tail_bytes)
+        self._files.append(self._save)
+        if plan.stable is None:
+            return
+        part = memory.of(plan.stable.members)
+        begin = functools.partial(self._begin_file, engine, plan.stable, part, STABLE_GROUP, 0)
+        self.stable = StableFile(self.context.save_id, begin, part.owners, link)
+        self._files.append(self.stable)
+        self.stable.start()
+
+    def _begin_file(
+        self,
+        engine: StagingEngine,
+        plan: FilePlan,
+        memory: Memory,
+        group: int,
+        tail_bytes: int,
+        output: Output = Output.FILE,
+    ) -> FileSave:
+        context = self.context
+        return engine.begin(
+            context.directory / context.save_id.data_file_name(context.rank, group),
+            Header(context.save_id, context.rank, context.world_size, group=group).encode(),
             plan.layout,
             plan.copies,
             memory.addresses,
             memory.owners,
-            plan.tail_bytes,
+            tail_bytes,
             _HELD_SECONDS if self._in_interval else self._lazy_delay,
+            output,
         )
+
+    def _settle(self) -> None:
+        """Waits until stable tensors that may change at once are not needed any more."""
+        assert self.stable is not None
+        if not self.stable.fence(self.fence_deadline):
+            self._cancel(f"tensors that may change at once were not compared in {self.fence_deadline:g} s")
+        if self.stable.failure is not None:
+            raise self.stable.failure
+
+    def _cancel(self, reason: str) -> None:
+        for file in self._files:
+            file.cancel(reason)
+
+    def _remove(self) -> None:
+        for file in self._files:
+            file.remove()
 
     def _watch(self, plan: StatePlan) -> None:
         FENCE.add_reader(self)
@@ -177,20 +198,18 @@ class RankSave:
 
     def fence(self, reason: str) -> None:
         """Waits until the sources may change; the save fails if that takes too long. Never raises."""
-        save = self._save
-        if save is None or self._confirmed.is_set():
+        if self._save is None or self._confirmed.is_set():
             return
         self._released_at = None
         begin = time.perf_counter()
         with trainer_held("fence", self):
-            left = begin + self.fence_deadline - time.perf_counter()
-            if not (save.fence(left) and self.tail.wait_read(left)):
-                save.cancel(
+            waits: list[Callable[[float], bool]] = [file.fence for file in self._files]
+            waits.append(self.tail.wait_read)
+            if not all(wait(max(begin + self.fence_deadline - time.perf_counter(), 0.0)) for wait in waits):
+                self._cancel(
                     f"{reason} waited {self.fence_deadline:g} s for its copies (--datastates-fence-deadline)"
                 )
-            if save.failure is not None:
-                self.fail(save.failure)
-            else:
+            if not self._note_failure():
                 self._confirmed.set()
         self.fence_seconds += time.perf_counter() - begin
 
@@ -200,43 +219,51 @@ class RankSave:
             return
         begin = time.perf_counter()
         with trainer_held("fence", self):
-            self._save.await_copies(self.fence_deadline)
+            for file in self._files:
+                file.await_copies(self.fence_deadline)
             if not self.tail.wait_read(self.fence_deadline):
-                self._save.cancel(f"objects and streams were not serialized within {self.fence_deadline:g} s")
+                self._cancel(f"objects and streams were not serialized within {self.fence_deadline:g} s")
             self.advance()
         self.fence_seconds += time.perf_counter() - begin
 
     def reads(self, storage: int) -> bool:
         """Returns whether the save may still read a storage (engine.fence.Reader)."""
-        return self._save is not None and (not self.tail.wait_read(0.0) or self._save.reads(storage))
+        if self._save is None:
+            return False
+        return not self.tail.wait_read(0.0) or any(file.reads(storage) for file in self._files)
 
     def mark_torn(self, reason: str) -> None:
         """Fails the save, even if its copies are done by now: they may have just ended."""
         if self._save is None or self._confirmed.is_set():
             return
-        self._save.cancel(reason)
+        self._cancel(reason)
         self.fail(DataStatesError(f"{reason}: its copies would mix values from before and after the change"))
 
     def advance(self) -> None:
         """Confirms copies that are done, drops their sources, and records a failure of the engine."""
         self.on_poll()
-        save = self._save
-        if save is None:
+        if self._save is None:
             return
-        if save.sources_copied() and self.tail.wait_read(0.0):
+        copied = [file.sources_copied() for file in self._files]  # each drops its own
+        if all(copied) and self.tail.wait_read(0.0):
             # Observed on the trainer's thread, before any later statement of the program could change them.
             self._confirmed.set()
             FENCE.discard(self)
             FENCE.discard_reader(self)
-        if save.failure is not None:
-            self.fail(save.failure)
+        self._note_failure()
+
+    def _note_failure(self) -> bool:
+        failures = [file.failure for file in self._files if file.failure is not None]
+        if failures:
+            self.fail(failures[0])
+        return bool(failures)
 
     def on_poll(self) -> None:
         """Starts postponed lazy copies and charges the time since the call that saves returned."""
         # Megatron polls at the top of its next iteration. The save makes it wait for what comes before that:
         # timers that synchronize the device, and a barrier.
-        if self._save is not None:
-            self._save.allow_lazy_copies()
+        for file in self._files:
+            file.allow_lazy_copies()
         if self._released_at is not None and "save_checkpoint" in self.held.parts:
             self.held.add("until_poll", time.perf_counter() - self._released_at)
         self._released_at = None
@@ -246,16 +273,16 @@ class RankSave:
         return self._durable.is_set()
 
     def cancel_and_remove(self, reason: str) -> None:
-        """Cancels the save and removes its file. Only valid while no manifest can name the file."""
+        """Cancels the save and removes its files. Only valid while no manifest can name them."""
         # Order: the finishing thread reads _removal_wanted after it has set _durable, so one of the two
         # threads sees the other's flag and removes the file (removing it twice does no harm).
         self._removal_wanted.set()
         FENCE.discard(self)
         if self._save is None:
             return
-        self._save.cancel(reason)
+        self._cancel(reason)
         if self.is_durable or self._finisher is None:
-            self._save.remove()
+            self._remove()
 
     def join(self, seconds: float | None = None) -> None:
         """Waits for the finishing thread of a save that is over."""
@@ -267,8 +294,8 @@ class RankSave:
         if self._in_interval:
             self._in_interval = False
             self._released_at = time.perf_counter()
-            if self._save is not None:
-                self._save.allow_lazy_copies(self._lazy_delay)
+            for file in self._files:
+                file.allow_lazy_copies(self._lazy_delay)
         self.released_callback()
 
     # -- any thread -------------------------------------------------------------------------------------
@@ -302,13 +329,17 @@ class RankSave:
 
     def times(self) -> dict[str, float]:
         """Returns the seconds to staged, serialized, written and durable, and those of the save's waits."""
-        status = self._save.status() if self._save is not None else {}
+        each = [file.status() for file in self._files]
+
+        def values(key: str) -> list[float]:
+            return [0.0, *(float(str(status.get(key, 0.0))) for status in each)]
+
         names = {"staging": "staged_at", "writing": "written_at", "durable": "durable_at"}
-        times = {name: max(float(str(status.get(key, 0.0))), 0.0) for name, key in names.items()}
+        times = {name: max(values(key)) for name, key in names.items()}
         times["serializing"] = self._serialized_seconds
-        times["stream_wait"] = self._save.stream_waited() if self._save is not None else 0.0
+        times["stream_wait"] = sum(file.stream_waited() for file in self._files)
         waits = {"slot_wait": "waited_for_slots", "memory_wait": "waited_for_memory"}
-        return times | {name: float(str(status.get(key, 0.0))) for name, key in waits.items()}
+        return times | {name: sum(values(key)) for name, key in waits.items()}
 
     # -- the finishing thread ---------------------------------------------------------------------------
 
@@ -317,35 +348,45 @@ class RankSave:
             # The trainer's thread has just started this one and needs the GIL; serializing would hold it for
             # milliseconds.
             time.sleep(_YIELD_SECONDS)
+            if self.stable is not None:
+                self.stable.make_link()
             self.tail.write_later(save.tail)
             self._serialized_seconds = time.perf_counter() - self._started_at
             data_end = save.tail.close()
             plan.tail_bytes = data_end - plan.layout.tensor_end
-            while not (self._confirmed.wait(_WAIT_SECONDS) and save.wait_written()):
-                if save.failure is not None:
-                    raise save.failure
-            footer = self._footer(save, data_end)
-            save.finish(footer)
-            self._written.set()
-            while not save.wait_durable():
-                pass
-            _, _, crc = decode_trailer(footer[-TRAILER_BYTES:], save.path.name)
-            self.file = DurableFile(data_end + len(footer), data_end, crc)
+            self.file = self._seal(save, data_end, self.tail.entries())
+            if self.stable is not None:
+                self.stable.complete(self._seal)
             self._durable.set()
         except Exception as error:
-            save.cancel(str(error))
+            self._cancel(str(error))
             self.fail(error)
             self.tail.close()
-            save.remove()
+            self._remove()
         self.tail.close()
         if self._removal_wanted.is_set():
-            save.remove()
+            self._remove()
+
+    def _seal(
+        self, save: FileSave, data_end: int, entries: Sequence[TailEntry] = (), group: int = 0
+    ) -> DurableFile:
+        """Writes a file's footer once its data are written and confirmed; returns when it is durable."""
+        while not (self._confirmed.wait(_WAIT_SECONDS) and save.wait_written()):
+            if save.failure is not None:
+                raise save.failure
+        footer = self._footer(save, data_end, entries, group)
+        save.finish(footer)
+        self._written.set()
+        while not save.wait_durable():
+            pass
+        _, _, crc = decode_trailer(footer[-TRAILER_BYTES:], save.path.name)
+        return DurableFile(data_end + len(footer), data_end, crc)
 
     def check_object(self, stored: bytes, key: str) -> None:
         """Raises UnsafeObjectError if a load would refuse the object. Thread-safe."""
         check_saved(stored, key, trust=self._trust_objects)
 
-    def _footer(self, save: FileSave, data_end: int) -> bytes:
+    def _footer(self, save: FileSave, data_end: int, entries: Sequence[TailEntry], group: int) -> bytes:
         context = self.context
         return Footer(
             context.save_id,
@@ -353,6 +394,7 @@ class RankSave:
             context.world_size,
             data_end,
             save.layout.digest,
-            self.tail.entries(),
+            entries,
             save.block_checksums(),
+            group=group,
         ).encode()

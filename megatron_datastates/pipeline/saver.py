@@ -19,13 +19,15 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.fence import FENCE, Fenced
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.format.values import SaveId
+from megatron_datastates.format.values import BLOCK_BYTES, SaveId
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.layouts import LayoutStore
+from megatron_datastates.pipeline.links import Link, Links
+from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan, tail_item
 from megatron_datastates.pipeline.publication import Outcome, Publication, PublicationExtras
 from megatron_datastates.pipeline.report import Reporter, save_report
-from megatron_datastates.pipeline.save import RankSave, SaveContext
+from megatron_datastates.pipeline.save import RankSave
 from megatron_datastates.providers.base import Mutability, StateProvider
 from megatron_datastates.providers.collect import Collected, collect
 
@@ -49,6 +51,7 @@ class SaveSession:
     def __init__(self) -> None:
         self.layouts = LayoutStore()
         self.plans = Plans(_KEPT_PLANS)
+        self.links = Links()
         self.collectives = Collectives()
         self.memory_wait_reported = False  # logged once
         self._run_id: int | None = None
@@ -62,7 +65,7 @@ class SaveSession:
         """
         if not self.collectives.is_current():
             self.collectives, self.layouts = Collectives(), LayoutStore()
-            self._run_id, self._ordinal = None, 0
+            self._run_id, self._ordinal, self.links = None, 0, Links()
 
     def next_id(self) -> SaveId:
         """Returns the next save id, the same on every rank. The first call is collective."""
@@ -114,11 +117,12 @@ class Saver:
             context, options.fence_deadline, options.lazy_delay, trust_objects=options.trust_objects
         )
         publication = Publication(save, ranks, session.layouts, self._faults, extras)
+        publication.published_callback = lambda: self._keep_link(publication)
         save.released_callback = lambda: self._report_once(publication, mode)
         try:
             self._admit(publication)
             plan, memory, state = self._plan(providers)
-            save.start(self._get_engine(), plan, memory, state)
+            save.start(self._get_engine(), plan, memory, state, self._link(plan, context.directory))
             if await_copies or not options.lazy:
                 save.await_copies()
         except Exception as error:
@@ -146,8 +150,34 @@ class Saver:
         if not self.options.lazy:
             tensors.mutability = [_EAGER.get(mutability, mutability) for mutability in tensors.mutability]
         tail = [tail_item(key, source) for key, source in zip(state.tail_keys, state.tail, strict=True)]
-        plan, memory = self.session.plans.find(tensors, tail)
+        plan, memory = self.session.plans.find(tensors, tail, self._least_stable())
         return plan, memory, state
+
+    def _least_stable(self) -> int | None:
+        """Returns how many bytes of stable tensors get a file of their own; None if they never do."""
+        has_digests = self._get_engine().slot_bytes % BLOCK_BYTES == 0
+        return self.options.link_from if self.options.link and has_digests else None
+
+    def _link(self, plan: StatePlan, directory: Path) -> Link | None:
+        """Returns a link to the last checkpoint's file of stable tensors, if there is one to be had.
+
+        Not beside another save to the same directory: whichever of them is published last removes what only
+        the other one names.
+        """
+        others = (p for p in self._unfinished if p.is_under_way)
+        if plan.stable is None or any(p.save.context.directory == directory for p in others):
+            return None
+        file = self.session.links.find(directory, plan.stable.layout.digest)
+        return Link(file, directory, self._faults) if file is not None else None
+
+    def _keep_link(self, publication: Publication) -> None:
+        save, links = publication.save, self.session.links
+        if save.plan is None or save.plan.stable is None or save.stable is None:
+            return
+        if save.stable.link_error is not None:
+            links.note_refusal(save.context.directory, save.stable.link_error)
+        if save.stable.shared is not None:
+            links.keep(save.stable.shared, save.plan.stable.layout.digest)
 
     def _abandon_old_world(self) -> None:
         for publication in self._unfinished:

@@ -44,12 +44,15 @@ class TensorSource(NamedTuple):
         tensor: of any shape and dtype that torch has; strided.
         mutability: how long its values stay unchanged.
         place: the part of the global tensor that it is; None for the whole.
+        stable: whether its values are expected to be the same at the next save. Nothing relies on it: it
+            decides which tensors share a data file, which is written again as soon as one of them differs.
     """
 
     key: str
     tensor: torch.Tensor
     mutability: Mutability = Mutability.NOW
     place: Place | None = None
+    stable: bool = False
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,20 +66,29 @@ class Tensors:
     tensors: list[torch.Tensor] = dataclasses.field(default_factory=list)
     mutability: list[Mutability] = dataclasses.field(default_factory=list)
     places: list[Place | None] = dataclasses.field(default_factory=list)  # None: the whole global tensor
+    stable: list[bool] = dataclasses.field(default_factory=list)  # as in TensorSource
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    def add(self, key: str, tensor: torch.Tensor, mutability: Mutability, place: Place | None = None) -> None:
+    def add(
+        self,
+        key: str,
+        tensor: torch.Tensor,
+        mutability: Mutability,
+        place: Place | None = None,
+        stable: bool = False,
+    ) -> None:
         """Adds one tensor; without a place it is the whole global tensor `key`."""
         self.keys.append(key)
         self.tensors.append(tensor)
         self.mutability.append(mutability)
         self.places.append(place)
+        self.stable.append(stable)
 
     def sources(self) -> Iterator[TensorSource]:
         """Yields the tensors one by one."""
-        return map(TensorSource, self.keys, self.tensors, self.mutability, self.places)
+        return map(TensorSource, self.keys, self.tensors, self.mutability, self.places, self.stable)
 
     def extend(self, others: Tensors, prefix: str = "") -> None:
         """Adds all tensors of `others`, in their order, with `prefix` before their keys."""
@@ -84,6 +96,7 @@ class Tensors:
         self.tensors.extend(others.tensors)
         self.mutability.extend(others.mutability)
         self.places.extend(others.places)
+        self.stable.extend(others.stable)
 
 
 class CopyBudget:

@@ -20,6 +20,7 @@ from megatron_datastates.providers.base import (
 )
 from megatron_datastates.providers.collect import collect, renamed
 from megatron_datastates.providers.objects import ObjectSource
+from megatron_datastates.providers.tensors import is_frozen
 
 
 class Shard(NamedTuple):
@@ -116,9 +117,9 @@ class NamedState:
         found = Tensors()
         for name, value in self._values.items():
             if isinstance(value, Shard):
-                found.add(name, value.tensor, self._mutability, value.place)
+                found.add(name, value.tensor, self._mutability, value.place, is_frozen(value.tensor))
             elif isinstance(value, torch.Tensor):
-                found.add(name, value, self._mutability)
+                found.add(name, value, self._mutability, None, is_frozen(value))
         return found
 
     def restore(self, reader: StateReader) -> None:

@@ -14,6 +14,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_frozen(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is a Parameter, or a view of one, that no optimizer trains."""
+    base = tensor._base if tensor._base is not None else tensor
+    return not base.requires_grad and isinstance(base, torch.nn.Parameter)
+
+
 class TensorProvider:
     """Named tensors, each a whole global tensor."""
 
@@ -24,7 +30,11 @@ class TensorProvider:
     def entries(self) -> Iterator[Tensors]:
         count = len(self._tensors)
         yield Tensors(
-            list(self._tensors), list(self._tensors.values()), [self._mutability] * count, [None] * count
+            list(self._tensors),
+            list(self._tensors.values()),
+            [self._mutability] * count,
+            [None] * count,
+            [False] * count,
         )
 
     def restore(self, reader: StateReader) -> None:

@@ -118,6 +118,7 @@ class Save:
         reserve: int | None = None,
         stream: int = 0,
         lazy_seconds: float = 0.0,
+        output: native.Output = native.Output.FILE,
     ) -> None:
         self.engine, self.path, self.copies = engine, path, list(copies)
         self.end = end_of(copies) if end is None else end
@@ -129,6 +130,7 @@ class Save:
             end=self.end,
             stream=stream,
             lazy_seconds=lazy_seconds,
+            output=output,
             **arrays(copies),
         )
         self.start_seconds = time.perf_counter() - begin

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import frozen
 import numpy
 import pretrain_tiny
 import psutil
@@ -124,6 +125,7 @@ def main(arguments: list[str], folder: str) -> None:
     own = os.environ.get(f"{FAULTS}_OF_RANK_{os.environ['RANK']}")
     if own is not None:
         os.environ[FAULTS] = own
+    frozen.install()
     recorder = Recorder()
     recorder.attach()
     code: Any = 0

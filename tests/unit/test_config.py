@@ -25,6 +25,7 @@ SETTINGS = {
     "read_threads": ("9", 9),
     "copy_limit": ("1GB", 10**9),
     "write_limit": ("500MB", 500 * 10**6),
+    "link": ("off", False),
     "fence_deadline": ("2.5", 2.5),
     "compress": ("19", 19),
     "on_failure": ("warn", "warn"),

@@ -15,6 +15,7 @@ from megatron_datastates.mcore.save.buckets import carried_map
 from megatron_datastates.mcore.save.mutability import Classify
 from megatron_datastates.providers.base import Mutability, Place, StateReader, Tensors
 from megatron_datastates.providers.objects import ObjectSource
+from megatron_datastates.providers.tensors import is_frozen
 
 
 class ShardedStateProvider:
@@ -51,9 +52,8 @@ class ShardedStateProvider:
                 # As torch_dist stores quantized weights. The copy is the save's own.
                 data, mutability = data.dequantize(), Mutability.NEVER
             shape = (1,) * item.prepend_axis_num + tuple(item.local_shape)
-            found.add(
-                item.key, data, mutability, Place(tuple(item.global_shape), tuple(item.global_offset), shape)
-            )
+            place = Place(tuple(item.global_shape), tuple(item.global_offset), shape)
+            found.add(item.key, data, mutability, place, is_frozen(item.data))
         return found
 
     def objects(self) -> Iterator[ObjectSource]:

@@ -30,3 +30,4 @@ inline std::vector<uint8_t> SomeBytes(size_t size, uint64_t seed = 1) {
 
 void TestCrc32c();
 void TestHostCopy();
+void TestSha256();

@@ -3,6 +3,7 @@
 int main() {
   TestCrc32c();
   TestHostCopy();
+  TestSha256();
   if (failures == 0) std::puts("all as expected");
   return failures == 0 ? 0 : 1;
 }

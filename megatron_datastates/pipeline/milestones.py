@@ -1,0 +1,31 @@
+"""What one save is, and the milestones that it passes on each rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from pathlib import Path
+
+from megatron_datastates.format.values import SaveId
+
+
+class State(enum.Enum):
+    """The milestones of a save, as one rank knows them."""
+
+    ENQUEUED = "enqueued"  # the engine still reads memory that may change at the next fence
+    STAGED = "staged"  # everything that may change has been copied, and did not change before
+    WRITTEN = "written"  # all data is in the file, and the footer that seals it is being written
+    DURABLE = "durable"  # the file survives a crash
+    PUBLISHED = "published"  # a manifest names it: all ranks' files are a checkpoint
+    FAILED = "failed"  # on this rank, or by agreement
+
+
+@dataclasses.dataclass(frozen=True)
+class SaveContext:
+    """The identity and the target directory of one rank's save."""
+
+    save_id: SaveId
+    directory: Path
+    rank: int
+    world_size: int
+    iteration: int | None = None

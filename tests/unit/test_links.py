@@ -1,0 +1,433 @@
+"""Tensors that do not change are written once and then linked, and nothing is linked that did change."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_datastates.config import MIB
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.report import save_report
+from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.pipeline.verify import verify_checkpoint
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.named import NamedState
+from tests.unit.states import OPTIONS, bits, data_files, new_saver, random_tensor
+
+LINKING = {"link_from": MIB}
+Tensors = Mapping[str, torch.Tensor]
+
+
+def frozen(seed: int, size: int = 5 * MIB // 2) -> torch.nn.Parameter:
+    """Half a block longer than two blocks."""
+    return torch.nn.Parameter(random_tensor(torch.uint8, (size,), seed), requires_grad=False)
+
+
+def state_of(seed: int = 1) -> dict[str, torch.Tensor]:
+    return {"base": frozen(seed), "adapter": torch.nn.Parameter(torch.arange(1000.0)), "x": torch.ones(3)}
+
+
+def start(
+    saver: Saver, directory: Path, state: Tensors, mutability: Mutability = Mutability.NOW
+) -> Publication:
+    return saver.start(directory, NamedState({**state, "step": 7}, mutability))
+
+
+def save(saver: Saver, directory: Path, state: Tensors, mutability: Mutability = Mutability.NOW) -> Any:
+    """Saves and checks all that was stored; returns the report."""
+    publication = start(saver, directory, state, mutability)
+    assert publication.wait() is Outcome.PUBLISHED, publication.error
+    check(directory, state)
+    return save_report(publication, "sync")
+
+
+def check(directory: Path, state: Tensors) -> None:
+    checkpoint = Checkpoint.open(directory, OPTIONS)
+    assert verify_checkpoint(checkpoint, OPTIONS).faults == []
+    for key, tensor in state.items():
+        assert bits(checkpoint.read_tensor(key)) == bits(tensor), key
+    assert checkpoint.read_object("step") == 7
+
+
+def stable_file(directory: Path) -> Path:
+    (path,) = directory.glob("data-00000.1-*.bin")
+    return path
+
+
+def names(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+@pytest.fixture
+def linking() -> Any:
+    saver = new_saver(**LINKING)
+    yield saver
+    saver.close()
+
+
+@pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
+def test_unchanged_tensors_are_linked_and_changed_ones_written(linking, tmp_path, mutability):
+    state, big = state_of(), state_of()["base"].nbytes
+    reports = [save(linking, tmp_path / "0", state, mutability)]
+    state["adapter"].data += 1
+    reports.append(save(linking, tmp_path / "1", state, mutability))
+    state["base"].data[-1] ^= 1
+    reports.append(save(linking, tmp_path / "2", state, mutability))
+    reports.append(save(linking, tmp_path / "3", state, mutability))
+    assert [report["linked_bytes"] > big for report in reports] == [False, True, False, True]
+    assert [report["written_bytes"] > big for report in reports] == [True, False, True, False]
+    assert all(report["bytes"] == report["written_bytes"] + report["linked_bytes"] for report in reports)
+    paths = [stable_file(tmp_path / str(number)) for number in range(4)]
+    assert paths[0].samefile(paths[1]) and paths[2].samefile(paths[3]) and not paths[1].samefile(paths[2])
+    assert [path.stat().st_nlink for path in paths] == [2, 2, 2, 2]
+
+
+def test_the_manifest_says_which_save_wrote_a_linked_file(linking, tmp_path):
+    state = state_of()
+    for number in range(2):
+        save(linking, tmp_path / str(number), state)
+    first, second = (
+        Manifest.decode((tmp_path / name / MANIFEST_NAME).read_bytes(), name) for name in ("0", "1")
+    )
+    assert [(file.rank, file.group, file.save_id) for file in second.files] == [
+        (0, 0, ""),
+        (0, 1, str(first.save_id)),
+    ]
+    assert first.files[1].save_id == "" and first.files[1].content_sha256 == second.files[1].content_sha256
+    assert first.files[0].content_sha256 == ""
+
+
+def test_removing_the_directory_that_wrote_a_file_harms_no_other(linking, tmp_path):
+    state = state_of()
+    for number in range(3):
+        save(linking, tmp_path / str(number), state)
+    shutil.rmtree(tmp_path / "0")
+    check(tmp_path / "1", state)
+    save(linking, tmp_path / "3", state)
+    shutil.rmtree(tmp_path / "1")
+    for number in (2, 3):
+        check(tmp_path / str(number), state)
+
+
+def test_a_last_checkpoint_that_was_removed_is_not_missed(linking, tmp_path):
+    state = state_of()
+    save(linking, tmp_path / "0", state)
+    shutil.rmtree(tmp_path / "0")
+    assert save(linking, tmp_path / "1", state)["linked_bytes"] == 0
+    assert save(linking, tmp_path / "2", state)["linked_bytes"] > 0
+
+
+@pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
+@pytest.mark.parametrize("change", ["other file of the same bytes", "longer", "shorter", "symbolic link"])
+def test_a_file_that_is_not_the_one_published_is_not_linked(linking, tmp_path, change, mutability):
+    state = state_of()
+    save(linking, tmp_path / "0", state, mutability)
+    path = stable_file(tmp_path / "0")
+    if change == "other file of the same bytes":
+        shutil.copy(path, tmp_path / "copy")
+        (tmp_path / "copy").replace(path)
+    elif change == "symbolic link":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        os.truncate(path, path.stat().st_size + (4096 if change == "longer" else -4096))
+    assert save(linking, tmp_path / "1", state, mutability)["linked_bytes"] == 0
+    assert len(data_files(tmp_path / "1")) == 2
+    assert save(linking, tmp_path / "2", state, mutability)["linked_bytes"] > 0
+
+
+@pytest.mark.parametrize("code", ["EXDEV", "EPERM", "EOPNOTSUPP", "EMLINK", "ENOENT", "EACCES"])
+def test_without_a_link_everything_is_written(tmp_path, code, caplog):
+    saver = new_saver(**LINKING, faults=f"link:1:{code}")
+    state = state_of()
+    linked = [save(saver, tmp_path / str(number), state)["linked_bytes"] > 0 for number in range(4)]
+    saver.close()
+    for_ever = code in ("EXDEV", "EPERM", "EOPNOTSUPP")
+    assert linked == [False, False, not for_ever, not for_ever]
+    refusals = [record.message for record in caplog.records if "hard link was refused" in record.message]
+    assert len(refusals) == for_ever and all(os.strerror(getattr(errno, code)) in one for one in refusals)
+
+
+def test_another_file_system_is_found_out_and_everything_is_written(linking, tmp_path):
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("needs a second file system at /dev/shm")
+    state, elsewhere = state_of(), memory / f"datastates-links-{os.getpid()}"
+    try:
+        elsewhere.mkdir()
+        save(linking, tmp_path / "0", state)
+        (tmp_path / "1").symlink_to(elsewhere)
+        assert save(linking, tmp_path / "1", state)["linked_bytes"] == 0
+    finally:
+        shutil.rmtree(elsewhere)
+
+
+# -- the fence ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thawed", [False, True], ids=["unchanged", "changed"])
+@pytest.mark.parametrize("fault", ["", "link:1:ENOENT"], ids=["linked", "no link"])
+@pytest.mark.parametrize("paranoid", [False, True], ids=["", "paranoid"])
+def test_after_the_fence_tensors_may_change(tmp_path, thawed, fault, paranoid):
+    saver = new_saver(**LINKING, faults=fault, copy_limit=20 * MIB, paranoid=paranoid)
+    state = state_of()
+    save(saver, tmp_path / "0", state, Mutability.AT_FENCE)
+    if thawed:
+        state["base"].data[MIB] ^= 1
+    publication = start(saver, tmp_path / "1", state, Mutability.AT_FENCE)
+    kept = {key: tensor.detach().clone() for key, tensor in state.items()}
+    FENCE.wait("a test that changes everything")
+    for tensor in state.values():
+        tensor.data.zero_()
+    assert publication.wait() is Outcome.PUBLISHED, publication.error
+    check(tmp_path / "1", kept)
+    assert (save_report(publication, "sync")["linked_bytes"] > 0) is not (thawed or bool(fault))
+    saver.close()
+
+
+@pytest.mark.parametrize("thawed", [False, True], ids=["unchanged", "changed"])
+def test_what_may_change_at_once_is_compared_and_copied_before_the_call_returns(tmp_path, thawed):
+    saver = new_saver(**LINKING, copy_limit=20 * MIB, write_limit=20 * MIB)
+    state = state_of()
+    save(saver, tmp_path / "0", state)
+    if thawed:
+        state["base"].data[MIB] ^= 1
+    kept = {key: tensor.detach().clone() for key, tensor in state.items()}
+    publication = start(saver, tmp_path / "1", state)
+    for tensor in state.values():
+        tensor.data.zero_()
+    assert publication.wait() is Outcome.PUBLISHED, publication.error
+    check(tmp_path / "1", kept)
+    assert (save_report(publication, "sync")["linked_bytes"] > 0) is not thawed
+    saver.close()
+
+
+def test_a_change_before_the_fence_fails_the_save_and_removes_the_link(linking, tmp_path):
+    state = state_of()
+    save(linking, tmp_path / "0", state)
+    publication = start(linking, tmp_path / "1", state, Mutability.AT_FENCE)
+    FENCE.witness_mutation("a test")
+    assert publication.wait() is Outcome.FAILED
+    publication.join()
+    assert names(tmp_path / "1") == set()
+    check(tmp_path / "0", state)
+
+
+def test_a_tensor_that_changes_while_it_is_compared_fails_the_save(tmp_path):
+    saver = new_saver(**LINKING, copy_limit=4 * MIB, paranoid=True)
+    state = state_of()
+    save(saver, tmp_path / "0", state)
+    publication = start(saver, tmp_path / "1", state, Mutability.AT_FENCE)
+    state["base"].data.bitwise_not_()
+    assert publication.wait() is Outcome.FAILED
+    assert "'base' changed too early" in publication.error
+    saver.close()
+    assert names(tmp_path / "1") == set()
+
+
+@pytest.mark.parametrize("slow", ["link:1:stall=5000", "copies"])
+def test_a_fence_waits_no_longer_than_its_deadline(tmp_path, slow):
+    saver = new_saver(**LINKING, fence_deadline=1.0, faults="" if slow == "copies" else slow)
+    state = state_of()
+    save(saver, tmp_path / "0", state)
+    if slow == "copies":
+        limited = new_saver(**LINKING, fence_deadline=1.0, copy_limit=MIB // 2)
+        limited.session.links = saver.session.links
+        limited.session._run_id, limited.session._ordinal = saver.session._run_id, 7
+        saver.close()
+        saver = limited
+    publication = start(saver, tmp_path / "1", state, Mutability.AT_FENCE)
+    FENCE.wait("a test")
+    assert publication.wait() is Outcome.FAILED
+    assert "waited 1 s for its copies" in publication.error
+    saver.close()
+    assert names(tmp_path / "1") == set()
+    check(tmp_path / "0", state)
+
+
+def test_memory_is_given_up_only_when_it_is_not_read_again(tmp_path):
+    saver = new_saver(**LINKING, copy_limit=20 * MIB)
+    state = state_of()
+    save(saver, tmp_path / "0", state)
+    state["base"].data[0] ^= 1
+    kept = {key: tensor.detach().clone() for key, tensor in state.items()}
+    publication = start(saver, tmp_path / "1", state, Mutability.AT_FENCE)
+    storage = state["base"].untyped_storage()
+    assert publication.save.reads(storage._cdata)
+    FENCE.wait_until_unread(storage._cdata)
+    assert not publication.save.reads(storage._cdata)
+    state["base"].data.zero_()
+    assert publication.wait() is Outcome.PUBLISHED, publication.error
+    check(tmp_path / "1", kept)
+    saver.close()
+
+
+# -- saves that fail, and saves side by side ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["sync link:1:EIO", "write index:2:EIO", "write manifest:2:EIO"])
+def test_a_failed_save_removes_its_own_link_only(tmp_path, fault):
+    saver = new_saver(**LINKING, faults=fault)
+    state = state_of()
+    save(saver, tmp_path / "0", state)
+    publication = start(saver, tmp_path / "1", state)
+    assert publication.wait() is Outcome.FAILED
+    publication.join()
+    assert data_files(tmp_path / "1") == []
+    check(tmp_path / "0", state)
+    assert save(saver, tmp_path / "2", state)["linked_bytes"] > 0
+    saver.close()
+
+
+def test_saving_over_a_checkpoint_keeps_the_file_that_both_need(linking, tmp_path):
+    state = state_of()
+    save(linking, tmp_path / "0", state)
+    before = stable_file(tmp_path / "0").stat()
+    for _ in range(2):
+        assert save(linking, tmp_path / "0", state)["linked_bytes"] > 0
+    after = stable_file(tmp_path / "0").stat()
+    assert (after.st_ino, after.st_nlink) == (before.st_ino, 1)
+    assert len(data_files(tmp_path / "0")) == 2
+    state["base"].data[0] ^= 1
+    assert save(linking, tmp_path / "0", state)["linked_bytes"] == 0
+    assert len(data_files(tmp_path / "0")) == 2
+
+
+@pytest.mark.parametrize("how", ["fails", "is cancelled"])
+def test_a_save_over_a_checkpoint_that_fails_leaves_it_whole(tmp_path, how):
+    saver = new_saver(**LINKING, faults="write manifest:2:EIO" if how == "fails" else "")
+    state = state_of()
+    save(saver, tmp_path / "0", state)
+    publication = start(saver, tmp_path / "0", state)
+    if how == "fails":
+        assert publication.wait() is Outcome.FAILED
+    else:
+        publication.abandon("a test")
+    publication.join()
+    check(tmp_path / "0", state)
+    saver.close()
+
+
+def test_an_abandoned_save_removes_its_link(tmp_path):
+    saver = new_saver(**LINKING)
+    state = state_of()
+    save(saver, tmp_path / "0", state)
+    publication = start(saver, tmp_path / "1", state)
+    publication.abandon("a test")
+    publication.join()
+    assert names(tmp_path / "1") == set()
+    check(tmp_path / "0", state)
+    saver.close()
+
+
+def test_a_save_that_was_not_published_is_not_linked_to(tmp_path):
+    saver = new_saver(**LINKING, faults="write manifest:1:EIO")
+    state = state_of()
+    assert start(saver, tmp_path / "0", state).wait() is Outcome.FAILED
+    assert save(saver, tmp_path / "1", state)["linked_bytes"] == 0
+    saver.close()
+
+
+@pytest.mark.parametrize("same", [False, True], ids=["other directory", "same directory"])
+def test_two_saves_under_way_at_once(linking, tmp_path, same):
+    state = state_of()
+    save(linking, tmp_path / "0", state)
+    first = start(linking, tmp_path / "1", state)
+    second_path = tmp_path / ("1" if same else "2")
+    second = start(linking, second_path, state)
+    assert [second.wait(), first.wait()][0] is Outcome.PUBLISHED
+    assert (save_report(second, "sync")["linked_bytes"] > 0) is not same
+    check(second_path, state)
+    if not same:
+        assert first.outcome is Outcome.PUBLISHED
+        check(tmp_path / "1", state)
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_removes_no_link_of_its_parent(linking, tmp_path):
+    state = state_of()
+    save(linking, tmp_path / "0", state)
+    publication = start(linking, tmp_path / "1", state)
+    while publication.save.state.value != "durable":
+        publication.save.advance()
+    child = os.fork()
+    if child == 0:
+        publication.abandon("a child")
+        publication.save.stable.remove()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert publication.wait() is Outcome.PUBLISHED
+    check(tmp_path / "1", state)
+
+
+# -- what is linked at all ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"link": False}, {"link_from": 3 * MIB}, {"slot_size": 3 * MIB // 2, "staging_memory": 0}],
+    ids=["off", "too few bytes", "slots that cut blocks"],
+)
+def test_without_the_option_or_below_a_size_there_is_one_file(tmp_path, options):
+    saver = new_saver(**{**LINKING, **options})
+    for number in range(2):
+        assert save(saver, tmp_path / str(number), state_of())["linked_bytes"] == 0
+        assert len(data_files(tmp_path / str(number))) == 1
+    saver.close()
+
+
+def test_only_parameters_without_gradients_are_expected_to_stay(tmp_path, linking):
+    state = {
+        "trained": torch.nn.Parameter(frozen(1).data.float()),
+        "plain": torch.ones(3 * MIB),
+        "frozen": frozen(2),
+        "view": frozen(3)[: 2 * MIB],
+    }
+    save(linking, tmp_path / "0", state)
+    checkpoint = Checkpoint.open(tmp_path / "0", OPTIONS)
+    apart = {key for key in checkpoint.tensors if checkpoint.index.tensor(key).files[0] == 1}
+    assert apart == {"frozen", "view"}
+
+
+def test_a_state_of_frozen_tensors_alone_is_linked(linking, tmp_path):
+    provider = NamedState({"base": frozen(1)})
+    for number in range(2):
+        publication = linking.start(tmp_path / str(number), provider)
+        assert publication.wait() is Outcome.PUBLISHED
+    assert save_report(publication, "sync")["linked_bytes"] > 0
+    assert verify_checkpoint(Checkpoint.open(tmp_path / "1", OPTIONS), OPTIONS).faults == []
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    steps=st.lists(st.sets(st.tuples(st.integers(0, 3), st.integers(0, 3 * MIB - 1))), min_size=2, max_size=5)
+)
+def test_whatever_changes_is_found_in_every_checkpoint(tmp_path_factory, steps):
+    folder, saver = tmp_path_factory.mktemp("run"), new_saver(**LINKING)
+    state = {f"t{i}": frozen(i, size) for i, size in enumerate((100, MIB, 3 * MIB, 3 * MIB - 1))}
+    kept = []
+    for number, changes in enumerate(steps):
+        for tensor, at in changes:
+            data = state[f"t{tensor}"].data
+            data[at % len(data)] += 1
+        report = save(saver, folder / str(number), state)
+        kept.append({key: tensor.detach().clone() for key, tensor in state.items()})
+        unchanged = number > 0 and not changes
+        assert (report["linked_bytes"] > 0) is unchanged
+    saver.close()
+    for number, then in enumerate(kept):
+        check(folder / str(number), then)
+    shutil.rmtree(folder)
