@@ -61,7 +61,11 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class StateTensor:
-    """One state of one parameter as a global tensor. Its pieces tile it."""
+    """One state of one parameter as a global tensor.
+
+    Its pieces lie apart. They tile it, unless a part of the parameter was frozen and so has no state, as when
+    only some layers are trained of those that Megatron stores as one tensor.
+    """
 
     key: str
     dtype: str  # torch's name
@@ -77,6 +81,7 @@ class StateTensor:
 
         Raises:
             MismatchError: the slice leaves the tensor.
+            FormatError: the slice has elements without state.
         """
         offset, shape = self._slice(offset, shape)
         found = []
@@ -90,7 +95,18 @@ class StateTensor:
             target = tuple(a - o for a, o in zip(at, offset, strict=True))
             begin = piece.begin + shard.start + within
             found.append(BucketBox(piece.key, begin, lengths, shard.strides, target))
+        stored, whole = sum(box.elements for box in found), math.prod(shape)
+        if stored < whole:
+            raise FormatError(
+                f"{self.key!r} has holes: {stored} of {whole} elements are stored; the rest has no optimizer "
+                "state, because it was frozen or a map is missing"
+            )
         return found
+
+    @functools.cached_property
+    def stored_elements(self) -> int:
+        """The number of elements that have state."""
+        return sum(math.prod(piece.shard.shape) for piece in self.pieces)
 
     @functools.cached_property
     def offsets(self) -> npt.NDArray[np.int64]:
@@ -154,6 +170,7 @@ class StateTensor:
             StorageError, CorruptDataError, FormatError: as Checkpoint.read_tensor.
         """
         offset, shape = self._slice(offset, shape)
+        self.sources(offset, shape)  # raises before memory is asked for: a hostile map has any shape
         target = torch.empty(shape, dtype=torch_dtype(self.dtype))
         reads = self.plan(offset, shape, contiguous_strides(shape))
         self.checkpoint.read([ScheduledRead(part, target.data_ptr()) for part in reads])
@@ -181,7 +198,7 @@ class BucketStates(Mapping[str, StateTensor]):
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
-        """Raises as `optimizer_state`, but for holes in a parameter and what is held twice."""
+        """Raises as `optimizer_state`, but for what is held twice."""
         self.checkpoint = checkpoint
         self.maps: dict[str, OptimizerMap] = dict(_maps(checkpoint))
         self.buckets: dict[str, Bucket] = {}  # by bucket's tensor
@@ -212,7 +229,7 @@ class BucketStates(Mapping[str, StateTensor]):
                     )
 
     def __getitem__(self, key: str) -> StateTensor:
-        """Raises KeyError, and FormatError: holes, elements that are held twice, or shapes that differ."""
+        """Raises KeyError, and FormatError: elements that are held twice, or shapes that differ."""
         if key not in self._made:
             if key not in self._pieces:
                 raise KeyError(key)
@@ -236,8 +253,7 @@ def optimizer_state(checkpoint: Checkpoint) -> dict[str, StateTensor]:
     stored in buckets, or was not saved. States whose tensors were removed from the checkpoint are not there.
 
     Raises:
-        FormatError: a map is damaged, does not fit the stored buckets, or together they leave holes in a
-            parameter or hold some of it twice.
+        FormatError: a map is damaged, does not fit the stored buckets, or two hold the same elements.
         UnsupportedFormatError: a map was written by a later release.
         StorageError, CorruptDataError: as all reading.
     """
@@ -288,9 +304,6 @@ def _state_tensor(
                 f"{key!r} is {dtype} of global shape {shape} in {pieces[0].key!r}, and {found[1]} of "
                 f"{found[0]} in {piece.key!r}"
             )
-    stored, whole = sum(math.prod(piece.shard.shape) for piece in pieces), math.prod(shape)
-    if stored < whole:
-        raise FormatError(f"{key!r} has holes: {stored} of {whole} elements are stored")
     state = StateTensor(key, dtype, shape, checkpoint, tuple(pieces), lines)
     overlap = first_overlap(state.offsets, state.shapes)
     if overlap is not None:

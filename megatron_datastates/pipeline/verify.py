@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -198,14 +199,22 @@ def _check_metadata(checkpoint: Checkpoint, verdict: Verdict) -> None:
 
 
 def _check_optimizer_maps(checkpoint: Checkpoint, verdict: Verdict) -> None:
-    """Checks that state in buckets can be read by parameter."""
+    """Checks that state in buckets can be read by parameter, and notes parameters with state in part only."""
     try:
-        optimizer_state(checkpoint)
+        states = optimizer_state(checkpoint)
     except (StorageError, CorruptDataError):
         return  # the checks of files and of their blocks report it
     except DataStatesError as error:
         if str(error) not in verdict.faults:
             verdict.faults.append(str(error))
+        return
+    partial = [key for key, state in states.items() if state.stored_elements < math.prod(state.global_shape)]
+    if partial:
+        more = f" and {len(partial) - 1} more" if len(partial) > 1 else ""
+        verdict.notes.append(
+            f"{partial[0]!r}{more} is stored in part: the rest has no optimizer state, as when layers "
+            "are frozen"
+        )
 
 
 def _read_entries(index: Index, reported: Collection[str], verdict: Verdict) -> dict[str, TensorEntry]:

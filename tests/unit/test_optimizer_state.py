@@ -14,6 +14,7 @@ from megatron_datastates.errors import FormatError, MismatchError, UnsupportedFo
 from megatron_datastates.format.optimizer_map import OptimizerMap
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.optimizer import BucketBox, optimizer_state
+from megatron_datastates.pipeline.verify import verify
 from tests.unit.states import new_saver, save
 
 GROUP = "chained_0.optimizer.distributed.dp_group_idx_"
@@ -276,9 +277,22 @@ def test_a_bucket_of_another_size_than_the_stored_one_is_refused(tmp_path):
     assert f"'{GROUP}0.{BUCKET}.exp_avg' has shape (100,), and its optimizer map says ({HUGE},)" in said
 
 
-def test_holes_are_refused(tmp_path):
-    said = refused(tmp_path / "c", parameter("w", 0, 10, WHOLE | {"global_shape": [1 << 60]}))
-    assert f"'{STATE}w' has holes: 10 of {1 << 60} elements are stored" in said
+def test_a_slice_with_holes_is_refused_before_memory_is_asked_for(tmp_path):
+    text = map_of(bucket(100, parameter("w", 0, 10, WHOLE | {"global_shape": [1 << 60]})))
+    state = optimizer_state(checkpoint(tmp_path / "c", [torch.arange(100.0)], [text]))[f"{STATE}w"]
+    assert state.stored_elements == 10
+    for at, size, stored in ((None, None, 10), ([5], [10], 5), ([10], [1], 0)):
+        whole = size[0] if size else 1 << 60
+        with pytest.raises(FormatError, match=rf"w' has holes: {stored} of {whole} elements are stored"):
+            state.read(at, size)
+    assert state.read([2], [8]).tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_state_of_a_part_of_a_parameter_is_no_fault_of_the_checkpoint(tmp_path):
+    text = map_of(bucket(100, parameter("w", 0, 10, WHOLE | {"global_shape": [20]})))
+    checkpoint(tmp_path / "c", [torch.arange(100.0)], [text])
+    verdict = verify(tmp_path / "c")
+    assert verdict.good and any("w' is stored in part" in note for note in verdict.notes)
 
 
 def test_what_is_stored_twice_is_refused(tmp_path):
