@@ -116,7 +116,11 @@ class RankSave:
     # -- start ------------------------------------------------------------------------------------------
 
     def start(self, engine: StagingEngine, plan: StatePlan, memory: Memory, state: Collected) -> None:
-        """Starts the copies of tensors and secures what may change at once. Never raises: see `failure`."""
+        """Starts the copies of tensors and secures what may change at once. Errors are values: see `failure`.
+
+        Raises:
+            BaseException: KeyboardInterrupt and the like, after the save was failed and its file removed.
+        """
         self.plan = plan
         try:
             if not memory.owners and not state.tail:
@@ -135,11 +139,14 @@ class RankSave:
             )
             finisher.start()
             self._finisher = finisher
-        except Exception as error:
+        except BaseException as error:
             self.fail(error)
             self.tail.close()
             if self._save is not None:
                 self._save.cancel(str(error))
+            if not isinstance(error, Exception):  # an interrupt: nobody will poll this save
+                self.cancel_and_remove(f"interrupted by {type(error).__name__}")
+                raise
 
     def _begin(self, engine: StagingEngine, plan: StatePlan, memory: Memory) -> None:
         header = Header(self.context.save_id, self.context.rank, self.context.world_size).encode()
@@ -183,8 +190,8 @@ class RankSave:
         self._released_at = None
         begin = time.perf_counter()
         with trainer_held("fence", self):
-            left = begin + self.fence_deadline - time.perf_counter()
-            if not (save.fence(left) and self.tail.wait_read(left)):
+            end = begin + self.fence_deadline
+            if not (save.fence(self.fence_deadline) and self.tail.wait_read(end - time.perf_counter())):
                 save.cancel(
                     f"{reason} waited {self.fence_deadline:g} s for its copies (--datastates-fence-deadline)"
                 )
@@ -257,10 +264,11 @@ class RankSave:
         if self.is_durable or self._finisher is None:
             self._save.remove()
 
-    def join(self, seconds: float | None = None) -> None:
-        """Waits for the finishing thread of a save that is over."""
+    def join(self, seconds: float | None = None) -> bool:
+        """Waits for the finishing thread of a save that is over; returns whether it has ended."""
         if self._finisher is not None:
             self._finisher.join(seconds)
+        return self._finisher is None or not self._finisher.is_alive()
 
     def on_trainer_released(self) -> None:
         """Notes that the trainer resumes (held.Holder)."""
@@ -332,7 +340,7 @@ class RankSave:
             _, _, crc = decode_trailer(footer[-TRAILER_BYTES:], save.path.name)
             self.file = DurableFile(data_end + len(footer), data_end, crc)
             self._durable.set()
-        except Exception as error:
+        except BaseException as error:  # a writer of streams may raise SystemExit, and somebody waits
             save.cancel(str(error))
             self.fail(error)
             self.tail.close()
