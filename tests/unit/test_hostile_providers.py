@@ -127,6 +127,17 @@ def test_a_stream_that_waits_for_ever_does_not_keep_the_program_from_ending(tmp_
     assert "still writes an object or a stream and is abandoned" in ended.stderr
 
 
+def test_buffers_that_an_earlier_save_has_consumed_fail_the_save(tmp_path: Path) -> None:
+    provider = Yields(StreamSource.from_buffers("s", iter([b"once"])))
+    ds.save({"p": provider}, tmp_path / "1")
+    with pytest.raises(SaveFailedError, match="stream 's' come from an iterator that an earlier save"):
+        ds.save({"p": provider}, tmp_path / "2")
+    again = Yields(StreamSource.from_buffers("s", [b"again"]))
+    for _ in range(2):
+        ds.save({"p": again}, tmp_path / "1")
+        assert ds.load(tmp_path / "1") == {"p.s": b"again"}
+
+
 # -- names ------------------------------------------------------------------------------------------------
 
 
