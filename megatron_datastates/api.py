@@ -15,7 +15,7 @@ import torch
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.errors import SaveFailedError
+from megatron_datastates.errors import MismatchError, SaveFailedError
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.load_report import reported_load
 from megatron_datastates.pipeline.publication import Outcome, Publication
@@ -156,7 +156,8 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
     Raises:
         NotACheckpointError: no checkpoint was published there.
         MissingKeyError: the checkpoint has no value of a name.
-        MismatchError: a tensor has another shape, or a dtype that stored values cannot become.
+        MismatchError: a tensor has another shape, or a dtype that stored values cannot become; without
+            `into`, values of two kinds have one name.
         ProviderError: a state provider could not restore itself; its `__cause__` says why.
         CorruptDataError, StorageError, FormatError: damaged, missing or hostile files, by name. Tensors of
             `into` may have been filled in part.
@@ -170,6 +171,14 @@ def load(directory: StrPath, into: State | None = None, **options: Any) -> dict[
 
 def _load_everything(checkpoint: Checkpoint) -> dict[Any, Any]:
     names = list(checkpoint.tensors)
+    known: set[str] = set()
+    for name in (*names, *checkpoint.objects, *checkpoint.streams):
+        if name in known:
+            raise MismatchError(
+                f"{checkpoint.directory} has values of several kinds (tensor, object, stream) under the name "
+                f"{name!r}: load with `into`, or read them one by one from megatron_datastates.open(...)"
+            )
+        known.add(name)
     tensors = checkpoint.read_tensors((name, None, None) for name in names)
     streams = {name: b"".join(checkpoint.open_stream(name)) for name in checkpoint.streams}
     objects = checkpoint.read_objects(checkpoint.objects)

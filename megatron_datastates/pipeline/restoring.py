@@ -74,9 +74,10 @@ def restore(checkpoint: Checkpoint, providers: Mapping[str, StateProvider]) -> N
         ProviderError: the `restore` of a provider raised an exception; it is the cause.
         MissingKeyError: the checkpoint has nothing under the name of one of them.
     """
+    saved = {provider.name for provider in checkpoint.manifest.providers}  # some with nothing to store
     for name, provider in providers.items():
         reader = PrefixReader(checkpoint, name)
-        if name and reader.is_empty:
+        if name not in saved and reader.is_empty and name:
             raise MissingKeyError(
                 f"{checkpoint.directory} has no state of the provider {name!r}: it was saved without it; "
                 "load without this provider, or under the name that it was saved with"

@@ -97,10 +97,13 @@ class RankSave:
         state: Collected,
         link: Link | None = None,
     ) -> None:
-        """Starts the copies of tensors and secures what may change at once. Never raises: see `failure`.
+        """Starts the copies of tensors and secures what may change at once. Errors are values: see `failure`.
 
         Args:
             link: to a file of the last checkpoint with the plan's second layout.
+
+        Raises:
+            BaseException: KeyboardInterrupt and the like, after the save was failed and its file removed.
         """
         self.plan = plan
         try:
@@ -122,10 +125,13 @@ class RankSave:
             self._finisher = finisher
             if plan.stable is not None and plan.stable.has_eager:
                 self._settle()
-        except Exception as error:
+        except BaseException as error:
             self.fail(error)
             self.tail.close()
             self._cancel(str(error))
+            if not isinstance(error, Exception):  # an interrupt: nobody will poll this save
+                self.cancel_and_remove(f"interrupted by {type(error).__name__}")
+                raise
 
     def _begin(self, engine: StagingEngine, plan: StatePlan, memory: Memory, link: Link | None) -> None:
         self._started_at = time.perf_counter()
@@ -284,10 +290,11 @@ class RankSave:
         if self.is_durable or self._finisher is None:
             self._remove()
 
-    def join(self, seconds: float | None = None) -> None:
-        """Waits for the finishing thread of a save that is over."""
+    def join(self, seconds: float | None = None) -> bool:
+        """Waits for the finishing thread of a save that is over; returns whether it has ended."""
         if self._finisher is not None:
             self._finisher.join(seconds)
+        return self._finisher is None or not self._finisher.is_alive()
 
     def on_trainer_released(self) -> None:
         """Notes that the trainer resumes (held.Holder)."""
@@ -358,7 +365,7 @@ class RankSave:
             if self.stable is not None:
                 self.stable.complete(self._seal)
             self._durable.set()
-        except Exception as error:
+        except BaseException as error:  # a writer of streams may raise SystemExit, and somebody waits
             self._cancel(str(error))
             self.fail(error)
             self.tail.close()

@@ -34,6 +34,7 @@ from megatron_datastates.providers.collect import Collected, collect
 logger = logging.getLogger(__name__)
 _WARM_BYTES = 64 << 20  # staging memory made before the size of the shard is known
 _CLOSING_SECONDS = 60.0  # how long the end of a program waits for copies and writes that hang
+_LAST_JOIN_SECONDS = 5.0  # for what Python still does once the engine is closed
 _FIRST_FENCES = 8  # at which staging memory is prepared; about two optimizer steps
 _LONG_WAIT_SECONDS = 0.01  # for staging memory; a longer wait is logged
 _EAGER = {Mutability.AT_FENCE: Mutability.NOW}
@@ -224,7 +225,12 @@ class Saver:
                 logger.error("a copy or a write still hangs after %g s and is abandoned", _CLOSING_SECONDS)
             self._engine = None
         for publication in self._unfinished:
-            publication.save.join()  # the engine is closed, so nothing waits for a thread that hangs
+            # The engine is closed, so only the program's own code can hang: a stream that waits for ever.
+            if not publication.save.join(_LAST_JOIN_SECONDS):
+                logger.error(
+                    "the save to %s: a state provider still writes an object or a stream and is abandoned",
+                    publication.save.context.directory,
+                )
         self._unfinished = []
 
     def _get_engine(self) -> StagingEngine:

@@ -17,10 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from megatron_datastates.engine.tail import TailWriter
+from megatron_datastates.errors import ProviderError
 from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.tail import Kind, TailEntry
 from megatron_datastates.pipeline.frames import FrameWriter, encoder_pool
-from megatron_datastates.providers.base import CopyBudget, Encoding, Mutability, TailSource
+from megatron_datastates.providers.base import CopyBudget, Encoding, Mutability, TailSource, Write
 from megatron_datastates.providers.collect import Collected, Part
 from megatron_datastates.providers.objects import check_pickle
 
@@ -64,6 +65,7 @@ class Tail:
         self._now: list[_Pending] = []
         self._later: list[_Pending] = []
         self._written: dict[int, TailEntry] = {}
+        self._late: list[ProviderError] = []  # of writes after their entry was over
         self._encoders: ThreadPoolExecutor | None = None
         self._read = threading.Event()  # nothing that may change at the fence is left to be written
         self._process = os.getpid()
@@ -108,7 +110,8 @@ class Tail:
         """Writes the rest. Called by the finishing thread.
 
         Raises:
-            ProviderError: a source of a named provider raised an exception; of others, that exception.
+            ProviderError: a source of a named provider raised an exception (of others, that exception), or
+                bytes of an entry came after its writer had returned.
             UnsafeObjectError: a load would refuse an object.
             FailedCallError: the save has failed.
         """
@@ -124,6 +127,8 @@ class Tail:
                 time.sleep(0)
                 released = time.perf_counter()
         self._read.set()
+        if self._late:
+            raise self._late[0]
 
     def wait_read(self, seconds: float) -> bool:
         """Returns whether, within that time, all that may change at the fence was written or given up.
@@ -177,20 +182,60 @@ class Tail:
         name = "" if source.kind is Kind.FRAGMENT else pending.key
         if encoding is not None:
             frames = FrameWriter(writer.write, encoding, self._encoder_threads())
-            pickle = source.write(frames.write)
+            pickle = self._written_by(source, pending.key, frames.write)
             facts = (encoding.codec, encoding.item_bytes, tuple(frames.close()), frames.digest())
             stored = writer.position - begin
             return TailEntry(source.kind, name, begin, stored, frames.bytes, *facts), pickle
         if source.kind is Kind.FRAGMENT:
             return _pass_on_hashed(writer, source, begin), None
-        pickle = source.write(writer.write)
+        pickle = self._written_by(source, pending.key, writer.write)
         size = writer.position - begin
         return TailEntry(source.kind, name, begin, size, size), pickle
+
+    def _written_by(self, source: TailSource, key: str, write: Write) -> bytes | None:
+        """Calls `source.write`; returns what it returns."""
+        entry_write = _EntryWrite(write, key, self._late)
+        try:
+            return source.write(entry_write)
+        finally:
+            entry_write.end()
 
     def _encoder_threads(self) -> ThreadPoolExecutor:
         if self._encoders is None:
             self._encoders = encoder_pool()
         return self._encoders
+
+
+class _EntryWrite:
+    """The function that a source writes one entry with; it refuses calls once the entry is over. Thread-safe.
+
+    A program may keep the function, or call it from a thread that its writer did not wait for: those bytes
+    would become part of another entry.
+
+    Args:
+        late: to which an error is added for every call that comes too late.
+    """
+
+    def __init__(self, write: Write, key: str, late: list[ProviderError]) -> None:
+        self._write: Write | None = write
+        self._key, self._late = key, late
+        self._lock = threading.Lock()
+
+    def __call__(self, data: Any) -> int:
+        with self._lock:
+            if self._write is not None:
+                return self._write(data)
+        error = ProviderError(
+            f"bytes of {self._key!r} came after its writer had returned: expected all of them before that. "
+            "Let the writer wait for threads that write for it, and keep the function no longer than that"
+        )
+        self._late.append(error)
+        raise error
+
+    def end(self) -> None:
+        """Ends the entry."""
+        with self._lock:
+            self._write = None
 
 
 def _pass_on_hashed(writer: TailWriter, source: TailSource, begin: int) -> TailEntry:

@@ -49,7 +49,8 @@ class _Renamed:
 
 def renamed(source: TailSource, key: str) -> TailSource:
     """Returns the source under another key, relative to another provider."""
-    return cast(TailSource, _Renamed(source, key))
+    own = getattr(source, "renamed", None)  # encoded tensors stay what they are, for transformations around
+    return cast(TailSource, own(key) if own is not None else _Renamed(source, key))
 
 
 def collect(providers: Mapping[str, StateProvider]) -> Collected:

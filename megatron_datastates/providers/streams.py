@@ -32,9 +32,17 @@ class StreamSource:
     def from_buffers(
         cls, key: str, buffers: Iterable[Any], mutability: Mutability = Mutability.NOW
     ) -> StreamSource:
-        """Returns a stream of the buffers of an iterable, which is consumed once."""
+        """Returns a stream of the buffers of an iterable. A save fails if an earlier one has consumed it."""
+        is_consumed = False
 
         def writer(write: Write) -> None:
+            nonlocal is_consumed
+            if is_consumed:
+                raise RuntimeError(
+                    f"the buffers of stream {key!r} come from an iterator that an earlier save has consumed: "
+                    "make a new stream in every call of `entries`"
+                )
+            is_consumed = iter(buffers) is buffers
             for buffer in buffers:
                 write(buffer)
 

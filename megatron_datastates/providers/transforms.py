@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -76,12 +77,16 @@ class EncodedTensor:
         shape = tuple(self.source.tensor.shape)
         return self.source.place or Place(shape, (0,) * len(shape), shape)
 
+    def renamed(self, key: str) -> EncodedTensor:
+        """Returns the same tensor under another key (collect.renamed)."""
+        return dataclasses.replace(self, source=self.source._replace(key=key))
+
     def snapshot(self, budget: CopyBudget) -> None:
         """Returns None: the tensor is encoded before the save returns."""
 
     def write(self, write: Write) -> None:
         """Passes on the stored elements, row-major."""
-        tensor = self.source.tensor.detach()
+        tensor = self.source.tensor
         for part in _parts(tensor, _PART_BYTES // tensor.element_size()):
             write(_host_bytes(part, self.dtype, self.written_after))
 
@@ -94,8 +99,25 @@ def encoded_tensor(source: TensorSource) -> EncodedTensor:
             f"tensor {source.key!r} has layout {tensor.layout} and is on {tensor.device}: expected a strided "
             "tensor on the host or on a CUDA device"
         )
+    _check_elements(source)
     event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
-    return EncodedTensor(source, tensor.dtype, None, event)
+    # Detached now: a parameter may be given other memory before it is read, as in saves without encoding.
+    return EncodedTensor(source._replace(tensor=tensor.detach()), tensor.dtype, None, event)
+
+
+def _check_elements(source: TensorSource) -> None:
+    """Raises MismatchError if a tensor has not as many elements in memory as its place says."""
+    tensor, place = source.tensor, source.place
+    if place is not None and math.prod(place.shape) != tensor.numel():
+        raise MismatchError(
+            f"tensor {source.key!r} has shape {tuple(tensor.shape)}: expected as many elements as its place "
+            f"of shape {tuple(place.shape)}"
+        )
+    if tensor.numel() and not (tensor.untyped_storage().nbytes() and tensor.data_ptr()):
+        raise MismatchError(
+            f"tensor {source.key!r} has no memory of its own: it was offloaded, or is a "
+            f"{type(tensor).__qualname__} that wraps other tensors; bring it back first, or save those"
+        )
 
 
 def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:

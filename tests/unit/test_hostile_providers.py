@@ -1,0 +1,219 @@
+"""State providers that do what they should not: the save fails by name, and nothing hangs or is left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_datastates as ds
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.errors import MismatchError, MissingKeyError, SaveFailedError
+from megatron_datastates.providers import (
+    Cast,
+    Compressed,
+    Entry,
+    Mutability,
+    ObjectSource,
+    Place,
+    StreamSource,
+    TensorSource,
+)
+
+WEIGHT = torch.arange(5, dtype=torch.float32)
+LATER = [Mutability.AT_FENCE, Mutability.NEVER]
+by_name: Any = {"ids": lambda mutability: mutability.name}
+
+
+class Yields:
+    """A provider of these entries, which restores nothing."""
+
+    def __init__(self, *entries: Entry) -> None:
+        self._entries = entries
+        self.was_restored = False
+
+    def entries(self) -> Iterator[Entry]:
+        yield from self._entries
+
+    def restore(self, reader: Any) -> None:
+        self.was_restored = True
+
+
+# -- writers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compress", [0, 1])
+@pytest.mark.parametrize("mutability", list(Mutability), **by_name)
+def test_bytes_written_after_their_entry_was_over_fail_the_save(
+    tmp_path: Path, mutability: Mutability, compress: int
+) -> None:
+    kept: list[Any] = []
+
+    def first(write: Any) -> None:
+        write(b"first")
+        kept.append(write)
+
+    def second(write: Any) -> None:
+        write(b"second")
+        with pytest.raises(Exception, match=r"bytes of 'p\.first' came after its writer had returned"):
+            kept[0](b" of the first")
+
+    entries = StreamSource("first", first, mutability), StreamSource("second", second, mutability)
+    with pytest.raises(SaveFailedError, match=r"bytes of 'p\.first' came after its writer had returned"):
+        ds.save({"p": Yields(*entries)}, tmp_path, compress=compress)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()], ids=repr)
+@pytest.mark.parametrize("mutability", LATER, **by_name)
+def test_whatever_a_writer_raises_on_another_thread_fails_the_save(
+    tmp_path: Path, mutability: Mutability, error: BaseException
+) -> None:
+    with pytest.raises(SaveFailedError, match=type(error).__name__):
+        ds.save({"p": Yields(StreamSource("s", _raising(error), mutability))}, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_save_leaves_no_file_and_delays_no_fence(tmp_path: Path) -> None:
+    interrupted = StreamSource("now", _raising(KeyboardInterrupt()))
+    later = StreamSource("later", lambda write: write(b"x"), Mutability.AT_FENCE)
+    with pytest.raises(KeyboardInterrupt):
+        ds.save({"p": Yields(interrupted, later), "w": WEIGHT}, tmp_path)
+    assert not list(tmp_path.iterdir())
+    FENCE.clear("the test")  # with the default deadline, or the test would time out
+    ds.save({"w": WEIGHT}, tmp_path)
+    assert torch.equal(ds.load(tmp_path)["w"], WEIGHT)
+
+
+def _raising(error: BaseException) -> Callable[[Any], None]:
+    def writer(write: Any) -> None:
+        write(b"half")
+        raise error
+
+    return writer
+
+
+BLOCKED = """
+import sys, threading
+import megatron_datastates as ds
+from megatron_datastates.pipeline import saver
+from megatron_datastates.providers import Mutability, StreamSource
+
+class Blocked:
+    def entries(self):
+        yield StreamSource("s", lambda write: threading.Event().wait(), Mutability.NEVER)
+    def restore(self, reader): ...
+
+saver._CLOSING_SECONDS = saver._LAST_JOIN_SECONDS = 0.1
+ds.async_save({"p": Blocked()}, sys.argv[1])
+"""
+
+
+def test_a_stream_that_waits_for_ever_does_not_keep_the_program_from_ending(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", BLOCKED, str(tmp_path / "c")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "still writes an object or a stream and is abandoned" in ended.stderr
+
+
+def test_buffers_that_an_earlier_save_has_consumed_fail_the_save(tmp_path: Path) -> None:
+    provider = Yields(StreamSource.from_buffers("s", iter([b"once"])))
+    ds.save({"p": provider}, tmp_path / "1")
+    with pytest.raises(SaveFailedError, match="stream 's' come from an iterator that an earlier save"):
+        ds.save({"p": provider}, tmp_path / "2")
+    again = Yields(StreamSource.from_buffers("s", [b"again"]))
+    for _ in range(2):
+        ds.save({"p": again}, tmp_path / "1")
+        assert ds.load(tmp_path / "1") == {"p.s": b"again"}
+
+
+# -- names ------------------------------------------------------------------------------------------------
+
+
+def test_a_load_of_everything_refuses_two_kinds_of_one_name(tmp_path: Path) -> None:
+    provider = Yields(ObjectSource("x", 1), StreamSource("x", lambda write: write(b"bytes")))
+    ds.save({"p": provider}, tmp_path)
+    with pytest.raises(MismatchError, match=r"several kinds .* under the name 'p\.x'"):
+        ds.load(tmp_path)
+    checkpoint = ds.open(tmp_path)
+    assert checkpoint.read_object("p.x") == 1
+    assert b"".join(map(bytes, checkpoint.open_stream("p.x"))) == b"bytes"
+
+
+@pytest.mark.parametrize("empty", [Yields, lambda: Compressed({})], ids=["provider", "compressed"])
+def test_a_provider_that_had_nothing_to_store_is_restored(tmp_path: Path, empty: Callable[[], Any]) -> None:
+    ds.save({"p": empty(), "w": WEIGHT}, tmp_path)
+    restored = empty()
+    ds.load(tmp_path, into={"p": restored, "w": torch.zeros(5)})
+    assert getattr(restored, "was_restored", True)
+    with pytest.raises(MissingKeyError, match="no state of the provider 'q'"):
+        ds.load(tmp_path, into={"q": empty()})
+
+
+# -- transformations in trees ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        lambda: Compressed({"o": Cast({"w": WEIGHT}, torch.bfloat16)}),
+        lambda: Cast({"o": Compressed({"w": WEIGHT})}, torch.bfloat16),
+        lambda: Compressed({"o": {"w": WEIGHT.bfloat16()}, "i": Compressed({"n": {"k": WEIGHT}})}),
+    ],
+    ids=["compressed-cast", "cast-compressed", "compressed-compressed"],
+)
+def test_transformations_nest_through_trees(tmp_path: Path, state: Callable[[], Any]) -> None:
+    ds.save({"m": state()}, tmp_path)
+    found = ds.load(tmp_path)["m.o.w"]
+    assert torch.equal(found.float(), WEIGHT)
+    assert found.dtype.itemsize == 2
+
+
+# -- encoded tensors ---------------------------------------------------------------------------------------
+
+TRANSFORMED = [Compressed, lambda inner: Cast(inner, torch.bfloat16)]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMED, ids=["compressed", "cast"])
+def test_an_encoded_tensor_of_another_size_than_its_place_fails_the_save(
+    tmp_path: Path, transform: Callable[[Any], Any]
+) -> None:
+    source = TensorSource("w", WEIGHT, Mutability.NOW, Place((10,), (0,), (10,)))
+    with pytest.raises(SaveFailedError, match=r"tensor 'w' has shape \(5,\): expected .* shape \(10,\)"):
+        ds.save({"p": transform(Yields(source))}, tmp_path)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMED, ids=["compressed", "cast"])
+def test_an_encoded_tensor_without_memory_fails_the_save(
+    tmp_path: Path, transform: Callable[[Any], Any]
+) -> None:
+    offloaded = torch.ones(100)
+    offloaded.untyped_storage().resize_(0)
+    with pytest.raises(SaveFailedError, match="tensor 'w' has no memory of its own: it was offloaded"):
+        ds.save({"p": transform({"w": offloaded})}, tmp_path)
+
+
+@pytest.mark.parametrize("transform", TRANSFORMED, ids=["compressed", "cast"])
+def test_a_parameter_may_be_given_other_memory_before_it_is_encoded(
+    tmp_path: Path, transform: Callable[..., Any]
+) -> None:
+    parameter, begun = torch.nn.Parameter(WEIGHT.clone()), threading.Event()
+    slow = StreamSource("s", lambda write: begun.wait(), Mutability.AT_FENCE)
+    weight = transform(Yields(TensorSource("w", parameter, Mutability.AT_FENCE)))
+    handle = ds.async_save({"a": Yields(slow), "p": weight}, tmp_path, lazy=True)
+    parameter.data = torch.zeros(5)
+    begun.set()
+    ds.fence()
+    handle.wait()
+    assert torch.equal(ds.load(tmp_path)["p.w"].float(), WEIGHT)
