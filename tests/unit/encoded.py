@@ -118,7 +118,7 @@ def write_encoded(directory: Path, parts: list[PartBuilder] | None = None, **fie
 
 def content_digest(data: bytes) -> str:
     """Returns the digest as FORMAT.md says."""
-    blocks = (data[at : at + MIB] for at in range(4096, len(data), MIB))
+    blocks = (data[max(at, 4096) : at + MIB] for at in range(0, len(data), MIB))
     return hashlib.sha256(b"".join(hashlib.sha256(block).digest() for block in blocks)).hexdigest()
 
 

@@ -108,7 +108,13 @@ def test_arguments_are_adopted_once():
 # -- lazy or not --------------------------------------------------------------------------------------------
 
 
-def test_lazy_is_for_megatrons_own_loop():
+@pytest.fixture
+def arguments_of_the_loop(monkeypatch):
+    """Megatron's global arguments, which its loop never runs without."""
+    monkeypatch.setattr("megatron.training.global_vars.get_args", namespace)
+
+
+def test_lazy_is_for_megatrons_own_loop(arguments_of_the_loop):
     strategy = loop.wrap_save_strategy(object)("torch_dist", 1)
     assert isinstance(strategy, TrainingSaveStrategy)
     during: list[bool] = []
@@ -117,7 +123,7 @@ def test_lazy_is_for_megatrons_own_loop():
     assert not strategy.is_lazy() and strategy.classifier() is nothing_promised
 
 
-def test_a_loop_that_raises_is_over():
+def test_a_loop_that_raises_is_over(arguments_of_the_loop):
     def train() -> None:
         raise KeyError
 
