@@ -86,6 +86,7 @@ class Mixed:
         yield from self._tensors.entries()
 
     def restore(self, reader: StateReader) -> None:
+        """Is never called: the benchmark only saves."""
         raise NotImplementedError
 
     def _await_tensors(self) -> None:

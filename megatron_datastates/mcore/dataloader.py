@@ -147,7 +147,8 @@ class _OnlySaves:
         self.state_dict = loader.save_state
 
     def load_state_dict(self, state: Any) -> None:
-        raise NotImplementedError
+        """Is never called: an iterator of `--dataloader-save` has no way back, and is only saved."""
+        raise NotImplementedError("an iterator of --dataloader-save cannot be restored")
 
 
 LOOP = LoopDataLoader()

@@ -112,7 +112,7 @@ def from_common_state(common: Any) -> StoredOptions:
     """Finds the same in the common state of a checkpoint that stores optimizer state by parameter."""
     groups: list[Options] = []
     others: dict[str, Any] = {}
-    for node in _dictionaries(common.get("optimizer") if isinstance(common, dict) else None):
+    for node in dictionaries(common.get("optimizer") if isinstance(common, dict) else None):
         if isinstance(node.get("param_groups"), list):
             step = node["state"].get("common_step") if isinstance(node.get("state"), dict) else None
             default = {} if step is None else {"step": _plain_step(step)}
@@ -126,12 +126,13 @@ def _plain_step(step: Any) -> Any:
     return int(step) if isinstance(step, torch.Tensor) else step
 
 
-def _dictionaries(nested: Any) -> Iterator[dict[Any, Any]]:
+def dictionaries(nested: Any) -> Iterator[dict[Any, Any]]:
+    """Yields every dictionary in nested dictionaries and lists, the outer ones first."""
     if isinstance(nested, dict):
         yield nested
     if isinstance(nested, dict | list):
         for item in nested.values() if isinstance(nested, dict) else nested:
-            yield from _dictionaries(item)
+            yield from dictionaries(item)
 
 
 def _groups_in(state: Any, where: str) -> list[Options]:

@@ -80,7 +80,7 @@ def test_repair_rebuilds_the_manifest_of_several_groups_of_one_save(tmp_path):
 
 
 def test_repair_refuses_files_of_several_saves(tmp_path):
-    """Left-overs of an earlier save could have the same layout: nothing but the manifest tells them apart."""
+    """Left-overs of an earlier save could have the same layout: only the manifest distinguishes them."""
     write_shared(tmp_path / "c")
     (tmp_path / "c" / MANIFEST_NAME).unlink()
     with pytest.raises(DataStatesError, match="data files of 2 saves"):

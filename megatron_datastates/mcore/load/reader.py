@@ -133,7 +133,7 @@ class _Box:
         Args:
             start: of the part, in the coordinates of `item.storage_offsets`.
         """
-        raise NotImplementedError
+        raise NotImplementedError  # each kind of box has its own plan
 
     def is_detour(self, planner: LoadPlanner) -> bool:
         """Returns whether the planner may resolve to a new tensor that it copies to the target afterwards.

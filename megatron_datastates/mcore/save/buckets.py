@@ -30,6 +30,7 @@ from megatron_datastates.format.optimizer_map import (
     ParameterShard,
 )
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
+from megatron_datastates.pipeline.optimizer_groups import dictionaries
 from megatron_datastates.plan.boxes import contiguous_strides
 
 logger = logging.getLogger(__name__)
@@ -73,19 +74,11 @@ def _zero_padding(state: Any) -> None:
 
     Padding is a dictionary of tensors with a true 'padding' entry.
     """
-    for entry in _dictionaries(state):
+    for entry in dictionaries(state):
         if getattr(entry.get("padding"), "obj", False) is True:
             for item in entry.values():
                 if isinstance(item, ShardedTensor) and item.data is not None:
                     item.data.zero_()
-
-
-def _dictionaries(nested: Any) -> Iterator[dict[Any, Any]]:
-    if isinstance(nested, dict):
-        yield nested
-    if isinstance(nested, dict | list):
-        for item in nested.values() if isinstance(nested, dict) else nested:
-            yield from _dictionaries(item)
 
 
 def carried_map(item: ShardedObject) -> tuple[str, str] | None:
