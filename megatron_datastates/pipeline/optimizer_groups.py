@@ -8,7 +8,7 @@ optimizer. Belongs here: values only. What Megatron's optimizers ask for is in m
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME, is_optimizer_map
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.optimizer import WHOLE_OBJECT
+from megatron_datastates.providers.named import dictionaries
 
 Options = Mapping[str, Any]  # of a parameter group
 _BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded", OPTIMIZER_MAP_NAME)
@@ -124,15 +125,6 @@ def from_common_state(common: Any) -> StoredOptions:
 
 def _plain_step(step: Any) -> Any:
     return int(step) if isinstance(step, torch.Tensor) else step
-
-
-def dictionaries(nested: Any) -> Iterator[dict[Any, Any]]:
-    """Yields every dictionary in nested dictionaries and lists, the outer ones first."""
-    if isinstance(nested, dict):
-        yield nested
-    if isinstance(nested, dict | list):
-        for item in nested.values() if isinstance(nested, dict) else nested:
-            yield from dictionaries(item)
 
 
 def _groups_in(state: Any, where: str) -> list[Options]:

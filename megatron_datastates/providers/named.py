@@ -73,6 +73,15 @@ def map_leaves(state: Mapping[Any, Any], value_of: Callable[[str], Any], prefix:
     return found
 
 
+def dictionaries(nested: Any) -> Iterator[dict[Any, Any]]:
+    """Yields every dictionary in nested dictionaries and lists, the outer ones first."""
+    if isinstance(nested, dict):
+        yield nested
+    if isinstance(nested, dict | list):
+        for item in nested.values() if isinstance(nested, dict) else nested:
+            yield from dictionaries(item)
+
+
 def named_values(state: Mapping[Any, Any]) -> dict[str, Any]:
     """Returns the values of nested mappings by name.
 

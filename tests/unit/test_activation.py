@@ -46,6 +46,16 @@ def test_watched_modules_are_those_that_the_table_attaches_to_at_import() -> Non
     assert loading | versions.MEMORY_SAVERS.keys() == WATCHED_MODULES
 
 
+def test_hooks_of_a_program_in_another_format_do_not_import_the_native_module() -> None:
+    code = (
+        "import torch, megatron.core.optimizer, megatron.core.dist_checkpointing.serialization; "
+        f"import megatron_datastates.mcore.errors; {LIST_OURS}"
+    )
+    loaded = run(code).split()
+    assert "megatron_datastates.mcore.load.optimizer_request" in loaded  # a hook was attached
+    assert [module for module in loaded if "native" in module] == []
+
+
 def test_wrappers_are_named_after_what_they_wrap_and_share_no_name() -> None:
     hooks = {
         hook.wrapper

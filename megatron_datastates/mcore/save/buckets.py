@@ -30,8 +30,8 @@ from megatron_datastates.format.optimizer_map import (
     ParameterShard,
 )
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME
-from megatron_datastates.pipeline.optimizer_groups import dictionaries
 from megatron_datastates.plan.boxes import contiguous_strides
+from megatron_datastates.providers.named import dictionaries
 
 logger = logging.getLogger(__name__)
 _CARRIER = "per_bucket_numel"  # an object that every data-parallel group stores once, like the map
