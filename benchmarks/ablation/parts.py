@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import os
 import threading
 import time
@@ -23,7 +24,7 @@ from megatron_datastates.config import KIB, MIB, Options
 from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.save import RankSave
 from megatron_datastates.providers.base import Entry, Mutability, StateReader, Write
-from megatron_datastates.providers.objects import ObjectSource
+from megatron_datastates.providers.objects import ObjectSource, check_pickle
 from megatron_datastates.providers.streams import StreamSource
 
 _TENSOR_BYTES = 32 * MIB
@@ -76,7 +77,7 @@ class Mixed:
     def entries(self) -> Iterator[Entry]:
         self._started.clear()
         if self._when == "before":
-            stored = [ObjectSource(f"o{i}", value).serialize() for i, value in enumerate(self._objects)]
+            stored = [_serialize_checked(f"o{i}", value) for i, value in enumerate(self._objects)]
             for i, data in enumerate(stored):
                 yield StreamSource.from_buffers(f"o{i}", [data], Mutability.NEVER)
         else:
@@ -97,6 +98,13 @@ class Mixed:
             if save.failure is not None:
                 return
             time.sleep(POLL_SECONDS)
+
+
+def _serialize_checked(key: str, value: Any) -> bytes:
+    """Returns a serialized object, checked as every save checks its objects."""
+    buffer = io.BytesIO()
+    check_pickle(ObjectSource(key, value).write(buffer.write), key)
+    return buffer.getvalue()
 
 
 def measure_overlap(folder: Path, sizes: Sizes) -> Result:
