@@ -23,8 +23,11 @@ _EXTRA = "_extra_state"
 _TENSORS = (ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
 
 
-def extra_states(chunk: Any, state: dict[str, Any]) -> list[tuple[Any, Callable[[], Any]]]:
-    """Returns the objects in a model's sharded state dict, each with the function that makes its value.
+def extra_states(chunk: Any, state: dict[str, Any]) -> list[tuple[str, Any, Callable[[], Any]]]:
+    """Returns the objects in a model's sharded state dict.
+
+    Returns:
+        The name of each, the object without its value, and the function that makes the value.
 
     Raises:
         UnprovableError: there is something that is neither a tensor nor a module's extra state.
@@ -38,10 +41,10 @@ def extra_states(chunk: Any, state: dict[str, Any]) -> list[tuple[Any, Callable[
                 raise UnprovableError(f"the object {key!r} of the model is not a module's extra state")
             template = copy.copy(item)
             template.data = None
-            found.append((template, weakref.WeakMethod(module.get_extra_state)))
+            found.append((key, template, _called(weakref.WeakMethod(module.get_extra_state))))
         elif not all(isinstance(leaf, _TENSORS) for leaf in _leaves(item)):
             raise UnprovableError(f"{key!r} of the model is neither a tensor nor a sharded object")
-    return [(template, _called(method)) for template, method in found]
+    return found
 
 
 def _leaves(item: Any) -> Iterator[Any]:

@@ -52,6 +52,11 @@ class ShardedStateProvider:
         """Returns the tensors. Raises CheckpointingException for one without data, or flattened."""
         mark = mark_of(self._state)
         if mark is not None and mark.is_thin:
+            if any(self._main_replicas(ShardedTensor)):
+                raise CheckpointingException(
+                    "a prepared save has tensors that the last save did not have: use --datastates-prepared "
+                    "off, and report this"
+                )
             return mark.preparation.tensors(self._classifier, is_lazy=self._is_lazy)
         classify, found, stored = self._classifier(), Tensors(), []
         for item in self._main_replicas(ShardedTensor):

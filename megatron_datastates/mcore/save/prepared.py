@@ -16,21 +16,26 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import inspect
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from megatron_datastates.engine.exchange import Described, describe
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.save.extra_states import extra_states
 from megatron_datastates.mcore.save.mutability import Classify
 from megatron_datastates.mcore.save.survey import Survey, UnprovableError, distributed_optimizers
 from megatron_datastates.pipeline.held import trainer_held
+from megatron_datastates.pipeline.plans import Words, has_unresolved_views
 from megatron_datastates.providers.base import Tensors
 
 logger = logging.getLogger(__name__)
@@ -43,7 +48,14 @@ _ARGUMENTS = (
     "ckpt_fully_parallel_save",
     "ckpt_fully_parallel_save_process_group",
 )
-_VIEW = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, elements after the tensor's own first
+
+
+class Row(NamedTuple):
+    """Where a stored tensor is found at every save."""
+
+    number: int  # of the tensor that it is, or is a view of
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None  # shape, strides, distance in elements
+    distance: int = 0  # in bytes
 
 
 class Mark(ShardedObject):  # type: ignore[misc]
@@ -89,11 +101,13 @@ class Preparation:
         self._survey = Survey(call["model"], call["optimizer"])
         self._bucket_states: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}  # by id of the optimizer
         self._padding: list[torch.Tensor] = []  # zeros, which nobody changes
-        self._extra_states: list[list[tuple[Any, Callable[[], Any]]]] = []  # by model chunk
-        self._rows: list[tuple[int, _VIEW | None]] = []  # of each stored tensor: number in the survey, view
+        self._extra_states: list[list[tuple[str, Any, Callable[[], Any]]]] = []  # by model chunk
+        self._rows: list[Row] = []  # of each stored tensor
         self._columns = Tensors()  # without its tensors
+        self._described: Described | None = None  # the tensors as they were stored
         self._classified: Any = None  # what the mutability depends on
-        self._current: list[torch.Tensor] = []  # during a prepared save
+        self._current: list[torch.Tensor] = []  # during a prepared save: those of the survey, and padding
+        self._addresses: Words | None = None  # of `_current`, if torch has a fast way to them
         self._used: set[int] = set()
         self.is_complete = False
 
@@ -136,7 +150,10 @@ class Preparation:
             if tensor is not passed:
                 raise UnprovableError(f"{key!r} is quantized")
             rows.append(_row(key, tensor, numbers))
-        self._rows = rows
+        described = describe(found.tensors)
+        if has_unresolved_views(found, described is None or described.has_complex):
+            raise UnprovableError("a tensor is a negated or conjugated view")
+        self._rows, self._described = rows, described
         self._columns = dataclasses.replace(found, tensors=[])
         self._classified = None
         self.is_complete = True
@@ -153,8 +170,11 @@ class Preparation:
             raise UnprovableError("the last save could not be prepared for")
         if _conditions(call) != self._conditions:
             raise UnprovableError("the arguments of the save are others")
-        self._current = [*self._survey.tensors_if_unchanged(), *self._padding]
-        self._used = set()
+        tensors, addresses = self._survey.tensors_if_unchanged()
+        if addresses is not None:
+            padding = np.array([item.data_ptr() for item in self._padding], np.uint64)
+            self._addresses = np.concatenate([addresses, padding])
+        self._current, self._used = [*tensors, *self._padding], set()
 
     def thin_models(self) -> list[Any]:
         """Returns what stands in for the model chunks while Megatron makes a thin state dict."""
@@ -181,7 +201,7 @@ class Preparation:
 
     def release(self) -> None:
         """Lets go of the tensors of a prepared save."""
-        self._current = []
+        self._current, self._addresses = [], None
 
     def tensors(self, classifier: Callable[[], Classify], *, is_lazy: bool) -> Tensors:
         """Returns the tensors of a prepared save.
@@ -190,19 +210,30 @@ class Preparation:
             classifier, is_lazy: as in ShardedStateProvider.
         """
         sources, columns = self._current, self._columns
-        tensors = [sources[at] if view is None else _view(sources[at], view) for at, view in self._rows]
-        depends_on = self._classification(is_lazy, tensors)
+        tensors = [sources[at] if view is None else _view(sources[at], view) for at, view, _ in self._rows]
+        described = None
+        if self._addresses is not None and self._described is not None:
+            numbers, distances = self._positions
+            addresses = self._addresses[numbers] + distances
+            described = self._described._replace(addresses=addresses)
+        depends_on = self._classification(is_lazy)
         if depends_on is None or depends_on != self._classified:
             columns.mutability = list(map(classifier(), tensors))
             self._classified = depends_on
-        return dataclasses.replace(columns, tensors=tensors)
+        return dataclasses.replace(columns, tensors=tensors, described=described)
 
-    def _classification(self, is_lazy: bool, tensors: list[torch.Tensor]) -> Any:
+    @functools.cached_property
+    def _positions(self) -> tuple[npt.NDArray[np.intp], Words]:
+        """The number of the tensor that each row begins in, and the row's distance from it in bytes."""
+        numbers = np.array([row.number for row in self._rows], np.intp)
+        return numbers, np.array([row.distance for row in self._rows], np.int64).view(np.uint64)
+
+    def _classification(self, is_lazy: bool) -> Any:
         """Returns all that mutabilities depend on, or None if that is unknown."""
         stepped = fences.stepped_optimizers()
-        if not stepped <= self._survey.inner_optimizers():
-            return None  # another optimizer may own some of the memory, now or later
-        return is_lazy, stepped, list(map(torch.Tensor.data_ptr, tensors))
+        if self._addresses is None or not stepped <= self._survey.inner_optimizers():
+            return None  # another optimizer may own some of the memory
+        return is_lazy, stepped, self._addresses.tobytes()
 
 
 class _ThinChunk:
@@ -214,10 +245,12 @@ class _ThinChunk:
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._preparation.use_chunk(self._number)
         state: dict[str, Any] = {MARK: Mark.of(self._preparation, self._number, is_thin=True)}
-        for template, value_of in self._extra_states:
-            item = copy.copy(template)
-            item.data = value_of()
-            state[item.unique_key] = item
+        for name, template, value_of in self._extra_states:
+            item, value = template, value_of()
+            if value is not None:
+                item = copy.copy(template)
+                item.data = value
+            state[name] = item
         return state
 
 
@@ -254,19 +287,19 @@ def _chunks_of(state: dict[str, Any], count: int) -> list[dict[str, Any]]:
     return [state[key] for key in keys]
 
 
-def _row(key: str, tensor: torch.Tensor, numbers: dict[int, int]) -> tuple[int, _VIEW | None]:
-    """Returns the number of a tensor, or of the one that it is a view of, and the view."""
+def _row(key: str, tensor: torch.Tensor, numbers: dict[int, int]) -> Row:
     number = numbers.get(id(tensor))
     if number is not None:
-        return number, None
+        return Row(number, None)
     base = tensor._base
     if base is None or id(base) not in numbers:
         raise UnprovableError(f"the tensor {key!r} is made anew in every save")
     distance = int(tensor.storage_offset()) - int(base.storage_offset())
-    return numbers[id(base)], (tuple(tensor.shape), tensor.stride(), distance)
+    view = (tuple(tensor.shape), tensor.stride(), distance)
+    return Row(numbers[id(base)], view, distance * tensor.element_size())
 
 
-def _view(tensor: torch.Tensor, view: _VIEW) -> torch.Tensor:
+def _view(tensor: torch.Tensor, view: tuple[tuple[int, ...], tuple[int, ...], int]) -> torch.Tensor:
     shape, strides, distance = view
     return tensor.detach().as_strided(shape, strides, tensor.storage_offset() + distance)
 

@@ -13,19 +13,22 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
-from operator import attrgetter, call, is_
+from itertools import chain, repeat
+from operator import attrgetter, call, contains, is_
 from typing import Any
 
 import torch
 
 from megatron_datastates.engine.exchange import describe
+from megatron_datastates.pipeline.plans import Words
 
 _TRUSTED = ("megatron.", "torch.", "transformer_engine.")  # beginnings of the names of modules
 _DECIDING = ("sharded_state_dict", "state_dict", "_save_to_state_dict")
 _BUCKETING = ("get_parameter_state_dp_reshardable", "_get_main_param_and_optimizer_states")
-_members = attrgetter("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_members = attrgetter("_parameters", "_buffers", "_modules")
+_not_stored = attrgetter("_non_persistent_buffers_set")
 _hooks = attrgetter("_state_dict_hooks", "_state_dict_pre_hooks")
+_is_trained = attrgetter("requires_grad")
 _facts = attrgetter("dtype", "shape", "device", "layout")
 
 
@@ -66,14 +69,14 @@ class Survey:
         tensors = [look.objects[at] for at in self._tensors]
         # Of each tensor by its id, which means something only as long as the tensors exist: in this save.
         self.numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        self._described = _describe(tensors)
+        self._described, _ = _describe(tensors)
 
     def inner_optimizers(self) -> set[int]:
         """Returns the ids of the torch optimizers whose state was surveyed."""
         return {id(one.optimizer) for one in (ref() for ref in self._optimizers) if one is not None}
 
-    def tensors_if_unchanged(self) -> list[torch.Tensor]:
-        """Returns all tensors, by their numbers.
+    def tensors_if_unchanged(self) -> tuple[list[torch.Tensor], Words | None]:
+        """Returns all tensors, by their numbers, and their addresses if torch has a fast way to them.
 
         Raises:
             UnprovableError: something has changed.
@@ -86,9 +89,10 @@ class Survey:
         if any(_deciding(cls) != functions for cls, functions in self._classes.items()):
             raise UnprovableError("a method that makes state dicts was replaced")
         tensors = [look.objects[at] for at in self._tensors]
-        if _describe(tensors) != self._described:
+        described, addresses = _describe(tensors)
+        if described != self._described:
             raise UnprovableError("a tensor has another shape, dtype, device or memory layout")
-        return tensors
+        return tensors, addresses
 
     def _look(self) -> _Look:
         modules, optimizers = [ref() for ref in self._modules], [ref() for ref in self._optimizers]
@@ -116,14 +120,14 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
 
 def _add_modules(look: _Look, modules: list[Any]) -> None:
     members = list(chain.from_iterable(map(_members, modules)))
-    of_module = [part for part in members if isinstance(part, dict)]
     look.objects.extend(map(type, modules))
-    look.objects.extend(chain.from_iterable(map(dict.values, of_module)))
+    look.objects.extend(chain.from_iterable(map(dict.values, members)))
     look.values += [
-        list(chain.from_iterable(of_module)),
+        list(chain.from_iterable(members)),
         list(map(len, members)),
-        [len(hooks) for pair in map(_hooks, modules) for hooks in pair],
-        any("sharded_state_dict" in attributes for attributes in map(vars, modules)),
+        list(map(len, map(_not_stored, modules))),
+        list(map(len, chain.from_iterable(map(_hooks, modules)))),
+        any(map(contains, map(vars, modules), repeat("sharded_state_dict"))),
     ]
 
 
@@ -142,11 +146,13 @@ def _add_optimizer(look: _Look, optimizer: Any) -> None:
     buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
     look.objects += [inner, *optimizer.buffers, *buckets, *params]
     look.objects.extend(chain.from_iterable(ranges))
-    held = chain.from_iterable(state.values() for state in states)
-    look.objects.extend(value for value in held if isinstance(value, torch.Tensor))
+    held = chain.from_iterable(map(dict.items, states))
+    look.objects.extend(
+        value for name, value in held if name != "step" and isinstance(value, torch.Tensor)
+    )  # a step is a value, which the optimizer's own state dict has
     look.values += [
         list(map(len, groups)),
-        [tuple(state) for state in states],
+        list(map(tuple, states)),
         list(optimizer.model_param_group_index_map.values()),
         [(bucket.grad_data.numel(), getattr(bucket, "numel_unpadded", None)) for bucket in buckets],
         [optimizer.data_parallel_group_idx, getattr(optimizer, "distributed_optimizer_instance_id", 0)],
@@ -154,14 +160,17 @@ def _add_optimizer(look: _Look, optimizer: Any) -> None:
     ]
 
 
-def _describe(tensors: list[torch.Tensor]) -> Any:
-    """Returns a value that is equal for tensors of equal shapes, strides, dtypes, devices and so on."""
-    trained = list(map(attrgetter("requires_grad"), tensors))
+def _describe(tensors: list[torch.Tensor]) -> tuple[Any, Words | None]:
+    """Returns a value that is equal for tensors of equal shapes, strides, dtypes, devices and so on.
+
+    Returns their addresses, too, if torch has a fast way to them.
+    """
+    trained = list(map(_is_trained, tensors))
     seen = describe(tensors)
     if seen is not None:
-        return seen.description, trained
+        return (seen.description, trained), seen.addresses
     strides = [tensor.stride() if tensor.layout is torch.strided else None for tensor in tensors]
-    return list(map(_facts, tensors)), strides, trained
+    return (list(map(_facts, tensors)), strides, trained), None
 
 
 def _deciding(cls: type) -> list[Any]:
