@@ -34,6 +34,12 @@ class ShardedStateProvider:
         self._state = sharded_state_dict
         self._classifier = classifier  # called in tensors(): an error there fails the save on all ranks
         self._is_lazy = is_lazy
+        self._mark = mark_of(sharded_state_dict)
+
+    @property
+    def is_thin(self) -> bool:
+        """Returns whether the state dict is that of a prepared save."""
+        return self._mark is not None and self._mark.is_thin
 
     def _main_replicas(self, kind: type[Any]) -> Iterator[Any]:
         for item in nested_values(self._state):
@@ -50,7 +56,7 @@ class ShardedStateProvider:
 
     def tensors(self) -> Tensors:
         """Returns the tensors. Raises CheckpointingException for one without data, or flattened."""
-        mark = mark_of(self._state)
+        mark = self._mark
         if mark is not None and mark.is_thin:
             if any(self._main_replicas(ShardedTensor)):
                 raise CheckpointingException(

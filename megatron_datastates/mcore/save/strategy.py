@@ -102,15 +102,15 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         fences.fence()
 
     def _start(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, mode: str) -> Publication:
+        sharded = ShardedStateProvider(sharded_state_dict, self.classifier, is_lazy=self.is_lazy())
+
         def providers() -> dict[str, StateProvider]:
-            state: StateProvider = ShardedStateProvider(
-                sharded_state_dict, self.classifier, is_lazy=self.is_lazy()
-            )
+            state: StateProvider = sharded
             if self._transform is not None:
                 state = self._transform(state)
             return {"": state, **registered(self.options.providers)}
 
-        return saver_for(self.options).start(
+        publication = saver_for(self.options).start(
             Path(checkpoint_dir),
             providers,
             iteration=_iteration(sharded_state_dict, checkpoint_dir),
@@ -118,6 +118,8 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             extras=_extras(CheckpointingConfig(self.backend, self.version)),
             await_copies=not self.is_lazy(),
         )
+        publication.is_prepared = sharded.is_thin
+        return publication
 
 
 class TrainingSaveStrategy(DataStatesSaveStrategy):
