@@ -10,8 +10,9 @@ import pytest
 
 from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
 
-STEPS: list[str | Path] = ["--train-iters", "6", "--save-interval", "2", "--ckpt-format", "datastates"]
+STEPS: list[str | Path] = ["--train-iters", "8", "--save-interval", "2", "--ckpt-format", "datastates"]
 LAST = 6
+STOP = ["--exit-interval", str(LAST)]
 
 
 def prepared(report: Path) -> dict[int, bool]:
@@ -34,20 +35,18 @@ def test_saves_after_the_first_are_prepared_and_exact(
     how: list[str], mode: list[str], pretraining: Pretraining, tmp_path: Path
 ) -> None:
     root, report = tmp_path / "ck", tmp_path / "report.jsonl"
-    saving = ["--save", root, "--datastates-report-file", report]
+    saving = ["--save", root, "--datastates-report-file", report, *STOP]
     saved = pretraining.run(*how, *mode, *STEPS, *saving)
     assert prepared(report) == {2: False, 4: True, 6: True}
     for step in (4, LAST):
-        resumed = pretraining.run(
-            *how, *STEPS, "--train-iters", "8", "--load", root, "--ckpt-step", str(step)
-        )
+        resumed = pretraining.run(*how, *STEPS, "--load", root, "--ckpt-step", str(step))
         assert resumed.resumed_from(saved) == step
 
 
 def test_prepared_saves_can_be_switched_off(pretraining: Pretraining, tmp_path: Path) -> None:
     report = tmp_path / "report.jsonl"
     saving = ["--save", tmp_path / "ck", "--datastates-report-file", report, "--datastates-prepared", "off"]
-    pretraining.run(*LAYOUTS["tp2"], *STEPS, *saving)
+    pretraining.run(*LAYOUTS["tp2"], *STEPS, *STOP, *saving)
     assert prepared(report) == {2: False, 4: False, 6: False}
 
 
@@ -58,7 +57,7 @@ def test_saves_of_new_tensors_are_never_prepared(
     """What is gathered for one save is not there at the next; without an optimizer there are no buckets."""
     report = tmp_path / "report.jsonl"
     saving = ["--save", tmp_path / "ck", "--datastates-report-file", report]
-    pretraining.run(*LAYOUTS["tp2"], *STEPS, *how, *saving)
+    pretraining.run(*LAYOUTS["tp2"], *STEPS, *STOP, *how, *saving)
     assert prepared(report) == {2: False, 4: False, 6: False}
 
 
@@ -80,16 +79,16 @@ def test_changes_between_saves_are_saved(
     root, report = tmp_path / "ck", tmp_path / "report.jsonl"
     how: list[str | Path] = [*LAYOUTS["pp2"], *STEPS, "--async-save", "--save", root]
     changing = {"TINY_MUTATION": f"{mutation}:{LAST}{rank}"}
-    saved = pretraining.run(*how, "--datastates-report-file", report, environment=changing)
+    saved = pretraining.run(*how, *STOP, "--datastates-report-file", report, environment=changing)
     assert prepared(report) == {2: False, 4: True, 6: is_prepared}
-    resumed = pretraining.run(*how, "--train-iters", "8", "--load", root)
+    resumed = pretraining.run(*how, "--load", root)
     assert resumed.resumed_from(saved) == LAST
 
 
 def test_a_prepared_checkpoint_is_the_same_as_a_full_one(pretraining: Pretraining, tmp_path: Path) -> None:
     """Both runs use the same path, one after the other: the arguments are part of what is saved."""
     root, report = tmp_path / "ck", tmp_path / "report.jsonl"
-    how: list[str | Path] = [*LAYOUTS["tp2"], *STEPS, "--save", root]
+    how: list[str | Path] = [*LAYOUTS["tp2"], *STEPS, *STOP, "--save", root]
     pretraining.run(*how, environment={"MEGATRON_DATASTATES_REPORT_FILE": str(report)})
     root.rename(tmp_path / "on")
     pretraining.run(*how, environment={"MEGATRON_DATASTATES_PREPARED": "off"})
