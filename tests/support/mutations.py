@@ -79,7 +79,7 @@ def new_option(model: Any, optimizer: Any) -> None:
     """Changes plain values of a parameter group."""
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
-            group["weight_decay"] = 0.123
+            group["eps"] = 1.5e-8  # the scheduler sets others at a load
 
 
 def install(working: Callable[[], Any]) -> None:
