@@ -68,10 +68,9 @@ def reloaded_model(model: Any, optimizer: Any) -> None:
 @mutation
 def frozen_parameter(model: Any, optimizer: Any) -> None:
     """Changes requires_grad, and a value right afterwards."""
-    for parameter in model[0].parameters():
-        parameter.requires_grad_(False)
-        parameter.data += 1
-        break
+    weight = model[0].decoder.layers[0].mlp.linear_fc1.weight
+    weight.requires_grad_(False)
+    weight.data += 1
 
 
 @mutation
