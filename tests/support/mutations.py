@@ -30,8 +30,8 @@ def inner_optimizers(optimizer: Any) -> list[Any]:
 
 @mutation
 def moved_data(model: Any, optimizer: Any) -> None:
-    """Gives parameters and main parameters other memory, with other values."""
-    for parameter in model[0].parameters():
+    """Gives parameters (but not tied ones) and main parameters other memory, with other values."""
+    for parameter in model[0].decoder.parameters():
         parameter.data = parameter.data.clone() + 1
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
