@@ -83,6 +83,17 @@ def test_changes_between_saves_are_saved(
     assert resumed.resumed_from(saved) == LAST
 
 
+def test_nothing_is_held_between_saves(pretraining: Pretraining, tmp_path: Path) -> None:
+    """Frameworks move optimizer state out of the device's memory between iterations."""
+    root, report = tmp_path / "ck", tmp_path / "report.jsonl"
+    saving = ["--save", root, "--datastates-report-file", report]
+    changing = {"TINY_MUTATION": f"freed_state:{LAST}"}
+    saved = pretraining.run(*LAYOUTS["dp2"], *STEPS, *STOP, *saving, environment=changing)
+    assert prepared(report) == {2: False, 4: True, 6: False}
+    resumed = pretraining.run(*LAYOUTS["dp2"], *STEPS, "--load", root)
+    assert resumed.resumed_from(saved) == LAST
+
+
 @pytest.mark.parametrize("mutation", ["replaced_parameter", "reloaded_model"])
 def test_parameters_that_the_optimizer_does_not_know_are_saved(
     mutation: str, pretraining: Pretraining, tmp_path: Path

@@ -5,6 +5,7 @@ run of tests/support/tiny.py can be one of these.
 """
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,16 @@ def replaced_state(model: Any, optimizer: Any) -> None:
     for inner in inner_optimizers(optimizer):
         state = inner.state[inner.param_groups[0]["params"][0]]
         state["exp_avg"] = state["exp_avg"] + 1
+
+
+@mutation
+def freed_state(model: Any, optimizer: Any) -> None:
+    """Replaces moments as a program does that moves them out of the device's memory: nothing may hold them."""
+    for inner in inner_optimizers(optimizer):
+        for state in inner.state.values():
+            before = weakref.ref(state["exp_avg"])
+            state["exp_avg"] = state["exp_avg"].clone()
+            assert before() is None, "something still holds the old moments"
 
 
 @mutation
