@@ -50,7 +50,7 @@ def replaced_state(model: Any, optimizer: Any) -> None:
 
 @mutation
 def freed_state(model: Any, optimizer: Any) -> None:
-    """Replaces moments as a program does that moves them out of the device's memory: nothing may hold them."""
+    """Replaces moments, as a program does that moves them elsewhere: nothing may hold the old ones."""
     for inner in inner_optimizers(optimizer):
         for state in inner.state.values():
             before = weakref.ref(state["exp_avg"])

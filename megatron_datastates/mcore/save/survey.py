@@ -102,6 +102,8 @@ class Survey:
         _add_modules(look, modules)
         for optimizer in optimizers:
             _add_optimizer(look, optimizer)
+        # A reference to what is gone returns None, too.
+        look.values.append(list(map(is_, look.objects, repeat(None))))
         return look
 
 
