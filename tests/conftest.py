@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]  # of the repository: ranks of the fault campai
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--first-case", action="store_true", help="run the first case of each test function only")
+    parser.addoption("--first-case", action="store_true", help="only the first case of each test function")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
