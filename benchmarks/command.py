@@ -107,11 +107,14 @@ def load_average() -> float:
     return round(os.getloadavg()[1], 1)
 
 
+_CHANGING = ("date", "disk_free_gib")
+
+
 def _comparable(described: Any) -> Any:
     """Returns a description without what changes from hour to hour."""
     if not isinstance(described, dict):
         return described
-    return {name: value for name, value in described.items() if name != "disk_free_gib"}
+    return {name: value for name, value in described.items() if name not in _CHANGING}
 
 
 def machine_line(machine: Result, part: Result) -> str:

@@ -70,7 +70,7 @@ class World:
         """Runs a job on all ranks and returns their reports.
 
         Raises:
-            RuntimeError: it failed on a rank, or ran into the limit. If ranks then wait for others, all are
+            JobFailedError: it failed on a rank, or ran into the limit. If ranks then wait for others, all are
                 killed, and this world `is_dead`.
         """
         for pipe in self._pipes:
@@ -81,14 +81,14 @@ class World:
             ready = connection.wait(pipes, _PATIENCE_SECONDS if failed else limit_seconds)
             if not ready:
                 self.kill()
-                failed = failed or Failure(f"{job} did not end within {limit_seconds} s")
+                failed = failed or Failure(f"it did not end within {limit_seconds} s")
                 break
             for pipe in pipes:
                 if pipe in ready:
                     waiting[pipe] = result = self._receive(pipe)
                     failed = failed or (result if isinstance(result, Failure) else None)
         if failed:
-            raise RuntimeError(failed.text)
+            raise JobFailedError(job, failed.cause)
         return list(waiting.values())
 
     def kill(self) -> None:
@@ -119,8 +119,16 @@ class World:
 class Failure:
     """What a rank reports in place of a result."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
+    def __init__(self, cause: str) -> None:
+        self.cause = cause
+
+
+class JobFailedError(RuntimeError):
+    """A job failed; `cause` says on which rank, and why."""
+
+    def __init__(self, job: Any, cause: str) -> None:
+        super().__init__(f"{job}: {cause}")
+        self.cause = cause
 
 
 def install_stand_ins() -> None:
@@ -156,7 +164,7 @@ def _run_rank(
         try:
             pipe.send(serve(job))
         except Exception as error:
-            pipe.send(Failure(f"rank {rank}, {job}: {error!r}"))
+            pipe.send(Failure(f"rank {rank}: {error!r}"))
         release_memory()
     with contextlib.suppress(AttributeError):  # not every one has something to close
         serve.close()  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from benchmarks.peers.memory import PeakMemory
 from benchmarks.peers.ranks import Job, Load, Save, start_world
 from benchmarks.peers.states import Model
 from benchmarks.rounds import median, spread
-from benchmarks.worlds import World
+from benchmarks.worlds import JobFailedError, World
 from megatron_datastates.config import MIB
 
 _LIMIT_SECONDS = 150.0  # of one save, or one load
@@ -100,9 +100,9 @@ class Peers:
                 try:
                     self.facts[name] = world.do(Job("introduce", name), _LIMIT_SECONDS)[0]
                     first[name] = self._round(world, name, watch=True)
-                except RuntimeError as error:
-                    self.left_out[name] = str(error)
-                    notes.print(f"left out: {name}: {error}", markup=False)
+                except JobFailedError as error:
+                    self.left_out[name] = error.cause
+                    notes.print(f"left out: {name}: {error.cause}", markup=False)
                 if name in self.left_out and (name in self.facts or world.is_dead):
                     break  # its half-made save may disturb what follows
             else:
