@@ -98,6 +98,17 @@ def interleave(repeats: int, contenders: Mapping[str, Callable[[], float]]) -> d
     return found
 
 
+def within(most: int, seconds: float) -> Iterator[int]:
+    """Yields numbers of rounds while there is time for another, by the longest so far; at least one."""
+    deadline, longest = time.monotonic() + seconds, 0.0
+    for number in range(most):
+        begin = time.monotonic()
+        if number and begin + longest > deadline:
+            return
+        yield number
+        longest = max(longest, time.monotonic() - begin)
+
+
 @contextlib.contextmanager
 def stopwatch(seconds: dict[str, float], name: str) -> Iterator[None]:
     """Adds the time that passes inside to `seconds[name]`."""

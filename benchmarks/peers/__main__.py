@@ -37,7 +37,8 @@ _PEERS = ("torchsnapshot", "nvidia-resiliency-ext")
 def run(
     gib: Annotated[float, typer.Option(help="Size of the checkpoint, all ranks together, in GiB.")] = 2.0,
     layers: Annotated[int, typer.Option(help="Layers of the model: 48 tensors each.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Rounds that count; medians are reported.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Rounds that count, at most; medians are reported.")] = 3,
+    minutes: Annotated[float, typer.Option(help="Time for the rounds of a part; one is always made.")] = 10,
     work_ms: Annotated[float, typer.Option(help="Pause between an asynchronous save and its fence.")] = 500,
     only: Annotated[list[str] | None, typer.Option(help=f"A part to run: {'; '.join(PARTS)}.")] = None,
     contender: Annotated[
@@ -65,7 +66,7 @@ def run(
     \b
     Examples:
       python -m benchmarks.peers --only "disk, 1 rank" --out benchmarks/results/peers.json
-      python -m benchmarks.peers --out benchmarks/results/peers.json   # all other parts: 10 minutes each
+      python -m benchmarks.peers --out benchmarks/results/peers.json   # all other parts, up to 15 minutes each
       python -m benchmarks.peers --contender datastates --contender torch_dist --only "memory, 2 ranks"
       python -m benchmarks.peers --quick          # only to see that it works
     """
@@ -77,7 +78,8 @@ def run(
         if part in results["parts"] and not only:
             continue
         where, ranks = PARTS[part]
-        plan = Plan(ranks, model, 1 if is_quick else repeats, 0.0 if is_quick else work_ms / 1e3, names)
+        rounds, work = (1, 0.0) if is_quick else (repeats, work_ms / 1e3)
+        plan = Plan(ranks, model, rounds, 60 * minutes, work, names)
         with scratch(folder if where == "disk" else _MEMORY) as inside:
             found = Peers(plan, inside).measure()
         results["parts"][part] = found | {"load_average": load_average()}

@@ -16,7 +16,7 @@ from benchmarks.peers.megatron import OURS
 from benchmarks.peers.memory import PeakMemory
 from benchmarks.peers.ranks import Job, Load, Save, start_world
 from benchmarks.peers.states import Model
-from benchmarks.rounds import median, spread
+from benchmarks.rounds import median, spread, within
 from benchmarks.worlds import JobFailedError, World
 from megatron_datastates.config import MIB
 
@@ -30,7 +30,8 @@ class Plan:
 
     ranks: int
     model: Model
-    rounds: int
+    rounds: int  # at most
+    seconds: float  # for all rounds; at least one is made
     work_seconds: float
     contenders: Sequence[str]
 
@@ -67,7 +68,8 @@ class Peers:
         later: dict[str, list[Round]] = {name: [] for name in first}
         rates = _DiskRates(self._folder, self._plan.model.bytes)
         with contextlib.closing(world):
-            for _ in range(self._plan.rounds):
+            for number in within(self._plan.rounds, self._plan.seconds):
+                rounds = number + 1
                 for name, found in later.items():
                     found.append(self._round(world, name))
                 rates.measure()
@@ -82,7 +84,7 @@ class Peers:
             "ranks": self._plan.ranks,
             "bytes": self._plan.model.bytes,
             "tensors": (1 + 3) * len(self._plan.model.parameters),
-            "rounds": self._plan.rounds,
+            "rounds": rounds,
             "work_ms": 1e3 * self._plan.work_seconds,
             "caches_dropped": self._caches_dropped,
             "contenders": contenders,

@@ -17,7 +17,8 @@ import torch
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 BYTES_PER_PARAMETER = 2 + 4 * len(KINDS)
 BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.float32).bucket_idx_0"
-_FACTOR = 2654435761
+_FACTOR = 2654435761 - (1 << 32)
+_PERIOD = 1_000_003  # elements; prime, so that blocks of a file that were exchanged differ
 _POISON = 0xA5
 
 
@@ -107,11 +108,11 @@ class State:
         self.pieces = list(_pieces(model, rank, ranks))
         self._whole = [buffer.view(torch.int16), *(p.tensor.view(torch.int32) for p in self.pieces)]
         self._salts = [1, *(2 + KINDS.index(p.kind) + p.start for p in self.pieces)]
-        largest = max(len(memory) for memory in self._whole)
-        self._base = torch.arange(largest, dtype=torch.int32).mul_(_FACTOR - (1 << 32))
-        self._base_of_parameters = self._base[: model.elements].to(torch.int16)
+        whole = torch.arange(_PERIOD, dtype=torch.int32).mul_(_FACTOR)
+        self._bases = {base.dtype: base for base in (whole, whole.to(torch.int16))}
         for memory, salt in zip(self._whole, self._salts, strict=True):
-            torch.add(self._base_of(memory), salt, out=memory)
+            for block, base in self._blocks(memory):
+                torch.add(base, salt, out=block)
         self.optimizer = Everything(self.pieces, self._change)
 
     @property
@@ -132,7 +133,8 @@ class State:
         """Returns the name of a tensor that is not as it was after so many steps; None if all are."""
         names = ["the parameters", *(piece.key for piece in self.pieces)]
         for name, memory, salt in zip(names, self._whole, self._salts, strict=True):
-            if not torch.equal(memory, self._base_of(memory) + (salt + steps)):
+            blocks = self._blocks(memory)
+            if not all(torch.equal(block, base + (salt + steps)) for block, base in blocks):
                 return name
         return None
 
@@ -141,9 +143,10 @@ class State:
             memory.add_(1)
         self.steps += 1
 
-    def _base_of(self, memory: torch.Tensor) -> torch.Tensor:
-        base = self._base_of_parameters if memory.dtype is torch.int16 else self._base
-        return base[: len(memory)]
+    def _blocks(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the blocks of a tensor, each with what it contains but for the salt and the steps."""
+        for block in memory.split(_PERIOD):
+            yield block, self._bases[memory.dtype][: len(block)]
 
 
 def _views(model: Model, buffer: torch.Tensor) -> Iterator[tuple[str, torch.nn.Parameter]]:

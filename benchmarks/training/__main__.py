@@ -9,7 +9,7 @@ import typer
 
 from benchmarks import machine
 from benchmarks.command import Result, choose, load_average, resume, run_command, scratch, write_results
-from benchmarks.training.measures import measure_formats, measure_slow_disk
+from benchmarks.training.measures import Rounds, measure_formats, measure_slow_disk
 from benchmarks.training.runs import FORMATS, Model, Setting
 from benchmarks.training.table import markdown
 
@@ -24,7 +24,8 @@ _SLOW_FACTORS = (0.5, 2.0, 5.0)  # iterations that writing one checkpoint takes
 
 def run(
     iterations: Annotated[int, typer.Option(help="Iterations that count; 10 precede them.")] = 20,
-    repeats: Annotated[int, typer.Option(help="Rounds of runs; medians are reported.")] = 3,
+    repeats: Annotated[int, typer.Option(help="Rounds of runs, at most; medians are reported.")] = 3,
+    minutes: Annotated[float, typer.Option(help="Time for the rounds of a part; one is always made.")] = 14,
     only: Annotated[list[str] | None, typer.Option(help=f"A part to run: {'; '.join(_ALL)}.")] = None,
     kind: Annotated[
         list[str] | None, typer.Option("--format", help=f"A format to run: {'; '.join(FORMATS)}.")
@@ -51,7 +52,7 @@ def run(
     \b
     Examples:
       python -m benchmarks.training --only "large, DP 1" --out benchmarks/results/training.json
-      python -m benchmarks.training --out benchmarks/results/training.json  # all other parts
+      python -m benchmarks.training --out benchmarks/results/training.json  # all others, 15 minutes each
       python -m benchmarks.training --only "slow disk" --repeats 1          # back-pressure
       python -m benchmarks.training --quick                                 # only to see that it works
     """
@@ -63,7 +64,7 @@ def run(
         if part in results["parts"] and not only:
             continue
         with scratch(folder) as inside:
-            found = _measure(part, inside, formats, (iterations, repeats), is_quick)
+            found = _measure(part, inside, formats, iterations, Rounds(repeats, 60 * minutes), is_quick)
         results["parts"][part] = found | {"load_average": load_average()}
         typer.echo(markdown(part, results))
         write_results(results, out)
@@ -74,17 +75,19 @@ def run(
         picture.draw(results, out.with_suffix(".svg"))
 
 
-def _measure(part: str, folder: Path, formats: list[str], counts: tuple[int, int], is_quick: bool) -> Result:
+def _measure(
+    part: str, folder: Path, formats: list[str], iterations: int, rounds: Rounds, is_quick: bool
+) -> Result:
     name, ranks = PARTS.get(part, ("large", 1))
-    iterations, repeats = counts
     setting = Setting(_MODELS[name], ranks, 10 + iterations, 10)
     intervals: tuple[int, ...] = _INTERVALS
     factors: tuple[float, ...] = _SLOW_FACTORS
     if is_quick:
-        setting, intervals, repeats, factors = Setting(_QUICK, ranks, 4, 2), (1,), 1, (5.0,)
+        setting, rounds = Setting(_QUICK, ranks, 4, 2), Rounds(1, 0)
+        intervals, factors = (1,), (5.0,)
     if part == _SLOW:
-        return measure_slow_disk(setting, intervals[::2], repeats, folder, factors)
-    return measure_formats(setting, intervals, repeats, folder, formats)
+        return measure_slow_disk(setting, intervals[::2], rounds, folder, factors)
+    return measure_formats(setting, intervals, rounds, folder, formats)
 
 
 if __name__ == "__main__":

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.command import Result, notes
-from benchmarks.rounds import median, spread
+from benchmarks.rounds import median, spread, within
 from benchmarks.training.runs import NONE, Case, Run, Setting, train
 
 _BASE = Case(NONE)
 
 
+@dataclasses.dataclass(frozen=True)
+class Rounds:
+    """How often each run is made."""
+
+    most: int
+    seconds: float  # for all of them; one round is always made
+
+
 def measure_formats(
-    setting: Setting, intervals: Sequence[int], repeats: int, folder: Path, formats: Sequence[str]
+    setting: Setting, intervals: Sequence[int], rounds: Rounds, folder: Path, formats: Sequence[str]
 ) -> Result:
     """Measures every format at every interval, beside runs without checkpoints, in turns."""
     saving = [name for name in formats if name != NONE]
     cases = [_BASE, *(Case(name, interval) for name, interval in itertools.product(saving, intervals))]
-    return _described(setting, repeats) | {"cases": _measure(setting, cases, repeats, folder)}
+    return _described(setting) | _measure(setting, cases, rounds, folder)
 
 
 def measure_slow_disk(
-    setting: Setting, intervals: Sequence[int], repeats: int, folder: Path, factors: Sequence[float]
+    setting: Setting, intervals: Sequence[int], rounds: Rounds, folder: Path, factors: Sequence[float]
 ) -> Result:
     """Measures our asynchronous saves on disks that need so many iterations for a checkpoint.
 
@@ -38,12 +47,12 @@ def measure_slow_disk(
     for interval in intervals:
         cases.append(Case("datastates async", interval))
         cases += [Case("datastates async", interval, limit) for limit in limits.values()]
-    found = _measure(setting, cases, repeats, folder)
     names = {str(factor): limit for factor, limit in limits.items()}
-    return _described(setting, repeats) | {"iterations_a_write": names, "cases": found}
+    found = _measure(setting, cases, rounds, folder)
+    return _described(setting) | {"iterations_a_write": names} | found
 
 
-def _described(setting: Setting, repeats: int) -> Result:
+def _described(setting: Setting) -> Result:
     return {
         "date": time.strftime("%Y-%m-%d"),
         "layers": setting.model.layers,
@@ -51,18 +60,18 @@ def _described(setting: Setting, repeats: int) -> Result:
         "sequence": setting.model.sequence,
         "data_parallel": setting.data_parallel,
         "iterations": setting.iterations - setting.warm_up,
-        "repeats": repeats,
     }
 
 
-def _measure(setting: Setting, cases: Sequence[Case], repeats: int, folder: Path) -> Result:
+def _measure(setting: Setting, cases: Sequence[Case], rounds: Rounds, folder: Path) -> Result:
     runs: dict[Case, list[Run]] = {case: [] for case in cases}
-    for number in range(repeats):
+    for number in within(rounds.most, rounds.seconds):
         for case in cases:
-            with notes.status(f"round {number + 1} of {repeats}: {case}"):
+            with notes.status(f"round {number + 1}: {case}"):
                 runs[case].append(train(setting, case, folder))
     base = runs[_BASE]
-    return {str(case): summary(setting, case, found, base) for case, found in runs.items()}
+    found = {str(case): summary(setting, case, done, base) for case, done in runs.items()}
+    return {"rounds": len(base), "cases": found}
 
 
 def summary(setting: Setting, case: Case, runs: Sequence[Run], base: Sequence[Run]) -> Result:

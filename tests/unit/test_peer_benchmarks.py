@@ -20,6 +20,7 @@ from benchmarks.peers.measures import PARTS, Peers, Plan, Round, summary
 from benchmarks.peers.memory import PeakMemory
 from benchmarks.peers.ranks import Job, Load, Ranks, Save
 from benchmarks.peers.states import BYTES_PER_PARAMETER, Model, State
+from benchmarks.rounds import within
 from benchmarks.training.measures import summary as summary_of_runs
 from benchmarks.training.runs import Case, Run, Setting, _measure
 from benchmarks.training.runs import Model as TrainedModel
@@ -192,7 +193,7 @@ def test_a_world_reports_a_failure_even_if_other_ranks_wait(monkeypatch: pytest.
 
 
 def test_a_contender_that_fails_is_left_out_with_its_reason(tmp_path: Path) -> None:
-    plan = Plan(1, MODEL, 1, 0.0, ["torch_dist async, nvrx", "torch.save"])
+    plan = Plan(1, MODEL, 1, 0.0, 0.0, ["torch_dist async, nvrx", "torch.save"])
     peers = Peers(plan, tmp_path)
     found = peers.measure()
     assert found["contenders"].keys() == {"torch.save"}
@@ -207,6 +208,11 @@ def test_peak_memory_counts_what_was_given_back() -> None:
             time.sleep(0.01)
         del block
     assert 60 << 20 < peak.growth < 128 << 20
+
+
+def test_rounds_end_when_there_is_no_time_for_another() -> None:
+    assert list(within(3, 60)) == [0, 1, 2]
+    assert list(within(3, 0)) == [0]
 
 
 def test_times_of_a_run_are_those_after_the_warm_up() -> None:
