@@ -66,7 +66,7 @@ def run(
     \b
     Examples:
       python -m benchmarks.peers --only "disk, 1 rank" --out benchmarks/results/peers.json
-      python -m benchmarks.peers --out benchmarks/results/peers.json   # all other parts, up to 15 minutes each
+      python -m benchmarks.peers --out benchmarks/results/peers.json   # all others, 15 minutes each
       python -m benchmarks.peers --contender datastates --contender torch_dist --only "memory, 2 ranks"
       python -m benchmarks.peers --quick          # only to see that it works
     """
