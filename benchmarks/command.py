@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -81,3 +82,52 @@ def write_results(results: Result, out: Path | None) -> None:
     """Writes the results to a JSON file, if one was asked for."""
     if out is not None:
         out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+def resume(out: Path | None, described: Result) -> Result:
+    """Returns the results of an earlier run that --out names, to be completed; or new ones, without parts.
+
+    Raises:
+        typer.BadParameter: they are of another machine, or of a state of another size.
+    """
+    if out is None or not out.exists():
+        return described | {"parts": {}}
+    found: Result = json.loads(out.read_text())
+    for name, value in described.items():
+        old, new = (_comparable(one) for one in (found.get(name), value))
+        if old != new:
+            raise typer.BadParameter(
+                f"{out} has results with another {name} ({old}, now {new}); write to another file"
+            )
+    return found
+
+
+def load_average() -> float:
+    """Returns the average number of running processes of the last five minutes."""
+    return round(os.getloadavg()[1], 1)
+
+
+_CHANGING = ("date", "disk_free_gib")
+
+
+def _comparable(described: Any) -> Any:
+    """Returns a description without what changes from hour to hour."""
+    if not isinstance(described, dict):
+        return described
+    return {name: value for name, value in described.items() if name not in _CHANGING}
+
+
+def machine_line(machine: Result, part: Result) -> str:
+    """Returns a sentence that describes the machine and the versions of a part's results."""
+    versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items() if version)
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, kernel "
+        f"{machine['kernel']}, {machine['file_system']}; load average {part['load_average']}; "
+        f"Python {machine['python']}, {versions}."
+    )
+
+
+def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Returns the lines of a table in Markdown."""
+    lines = ["| " + " | ".join(headings) + " |", "|---" * len(headings) + "|"]
+    return lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]

@@ -1,4 +1,4 @@
-"""Describes the machine of a benchmark: hardware, system and versions, but nothing that names it.
+"""Describes the machine of a benchmark: date, hardware, system, versions, but nothing that names it.
 
 Needs only Python. What cannot be read is None, never a guess. Also reads this process's resident memory.
 """
@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 import subprocess
+import time
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ _GPU_FACTS = {
 def describe(folder: Path) -> dict[str, Any]:
     """Returns the description; `folder` is where the benchmark writes."""
     return {
+        "date": time.strftime("%Y-%m-%d"),
         "gpu": gpu(),
         "cpu": cpu(),
         "cores": len(os.sched_getaffinity(0)),

@@ -5,9 +5,11 @@ Needs only Python: benchmarks.gpu imports this on machines without this project'
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -94,3 +96,24 @@ def interleave(repeats: int, contenders: Mapping[str, Callable[[], float]]) -> d
             if round_:
                 found[name].append(value)
     return found
+
+
+def within(most: int, seconds: float) -> Iterator[int]:
+    """Yields numbers of rounds while there is time for another, by the longest so far; at least one."""
+    deadline, longest = time.monotonic() + seconds, 0.0
+    for number in range(most):
+        begin = time.monotonic()
+        if number and begin + longest > deadline:
+            return
+        yield number
+        longest = max(longest, time.monotonic() - begin)
+
+
+@contextlib.contextmanager
+def stopwatch(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Adds the time that passes inside to `seconds[name]`."""
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - begin

@@ -10,9 +10,10 @@ from pathlib import Path
 from benchmarks import disk
 from benchmarks.command import Result
 from benchmarks.load.optimizer import Layout
-from benchmarks.load.ranks import Job, RankResult, World
+from benchmarks.load.ranks import Job, RankResult, start_world
 from benchmarks.load.states import SMALL_WEIGHTS, Model, Sharding
 from benchmarks.rounds import Bar, Rates, interleave, median, spread
+from benchmarks.worlds import World
 from megatron_datastates.config import GIB, MIB, Options
 from megatron_datastates.engine.reader import SLOT_BYTES
 from megatron_datastates.pipeline.verify import verify
@@ -61,7 +62,7 @@ class Checkpoints:
     def world(self, ranks: int) -> World:
         """Returns the world of so many ranks, started when it is first asked for."""
         if ranks not in self._worlds:
-            self._worlds[ranks] = World(ranks)
+            self._worlds[ranks] = start_world(ranks)
         return self._worlds[ranks]
 
     def saved(self, sharding: Sharding, backend: str, copy: int = 0) -> str:
@@ -157,6 +158,7 @@ def measure_optimizer(checkpoints: Checkpoints, repeats: int) -> tuple[Result, l
     def seconds(name: str) -> float:
         backend, stored, wanted = OPTIMIZERS[name]
         directory = checkpoints.optimizer(stored, backend)
+        ranks: list[RankResult]
         disk.drop_caches()
         job = Job("load", directory, Sharding(), checkpoints.model, check=name not in last, optimizer=wanted)
         ranks = last[name] = checkpoints.world(wanted.ranks).do(job)

@@ -1,24 +1,11 @@
-"""Worlds of ranks on this machine, which save and load states on request.
-
-A world imports Megatron once, and then runs one job after another.
-"""
+"""What the ranks of benchmarks.load do: they save and load states on request."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
 import functools
-import gc
-import importlib
-import multiprocessing
-import os
-import sys
-import tempfile
 import time
-import warnings
-from collections.abc import Callable
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +15,7 @@ import torch.distributed as dist
 from benchmarks import machine
 from benchmarks.load.optimizer import Layout, make
 from benchmarks.load.states import Model, Sharding, State, check, fill, make_state
-
-_STAND_INS = Path(__file__).parents[2] / "recipes" / "cpu"
+from benchmarks.worlds import World
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,67 +42,13 @@ class RankResult:
     bytes_read: int = 0  # from disk, as our reader counts them
 
 
-class World:
-    """Processes of one gloo world, ready for jobs."""
-
-    def __init__(self, ranks: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._folder = tempfile.TemporaryDirectory(prefix="datastates-world-")
-        self._pipes, self._processes = [], []
-        for rank in range(ranks):
-            mine, theirs = context.Pipe()
-            arguments = (rank, ranks, self._folder.name, theirs)
-            process = context.Process(target=_serve, args=arguments)
-            process.start()
-            theirs.close()
-            self._pipes.append(mine)
-            self._processes.append(process)
-
-    def do(self, job: Job) -> list[RankResult]:
-        """Runs a job on all ranks; raises RuntimeError if it fails on one."""
-        for pipe in self._pipes:
-            pipe.send(job)
-        results = [pipe.recv() for pipe in self._pipes]
-        failed = [text for text in results if isinstance(text, str)]
-        if failed:
-            raise RuntimeError(failed[0])
-        return results
-
-    def close(self) -> None:
-        """Ends all ranks."""
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):  # it has ended by itself
-                pipe.send(None)
-        for process in self._processes:
-            process.join()
-        self._folder.cleanup()
+def start_world(ranks: int) -> World:
+    """Starts ranks that save and load; they have little staging memory, as saves are not what is measured."""
+    return World(ranks, _prepare, environment={"MEGATRON_DATASTATES_STAGING_MEMORY": "64MiB"})
 
 
-def _serve(rank: int, ranks: int, folder: str, pipe: Connection) -> None:
-    warnings.simplefilter("ignore")  # other packages warn in every load
-    if not torch.cuda.is_available():  # torch_dist's save asks for a device
-        sys.path.insert(0, str(_STAND_INS))
-        importlib.import_module("stand_ins").install()
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ["MEGATRON_DATASTATES_STAGING_MEMORY"] = "64MiB"  # saves are not what is measured
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    while (job := _next_job(pipe)) is not None:
-        try:
-            pipe.send(_load(job) if job.verb == "load" else _save(job))
-        except Exception as error:
-            pipe.send(f"rank {rank}, {job}: {error!r}")
-        gc.collect()  # cycles of DCP's planners keep states of gigabytes
-        ctypes.CDLL(None).malloc_trim(0)
-    dist.destroy_process_group()
-
-
-def _next_job(pipe: Connection) -> Job | None:
-    try:
-        job: Job | None = pipe.recv()
-    except EOFError:  # the process that sent the jobs has ended
-        return None
-    return job
+def _prepare(arguments: Sequence[Any]) -> Callable[[Job], RankResult]:
+    return lambda job: _load(job) if job.verb == "load" else _save(job)
 
 
 def _save(job: Job) -> RankResult:

@@ -21,6 +21,7 @@ from megatron_datastates.config import Options
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
+NAMES = ("ablation", "engine", "load", "scale", "tripwire", "peers", "training")
 PARTS = ("plan", "commit", "load", "load_traced", "reshard", "reshard_traced")
 
 
@@ -40,14 +41,16 @@ def try_out(name: str, tmp_path: Path, *arguments: object) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize("name", ["ablation", "engine", "load", "scale", "gpu", "tripwire"])
+@pytest.mark.parametrize(
+    "name", ["ablation", "engine", "load", "scale", "gpu", "tripwire", "peers", "training"]
+)
 def test_help_has_examples_of_commands_that_exist(name: str) -> None:
     ran = run(name, "--help")
     assert ran.returncode == 0, ran.stderr
     assert f"python -m benchmarks.{name} " in ran.stdout and "--quick" in ran.stdout
 
 
-@pytest.mark.parametrize("name", ["ablation", "engine", "load", "scale", "tripwire"])
+@pytest.mark.parametrize("name", NAMES)
 def test_an_unknown_part_is_refused_before_anything_is_measured(name: str, tmp_path: Path) -> None:
     ran = run(name, "--only", "nothing", "--out", tmp_path / "out.json")
     assert ran.returncode == 2 and "nothing; expected one of" in " ".join(ran.stderr.split())
@@ -58,7 +61,7 @@ def test_the_engine_benchmark_reports_what_its_stored_results_have(tmp_path: Pat
     parts = ("write", "start", "tiny", "objects")
     results = try_out("engine", tmp_path, *(word for part in parts for word in ("--only", part)))
     committed = json.loads((RESULTS / "engine.json").read_text())
-    assert results.keys() == committed.keys() - {"date", "memory", "interference", "sweep"}
+    assert results.keys() == committed.keys() - {"memory", "interference", "sweep"}
     for part in ("write", "tiny", "objects", "options", "machine"):
         assert results[part].keys() == committed[part].keys()
     assert {frozenset(start) for start in results["start"].values()} == {frozenset(("held_ms", "spread_ms"))}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,3 +108,60 @@ def test_the_code_on_state_providers_runs() -> None:
     for block in blocks:
         exec(block, names)
     assert len(blocks) == 5 and Path("ckpt/step_10/datastates.manifest").exists()
+
+
+def results_table(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "results_table.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_the_readme_shows_what_the_result_files_say() -> None:
+    checked = results_table("--check")
+    assert checked.returncode == 0, checked.stderr
+
+
+def test_a_result_that_changed_is_missing_in_the_readme(tmp_path: Path) -> None:
+    page, results = tmp_path / "README.md", tmp_path / "results"
+    shutil.copytree(ROOT / "benchmarks" / "results", results)
+    shutil.copy(ROOT / "README.md", page)
+    measured = json.loads((results / "engine.json").read_text())
+    measured["write"]["gb_per_s"]["datastates"] = 1.234
+    measured["machine"]["cpu"] = "A processor"
+    (results / "engine.json").write_text(json.dumps(measured))
+    where = ("--page", page, "--results", results)
+
+    checked = results_table("--check", *where)
+    assert checked.returncode == 1 and "run tools/results_table.py" in checked.stderr
+    assert results_table(*where).returncode == 0
+    assert "1.23 GB/s" in page.read_text() and "A processor, 2 cores" in page.read_text()
+    assert results_table("--check", *where).returncode == 0
+
+
+def test_results_of_peers_and_of_training_get_rows(tmp_path: Path) -> None:
+    page, results = tmp_path / "README.md", tmp_path / "results"
+    results.mkdir()
+    shutil.copy(ROOT / "README.md", page)
+    machine = json.loads((ROOT / "benchmarks" / "results" / "engine.json").read_text())["machine"]
+    held = {"datastates": 21.0, "datastates async": 4.4, "torch_dist": 900, "torch_dist async, fork": 310}
+    peers = {
+        "date": "2027-01-02",
+        "bytes": 2 << 30,
+        "tensors": 3084,
+        "contenders": {name: {"held_ms": value} for name, value in held.items()},
+    }
+    goodput = {"datastates async, every 1": 0.98, "torch_dist async, every 1": 0.4}
+    training = {
+        "date": "2027-01-03",
+        "iterations": 20,
+        "cases": {name: {"goodput": value} for name, value in goodput.items()},
+    }
+    for name, part, found in (("peers", "disk, 1 rank", peers), ("training", "large, DP 1", training)):
+        content = {"machine": machine, "parts": {part: found}}
+        (results / f"{name}.json").write_text(json.dumps(content))
+
+    assert results_table("--page", page, "--results", results).returncode == 0
+    text = page.read_text()
+    assert "| trainer held by a synchronous save of 2.0 GiB in 3,084 tensors | 21 ms | 900 ms |" in text
+    assert "| trainer held by an asynchronous save of the same | 4 ms | 310 ms |" in text
+    assert "| 20 iterations with a save in each (beside none at all) | 2% longer | 150% longer |" in text
+    assert "2027-01-02; torch 2.11.0" in text and "2027-01-03" in text

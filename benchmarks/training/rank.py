@@ -1,0 +1,91 @@
+"""One rank of a training run, which records when it was in a step, in a save, in a poll and in a fence."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class Recorder:
+    """Wraps functions of Megatron's training loop, and this package's fence, with stopwatches.
+
+    The functions do what they did: training runs as it would without this.
+    """
+
+    def __init__(self) -> None:
+        self.spans: dict[str, list[tuple[float, float]]] = {}
+
+    def attach(self) -> None:
+        """Records `step`, `save`, `poll` and `fence` from now on."""
+        from megatron.training import training as loop
+
+        from megatron_datastates.engine.fence import FENCE
+
+        for owner, function, name in (
+            (loop, "train_step", "step"),
+            (loop, "save_checkpoint", "save"),
+            (loop, "maybe_finalize_async_save", "poll"),
+            (FENCE, "wait", "fence"),
+        ):
+            setattr(owner, function, self._timed(name, getattr(owner, function)))
+
+    def _timed(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        spans = self.spans.setdefault(name, [])
+
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                spans.append((begin, time.perf_counter()))
+
+        return timed
+
+
+def allow_fork() -> None:
+    """Lets `--async-save` fork at every save, as older releases did.
+
+    Megatron 0.19 asks for a persistent worker. That one receives a CPU's tensors in shared memory, and would
+    write what later steps have made of them.
+    """
+    from megatron.training import arguments
+
+    original = arguments.validate_args
+
+    def validate_args(args: Any, *more: Any, **options: Any) -> Any:
+        args.use_persistent_ckpt_worker = True
+        validated = original(args, *more, **options)
+        args.use_persistent_ckpt_worker = validated.use_persistent_ckpt_worker = False
+        return validated
+
+    arguments.validate_args = validate_args
+
+
+def run(place: tuple[int, int, int], arguments: Sequence[str], record: Path, forks: bool) -> None:
+    """Trains with these arguments, prints to a log beside the record, and writes the record at the end."""
+    rank, ranks, port = place
+    log = os.open(record.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    os.environ |= dict(zip(names, map(str, (rank, rank, ranks, ranks, port)), strict=True))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    torch.set_num_threads(1)
+    from benchmarks.training.preload import pretrain_tiny
+
+    sys.argv = ["pretrain_tiny.py", *arguments]
+    if forks:
+        allow_fork()
+    recorder = Recorder()
+    recorder.attach()
+    pretrain_tiny.main()
+    record.write_text(json.dumps(recorder.spans))

@@ -1,0 +1,159 @@
+"""Writes the README's table of results from the files in benchmarks/results.
+
+    python tools/results_table.py            # rewrites the table in README.md
+    python tools/results_table.py --check    # exits with 1 if it is not what the files say
+
+What belongs here: which figures the README shows. What does not: measuring. Results that do not exist yet
+have no rows; each row names its source, and each source its machine, date and versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN = "<!-- Made by tools/results_table.py; do not edit. -->"
+END = "<!-- End of what it makes. -->"
+OURS, THEIRS = "datastates", "torch_dist"
+PEERS_PART, TRAINING_PART = "disk, 1 rank", "large, DP 1"
+Results = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    name: str
+    source: str  # a file in benchmarks/results, without its suffix
+    ours: str
+    theirs: str = ""
+    disk: str = ""
+
+
+def engine(found: Results) -> Iterator[Row]:
+    """Yields rows about writing by the native engine."""
+    write = found["write"]
+    rates = write["gb_per_s"]
+    name = f"write {write['bytes'] >> 30} GiB with checksums"
+    yield Row(name, "engine", rate(rates[OURS]), disk=rate(rates[write["best_of_the_disk"]]))
+    starts = [one["held_ms"] for name, one in found["start"].items() if name.startswith("1,000 tensors")]
+    yield Row("start a save of 1,000 tensors", "engine", f"{min(starts):.1f} to {max(starts):.1f} ms")
+
+
+def load(found: Results) -> Iterator[Row]:
+    """Yields rows about loading through Megatron."""
+    loads = found["loads"]
+    rates, peaks = loads["gb_per_s"], loads["peak_mib_beyond_targets"]
+    for case, text in (
+        ("plain", "load, 2 ranks"),
+        ("TP 4 to 2", "load, tensor parallel 4 to 2"),
+        ("optimizer buckets, DP 2 to 3", "load, optimizer state, data parallel 2 to 3"),
+    ):
+        disk = rate(rates[loads["best_of_the_disk"]]) if case == "plain" else ""
+        yield Row(text, "load", rate(rates[f"{case}, {OURS}"]), rate(rates[f"{case}, {THEIRS}"]), disk)
+    growth = {
+        kind: [f"{peak:.0f}" for peak in (min(values), max(values))]
+        for kind in (OURS, THEIRS)
+        for values in [[peak for name, peak in peaks.items() if name.endswith(kind)]]
+    }
+    ours, theirs = (" to ".join(dict.fromkeys(growth[kind])) for kind in (OURS, THEIRS))
+    yield Row("host memory of a load, besides the loaded tensors", "load", f"{ours} MiB", f"{theirs} MiB")
+
+
+def peers(found: Results) -> Iterator[Row]:
+    """Yields rows about a save as a trainer sees it, beside the best that torch_dist does."""
+    part = found["parts"].get(PEERS_PART)
+    if part is None:
+        return
+    of = part["contenders"]
+    what = f"of {part['bytes'] / (1 << 30):.1f} GiB in {part['tensors']:,} tensors"
+    ways = [name for name in of if name.startswith(THEIRS) and "async" in name]
+    for text, value, ours, theirs in (
+        (f"trainer held by a synchronous save {what}", "held_ms", OURS, [THEIRS]),
+        ("trainer held by an asynchronous save of the same", "held_ms", f"{OURS} async", ways),
+    ):
+        best = min((of[name][value] for name in theirs), default=None)
+        yield Row(text, "peers", f"{of[ours][value]:.0f} ms", "" if best is None else f"{best:.0f} ms")
+
+
+def training(found: Results) -> Iterator[Row]:
+    """Yields rows about whole runs that save in every iteration."""
+    part = found["parts"].get(TRAINING_PART)
+    if part is None:
+        return
+    of = {name: part["cases"].get(f"{name} async, every 1") for name in (OURS, THEIRS)}
+    values = {
+        name: f"{100 * (1 / one['goodput'] - 1):.0f}% longer" if one else "" for name, one in of.items()
+    }
+    name = f"{part['iterations']} iterations with a save in each (beside none at all)"
+    yield Row(name, "training", values[OURS], values[THEIRS])
+
+
+MAKERS = {"engine": engine, "load": load, "peers": peers, "training": training}
+
+
+def rate(value: float) -> str:
+    return f"{value:.2f} GB/s"
+
+
+def table(folder: Path) -> str:
+    """Returns the table and its sources, in Markdown."""
+    rows: list[Row] = []
+    sources: dict[str, Results] = {}
+    for name, make in MAKERS.items():
+        path = folder / f"{name}.json"
+        if path.exists():
+            sources[name] = json.loads(path.read_text())
+            rows += make(sources[name])
+    lines = [f"| | {OURS} | `{THEIRS}` | the disk itself (fio) |", "|---|---|---|---|"]
+    lines += [f"| {row.name} | {row.ours} | {row.theirs} | {row.disk} |" for row in rows]
+    used = dict.fromkeys(row.source for row in rows)
+    return "\n".join([*lines, "", *(f"- {describe(name, sources[name])}" for name in used)])
+
+
+def describe(name: str, found: Results) -> str:
+    """Returns the machine, the date and the versions of a results' file."""
+    machine = found["machine"]
+    dates = sorted({part["date"] for part in found.get("parts", {}).values()} or {machine["date"]})
+    versions = ", ".join(f"{package} {v}" for package, v in machine["packages"].items() if v)
+    return (
+        f"[{name}.json](benchmarks/results/{name}.json): {machine['cpu']}, {machine['cores']} cores, "
+        f"{machine['memory_gib']} GiB, {' and '.join(dates)}; {versions}"
+    )
+
+
+def replaced(page: str, content: str) -> str:
+    """Returns the page with new content between the two marks; exits if they are not there."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        sys.exit(f"results_table.py: expected the lines {BEGIN!r} and {END!r} in the page; add them")
+    return f"{before}{BEGIN}\n\n{content}\n\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if it would")
+    parser.add_argument("--page", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    page = arguments.page.read_text()
+    wanted = replaced(page, table(arguments.results))
+    if not arguments.check:
+        arguments.page.write_text(wanted)
+    elif page != wanted:
+        sys.exit(
+            f"results_table.py: the table in {arguments.page} is not what {arguments.results} says; "
+            "run tools/results_table.py"
+        )
+
+
+if __name__ == "__main__":
+    main()
