@@ -16,7 +16,7 @@ from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.remove import remove_keys
 from megatron_datastates.pipeline.repair import repair
 from megatron_datastates.pipeline.verify import verify
-from tests.unit.by_hand import SAVE
+from tests.unit.by_hand import SAVE, Part, data_file
 from tests.unit.encoded import EARLIER, MIB, WEIGHT, content_digest, write_encoded, write_shared
 from tests.unit.states import OPTIONS, bits
 
@@ -87,9 +87,15 @@ def refused_repair(directory: Path) -> str:
     return str(error.value)
 
 
+def write_other_layout(directory: Path, group: int) -> None:
+    path = directory / EARLIER.data_file_name(0, group)
+    path.write_bytes(data_file(Part(), 0, 1, EARLIER, group=group))
+
+
 def test_repair_refuses_a_file_of_an_earlier_save_and_names_it(tmp_path):
     """A left-over of an earlier save could have the same layout: only the manifest distinguishes them."""
     manifest = write_shared(tmp_path / "c")
+    write_other_layout(tmp_path / "c", group=0)  # for which the later save has a file of its own
     (tmp_path / "c" / MANIFEST_NAME).unlink()
     text = refused_repair(tmp_path / "c")
     assert f"data files of 2 saves ({EARLIER}; {SAVE})" in text
@@ -118,6 +124,13 @@ def test_repair_of_saves_that_all_lack_files_says_so(tmp_path):
     (tmp_path / "c" / MANIFEST_NAME).unlink()
     path = tmp_path / "c" / manifest.files[1].name
     path.write_bytes(path.read_bytes()[:-1])  # not sealed, so of no use
+    assert refused_repair(tmp_path / "c").endswith("No save has all its files here: load another checkpoint")
+
+
+def test_repair_names_no_file_of_another_layout(tmp_path):
+    write_shared(tmp_path / "c")
+    (tmp_path / "c" / MANIFEST_NAME).unlink()
+    write_other_layout(tmp_path / "c", group=3)
     assert refused_repair(tmp_path / "c").endswith("No save has all its files here: load another checkpoint")
 
 
