@@ -259,7 +259,9 @@ def test_a_save_without_data_divides_by_nothing():
 def publication_of(records: list[RankRecord]) -> SimpleNamespace:
     """Makes as much of a Publication as a report looks at."""
     rank_save = RankSave(SaveContext(SaveId(1, 1), Path("d"), 0, len(records)), 1.0)
-    return SimpleNamespace(save=rank_save, records=records, outcome=Outcome.PUBLISHED, error=None)
+    return SimpleNamespace(
+        save=rank_save, records=records, outcome=Outcome.PUBLISHED, error=None, is_prepared=False
+    )
 
 
 @given(RECORDS)
