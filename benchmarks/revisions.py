@@ -32,7 +32,7 @@ def figures(results: Any, path: str = "") -> Iterator[tuple[str, float]]:
     """Yields the numbers in a results' file, each with the names that lead to it; no spreads."""
     if isinstance(results, dict):
         for name, value in results.items():
-            if name not in _NOT_FIGURES and not name.startswith("spread"):
+            if name not in _NOT_FIGURES and "spread" not in name:
                 yield from figures(value, f"{path} / {name}" if path else name)
     elif isinstance(results, int | float) and not isinstance(results, bool):
         yield path, float(results)
@@ -67,6 +67,13 @@ def _run(tree: Path, benchmark: str, arguments: list[str]) -> dict[str, float]:
         return dict(figures(json.loads(out.read_text())))
 
 
+def _require_tree(tree: Path) -> None:
+    """Raises BadParameter for a folder without this project: an installed one would be measured."""
+    for package in ("benchmarks", "megatron_datastates"):
+        if not (tree / package / "__init__.py").is_file():
+            raise typer.BadParameter(f"{tree} has no package {package}: expected a checkout of this project")
+
+
 def _revision(tree: Path) -> str:
     git = ["git", "-C", str(tree), "describe", "--always", "--dirty"]
     return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
@@ -76,7 +83,7 @@ def run(
     other: Annotated[Path, typer.Argument(help="The tree to compare with, built.", exists=True)],
     arguments: Annotated[list[str] | None, typer.Argument(help="Passed to the benchmark, after --.")] = None,
     benchmark: Annotated[str, typer.Option(help="engine, load, ablation, compression.")] = "engine",
-    rounds: Annotated[int, typer.Option(help="Runs of each tree; medians are reported.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each tree; medians are reported.")] = 5,
     out: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
 ) -> None:
     r"""Compares this tree with another one by running the same benchmark in both, in turns.
@@ -86,13 +93,13 @@ def run(
       python -m benchmarks.revisions ../old -- --only start --only tiny --gib 1 --repeats 3
       python -m benchmarks.revisions ../old --benchmark load --rounds 3 -- --only plain --gib 0.5
     """
-    runs: dict[Path, list[dict[str, float]]] = {other.resolve(): [], _HERE: []}
+    _require_tree(other)
+    before, after = list[dict[str, float]](), list[dict[str, float]]()
+    pairs = [(other.resolve(), before), (_HERE, after)]  # which may be one tree: then ratios are noise
     for number in range(rounds):
-        trees = list(runs) if number % 2 == 0 else list(runs)[::-1]
-        for tree in trees:
+        for tree, runs in pairs if number % 2 == 0 else pairs[::-1]:
             with notes.status(f"round {number + 1} of {rounds}: {tree}"):
-                runs[tree].append(_run(tree, benchmark, list(arguments or ())))
-    before, after = runs.values()
+                runs.append(_run(tree, benchmark, list(arguments or ())))
     found = compare(before, after)
     table = Table("figure", "before", "after", "after/before")
     for name, figure in found.items():

@@ -1,19 +1,22 @@
 """Layouts that were saved before: each rank's own index, and the merged index of a checkpoint.
 
-What belongs here: keeping and merging indexes in memory. What does not: sending and writing them
-(publication.py).
+What belongs here: keeping and merging indexes, and ranks' lists of state providers, in memory. What does not:
+sending and writing them (publication.py).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import msgspec
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import Index, index_entry, merge_indexes
-from megatron_datastates.format.manifest import IndexEntry
+from megatron_datastates.format.manifest import IndexEntry, ProviderEntry
 from megatron_datastates.pipeline.records import RankRecord
 from megatron_datastates.plan.coverage import coverage_faults
 
@@ -31,7 +34,8 @@ class MergedIndex:
 class LayoutStore:
     """The layouts that rank 0 knows, so that a save with a known one gathers, merges and hashes nothing.
 
-    Every rank keeps the digests of its own layouts; rank 0 keeps all ranks' indexes and the last merged ones.
+    Every rank keeps the digests of its own layouts and lists of providers; rank 0 keeps all ranks' indexes,
+    all lists, and the last merged indexes.
     """
 
     def __init__(self) -> None:
@@ -40,11 +44,24 @@ class LayoutStore:
         # the check and the rename of one of them.
         self.publishing = threading.Lock()
         self._parts: dict[tuple[int, bytes], bytes] = {}
+        self._providers: dict[bytes, list[ProviderEntry]] = {}  # one list for all ranks that have the same
         self._merged: dict[tuple[tuple[int, bytes], ...], MergedIndex] = {}
 
     def add(self, rank: int, digest: bytes, index: bytes) -> None:
         """Stores the own index of one of a rank's data files, on rank 0."""
         self._parts[rank, digest] = index
+
+    def add_providers(self, digest: bytes, encoded: bytes) -> None:
+        """Stores the list of a rank's state providers, on rank 0."""
+        self._providers[digest] = _PROVIDERS.decode(encoded)
+
+    def providers(self, records: Sequence[RankRecord]) -> list[ProviderEntry]:
+        """Returns the providers of all ranks; of one that several have, what the first of them says."""
+        found: dict[str, ProviderEntry] = {}
+        for digest in dict.fromkeys(record.providers_digest for record in records):
+            for provider in self._providers[digest]:
+                found.setdefault(provider.name, provider)
+        return list(found.values())
 
     def merged(self, records: list[RankRecord]) -> MergedIndex:
         """Returns the index of a checkpoint with the data files of these records.
@@ -60,6 +77,15 @@ class LayoutStore:
 
     def _merge(self, wanted: tuple[tuple[int, bytes], ...]) -> MergedIndex:
         return merge_layouts((key[0], self._parts[key]) for key in wanted)
+
+
+_PROVIDERS = msgspec.json.Decoder(list[ProviderEntry])
+
+
+def encode_providers(providers: Sequence[ProviderEntry]) -> tuple[bytes, bytes]:
+    """Returns the digest of a rank's list of state providers, and the list as it is sent to rank 0."""
+    encoded = msgspec.json.encode(providers)
+    return hashlib.sha256(encoded).digest()[:16], encoded
 
 
 def merge_layouts(parts: Iterable[tuple[int, bytes]]) -> MergedIndex:

@@ -8,8 +8,8 @@ Protocol (everything on the trainer's thread, except step 4):
      same text. Each rank removes its file, unless a manifest that names it may be in place (rank 0 is about
      to write it, or could not sync it).
   3. All ranks durable: one record per rank is gathered on all ranks. The next poll reads them, unless a rank
-     has failed meanwhile, which shows in the sum that was started with them. If a layout is new, the ranks'
-     own indexes are then gathered on rank 0.
+     has failed meanwhile, which shows in the sum that was started with them. Then the ranks' own indexes and
+     lists of state providers are gathered on rank 0, as far as they are new.
   4. Rank 0's publishing thread waits for those indexes (polls notice their arrival) and writes the index. It
      checks that every file that the manifest will name is in the directory with the expected size. Then it
      writes the manifest (engine/atomic_files.py), checks once more, writes Megatron's metadata.json, and
@@ -43,7 +43,7 @@ from megatron_datastates.format.manifest import Manifest, OtherFile
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.agreement import Collectives, PendingResult, PollableResult
 from megatron_datastates.pipeline.held import trainer_held
-from megatron_datastates.pipeline.layouts import LayoutStore, MergedIndex
+from megatron_datastates.pipeline.layouts import LayoutStore, MergedIndex, encode_providers
 from megatron_datastates.pipeline.milestones import State
 from megatron_datastates.pipeline.presence import (
     files_in_manifest,
@@ -84,13 +84,11 @@ class PublicationExtras:
     """What a manifest and its directory hold besides our data files."""
 
     parallel: dict[str, int] = dataclasses.field(default_factory=dict)
-    other_files: tuple[
-        str, ...
-    ] = ()  # written into the directory by others before the save; the manifest names them
-    superseded: tuple[
-        str, ...
-    ] = ()  # patterns of files of a checkpoint in another format that this one replaces
-    metadata: bytes = b""  # content of metadata.json; no such file is written if empty
+    # Written into the directory by others before the save; the manifest names them.
+    other_files: tuple[str, ...] = ()
+    # Patterns of files of a checkpoint in another format that this one replaces.
+    superseded: tuple[str, ...] = ()
+    metadata: bytes = b""  # of metadata.json; no such file is written if empty
 
 
 class Publication:
@@ -195,6 +193,7 @@ class Publication:
         self.outcome = outcome
         if outcome is not Outcome.PUBLISHED:
             return
+        self._layouts.known.add(self.records[self.collectives.rank].providers_digest)
         if self.save.plan is not None:
             self._layouts.known.update(layout.digest for layout in self.save.plan.layouts())
         self.published_callback()
@@ -222,13 +221,14 @@ class Publication:
 
     def _exchange(self, records: list[RankRecord]) -> None:
         self.records = records
-        sizes = [record.layout_bytes + record.stable.layout_bytes for record in records]
+        sizes = [sum(record.sent_bytes(records[0])) for record in records]
         if any(sizes):  # the same on every rank: all have read the same records
             # What the record says counts: another save may have made the layout known since.
-            own = self._own_indexes(records[self.collectives.rank])
+            own = self._own_parts(records[self.collectives.rank])
             self._indexes_asked = self.collectives.gather_to_first(own, sizes)
             self._look_for_indexes()
         if self.collectives.rank == 0:
+            self._layouts.add_providers(*encode_providers(self.save.tail.providers()))
             publisher = threading.Thread(target=self._publish, name="datastates-publish", daemon=True)
             try:
                 self._manifest_in_place = True  # until the thread reports that it is not
@@ -243,18 +243,19 @@ class Publication:
         if self._indexes_asked is not None and self._indexes_asked.is_over():
             self._indexes_arrived.set()
 
-    def _own_indexes(self, record: RankRecord) -> bytes:
-        """Returns those of the rank's own indexes of which its record has the sizes, one after another."""
-        if self.save.plan is None:
-            return b""
-        sizes = (record.layout_bytes, record.stable.layout_bytes)
-        layouts = self.save.plan.layouts()
-        return b"".join(layout.index for layout, size in zip(layouts, sizes, strict=False) if size)
+    def _own_parts(self, record: RankRecord) -> bytes:
+        """Returns the rank's own indexes and its list of providers, as far as rank 0 needs them."""
+        layouts = self.save.plan.layouts() if self.save.plan is not None else []
+        *sizes, listed = record.sent_bytes(self.records[0])
+        indexes = [layout.index for layout, size in zip(layouts, sizes, strict=False) if size]
+        _, providers = encode_providers(self.save.tail.providers())
+        return b"".join([*indexes, providers if listed else b""])
 
     def _record(self) -> RankRecord:
         save, file, times = self.save, self.save.file, self.save.times()
         layouts = save.plan.layouts() if save.plan is not None else []
         sizes = [0 if layout.digest in self._layouts.known else len(layout.index) for layout in layouts]
+        digest, providers = encode_providers(save.tail.providers())
         return RankRecord(
             rank=self.collectives.rank,
             has_file=file is not None,
@@ -270,6 +271,8 @@ class Publication:
             writing=times["writing"],
             durable=times["durable"],
             slot_wait=times["slot_wait"],
+            providers_digest=digest,
+            providers_bytes=0 if digest in self._layouts.known else len(providers),
             stable=stable_record(save.stable.shared, layouts[1].digest, sizes[1])
             if save.stable is not None and save.stable.shared is not None
             else StableRecord(),
@@ -344,12 +347,14 @@ class Publication:
                 raise DataStatesError(
                     f"the ranks' indexes did not arrive within {_PATIENCE_SECONDS:g} s of the end of the save"
                 )
-        for record, index in zip(self.records, self._indexes_asked.result(), strict=True):
-            first = record.layout_bytes
+        for record, data in zip(self.records, self._indexes_asked.result(), strict=True):
+            first, second, listed = record.sent_bytes(self.records[0])
             if first:
-                self._layouts.add(record.rank, record.layout_digest, index[:first])
-            if record.stable.layout_bytes:
-                self._layouts.add(record.rank, record.stable.layout_digest, index[first:])
+                self._layouts.add(record.rank, record.layout_digest, data[:first])
+            if second:
+                self._layouts.add(record.rank, record.stable.layout_digest, data[first : first + second])
+            if listed:
+                self._layouts.add_providers(record.providers_digest, data[first + second :])
 
     def _manifest(self) -> tuple[Manifest, MergedIndex]:
         context = self.save.context
@@ -367,7 +372,7 @@ class Publication:
             others=self._others(),
             writer=releases(),
             compatible=COMPATIBLE_CHECKSUMS,
-            providers=self.save.tail.providers(),
+            providers=self._layouts.providers(self.records),
         )
         return manifest, index
 

@@ -8,7 +8,7 @@ import struct
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 
-_RECORD = struct.Struct("<I?QQI16sQ7d QQI16sQQ32s")
+_RECORD = struct.Struct("<I?QQI16sQ7d16sI QQI16sQQ32s")
 STABLE_GROUP = 1  # of the second data file
 _FAILURE_BYTES = 768
 _FAILURE = struct.Struct(f"<?H{_FAILURE_BYTES - 3}s")
@@ -54,6 +54,8 @@ class RankRecord:
     writing: float
     durable: float
     slot_wait: float
+    providers_digest: bytes = bytes(16)  # of the list of the rank's state providers
+    providers_bytes: int = 0  # of that list, if it is new; else 0
     stable: StableRecord = StableRecord()
 
     def encode(self) -> bytes:
@@ -69,6 +71,15 @@ class RankRecord:
         """Returns the layout digests of the rank's data files, in the order of groups."""
         first = [self.layout_digest] if self.has_file else []
         return [*first, self.stable.layout_digest] if self.stable.file_bytes else first
+
+    def sent_bytes(self, first: RankRecord) -> tuple[int, int, int]:
+        """Returns the bytes that rank 0 needs of the rank's two own indexes and of its list of providers.
+
+        Args:
+            first: the record of rank 0, which does not need its own list again.
+        """
+        is_known = self.providers_digest == first.providers_digest
+        return self.layout_bytes, self.stable.layout_bytes, 0 if is_known else self.providers_bytes
 
 
 _OWN_FIELDS = len(dataclasses.fields(RankRecord)) - 1

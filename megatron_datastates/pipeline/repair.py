@@ -3,7 +3,8 @@
 Three things together prove that a directory holds one whole save, durable on every rank:
   1. all data files in it belong to one save and one world size, and each has its footer, which is written
      only when no source can have changed before it was copied. Where a checkpoint shares files of earlier
-     saves, only its manifest says which: without it, a left-over of the same layout could take their place;
+     saves, only its manifest says which: without it, a left-over of the same layout could take their place.
+     So files of several saves are refused, and the message says which of them fit together;
   2. the parts of an index have exactly the digests that the footers name, file for file. An index is written
      only after all ranks are durable, and it says which files there are: a rank without a file stored
      nothing;
@@ -13,11 +14,12 @@ Without these proofs nothing is written. What the files do not say is left out o
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
@@ -50,6 +52,7 @@ from megatron_datastates.format.index import Index, index_entry
 from megatron_datastates.format.manifest import FileEntry, IndexEntry, Manifest, OtherFile
 from megatron_datastates.format.values import (
     MANIFEST_NAME,
+    SaveId,
     digest_in_index_name,
     is_data_file_name,
     save_id_in_name,
@@ -161,7 +164,7 @@ def _sealed_files(path: Path) -> dict[str, Footer]:
         _refuse(
             path,
             f"it holds data files of {len(saves)} saves ({_some(saves)}), and only the lost manifest said "
-            "which belong together. If all files of one save are there, move those of the others away",
+            f"which belong together. {_advice(path, names)}",
         )
     footers = {name: _footer(path, name) for name in names}
     found = sorted(footers.items(), key=lambda item: (item[1].rank, item[1].group))
@@ -177,6 +180,53 @@ def _sealed_files(path: Path) -> dict[str, Footer]:
         if not footer.block_checksums:
             _refuse(path, f"{name} was saved without checksums: nothing proves that its data are undamaged")
     return dict(found)
+
+
+def _advice(path: Path, names: Sequence[str]) -> str:
+    """Returns what to do about data files of several saves."""
+    footers = _footers_of_sealed(path, names)
+    texts = []
+    for save in sorted({footer.save_id for footer in footers.values()}, key=lambda save: -save.ordinal):
+        own = [name for name, footer in footers.items() if footer.save_id == save]
+        if _find_index(path, _in_order(footers[name] for name in own))[0] is not None:
+            others = [name for name in names if name not in own]
+            texts.append(
+                f"The data files of save {save} are complete by themselves: to make a checkpoint of them, "
+                f"move the others ({', '.join(others)}) to another directory, and repair again"
+            )
+            continue
+        missing = _shared_with(save, footers)
+        both = _in_order(footers[name] for name in (*own, *missing))
+        if missing and _find_index(path, both)[0] is not None:
+            texts.append(
+                f"Save {save} may have shared {', '.join(missing)} of earlier saves, whose layouts fit, but "
+                "nothing here proves that it shared these very bytes: restore its manifest from a copy, or "
+                "load another checkpoint of the run"
+            )
+    return ". ".join(texts) or "No save has all its files here: load another checkpoint"
+
+
+def _footers_of_sealed(path: Path, names: Sequence[str]) -> dict[str, Footer]:
+    found = {}
+    for name in names:
+        with contextlib.suppress(DataStatesError, OSError):
+            found[name] = read_footer(path / name, (path / name).stat().st_size)
+    return found
+
+
+def _shared_with(save: SaveId, footers: Mapping[str, Footer]) -> list[str]:
+    """Returns files of earlier saves for the ranks and groups of which a save has none; the last of each."""
+    own = {(footer.rank, footer.group) for footer in footers.values() if footer.save_id == save}
+    earlier = [
+        (footer.save_id.ordinal, (footer.rank, footer.group), name)
+        for name, footer in footers.items()
+        if footer.save_id.run_id == save.run_id and footer.save_id.ordinal < save.ordinal
+    ]
+    return list({place: name for _, place, name in sorted(earlier) if place not in own}.values())
+
+
+def _in_order(footers: Iterable[Footer]) -> list[Footer]:
+    return sorted(footers, key=lambda footer: (footer.rank, footer.group))
 
 
 def _footer(path: Path, name: str) -> Footer:
@@ -204,6 +254,19 @@ def _last_change(path: Path, names: Mapping[str, Footer], notes: list[str]) -> s
 
 def _proven_index(path: Path, footers: Sequence[Footer]) -> tuple[Index, IndexEntry]:
     """Returns the index that these footers were written with."""
+    found, reasons = _find_index(path, footers)
+    if found is not None:
+        return found
+    why = _some(reasons) or "there is none"
+    _refuse(
+        path,
+        f"only the index of this save says where its tensors are, and {why}. Data files do not contain it. "
+        "(A checkpoint from which keys were removed has another index, too.)",
+    )
+
+
+def _find_index(path: Path, footers: Sequence[Footer]) -> tuple[tuple[Index, IndexEntry] | None, list[str]]:
+    """Returns the index that these footers were written with, if it is there, and why others are not."""
     reasons = []
     for name in sorted(name for name in os.listdir(path) if digest_in_index_name(name)):
         try:
@@ -213,14 +276,9 @@ def _proven_index(path: Path, footers: Sequence[Footer]) -> tuple[Index, IndexEn
             continue
         strange = [file for file, footer in enumerate(footers) if not _belongs(index, file, footer)]
         if not strange:
-            return index, entry
+            return (index, entry), reasons
         reasons.append(f"{path / name} is not the layout that rank {footers[strange[0]].rank} saved by")
-    why = _some(reasons) or "there is none"
-    _refuse(
-        path,
-        f"only the index of this save says where its tensors are, and {why}. Data files do not contain it. "
-        "(A checkpoint from which keys were removed has another index, too.)",
-    )
+    return None, reasons
 
 
 def _decoded(path: Path, files: int) -> tuple[Index, IndexEntry]:

@@ -107,10 +107,10 @@ class RankSave:
         """
         self.plan = plan
         try:
+            self.tail.secure(state)
             if not memory.owners and not state.tail:
                 self._durable.set()
                 return
-            self.tail.secure(state)
             self._begin(engine, plan, memory, link)
             assert self._save is not None
             self._watch(plan)

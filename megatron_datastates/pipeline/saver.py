@@ -30,6 +30,7 @@ from megatron_datastates.pipeline.report import Reporter, save_report
 from megatron_datastates.pipeline.save import RankSave
 from megatron_datastates.providers.base import Mutability, StateProvider
 from megatron_datastates.providers.collect import Collected, collect
+from megatron_datastates.providers.transforms import sampled
 
 logger = logging.getLogger(__name__)
 _WARM_BYTES = 64 << 20  # staging memory made before the size of the shard is known
@@ -147,6 +148,8 @@ class Saver:
         if self.options.compress:
             named = {name: _compressed(one, self.options.compress) for name, one in named.items()}
         state = collect(named)
+        if self.options.tripwire:
+            state.tail = [sampled(source) for source in state.tail]
         tensors = state.tensors
         if not self.options.lazy:
             tensors.mutability = [_EAGER.get(mutability, mutability) for mutability in tensors.mutability]

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from megatron_datastates.errors import MismatchError, OptionError
+from megatron_datastates.errors import DataStatesError, MismatchError, OptionError
 from megatron_datastates.format.codecs import PLANES, ZSTD, require_zstandard
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.providers.base import (
@@ -40,6 +40,7 @@ from megatron_datastates.providers.base import (
 )
 from megatron_datastates.providers.collect import kind_of, notes_of
 from megatron_datastates.providers.named import Tree
+from megatron_datastates.providers.samples import Samples
 from megatron_datastates.providers.tensors import dtype_name
 
 logger = logging.getLogger(__name__)
@@ -54,12 +55,14 @@ class EncodedTensor:
     Attributes:
         dtype: of the elements as they are stored.
         written_after: an event on the tensor's device that precedes every read of it; None on the host.
+        samples: of its bytes when the save began, if they are compared.
     """
 
     source: TensorSource
     dtype: torch.dtype
     encoding: Encoding | None = None
     written_after: Any = None
+    samples: Samples | None = None
 
     kind = Kind.FRAGMENT
 
@@ -85,10 +88,28 @@ class EncodedTensor:
         """Returns None: the tensor is encoded before the save returns."""
 
     def write(self, write: Write) -> None:
-        """Passes on the stored elements, row-major."""
+        """Passes on the stored elements, row-major. DataStatesError: they have changed too early."""
         tensor = self.source.tensor
-        for part in _parts(tensor, _PART_BYTES // tensor.element_size()):
+        for number, part in enumerate(_parts(tensor, _PART_BYTES // tensor.element_size())):
             write(_host_bytes(part, self.dtype, self.written_after))
+            if self.samples is not None and not self.samples.are_same(number):
+                raise DataStatesError(
+                    f"tensor {self.key!r} changed too early: before it was read to be cast or compressed. "
+                    "Call the fence first, before anything changes it"
+                )
+
+
+def sampled(source: TailSource) -> TailSource:
+    """Returns a source that compares samples of its bytes with those of now, if it is one that can.
+
+    Called on the trainer's thread, for tensors that must not change before the next fence.
+    """
+    if not isinstance(source, EncodedTensor) or source.mutability is not Mutability.AT_FENCE:
+        return source
+    tensor = source.source.tensor
+    if tensor.is_cuda or not tensor.numel() or not tensor.is_contiguous():
+        return source
+    return dataclasses.replace(source, samples=Samples(tensor, _PART_BYTES))
 
 
 def encoded_tensor(source: TensorSource) -> EncodedTensor:

@@ -1,13 +1,18 @@
 """Ranks that save and load through `import megatron_datastates as ds`."""
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from saving_rank import join, report
 
 import megatron_datastates as ds
+from megatron_datastates.config import Options
 from megatron_datastates.errors import SaveFailedError
+from megatron_datastates.pipeline.saver import saver_for
+from megatron_datastates.providers import Entry, ObjectSource, StateReader
 
 ROWS = 12
 
@@ -53,3 +58,35 @@ def save_what_fails(root: str, how: str, folder: str) -> None:
         ds.save(states[how], Path(root, "ck"))
     except SaveFailedError as error:
         report(folder, error=str(error))
+
+
+class Numbers:
+    """A provider of one list, or of nothing, with a note."""
+
+    def __init__(self, numbers: list[int], note: str) -> None:
+        self.numbers, self.notes = numbers, {"note": note}
+
+    def entries(self) -> Iterator[Entry]:
+        if self.numbers:
+            yield ObjectSource("numbers", self.numbers)
+
+    def restore(self, reader: StateReader) -> None:
+        self.numbers = reader.read_object("numbers") if list(reader.objects) else []
+
+
+def save_with_own_providers(root: str, folder: str) -> None:
+    """Saves, on every rank, a provider that all have and one that only this rank has; then loads them."""
+    rank, _ = join()
+    counts = []
+    for number, note in enumerate(["a", "a", "b", "b"]):
+        own: Any = Numbers([rank] if rank else [], f"{note} of {rank}")
+        state = {"same": Numbers([], "same"), f"of{rank}": own}
+        before = dict(saver_for(Options()).session.collectives.calls)
+        ds.save(state, Path(root, str(number)))
+        calls = saver_for(Options()).session.collectives.calls
+        counts.append(calls.get("gather layouts", 0) - before.get("gather layouts", 0))
+        found = {"same": Numbers([9], ""), f"of{rank}": Numbers([9], "")}
+        torch.distributed.barrier()
+        ds.load(Path(root, str(number)), into=found)
+        assert found["same"].numbers == [] and found[f"of{rank}"].numbers == own.numbers
+    report(folder, counts=counts)

@@ -6,6 +6,7 @@ one turn is read in the next, when all have sent it.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -68,11 +69,16 @@ class ResultInTurn:
 
 
 class RanksInTurn:
-    """The ranks of one run."""
+    """The ranks of one run.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        changes: options that differ from OPTIONS.
+    """
+
+    def __init__(self, size: int, **changes: Any) -> None:
         parts: Parts = defaultdict(dict)
-        self._savers = [Saver(OPTIONS, self._session(rank, size, parts)) for rank in range(size)]
+        options = dataclasses.replace(OPTIONS, **changes)
+        self._savers = [Saver(options, self._session(rank, size, parts)) for rank in range(size)]
 
     @staticmethod
     def _session(rank: int, size: int, parts: Parts) -> SaveSession:

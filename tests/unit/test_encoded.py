@@ -26,6 +26,7 @@ from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Place
 from tests.unit.by_hand import encoded_entry
 from tests.unit.encoded import (
+    COLUMNS,
     CUT,
     MIB,
     MOMENT,
@@ -215,26 +216,40 @@ def test_a_wrong_sha256_is_found(tmp_path):
     assert "'weight'" in fault and "SHA-256" in fault
 
 
-def test_a_fragment_of_another_size_than_the_index_says_is_refused(tmp_path):
+@pytest.mark.parametrize("rows", [CUT - 1, CUT + 1])
+def test_a_fragment_of_another_size_than_the_index_says_is_refused(tmp_path, rows):
     parts = builders()
     number = next(n for n, (entry, _) in enumerate(parts[0].entries) if entry.kind == Kind.FRAGMENT)
     offset = parts[0].entries[number][0].offset
-    data = WEIGHT[: CUT - 1].numpy().tobytes()
+    data = WEIGHT[:rows].numpy().tobytes()
     parts[0].entries[number] = encoded_entry(Kind.FRAGMENT, "", offset, data, PLANES, 4)
     write_encoded(tmp_path / "c", parts)
     text = refused(tmp_path / "c", Kind.FRAGMENT, "weight")
     assert text.startswith("FormatError") and f"decodes to {len(data)} bytes, the index says" in text
 
 
-def test_a_number_that_the_footer_does_not_have_is_refused(tmp_path):
+@pytest.mark.parametrize("number", [3, 9])
+def test_a_number_that_the_footer_does_not_have_is_refused(tmp_path, number):
     parts = builders()
     parts[0].fragments[0] = (
         parts[0].fragments[0][0],
-        dataclasses.replace(parts[0].fragments[0][1], offset=9),
+        dataclasses.replace(parts[0].fragments[0][1], offset=number),
     )
     write_encoded(tmp_path / "c", parts)
     text = refused(tmp_path / "c", Kind.FRAGMENT, "weight")
-    assert "has 3 encoded fragments, and the index names number 9" in text
+    assert f"has 3 encoded fragments, and the index names number {number}" in text
+
+
+def test_a_frame_that_does_not_decode_fails_the_read_in_whatever_batch_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(decoding, "_WINDOW_BYTES", MIB)
+    monkeypatch.setattr(decoding, "_BATCH_BYTES", 1)
+    (sizes,) = (entry.frame_sizes for entry, _ in builders()[0].entries if entry.bytes == CUT * COLUMNS * 4)
+    assert len(sizes) == 4
+    for number in range(3):
+        moved = [size - (n == number) + (n == number + 1) for n, size in enumerate(sizes)]
+        change(tmp_path / str(number), Kind.FRAGMENT, 0, frame_sizes=tuple(moved))
+        with pytest.raises(CorruptDataError, match=f"frame {number}"):
+            opened(tmp_path / str(number)).read_tensor("weight")
 
 
 def test_a_hole_in_an_encoded_tensor_is_refused_before_memory_is_asked_for(tmp_path):

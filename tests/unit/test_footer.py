@@ -138,6 +138,9 @@ FALSE_SIZES = {
     },
     "a fragment with a name": {"kind": 3},
     "more frames than the footer": {"codec": 1, "frames": (10,), "frame_count": 2**32 - 1},
+    # 88 bytes of the footer and 75 of the entry precede frames of 4 bytes; 4060 bytes precede the trailer.
+    "one frame more than the footer has room for": {"codec": 1, "frames": (10,), "frame_count": 975},
+    "absurdly many logical bytes in an unknown codec": {"codec": 77, "logical": 2**62},
 }
 
 
@@ -188,6 +191,11 @@ def test_a_name_that_is_not_utf8_is_refused():
 def test_a_count_of_checksums_that_does_not_fit_the_data_is_refused(count):
     with pytest.raises(FormatError, match=f"{count} checksums for {DATA_BYTES} bytes"):
         Footer.decode(crafted(checksums=bytes(8), checksum_count=count), "it")
+
+
+def test_checksums_that_end_past_the_footer_are_refused():
+    with pytest.raises(FormatError, match="2048 checksums for"):
+        Footer.decode(crafted(data_bytes=2048 * MIB, checksum_count=2048), "it")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -14,9 +15,11 @@ from hypothesis import strategies as st
 from megatron_datastates.errors import CorruptDataError, MissingPackageError
 from megatron_datastates.format import codecs
 from megatron_datastates.format.codecs import FRAME_BYTES, PLANES, ZSTD, decode_frame, encode_frame
+from megatron_datastates.pipeline.frames import FrameWriter, threads
 from megatron_datastates.plan import frames
 from megatron_datastates.plan.boxes import contiguous_strides
 from megatron_datastates.plan.frames import FramedBox, cut_into_windows
+from megatron_datastates.providers.base import Encoding
 
 COMPRESSIBLE = bytes(range(200)) * 40
 
@@ -49,8 +52,19 @@ def test_a_frame_that_encoding_does_not_shorten_is_stored_as_it_is():
         assert decode_frame(codec, data, len(data), 4, "it") == data
 
 
-def compressed(data: bytes, checksum: bool = True, size: bool = True) -> bytes:
-    packer = zstandard.ZstdCompressor(write_checksum=checksum, write_content_size=size)
+@pytest.mark.parametrize("codec", [ZSTD, PLANES])
+def test_a_frame_that_encoding_leaves_as_long_is_stored_as_it_is(codec):
+    """A reader takes a stored frame of as many bytes for the bytes themselves."""
+    noise = np.random.default_rng(1).bytes(500)
+    all_data = [noise + bytes(zeros) for zeros in range(64)]
+    as_long = [data for data in all_data if len(compressed(data, level=1)) == len(data)]
+    assert as_long, "there is such data"
+    for data in as_long:
+        assert encode_frame(codec, data, 1) == data
+
+
+def compressed(data: bytes, checksum: bool = True, size: bool = True, level: int = 3) -> bytes:
+    packer = zstandard.ZstdCompressor(level=level, write_checksum=checksum, write_content_size=size)
     return packer.compress(data)
 
 
@@ -68,6 +82,7 @@ LIES = {
     "without content size": compressed(COMPRESSIBLE, size=False),
     "fewer bytes": compressed(COMPRESSIBLE[:-1]),
     "more bytes": compressed(COMPRESSIBLE + b"x"),
+    "more bytes, not encoded": COMPRESSIBLE + b"x",
     "a flipped bit of the checksum": GOOD[:-1] + bytes([GOOD[-1] ^ 1]),
     "a flipped bit": GOOD[:40] + bytes([GOOD[40] ^ 64]) + GOOD[41:],
     # Frame header: one segment, 8 bytes of content size, checksum. It claims 2^62 bytes.
@@ -140,3 +155,31 @@ def test_windows_of_whole_rows_end_where_frames_end():
     ends = [window.span[1] for window in cut_into_windows(box, 8 * mib)]
     assert len(ends) == 8
     assert all(end % FRAME_BYTES == 0 for end in ends[:-1])
+
+
+class LazyPool:
+    """Encodes a frame when its result is asked for; counts those that nobody has asked for."""
+
+    def __init__(self) -> None:
+        self.waiting = self.most = 0
+
+    def submit(self, function, *arguments):
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        future = Future()
+
+        def result():
+            self.waiting -= 1
+            return function(*arguments)
+
+        future.result = result
+        return future
+
+
+def test_few_frames_wait_to_be_written():
+    pool, written = LazyPool(), []
+    writer = FrameWriter(written.append, Encoding(ZSTD, 1, 1), pool)
+    for _ in range(40):
+        writer.write(bytes(FRAME_BYTES // 2))
+    assert pool.most == 2 * threads() and len(written) == 20 - pool.waiting
+    assert writer.close() == [len(frame) for frame in written] and len(written) == 20

@@ -402,6 +402,31 @@ def test_only_parameters_without_gradients_are_expected_to_stay(tmp_path, linkin
     assert apart == {"frozen", "view"}
 
 
+@pytest.mark.parametrize("mutability", [Mutability.NOW, Mutability.AT_FENCE], ids=lambda m: m.name)
+def test_parameters_may_thaw_and_freeze_again(linking, tmp_path, mutability):
+    """A file is shared with the last checkpoint that had the same tensors frozen, if none has changed."""
+    state = {"turns": frozen(1), "stays": frozen(2), "adapter": torch.nn.Parameter(torch.arange(1000.0))}
+    turns = state["turns"] = torch.nn.Parameter(state["turns"].data.view(torch.float32), requires_grad=False)
+    kept, paths = [], []
+    for number, (trains, changes) in enumerate(
+        [(False, False), (True, True), (True, True), (False, False), (False, False), (True, False),
+         (False, False), (False, True)]
+    ):  # fmt: skip
+        turns.requires_grad_(trains)
+        FENCE.wait("a step")
+        if changes:
+            turns.data.view(torch.uint8)[number] += 1
+        report = save(linking, tmp_path / str(number), state, mutability)
+        linked = [path for path in paths if path.samefile(stable_file(tmp_path / str(number)))]
+        assert bool(linked) is (report["linked_bytes"] > 0)
+        paths.append(stable_file(tmp_path / str(number)))
+        kept.append({key: tensor.detach().clone() for key, tensor in state.items()})
+    first_of = [next(i for i, other in enumerate(paths) if other.samefile(path)) for path in paths]
+    assert first_of == [0, 1, 1, 3, 3, 1, 3, 7]
+    for number, then in enumerate(kept):
+        check(tmp_path / str(number), then)
+
+
 def test_a_state_of_frozen_tensors_alone_is_linked(linking, tmp_path):
     provider = NamedState({"base": frozen(1)})
     for number in range(2):

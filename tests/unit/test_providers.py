@@ -50,6 +50,17 @@ class Counter:
         self.position = reader.read_object("position")
 
 
+def test_a_provider_sees_nothing_of_one_whose_name_begins_with_its_own(tmp_path: Path) -> None:
+    """`Counter.restore` refuses keys that are not its own."""
+    saved = {"data": Counter(), "data2": Counter(), "data2.x": Counter()}
+    for number, one in enumerate(saved.values()):
+        one.position["step"] = number
+    ds.save({**saved}, tmp_path / "c")
+    found = {"data": Counter(), "data2.x": Counter()}
+    ds.load(tmp_path / "c", into={**found})
+    assert [one.position["step"] for one in found.values()] == [0, 2]
+
+
 def test_a_users_provider_is_saved_and_restored_under_its_name(tmp_path: Path) -> None:
     saved = Counter()
     saved.table.copy_(torch.arange(6))

@@ -33,8 +33,8 @@ WORD, LONG, SECONDS = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.f
 DIGEST, SHA256 = st.binary(min_size=16, max_size=16), st.binary(min_size=32, max_size=32)
 STABLE = st.builds(StableRecord, LONG, LONG, WORD, DIGEST, LONG, LONG, SHA256)
 RECORDS = st.builds(
-    RankRecord, WORD, st.booleans(), LONG, LONG, WORD, st.binary(min_size=16, max_size=16), LONG,
-    SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, STABLE,
+    RankRecord, WORD, st.booleans(), LONG, LONG, WORD, DIGEST, LONG,
+    SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, DIGEST, WORD, STABLE,
 )  # fmt: skip
 RECORD = RankRecord(0, True, 10**6, 4096, 7, bytes(16), 0, 0.1, 0.01, 0.02, 0.2, 0.5, 0.6, 0.0)
 
@@ -259,7 +259,9 @@ def test_a_save_without_data_divides_by_nothing():
 def publication_of(records: list[RankRecord]) -> SimpleNamespace:
     """Makes as much of a Publication as a report looks at."""
     rank_save = RankSave(SaveContext(SaveId(1, 1), Path("d"), 0, len(records)), 1.0)
-    return SimpleNamespace(save=rank_save, records=records, outcome=Outcome.PUBLISHED, error=None)
+    return SimpleNamespace(
+        save=rank_save, records=records, outcome=Outcome.PUBLISHED, error=None, is_prepared=False
+    )
 
 
 @given(RECORDS)

@@ -16,7 +16,7 @@ from megatron_datastates.errors import CorruptDataError, OptionError
 from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.prune import RetentionRules, prune
+from megatron_datastates.pipeline.prune import RetentionRules, plan_prune, prune
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.converting import convert_to
 from tests.unit.encoded import OBJECTS, STREAMS, TENSORS, WEIGHT, builders, write_encoded, write_shared
@@ -137,7 +137,9 @@ def test_prune_removes_a_checkpoint_and_leaves_those_that_share_its_files(tmp_pa
     shared = manifest.files[1].name
     (path / shared).unlink()
     os.link(tmp_path / "iter_0000001" / shared, path / shared)
-    gone = prune(tmp_path, RetentionRules(keep_last=1, min_age_seconds=0.0))
+    rules = RetentionRules(keep_last=1, min_age_seconds=0.0)
+    assert plan_prune(tmp_path, rules).left_overs == [], "a file of an earlier save is named by the manifest"
+    gone = prune(tmp_path, rules)
     assert [one.number for one in gone] == [1]
     assert not (tmp_path / "iter_0000001").exists()
     assert verify(path, options=OPTIONS).faults == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from megatron_datastates.format.tail import Kind
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers import Cast, Compressed, Entry, Mutability, StateReader, StreamSource
-from megatron_datastates.providers.named import NamedState, Shard
+from megatron_datastates.providers.named import NamedState, Shard, Tree
+from megatron_datastates.providers.samples import Samples
 from megatron_datastates.providers.transforms import _parts
 from tests.unit.states import KNOWN_DTYPES, bits, new_saver, random_tensor
 
@@ -214,3 +216,82 @@ def test_random_streams_survive_small_slots(
     checkpoint = ds.open(path)
     for name, wanted in (("a", data), ("b", data[::-1]), ("c", data[1:])):
         assert b"".join(map(bytes, checkpoint.open_stream(f"{name}.lines"))) == b"".join(wanted)
+
+
+# -- changes that come too early --------------------------------------------------------------------------
+
+
+def save_and_change_early(folder: Path, provider: Any, change: Any, **options: Any) -> Any:
+    """Saves what stays unchanged until the fence, and changes it before anything of it is read."""
+    gate, saver = threading.Event(), new_saver(**options)
+    first = StreamSource("gate", lambda write: gate.wait(30) and write(b"open"), AT_FENCE)
+    publication = saver.start(folder, lambda: {"first": Yields(first), "state": provider})
+    change()
+    gate.set()
+    publication.wait()
+    saver.close()
+    return publication
+
+
+class Yields:
+    def __init__(self, *entries: Entry) -> None:
+        self._entries = entries
+
+    def entries(self) -> Iterator[Entry]:
+        yield from self._entries
+
+    def restore(self, reader: StateReader) -> None:
+        raise NotImplementedError
+
+
+TRANSFORMED = {
+    "compressed": Compressed,
+    "cast": lambda inner: Cast(inner, torch.bfloat16),
+    "both, in a tree": lambda inner: Tree({"inner": Compressed(Cast(inner, torch.bfloat16))}, AT_FENCE),
+}
+
+
+@pytest.mark.parametrize("wrap", TRANSFORMED.values(), ids=TRANSFORMED)
+@pytest.mark.parametrize("shape", [(), (5,), (700, 1001)])
+def test_a_transformed_tensor_that_changes_before_the_fence_fails_the_save(
+    tmp_path: Path, wrap: Any, shape: tuple[int, ...]
+) -> None:
+    tensor = noise(*shape)
+    provider = wrap(NamedState({"w": tensor}, AT_FENCE))
+    publication = save_and_change_early(tmp_path / "c", provider, lambda: tensor.add_(1))
+    assert publication.outcome is Outcome.FAILED
+    assert "w' changed too early" in publication.error and "'state'" in publication.error
+    assert not (tmp_path / "c" / "datastates.manifest").exists()
+
+
+def test_without_the_tripwire_an_early_change_of_a_transformed_tensor_is_stored(tmp_path: Path) -> None:
+    """Shows that the tensors above are read after the change."""
+    tensor = noise(700, 1001)
+    provider = Compressed(NamedState({"w": tensor}, AT_FENCE))
+    publication = save_and_change_early(tmp_path / "c", provider, lambda: tensor.add_(1), tripwire=False)
+    assert publication.outcome is Outcome.PUBLISHED, publication.error
+    assert torch.equal(ds.open(tmp_path / "c").read_tensor("state.w"), noise(700, 1001) + 1)
+
+
+def test_a_tensor_that_is_given_other_memory_has_not_changed(tmp_path: Path) -> None:
+    tensor = torch.nn.Parameter(noise(700, 1001))
+
+    def change() -> None:
+        tensor.data = torch.zeros(700, 1001)
+
+    publication = save_and_change_early(
+        tmp_path / "c", Compressed(NamedState({"w": tensor}, AT_FENCE)), change
+    )
+    assert publication.outcome is Outcome.PUBLISHED, publication.error
+    assert torch.equal(ds.open(tmp_path / "c").read_tensor("state.w"), noise(700, 1001))
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 1000, 1001, 1063, 3000])
+def test_every_part_has_a_sample_within_the_tensor(size: int) -> None:
+    tensor = torch.arange(size, dtype=torch.int64).to(torch.uint8)
+    for part, begin in enumerate(range(0, size, 1000)):
+        for _ in range(20):
+            samples = Samples(tensor, 1000)
+            assert all(samples.are_same(n) for n in range(-(-size // 1000)))
+            tensor[begin : begin + 1000] += 1
+            assert not samples.are_same(part)
