@@ -64,6 +64,7 @@ VOCABULARY, DIVISIBLE_BY = 100, 8  # padded to 104 rows with one tensor-parallel
 FORMATS = ("ours", "stock")
 NOT_DISTRIBUTED = "not distributed"
 PRECISION_AWARE = "precision-aware "
+OFFLOADED = "half offloaded "
 
 
 @dataclass
@@ -110,7 +111,8 @@ class Training:
 def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], None]) -> Training:
     """Builds a model in this layout, fills all its tensors, and adds an optimizer.
 
-    `optimizer` is the sharding type of a distributed one, PRECISION_AWARE + that, or NOT_DISTRIBUTED.
+    `optimizer` is the sharding type of a distributed one, PRECISION_AWARE or OFFLOADED + that, or
+    NOT_DISTRIBUTED.
     """
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -141,6 +143,10 @@ def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], 
     if optimizer.startswith(PRECISION_AWARE):
         optimizer = optimizer.removeprefix(PRECISION_AWARE)
         kind |= precision_aware_adam.installed()
+    if optimizer.startswith(OFFLOADED):
+        optimizer = optimizer.removeprefix(OFFLOADED)
+        kind |= {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
+        kind |= {"optimizer_offload_fraction": 0.5}
     adam = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, **kind)
     wrapped = [DistributedDataParallel(config, ddp, chunk) for chunk in wrapped]
     if optimizer != NOT_DISTRIBUTED:

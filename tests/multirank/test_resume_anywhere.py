@@ -21,7 +21,7 @@ from tests.support.world import World
 
 pytestmark = pytest.mark.conformance
 
-NOT_DISTRIBUTED = "not distributed"  # as in model_ranks.py
+NOT_DISTRIBUTED, OFFLOADED = "not distributed", "half offloaded dp_reshardable"  # as in model_ranks.py
 TIED: Layout = {"tied": True}
 UNEVEN: Layout = PP2 | {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
 EMBEDDING = "optimizer.state.exp_avg_sq.embedding.word_embeddings.weight"
@@ -76,6 +76,27 @@ def test_state_of_a_precision_aware_optimizer_fits_other_layouts(world: World, t
     kind = "precision-aware dp_reshardable"
     run(world, tmp_path, "save", [TP2], kind, ranks=2)
     run(world, tmp_path, "load", 0, [PP2, DENSE], {"kind": kind}, ranks=2)
+
+
+@pytest.mark.parametrize("kind", ["dp_reshardable", OFFLOADED])
+def test_state_of_an_offloaded_optimizer_fits_any_layout(world: World, tmp_path: Path, kind: str) -> None:
+    """Its own layout included, where Megatron alone restores no step."""
+    run(world, tmp_path, "save", [TP2], OFFLOADED, ranks=2)
+    found = run(world, tmp_path, "load", 0, [PP2, DENSE, TP2], {"kind": kind}, ranks=2)
+    assert found["restated"] == [1, 1, int(kind == OFFLOADED)]
+
+
+def test_any_state_fits_an_offloaded_optimizer(world: World, tmp_path: Path) -> None:
+    kinds = ["dp_reshardable", "fully_reshardable"]
+    even = {"hidden_size": 128, "ffn_hidden_size": 128}
+    for kind in kinds:
+        run(world, tmp_path / kind, "save", [TP2 | even], kind, ranks=2)
+        run(world, tmp_path / kind, "load", 0, [PP2 | even, TP2 | even], {"kind": OFFLOADED}, ranks=2)
+
+
+def test_lists_of_offloaded_parameters_need_not_be_of_one_length(world: World, tmp_path: Path) -> None:
+    reports = world.run("anywhere_ranks:merge_steps", tmp_path, DENSE, timeout_seconds=200)
+    assert any("Cannot merge two lists with different lengths" in report["stock"] for report in reports)
 
 
 @pytest.mark.parametrize("kind", ["fully_reshardable", NOT_DISTRIBUTED])

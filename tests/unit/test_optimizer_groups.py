@@ -175,3 +175,11 @@ def test_another_common_state_is_refused(tmp_path: Path, common: Any) -> None:
     opened = checkpoint(tmp_path / "c", of_groups(options(DECAYED)))
     with pytest.raises(FormatError, match="expected 'dp_reshardable'"):
         reshardable_common_state(opened, common)
+
+
+def test_classes_are_the_runs_own(tmp_path: Path) -> None:
+    kept = checkpoint(tmp_path, of_groups(options(DECAYED | {"cpu_optimizer_cls": torch.optim.SGD})))
+    found = from_objects(kept)
+    assert found.groups == (DECAYED,) and found.step == 7
+    own = DECAYED | {"step": 0, "cpu_optimizer_cls": torch.optim.AdamW}
+    assert matched(own, found, NAMES) == DECAYED | {"cpu_optimizer_cls": torch.optim.AdamW}

@@ -41,7 +41,7 @@ from megatron_datastates.mcore.load.optimizer_request import (
     bucket_of,
     bucket_tensors,
     filled,
-    has_empty_entries,
+    is_offloaded,
     own_buckets,
     own_shards,
 )
@@ -54,6 +54,7 @@ from megatron_datastates.pipeline.optimizer_groups import (
     from_objects,
     matched,
 )
+from megatron_datastates.providers.named import dictionaries
 
 logger = logging.getLogger(__name__)
 _ANNOUNCEMENT = (
@@ -176,16 +177,8 @@ def bucket_states(checkpoint: Checkpoint) -> BucketStates:
 # -- what a request is ----------------------------------------------------------------------------------
 
 
-def _nested_dicts(nested: Any) -> Iterator[dict[Any, Any]]:
-    if isinstance(nested, dict):
-        yield nested
-    if isinstance(nested, dict | list):
-        for item in nested.values() if isinstance(nested, dict) else nested:
-            yield from _nested_dicts(item)
-
-
 def _bucket_states(request: dict[str, Any]) -> Iterator[tuple[dict[Any, Any], OwnBuckets]]:
-    for node in _nested_dicts(request):
+    for node in dictionaries(request):
         own = own_buckets(node)
         if own is not None:
             yield node, own
@@ -193,7 +186,7 @@ def _bucket_states(request: dict[str, Any]) -> Iterator[tuple[dict[Any, Any], Ow
 
 def _state_keys(request: dict[str, Any]) -> Iterator[str]:
     """Yields the keys of states by parameter that a request has."""
-    for node in _nested_dicts(request):
+    for node in dictionaries(request):
         for item in node.values():
             for one in item if isinstance(item, list) else [item]:
                 if isinstance(one, ShardedTensor | ShardedTensorFactory) and f"{PREFIX}." in one.key:
@@ -201,17 +194,18 @@ def _state_keys(request: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_optimizer(value: Any) -> bool:
-    return any(_TYPE in node or "param_groups" in node or CARRIER in node for node in _nested_dicts(value))
+    return any(_TYPE in node or "param_groups" in node or CARRIER in node for node in dictionaries(value))
 
 
 def _is_other_layout(checkpoint: Checkpoint, state: dict[Any, Any], own: OwnBuckets) -> bool:
     """Returns whether the optimizer's buckets are not stored with the same parameters at the same places.
 
-    Buckets that are stored and that the optimizer does not have are a difference, too.
+    Buckets that are stored and that the optimizer does not have are a difference, too. So is a state that
+    Megatron would load wrongly, although its layout is the stored one.
     """
     if has_optimizer_maps(checkpoint):
         stored = optimizer_map(checkpoint, state[CARRIER].key.removesuffix(CARRIER))
-        return stored is None or has_empty_entries(state) or _places(stored) != _places(own.map)
+        return stored is None or is_offloaded(state) or _places(stored) != _places(own.map)
     for _, _, item in bucket_tensors(state):
         if item.key not in checkpoint.index.tensors:
             if _has_states(checkpoint):
@@ -296,7 +290,7 @@ class _Optimizer:
             key = functools.partial(self._names.of, name)
             shards += own_shards(own, bucket_of(own, state, item), item, key)
         memory = [shard.data for shard in shards]
-        result = filled(state)
+        result = filled(state, self._stored.step)
         if not shards:
             return LocalNonpersistentObject(result)
 
