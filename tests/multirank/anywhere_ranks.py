@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from map_ranks import shards_in_memory
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
 from model_ranks import FORMATS, Layout, Training, build, random_values, step, strategies
@@ -25,11 +26,15 @@ from saving_rank import join, make_directory, report
 from megatron_datastates.mcore.load import optimizer_layout
 from megatron_datastates.providers.named import dictionaries
 
+SHARDING = "distrib_optim_sharding_type"
 MARKED = 0.0625  # a learning rate that no fresh optimizer has
 
 
-def save(root: str, layouts: list[Layout], kind: str, folder: str) -> None:
-    """Saves the state of each layout to ROOT/N, and to ROOT/N-truth-RANK what its optimizer holds."""
+def save(root: str, layouts: list[Layout], kind: str, folder: str, name: str = "ours") -> None:
+    """Saves the state of each layout to ROOT/N, and to ROOT/N-truth-RANK what its optimizer holds.
+
+    `name`: of the format.
+    """
     join()
     for number, layout in enumerate(layouts):
         training = build(layout, kind, random_values())
@@ -40,9 +45,24 @@ def save(root: str, layouts: list[Layout], kind: str, folder: str) -> None:
         place = Path(root, str(number))
         make_directory(place)
         dist.barrier()
-        dist_checkpointing.save(training.sharded(), str(place), strategies("ours", parallel=False)[0])
+        save, content = strategies(name, parallel=False)[0], {SHARDING: training.metadata.get(SHARDING)}
+        dist_checkpointing.save(training.sharded(), str(place), save, content_metadata=content)
         torch.save(list(pieces(training, main=True)), f"{place}-truth-{dist.get_rank()}")
     report(folder)
+
+
+def save_as_torch_dist(root: str, layouts: list[Layout], kind: str, folder: str) -> None:
+    save(root, layouts, kind, folder, "stock")
+
+
+def refuse(root: str, layout: Layout, folder: str) -> None:
+    """Loads ROOT/0 into another layout than the one that saved it, and reports the error."""
+    join()
+    training = build(layout, "dp_reshardable", random_values())
+    try:
+        dist_checkpointing.load(training.sharded(is_loading=True), str(Path(root, "0")))
+    except CheckpointingException as error:
+        report(folder, error=str(error))
 
 
 def load(root: str, number: int, layouts: list[Layout], how: dict[str, Any], folder: str) -> None:

@@ -107,6 +107,30 @@ def test_state_by_parameter_fits_the_buckets_of_any_layout(world: World, tmp_pat
     assert found["restated"] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("kind", ["dp_reshardable", OFFLOADED])
+def test_torch_dists_state_by_parameter_fits_the_buckets_of_any_layout(
+    world: World, tmp_path: Path, kind: str
+) -> None:
+    """For programs whose request does not follow the checkpoint, as that of Megatron's own loop does."""
+    even = TIED | {"hidden_size": 128, "ffn_hidden_size": 128}
+    saved = [TP2 | even, EXPERTS | EP2 | even]
+    run(world, tmp_path, "save_as_torch_dist", saved, "fully_reshardable", ranks=2)
+    assert not list(tmp_path.glob("*/*.manifest")) and list(tmp_path.glob("0/*.distcp"))
+    run(world, tmp_path, "load", 0, [even | PP2, even, even | TP2], {"kind": kind}, ranks=2)
+    run(world, tmp_path, "load", 1, [EXPERTS | even], {"kind": kind}, ranks=1)
+
+
+def test_torch_dists_buckets_of_another_layout_are_refused_with_what_works(
+    world: World, tmp_path: Path
+) -> None:
+    run(world, tmp_path, "save_as_torch_dist", [TP2], "dp_reshardable", ranks=2)
+    for layout in (PP2, DENSE):
+        for report in world.run("anywhere_ranks:refuse", tmp_path, layout, timeout_seconds=200):
+            assert "has no optimizer map, which would say where each parameter lies" in report["error"]
+            assert "save once with --ckpt-format datastates" in report["error"]
+    run(world, tmp_path, "load", 0, [TP2], {}, ranks=2)
+
+
 def run(world: World, folder: Path, what: str, *arguments: object, ranks: int) -> dict[str, list[object]]:
     """Returns what rank 0 reports, after checking that all ranks agree on which loads were restated."""
     reports = world.run(f"anywhere_ranks:{what}", folder, *arguments, ranks=ranks, timeout_seconds=200)

@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -54,12 +54,16 @@ from megatron_datastates.pipeline.optimizer_groups import (
     from_objects,
     matched,
 )
+from megatron_datastates.plan.boxes import Box, bounding_box
 from megatron_datastates.providers.named import dictionaries
 
 logger = logging.getLogger(__name__)
 _ANNOUNCEMENT = (
-    "%s holds the optimizer state of another parallel layout: it is loaded by parameter, and each rank reads "
-    "its own part"
+    "%s holds the optimizer state of %s: it is loaded by parameter, and each rank reads its own part"
+)
+_OTHER_LAYOUT = "another parallel layout"
+_OFFLOADED = (
+    "another parallel layout, or of parameters offloaded to the CPU, whose step Megatron would not load"
 )
 _SCALER = "grad_scaler"
 _TYPE, _STATE = "param_state_sharding_type", "param_state"
@@ -71,7 +75,7 @@ class Restated:
 
     request: dict[str, Any]
     paths: tuple[str, ...]  # of optimizers in the request: the common state has nothing for them
-    states: BucketStates  # that the checkpoint holds in buckets
+    states: BucketStates | None  # that the checkpoint holds in buckets
 
     def common_state(self, stored: Any) -> Any:
         """Returns a common state without what was stored of the optimizers."""
@@ -104,8 +108,14 @@ def restated_where_needed(
     checkpoint, common = open_checkpoint(directory), read_common_state(directory)
     with _errors(directory), checkpoint.costs.timing("planning"):
         restated = restate(request, checkpoint, common)
-    logger.log(logging.WARNING if Collectives().rank == 0 else logging.DEBUG, _ANNOUNCEMENT, directory)
+    announce(directory, any(is_offloaded(state) for state, _ in _bucket_states(request)))
     return restated
+
+
+def announce(directory: Any, offloaded: bool = False) -> None:
+    """Logs that optimizer state is loaded by parameter, and why."""
+    level = logging.WARNING if Collectives().rank == 0 else logging.DEBUG
+    logger.log(level, _ANNOUNCEMENT, directory, _OFFLOADED if offloaded else "")
 
 
 @contextlib.contextmanager
@@ -146,32 +156,22 @@ def restate(request: dict[str, Any], checkpoint: Checkpoint, common: Any) -> Res
         MismatchError: the checkpoint lacks something that the optimizer needs.
         FormatError, StorageError, CorruptDataError: the optimizer state cannot be used.
     """
-    states = bucket_states(checkpoint)
-    names = StateNames(checkpoint, states)
-    stored = from_objects(checkpoint) if states else from_common_state(common)
+    states = BucketStates(checkpoint, _wanted(request))
+    has_maps = has_optimizer_maps(checkpoint)
+    stored = from_objects(checkpoint) if has_maps else from_common_state(common)
+    return restated_from(request, StateNames(checkpoint.index.tensors, states), stored, states)
+
+
+def restated_from(
+    request: dict[str, Any], names: StateNames, stored: StoredOptions, states: BucketStates | None
+) -> Restated:
+    """Restates a request for what is stored, as `restate`."""
     paths = tuple(key for key, value in request.items() if _is_optimizer(value))
     copied = {
         key: _Optimizer(names, stored).restated(value) if key in paths else value
         for key, value in request.items()
     }
     return Restated(copied, paths, states)
-
-
-_states: dict[int, tuple[Checkpoint, BucketStates]] = {}  # of the checkpoint that is being loaded
-
-
-def forget() -> None:
-    """Drops what was read of optimizer maps, which is much for a large checkpoint."""
-    _states.clear()
-
-
-def bucket_states(checkpoint: Checkpoint) -> BucketStates:
-    """Returns the states that optimizer maps describe, read once in a load."""
-    if id(checkpoint) not in _states:
-        found = BucketStates(checkpoint)
-        _states.clear()
-        _states[id(checkpoint)] = checkpoint, found
-    return _states[id(checkpoint)][1]
 
 
 # -- what a request is ----------------------------------------------------------------------------------
@@ -182,6 +182,29 @@ def _bucket_states(request: dict[str, Any]) -> Iterator[tuple[dict[Any, Any], Ow
         own = own_buckets(node)
         if own is not None:
             yield node, own
+
+
+def asks_for_buckets(request: dict[str, Any]) -> bool:
+    """Returns whether a request is one for the buckets of a run that knows what they hold."""
+    return any(True for _ in _bucket_states(request))
+
+
+def _wanted(request: dict[str, Any]) -> dict[str, Box] | None:
+    """Returns by key the slices of parameters that this rank needs states of, or more; None: unknown."""
+    if any(True for _ in _state_keys(request)):
+        return None
+    shards = [
+        shard
+        for _, own in _bucket_states(request)
+        for bucket in own.map.buckets
+        for parameter in bucket.parameters
+        for shard in parameter.shards
+    ]
+    found: dict[str, Box] = {}
+    for shard in shards:
+        box = shard.offset, shard.shape
+        found[shard.key] = bounding_box(found.get(shard.key, box), box)
+    return found
 
 
 def _state_keys(request: dict[str, Any]) -> Iterator[str]:
@@ -206,17 +229,22 @@ def _is_other_layout(checkpoint: Checkpoint, state: dict[Any, Any], own: OwnBuck
     if has_optimizer_maps(checkpoint):
         stored = optimizer_map(checkpoint, state[CARRIER].key.removesuffix(CARRIER))
         return stored is None or is_offloaded(state) or _places(stored) != _places(own.map)
-    for _, _, item in bucket_tensors(state):
-        if item.key not in checkpoint.index.tensors:
-            if _has_states(checkpoint):
-                return True
-            raise MismatchError(_without_map(item.key, "is not there"))
-        _, shape = checkpoint.index.describe(item.key)
+    keys = [item.key for _, _, item in bucket_tensors(state) if item.key in checkpoint.index.tensors]
+    problem = bucket_mismatch(state, {key: checkpoint.index.describe(key)[1] for key in keys})
+    if problem is not None and not _has_states(checkpoint):
+        raise MismatchError(problem)
+    return problem is not None
+
+
+def bucket_mismatch(nested: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Returns how requested buckets differ from stored ones that have no map; None if they do not."""
+    for _, _, item in bucket_tensors(nested):
+        shape = shapes.get(item.key)
+        if shape is None:
+            return _without_map(item.key, "is not there")
         if shape != tuple(item.global_shape):
-            raise MismatchError(
-                _without_map(item.key, f"has {shape[0]} elements, and {item.global_shape[0]} in this run")
-            )
-    return False
+            return _without_map(item.key, f"has {shape[0]} elements, and {item.global_shape[0]} in this run")
+    return None
 
 
 def _has_states(checkpoint: Checkpoint) -> bool:
