@@ -1,5 +1,6 @@
 """State of the default optimizer layout loads into any other, bit for bit, with nothing gathered at save."""
 
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.support.world import World
 
 pytestmark = pytest.mark.conformance
 
+LAYER_WISE = "layer-wise"
 NOT_DISTRIBUTED, OFFLOADED = "not distributed", "half offloaded dp_reshardable"  # as in model_ranks.py
 TIED: Layout = {"tied": True}
 UNEVEN: Layout = PP2 | {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
@@ -105,6 +107,19 @@ def test_state_by_parameter_fits_the_buckets_of_any_layout(world: World, tmp_pat
     run(world, tmp_path, "save", [TP2 | even], kind, ranks=2)
     found = run(world, tmp_path, "load", 0, [even | PP2, even, even | TP2], {}, ranks=2)
     assert found["restated"] == [1, 1, 1]
+
+
+@pytest.mark.skipif(
+    metadata.version("megatron-core") < "0.19", reason="it is made in another way before 0.19"
+)
+def test_state_of_a_layer_wise_optimizer_fits_buckets_and_bucket_state_fits_it(
+    world: World, tmp_path: Path
+) -> None:
+    even = {"hidden_size": 128, "ffn_hidden_size": 128}
+    run(world, tmp_path / "buckets", "save", [TP2 | even], "dp_reshardable", ranks=2)
+    run(world, tmp_path / "buckets", "load", 0, [even, PP2 | even], {"kind": LAYER_WISE}, ranks=2)
+    run(world, tmp_path / "whole", "save", [even], LAYER_WISE, ranks=2)
+    run(world, tmp_path / "whole", "load", 0, [even, TP2 | even, PP2 | even], {}, ranks=2)
 
 
 @pytest.mark.parametrize("kind", ["dp_reshardable", OFFLOADED])
