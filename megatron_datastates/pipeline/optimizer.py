@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -321,8 +320,8 @@ def _text(key: str, value: Any) -> str:
 def _maps(checkpoint: Checkpoint) -> Iterator[tuple[str, str, str]]:
     """Yields (prefix of its buckets' keys, key, text) of each map, few of them in memory at a time."""
     keys = sorted(filter(is_optimizer_map, checkpoint.index.objects))
-    for batch in itertools.batched(keys, _MAPS_AT_A_TIME):
-        for key, value in checkpoint.read_objects(batch).items():
+    for begin in range(0, len(keys), _MAPS_AT_A_TIME):
+        for key, value in checkpoint.read_objects(keys[begin : begin + _MAPS_AT_A_TIME]).items():
             yield key[: key.rindex(OPTIMIZER_MAP_NAME)], key, _text(key, value)
 
 

@@ -22,6 +22,7 @@ from megatron_datastates.providers.named import dictionaries
 Options = Mapping[str, Any]  # of a parameter group
 _BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded", OPTIMIZER_MAP_NAME)
 _CONTENT = "distrib_optim_sharding_type"  # in the content metadata
+_NO_PREFIX = "chained_optim_avoid_prefix"  # in the same: no key begins with the number of an optimizer
 _TYPE = "param_state_sharding_type"  # in an optimizer's state
 _BUCKETS_TYPE, _RESHARDABLE_TYPE = "dp_reshardable", "fully_reshardable"
 _EXPERT = "is_expert_parallel"
@@ -108,7 +109,7 @@ def reshardable_common_state(checkpoint: Checkpoint, stored: Any) -> list[dict[s
         changed: dict[Any, Any] = _reshardable(from_objects(checkpoint))
     else:
         changed = {link: _reshardable(from_objects(checkpoint, link)) for link in optimizer}
-    content = {**content, _CONTENT: _RESHARDABLE_TYPE}
+    content = {**content, _CONTENT: _RESHARDABLE_TYPE, _NO_PREFIX: True}
     return [{**common, "content_metadata": content, "optimizer": changed}]
 
 

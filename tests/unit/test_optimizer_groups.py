@@ -159,6 +159,7 @@ def test_the_common_state_says_that_the_optimizer_is_fully_reshardable(tmp_path:
             "args": 1,
             "content_metadata": {
                 "distrib_optim_sharding_type": "fully_reshardable",
+                "chained_optim_avoid_prefix": True,
                 "singleton_local_shards": True,
             },
             "optimizer": {
