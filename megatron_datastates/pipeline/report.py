@@ -113,6 +113,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "serializing_ms": milliseconds(times["serializing"]),
         "writing_ms": milliseconds(times["writing"]),
         "durable_ms": milliseconds(times["durable"]),
+        "prepared": publication.is_prepared,
         "saves_before": save.saves_before,
         "slot_wait_ms": milliseconds(times["slot_wait"]),
         "memory_wait_ms": milliseconds(times["memory_wait"]),
