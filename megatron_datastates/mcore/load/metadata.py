@@ -87,8 +87,8 @@ class StateInBuckets(StoredTensor):
     """The metadata of a parameter's state that is stored in buckets: its chunks are shards of the model."""
 
     hole = (
-        "optimizer maps do not describe a part of it that this run trains: it was frozen when it was saved, a "
-        "map is missing, or several hold the same elements"
+        "optimizer maps do not describe all that this run trains of it: a part was frozen when it was saved, "
+        "a map is missing, or several hold the same elements"
     )
 
     def __init__(self, state: StateTensor, boxes: Boxes) -> None:
