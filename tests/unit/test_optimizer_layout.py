@@ -238,7 +238,7 @@ def test_a_half_that_no_map_describes_is_a_hole(tmp_path: Path) -> None:
     asked, _ = request(whole(), [(8, 32)])
     said = refusal(save_halves(tmp_path / "c", without="dp_group_idx_1.datastates_map"), asked)
     assert (
-        "'optimizer.state.exp_avg.w': optimizer maps do not describe all that this run trains of it" in said
+        "'optimizer.state.exp_avg.w': optimizer maps do not describe all that this run trains" in said
     )
 
 
