@@ -59,12 +59,10 @@ from megatron_datastates.providers.named import dictionaries
 
 logger = logging.getLogger(__name__)
 _ANNOUNCEMENT = (
-    "%s holds the optimizer state of %s: it is loaded by parameter, and each rank reads its own part"
+    "%s holds the optimizer state of another parallel layout%s: it is loaded by parameter, and each rank reads "
+    "its own part"
 )
-_OTHER_LAYOUT = "another parallel layout"
-_OFFLOADED = (
-    "another parallel layout, or of parameters offloaded to the CPU, whose step Megatron would not load"
-)
+_OFFLOADED = ", or this one is offloaded to the CPU, and Megatron would not restore its step"
 _SCALER = "grad_scaler"
 _TYPE, _STATE = "param_state_sharding_type", "param_state"
 
