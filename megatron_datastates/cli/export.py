@@ -24,7 +24,11 @@ from megatron_datastates.cli.shared import (
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sinks.safetensors import choose_weights
 from megatron_datastates.convert.sinks.safetensors import export as export_weights
+from megatron_datastates.convert.sources.by_parameter import ByParameterSource
+from megatron_datastates.convert.sources.datastates import DataStatesSource
+from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import DataStatesError
+from megatron_datastates.pipeline.optimizer import PREFIX, has_optimizer_maps
 
 
 @app.command()
@@ -47,7 +51,8 @@ def export(
     """Write a model's weights as safetensors files.
 
     Tensors keep Megatron's names, one tensor per layer; the experts of a layer stay stacked in one tensor.
-    Without --keys, exports all tensors except the optimizer's. A tensor larger than --max-shard-size gets a
+    Without --keys, exports all tensors except the optimizer's. --keys 'optimizer.state.*' exports optimizer
+    state by parameter, in whatever layout it is stored. A tensor larger than --max-shard-size gets a
     file of its own.
 
     Exit codes: 0 written; 2 it cannot be exported, or 130 interrupted (nothing was written).
@@ -56,7 +61,7 @@ def export(
     Example: datastates export runs/gpt/iter_0001000 gpt-1000 --max-shard-size 2GB
     """
     try:
-        source = open_source(directory)
+        source = _with_states(open_source(directory), keys or [])
         weights = choose_weights(source, keys, stacked=stacked)
         with progress_bar("exporting") as progress:
             task = progress.add_task("", total=sum(weight.bytes for weight in weights))
@@ -77,3 +82,10 @@ def export(
         f"{target}: {exported.tensors} tensors, {exported.tensor_bytes / 1e6:.1f} MB, "
         f"in {len(exported.files)} files",
     )
+
+
+def _with_states(source: Source, patterns: list[str]) -> Source:
+    """Returns a view with optimizer state by parameter, if a pattern asks for what is stored in buckets."""
+    asked = any(pattern.startswith(f"{PREFIX}.") for pattern in patterns)
+    in_buckets = isinstance(source, DataStatesSource) and has_optimizer_maps(source.checkpoint)
+    return ByParameterSource(source) if asked and in_buckets else source

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -75,18 +75,44 @@ class OptimizerMap(msgspec.Struct, frozen=True):
                 parameter or their global tensor.
             UnsupportedFormatError: a later release wrote it.
         """
-        try:
-            found = _HEAD_DECODER.decode(text).format_version
-            if found != MAP_FORMAT_VERSION:
-                raise UnsupportedFormatError(
-                    f"the optimizer map {key!r} has format {found}; this release reads format "
-                    f"{MAP_FORMAT_VERSION}: update this installation of megatron_datastates."
-                )
-            decoded = _DECODER.decode(text)
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"the optimizer map {key!r} is damaged: {error}") from error
+        decoded: OptimizerMap = _decoded(_DECODER, text, key)
         for bucket in decoded.buckets:
             _check_bucket(bucket, key)
+        return decoded
+
+
+class ShardReach(msgspec.Struct, frozen=True, gc=False):
+    """Where a shard lies in the model. See ParameterShard."""
+
+    key: str
+    offset: Sizes
+    shape: Sizes
+
+
+class ParameterReach(msgspec.Struct, frozen=True):
+    """The shards of a parameter."""
+
+    shards: tuple[ShardReach, ...]
+
+
+class BucketReach(msgspec.Struct, frozen=True):
+    """A bucket's tensors, and what they hold. See Bucket."""
+
+    name: str
+    states: tuple[str, ...]
+    parameters: tuple[ParameterReach, ...]
+
+
+class MapReach(msgspec.Struct, frozen=True):
+    """What decides whether somebody needs a map: decoded in a fifth of the time of a whole one."""
+
+    format_version: int
+    buckets: tuple[BucketReach, ...]
+
+    @classmethod
+    def decode(cls, text: str, key: str) -> MapReach:
+        """Raises as `OptimizerMap.decode`, but for numbers that do not fit each other."""
+        decoded: MapReach = _decoded(_REACH_DECODER, text, key)
         return decoded
 
 
@@ -96,6 +122,20 @@ class _Head(msgspec.Struct):
 
 # Made at import, as in manifest.py.
 _DECODER, _HEAD_DECODER = msgspec.json.Decoder(OptimizerMap), msgspec.json.Decoder(_Head)
+_REACH_DECODER = msgspec.json.Decoder(MapReach)
+
+
+def _decoded(decoder: Any, text: str, key: str) -> Any:
+    try:
+        found = _HEAD_DECODER.decode(text).format_version
+        if found != MAP_FORMAT_VERSION:
+            raise UnsupportedFormatError(
+                f"the optimizer map {key!r} has format {found}; this release reads format "
+                f"{MAP_FORMAT_VERSION}: update this installation of megatron_datastates."
+            )
+        return decoder.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"the optimizer map {key!r} is damaged: {error}") from error
 
 
 def _check_bucket(bucket: Bucket, key: str) -> None:

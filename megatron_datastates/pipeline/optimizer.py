@@ -22,15 +22,23 @@ import numpy.typing as npt
 import torch
 
 from megatron_datastates.errors import FormatError, MismatchError
-from megatron_datastates.format.optimizer_map import Bucket, OptimizerMap, ParameterShard, footprint_elements
+from megatron_datastates.format.optimizer_map import (
+    Bucket,
+    MapReach,
+    OptimizerMap,
+    ParameterShard,
+    ShardReach,
+    footprint_elements,
+)
 from megatron_datastates.format.values import OPTIMIZER_MAP_NAME, is_optimizer_map
 from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
-from megatron_datastates.plan.boxes import contiguous_strides, first_overlap, intersect
+from megatron_datastates.plan.boxes import Box, contiguous_strides, first_overlap, intersect
 from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import BoxReads, ScheduledRead
 from megatron_datastates.plan.strided import Line, plan_strided
 
 WHOLE_OBJECT = "/shard_0_1"  # the end of the key of an object that each group stores once
+_MAPS_AT_A_TIME = 32
 PREFIX = "optimizer.state"  # of the keys, as Megatron has it
 
 
@@ -197,23 +205,46 @@ class BucketStates(Mapping[str, StateTensor]):
     there.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        """Raises as `optimizer_state`, but for what is held twice."""
+    def __init__(self, checkpoint: Checkpoint, wanted: Mapping[str, Box] | None = None) -> None:
+        """Reads the maps.
+
+        Args:
+            wanted: slices (offset, shape) of parameters by key. What lies outside of them may be left out.
+                None: everything.
+
+        Raises:
+            As `optimizer_state`, but for what is held twice.
+        """
         self.checkpoint = checkpoint
-        self.maps: dict[str, OptimizerMap] = dict(_maps(checkpoint))
-        self.buckets: dict[str, Bucket] = {}  # by bucket's tensor
+        self.maps: dict[str, OptimizerMap] = {}  # by the prefix of their buckets, as far as wanted
+        self.buckets: set[str] = set()  # the tensors of all maps
         self._pieces: dict[str, list[Piece]] = defaultdict(list)
         self._made: dict[str, StateTensor] = {}
         self._lines: dict[str, Line] = {}
-        for prefix, decoded in self.maps.items():
+        for prefix, key, text in _maps(checkpoint):
+            if wanted is not None and not self._is_wanted(prefix, MapReach.decode(text, key), wanted):
+                continue
+            decoded = self.maps[prefix] = OptimizerMap.decode(text, key)
             for bucket in decoded.buckets:
                 for state in bucket.states:
                     self._add(f"{prefix}{bucket.name}.{state}", bucket, state)
 
+    def _is_wanted(self, prefix: str, reach: MapReach, wanted: Mapping[str, Box]) -> bool:
+        """Returns whether a map has anything of the slices. If not, its tensors are noted."""
+        for bucket in reach.buckets:
+            for parameter in bucket.parameters:
+                for shard in parameter.shards:
+                    box = wanted.get(shard.key)
+                    if box is not None and _meet(box, shard):
+                        return True
+        for bucket in reach.buckets:
+            self.buckets.update(f"{prefix}{bucket.name}.{state}" for state in bucket.states)
+        return False
+
     def _add(self, tensor: str, bucket: Bucket, state: str) -> None:
         if tensor in self.buckets:
             raise FormatError(f"optimizer maps describe the tensor {tensor!r} twice")
-        self.buckets[tensor] = bucket
+        self.buckets.add(tensor)
         if tensor not in self.checkpoint.index.tensors:
             return
         _, shape = self.checkpoint.index.describe(tensor)
@@ -277,20 +308,21 @@ def optimizer_map(checkpoint: Checkpoint, prefix: str) -> OptimizerMap | None:
     key = f"{prefix}{OPTIMIZER_MAP_NAME}{WHOLE_OBJECT}"
     if key not in checkpoint.index.objects:
         return None
-    return _decoded(key, checkpoint.read_object(key))
+    return OptimizerMap.decode(_text(key, checkpoint.read_object(key)), key)
 
 
-def _decoded(key: str, value: Any) -> OptimizerMap:
+def _text(key: str, value: Any) -> str:
     if not (isinstance(value, list) and len(value) == 1 and isinstance(value[0], str)):
         raise FormatError(f"the optimizer map {key!r} is not a list of one text")
-    return OptimizerMap.decode(value[0], key)
+    return value[0]
 
 
-def _maps(checkpoint: Checkpoint) -> Iterator[tuple[str, OptimizerMap]]:
-    """Yields each map with the prefix of its buckets' keys."""
+def _maps(checkpoint: Checkpoint) -> Iterator[tuple[str, str, str]]:
+    """Yields (prefix of its buckets' keys, key, text) of each map, few of them in memory at a time."""
     keys = sorted(filter(is_optimizer_map, checkpoint.index.objects))
-    for key, value in checkpoint.read_objects(keys).items():
-        yield key[: key.rindex(OPTIMIZER_MAP_NAME)], _decoded(key, value)
+    for begin in range(0, len(keys), _MAPS_AT_A_TIME):
+        for key, value in checkpoint.read_objects(keys[begin : begin + _MAPS_AT_A_TIME]).items():
+            yield key[: key.rindex(OPTIMIZER_MAP_NAME)], key, _text(key, value)
 
 
 def _state_tensor(
@@ -309,6 +341,16 @@ def _state_tensor(
     if overlap is not None:
         raise FormatError(f"{key!r}: two shards both hold the element at {overlap}")
     return state
+
+
+def _meet(box: Box, shard: ShardReach) -> bool:
+    """Returns whether a shard and a box of its tensor have an element in common. Called very often."""
+    if not len(box[0]) == len(shard.offset) == len(shard.shape):
+        return True  # the whole map will show what is wrong
+    for begin, size, own, length in zip(*box, shard.offset, shard.shape, strict=True):
+        if own + length <= begin or begin + size <= own:
+            return False
+    return True
 
 
 def _rows(places: Sequence[Sequence[int]], dims: int) -> npt.NDArray[np.int64]:

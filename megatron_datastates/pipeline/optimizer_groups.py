@@ -22,6 +22,7 @@ from megatron_datastates.providers.named import dictionaries
 Options = Mapping[str, Any]  # of a parameter group
 _BUCKETS = ("per_bucket_numel", "per_bucket_numel_unpadded", OPTIMIZER_MAP_NAME)
 _CONTENT = "distrib_optim_sharding_type"  # in the content metadata
+_NO_PREFIX = "chained_optim_avoid_prefix"  # in the same: no key begins with the number of an optimizer
 _TYPE = "param_state_sharding_type"  # in an optimizer's state
 _BUCKETS_TYPE, _RESHARDABLE_TYPE = "dp_reshardable", "fully_reshardable"
 _EXPERT = "is_expert_parallel"
@@ -29,10 +30,18 @@ _EXPERT = "is_expert_parallel"
 
 @dataclasses.dataclass(frozen=True)
 class StoredOptions:
-    """All parameter groups of a checkpoint, and the other values of its optimizers, by name."""
+    """All parameter groups of a checkpoint, and the other values of its optimizers, by name.
+
+    Options that are classes are left out: they say how an optimizer was made, which is the run's choice.
+    """
 
     groups: tuple[Options, ...]
     others: Mapping[str, Any]  # grad_scaler, for instance; the same in all optimizers
+
+    @property
+    def step(self) -> Any:
+        """The step of the first group that has one, as all have the same; None if none has."""
+        return next((group["step"] for group in self.groups if group.get("step") is not None), None)
 
 
 def from_objects(checkpoint: Checkpoint, link: int | None = None) -> StoredOptions:
@@ -100,7 +109,7 @@ def reshardable_common_state(checkpoint: Checkpoint, stored: Any) -> list[dict[s
         changed: dict[Any, Any] = _reshardable(from_objects(checkpoint))
     else:
         changed = {link: _reshardable(from_objects(checkpoint, link)) for link in optimizer}
-    content = {**content, _CONTENT: _RESHARDABLE_TYPE}
+    content = {**content, _CONTENT: _RESHARDABLE_TYPE, _NO_PREFIX: True}
     return [{**common, "content_metadata": content, "optimizer": changed}]
 
 
@@ -131,7 +140,10 @@ def _groups_in(state: Any, where: str) -> list[Options]:
     groups = state.get("param_groups") if isinstance(state, dict) else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise FormatError(f"{where} has no list of parameter groups")
-    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    return [
+        {name: value for name, value in group.items() if name != "params" and not isinstance(value, type)}
+        for group in groups
+    ]
 
 
 def _distinct(groups: Iterable[Options]) -> tuple[Options, ...]:
@@ -158,7 +170,8 @@ def matched(own: Options, stored: StoredOptions, identifiers: Sequence[str]) -> 
     """Returns the stored options of one of a run's parameter groups.
 
     Groups are the same if they agree in all `identifiers`, as in Megatron. Whether experts have a group of
-    their own depends on expert parallelism, so a group may match one that differs in that alone.
+    their own depends on expert parallelism, so a group may match one that differs in that alone. Classes are
+    the run's own.
 
     Raises:
         MismatchError: no stored group matches, or several do that differ.
@@ -181,7 +194,7 @@ def matched(own: Options, stored: StoredOptions, identifiers: Sequence[str]) -> 
                     f"parameter groups of the checkpoint with {_identity(own, identifiers)} differ: {name!r} "
                     f"is {result[name]!r} in one, and {value!r} in another"
                 )
-    return result | ({_EXPERT: own[_EXPERT]} if _EXPERT in own else {})
+    return result | {name: value for name, value in own.items() if name == _EXPERT or isinstance(value, type)}
 
 
 def _identity(group: Options, names: Sequence[str]) -> dict[str, Any]:

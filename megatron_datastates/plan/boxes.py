@@ -167,6 +167,13 @@ def intersect(
     return (start, shape) if all(n > 0 for n in shape) else None
 
 
+def bounding_box(one: Box, other: Box) -> Box:
+    """Returns the smallest box that holds two boxes of a tensor."""
+    low = tuple(map(min, one[0], other[0]))
+    ends = ([o + n for o, n in zip(*box, strict=True)] for box in (one, other))
+    return low, tuple(end - start for start, end in zip(low, map(max, *ends), strict=True))
+
+
 def first_overlap(offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> tuple[int, ...] | None:
     """Returns an element that two of n boxes have in common, or None.
 

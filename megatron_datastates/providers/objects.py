@@ -25,6 +25,7 @@ from megatron_datastates.errors import FormatError, UnsafeObjectError, Untrusted
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.providers.base import CopyBudget, Mutability, Write
 from megatron_datastates.providers.members import Member, find_members
+from megatron_datastates.providers.optimizer_classes import OPTIMIZERS
 from megatron_datastates.providers.private import NotPlainError, private_copy
 from megatron_datastates.providers.rebuilding import ClassPlaceholder, StorageKind, StoragePlaceholder
 from megatron_datastates.providers.unpickling import Unpickler
@@ -242,7 +243,7 @@ def _check_with(execute: Callable[[], object], what: str, trust: bool) -> None:
 
 
 def _megatron_class(name: str) -> ClassPlaceholder:
-    if name not in _MEGATRON_CLASSES:
+    if name not in _MEGATRON_CLASSES | OPTIMIZERS:
         raise UntrustedClassError(name)
     return ClassPlaceholder()
 

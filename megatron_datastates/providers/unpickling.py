@@ -23,6 +23,7 @@ import torch
 
 from megatron_datastates.errors import UnsafeObjectError, UntrustedClassError
 from megatron_datastates.providers import plain, rebuilding
+from megatron_datastates.providers.optimizer_classes import OPTIMIZERS, optimizer_class
 from megatron_datastates.providers.plain import TextPlaceholder, check_key, require
 from megatron_datastates.providers.rebuilding import ClassPlaceholder, Placeholder, StorageKind
 
@@ -114,6 +115,8 @@ class Unpickler(_PythonUnpickler):  # type: ignore[misc]
             if full in known:
                 return known[full]
         if self._stand_in is None:
+            if full in OPTIMIZERS:
+                return optimizer_class(full)
             raise UntrustedClassError(full)
         made = self._trusted[full] = self._stand_in(full)
         self._trusted_ids.add(id(made))

@@ -71,3 +71,5 @@ def install() -> None:
         module.Adam = FusedAdam
     factory.USING_PYTORCH_OPTIMIZER = False
     distributed.HAVE_APEX_OR_TE = True
+    # Megatron stores the class of an optimizer that is partly offloaded to the CPU.
+    torch.serialization.add_safe_globals([FusedAdam])

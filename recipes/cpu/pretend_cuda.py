@@ -147,7 +147,8 @@ def _is_cuda(device: object) -> bool:
 
 
 def _host_keyword(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return kwargs | {"device": "cpu"} if _is_cuda(kwargs.get("device", "")) else kwargs
+    kept = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    return kept | {"device": "cpu"} if _is_cuda(kwargs.get("device", "")) else kept
 
 
 def _allocate_on_host() -> None:

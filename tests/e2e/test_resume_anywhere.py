@@ -14,7 +14,15 @@ from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.optimizer import has_optimizer_maps
 from tests.support.tiny import LAYOUTS, Checkpoints, Ending, Pretraining
 
+OFFLOADED = ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
 CHAIN = {2: "tp2", 4: "pp2", 6: "dp2"}
+HOW = {
+    "swiglu": ["--swiglu"],
+    "untied": ["--untie-embeddings-and-output-weights"],
+    "half offloaded": [*OFFLOADED, "--optimizer-offload-fraction", "0.5"],
+    # The scale doubles every third step, so at each resume it has been good for some.
+    "loss scaler": ["--fp16", "--initial-loss-scale", "4096", "--loss-scale-window", "3"],
+}
 SAID = "holds the optimizer state of another parallel layout"
 
 
@@ -33,9 +41,7 @@ def follow(pretraining: Pretraining, root: Path, *how: str, ckpt_format: str = "
 
 
 @pytest.mark.conformance
-@pytest.mark.parametrize(
-    "how", [["--swiglu"], ["--untie-embeddings-and-output-weights"]], ids=["swiglu", "untied"]
-)
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
 def test_chain_of_default_layouts_trains_as_fully_reshardable_state_does(
     how: list[str], pretraining: Pretraining, tmp_path: Path
 ) -> None:
@@ -48,6 +54,21 @@ def test_chain_of_default_layouts_trains_as_fully_reshardable_state_does(
         assert one.differences(other) == [], layout
     assert [ending.log.count(SAID) for ending in ours] == [0, 1, 1]
     assert has_optimizer_maps(Checkpoint.open(Checkpoints(tmp_path / "ours").at(6)))
+
+
+def test_steps_of_an_offloaded_optimizer_are_restored_in_its_own_layout(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """As from fully reshardable state: from its default layout, Megatron restores other steps."""
+    layout = [*LAYOUTS["tp2"], *OFFLOADED]
+    endings = []
+    for name, how in {"datastates": [], "torch_dist": ["--dist-ckpt-optim-fully-reshardable"]}.items():
+        place = ["--save", tmp_path / name, "--load", tmp_path / name, "--ckpt-format", name, *how]
+        pretraining.run(*layout, *place, "--exit-interval", "2")
+        endings.append(pretraining.run(*layout, *place))
+    ours, stock = endings
+    assert [rank.begun for rank in ours.ranks] == [rank.begun for rank in stock.ranks]
+    assert ours.differences(stock) == []
 
 
 def test_stock_megatron_resumes_in_any_layout_from_a_converted_checkpoint(

@@ -17,18 +17,24 @@ import torch
 import torch.distributed as dist
 from map_ranks import shards_in_memory
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
-from model_ranks import Layout, Training, build, random_values, step, strategies
+from model_ranks import FORMATS, Layout, Training, build, random_values, step, strategies
 from saving_rank import join, make_directory, report
 
 from megatron_datastates.mcore.load import optimizer_layout
+from megatron_datastates.providers.named import dictionaries
 
+SHARDING = "distrib_optim_sharding_type"
 MARKED = 0.0625  # a learning rate that no fresh optimizer has
 
 
-def save(root: str, layouts: list[Layout], kind: str, folder: str) -> None:
-    """Saves the state of each layout to ROOT/N, and to ROOT/N-truth-RANK what its optimizer holds."""
+def save(root: str, layouts: list[Layout], kind: str, folder: str, name: str = "ours") -> None:
+    """Saves the state of each layout to ROOT/N, and to ROOT/N-truth-RANK what its optimizer holds.
+
+    `name`: of the format.
+    """
     join()
     for number, layout in enumerate(layouts):
         training = build(layout, kind, random_values())
@@ -39,9 +45,24 @@ def save(root: str, layouts: list[Layout], kind: str, folder: str) -> None:
         place = Path(root, str(number))
         make_directory(place)
         dist.barrier()
-        dist_checkpointing.save(training.sharded(), str(place), strategies("ours", parallel=False)[0])
+        save, content = strategies(name, parallel=False)[0], {SHARDING: training.metadata.get(SHARDING)}
+        dist_checkpointing.save(training.sharded(), str(place), save, content_metadata=content)
         torch.save(list(pieces(training, main=True)), f"{place}-truth-{dist.get_rank()}")
     report(folder)
+
+
+def save_as_torch_dist(root: str, layouts: list[Layout], kind: str, folder: str) -> None:
+    save(root, layouts, kind, folder, "stock")
+
+
+def refuse(root: str, layout: Layout, folder: str) -> None:
+    """Loads ROOT/0 into another layout than the one that saved it, and reports the error."""
+    join()
+    training = build(layout, "dp_reshardable", random_values())
+    try:
+        dist_checkpointing.load(training.sharded(is_loading=True), str(Path(root, "0")))
+    except CheckpointingException as error:
+        report(folder, error=str(error))
 
 
 def load(root: str, number: int, layouts: list[Layout], how: dict[str, Any], folder: str) -> None:
@@ -65,6 +86,46 @@ def load(root: str, number: int, layouts: list[Layout], how: dict[str, Any], fol
         compared.append(compare(training, truth, layout, main=not said.count))
         restated.append(said.count)
     report(folder, compared=compared, restated=restated)
+
+
+def merge_steps(root: str, layout: Layout, folder: str) -> None:
+    """Saves and loads offloaded state whose steps are part of the common state, in both formats.
+
+    So it is in releases of Megatron, and forks of it, that do not mark the steps as local.
+    """
+    join()
+    training = build(layout, "half offloaded dp_reshardable", random_values())
+    for _ in range(2):
+        step(training)
+    for group in training.optimizer.param_groups:
+        group["lr"] = MARKED
+    for name in FORMATS:
+        make_directory(Path(root, name))
+        dist.barrier()
+        saved = with_plain_steps(training.sharded())
+        dist_checkpointing.save(saved, str(Path(root, name)), strategies(name, parallel=False)[0])
+    torch.save(list(pieces(training, main=True)), f"{root}/ours-truth-{dist.get_rank()}")
+    dist.barrier()
+    failed = ""
+    for name in reversed(FORMATS):
+        training = build(layout, "half offloaded dp_reshardable", lambda tensor: tensor.fill_(3.0))
+        request = with_plain_steps(training.sharded(is_loading=True))
+        try:
+            training.accept(dist_checkpointing.load(request, str(Path(root, name))))
+        except ValueError as error:
+            failed = str(error)
+            assert name == "stock", error
+        dist.barrier()
+    report(
+        folder, compared=compare(training, read_truth(Path(root, "ours")), layout, main=True), stock=failed
+    )
+
+
+def with_plain_steps(state: dict[str, Any]) -> dict[str, Any]:
+    for node in dictionaries(state):
+        if "step" in node and "padding" in node:
+            node["step"] = node["step"].unwrap()
+    return state
 
 
 class Announcements(logging.Handler):

@@ -64,6 +64,8 @@ VOCABULARY, DIVISIBLE_BY = 100, 8  # padded to 104 rows with one tensor-parallel
 FORMATS = ("ours", "stock")
 NOT_DISTRIBUTED = "not distributed"
 PRECISION_AWARE = "precision-aware "
+OFFLOADED = "half offloaded "
+LAYER_WISE = "layer-wise"
 
 
 @dataclass
@@ -110,7 +112,8 @@ class Training:
 def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], None]) -> Training:
     """Builds a model in this layout, fills all its tensors, and adds an optimizer.
 
-    `optimizer` is the sharding type of a distributed one, PRECISION_AWARE + that, or NOT_DISTRIBUTED.
+    `optimizer` is the sharding type of a distributed one, PRECISION_AWARE or OFFLOADED + that, LAYER_WISE or
+    NOT_DISTRIBUTED.
     """
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -136,16 +139,41 @@ def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], 
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     if optimizer is None:
         return Training(chunks, None, metadata | groups)
-    kind: dict[str, Any] = {"use_distributed_optimizer": optimizer != NOT_DISTRIBUTED}
+    is_distributed = optimizer not in (NOT_DISTRIBUTED, LAYER_WISE)
+    kind: dict[str, Any] = {"use_distributed_optimizer": is_distributed}
     ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **kind)
     if optimizer.startswith(PRECISION_AWARE):
         optimizer = optimizer.removeprefix(PRECISION_AWARE)
         kind |= precision_aware_adam.installed()
+    if optimizer.startswith(OFFLOADED):
+        optimizer = optimizer.removeprefix(OFFLOADED)
+        kind |= {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
+        kind |= {"optimizer_offload_fraction": 0.5}
     adam = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, **kind)
     wrapped = [DistributedDataParallel(config, ddp, chunk) for chunk in wrapped]
-    if optimizer != NOT_DISTRIBUTED:
+    if is_distributed:
         metadata["distrib_optim_sharding_type"] = optimizer
+    if optimizer == LAYER_WISE:
+        return Training(chunks, layer_wise(adam, wrapped), metadata | groups)
     return Training(chunks, get_megatron_optimizer(adam, wrapped), metadata | groups)
+
+
+def layer_wise(config: OptimizerConfig, wrapped: list[Any]) -> Any:
+    """Returns an optimizer that gives each rank whole parameters, as Megatron makes it for Muon."""
+    from megatron.core.optimizer import (
+        _get_megatron_optimizer_based_on_param_groups,
+        _get_param_groups,
+        get_standard_config_overrides,
+    )
+    from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    found = _get_param_groups(wrapped, config, get_standard_config_overrides(config))
+    optimizer, init_state = _get_megatron_optimizer_based_on_param_groups(
+        config, wrapped, found, skip_megatron_wrapping=True
+    )
+    own = ProcessGroupCollection.use_mpu_process_groups()
+    return LayerWiseDistributedOptimizer([optimizer], config, own, [init_state], wrapped)
 
 
 def build_chunk(config: TransformerConfig, vp_stage: int | None, tied: bool) -> GPTModel:

@@ -1,8 +1,14 @@
 """State of the default optimizer layout loads into any other, bit for bit, with nothing gathered at save."""
 
+import json
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.multirank.layouts import (
     CP2,
@@ -21,7 +27,11 @@ from tests.support.world import World
 
 pytestmark = pytest.mark.conformance
 
-NOT_DISTRIBUTED = "not distributed"  # as in model_ranks.py
+LAYER_WISE = "layer-wise"
+NOT_DISTRIBUTED, OFFLOADED = "not distributed", "half offloaded dp_reshardable"  # as in model_ranks.py
+RELEASE = metadata.version("megatron-core")
+offloading = pytest.mark.skipif(RELEASE < "0.17", reason="0.16 does not offload without Transformer Engine")
+KINDS = ["dp_reshardable", pytest.param(OFFLOADED, marks=offloading)]
 TIED: Layout = {"tied": True}
 UNEVEN: Layout = PP2 | {"num_layers_in_first_pipeline_stage": 1, "num_layers_in_last_pipeline_stage": 3}
 EMBEDDING = "optimizer.state.exp_avg_sq.embedding.word_embeddings.weight"
@@ -78,12 +88,105 @@ def test_state_of_a_precision_aware_optimizer_fits_other_layouts(world: World, t
     run(world, tmp_path, "load", 0, [PP2, DENSE], {"kind": kind}, ranks=2)
 
 
+@offloading
+@pytest.mark.parametrize("kind", ["dp_reshardable", OFFLOADED])
+def test_state_of_an_offloaded_optimizer_fits_any_layout(world: World, tmp_path: Path, kind: str) -> None:
+    """Its own layout included, where Megatron alone restores no step."""
+    run(world, tmp_path, "save", [TP2], OFFLOADED, ranks=2)
+    found = run(world, tmp_path, "load", 0, [PP2, DENSE, TP2], {"kind": kind}, ranks=2)
+    assert found["restated"] == [1, 1, int(kind == OFFLOADED)]
+
+
+@offloading
+def test_any_state_fits_an_offloaded_optimizer(world: World, tmp_path: Path) -> None:
+    kinds = ["dp_reshardable", "fully_reshardable"]
+    even = {"hidden_size": 128, "ffn_hidden_size": 128}
+    for kind in kinds:
+        run(world, tmp_path / kind, "save", [TP2 | even], kind, ranks=2)
+        run(world, tmp_path / kind, "load", 0, [PP2 | even, TP2 | even], {"kind": OFFLOADED}, ranks=2)
+
+
+@offloading
+def test_lists_of_offloaded_parameters_need_not_be_of_one_length(world: World, tmp_path: Path) -> None:
+    reports = world.run("anywhere_ranks:merge_steps", tmp_path, DENSE, timeout_seconds=200)
+    assert any("Cannot merge two lists with different lengths" in report["stock"] for report in reports)
+
+
 @pytest.mark.parametrize("kind", ["fully_reshardable", NOT_DISTRIBUTED])
 def test_state_by_parameter_fits_the_buckets_of_any_layout(world: World, tmp_path: Path, kind: str) -> None:
     even = TIED | {"hidden_size": 128, "ffn_hidden_size": 128}  # else Megatron's save of the former fails
     run(world, tmp_path, "save", [TP2 | even], kind, ranks=2)
     found = run(world, tmp_path, "load", 0, [even | PP2, even, even | TP2], {}, ranks=2)
     assert found["restated"] == [1, 1, 1]
+
+
+@pytest.mark.skipif(
+    metadata.version("megatron-core") < "0.19", reason="it is made in another way before 0.19"
+)
+def test_state_of_a_layer_wise_optimizer_fits_buckets_and_bucket_state_fits_it(
+    world: World, tmp_path: Path
+) -> None:
+    even = {"hidden_size": 128, "ffn_hidden_size": 128}
+    run(world, tmp_path / "buckets", "save", [TP2 | even], "dp_reshardable", ranks=2)
+    run(world, tmp_path / "buckets", "load", 0, [even, PP2 | even], {"kind": LAYER_WISE}, ranks=2)
+    run(world, tmp_path / "whole", "save", [even], LAYER_WISE, ranks=2)
+    run(world, tmp_path / "whole", "load", 0, [even, TP2 | even, PP2 | even], {}, ranks=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_dists_state_by_parameter_fits_the_buckets_of_any_layout(
+    world: World, tmp_path: Path, kind: str
+) -> None:
+    """For programs whose request does not follow the checkpoint, as that of Megatron's own loop does."""
+    even = TIED | {"hidden_size": 128, "ffn_hidden_size": 128}
+    saved = [TP2 | even, EXPERTS | EP2 | even]
+    run(world, tmp_path, "save_as_torch_dist", saved, "fully_reshardable", ranks=2)
+    assert not list(tmp_path.glob("*/*.manifest")) and list(tmp_path.glob("0/*.distcp"))
+    run(world, tmp_path, "load", 0, [even | PP2, even, even | TP2], {"kind": kind}, ranks=2)
+    run(world, tmp_path, "load", 1, [EXPERTS | even], {"kind": kind}, ranks=1)
+
+
+def test_torch_dists_buckets_of_another_layout_are_refused_with_what_works(
+    world: World, tmp_path: Path
+) -> None:
+    run(world, tmp_path, "save_as_torch_dist", [TP2], "dp_reshardable", ranks=2)
+    for layout in (PP2, DENSE):
+        for report in world.run("anywhere_ranks:refuse", tmp_path, layout, timeout_seconds=200):
+            assert "has no optimizer map, which would say where each parameter lies" in report["error"]
+            assert "save once with --ckpt-format datastates" in report["error"]
+    run(world, tmp_path, "load", 0, [TP2], {}, ranks=2)
+
+
+def test_tools_read_state_of_every_layout_by_parameter(world: World, tmp_path: Path) -> None:
+    saved = [TP2 | PP2, VPP2 | {"mtp_num_layers": 1}, EXPERTS | EP2]
+    run(world, tmp_path, "save", saved, "dp_reshardable", ranks=4)
+    for place in (tmp_path / str(number) for number in range(len(saved))):
+        truth = read_truth(place)
+        shown = json.loads(datastates("show", place, "--optimizer", "--json"))["tensors"]
+        assert {row["key"]: tuple(row["shape"]) for row in shown} == {key: truth[key].shape for key in truth}
+        exported = place.with_name(f"{place.name}-exported")
+        datastates("export", place, exported, "--stacked", "--keys", "optimizer.state.*")
+        found = load_file(exported / "model.safetensors")
+        assert found.keys() == truth.keys()
+        assert all(torch.equal(found[key], truth[key]) for key in truth)
+
+
+def read_truth(place: Path) -> dict[str, torch.Tensor]:
+    """Returns what ranks have written beside a checkpoint, as anywhere_ranks.py reads it."""
+    found: dict[str, torch.Tensor] = {}
+    for path in place.parent.glob(f"{place.name}-truth-*"):
+        for key, offset, whole, values in torch.load(path, weights_only=True):
+            target = found.setdefault(key, torch.full(whole, float("nan"), dtype=values.dtype))
+            target[tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))] = values
+    return found
+
+
+def datastates(*arguments: str | Path) -> str:
+    """Runs the command and returns what it prints."""
+    command = [sys.executable, "-m", "megatron_datastates", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def run(world: World, folder: Path, what: str, *arguments: object, ranks: int) -> dict[str, list[object]]:

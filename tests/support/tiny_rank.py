@@ -95,8 +95,11 @@ def _generators() -> Digests:
 
 
 def _optimizer_state(optimizer: Any) -> Iterator[tuple[str, str]]:
-    """Yields each inner optimizer's options (the step is one), main parameters and their moments."""
+    """Yields each inner optimizer's options (the step is one), main parameters and their moments, and the
+    loss scaler."""
     for link, chained in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        if getattr(chained, "grad_scaler", None) is not None:
+            yield f"optimizer {link} loss scaler", _text(chained.grad_scaler.state_dict())
         inner = chained.optimizer
         for index, group in enumerate(inner.param_groups):
             name = f"optimizer {link}.{index}"

@@ -159,6 +159,7 @@ def test_the_common_state_says_that_the_optimizer_is_fully_reshardable(tmp_path:
             "args": 1,
             "content_metadata": {
                 "distrib_optim_sharding_type": "fully_reshardable",
+                "chained_optim_avoid_prefix": True,
                 "singleton_local_shards": True,
             },
             "optimizer": {
@@ -175,3 +176,11 @@ def test_another_common_state_is_refused(tmp_path: Path, common: Any) -> None:
     opened = checkpoint(tmp_path / "c", of_groups(options(DECAYED)))
     with pytest.raises(FormatError, match="expected 'dp_reshardable'"):
         reshardable_common_state(opened, common)
+
+
+def test_classes_are_the_runs_own(tmp_path: Path) -> None:
+    kept = checkpoint(tmp_path, of_groups(options(DECAYED | {"cpu_optimizer_cls": torch.optim.SGD})))
+    found = from_objects(kept)
+    assert found.groups == (DECAYED,) and found.step == 7
+    own = DECAYED | {"step": 0, "cpu_optimizer_cls": torch.optim.AdamW}
+    assert matched(own, found, NAMES) == DECAYED | {"cpu_optimizer_cls": torch.optim.AdamW}

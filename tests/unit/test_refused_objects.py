@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import enum
 import fractions
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,3 +126,29 @@ def test_classes_that_megatron_trusts_are_no_fault_without_megatron() -> None:
     check_stored(archive(pickled), "args")
     with pytest.raises(UnsafeObjectError):
         check_stored(archive(pickled.replace(b"AttnBackend", b"Others")), "args")
+
+
+# -- optimizers' classes, which Megatron stores with the groups of an offloaded optimizer -------------------
+
+
+def test_classes_of_optimizers_are_data() -> None:
+    group = {"lr": 0.5, "cpu_optimizer_cls": torch.optim.AdamW}
+    check_saved(stored(group), "group")
+    assert deserialize(stored(group), "group") == group
+
+
+def test_a_class_of_an_optimizer_that_is_not_installed_is_loaded_by_name() -> None:
+    module, name = "transformer_engine.pytorch.optimizers.fused_adam", "FusedAdam"
+    pickled = archive(f"\x80\x02c{module}\n{name}\n.".encode("latin1"))
+    check_stored(pickled, "class")
+    found = deserialize(pickled, "class")
+    assert (found.__module__, found.__qualname__) == (module, name)
+    assert isinstance(found, type) and module not in sys.modules
+
+
+@pytest.mark.parametrize("made_by", [b")R", b")\x81"], ids=["called", "made by __new__"])
+def test_no_instance_of_an_optimizer_is_made(made_by: bytes) -> None:
+    pickled = archive(b"\x80\x02ctorch.optim.adamw\nAdamW\n" + made_by + b".")
+    for load in (check_saved, deserialize):
+        with pytest.raises(UnsafeObjectError, match="not on the allow list"):
+            load(pickled, "optimizer")

@@ -258,9 +258,22 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         if not may_be_ours(call.arguments["checkpoint_dir"]):
-            return original(*args, **kwargs)
+            return load_elsewhere(call)
         with _reported(call.arguments["checkpoint_dir"]):
             return load_together(call)
+
+    def load_elsewhere(call: inspect.BoundArguments) -> Any:
+        from megatron_datastates.mcore.load import optimizer_elsewhere
+
+        with optimizer_elsewhere.explaining(call.arguments):
+            restated = optimizer_elsewhere.restated_where_needed(call.arguments)
+            return started(call, restated) if restated else original(*call.args, **call.kwargs)
+
+    def started(call: inspect.BoundArguments, restated: Any) -> Any:
+        if restated is not None:
+            call.arguments["sharded_state_dict"] = restated.request
+        with state.opened(restated=restated):
+            return original(*call.args, **call.kwargs)
 
     def load_together(call: inspect.BoundArguments) -> Any:
         agreement = _agreement_of(call.arguments)
@@ -276,14 +289,7 @@ def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron_datastates.mcore.load import optimizer_layout
 
         together = agreement.any if agreement and _compares_keys(call.arguments) else None
-        try:
-            restated = optimizer_layout.restated_where_needed(call.arguments, together)
-            if restated is not None:
-                call.arguments["sharded_state_dict"] = restated.request
-            with state.opened(restated=restated):
-                return original(*call.args, **call.kwargs)
-        finally:
-            optimizer_layout.forget()
+        return started(call, optimizer_layout.restated_where_needed(call.arguments, together))
 
     return load
 

@@ -84,7 +84,7 @@ def wrap_load_common(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_common(checkpoint_dir: str | Path, *args: Any, **kwargs: Any) -> Any:
         if is_ours(checkpoint_dir):
             return _common_state(checkpoint_dir)
-        return original(checkpoint_dir, *args, **kwargs)
+        return _of_restated(original(checkpoint_dir, *args, **kwargs))
 
     return load_common
 
@@ -95,13 +95,18 @@ def wrap_load_common_method(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_common(self: Any, checkpoint_dir: str | Path) -> Any:
         if is_ours(checkpoint_dir):
             return _common_state(checkpoint_dir)
-        return original(self, checkpoint_dir)
+        return _of_restated(original(self, checkpoint_dir))
 
     return load_common
 
 
 def _common_state(directory: str | Path) -> Any:
-    restated, stored = state.current().restated, read_common_state(directory)
+    return _of_restated(read_common_state(directory))
+
+
+def _of_restated(stored: Any) -> Any:
+    """Returns a common state without what a restated request has in its place."""
+    restated = state.current().restated
     return restated.common_state(stored) if restated else stored
 
 
@@ -133,7 +138,7 @@ def wrap_torch_dist_load(original: Callable[..., Any]) -> Callable[..., Any]:
         boxes, restated = requested_boxes(items), state.current().restated
         with load_errors():
             with checkpoint.costs.timing("planning"):
-                problem = first_mismatch(checkpoint, items, restated.states if restated else {})
+                problem = first_mismatch(checkpoint, items, (restated.states if restated else None) or {})
                 if problem is not None:
                     raise LoadMismatch(f"{checkpoint_dir}: {problem}")
                 checkpoint.index.preload(boxes)

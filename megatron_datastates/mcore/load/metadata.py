@@ -51,6 +51,8 @@ class StoredTensor(TensorStorageMetadata):
     Its size can be assigned, which Megatron does.
     """
 
+    hole = "its fragments overlap, or do not cover a requested box"
+
     def __init__(self, index: Index, key: str, boxes: Boxes) -> None:
         dtype, shape = index.describe(key)
         self.properties = TensorProperties(dtype=torch_dtype(dtype))
@@ -73,9 +75,7 @@ class StoredTensor(TensorStorageMetadata):
             # DCP would leave elements without a fragment unloaded, and load those of two fragments twice.
             whole = first_overlap(offsets, shapes) is None
             if not (whole and hold_all(offsets, shapes, *requested, self._global_shape)):
-                raise FormatError(
-                    f"tensor {self._key!r}: its fragments overlap, or do not cover a requested box"
-                )
+                raise FormatError(f"tensor {self._key!r}: {self.hole}")
         pairs = zip(offsets.tolist(), shapes.tolist(), strict=True)
         return [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in pairs]
 
@@ -85,6 +85,11 @@ class StoredTensor(TensorStorageMetadata):
 
 class StateInBuckets(StoredTensor):
     """The metadata of a parameter's state that is stored in buckets: its chunks are shards of the model."""
+
+    hole = (
+        "optimizer maps do not describe all that this run trains of it: a part was frozen when it was saved, "
+        "a map is missing, or several hold the same elements"
+    )
 
     def __init__(self, state: StateTensor, boxes: Boxes) -> None:
         self.properties = TensorProperties(dtype=torch_dtype(state.dtype))

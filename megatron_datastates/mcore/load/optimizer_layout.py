@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -41,7 +41,7 @@ from megatron_datastates.mcore.load.optimizer_request import (
     bucket_of,
     bucket_tensors,
     filled,
-    has_empty_entries,
+    is_offloaded,
     own_buckets,
     own_shards,
 )
@@ -54,12 +54,15 @@ from megatron_datastates.pipeline.optimizer_groups import (
     from_objects,
     matched,
 )
+from megatron_datastates.plan.boxes import Box, bounding_box
+from megatron_datastates.providers.named import dictionaries
 
 logger = logging.getLogger(__name__)
 _ANNOUNCEMENT = (
-    "%s holds the optimizer state of another parallel layout: it is loaded by parameter, and each rank reads "
-    "its own part"
+    "%s holds the optimizer state of another parallel layout%s: it is loaded by parameter, and each rank "
+    "reads its own part"
 )
+_OFFLOADED = ", or this one is offloaded to the CPU, and Megatron would not restore its step"
 _SCALER = "grad_scaler"
 _TYPE, _STATE = "param_state_sharding_type", "param_state"
 
@@ -70,7 +73,7 @@ class Restated:
 
     request: dict[str, Any]
     paths: tuple[str, ...]  # of optimizers in the request: the common state has nothing for them
-    states: BucketStates  # that the checkpoint holds in buckets
+    states: BucketStates | None  # that the checkpoint holds in buckets
 
     def common_state(self, stored: Any) -> Any:
         """Returns a common state without what was stored of the optimizers."""
@@ -103,8 +106,14 @@ def restated_where_needed(
     checkpoint, common = open_checkpoint(directory), read_common_state(directory)
     with _errors(directory), checkpoint.costs.timing("planning"):
         restated = restate(request, checkpoint, common)
-    logger.log(logging.WARNING if Collectives().rank == 0 else logging.DEBUG, _ANNOUNCEMENT, directory)
+    announce(directory, any(is_offloaded(state) for state, _ in _bucket_states(request)))
     return restated
+
+
+def announce(directory: Any, offloaded: bool = False) -> None:
+    """Logs that optimizer state is loaded by parameter, and why."""
+    level = logging.WARNING if Collectives().rank == 0 else logging.DEBUG
+    logger.log(level, _ANNOUNCEMENT, directory, _OFFLOADED if offloaded else "")
 
 
 @contextlib.contextmanager
@@ -145,9 +154,16 @@ def restate(request: dict[str, Any], checkpoint: Checkpoint, common: Any) -> Res
         MismatchError: the checkpoint lacks something that the optimizer needs.
         FormatError, StorageError, CorruptDataError: the optimizer state cannot be used.
     """
-    states = bucket_states(checkpoint)
-    names = StateNames(checkpoint, states)
-    stored = from_objects(checkpoint) if states else from_common_state(common)
+    states = BucketStates(checkpoint, _wanted(request))
+    has_maps = has_optimizer_maps(checkpoint)
+    stored = from_objects(checkpoint) if has_maps else from_common_state(common)
+    return restated_from(request, StateNames(checkpoint.index.tensors, states), stored, states)
+
+
+def restated_from(
+    request: dict[str, Any], names: StateNames, stored: StoredOptions, states: BucketStates | None
+) -> Restated:
+    """Restates a request for what is stored, as `restate`."""
     paths = tuple(key for key, value in request.items() if _is_optimizer(value))
     copied = {
         key: _Optimizer(names, stored).restated(value) if key in paths else value
@@ -156,44 +172,42 @@ def restate(request: dict[str, Any], checkpoint: Checkpoint, common: Any) -> Res
     return Restated(copied, paths, states)
 
 
-_states: dict[int, tuple[Checkpoint, BucketStates]] = {}  # of the checkpoint that is being loaded
-
-
-def forget() -> None:
-    """Drops what was read of optimizer maps, which is much for a large checkpoint."""
-    _states.clear()
-
-
-def bucket_states(checkpoint: Checkpoint) -> BucketStates:
-    """Returns the states that optimizer maps describe, read once in a load."""
-    if id(checkpoint) not in _states:
-        found = BucketStates(checkpoint)
-        _states.clear()
-        _states[id(checkpoint)] = checkpoint, found
-    return _states[id(checkpoint)][1]
-
-
 # -- what a request is ----------------------------------------------------------------------------------
 
 
-def _nested_dicts(nested: Any) -> Iterator[dict[Any, Any]]:
-    if isinstance(nested, dict):
-        yield nested
-    if isinstance(nested, dict | list):
-        for item in nested.values() if isinstance(nested, dict) else nested:
-            yield from _nested_dicts(item)
-
-
 def _bucket_states(request: dict[str, Any]) -> Iterator[tuple[dict[Any, Any], OwnBuckets]]:
-    for node in _nested_dicts(request):
+    for node in dictionaries(request):
         own = own_buckets(node)
         if own is not None:
             yield node, own
 
 
+def asks_for_buckets(request: dict[str, Any]) -> bool:
+    """Returns whether a request is one for the buckets of a run that knows what they hold."""
+    return any(True for _ in _bucket_states(request))
+
+
+def _wanted(request: dict[str, Any]) -> dict[str, Box] | None:
+    """Returns by key the slices of parameters that this rank needs states of, or more; None: unknown."""
+    if any(True for _ in _state_keys(request)):
+        return None
+    shards = [
+        shard
+        for _, own in _bucket_states(request)
+        for bucket in own.map.buckets
+        for parameter in bucket.parameters
+        for shard in parameter.shards
+    ]
+    found: dict[str, Box] = {}
+    for shard in shards:
+        box = shard.offset, shard.shape
+        found[shard.key] = bounding_box(found.get(shard.key, box), box)
+    return found
+
+
 def _state_keys(request: dict[str, Any]) -> Iterator[str]:
     """Yields the keys of states by parameter that a request has."""
-    for node in _nested_dicts(request):
+    for node in dictionaries(request):
         for item in node.values():
             for one in item if isinstance(item, list) else [item]:
                 if isinstance(one, ShardedTensor | ShardedTensorFactory) and f"{PREFIX}." in one.key:
@@ -201,28 +215,34 @@ def _state_keys(request: dict[str, Any]) -> Iterator[str]:
 
 
 def _is_optimizer(value: Any) -> bool:
-    return any(_TYPE in node or "param_groups" in node or CARRIER in node for node in _nested_dicts(value))
+    return any(_TYPE in node or "param_groups" in node or CARRIER in node for node in dictionaries(value))
 
 
 def _is_other_layout(checkpoint: Checkpoint, state: dict[Any, Any], own: OwnBuckets) -> bool:
     """Returns whether the optimizer's buckets are not stored with the same parameters at the same places.
 
-    Buckets that are stored and that the optimizer does not have are a difference, too.
+    Buckets that are stored and that the optimizer does not have are a difference, too. So is a state that
+    Megatron would load wrongly, although its layout is the stored one.
     """
     if has_optimizer_maps(checkpoint):
         stored = optimizer_map(checkpoint, state[CARRIER].key.removesuffix(CARRIER))
-        return stored is None or has_empty_entries(state) or _places(stored) != _places(own.map)
-    for _, _, item in bucket_tensors(state):
-        if item.key not in checkpoint.index.tensors:
-            if _has_states(checkpoint):
-                return True
-            raise MismatchError(_without_map(item.key, "is not there"))
-        _, shape = checkpoint.index.describe(item.key)
+        return stored is None or is_offloaded(state) or _places(stored) != _places(own.map)
+    keys = [item.key for _, _, item in bucket_tensors(state) if item.key in checkpoint.index.tensors]
+    problem = bucket_mismatch(state, {key: checkpoint.index.describe(key)[1] for key in keys})
+    if problem is not None and not _has_states(checkpoint):
+        raise MismatchError(problem)
+    return problem is not None
+
+
+def bucket_mismatch(nested: Any, shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+    """Returns how requested buckets differ from stored ones that have no map; None if they do not."""
+    for _, _, item in bucket_tensors(nested):
+        shape = shapes.get(item.key)
+        if shape is None:
+            return _without_map(item.key, "is not there")
         if shape != tuple(item.global_shape):
-            raise MismatchError(
-                _without_map(item.key, f"has {shape[0]} elements, and {item.global_shape[0]} in this run")
-            )
-    return False
+            return _without_map(item.key, f"has {shape[0]} elements, and {item.global_shape[0]} in this run")
+    return None
 
 
 def _has_states(checkpoint: Checkpoint) -> bool:
@@ -296,7 +316,7 @@ class _Optimizer:
             key = functools.partial(self._names.of, name)
             shards += own_shards(own, bucket_of(own, state, item), item, key)
         memory = [shard.data for shard in shards]
-        result = filled(state)
+        result = filled(state, self._stored.step)
         if not shards:
             return LocalNonpersistentObject(result)
 

@@ -7,9 +7,9 @@ may put its own prefix before a key.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.optimizer import PREFIX, BucketStates
+from megatron_datastates.pipeline.optimizer import PREFIX
 
 _KEY = re.compile(rf"(chained_\d+\.)?{re.escape(PREFIX)}\.(\w+)\.(.*)", re.DOTALL)
 _MAIN = ("param", "fp32_param")
@@ -18,8 +18,9 @@ _MAIN = ("param", "fp32_param")
 class StateNames:
     """Finds the keys of a checkpoint's states, stored ones and those that are held in buckets."""
 
-    def __init__(self, checkpoint: Checkpoint, states: BucketStates) -> None:
-        self._tensors, self._states = checkpoint.index.tensors, states
+    def __init__(self, tensors: Collection[str], states: Collection[str] = ()) -> None:
+        """Args: the keys of the stored tensors, and of the states in buckets."""
+        self._tensors, self._states = tensors, states
         found = [match for key in (states or self._tensors) if (match := _KEY.fullmatch(key))]
         kinds = {match[2] for match in found}
         self._main = next((name for name in _MAIN if name in kinds), None)

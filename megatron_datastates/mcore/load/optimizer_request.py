@@ -92,13 +92,15 @@ def bucket_tensors(state: State) -> Iterator[tuple[State, str, Any]]:
                     yield entry, name, item
 
 
-def has_empty_entries(state: State) -> bool:
-    """Returns whether a part of a bucket has no tensor, as some offloaded parameters have none.
+def is_offloaded(state: State) -> bool:
+    """Returns whether parts of a bucket state have a step of their own, as with CPU offload, or no tensor.
 
-    Megatron cannot merge the lists of such a state: it drops those entries from one of them.
+    Megatron's own load of such a state fails if the number of parts is another one on the rank that stored
+    it, because it merges lists, and it restores no step.
     """
     return any(
-        not any(isinstance(item, ShardedTensor) for item in entry.values()) for entry in _entries(state)
+        "step" in entry or not any(isinstance(item, ShardedTensor) for item in entry.values())
+        for entry in _entries(state)
     )
 
 
@@ -186,12 +188,16 @@ def _sharded(
     )
 
 
-def filled(state: State) -> State:
-    """Returns the bucket state as a load returns it, with the memory of the tensors, and without padding."""
+def filled(state: State, step: Any) -> State:
+    """Returns the bucket state as a load returns it, with the memory of the tensors, and without padding.
+
+    Args:
+        step: for parts that have a step of their own, the stored one; None if none is stored.
+    """
 
     def plain(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: plain(item) for name, item in value.items()}
+            return {name: plain(item) for name, item in value.items()} | _own_step(value, step)
         if isinstance(value, list):
             return [
                 plain(item)
@@ -204,3 +210,10 @@ def filled(state: State) -> State:
 
     result: State = plain(state)
     return result
+
+
+def _own_step(entry: State, step: Any) -> State:
+    """Returns a step for one part, which its optimizer will count on in place."""
+    if step is None or "padding" not in entry or "step" not in entry:
+        return {}
+    return {"step": torch.tensor(float(step))}

@@ -1,0 +1,69 @@
+"""Requests for optimizer state in buckets from checkpoints of Megatron's own formats.
+
+Their state by parameter loads into the buckets of any layout, as that of ours. Their buckets have no map, so
+they load into the layout that saved them; an error in another one says what works. Megatron's own training
+loop asks for what is stored. This serves programs that ask for what their own configuration says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.serialization import load_common_state_dict, load_tensors_metadata
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_datastates.mcore.errors import load_errors
+from megatron_datastates.mcore.load.optimizer_layout import (
+    Restated,
+    announce,
+    asks_for_buckets,
+    bucket_mismatch,
+    restated_from,
+)
+from megatron_datastates.mcore.load.optimizer_names import StateNames
+from megatron_datastates.pipeline.optimizer_groups import from_common_state
+
+_SHARDING = "distrib_optim_sharding_type"  # in the content metadata
+_BY_PARAMETER = "fully_reshardable"
+_BUCKET = ".gbuf_idx_"  # in the keys of buckets
+
+
+def restated_where_needed(arguments: dict[str, Any]) -> Restated | None:
+    """Returns the restated request of a `dist_checkpointing.load`; None if it is to be loaded as it is.
+
+    Raises:
+        CheckpointingException: the checkpoint lacks something that the optimizer needs.
+    """
+    directory, request = str(arguments["checkpoint_dir"]), arguments["sharded_state_dict"]
+    if not asks_for_buckets(request):
+        return None
+    common = load_common_state_dict(directory)
+    if ((common or {}).get("content_metadata") or {}).get(_SHARDING) != _BY_PARAMETER:
+        return None
+    announce(directory)
+    with load_errors():
+        return restated_from(request, StateNames(_shapes(directory)), from_common_state(common), None)
+
+
+@contextlib.contextmanager
+def explaining(arguments: dict[str, Any]) -> Iterator[None]:
+    """Says what works if a load fails that asks for other buckets than are stored."""
+    directory, request = str(arguments["checkpoint_dir"]), arguments["sharded_state_dict"]
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        problem = None
+        if asks_for_buckets(request):
+            shapes = _shapes(directory)
+            stored = any(_BUCKET in key for key in shapes)  # else there is no such state at all
+            problem = bucket_mismatch(request, shapes) if stored else None
+        if problem is None:
+            raise
+        raise CheckpointingException(f"{directory}: {problem}") from error
+
+
+def _shapes(directory: str) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(item.global_shape) for key, item in load_tensors_metadata(directory).items()}
