@@ -6,8 +6,10 @@ nothing was written, and one line on standard error says why.
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -17,7 +19,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from rich.table import Table
 
 from megatron_datastates.config import MIB, parse_bytes
-from megatron_datastates.convert.open import require_utf8
 from megatron_datastates.errors import OptionError, StorageError, printable
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
@@ -28,8 +29,21 @@ _ANY_WIDTH = 1 << 16
 _LEAST_MEMORY_BYTES = MIB  # with less, a tensor would be read in a vast number of tiny pieces
 
 
+@app.callback()
+def _describe() -> None:
+    """List, inspect, verify, repair, convert, export, compare and prune Megatron-Core checkpoints.
+
+    Before a run, `plan` estimates what saves will cost; after it, `report` shows what they did cost.
+    `datastates COMMAND --help` explains a command, with an example.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of a path or a key
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 def readable(directory: Path) -> Path:
     """Checks a directory argument: ends the command with exit code 2 if its path is not valid UTF-8."""
+    from megatron_datastates.convert.open import require_utf8  # which imports torch
+
     try:
         require_utf8(directory)
     except StorageError as error:

@@ -25,7 +25,7 @@ _MOST_SPANS = 64  # a save that is polled for minutes has many; its report stays
 
 
 class HeldTime:
-    """The seconds for which a save held the trainer, in total and by part, and the first times when it did."""
+    """The seconds for which a save held the trainer, in total and by part, and the first spans of time."""
 
     def __init__(self) -> None:
         self.total = 0.0
