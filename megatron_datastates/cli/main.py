@@ -12,6 +12,7 @@ from megatron_datastates.cli import (  # each adds its sub-command to `app`
     diff,
     export,
     listing,
+    plan,
     prune,
     repair,
     report,

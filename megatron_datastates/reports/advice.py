@@ -178,7 +178,8 @@ def _fence_waits(saves: Sequence[Save]) -> Advice | None:
         "The optimizer waits for copies",
         f"{milliseconds(fence)} of the host's time and {milliseconds(stream)} of the device's stream in a "
         f"save. {size(copied)} a rank are copied after {milliseconds(staged)}, which is longer than the "
-        "forward and backward pass. Raise --datastates-staging-memory, or --datastates-copy-limit if it is set.",
+        "forward and backward pass. Raise --datastates-staging-memory, or "
+        "--datastates-copy-limit if it is set.",
     )
 
 

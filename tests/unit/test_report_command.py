@@ -273,7 +273,7 @@ def test_only_the_last_saves_are_looked_at_if_asked() -> None:
     assert run("report", RUN, "--last", "0")[0] == 2
 
 
-@pytest.mark.parametrize("command", ["report"])
+@pytest.mark.parametrize("command", ["report", "plan"])
 def test_the_command_starts_without_torch_and_the_native_module(command: str) -> None:
     code = (
         "import sys; sys.argv = ['datastates', '" + command + "', '--help']\n"
