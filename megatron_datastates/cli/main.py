@@ -19,6 +19,7 @@ from megatron_datastates.cli import (  # each adds its sub-command to `app`
     show,
     verify,
 )
+from megatron_datastates.cli.entry import main
 from megatron_datastates.cli.shared import app
 from megatron_datastates.config import ENVIRONMENT_PREFIX, Options
 
@@ -58,8 +59,3 @@ def list_options(
             print(f"{flag} {spec.metavar}\n    {text}")
     if not markdown:
         print(f"Each can also be set by an environment variable, such as {ENVIRONMENT_PREFIX}SLOT_SIZE=8MiB.")
-
-
-def main() -> None:
-    """Runs the command line; the entry point of the console script."""
-    app()

@@ -6,10 +6,8 @@ nothing was written, and one line on standard error says why.
 
 from __future__ import annotations
 
-import io
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -27,17 +25,6 @@ out = Console(markup=False, emoji=False, highlight=False)
 notes = Console(stderr=True, markup=False, emoji=False, highlight=False)
 _ANY_WIDTH = 1 << 16
 _LEAST_MEMORY_BYTES = MIB  # with less, a tensor would be read in a vast number of tiny pieces
-
-
-@app.callback()
-def _describe() -> None:
-    """List, inspect, verify, repair, convert, export, compare and prune Megatron-Core checkpoints.
-
-    Before a run, `plan` estimates what saves will cost; after it, `report` shows what they did cost.
-    `datastates COMMAND --help` explains a command, with an example.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of a path or a key
-        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def readable(directory: Path) -> Path:

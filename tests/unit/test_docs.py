@@ -63,7 +63,8 @@ def a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ds.save(state, f"runs/gpt/iter_{iteration:07d}", iteration=iteration)
     Path("runs/gpt/latest_checkpointed_iteration.txt").write_text("2000")
     shutil.copy(ROOT / "tests" / "unit" / "reports" / "run.jsonl", "report.jsonl")
-    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --vocab-size 99 --max-position-embeddings 9"
+    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 2"
+    words += " --vocab-size 9 --max-position-embeddings 9"
     Path("train.sh").write_text(f"torchrun pretrain_gpt.py {words}")
 
 
