@@ -1,8 +1,8 @@
 """Compares two source trees of this project: the same benchmark, run in each of them in turns.
 
-Each run is a process of its own, with the modules of its tree; both use this interpreter's packages. The other
-tree is a checkout whose native module was built in place (`git worktree add ../old REVISION`, then `python
-setup.py build_ext --inplace` in it).
+Each run is a process of its own, with the modules of its tree; both use this interpreter's packages. The
+other tree is a checkout whose native module was built in place (`git worktree add ../old REVISION`, then
+`python setup.py build_ext --inplace` in it).
 """
 
 from __future__ import annotations

@@ -164,6 +164,13 @@ class Options:
         "for debugging: copy everything twice, the first time before save_checkpoint returns, and fail the "
         "save if the checksums differ, because something changed a tensor too early (default off)",
     )
+    prepared: bool = _option(
+        True,
+        _on_off,
+        "on|off",
+        "in Megatron's training loop, reuse what the last save has prepared (names, places and shapes of "
+        "tensors) after checking that it still holds; off prepares every save anew (default on)",
+    )
     copy_threads: int = _option(2, _threads, "N", "threads that copy into staging memory (default 2)")
     write_threads: int = _option(8, _threads, "N", "threads that compute checksums and write (default 8)")
     read_threads: int = _option(4, _threads, "N", "threads that read and check at a load (default 4)")

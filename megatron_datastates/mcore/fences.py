@@ -109,6 +109,11 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     _stepped.add(optimizer)
 
 
+def stepped_optimizers() -> set[int]:
+    """Returns the ids of the optimizers that have stepped."""
+    return {id(optimizer) for optimizer in _stepped}
+
+
 def stepped_storages() -> set[int]:
     """Returns the storage addresses of the parameters and the state of every optimizer that has stepped."""
     found: set[int] = set()

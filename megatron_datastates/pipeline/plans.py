@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_datastates.engine.exchange import describe
+from megatron_datastates.engine.exchange import Described, describe
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import Fragment
@@ -304,10 +304,12 @@ class Plans:
             MismatchError: as plan_state and locate.
             FormatError: as plan_state.
         """
-        seen = describe(tensors.tensors)
-        if has_unresolved_views(tensors, seen is None or seen.has_complex):
-            tensors = resolve_views(tensors)
+        seen: Described | None = tensors.described
+        if seen is None:
             seen = describe(tensors.tensors)
+            if has_unresolved_views(tensors, seen is None or seen.has_complex):
+                tensors = resolve_views(tensors)
+                seen = describe(tensors.tensors)
         addresses, description = (seen.addresses, seen.description) if seen is not None else (None, None)
         fitting = (p for p in reversed(self._plans) if _fits(p, tensors, tail, description))
         plan = next((p for p in fitting if p.least_stable == least_stable), None)

@@ -122,6 +122,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "published_ms": None
         if publication.published_at is None
         else milliseconds(publication.published_at - save.started_at),
+        "prepared": publication.is_prepared,
         "saves_before": save.saves_before,
         "slot_wait_ms": milliseconds(times["slot_wait"]),
         "memory_wait_ms": milliseconds(times["memory_wait"]),

@@ -67,6 +67,8 @@ class Tensors:
     mutability: list[Mutability] = dataclasses.field(default_factory=list)
     places: list[Place | None] = dataclasses.field(default_factory=list)  # None: the whole global tensor
     stable: list[bool] = dataclasses.field(default_factory=list)  # as in TensorSource
+    # What engine.exchange.describe finds, if it is known and no tensor is a negated or conjugated view.
+    described: Any = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -85,6 +87,7 @@ class Tensors:
         self.mutability.append(mutability)
         self.places.append(place)
         self.stable.append(stable)
+        self.described = None
 
     def sources(self) -> Iterator[TensorSource]:
         """Yields the tensors one by one."""
@@ -92,6 +95,7 @@ class Tensors:
 
     def extend(self, others: Tensors, prefix: str = "") -> None:
         """Adds all tensors of `others`, in their order, with `prefix` before their keys."""
+        self.described = None if self.keys else others.described
         self.keys.extend([prefix + key for key in others.keys] if prefix else others.keys)
         self.tensors.extend(others.tensors)
         self.mutability.extend(others.mutability)

@@ -251,6 +251,21 @@ def _page_lock(saves: Sequence[Save]) -> Advice | None:
     )
 
 
+def _not_prepared(saves: Sequence[Save]) -> Advice | None:
+    regular = usual(saves)
+    anew = [save for save in regular if save.prepared is False]
+    if not anew or not any(save.prepared for save in regular):  # off, or a loop of the program's own
+        return None
+    reused = median(save.held_ms for save in regular if save.prepared)
+    return Advice(
+        "note",
+        f"{len(anew)} of {len(regular)} saves could not reuse what the last one had prepared",
+        f"They held the trainer for {milliseconds(median(save.held_ms for save in anew))}, the others for "
+        f"{milliseconds(reused)}. The last one was at iteration {anew[-1].name}. Something in the "
+        "structure of the state had changed since the save before.",
+    )
+
+
 def _cost(saves: Sequence[Save]) -> Advice | None:
     regular = usual(saves)
     if not regular:
@@ -289,5 +304,6 @@ _RULES: tuple[Callable[[Sequence[Save]], Advice | None], ...] = (
     _serializing,
     _page_lock,
     _memory_waits,
+    _not_prepared,
     _cost,
 )

@@ -64,6 +64,7 @@ class Save:
     staging_bytes: int = 0
     page_locked_bytes: int = 0
     staging_trouble: str = ""
+    prepared: bool | None = None  # whether it reused what the last save had prepared
 
     @property
     def run(self) -> str:
@@ -200,6 +201,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
     "float": (int, float),
+    "bool": (bool,),
     "None": (type(None),),
 }
 
@@ -214,7 +216,7 @@ def _field(value: Mapping[str, Any], field: dataclasses.Field[Any]) -> Any:
     if declared.startswith("Mapping"):
         return _mapping(value, field.name)
     kinds = tuple(kind for name in declared.split(" | ") for kind in _KINDS[name])
-    if not isinstance(found, kinds) or isinstance(found, bool):
+    if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
         raise ValueError(f"its {field.name!r} is {found!r}, expected {declared}")
     return found
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import frozen
+import mutations
 import numpy
 import pretrain_tiny
 import psutil
@@ -58,10 +59,14 @@ class Recorder:
         loop.setup_model_and_optimizer = setup_model_and_optimizer
         loop.train_step = train_step
 
+    def working(self) -> tuple[Any, Any, Any]:
+        """Returns the model chunks, the optimizer and the scheduler."""
+        assert self._working is not None
+        return self._working
+
     def state(self) -> Digests:
         """Returns a digest of everything that a resumed run must restore, by name."""
-        assert self._working is not None
-        model, optimizer, scheduler = self._working
+        model, optimizer, scheduler = self.working()
         described = {"scheduler": _text(scheduler.state_dict()), **_generators()}
         for index, chunk in enumerate(model):
             for name, value in [*chunk.named_parameters(), *chunk.named_buffers()]:
@@ -127,6 +132,7 @@ def main(arguments: list[str], folder: str) -> None:
         os.environ[FAULTS] = own
     frozen.install()
     recorder = Recorder()
+    mutations.install(recorder.working)
     recorder.attach()
     code: Any = 0
     try:

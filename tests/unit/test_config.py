@@ -20,6 +20,7 @@ SETTINGS = {
     "checksums": ("off", False),
     "lazy": ("off", False),
     "paranoid": ("on", True),
+    "prepared": ("off", False),
     "copy_threads": ("7", 7),
     "write_threads": ("3", 3),
     "read_threads": ("9", 9),

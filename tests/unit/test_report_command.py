@@ -231,6 +231,15 @@ def test_advice_has_numbers(
     assert text in advised(**fields)[title].text
 
 
+def test_saves_that_prepared_everything_anew_are_counted(written: Callable[..., Path]) -> None:
+    saves = [save | {"prepared": save["iteration"] != 50} for save in SAVES]
+    found = {one.title: one for one in advise(read_reports([written(saves)]).saves)}
+    advice = found["1 of 4 saves could not reuse what the last one had prepared"]
+    assert "The last one was at iteration 50." in advice.text
+    never = read_reports([written(changed(prepared=False))])
+    assert not any("reuse" in one.title for one in advise(never.saves))
+
+
 def test_the_page_is_whole_and_needs_no_network(tmp_path: Path) -> None:
     code, out, err = run("report", RUN, "--out", tmp_path / "pictures")
     assert (code, err) == (0, "")

@@ -46,8 +46,9 @@ def wrap_sharded_param_state_dp_reshardable(original: Callable[..., Any]) -> Cal
     """Wraps `DistributedOptimizer.sharded_param_state_dp_reshardable`: adds the map, and zeroes padding.
 
     The map is an attribute of an object that Megatron stores anyway. Only our saves look for it, so saves in
-    other formats do not change.
+    other formats do not change. In a prepared save, the objects are all that is returned.
     """
+    from megatron_datastates.mcore.save import prepared  # which imports the native module
 
     def sharded_param_state_dp_reshardable(
         self: Any,
@@ -56,29 +57,36 @@ def wrap_sharded_param_state_dp_reshardable(original: Callable[..., Any]) -> Cal
         metadata: Any = None,
         **kwargs: Any,
     ) -> Any:
+        thin = None if is_loading else prepared.buckets_of(self)
+        if thin is not None:
+            return thin
         state = original(self, model_sharded_state_dict, is_loading, metadata, **kwargs)
-        _zero_padding(state)
+        padding = _zero_padding(state)
         carrier = state.get(_CARRIER)
         if not is_loading and isinstance(carrier, ShardedObject) and is_main_replica(carrier.replica_id):
             try:
                 setattr(carrier, _ATTRIBUTE, _map_of(self, state, model_sharded_state_dict, metadata))
             except Exception as error:  # the state itself is complete: no reason to end the training
                 logger.warning("the checkpoint will have no optimizer map: %r", error)
+        if not is_loading:
+            prepared.note_buckets(self, state, padding)
         return state
 
     return sharded_param_state_dp_reshardable
 
 
-def _zero_padding(state: Any) -> None:
+def _zero_padding(state: Any) -> list[torch.Tensor]:
     """Zeroes padding, which Megatron leaves uninitialized: equal states then have equal checkpoints.
 
-    Padding is a dictionary of tensors with a true 'padding' entry.
+    Padding is a dictionary of tensors with a true 'padding' entry. Returns these tensors.
     """
+    found = []
     for entry in dictionaries(state):
         if getattr(entry.get("padding"), "obj", False) is True:
             for item in entry.values():
                 if isinstance(item, ShardedTensor) and item.data is not None:
-                    item.data.zero_()
+                    found.append(item.data.zero_())
+    return found
 
 
 def carried_map(item: ShardedObject) -> tuple[str, str] | None:

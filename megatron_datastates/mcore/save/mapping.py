@@ -13,21 +13,37 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_datastates.mcore.save.buckets import carried_map
 from megatron_datastates.mcore.save.mutability import Classify
+from megatron_datastates.mcore.save.prepared import Mark, complete, mark_of
 from megatron_datastates.providers.base import Mutability, Place, StateReader, Tensors
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.tensors import is_frozen
 
 
 class ShardedStateProvider:
-    """Yields the main replicas in a preprocessed sharded state dict, which has tensors and objects only."""
+    """Yields the main replicas in a preprocessed sharded state dict, which has tensors and objects only.
 
-    def __init__(self, sharded_state_dict: dict[str, Any], classifier: Callable[[], Classify]) -> None:
+    Of a thin state dict (prepared.py), the tensors are those that were prepared.
+
+    Args:
+        is_lazy: as in DataStatesSaveStrategy; what the classifier depends on.
+    """
+
+    def __init__(
+        self, sharded_state_dict: dict[str, Any], classifier: Callable[[], Classify], *, is_lazy: bool = False
+    ) -> None:
         self._state = sharded_state_dict
         self._classifier = classifier  # called in tensors(): an error there fails the save on all ranks
+        self._is_lazy = is_lazy
+        self._mark = mark_of(sharded_state_dict)
+
+    @property
+    def is_thin(self) -> bool:
+        """Returns whether the state dict is that of a prepared save."""
+        return self._mark is not None and self._mark.is_thin
 
     def _main_replicas(self, kind: type[Any]) -> Iterator[Any]:
         for item in nested_values(self._state):
-            if isinstance(item, kind) and is_main_replica(item.replica_id):
+            if isinstance(item, kind) and not isinstance(item, Mark) and is_main_replica(item.replica_id):
                 yield item
 
     def entries(self) -> Iterator[Tensors | ObjectSource]:
@@ -40,8 +56,15 @@ class ShardedStateProvider:
 
     def tensors(self) -> Tensors:
         """Returns the tensors. Raises CheckpointingException for one without data, or flattened."""
-        classify = self._classifier()
-        found = Tensors()
+        mark = self._mark
+        if mark is not None and mark.is_thin:
+            if any(self._main_replicas(ShardedTensor)):
+                raise CheckpointingException(
+                    "a prepared save has tensors that the last save did not have: use --datastates-prepared "
+                    "off, and report this"
+                )
+            return mark.preparation.tensors(self._classifier, is_lazy=self._is_lazy)
+        classify, found, stored = self._classifier(), Tensors(), []
         for item in self._main_replicas(ShardedTensor):
             data = item.data
             if data is None or getattr(item, "flattened_range", None) is not None:
@@ -54,6 +77,9 @@ class ShardedStateProvider:
             shape = (1,) * item.prepend_axis_num + tuple(item.local_shape)
             place = Place(tuple(item.global_shape), tuple(item.global_offset), shape)
             found.add(item.key, data, mutability, place, is_frozen(item.data))
+            stored.append(item.data)
+        if mark is not None:
+            complete(mark.preparation, found, stored)
         return found
 
     def objects(self) -> Iterator[ObjectSource]:

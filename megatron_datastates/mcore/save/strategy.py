@@ -29,6 +29,7 @@ from megatron_datastates.mcore.hooks.attach import attach_saving
 from megatron_datastates.mcore.providers import Providers, register, registered
 from megatron_datastates.mcore.save import mutability
 from megatron_datastates.mcore.save.mapping import ShardedStateProvider
+from megatron_datastates.mcore.save.prepared import mark_of
 from megatron_datastates.mcore.save.request import make_request, raise_if_failed
 from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.publication import Publication, PublicationExtras
@@ -101,13 +102,15 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         fences.fence()
 
     def _start(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, mode: str) -> Publication:
+        sharded = ShardedStateProvider(sharded_state_dict, self.classifier, is_lazy=self.is_lazy())
+
         def providers() -> dict[str, StateProvider]:
-            state: StateProvider = ShardedStateProvider(sharded_state_dict, self.classifier)
+            state: StateProvider = sharded
             if self._transform is not None:
                 state = self._transform(state)
             return {"": state, **registered(self.options.providers)}
 
-        return saver_for(self.options).start(
+        publication = saver_for(self.options).start(
             Path(checkpoint_dir),
             providers,
             iteration=_iteration(sharded_state_dict, checkpoint_dir),
@@ -115,6 +118,8 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             extras=_extras(CheckpointingConfig(self.backend, self.version)),
             await_copies=not self.is_lazy(),
         )
+        publication.is_prepared = sharded.is_thin
+        return publication
 
 
 class TrainingSaveStrategy(DataStatesSaveStrategy):
@@ -213,11 +218,14 @@ def wrap_apply_saving_parallelization(original: Any) -> Any:
     """Wraps `FullyParallelSaveStrategyWrapper.apply_saving_parallelization`: checks only the first save.
 
     In a group of one rank there is no distribution to cache, so Megatron would exchange the metadata of all
-    ranks in every save, although their structure is declared constant.
+    ranks in every save, although their structure is declared constant. A prepared save distributes nothing.
     """
     checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def apply_saving_parallelization(self: Any, sharded_state_dict: Any) -> None:
+        mark = mark_of(sharded_state_dict)
+        if mark is not None and mark.is_thin:
+            return  # the tensors are distributed as in the last full save
         if self in checked and self.cached_distribution is None:
             return
         original(self, sharded_state_dict)

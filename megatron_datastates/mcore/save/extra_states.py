@@ -1,0 +1,70 @@
+"""Extra states of modules in a sharded state dict: values that `get_extra_state` makes for every save."""
+
+from __future__ import annotations
+
+import copy
+import io
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+)
+
+from megatron_datastates.mcore.save.survey import UnprovableError
+
+_EXTRA = "_extra_state"
+_TENSORS = (ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
+
+
+def extra_states(chunk: Any, state: dict[str, Any]) -> list[tuple[str, Any, Callable[[], Any]]]:
+    """Returns the objects in a model's sharded state dict.
+
+    Returns:
+        The name of each, the object without its value, and the function that makes the value.
+
+    Raises:
+        UnprovableError: there is something that is neither a tensor nor a module's extra state.
+    """
+    modules = dict(chunk.named_modules())
+    found = []
+    for key, item in state.items():
+        if isinstance(item, ShardedObject):
+            module = modules.get(key.removesuffix(_EXTRA).removesuffix("."))
+            if not key.endswith(_EXTRA) or module is None or not _is_equal(item.data, module.get_extra_state):
+                raise UnprovableError(f"the object {key!r} of the model is not a module's extra state")
+            template = copy.copy(item)
+            template.data = None
+            found.append((key, template, _called(weakref.WeakMethod(module.get_extra_state))))
+        elif not all(isinstance(leaf, _TENSORS) for leaf in _leaves(item)):
+            raise UnprovableError(f"{key!r} of the model is neither a tensor nor a sharded object")
+    return found
+
+
+def _leaves(item: Any) -> Iterator[Any]:
+    return iter(nested_values(item)) if isinstance(item, dict | list) else iter([item])
+
+
+def _called(method: weakref.WeakMethod[Any]) -> Callable[[], Any]:
+    def value() -> Any:
+        bound = method()
+        assert bound is not None, "the survey has found its module"
+        return bound()
+
+    return value
+
+
+def _is_equal(value: Any, make: Callable[[], Any]) -> bool:
+    """Returns whether `make` makes an equal extra state: nothing, bytes or a tensor."""
+    other = make()
+    if isinstance(value, io.BytesIO) and isinstance(other, io.BytesIO):
+        return value.getvalue() == other.getvalue()
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value.dtype == other.dtype and torch.equal(value, other)
+    return value is None and other is None

@@ -1,0 +1,430 @@
+"""Prepared saves: in Megatron's training loop, a save reuses what the last one has prepared, if it holds.
+
+Nearly all of a save's time on the trainer's path goes into describing the same tensors again: the sharded
+state dicts of model and optimizer, factories, validation, mapping, classification. Of these a prepared save
+only looks at what can differ (survey.py). Then Megatron makes a *thin* state dict, in which the model and the
+buckets of the optimizer have no tensors; values of plain objects are made by Megatron as in any save. The
+tensors are those of the survey, under the names and in the places that the last full save gave them.
+
+All ranks prepare, or none: in a full save they exchange metadata. Any change, anything that cannot be proved
+and any tensor that was made for one save alone (a gathered optimizer state, a dequantized weight) mean a full
+save. A thin state dict that any other code tried to save would fail: it holds what cannot be pickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from megatron_datastates.engine.exchange import Described, describe
+from megatron_datastates.errors import SaveFailedError
+from megatron_datastates.mcore import fences
+from megatron_datastates.mcore.save.extra_states import extra_states
+from megatron_datastates.mcore.save.mutability import Classify
+from megatron_datastates.mcore.save.survey import Survey, UnprovableError, distributed_optimizers
+from megatron_datastates.pipeline.held import trainer_held
+from megatron_datastates.pipeline.plans import Words, has_unresolved_views
+from megatron_datastates.providers.base import Tensors
+
+logger = logging.getLogger(__name__)
+MARK = "datastates_prepared"
+# Arguments of Megatron that decide what is stored by which rank.
+_ARGUMENTS = (
+    "ckpt_format",
+    "no_save_optim",
+    "use_distributed_optimizer",
+    "ckpt_fully_parallel_save",
+    "ckpt_fully_parallel_save_process_group",
+)
+
+
+class Row(NamedTuple):
+    """Where a stored tensor is found at every save."""
+
+    number: int  # of the tensor that it is, or is a view of
+    view: tuple[tuple[int, ...], tuple[int, ...], int] | None  # shape, strides, distance in elements
+    distance: int = 0  # in bytes
+
+
+class Mark(ShardedObject):  # type: ignore[misc]
+    """Marks the state dict of a model chunk as one of a save that is, or may be, prepared."""
+
+    preparation: Preparation
+    is_thin = False
+
+    @classmethod
+    def of(cls, preparation: Preparation, number: int, *, is_thin: bool) -> Mark:
+        """Returns a mark for one model chunk of this rank."""
+        rank, ranks = _rank_and_ranks()
+        mark = cls(f"{MARK}.{number}", _Unsaveable() if is_thin else None, (ranks,), (rank,))
+        mark.preparation, mark.is_thin = preparation, is_thin
+        return mark
+
+    def __reduce__(self) -> Any:  # in metadata that ranks exchange
+        return ShardedObject, (self.key, self.data, self.global_shape, self.global_offset, self.replica_id)
+
+
+class _Unsaveable:
+    """The data of a mark in a thin state dict."""
+
+    def __reduce__(self) -> Any:
+        raise SaveFailedError(
+            "a state dict without tensors, of a prepared save, was about to be saved by another strategy: "
+            "use --datastates-prepared off, and report this"
+        )
+
+
+class Preparation:
+    """What one save has prepared for the next ones with the same model and optimizer.
+
+    Args:
+        call: the arguments of `generate_state_dict`.
+
+    Raises:
+        UnprovableError: nothing can be prepared for this model and this optimizer.
+    """
+
+    def __init__(self, call: Mapping[str, Any]) -> None:
+        self._conditions = _conditions(call)
+        self._survey = Survey(call["model"], call["optimizer"])
+        self._bucket_states: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}  # by id of the optimizer
+        self._padding: list[torch.Tensor] = []  # zeros, which nobody changes
+        self._extra_states: list[list[tuple[str, Any, Callable[[], Any]]]] = []  # by model chunk
+        self._rows: list[Row] = []  # of each stored tensor
+        self._columns = Tensors()  # without its tensors
+        self._described: Described | None = None  # the tensors as they were stored
+        self._classified: Any = None  # what the mutability depends on
+        self._current: list[torch.Tensor] = []  # during a prepared save: those of the survey, and padding
+        self._addresses: Words | None = None  # of `_current`, if torch has a fast way to them
+        self._used: set[int] = set()
+        self.is_complete = False
+
+    # -- a full save ------------------------------------------------------------------------------------
+
+    def note_buckets(self, optimizer: Any, state: dict[Any, Any], padding: list[torch.Tensor]) -> None:
+        """Notes the objects that a distributed optimizer stores beside its buckets, and their padding."""
+        objects = {key: copy.copy(item) for key, item in state.items() if isinstance(item, ShardedObject)}
+        self._bucket_states[id(optimizer)] = (weakref.ref(optimizer), objects)
+        self._padding += padding
+
+    def note_models(self, call: Mapping[str, Any], state: dict[str, Any]) -> None:
+        """Adds marks to the state dicts of the model chunks.
+
+        Raises:
+            UnprovableError: one has values that cannot be proved to be unchanged.
+        """
+        noted = [ref() for ref, _ in self._bucket_states.values()]
+        if any(one not in noted for one in distributed_optimizers(call["optimizer"])):
+            raise UnprovableError("the optimizer's state is not stored in buckets")
+        chunks = _chunks_of(state, len(call["model"]))
+        self._extra_states = [extra_states(*pair) for pair in zip(call["model"], chunks, strict=True)]
+        for number, chunk in enumerate(chunks):
+            chunk[MARK] = Mark.of(self, number, is_thin=False)
+
+    def complete(self, found: Tensors, stored: list[torch.Tensor]) -> None:
+        """Notes what a full save has stored.
+
+        Args:
+            stored: the tensors as they were in the state dict.
+
+        Raises:
+            UnprovableError: a tensor is none that the model or the optimizer holds.
+        """
+        numbers = dict(self._survey.numbers)
+        first = len(numbers)
+        numbers.update((id(tensor), first + at) for at, tensor in enumerate(self._padding))
+        rows = []
+        for key, tensor, passed in zip(found.keys, stored, found.tensors, strict=True):
+            if tensor is not passed:
+                raise UnprovableError(f"{key!r} is quantized")
+            rows.append(_row(key, tensor, numbers))
+        described = describe(found.tensors)
+        if has_unresolved_views(found, described is None or described.has_complex):
+            raise UnprovableError("a tensor is a negated or conjugated view")
+        self._rows, self._described = rows, described
+        self._columns = dataclasses.replace(found, tensors=[])
+        self._classified = None
+        self.is_complete = True
+
+    # -- a prepared save --------------------------------------------------------------------------------
+
+    def require(self, call: Mapping[str, Any]) -> None:
+        """Looks whether all is as it was, and holds the tensors for `tensors` if so.
+
+        Raises:
+            UnprovableError: something has changed, or the last save did not end.
+        """
+        if not self.is_complete:
+            raise UnprovableError("the last save could not be prepared for")
+        if _conditions(call) != self._conditions:
+            raise UnprovableError("the arguments of the save are others")
+        tensors, addresses = self._survey.tensors_if_unchanged()
+        if addresses is not None:
+            padding = np.array([item.data_ptr() for item in self._padding], np.uint64)
+            self._addresses = np.concatenate([addresses, padding])
+        self._current, self._used = [*tensors, *self._padding], set()
+
+    def thin_models(self) -> list[Any]:
+        """Returns what stands in for the model chunks while Megatron makes a thin state dict."""
+        return [_ThinChunk(self, number, extra) for number, extra in enumerate(self._extra_states)]
+
+    def thin_buckets(self, optimizer: Any) -> dict[Any, Any]:
+        """Returns a distributed optimizer's bucket state without tensors."""
+        self._used.add(id(optimizer))
+        return {key: copy.copy(item) for key, item in self._bucket_states[id(optimizer)][1].items()}
+
+    def require_used(self) -> None:
+        """Raises SaveFailedError if Megatron did not ask for all of the thin state."""
+        chunks, buckets = set(range(len(self._extra_states))), set(self._bucket_states)
+        if self._used != chunks | buckets:
+            raise SaveFailedError(
+                "a prepared save does not hold all of the state: expected the state of "
+                f"{len(chunks)} model chunks and {len(buckets)} optimizers, found {len(self._used)} of "
+                "these; use --datastates-prepared off, and report this"
+            )
+
+    def use_chunk(self, number: int) -> None:
+        """Notes that Megatron has asked for a model chunk's state."""
+        self._used.add(number)
+
+    def release(self) -> None:
+        """Lets go of the tensors of a prepared save."""
+        self._current, self._addresses = [], None
+
+    def tensors(self, classifier: Callable[[], Classify], *, is_lazy: bool) -> Tensors:
+        """Returns the tensors of a prepared save.
+
+        Args:
+            classifier, is_lazy: as in ShardedStateProvider.
+        """
+        sources, columns = self._current, self._columns
+        tensors = [sources[at] if view is None else _view(sources[at], view) for at, view, _ in self._rows]
+        described = None
+        if self._addresses is not None and self._described is not None:
+            numbers, distances = self._positions
+            addresses = self._addresses[numbers] + distances
+            described = self._described._replace(addresses=addresses)
+        depends_on = self._classification(is_lazy)
+        if depends_on is None or depends_on != self._classified:
+            columns.mutability = list(map(classifier(), tensors))
+            self._classified = depends_on
+        return dataclasses.replace(columns, tensors=tensors, described=described)
+
+    @functools.cached_property
+    def _positions(self) -> tuple[npt.NDArray[np.intp], Words]:
+        """The number of the tensor that each row begins in, and the row's distance from it in bytes."""
+        numbers = np.array([row.number for row in self._rows], np.intp)
+        return numbers, np.array([row.distance for row in self._rows], np.int64).view(np.uint64)
+
+    def _classification(self, is_lazy: bool) -> Any:
+        """Returns all that mutabilities depend on, or None if that is unknown."""
+        stepped = fences.stepped_optimizers()
+        if self._addresses is None or not stepped <= self._survey.inner_optimizers():
+            return None  # another optimizer may own some of the memory
+        return is_lazy, stepped, self._addresses.tobytes()
+
+
+class _ThinChunk:
+    """Stands in for a model chunk; its sharded state dict has no tensors."""
+
+    def __init__(self, preparation: Preparation, number: int, extra_states: list[Any]) -> None:
+        self._preparation, self._number, self._extra_states = preparation, number, extra_states
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._preparation.use_chunk(self._number)
+        state: dict[str, Any] = {MARK: Mark.of(self._preparation, self._number, is_thin=True)}
+        for name, template, value_of in self._extra_states:
+            item, value = template, value_of()
+            if value is not None:
+                item = copy.copy(template)
+                item.data = value
+            state[name] = item
+        return state
+
+
+def _rank_and_ranks() -> tuple[int, int]:
+    import torch.distributed as dist
+
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _conditions(call: Mapping[str, Any]) -> Any:
+    """Returns what must be equal in two saves for one to be prepared by the other."""
+    metadata = [call.get(name) for name in ("model_sd_kwargs", "optim_sd_kwargs")]
+    return (
+        [id(chunk) for chunk in call["model"]],
+        id(call["optimizer"]),
+        [getattr(call["args"], name, None) for name in _ARGUMENTS],
+        [_plain(one) for one in metadata],
+        _rank_and_ranks(),
+        id(torch.distributed.group.WORLD),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value with the ids of what is not plain, such as process groups, which are not to be held."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return value if value is None or isinstance(value, str | int | float) else id(value)
+
+
+def _chunks_of(state: dict[str, Any], count: int) -> list[dict[str, Any]]:
+    keys = ["model"] if count == 1 else [f"model{number}" for number in range(count)]
+    if not all(isinstance(state.get(key), dict) and state[key] for key in keys):
+        raise UnprovableError("the model has no sharded state dict where it is expected")
+    return [state[key] for key in keys]
+
+
+def _row(key: str, tensor: torch.Tensor, numbers: dict[int, int]) -> Row:
+    number = numbers.get(id(tensor))
+    if number is not None:
+        return Row(number, None)
+    base = tensor._base
+    if base is None or id(base) not in numbers:
+        raise UnprovableError(f"the tensor {key!r} is made anew in every save")
+    distance = int(tensor.storage_offset()) - int(base.storage_offset())
+    view = (tuple(tensor.shape), tensor.stride(), distance)
+    return Row(numbers[id(base)], view, distance * tensor.element_size())
+
+
+def _view(tensor: torch.Tensor, view: tuple[tuple[int, ...], tuple[int, ...], int]) -> torch.Tensor:
+    shape, strides, distance = view
+    return tensor.detach().as_strided(shape, strides, tensor.storage_offset() + distance)
+
+
+# -- hooks --------------------------------------------------------------------------------------------------
+
+
+class _Saving:
+    """One call of `save_checkpoint` whose state goes to our strategy."""
+
+    def __init__(self) -> None:
+        self.full: Preparation | None = None  # notes what this full save prepares
+        self.thin: Preparation | None = None  # what this prepared save uses
+
+
+_saving: _Saving | None = None  # used by the trainer's thread only
+_preparations: weakref.WeakKeyDictionary[Any, Preparation] = weakref.WeakKeyDictionary()  # by first chunk
+_reasons: set[str] = set()  # logged already
+
+
+@contextlib.contextmanager
+def saving(*, is_on: bool) -> Iterator[None]:
+    """Wraps a `save_checkpoint` whose state goes to our strategy; with `is_on`, it may be prepared."""
+    global _saving
+    before, _saving = _saving, _Saving() if is_on else None
+    try:
+        yield
+    finally:
+        if _saving is not None and _saving.thin is not None:
+            _saving.thin.release()
+        _saving = before
+
+
+def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `generate_state_dict`: returns a thin state dict if all ranks are prepared. Collective then."""
+    signature = inspect.signature(original)
+
+    def generate_state_dict(*args: Any, **kwargs: Any) -> Any:
+        if _saving is None:
+            return original(*args, **kwargs)
+        with trainer_held("state_dict"):
+            bound = signature.bind(*args, **kwargs)
+            preparation = _agreed(bound.arguments)
+            if preparation is None:
+                return _generate_full(original, bound, _saving)
+            return _generate_thin(original, bound, _saving, preparation)
+
+    return generate_state_dict
+
+
+def _agreed(call: Mapping[str, Any]) -> Preparation | None:
+    """Returns what all ranks are prepared with; None if one of them is not."""
+    from megatron_datastates.pipeline.agreement import ranks_of, sum_now
+
+    found = _preparations.get(call["model"][0]) if call["model"] else None
+    try:
+        if found is not None:
+            found.require(call)
+    except UnprovableError as error:
+        _note(error)
+        found = None
+    unready = [int(found is None)]
+    if len(ranks_of()) > 1:
+        unready = sum_now(unready)
+    return found if not unready[0] else None
+
+
+def _generate_full(original: Callable[..., Any], bound: inspect.BoundArguments, saving: _Saving) -> Any:
+    call = bound.arguments
+    if call["model"]:
+        _preparations.pop(call["model"][0], None)
+    try:
+        saving.full = Preparation(call)
+    except UnprovableError as error:
+        _note(error)
+    state = original(*bound.args, **bound.kwargs)
+    if saving.full is not None:
+        try:
+            saving.full.note_models(call, state)
+            _preparations[call["model"][0]] = saving.full
+        except UnprovableError as error:
+            _note(error)
+    return state
+
+
+def _generate_thin(
+    original: Callable[..., Any], bound: inspect.BoundArguments, saving: _Saving, preparation: Preparation
+) -> Any:
+    saving.thin = preparation
+    bound.arguments["model"] = preparation.thin_models()
+    state = original(*bound.args, **bound.kwargs)
+    preparation.require_used()
+    return state
+
+
+def buckets_of(optimizer: Any) -> dict[Any, Any] | None:
+    """Returns a distributed optimizer's bucket state without tensors in a prepared save, else None."""
+    return _saving.thin.thin_buckets(optimizer) if _saving is not None and _saving.thin is not None else None
+
+
+def note_buckets(optimizer: Any, state: dict[Any, Any], padding: list[torch.Tensor]) -> None:
+    """Notes a distributed optimizer's bucket state in a full save that later ones may be prepared by."""
+    if _saving is not None and _saving.full is not None:
+        _saving.full.note_buckets(optimizer, state, padding)
+
+
+def mark_of(state: Mapping[str, Any]) -> Mark | None:
+    """Returns the mark in a sharded state dict."""
+    for key in ("model", "model0"):
+        chunk = state.get(key)
+        if isinstance(chunk, dict) and isinstance(chunk.get(MARK), Mark):
+            mark: Mark = chunk[MARK]
+            return mark
+    return None
+
+
+def complete(preparation: Preparation, found: Tensors, stored: list[torch.Tensor]) -> None:
+    """Notes what a full save has stored, so that the next one may be prepared."""
+    try:
+        preparation.complete(found, stored)
+    except UnprovableError as error:
+        _note(error)
+
+
+def _note(error: UnprovableError) -> None:
+    if str(error) not in _reasons:
+        _reasons.add(str(error))
+        logger.info("this save prepares its state anew: %s (--datastates-prepared)", error)

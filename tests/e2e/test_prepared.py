@@ -1,0 +1,127 @@
+"""Prepared saves in Megatron's loop: which saves are, and that no change between two saves is missed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
+
+STEPS: list[str | Path] = ["--train-iters", "8", "--save-interval", "2", "--ckpt-format", "datastates"]
+LAST = 6
+STOP = ["--exit-interval", str(LAST)]
+
+
+def prepared(report: Path) -> dict[int, bool]:
+    """Returns which saves were prepared, by iteration."""
+    events: list[dict[str, Any]] = [json.loads(line) for line in report.read_text().splitlines()]
+    return {event["iteration"]: event["prepared"] for event in events if event["event"] == "save"}
+
+
+@pytest.mark.parametrize("mode", [["--async-save"], []], ids=["async", "sync"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param([*LAYOUTS["tp2"]], id="tp2"),
+        pytest.param([*LAYOUTS["pp2"], "--swiglu"], id="pp2, swiglu"),
+        pytest.param(["--ckpt-fully-parallel-save", "--ckpt-assume-constant-structure"], id="dp2, constant"),
+        pytest.param(["--num-experts", "4", "--expert-model-parallel-size", "2"], id="ep2"),
+    ],
+)
+def test_saves_after_the_first_are_prepared_and_exact(
+    how: list[str], mode: list[str], pretraining: Pretraining, tmp_path: Path
+) -> None:
+    root, report = tmp_path / "ck", tmp_path / "report.jsonl"
+    saving = ["--save", root, "--datastates-report-file", report, *STOP]
+    saved = pretraining.run(*how, *mode, *STEPS, *saving)
+    assert prepared(report) == {2: False, 4: True, 6: True}
+    for step in (4, LAST):
+        resumed = pretraining.run(*how, *STEPS, "--load", root, "--ckpt-step", str(step))
+        assert resumed.resumed_from(saved) == step
+
+
+def test_prepared_saves_can_be_switched_off(pretraining: Pretraining, tmp_path: Path) -> None:
+    report = tmp_path / "report.jsonl"
+    saving = ["--save", tmp_path / "ck", "--datastates-report-file", report, "--datastates-prepared", "off"]
+    pretraining.run(*LAYOUTS["tp2"], *STEPS, *STOP, *saving)
+    assert prepared(report) == {2: False, 4: False, 6: False}
+
+
+@pytest.mark.parametrize("how", [["--dist-ckpt-optim-fully-reshardable"], ["--no-save-optim"]])
+def test_saves_of_new_tensors_are_never_prepared(
+    how: list[str], pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """What is gathered for one save is not there at the next; without an optimizer there are no buckets."""
+    report = tmp_path / "report.jsonl"
+    saving = ["--save", tmp_path / "ck", "--datastates-report-file", report]
+    pretraining.run(*LAYOUTS["tp2"], *STEPS, *STOP, *how, *saving)
+    assert prepared(report) == {2: False, 4: False, 6: False}
+
+
+@pytest.mark.parametrize(
+    ("mutation", "is_prepared"),
+    [
+        ("moved_data", True),
+        ("new_option", True),
+        ("replaced_state", False),
+        ("frozen_parameter", False),
+    ],
+)
+@pytest.mark.parametrize("rank", ["", ":1"], ids=["all ranks", "rank 1"])
+def test_changes_between_saves_are_saved(
+    mutation: str, is_prepared: bool, rank: str, pretraining: Pretraining, tmp_path: Path
+) -> None:
+    root, report = tmp_path / "ck", tmp_path / "report.jsonl"
+    how: list[str | Path] = [*LAYOUTS["pp2"], *STEPS, "--async-save", "--save", root]
+    changing = {"TINY_MUTATION": f"{mutation}:{LAST}{rank}"}
+    saved = pretraining.run(*how, *STOP, "--datastates-report-file", report, environment=changing)
+    assert prepared(report) == {2: False, 4: True, 6: is_prepared}
+    resumed = pretraining.run(*how, "--load", root)
+    assert resumed.resumed_from(saved) == LAST
+
+
+def test_nothing_is_held_between_saves(pretraining: Pretraining, tmp_path: Path) -> None:
+    """Frameworks move optimizer state out of the device's memory between iterations."""
+    root, report = tmp_path / "ck", tmp_path / "report.jsonl"
+    saving = ["--save", root, "--datastates-report-file", report]
+    changing = {"TINY_MUTATION": f"freed_state:{LAST}"}
+    saved = pretraining.run(*LAYOUTS["dp2"], *STEPS, *STOP, *saving, environment=changing)
+    assert prepared(report) == {2: False, 4: True, 6: False}
+    resumed = pretraining.run(*LAYOUTS["dp2"], *STEPS, "--load", root)
+    assert resumed.resumed_from(saved) == LAST
+
+
+@pytest.mark.parametrize("mutation", ["replaced_parameter", "reloaded_model"])
+def test_parameters_that_the_optimizer_does_not_know_are_saved(
+    mutation: str, pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """Megatron's optimizer cannot train such a model, so only its weights are compared."""
+    root, report = tmp_path / "ck", tmp_path / "report.jsonl"
+    how: list[str | Path] = [*LAYOUTS["pp2"], *STEPS, "--save", root]
+    changing = {"TINY_MUTATION": f"{mutation}:{LAST}"}
+    saved = pretraining.run(*how, *STOP, "--datastates-report-file", report, environment=changing)
+    assert prepared(report) == {2: False, 4: True, 6: False}
+    resumed = pretraining.run(*how, "--load", root, "--no-load-optim")
+    for ours, theirs in zip(resumed.ranks, saved.ranks, strict=True):
+        assert ours.begun_at == LAST
+        then = theirs.states[f"step {LAST}"]
+        weights = [name for name in then if name.startswith("model")]
+        assert weights and [name for name in weights if ours.begun[name] != then[name]] == []
+
+
+def test_a_prepared_checkpoint_is_the_same_as_a_full_one(pretraining: Pretraining, tmp_path: Path) -> None:
+    """Both runs use the same path, one after the other: the arguments are part of what is saved."""
+    root, report = tmp_path / "ck", tmp_path / "report.jsonl"
+    how: list[str | Path] = [*LAYOUTS["tp2"], *STEPS, *STOP, "--save", root]
+    pretraining.run(*how, environment={"MEGATRON_DATASTATES_REPORT_FILE": str(report)})
+    root.rename(tmp_path / "on")
+    pretraining.run(*how, environment={"MEGATRON_DATASTATES_PREPARED": "off"})
+
+    assert prepared(report)[LAST]
+    folders = [str(Checkpoints(where).at(LAST)) for where in (tmp_path / "on", root)]
+    command = [sys.executable, "-m", "megatron_datastates", "diff", *folders]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stdout + found.stderr

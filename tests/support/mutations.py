@@ -1,0 +1,114 @@
+"""Changes of model and optimizer between two saves of a tiny pretraining, which a prepared save must notice.
+
+Belongs here: the changes. An environment variable names one and the step after which it is made, so that any
+run of tests/support/tiny.py can be one of these.
+"""
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.training import get_args
+from megatron.training import training as loop
+
+MUTATION = "TINY_MUTATION"  # name:iteration, or name:iteration:rank
+
+Mutate = Callable[[Any, Any], None]  # of the model chunks and the optimizer
+MUTATIONS: dict[str, Mutate] = {}
+
+
+def mutation(function: Mutate) -> Mutate:
+    MUTATIONS[function.__name__] = function
+    return function
+
+
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Returns the torch optimizers of a Megatron optimizer."""
+    return [one.optimizer for one in getattr(optimizer, "chained_optimizers", [optimizer])]
+
+
+@mutation
+def moved_data(model: Any, optimizer: Any) -> None:
+    """Gives parameters (but not tied ones) and main parameters other memory, with other values."""
+    for parameter in model[0].decoder.parameters():
+        parameter.data = parameter.data.clone() + 1
+    for inner in inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                parameter.data = parameter.data.clone() + 2
+
+
+@mutation
+def replaced_state(model: Any, optimizer: Any) -> None:
+    """Replaces the moments of the first parameter."""
+    for inner in inner_optimizers(optimizer):
+        state = inner.state[inner.param_groups[0]["params"][0]]
+        state["exp_avg"] = state["exp_avg"] + 1
+
+
+@mutation
+def freed_state(model: Any, optimizer: Any) -> None:
+    """Replaces moments, as a program does that moves them elsewhere: nothing may hold the old ones."""
+    for inner in inner_optimizers(optimizer):
+        for state in inner.state.values():
+            before = weakref.ref(state["exp_avg"])
+            state["exp_avg"] = state["exp_avg"].clone()
+            assert before() is None, "something still holds the old moments"
+
+
+@mutation
+def replaced_parameter(model: Any, optimizer: Any) -> None:
+    """Replaces a parameter of the model by a new one."""
+    norm = model[0].decoder.final_layernorm if model[0].post_process else None
+    if norm is not None:
+        norm.weight = torch.nn.Parameter(norm.weight.detach() + 1)
+
+
+@mutation
+def reloaded_model(model: Any, optimizer: Any) -> None:
+    """Loads other values into the same parameters, then assigns new ones."""
+    state = {name: value + 1 for name, value in model[0].state_dict().items() if value is not None}
+    model[0].load_state_dict(state, strict=False)
+    model[0].load_state_dict(
+        {name: value.clone() for name, value in state.items()}, strict=False, assign=True
+    )
+
+
+@mutation
+def frozen_parameter(model: Any, optimizer: Any) -> None:
+    """Changes requires_grad, and a value right afterwards."""
+    weight = model[0].decoder.layers[0].mlp.linear_fc1.weight
+    weight.requires_grad_(False)
+    weight.data += 1
+
+
+@mutation
+def new_option(model: Any, optimizer: Any) -> None:
+    """Changes plain values of a parameter group."""
+    for inner in inner_optimizers(optimizer):
+        for group in inner.param_groups:
+            group["eps"] = 1.5e-8  # the scheduler sets others at a load
+
+
+def install(working: Callable[[], Any]) -> None:
+    """Does what the environment asks for.
+
+    Args:
+        working: returns model chunks (unwrapped), optimizer and scheduler.
+    """
+    if MUTATION not in os.environ:
+        return
+    name, after, *rank = os.environ[MUTATION].split(":")
+    take_step = loop.train_step
+
+    def train_step(*args: Any, **options: Any) -> Any:
+        results = take_step(*args, **options)
+        here = not rank or rank[0] == os.environ["RANK"]
+        if here and get_args().curr_iteration + 1 == int(after):
+            model, optimizer, _ = working()
+            MUTATIONS[name](loop.unwrap_model(model), optimizer)
+        return results
+
+    loop.train_step = train_step

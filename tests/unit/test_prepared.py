@@ -1,0 +1,202 @@
+"""What a prepared save relies on: surveys of modules, extra states, views, and marks that nobody can save.
+
+Real optimizers and loops: tests/e2e/test_prepared.py.
+"""
+
+import copy
+import gc
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+from megatron_datastates.errors import SaveFailedError
+from megatron_datastates.mcore.save import prepared
+from megatron_datastates.mcore.save.extra_states import extra_states
+from megatron_datastates.mcore.save.survey import Survey, UnprovableError
+
+
+def no_optimizer() -> Any:
+    chain = ChainedOptimizer.__new__(ChainedOptimizer)
+    chain.chained_optimizers = []
+    return chain
+
+
+def make() -> torch.nn.Module:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2))
+    model[0].register_buffer("kept", torch.zeros(3))
+    return model
+
+
+def set_data(model: Any) -> None:
+    model[0].weight.data = torch.ones(6, 4)
+
+
+def set_values(model: Any) -> None:
+    with torch.no_grad():
+        model[0].weight.add_(1)
+
+
+def transpose_in_memory(model: Any) -> None:
+    model[0].weight.data = torch.ones(4, 6).t()
+
+
+CHANGES: list[Callable[[Any], object]] = [
+    lambda model: model.append(torch.nn.Linear(2, 2)),
+    lambda model: model[0].register_buffer("new", torch.zeros(1)),
+    lambda model: model[0].register_buffer("kept", torch.zeros(3)),
+    lambda model: model[0].register_buffer("kept", model[0].kept, persistent=False),
+    lambda model: model[0]._buffers.pop("kept"),
+    lambda model: setattr(model[2], "bias", torch.nn.Parameter(torch.zeros(2))),
+    lambda model: setattr(model[2], "bias", None),
+    lambda model: model.__setitem__(1, torch.nn.BatchNorm1d(6)),
+    lambda model: setattr(model[0].weight, "data", torch.ones(6, 5)),
+    lambda model: setattr(model[0].weight, "data", torch.ones(6, 4, dtype=torch.float16)),
+    lambda model: model[0].kept.resize_(2),
+    transpose_in_memory,
+    lambda model: model[0].weight.requires_grad_(False),
+    lambda model: model[0].register_state_dict_post_hook(lambda *_: None),
+    lambda model: setattr(model[0], "sharded_state_dict", lambda: {}),
+    lambda model: setattr(model[0], "__class__", torch.nn.Bilinear),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_survey_notices_every_change_of_structure(change: Callable[[Any], object]) -> None:
+    model = make()
+    survey = Survey([model], no_optimizer())
+    survey.tensors_if_unchanged()
+    change(model)
+    with pytest.raises(UnprovableError):
+        survey.tensors_if_unchanged()
+
+
+@pytest.mark.parametrize("change", [set_data, set_values])
+def test_other_memory_and_other_values_are_no_change_of_structure(change: Callable[[Any], None]) -> None:
+    model = make()
+    survey = Survey([model], no_optimizer())
+    change(model)
+    tensors, addresses = survey.tensors_if_unchanged()
+    assert any(tensor is model[0].weight for tensor in tensors)
+    assert addresses is None or addresses.tolist() == [tensor.data_ptr() for tensor in tensors]
+
+
+def test_a_method_replaced_in_a_class_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    survey = Survey([make()], no_optimizer())
+    model = make()
+    survey = Survey([model], no_optimizer())
+    monkeypatch.setattr(torch.nn.Linear, "state_dict", lambda self, *args, **kwargs: {})
+    with pytest.raises(UnprovableError, match="method"):
+        survey.tensors_if_unchanged()
+
+
+def test_a_survey_keeps_nothing_alive() -> None:
+    model = make()
+    survey = Survey([model], no_optimizer())
+    del model
+    gc.collect()
+    with pytest.raises(UnprovableError, match="gone"):
+        survey.tensors_if_unchanged()
+
+
+class Own(torch.nn.Linear):
+    def sharded_state_dict(self, prefix: str = "") -> dict[str, Any]:
+        return {}
+
+
+class Hooked(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_state_dict_post_hook(lambda *_: None)
+
+
+@pytest.mark.parametrize("module", [lambda: Own(2, 2), Hooked])
+def test_code_that_nobody_knows_is_not_trusted(module: Callable[[], Any]) -> None:
+    with pytest.raises(UnprovableError, match="has a say in the state dict"):
+        Survey([torch.nn.Sequential(module())], no_optimizer())
+
+
+def test_other_optimizers_than_the_distributed_one_are_refused() -> None:
+    with pytest.raises(UnprovableError, match="not a DistributedOptimizer"):
+        Survey([make()], torch.optim.Adam(make().parameters()))
+
+
+class Extra(torch.nn.Linear):
+    """Has a value that changes."""
+
+    scale: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.scale
+
+    def set_extra_state(self, state: Any) -> None:
+        self.scale = state
+
+
+def extra(key: str, value: Any) -> dict[str, Any]:
+    return {key: ShardedObject(key, value, (1,), (0,))}
+
+
+@pytest.mark.parametrize("value", [None, torch.arange(3.0), io.BytesIO(b"scales")])
+def test_extra_states_are_made_anew(value: Any) -> None:
+    model = torch.nn.Sequential(Extra(2, 2))
+    model[0].scale = value
+    [(name, template, make_value)] = extra_states(model, extra("0._extra_state", copy.copy(value)))
+    assert (name, template.data) == ("0._extra_state", None)
+    model[0].scale = "another"
+    assert make_value() == "another"
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        extra("0.something", 1),
+        extra("1._extra_state", None),
+        extra("0._extra_state", torch.arange(3.0)),
+        {"0.weight": torch.zeros(1)},
+        {"nested": {"list": [1]}},
+    ],
+)
+def test_values_that_cannot_be_made_anew_are_refused(state: dict[str, Any]) -> None:
+    model = torch.nn.Sequential(Extra(2, 2))
+    with pytest.raises(UnprovableError):
+        extra_states(model, state)
+
+
+def test_tensors_and_factories_of_a_model_need_no_function() -> None:
+    tensor = ShardedTensor.from_rank_offsets("0.weight", torch.zeros(2, 2))
+    assert extra_states(torch.nn.Sequential(Extra(2, 2)), {"0.weight": tensor, "more": [tensor]}) == []
+
+
+def test_views_follow_their_tensor_to_other_memory() -> None:
+    weight = torch.nn.Parameter(torch.arange(12.0).reshape(4, 3))
+    part = torch.chunk(weight, 2)[1]
+    row = prepared._row("w", part, {id(weight): 7})
+    assert row.number == 7 and row.distance == 24
+    weight.data = torch.arange(100.0, 112.0).reshape(4, 3)
+    assert row.view is not None
+    assert prepared._view(weight, row.view).tolist() == weight[2:].tolist()
+
+
+def test_a_tensor_made_for_one_save_cannot_be_prepared() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(UnprovableError, match="'w' is made anew"):
+        prepared._row("w", weight.detach().clone(), {id(weight): 0})
+
+
+def test_a_thin_state_dict_cannot_be_saved_by_anybody_else() -> None:
+    thin = prepared.Mark.of(object(), 0, is_thin=True)  # type: ignore[arg-type]
+    with pytest.raises(SaveFailedError, match="another strategy"):
+        torch.save({"model": thin.data}, io.BytesIO())
+    with pytest.raises(SaveFailedError, match="another strategy"):
+        torch.save({"model": thin}, io.BytesIO())
+    full = prepared.Mark.of(object(), 0, is_thin=False)  # type: ignore[arg-type]
+    for mark in (thin, full):
+        buffer = io.BytesIO()
+        torch.save(mark.without_data(), buffer)  # as ranks exchange metadata
+        buffer.seek(0)
+        assert torch.load(buffer, weights_only=False).key == f"{prepared.MARK}.0"
