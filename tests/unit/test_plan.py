@@ -108,6 +108,16 @@ def test_the_last_stage_has_an_optimizer_state_for_tied_embeddings() -> None:
     assert two.weight_bytes == one.weight_bytes
 
 
+def test_each_tensor_parallel_rank_has_an_optimizer_state_for_what_is_replicated() -> None:
+    sizes = {}
+    for more in ([], ["--dist-ckpt-optim-fully-reshardable"]):
+        words = [*LLAMA_3_8B, "--make-vocab-size-divisible-by", "1", *more]
+        sizes[len(more)] = plan_arguments(read_arguments([], words), Grid(tensor=8), Storage(1e9), 1e9)
+    norms = (32 * 2 + 1) * 4096
+    assert sizes[0].optimizer_bytes - sizes[1].optimizer_bytes == 12 * norms * 7
+    assert sizes[0].weight_bytes == sizes[1].weight_bytes
+
+
 @pytest.mark.parametrize(("per", "seconds"), [("rank", 14.0), ("node", 56.0), ("all", 224.0)])
 def test_the_time_to_write_depends_on_who_has_the_rate(per: str, seconds: float) -> None:
     # 16 ranks on 4 nodes, 14 GB each.

@@ -282,7 +282,12 @@ def publication_of(records: list[RankRecord]) -> SimpleNamespace:
     """Makes as much of a Publication as a report looks at."""
     rank_save = RankSave(SaveContext(SaveId(1, 1), Path("d"), 0, len(records)), 1.0)
     return SimpleNamespace(
-        save=rank_save, records=records, outcome=Outcome.PUBLISHED, error=None, published_at=None
+        save=rank_save,
+        records=records,
+        outcome=Outcome.PUBLISHED,
+        error=None,
+        published_at=None,
+        is_prepared=False,
     )
 
 
