@@ -4,9 +4,10 @@
 SHELL := bash
 BIN := .venv/bin
 SEED := 1
+RANK_TESTS := tests/model tests/multirank tests/e2e tests/faults tests/gpu
 NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
 
-.PHONY: help env demo test test-long test-faults test-versions test-native-sanitizers test-aarch64 lint format clean distclean
+.PHONY: help env demo test test-ranks test-long test-faults test-versions test-native-sanitizers test-aarch64 lint format clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -18,14 +19,18 @@ env: ## create or update .venv: minutes the first time, then seconds
 demo: env ## train, kill, resume and verify on a CPU (recipes/demo.py)
 	@$(BIN)/python recipes/demo.py $(ARGS)
 
-# Tests that launch several ranks run one at a time: two of them on two cores would miss their deadlines.
-test: lint ## run the linters, then all tests, or those that ARGS selects
+# Tests that launch several ranks run one at a time: two of them on two cores would miss their deadlines. Of those with
+# several cases only the first is run here; `make test-ranks` runs all.
+test: lint ## run the linters and all tests (of tests that launch ranks, one case each), or those that ARGS selects
 ifeq ($(ARGS),)
 	@$(BIN)/python -m pytest -n 2 tests/golden tests/native tests/unit
-	@$(BIN)/python -m pytest --ignore tests/golden --ignore tests/native --ignore tests/unit
+	@$(BIN)/python -m pytest --first-case $(RANK_TESTS)
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
+
+test-ranks: env ## run every case of the tests that launch ranks (about 40 minutes on 2 cores)
+	@$(BIN)/python -m pytest $(RANK_TESTS) $(ARGS)
 
 # Not part of `test`, which runs a slice of it: this takes hours. See docs/faults.md.
 test-faults: env ## run the fault campaign with SEED (1): kills, damage, forgeries; ARGS='--parts damage --rounds 500'
@@ -35,7 +40,8 @@ test-faults: env ## run the fault campaign with SEED (1): kills, damage, forgeri
 test-versions: env ## run the conformance tests with other releases of Megatron-Core
 	@tools/env/versions.sh $(VERSIONS)
 
-test-long: ## run what is too long for CI: other releases completely, sanitizers, the fault campaign (hours)
+test-long: ## run what is too long for CI: all cases, other releases completely, sanitizers, the fault campaign (hours)
+	@$(MAKE) test-ranks
 	@$(MAKE) test-versions
 	@$(MAKE) test-native-sanitizers
 	@$(MAKE) test-faults

@@ -1,6 +1,8 @@
-"""Shared by all folders: forked ranks to run functions in, and deselecting tests that need a CUDA device.
+"""Shared by all folders: forked ranks to run functions in, and which tests are deselected.
 
-Tests marked `gpu` (all of tests/gpu) are deselected on machines without a CUDA device.
+Tests marked `gpu` (all of tests/gpu) are deselected on machines without a CUDA device. With `--first-case`, a
+test function with several cases runs its first one only: tests that launch ranks take seconds each, and all
+cases of them take more time than CI has.
 """
 
 from collections.abc import Iterator
@@ -15,14 +17,29 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 ROOT = Path(__file__).parents[1]  # of the repository: ranks of the fault campaign import its package
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--first-case", action="store_true", help="only the first case of each test function")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if GPU_TESTS in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+    if config.getoption("--first-case"):
+        _keep_first_cases(config, items)
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if on_gpu and not has_cuda_device():
         config.hook.pytest_deselected(items=on_gpu)
         items[:] = [item for item in items if item not in on_gpu]
+
+
+def _keep_first_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    first: dict[str, pytest.Item] = {}
+    for item in items:
+        first.setdefault(item.nodeid.partition("[")[0], item)
+    kept = set(map(id, first.values()))
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
 
 
 def has_cuda_device() -> bool:

@@ -51,7 +51,7 @@ class _Delayed(ObjectSource):
 
     wait: Callable[[], None] = lambda: None
 
-    def write(self, write: Write) -> bytes:
+    def write(self, write: Write) -> bytes | None:
         self.wait()
         return ObjectSource.write(self, write)
 
@@ -103,7 +103,9 @@ class Mixed:
 def _serialize_checked(key: str, value: Any) -> bytes:
     """Returns a serialized object, checked as every save checks its objects."""
     buffer = io.BytesIO()
-    check_pickle(ObjectSource(key, value).write(buffer.write), key)
+    pickle = ObjectSource(key, value).write(buffer.write)
+    assert pickle is not None
+    check_pickle(pickle, key)
     return buffer.getvalue()
 
 

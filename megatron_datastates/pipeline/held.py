@@ -43,7 +43,9 @@ class HeldTime:
 
 
 class _Interval:
-    holder: Holder | None = None
+    def __init__(self, holder: Holder | None) -> None:
+        self.holder = holder
+        self.parts: list[tuple[str, float]] = []  # nested intervals that ended before there was a holder
 
 
 _open_intervals: list[_Interval] = []
@@ -54,22 +56,26 @@ def charge_open_intervals(holder: Holder) -> bool:
     unclaimed = [interval for interval in _open_intervals if interval.holder is None]
     for interval in unclaimed:
         interval.holder = holder
+        for part, seconds in interval.parts:
+            holder.held.add(part, seconds, to_total=False)
     return bool(unclaimed)
 
 
 @contextlib.contextmanager
 def trainer_held(part: str, holder: Holder | None = None) -> Iterator[None]:
     """Measures a block in which the trainer waits for a save. Used on the trainer's thread only."""
-    interval = _Interval()
-    interval.holder = holder
+    interval = _Interval(holder)
     _open_intervals.append(interval)
     begin = time.perf_counter()
     try:
         yield
     finally:
         _open_intervals.pop()
+        seconds = time.perf_counter() - begin
         if interval.holder is not None:
-            _charge(interval.holder, part, time.perf_counter() - begin)
+            _charge(interval.holder, part, seconds)
+        elif _open_intervals:
+            _open_intervals[-1].parts += [(part, seconds), *interval.parts]
 
 
 def _charge(holder: Holder, part: str, seconds: float) -> None:

@@ -273,11 +273,8 @@ def _cost(saves: Sequence[Save]) -> Advice | None:
     held = median(save.held_ms for save in regular)
     parts = collections.Counter[str]()
     for save in regular:
-        own = dict(save.held_parts_ms)
-        start = own.pop("start", 0.0)
-        if "save_checkpoint" in own:
-            own["save_checkpoint"] = max(own["save_checkpoint"] - start, 0.0)
-        parts.update(own | {"start": start})
+        own = {name: value for name, value in save.held_parts_ms.items() if name != "save_checkpoint"}
+        parts.update({"save_checkpoint": max(save.held_ms - sum(own.values()), 0.0), **own})
     name, total = parts.most_common(1)[0] if parts else ("nothing", 0.0)
     meaning = {
         "save_checkpoint": "Megatron's own work in save_checkpoint",

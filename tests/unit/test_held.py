@@ -127,3 +127,25 @@ def test_a_save_that_was_discarded_is_not_waited_for():
     fence.discard(save)
     fence.wait("the step")
     assert log == []
+
+
+def test_a_part_that_ended_before_the_save_began_counts_as_a_part_of_it(clock):
+    save = Save()
+    with trainer_held("save_checkpoint"):
+        with trainer_held("state_dict"):
+            clock.sleep(1.0)
+            with trainer_held("inner"):
+                clock.sleep(0.5)
+        charge_open_intervals(save)
+        clock.sleep(2.0)
+    assert save.held.total == 3.5
+    assert save.held.parts == {"inner": 0.5, "state_dict": 1.5, "save_checkpoint": 3.5}
+
+
+def test_parts_of_a_call_that_saved_nothing_are_forgotten(clock):
+    with trainer_held("save_checkpoint"), trainer_held("state_dict"):
+        clock.sleep(1.0)
+    save = Save()
+    with trainer_held("save_checkpoint"):
+        charge_open_intervals(save)
+    assert save.held.parts == {"save_checkpoint": 0.0}

@@ -37,6 +37,15 @@ def test_plain_data_comes_back_equal(value):
     assert deserialize(serialized(value), "key") == value
 
 
+def test_an_object_that_is_kept_serialized_has_the_bytes_that_torch_writes():
+    buffer = io.BytesIO()
+    torch.save([None], buffer)
+    assert serialized([None]) == buffer.getvalue()
+    assert deserialize(serialized([None]), "key") == [None]
+    for other in ([None, None], (None,), [torch.zeros(1)], [0]):
+        assert serialized(other) != buffer.getvalue()
+
+
 def test_tensors_in_objects_come_back_bit_by_bit():
     value = {"state": torch.randn(3, 4).to(torch.bfloat16), "rng": torch.get_rng_state()}
     found = deserialize(serialized(value), "key")

@@ -174,7 +174,7 @@ _TRAINING = (
         "training.retention.wrap_cleanup_old_non_persistent_checkpoint",
     ),
     Hook(_CHECKPOINTING, "maybe_save_dataloader_state", "dataloader.wrap_maybe_save_dataloader_state"),
-    Hook(_CHECKPOINTING, "generate_state_dict", "save.prepared.wrap_generate_state_dict"),
+    Hook(_CHECKPOINTING, "generate_state_dict", "save.preparing.wrap_generate_state_dict"),
 )
 _STRATEGY_016 = Hook(
     _CHECKPOINTING, "get_default_save_sharded_strategy", "training.loop.wrap_save_strategy", rebind=False

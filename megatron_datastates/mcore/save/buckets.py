@@ -48,7 +48,7 @@ def wrap_sharded_param_state_dp_reshardable(original: Callable[..., Any]) -> Cal
     The map is an attribute of an object that Megatron stores anyway. Only our saves look for it, so saves in
     other formats do not change. In a prepared save, the objects are all that is returned.
     """
-    from megatron_datastates.mcore.save import prepared  # which imports the native module
+    from megatron_datastates.mcore.save import preparing  # which imports the native module
 
     def sharded_param_state_dp_reshardable(
         self: Any,
@@ -57,7 +57,7 @@ def wrap_sharded_param_state_dp_reshardable(original: Callable[..., Any]) -> Cal
         metadata: Any = None,
         **kwargs: Any,
     ) -> Any:
-        thin = None if is_loading else prepared.buckets_of(self)
+        thin = None if is_loading else preparing.buckets_of(self)
         if thin is not None:
             return thin
         state = original(self, model_sharded_state_dict, is_loading, metadata, **kwargs)
@@ -69,7 +69,7 @@ def wrap_sharded_param_state_dp_reshardable(original: Callable[..., Any]) -> Cal
             except Exception as error:  # the state itself is complete: no reason to end the training
                 logger.warning("the checkpoint will have no optimizer map: %r", error)
         if not is_loading:
-            prepared.note_buckets(self, state, padding)
+            preparing.note_buckets(self, state, padding)
         return state
 
     return sharded_param_state_dp_reshardable

@@ -13,7 +13,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 
 from megatron_datastates.mcore.save.buckets import carried_map
 from megatron_datastates.mcore.save.mutability import Classify
-from megatron_datastates.mcore.save.prepared import Mark, complete, mark_of
+from megatron_datastates.mcore.save.prepared import Mark, mark_of
+from megatron_datastates.mcore.save.preparing import complete
 from megatron_datastates.providers.base import Mutability, Place, StateReader, Tensors
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.tensors import is_frozen

@@ -13,14 +13,11 @@ save. A thin state dict that any other code tried to save would fail: it holds w
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
-import inspect
-import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,11 +31,9 @@ from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.save.extra_states import extra_states
 from megatron_datastates.mcore.save.mutability import Classify
 from megatron_datastates.mcore.save.survey import Survey, UnprovableError, distributed_optimizers
-from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.plans import Words, has_unresolved_views
 from megatron_datastates.providers.base import Tensors
 
-logger = logging.getLogger(__name__)
 MARK = "datastates_prepared"
 # Arguments of Megatron that decide what is stored by which rank.
 _ARGUMENTS = (
@@ -304,108 +299,6 @@ def _view(tensor: torch.Tensor, view: tuple[tuple[int, ...], tuple[int, ...], in
     return tensor.detach().as_strided(shape, strides, tensor.storage_offset() + distance)
 
 
-# -- hooks --------------------------------------------------------------------------------------------------
-
-
-class _Saving:
-    """One call of `save_checkpoint` whose state goes to our strategy."""
-
-    def __init__(self) -> None:
-        self.full: Preparation | None = None  # notes what this full save prepares
-        self.thin: Preparation | None = None  # what this prepared save uses
-
-
-_saving: _Saving | None = None  # used by the trainer's thread only
-_preparations: weakref.WeakKeyDictionary[Any, Preparation] = weakref.WeakKeyDictionary()  # by first chunk
-_reasons: set[str] = set()  # logged already
-
-
-@contextlib.contextmanager
-def saving(*, is_on: bool) -> Iterator[None]:
-    """Wraps a `save_checkpoint` whose state goes to our strategy; with `is_on`, it may be prepared."""
-    global _saving
-    before, _saving = _saving, _Saving() if is_on else None
-    try:
-        yield
-    finally:
-        if _saving is not None and _saving.thin is not None:
-            _saving.thin.release()
-        _saving = before
-
-
-def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `generate_state_dict`: returns a thin state dict if all ranks are prepared. Collective then."""
-    signature = inspect.signature(original)
-
-    def generate_state_dict(*args: Any, **kwargs: Any) -> Any:
-        if _saving is None:
-            return original(*args, **kwargs)
-        with trainer_held("state_dict"):
-            bound = signature.bind(*args, **kwargs)
-            preparation = _agreed(bound.arguments)
-            if preparation is None:
-                return _generate_full(original, bound, _saving)
-            return _generate_thin(original, bound, _saving, preparation)
-
-    return generate_state_dict
-
-
-def _agreed(call: Mapping[str, Any]) -> Preparation | None:
-    """Returns what all ranks are prepared with; None if one of them is not."""
-    from megatron_datastates.pipeline.agreement import ranks_of, sum_now
-
-    found = _preparations.get(call["model"][0]) if call["model"] else None
-    try:
-        if found is not None:
-            found.require(call)
-    except UnprovableError as error:
-        _note(error)
-        found = None
-    unready = [int(found is None)]
-    if len(ranks_of()) > 1:
-        unready = sum_now(unready)
-    return found if not unready[0] else None
-
-
-def _generate_full(original: Callable[..., Any], bound: inspect.BoundArguments, saving: _Saving) -> Any:
-    call = bound.arguments
-    if call["model"]:
-        _preparations.pop(call["model"][0], None)
-    try:
-        saving.full = Preparation(call)
-    except UnprovableError as error:
-        _note(error)
-    state = original(*bound.args, **bound.kwargs)
-    if saving.full is not None:
-        try:
-            saving.full.note_models(call, state)
-            _preparations[call["model"][0]] = saving.full
-        except UnprovableError as error:
-            _note(error)
-    return state
-
-
-def _generate_thin(
-    original: Callable[..., Any], bound: inspect.BoundArguments, saving: _Saving, preparation: Preparation
-) -> Any:
-    saving.thin = preparation
-    bound.arguments["model"] = preparation.thin_models()
-    state = original(*bound.args, **bound.kwargs)
-    preparation.require_used()
-    return state
-
-
-def buckets_of(optimizer: Any) -> dict[Any, Any] | None:
-    """Returns a distributed optimizer's bucket state without tensors in a prepared save, else None."""
-    return _saving.thin.thin_buckets(optimizer) if _saving is not None and _saving.thin is not None else None
-
-
-def note_buckets(optimizer: Any, state: dict[Any, Any], padding: list[torch.Tensor]) -> None:
-    """Notes a distributed optimizer's bucket state in a full save that later ones may be prepared by."""
-    if _saving is not None and _saving.full is not None:
-        _saving.full.note_buckets(optimizer, state, padding)
-
-
 def mark_of(state: Mapping[str, Any]) -> Mark | None:
     """Returns the mark in a sharded state dict."""
     for key in ("model", "model0"):
@@ -414,17 +307,3 @@ def mark_of(state: Mapping[str, Any]) -> Mark | None:
             mark: Mark = chunk[MARK]
             return mark
     return None
-
-
-def complete(preparation: Preparation, found: Tensors, stored: list[torch.Tensor]) -> None:
-    """Notes what a full save has stored, so that the next one may be prepared."""
-    try:
-        preparation.complete(found, stored)
-    except UnprovableError as error:
-        _note(error)
-
-
-def _note(error: UnprovableError) -> None:
-    if str(error) not in _reasons:
-        _reasons.add(str(error))
-        logger.info("this save prepares its state anew: %s (--datastates-prepared)", error)

@@ -108,7 +108,11 @@ class Survey:
 
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:
-    """Returns the distributed optimizers of a chain, or the only one. UnprovableError: there are others."""
+    """Returns the distributed optimizers of a chain, or the only one, without those that have no parameters.
+
+    Raises:
+        UnprovableError: there are others.
+    """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
@@ -117,7 +121,7 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
         if type(one) is not DistributedOptimizer:
             raise UnprovableError(f"the optimizer is a {type(one).__qualname__}, not a DistributedOptimizer")
     _require_trusted(DistributedOptimizer, [getattr(DistributedOptimizer, name) for name in _BUCKETING])
-    return list(chained)
+    return [one for one in chained if not getattr(one, "is_stub_optimizer", False)]
 
 
 def _add_modules(look: _Look, modules: list[Any]) -> None:

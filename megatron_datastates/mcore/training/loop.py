@@ -131,7 +131,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(iteration, *args, **kwargs)
 
         from megatron_datastates.mcore import dataloader
-        from megatron_datastates.mcore.save import prepared  # which imports the native module
+        from megatron_datastates.mcore.save import preparing  # which imports the native module
         from megatron_datastates.mcore.training import retention
 
         call = signature.bind(iteration, *args, **kwargs).arguments
@@ -140,7 +140,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             trainer_held("save_checkpoint"),
             retention.saving(iteration),
             dataloader.saving(is_ours=not _is_local(call)),
-            prepared.saving(is_on=_options.prepared and not _is_local(call)),
+            preparing.saving(is_on=_options.prepared and not _is_local(call)),
         ):
             try:
                 return original(iteration, *args, **kwargs)
