@@ -1,5 +1,5 @@
 """`python -m megatron_datastates` is the command `datastates`."""
 
-from megatron_datastates.cli.main import main
+from megatron_datastates.cli.entry import main
 
 main()

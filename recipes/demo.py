@@ -2,8 +2,9 @@
 
 Trains a tiny GPT in two processes with asynchronous saves, kills both in mid-training, resumes from
 the last published checkpoint, verifies the checkpoints, loads the weights into another parallel
-layout, and prints what each save cost the trainer. Takes one or two minutes. The last line is
-`demo: OK`. On a failure it prints the reason, exits with a code other than 0, and keeps its files.
+layout, prints what each save cost the trainer, and leaves a page that shows it. Takes one or two
+minutes. The last line is `demo: OK`. On a failure it prints the reason, exits with a code other than 0,
+and keeps its files.
 """
 
 import argparse
@@ -27,6 +28,7 @@ RANKS = 2
 STEPS, SAVE_INTERVAL, STEPS_IN_OTHER_LAYOUT = 60, 10, 3
 TIMEOUT_SECONDS = 240.0
 LOG_TAIL_LINES = 40
+PAGES = ("report.html", "report.png")
 MODEL = ["--num-layers", "4", "--hidden-size", "256", "--train-iters", str(STEPS)]
 SCHEDULE = ["--lr", "3e-3", "--lr-decay-iters", str(STEPS), "--step-delay-ms", "25"]
 TENSOR_PARALLEL = ["--tensor-model-parallel-size", str(RANKS)]
@@ -174,6 +176,28 @@ def show_costs(demo: Demo) -> None:
         table.add_row(str(save["iteration"]), *times, size, rate, save["state"])
     demo.console.print(table)
     show_providers(demo, resumed[-1])
+    make_page(demo)
+
+
+def make_page(demo: Demo) -> None:
+    """Runs `datastates report` on the reports of both runs, which leaves a page and a picture."""
+    files, log = [str(demo.report(phase)) for phase in ("killed", "resumed")], demo.folder / "report.log"
+    command = [sys.executable, "-m", "megatron_datastates", "report", *files, "--out", str(demo.folder)]
+    with log.open("w") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, timeout=TIMEOUT_SECONDS)
+    if done.returncode:
+        raise RunFailed(f"`datastates report` failed (exit code {done.returncode})", log)
+
+
+def remove_files(demo: Demo) -> None:
+    """Removes everything but the page and the picture of the saves."""
+    for path in demo.folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in PAGES:
+            path.unlink()
+    if not any(demo.folder.iterdir()):
+        demo.folder.rmdir()
 
 
 def show_providers(demo: Demo, save: dict[str, Any]) -> None:
@@ -250,7 +274,10 @@ def main() -> int:
     if arguments.keep:
         demo.print_line(f"files: {demo.folder}")
     else:
-        shutil.rmtree(demo.folder)
+        remove_files(demo)
+    for name in PAGES:
+        if (demo.folder / name).exists():
+            demo.print_line(f"what each save did, and when: {demo.folder / name}")
     demo.console.print("demo: OK")
     return 0
 

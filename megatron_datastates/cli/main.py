@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import sys
 from typing import Annotated
 
 import typer
@@ -14,25 +12,31 @@ from megatron_datastates.cli import (  # each adds its sub-command to `app`
     diff,
     export,
     listing,
+    plan,
     prune,
     repair,
+    report,
     show,
     verify,
 )
+from megatron_datastates.cli.entry import main
 from megatron_datastates.cli.shared import app
 from megatron_datastates.config import ENVIRONMENT_PREFIX, Options
 
-__all__ = ["cat", "convert", "diff", "export", "listing", "main", "prune", "repair", "show", "verify"]
-
-
-@app.callback()
-def _describe() -> None:
-    """List, inspect, verify, repair, convert, export, compare and prune Megatron-Core checkpoints.
-
-    `datastates COMMAND --help` explains a command, with an example.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of a path or a key
-        sys.stdout.reconfigure(errors="backslashreplace")
+__all__ = [
+    "cat",
+    "convert",
+    "diff",
+    "export",
+    "listing",
+    "main",
+    "plan",
+    "prune",
+    "repair",
+    "report",
+    "show",
+    "verify",
+]
 
 
 @app.command("options")
@@ -55,8 +59,3 @@ def list_options(
             print(f"{flag} {spec.metavar}\n    {text}")
     if not markdown:
         print(f"Each can also be set by an environment variable, such as {ENVIRONMENT_PREFIX}SLOT_SIZE=8MiB.")
-
-
-def main() -> None:
-    """Runs the command line; the entry point of the console script."""
-    app()

@@ -17,7 +17,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from rich.table import Table
 
 from megatron_datastates.config import MIB, parse_bytes
-from megatron_datastates.convert.open import require_utf8
 from megatron_datastates.errors import OptionError, StorageError, printable
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
@@ -30,6 +29,8 @@ _LEAST_MEMORY_BYTES = MIB  # with less, a tensor would be read in a vast number 
 
 def readable(directory: Path) -> Path:
     """Checks a directory argument: ends the command with exit code 2 if its path is not valid UTF-8."""
+    from megatron_datastates.convert.open import require_utf8  # which imports torch
+
     try:
         require_utf8(directory)
     except StorageError as error:

@@ -21,18 +21,25 @@ class Holder(Protocol):
         ...
 
 
+_MOST_SPANS = 64  # a save that is polled for minutes has many; its report stays short
+
+
 class HeldTime:
-    """The seconds for which a save held the trainer, in total and by part."""
+    """The seconds for which a save held the trainer, in total and by part, and the first spans of time."""
 
     def __init__(self) -> None:
         self.total = 0.0
         self.parts: dict[str, float] = {}
+        self.spans: list[tuple[str, float, float]] = []  # part, begin and end by perf_counter; outermost only
 
     def add(self, part: str, seconds: float, *, to_total: bool = True) -> None:
-        """Adds seconds to a part, and to the total unless they belong to a nested interval."""
+        """Adds the last `seconds` to a part, and to the total unless they belong to a nested interval."""
         self.parts[part] = self.parts.get(part, 0.0) + seconds
         if to_total:
             self.total += seconds
+            if len(self.spans) < _MOST_SPANS:
+                now = time.perf_counter()
+                self.spans.append((part, now - seconds, now))
 
 
 class _Interval:

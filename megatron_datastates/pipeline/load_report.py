@@ -77,6 +77,7 @@ def load_report(
         "save_id": str(manifest.save_id) if manifest is not None else None,
         "directory": str(directory.absolute()),
         "iteration": manifest.iteration if manifest is not None else None,
+        "started_at": round(time.time() - seconds, 3),
         "rank": world.rank,
         "state": "loaded" if failure is None else "failed",
         "error": None if failure is None else printable(f"{type(failure).__name__}: {failure}", keep="\n"),

@@ -109,6 +109,7 @@ class Publication:
         self.is_prepared = False  # the save has reused what the last one prepared
         self.hold_report = False  # set while a later call will hold the trainer for this save again
         self.is_reported = False
+        self.published_at: float | None = None  # by perf_counter: on rank 0 in place, elsewhere known to be
         self.published_callback: Callable[[], None] = lambda: None
         self.collectives = collectives
         self._layouts = layouts
@@ -193,6 +194,7 @@ class Publication:
         self.outcome = outcome
         if outcome is not Outcome.PUBLISHED:
             return
+        self.published_at = self.published_at or time.perf_counter()
         self._layouts.known.add(self.records[self.collectives.rank].providers_digest)
         if self.save.plan is not None:
             self._layouts.known.update(layout.digest for layout in self.save.plan.layouts())
@@ -311,6 +313,7 @@ class Publication:
             write_whole(directory / MANIFEST_NAME, encoded, self._faults, context.save_id, renamed.set)
             require_published(directory, manifest, encoded)
             self._write_metadata(directory / METADATA_NAME)
+            self.published_at = time.perf_counter()
         except Exception as error:
             in_place = renamed.is_set() or holds_exactly(directory / MANIFEST_NAME, encoded)
             if own_index and not in_place:

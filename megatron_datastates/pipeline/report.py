@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,6 +95,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "save_id": str(save.context.save_id),
         "directory": str(save.context.directory),
         "iteration": save.context.iteration,
+        "started_at": round(time.time() - (time.perf_counter() - save.started_at), 3),
         "mode": mode,
         "rank": save.context.rank,
         "state": "published" if publication.outcome is Outcome.PUBLISHED else "failed",
@@ -107,12 +109,19 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "providers": provider_shares(save.plan, save.tail.parts, save.tail.costs),
         "held_ms": milliseconds(save.held.total),
         "held_parts_ms": {part: milliseconds(seconds) for part, seconds in save.held.parts.items()},
+        "held_spans_ms": [
+            [part, milliseconds(begin - save.started_at), milliseconds(end - save.started_at)]
+            for part, begin, end in save.held.spans
+        ],
         "fence_ms": milliseconds(save.fence_seconds),
         "stream_wait_ms": milliseconds(times["stream_wait"]),
         "staging_ms": milliseconds(times["staging"]),
         "serializing_ms": milliseconds(times["serializing"]),
         "writing_ms": milliseconds(times["writing"]),
         "durable_ms": milliseconds(times["durable"]),
+        "published_ms": None
+        if publication.published_at is None
+        else milliseconds(publication.published_at - save.started_at),
         "prepared": publication.is_prepared,
         "saves_before": save.saves_before,
         "slot_wait_ms": milliseconds(times["slot_wait"]),

@@ -191,6 +191,11 @@ class RankSave:
             self._confirmed.set()  # nothing that the save still reads can change
 
     @property
+    def started_at(self) -> float:
+        """Returns when the save began, by time.perf_counter; its times count from here."""
+        return self._started_at
+
+    @property
     def eager_bytes(self) -> int:
         """Returns the bytes of tensors that were copied before the call that saves returned."""
         return self.plan.eager_bytes if self.plan is not None else 0

@@ -59,12 +59,16 @@ def test_the_pages_show_commands() -> None:
 
 @pytest.fixture
 def a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A current directory with a small run in runs/gpt."""
+    """A current directory with a small run in runs/gpt, a report file, and a script that starts a run."""
     monkeypatch.chdir(tmp_path)
     state = {"embedding.word_embeddings.weight": torch.randn(8, 16), "note": "hello"}
     for iteration in (1000, 2000):
         ds.save(state, f"runs/gpt/iter_{iteration:07d}", iteration=iteration)
     Path("runs/gpt/latest_checkpointed_iteration.txt").write_text("2000")
+    shutil.copy(ROOT / "tests" / "unit" / "reports" / "run.jsonl", "report.jsonl")
+    words = "--num-layers 2 --hidden-size 64 --num-attention-heads 2"
+    words += " --vocab-size 9 --max-position-embeddings 9"
+    Path("train.sh").write_text(f"torchrun pretrain_gpt.py {words}")
 
 
 @pytest.mark.parametrize(("page", "words"), SHOWN, ids=lambda value: str(value)[:60])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ def test_a_load_reports_what_it_read_and_how_long_it_took(
     assert report["bytes_read"] >= report["bytes"]
     parts = [report[name] for name in ("opening_ms", "planning_ms", "reading_ms")]
     assert min(parts) > 0 and sum(parts) <= report["total_ms"] + 0.01
+    assert report["started_at"] <= time.time() - report["total_ms"] / 1000 + 0.001
     assert report["read_mb_per_s"] > 0
     assert f"loaded load of 0.0 MB from {directory}" in caplog.text
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.held import trainer_held
+from megatron_datastates.pipeline.held import HeldTime, trainer_held
 from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.records import RankRecord, StableRecord, decode_failure, encode_failure
@@ -66,8 +66,29 @@ def test_a_log_line_says_what_the_save_cost(reporting, tmp_path):
     (report,) = lines()
     assert (report["iteration"], report["mode"], report["ranks"]) == (70, "async", 1)
     assert report["held_ms"] == pytest.approx(sum(report["held_parts_ms"].values()), abs=0.01)
-    assert 0 < report["staging_ms"] <= report["writing_ms"] <= report["durable_ms"]
+    assert 0 < report["staging_ms"] <= report["writing_ms"] <= report["durable_ms"] < report["published_ms"]
     assert report["ranks_ms"]["writing"]["slowest_rank"] == 0
+
+
+def test_a_report_has_the_moments_of_the_save(reporting, tmp_path):
+    saver, lines = reporting
+    before = time.time()
+    with trainer_held("save_checkpoint"), trainer_held("start"):
+        publication = saver.start(tmp_path / "0", State({"a": torch.ones(99)}))
+    publication.wait()
+    (report,) = lines()
+    assert before - 0.001 <= report["started_at"] <= time.time()
+    spans = report["held_spans_ms"]
+    assert spans[0][0] == "save_checkpoint" and spans[0][1] < 0 < spans[0][2], "it began before the save did"
+    assert {part for part, _, _ in spans} == {"save_checkpoint", "until_poll", "polls"}, "start is nested"
+    assert sum(end - begin for _, begin, end in spans) == pytest.approx(report["held_ms"], abs=0.1)
+
+
+def test_a_save_that_is_polled_for_long_has_a_short_report():
+    held = HeldTime()
+    for _ in range(1000):
+        held.add("polls", 0.5)
+    assert held.total == 500.0 and len(held.spans) == 64
 
 
 def test_held_time_is_start_and_fence_and_polls(reporting, tmp_path):
@@ -203,6 +224,7 @@ def test_a_failed_save_is_reported_with_its_error(tmp_path):
     saver.close()
     report = json.loads(path.read_text())
     assert (report["state"], report["error"]) == ("failed", publication.error)
+    assert report["published_ms"] is None
     assert "No space left on device" in report["error"]
 
 
@@ -260,7 +282,12 @@ def publication_of(records: list[RankRecord]) -> SimpleNamespace:
     """Makes as much of a Publication as a report looks at."""
     rank_save = RankSave(SaveContext(SaveId(1, 1), Path("d"), 0, len(records)), 1.0)
     return SimpleNamespace(
-        save=rank_save, records=records, outcome=Outcome.PUBLISHED, error=None, is_prepared=False
+        save=rank_save,
+        records=records,
+        outcome=Outcome.PUBLISHED,
+        error=None,
+        published_at=None,
+        is_prepared=False,
     )
 
 

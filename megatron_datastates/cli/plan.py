@@ -1,0 +1,222 @@
+"""datastates plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from megatron_datastates.cli.shared import (
+    AsJson,
+    add_row,
+    app,
+    binary_size,
+    cannot,
+    out,
+    parse_size,
+    print_json,
+    print_table,
+    say,
+)
+from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.sizing.arguments import Arguments, read_arguments
+from megatron_datastates.sizing.planning import (
+    POOL_SHARE,
+    Grid,
+    Plan,
+    Storage,
+    plan_arguments,
+    plan_parameters,
+    precision_of,
+)
+
+_MARGIN = 1.25  # between the time of a save and the interval that is advised
+_SCALES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_FLAGS = {
+    "tensor": "tensor-model-parallel-size",
+    "pipeline": "pipeline-model-parallel-size",
+    "context": "context-parallel-size",
+    "expert": "expert-model-parallel-size",
+    "expert_tensor": "expert-tensor-parallel-size",
+}
+
+
+@app.command()
+def plan(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- [MEGATRON'S ARGUMENTS]", help="They win over --arguments."),
+    ] = None,
+    files: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--arguments", metavar="FILE", help="A script, an argument file or YAML; may be repeated."
+        ),
+    ] = None,
+    parameters: Annotated[
+        str | None,
+        typer.Option("--params", metavar="N", help="Instead of arguments, such as 70B (Adam, bf16)."),
+    ] = None,
+    tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallel; else from the arguments.")] = None,
+    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline parallel; else from the arguments.")] = None,
+    dp: Annotated[int, typer.Option(min=1, help="Data parallel.")] = 1,
+    cp: Annotated[int | None, typer.Option(min=1, help="Context parallel; else from the arguments.")] = None,
+    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallel; else from the arguments.")] = None,
+    rate: Annotated[str, typer.Option(metavar="RATE", help="What the disk writes, such as 2GB/s.")] = "2GB/s",
+    rate_per: Annotated[str, typer.Option(metavar="rank|node|all", help="Who has this rate alone.")] = "node",
+    ranks_per_node: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks of a node.")] = 8,
+    copy_rate: Annotated[
+        str, typer.Option(metavar="RATE", help="Copies of a rank from the device to the host.")
+    ] = "20GB/s",
+    iteration: Annotated[
+        float | None,
+        typer.Option("--iteration-seconds", metavar="SECONDS", help="To get the interval in iterations."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Estimate the checkpoints of a run before it starts: bytes, files, memory, times, and options to set.
+
+    The model comes from Megatron's arguments (after `--`, or in a file: a shell script, an argument file, or
+    lines `key: value`), or from a number of parameters. Known are GPT models: grouped queries, SwiGLU,
+    experts, tied embeddings. Arguments that change a model in other ways are refused. All
+    assumptions are printed.
+
+    Exit codes: 0 estimated; 2 it cannot be done.
+
+    \b
+    Examples:
+        datastates plan --params 70B --tp 8 --pp 4 --dp 8 --rate 10GB/s
+        datastates plan --arguments train.sh --dp 16 --rate 2GB/s --rate-per rank --iteration-seconds 4
+        datastates plan --dp 2 -- --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --swiglu
+            --vocab-size 128256 --bf16 --use-distributed-optimizer --position-embedding-type rope
+    """
+    try:
+        storage = Storage(_rate("--rate", rate), rate_per, ranks_per_node)
+        if rate_per not in ("rank", "node", "all"):
+            raise OptionError(f"--rate-per {rate_per}: expected rank, node or all")
+        if iteration is not None and iteration <= 0:
+            raise OptionError(f"--iteration-seconds {iteration:g}: expected a number above 0")
+        given = {"tensor": tp, "pipeline": pp, "context": cp, "expert": ep}
+        arguments = read_arguments(files or [], words or [])
+        made = _made(arguments, parameters, given, dp, storage, _rate("--copy-rate", copy_rate))
+    except DataStatesError as error:
+        cannot(error)
+    if as_json:
+        print_json(dataclasses.asdict(made) | {"shortest_interval_seconds": made.write_seconds})
+    else:
+        _print(made, iteration)
+
+
+def _made(
+    arguments: Arguments,
+    parameters: str | None,
+    given: dict[str, int | None],
+    data: int,
+    storage: Storage,
+    copy_rate: float,
+) -> Plan:
+    sizes = {name: given.get(name) or arguments.number(flag, 1) for name, flag in _FLAGS.items()}
+    if not given.get("expert_tensor") and not arguments.text(_FLAGS["expert_tensor"], ""):
+        # Megatron's default; without experts neither matters.
+        sizes["expert_tensor"] = sizes["tensor"] if arguments.text("num-experts", "") else 1
+    grid = Grid(data=data, **sizes)
+    if parameters is not None:
+        known = read_arguments([], ["--bf16", "--use-distributed-optimizer"])
+        return plan_parameters(_count(parameters), grid, precision_of(known), storage, copy_rate)
+    return plan_arguments(arguments, grid, storage, copy_rate)
+
+
+def _count(text: str) -> int:
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([a-zA-Z]?)", text)
+    scale = _SCALES.get(match[2].lower()) if match else None
+    if match is None or scale is None or not 1 <= float(match[1]) * scale < 1e16:
+        raise OptionError(f"--params {text}: expected a number of parameters such as 70B, 350M or 1.5T")
+    return round(float(match[1]) * scale)
+
+
+def _rate(option: str, text: str) -> float:
+    rate = parse_size(option, text.removesuffix("/s"))
+    if rate == 0:
+        raise OptionError(f"{option} {text}: expected a rate above 0, such as 2GB/s")
+    return float(rate)
+
+
+def _print(made: Plan, iteration: float | None) -> None:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, value in _rows(made):
+        add_row(table, name, value)
+    print_table(table)
+    out.print()
+    say(_advice(made, iteration))
+    out.print()
+    say("Assumptions:")
+    for text in made.assumptions:
+        say(f"    {text}")
+
+
+def _rows(made: Plan) -> list[tuple[str, str]]:
+    parts = (
+        (made.weight_bytes, "weights"),
+        (made.optimizer_bytes, "optimizer"),
+        (made.object_bytes, "objects"),
+    )
+    shares = ", ".join(f"{_decimal(count)} {name}" for count, name in parts)
+    return [
+        ("parameters", f"{made.parameters:,}"),
+        ("ranks", f"{made.ranks:,} on {made.nodes:,} nodes"),
+        ("a checkpoint", f"{_decimal(made.checkpoint_bytes)} ({shares})"),
+        ("files", f"{made.files:,}: one for each rank, index, manifest, metadata.json"),
+        (
+            "a rank",
+            f"{_decimal(made.mean_rank_bytes)} on average, {_decimal(made.largest_rank_bytes)} at most",
+        ),
+        ("copied in", f"{_seconds(made.copy_seconds)}; the optimizer's next step waits for the rest of it"),
+        ("written in", _seconds(made.write_seconds)),
+        ("trainer held", f"about {made.held_ms:.1f} ms by {made.largest_rank_tensors:,} tensors on a rank"),
+        (
+            "staging memory",
+            f"{binary_size(made.staging_bytes_per_rank)} a rank, "
+            f"{binary_size(made.staging_bytes_per_node)} a node hold all of it. The default takes it where a "
+            f"node has {binary_size(_free(made))} free",
+        ),
+    ]
+
+
+def _free(made: Plan) -> int:
+    return math.ceil(made.staging_bytes_per_node / POOL_SHARE)
+
+
+def _advice(made: Plan, iteration: float | None) -> str:
+    lines = [f"Shortest interval that the disk sustains: {_seconds(made.write_seconds)}"]
+    advised = made.write_seconds * _MARGIN
+    if iteration is not None:
+        steps = math.ceil(made.write_seconds / iteration)
+        lines[0] += (
+            f", {steps:,} iterations; with a margin, --save-interval {math.ceil(advised / iteration):,}"
+        )
+    else:
+        lines[0] += f"; with a margin, save every {_seconds(advised)} or less often"
+    lines += [
+        "Options:",
+        "    --ckpt-format datastates --async-save "
+        f"--datastates-staging-memory {made.staging_bytes_per_rank >> 30}GiB "
+        "--datastates-report-file report.jsonl",
+        "    With less staging memory a shard streams through it, and the optimizer may wait for the disk.",
+    ]
+    return "\n".join(lines)
+
+
+def _decimal(count: int) -> str:
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:,.2f} {unit}"
+    return f"{count} B"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.1f} s" if value >= 1 else f"{value * 1000:.1f} ms"

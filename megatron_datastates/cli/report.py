@@ -1,0 +1,128 @@
+"""datastates report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from megatron_datastates.cli.shared import add_row, app, cannot, note, out, print_table, say
+from megatron_datastates.errors import DataStatesError, MissingPackageError, OptionError
+from megatron_datastates.reports.advice import Advice, advise
+from megatron_datastates.reports.page import make_page
+from megatron_datastates.reports.picture import draw, svg_text, write_png
+from megatron_datastates.reports.reading import Reports, read_reports
+from megatron_datastates.reports.table import COLUMNS, LEGEND, row
+
+_MOST_ROWS = 20  # in the terminal; the page has all
+_MARKS = {"failure": "FAILED", "slow": "SLOW", "note": "note"}
+
+
+@app.command()
+def report(
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE...", help="Files that --datastates-report-file has written."),
+    ],
+    folder: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Write report.html and report.png here.")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write the page to this file.")
+    ] = None,
+    picture: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Write the picture to this file.")
+    ] = None,
+    last: Annotated[int | None, typer.Option(metavar="N", help="Look at the last N saves only.")] = None,
+) -> None:
+    """Show what the saves of a run cost, and what to change.
+
+    Prints a table and advice: failed saves, a disk that is slower than the interval, staging memory that is
+    too small, a rank that is far slower than the others, waits of the optimizer, bytes that are copied at
+    once, objects that take long. Of several files (runs that continue each other, or one for each rank), all
+    saves count, and of each save the line of the lowest rank, which has times of all ranks.
+
+    --out, --html and --png also draw every save against the clock, the iterations and the ranks. The page is
+    one file that needs no network. The picture needs matplotlib. Existing files are replaced.
+
+    Exit codes: 0 shown; 2 it cannot be done.
+
+    \b
+    Examples:
+        datastates report report.jsonl
+        datastates report report.jsonl --last 50 --out pictures
+        datastates report before.jsonl after.jsonl --html both.html
+    """
+    try:
+        if last is not None and last < 1:
+            raise OptionError(f"--last {last}: expected at least 1")
+        found = read_reports(files)
+        left_out = len(found.saves) - last if last is not None else 0
+        if left_out > 0:
+            found.saves = found.saves[left_out:]
+        advice = advise(found.saves)
+        _print(found, advice)
+        _write(files, found, advice, folder, page, picture)
+    except (DataStatesError, OSError) as error:
+        cannot(error)
+
+
+def _print(found: Reports, advice: list[Advice]) -> None:
+    shown = found.saves[-_MOST_ROWS:]
+    table = Table(box=None, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column, justify="right", no_wrap=True)
+    for save in shown:
+        add_row(table, *row(save))
+    if len(shown) < len(found.saves):
+        say(f"the last {len(shown)} of {len(found.saves)} saves:")
+    print_table(table)
+    say(f"({LEGEND})")
+    for load in found.loads:
+        say(f"{load.state} iteration {load.iteration} in {load.total_ms / 1000:.1f} s")
+    for one in advice:
+        out.print()
+        say(f"{_MARKS[one.level]}: {one.title}")
+        say(f"    {one.text}")
+    for text in found.notes:
+        note(text)
+
+
+def _write(
+    files: list[Path],
+    found: Reports,
+    advice: list[Advice],
+    folder: Path | None,
+    page: Path | None,
+    picture: Path | None,
+) -> None:
+    """Writes what was asked for. Without matplotlib, the page has no picture, and --png is an error."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        page = page or folder / "report.html"
+    wanted = picture or (folder / "report.png" if folder is not None else None)
+    if page is None and wanted is None:
+        return
+    title = f"{len(found.saves)} saves: {', '.join(path.name for path in files)}"
+    figure: Any = None
+    missing = ""
+    try:
+        figure = draw(found.saves, title)
+    except MissingPackageError as error:
+        if picture is not None:
+            raise
+        missing = str(error)
+        note(missing)
+    written = []
+    if wanted is not None and figure is not None:
+        write_png(figure, wanted)
+        written.append(wanted)
+    if page is not None:
+        svg = svg_text(figure, found.saves) if figure is not None else ""
+        page.write_text(make_page(title, found, advice, svg, missing), encoding="utf-8")
+        written.append(page)
+    out.print()
+    for path in written:
+        say(f"wrote {path}")

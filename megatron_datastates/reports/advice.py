@@ -1,0 +1,306 @@
+"""What the reports of a run say about its settings and its machines: sentences with numbers.
+
+Each rule looks at all saves and returns at most one piece of advice. A rule that concerns speed looks at
+medians over published saves without the first one of each run, which allocates memory and plans for the
+others.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from megatron_datastates.reports.reading import Save, Spread
+from megatron_datastates.reports.timing import intervals, iteration_seconds, median, usual
+
+MIB, GIB = 1 << 20, 1 << 30
+_LONG_WAIT_MS = 10.0  # for the trainer, in one save
+_LONG_SERIALIZING_MS = 100.0
+_FAR_SLOWER = 1.5  # times the median rank
+_FAR_SLOWER_MS = 100.0
+_BUSY = 0.8  # of the interval between saves
+_MANY_EAGER = 0.25  # of the bytes of a save
+_MANY_EAGER_BYTES = 64 * MIB
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """One finding. `level` is "failure", "slow" or "note"."""
+
+    level: str
+    title: str
+    text: str
+
+
+def advise(saves: Sequence[Save]) -> list[Advice]:
+    """Returns what is worth changing, the worst first, and then what the saves cost altogether."""
+    found = [advice for rule in _RULES if (advice := rule(saves)) is not None]
+    return sorted(found, key=lambda advice: ("failure", "slow", "note").index(advice.level))
+
+
+def milliseconds(value: float) -> str:
+    """Formats milliseconds for people, such as `12 ms` or `3.4 s`."""
+    if value >= 9_950:
+        return f"{value / 1000:,.0f} s"
+    if value >= 995:
+        return f"{value / 1000:.1f} s"
+    return f"{value:.0f} ms" if value >= 9.95 else f"{value:.1f} ms"
+
+
+def size(count: float) -> str:
+    """Formats bytes for people in decimal units, such as `4.5 GB`."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:,.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def _failures(saves: Sequence[Save]) -> Advice | None:
+    failed = [save for save in saves if save.failed]
+    if not failed:
+        return None
+    last = failed[-1]
+    reason = (last.error or "without a reason").strip().split("\n")[0]
+    torn = sum("changed too early" in (save.error or "") for save in failed)
+    hint = 'docs/operations.md, "A save failed", has the causes.'
+    if torn:
+        hint = (
+            f"In {torn} of them a tensor changed before it was copied: call megatron_datastates.fence() "
+            "before the code that changes it, or set --datastates-lazy off; --datastates-paranoid on finds "
+            "all such places."
+        )
+    return Advice(
+        "failure",
+        f"{len(failed)} of {len(saves)} saves failed",
+        f"The last one, at iteration {last.name}: {reason}. {hint}",
+    )
+
+
+def _disk_slower_than_interval(saves: Sequence[Save]) -> Advice | None:
+    known = [
+        (save.slowest_ms("durable") / 1000, seconds)
+        for save, seconds in zip(saves, intervals(saves), strict=True)
+        if seconds is not None and not save.failed
+    ]
+    queued = sum(save.saves_before > 0 for save in saves)
+    needed, between = median(pair[0] for pair in known), median(pair[1] for pair in known)
+    if not queued and (not known or needed < _BUSY * between):
+        return None
+    rate = median(save.write_mb_per_s for save in usual(saves))
+    text = f"{queued} of {len(saves)} saves began while an earlier one was unfinished. "
+    if known:
+        text += (
+            f"A save is durable after {milliseconds(needed * 1000)} (median, slowest rank, "
+            f"{rate:,.0f} MB/s), and the next one begins after {milliseconds(between * 1000)}. "
+        )
+    step = iteration_seconds(saves)
+    if step and needed > _BUSY * between:
+        text += f"Save every {math.ceil(needed / _BUSY / step):,} iterations or more, or use faster storage."
+    else:
+        text += "Save less often, or use faster storage."
+    return Advice("slow", "The disk is slower than the interval between saves", text)
+
+
+def _slow_rank(saves: Sequence[Save]) -> Advice | None:
+    for name, verb in (("writing", "write"), ("staging", "copy"), ("durable", "sync"), ("held", "resume")):
+        spreads = [save.spreads[name] for save in usual(saves) if name in save.spreads and save.ranks > 1]
+        far = [spread for spread in spreads if _is_far(spread)]
+        if not far or len(far) < len(spreads) / 2:
+            continue
+        rank, times = collections.Counter(spread.slowest_rank for spread in far).most_common(1)[0]
+        worst, others = (
+            median(spread.most for spread in far if spread.slowest_rank == rank),
+            median(spread.median for spread in far if spread.slowest_rank == rank),
+        )
+        where = "Compare its node's disk and network with the others'."
+        if name == "held":
+            where = "Look for what else delays that rank; it is rarely the save."
+        return Advice(
+            "slow",
+            f"Rank {rank} is far slower than the others to {verb}",
+            f"It was the slowest in {times} of {len(spreads)} saves, and needed {milliseconds(worst)}; "
+            f"the median rank needed {milliseconds(others)}. {where}",
+        )
+    return None
+
+
+def _is_far(spread: Spread) -> bool:
+    return spread.most > _FAR_SLOWER * spread.median and spread.most - spread.median > _FAR_SLOWER_MS
+
+
+def _pool_too_small(saves: Sequence[Save]) -> Advice | None:
+    regular = usual(saves)
+    waited = median(save.slot_wait_ms - save.memory_wait_ms for save in regular)
+    shard = median(save.eager_bytes + save.lazy_bytes for save in regular)
+    pool = median(save.staging_bytes for save in regular)
+    if waited < _LONG_WAIT_MS or not 0 < pool < shard:
+        return None
+    fence = median(save.fence_ms + save.stream_wait_ms for save in regular)
+    harm = f"the optimizer waited {milliseconds(fence)} for copies"
+    if fence < _LONG_WAIT_MS:
+        harm = "the optimizer hardly waited for it, so this is harmless so far"
+    return Advice(
+        "slow" if fence >= _LONG_WAIT_MS else "note",
+        "The staging memory is smaller than the shard",
+        f"Copies waited {milliseconds(waited)} in a save for slots (summed over copying threads); "
+        f"{harm}. The pool has {size(pool)} and the shard {size(shard)}: --datastates-staging-memory "
+        f"{math.ceil(shard / GIB)}GiB holds all of it.",
+    )
+
+
+def _memory_waits(saves: Sequence[Save]) -> Advice | None:
+    waits = [save for save in saves if save.memory_wait_ms > _LONG_WAIT_MS]
+    if not waits:
+        return None
+    worst = max(waits, key=lambda save: save.memory_wait_ms)
+    shard = worst.eager_bytes + worst.lazy_bytes
+    return Advice(
+        "note",
+        "Copies waited for staging memory to be allocated",
+        f"{milliseconds(worst.memory_wait_ms)} at iteration {worst.name}. With a fixed size, such as "
+        f"--datastates-staging-memory {max(1, math.ceil(shard / GIB))}GiB, it is allocated when the program "
+        "starts.",
+    )
+
+
+def _fence_waits(saves: Sequence[Save]) -> Advice | None:
+    regular = usual(saves)
+    fence = median(save.fence_ms for save in regular)
+    stream = median(save.stream_wait_ms for save in regular)
+    if max(fence, stream) < _LONG_WAIT_MS:
+        return None
+    staged = median(save.slowest_ms("staging") for save in regular)
+    copied = median(save.eager_bytes + save.lazy_bytes for save in regular)
+    return Advice(
+        "slow",
+        "The optimizer waits for copies",
+        f"{milliseconds(fence)} of the host's time and {milliseconds(stream)} of the device's stream in a "
+        f"save. {size(copied)} a rank are copied after {milliseconds(staged)}, which is longer than the "
+        "forward and backward pass. Raise --datastates-staging-memory, or "
+        "--datastates-copy-limit if it is set.",
+    )
+
+
+def _eager(saves: Sequence[Save]) -> Advice | None:
+    regular = usual(saves)
+    eager, lazy = median(save.eager_bytes for save in regular), median(save.lazy_bytes for save in regular)
+    if eager < _MANY_EAGER_BYTES or eager < _MANY_EAGER * (eager + lazy):
+        return None
+    last = regular[-1]
+    shares = {
+        name or "the model and the optimizer": one.get("eager_bytes", 0)
+        for name, one in last.providers.items()
+    }
+    whose = max(shares, key=lambda name: shares[name], default="the model and the optimizer")
+    if lazy:
+        why = (
+            "Only parameters, and memory of optimizers that have stepped, can be copied later; buffers, "
+            "dequantized weights and fully reshardable optimizer state cannot."
+        )
+    elif last.mode == "sync":
+        why = "The saves are synchronous: add --async-save."
+    else:
+        why = (
+            "Nothing is copied later: --datastates-lazy is off, or the saves do not come from Megatron's own "
+            "training loop."
+        )
+    return Advice(
+        "slow",
+        "Many bytes are copied before the save returns",
+        f"{size(eager)} of {size(eager + lazy)} on this rank, most of it of {whose}. {why}",
+    )
+
+
+def _serializing(saves: Sequence[Save]) -> Advice | None:
+    regular = usual(saves)
+    serialized, durable = (
+        median(save.serializing_ms for save in regular),
+        median(save.durable_ms for save in regular),
+    )
+    staged = median(save.staging_ms for save in regular)
+    if serialized < _LONG_SERIALIZING_MS or serialized < 0.5 * durable or serialized < 2 * staged:
+        return None
+    tails = {name or "Megatron": one for name, one in regular[-1].providers.items()}
+    name = max(tails, key=lambda one: tails[one].get("tail_ms", 0), default="Megatron")
+    tail = tails.get(name, {})
+    return Advice(
+        "slow",
+        "Serialized objects take most of a save",
+        f"They are ready after {milliseconds(serialized)} of {milliseconds(durable)}, tensors after "
+        f"{milliseconds(staged)}. Most are of {name}: {tail.get('objects', 0):,.0f} objects, "
+        f"{tail.get('encoded_tensors', 0):,.0f} encoded tensors, {tail.get('streams', 0):,.0f} streams, "
+        f"{size(tail.get('tail_bytes', 0))}. Store large data as tensors; "
+        "--datastates-compress 0 encodes nothing.",
+    )
+
+
+def _page_lock(saves: Sequence[Save]) -> Advice | None:
+    last = saves[-1]
+    on_device = sum(one.get("device_bytes", 0) for one in last.providers.values())
+    short = on_device and last.page_locked_bytes < last.staging_bytes
+    if not short and not last.staging_trouble:
+        return None
+    trouble = last.staging_trouble or "part of it is not page-locked, so that copies from the device are slow"
+    return Advice(
+        "slow",
+        "The staging memory is not as it should be",
+        f"{size(last.page_locked_bytes)} of {size(last.staging_bytes)} are page-locked: {trouble}. "
+        'docs/operations.md, "Staging memory", has the causes.',
+    )
+
+
+def _not_prepared(saves: Sequence[Save]) -> Advice | None:
+    regular = usual(saves)
+    anew = [save for save in regular if save.prepared is False]
+    if not anew or not any(save.prepared for save in regular):  # off, or a loop of the program's own
+        return None
+    reused = median(save.held_ms for save in regular if save.prepared)
+    return Advice(
+        "note",
+        f"{len(anew)} of {len(regular)} saves could not reuse what the last one had prepared",
+        f"They held the trainer for {milliseconds(median(save.held_ms for save in anew))}, the others for "
+        f"{milliseconds(reused)}. The last one was at iteration {anew[-1].name}. Something in the "
+        "structure of the state had changed since the save before.",
+    )
+
+
+def _cost(saves: Sequence[Save]) -> Advice | None:
+    regular = usual(saves)
+    if not regular:
+        return None
+    held = median(save.held_ms for save in regular)
+    parts = collections.Counter[str]()
+    for save in regular:
+        own = {name: value for name, value in save.held_parts_ms.items() if name != "save_checkpoint"}
+        parts.update({"save_checkpoint": max(save.held_ms - sum(own.values()), 0.0), **own})
+    name, total = parts.most_common(1)[0] if parts else ("nothing", 0.0)
+    meaning = {
+        "save_checkpoint": "Megatron's own work in save_checkpoint",
+        "until_poll": "waits until the next poll",
+    }
+    text = f"{milliseconds(held)} (median of {len(regular)}); most of it is {meaning.get(name, name)}, "
+    text += f"{milliseconds(total / len(regular))}."
+    followed = [pair for pair in zip(saves, intervals(saves), strict=True) if pair[1]]
+    if followed:
+        seconds = sum(between or 0.0 for _, between in followed)
+        share = sum(save.held_ms for save, _ in followed) / 1000 / seconds
+        whole = milliseconds(seconds * 1000)
+        text += f" All saves together took {share:.1%} of the {whole} from the first to the last."
+    return Advice("note", "What a save costs the trainer", text)
+
+
+_RULES: tuple[Callable[[Sequence[Save]], Advice | None], ...] = (
+    _failures,
+    _disk_slower_than_interval,
+    _fence_waits,
+    _slow_rank,
+    _pool_too_small,
+    _eager,
+    _serializing,
+    _page_lock,
+    _memory_waits,
+    _not_prepared,
+    _cost,
+)

@@ -1,0 +1,342 @@
+"""Draws the saves of a run: against the clock and its iterations, one by one, and over all ranks.
+
+Needs matplotlib. Panels without data (the clock in lines of older releases, ranks in a run of one) are left
+out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from megatron_datastates.errors import MissingPackageError
+from megatron_datastates.reports.advice import milliseconds
+from megatron_datastates.reports.reading import Save
+from megatron_datastates.reports.timing import intervals, iteration_seconds
+
+HELD = "#c0392b"
+STAGES = {  # from the milestone before, in the order of a save
+    "copied": "#1f6f8b",
+    "serialized": "#8e7cc3",
+    "written": "#4fa3a5",
+    "durable": "#e0a030",
+    "published": "#5d8a3a",
+}
+PARTS = {
+    "save_checkpoint": ("Megatron's part of save_checkpoint", "#d9a5a0"),
+    "start": ("start", "#c0392b"),
+    "until_poll": ("until the first poll", "#b8b8b8"),
+    "fence": ("fence", "#1f6f8b"),
+    "polls": ("polls", "#e0a030"),
+    "finalize": ("finalize", "#5d8a3a"),
+}
+_IN_DETAIL = 6  # saves in the panel that shows single ones
+_MOST_MARKS = 40  # saves with a marker each
+_MOST_LABELS = 12
+_LEAST_WIDTH = 0.0015  # of the width of the picture, so that a short bar can be seen
+_SVG = "http://www.w3.org/2000/svg"
+
+
+def require_matplotlib() -> Any:
+    """Returns the module matplotlib. Raises MissingPackageError if it is not installed."""
+    try:
+        importlib.import_module("matplotlib.figure")
+        return importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise MissingPackageError(
+            f"a picture needs matplotlib, which cannot be imported ({error}): "
+            "pip install 'megatron-datastates[plot]'"
+        ) from error
+
+
+def draw(saves: Sequence[Save], title: str) -> Any:
+    """Returns a matplotlib figure of the saves. Raises MissingPackageError."""
+    panels: list[tuple[float, Callable[[Any, Sequence[Save]], None]]] = [
+        (2.6, _draw_milestones),
+        (2.2, _draw_parts),
+    ]
+    if all(save.started_at is not None for save in saves):
+        panels.insert(0, (2.2, _draw_clock))
+        panels.insert(1, (0.8 + 0.42 * min(len(saves), _IN_DETAIL), _draw_details))
+    if any(save.ranks > 1 and "writing" in save.spreads for save in saves):
+        panels += [(2.0, _draw_spread), (1.6, _draw_slowest)]
+    matplotlib = require_matplotlib()
+    matplotlib.rcParams["svg.hashsalt"] = "datastates"  # the same reports make the same file
+    matplotlib.rcParams["axes.titlesize"] = 10
+    heights = [height for height, _ in panels]
+    figure = matplotlib.figure.Figure(figsize=(11, sum(heights) + 0.6), layout="constrained")
+    figure.suptitle(title, fontsize=11)
+    for axes, (_, panel) in zip(figure.subplots(len(panels), 1, height_ratios=heights), panels, strict=True):
+        panel(axes, saves)
+        axes.tick_params(labelsize=8)
+    return figure
+
+
+def write_png(figure: Any, path: Path) -> None:
+    """Writes the figure as a PNG."""
+    figure.savefig(path, format="png", dpi=110, metadata={"Software": None})
+
+
+def svg_text(figure: Any, saves: Sequence[Save]) -> str:
+    """Returns the figure as an SVG element; what a save did appears where the pointer rests on it."""
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+    ElementTree.register_namespace("", _SVG)
+    ElementTree.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+    root = ElementTree.fromstring(stream.getvalue())
+    for element in root.iter(f"{{{_SVG}}}g"):
+        name, _, number = element.get("id", "").partition("/")
+        if name.startswith("save"):
+            title = ElementTree.Element(f"{{{_SVG}}}title")
+            title.text = describe(saves[int(number)])
+            element.insert(0, title)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def describe(save: Save) -> str:
+    """Returns what one save did, in lines."""
+    published = "never" if save.published_ms is None else milliseconds(save.published_ms)
+    lines = [
+        f"iteration {save.name}: {save.state}",
+        f"held {milliseconds(save.held_ms)}, {milliseconds(save.fence_ms)} of it at the fence",
+        f"copied after {milliseconds(save.staging_ms)}, serialized after {milliseconds(save.serializing_ms)}",
+        f"written after {milliseconds(save.writing_ms)}, durable after {milliseconds(save.durable_ms)}",
+        f"published after {published}",
+    ]
+    return "\n".join([*lines, save.error] if save.error else lines)
+
+
+def _stages(save: Save) -> list[tuple[str, float, float]]:
+    """Returns each stage with its begin and end, in milliseconds."""
+    stages = [("copied", 0.0, save.staging_ms), ("serialized", 0.0, save.serializing_ms)]
+    stages.append(("written", min(save.staging_ms, save.writing_ms), save.writing_ms))
+    if save.durable_ms:
+        stages.append(("durable", save.writing_ms, save.durable_ms))
+    if save.published_ms is not None:
+        stages.append(("published", min(save.durable_ms, save.published_ms), save.published_ms))
+    return stages
+
+
+def _begins(saves: Sequence[Save]) -> list[float]:
+    """Returns when each save began, in seconds from the first one; pauses between runs are left out."""
+    begins: list[float] = []
+    for number, save in enumerate(saves):
+        at = save.started_at or 0.0
+        if number == 0:
+            begins.append(0.0)
+            continue
+        before = saves[number - 1]
+        passed = at - (before.started_at or 0.0)
+        if save.run != before.run:
+            steps = [b - a for a, b in itertools.pairwise(begins)]
+            passed = min(passed, max(steps, default=passed))
+        begins.append(begins[-1] + passed)
+    return begins
+
+
+def _draw_clock(axes: Any, saves: Sequence[Save]) -> None:
+    begins = _begins(saves)
+    end = max(begin + _last_ms(save) / 1000 for begin, save in zip(begins, saves, strict=True))
+    least = _LEAST_WIDTH * max(end, 1e-3)
+    lanes = ["trainer held", *STAGES]
+    bars: dict[str, list[tuple[float, float]]] = {lane: [] for lane in lanes}
+    for begin, save in zip(begins, saves, strict=True):
+        bars["trainer held"] += [
+            (begin + a / 1000, max((b - a) / 1000, least)) for _, a, b in save.held_spans_ms
+        ]
+        for name, a, b in _stages(save):
+            bars[name].append((begin + a / 1000, max((b - a) / 1000, least)))
+    for place, lane in enumerate(lanes):
+        color = STAGES.get(lane, HELD)
+        axes.broken_barh(bars[lane], (place - 0.35, 0.7), color=color, linewidth=0, alpha=0.85)
+    failed = [begin for begin, save in zip(begins, saves, strict=True) if save.failed]
+    axes.plot(failed, [len(lanes) - 1] * len(failed), "x", color=HELD, label="failed")
+    _mark_runs(axes, saves, begins)
+    axes.set_yticks(range(len(lanes)), lanes)
+    axes.invert_yaxis()
+    axes.set_xlim(min(0.0, *(a / 1000 for _, a, _ in saves[0].held_spans_ms), -0.01 * end), end * 1.01)
+    axes.set_xlabel("seconds since the first save", fontsize=8)
+    axes.set_title("Every save against the clock; above: its iteration", loc="left", pad=18)
+    above = axes.secondary_xaxis("top")
+    chosen = _spaced(begins, end)
+    above.set_xticks([begins[i] for i in chosen], [saves[i].name for i in chosen])
+    above.tick_params(labelsize=7, length=2)
+    edges = [*begins, end]
+    for i, begin in enumerate(begins):
+        _hover(axes, i, begin, max(edges[i + 1], begin + least), "clock")
+
+
+def _last_ms(save: Save) -> float:
+    return max(save.durable_ms, save.published_ms or 0.0, *(b for _, _, b in save.held_spans_ms), 0.0)
+
+
+def _spaced(places: Sequence[float], end: float) -> list[int]:
+    """Returns the numbers of places that are far enough apart for labels."""
+    chosen: list[int] = []
+    for i, place in enumerate(places):
+        if not chosen or place - places[chosen[-1]] >= end / (1.5 * _MOST_LABELS):
+            chosen.append(i)
+    return chosen
+
+
+def _draw_details(axes: Any, saves: Sequence[Save]) -> None:
+    first = max(len(saves) - _IN_DETAIL, 0)
+    last = saves[first:]
+    end = max(_last_ms(save) for save in last) or 1.0
+    least = _LEAST_WIDTH * end
+    seen: set[str] = set()
+    for row, save in enumerate(last):
+        spans = [(a, max(b - a, least)) for _, a, b in save.held_spans_ms]
+        axes.broken_barh(spans, (row - 0.42, 0.26), color=HELD, label=_once("trainer held", seen))
+        for name, a, b in _stages(save):
+            place = (row + 0.14, 0.26) if name == "serialized" else (row - 0.14, 0.26)
+            label = _once(name, seen)
+            axes.broken_barh([(a, max(b - a, least))], place, color=STAGES[name], label=label)
+    title = "The last saves, one by one"
+    step = iteration_seconds(saves)
+    if step and end / 1000 / step < 400:
+        every = max(1, round(end / 1000 / step / 20))
+        for i in range(0, int(end / 1000 / step) + 1, every):
+            axes.axvline(i * step * 1000, color="#999999", linewidth=0.6, linestyle=":", zorder=0)
+        lines = "iterations" if every == 1 else f"{every} iterations"
+        title += f"; between two dotted lines: {'an iteration' if every == 1 else lines}"
+        title += f" ({milliseconds(step * every * 1000)}, estimated from the interval between saves)"
+    axes.set_title(title, loc="left")
+    axes.set_yticks(range(len(last)), [f"iteration {save.name}" + " ✗" * save.failed for save in last])
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds since the save began", fontsize=8)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    low = min(0.0, *(a for save in last for _, a, _ in save.held_spans_ms)) - 0.01 * end
+    axes.set_xlim(low, end * 1.01)
+    for row in range(len(last)):
+        _hover(axes, first + row, low, end * 1.01, "detail", rows=(row - 0.45, row + 0.45))
+
+
+def _once(name: str, seen: set[str]) -> str:
+    """Returns the label of the first artist of a kind; later ones are not in the legend."""
+    label = f"_{name}" if name in seen else name
+    seen.add(name)
+    return label
+
+
+def _draw_milestones(axes: Any, saves: Sequence[Save]) -> None:
+    lines: dict[str, tuple[list[float | None], str]] = {
+        "trainer held": ([save.held_ms for save in saves], HELD),
+        "copied": ([save.slowest_ms("staging") for save in saves], STAGES["copied"]),
+        "serialized": ([save.serializing_ms for save in saves], STAGES["serialized"]),
+        "written": ([save.slowest_ms("writing") for save in saves], STAGES["written"]),
+        "durable": ([save.slowest_ms("durable") for save in saves], STAGES["durable"]),
+        "published": ([save.published_ms for save in saves], STAGES["published"]),
+    }
+    marker = "." if len(saves) <= _MOST_MARKS else ""
+    for name, (values, color) in lines.items():
+        known = [math.nan if value is None or value <= 0 else value for value in values]
+        axes.plot(
+            range(len(saves)), known, marker=marker, markersize=5, linewidth=1.2, color=color, label=name
+        )
+    between = [math.nan if seconds is None else seconds * 1000 for seconds in intervals(saves)]
+    dashes = {"color": "#555555", "linewidth": 1, "marker": marker, "markersize": 5}
+    axes.plot(range(len(saves)), between, "--", label="next save begins", **dashes)
+    axes.set_yscale("log")
+    axes.set_ylabel("ms since its start", fontsize=8)
+    axes.set_title(
+        "How long each save took to its milestones (slowest rank), and held the trainer", loc="left"
+    )
+    axes.grid(axis="y", color="#dddddd", linewidth=0.5)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _label_saves(axes, saves, "milestones")
+
+
+def _draw_parts(axes: Any, saves: Sequence[Save]) -> None:
+    below = [0.0] * len(saves)
+    shares = [held_shares(save) for save in saves]
+    others = sorted({name for share in shares for name in share} - PARTS.keys())
+    for name in [*PARTS, *others]:
+        values = [share.get(name, 0.0) for share in shares]
+        if not any(values):
+            continue
+        label, color = PARTS.get(name, (name, "#777777"))
+        width = 0.7 if len(saves) <= _MOST_MARKS else 1.0
+        axes.bar(range(len(saves)), values, width, bottom=below, color=color, label=label, linewidth=0)
+        below = [a + b for a, b in zip(below, values, strict=True)]
+    axes.set_ylabel("ms", fontsize=8)
+    axes.set_title("What held the trainer", loc="left")
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _label_saves(axes, saves, "parts")
+
+
+def held_shares(save: Save) -> dict[str, float]:
+    """Returns the held time by part, without counting nested parts twice: save_checkpoint is what remains."""
+    shares = {name: value for name, value in save.held_parts_ms.items() if name != "save_checkpoint"}
+    return {"save_checkpoint": max(save.held_ms - sum(shares.values()), 0.0), **shares}
+
+
+def _draw_spread(axes: Any, saves: Sequence[Save]) -> None:
+    known = [(i, save.spreads["writing"]) for i, save in enumerate(saves) if "writing" in save.spreads]
+    places = [i for i, _ in known]
+    color = STAGES["written"]
+    low, high = [one.least for _, one in known], [one.most for _, one in known]
+    if len(saves) <= _MOST_MARKS:
+        axes.vlines(places, low, high, color=color, linewidth=4, alpha=0.4, label="all ranks")
+    else:
+        axes.fill_between(places, low, high, color=color, alpha=0.4, linewidth=0, label="all ranks")
+    axes.plot(places, [one.median for _, one in known], ".", markersize=5, color=color, label="median rank")
+    few = len(saves) <= _MOST_MARKS
+    axes.plot(
+        places, high, "_" if few else "-", markersize=7, linewidth=0.6, color=HELD, label="slowest rank"
+    )
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("ms", fontsize=8)
+    axes.set_title("Writing, over all ranks", loc="left")
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _label_saves(axes, saves, "spread")
+
+
+def _draw_slowest(axes: Any, saves: Sequence[Save]) -> None:
+    for name, marker, color in (("writing", "o", STAGES["written"]), ("held", "x", HELD)):
+        known = [(i, save.spreads[name].slowest_rank) for i, save in enumerate(saves) if name in save.spreads]
+        label = "to write" if name == "writing" else "to go on"
+        axes.plot(
+            [i for i, _ in known], [rank for _, rank in known], marker, markersize=4, color=color, label=label
+        )
+    ranks = max(save.ranks for save in saves)
+    axes.set_ylim(-0.05 * ranks - 0.3, ranks * 1.05 - 0.7)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylabel("rank", fontsize=8)
+    axes.set_xlabel("iteration", fontsize=8)
+    axes.set_title(f"Which of {ranks} ranks was the slowest", loc="left")
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    _label_saves(axes, saves, "slowest")
+
+
+def _label_saves(axes: Any, saves: Sequence[Save], panel: str) -> None:
+    chosen = _spaced(range(len(saves)), len(saves))
+    axes.set_xticks(chosen, [saves[i].name for i in chosen])
+    axes.set_xlim(-0.6, len(saves) - 0.4)
+    _mark_runs(axes, saves, [i - 0.5 for i in range(len(saves))])
+    for i in range(len(saves)):
+        _hover(axes, i, i - 0.5, i + 0.5, panel)
+
+
+def _mark_runs(axes: Any, saves: Sequence[Save], places: Sequence[float]) -> None:
+    """Draws a line where another run begins."""
+    for before, save, place in zip(saves, saves[1:], places[1:], strict=False):
+        if save.run != before.run:
+            axes.axvline(place, color="#555555", linewidth=0.8, linestyle="-.", zorder=0)
+
+
+def _hover(
+    axes: Any, number: int, low: float, high: float, panel: str, rows: tuple[float, float] | None = None
+) -> None:
+    """Lays an almost transparent area over a save, which svg_text attaches its description to."""
+    area = axes.axvspan(low, high, color="#ffffff", alpha=0.004, linewidth=0, zorder=9)
+    if rows is not None:
+        area.remove()
+        area = axes.fill_between([low, high], *rows, color="#ffffff", alpha=0.004, linewidth=0, zorder=9)
+    area.set_gid(f"save-{panel}/{number}")

@@ -1,0 +1,228 @@
+"""Reads the lines of JSON that `--datastates-report-file` makes; docs/reports.md lists their fields.
+
+A file may hold several runs, a line that a killed run left incomplete, and the first line of the next run on
+the same line. What cannot be read is skipped and noted; a file without any report is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_datastates.errors import StorageError, UnsupportedFormatError
+
+_BEGIN = '{"event": '  # of every line, as pipeline/report.py writes it
+_MOST_NOTES = 5  # for each file; a damaged one may have thousands
+_WRITTEN_BY = "expected the lines of JSON that --datastates-report-file writes"
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """One time over all ranks, in milliseconds."""
+
+    least: float
+    median: float
+    most: float
+    slowest_rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Save:
+    """One save, as the lowest rank that reported it saw it. Times in milliseconds count from its start."""
+
+    save_id: str
+    rank: int
+    ranks: int
+    iteration: int | None
+    mode: str
+    state: str
+    error: str | None
+    bytes: int
+    written_bytes: int
+    eager_bytes: int
+    lazy_bytes: int
+    held_ms: float
+    fence_ms: float
+    stream_wait_ms: float
+    staging_ms: float
+    serializing_ms: float
+    writing_ms: float
+    durable_ms: float
+    slot_wait_ms: float
+    memory_wait_ms: float
+    saves_before: int
+    write_mb_per_s: float
+    held_parts_ms: Mapping[str, float]
+    providers: Mapping[str, Mapping[str, float]]
+    spreads: Mapping[str, Spread]
+    held_spans_ms: Sequence[tuple[str, float, float]] = ()
+    started_at: float | None = None  # seconds since 1970; older releases did not write it
+    published_ms: float | None = None
+    staging_bytes: int = 0
+    page_locked_bytes: int = 0
+    staging_trouble: str = ""
+    prepared: bool | None = None  # whether it reused what the last save had prepared
+
+    @property
+    def run(self) -> str:
+        """Returns which process group saved: all saves between two starts of a program have one."""
+        return self.save_id.partition("-")[0]
+
+    @property
+    def failed(self) -> bool:
+        return self.state != "published"
+
+    @property
+    def name(self) -> str:
+        """Returns the iteration, or the save id where the program named none."""
+        return self.save_id if self.iteration is None else str(self.iteration)
+
+    def slowest_ms(self, name: str) -> float:
+        """Returns the longest `staging`, `writing` or `durable` of all ranks, in milliseconds."""
+        own = float(getattr(self, f"{name}_ms"))
+        return self.spreads[name].most if name in self.spreads else own
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """One load."""
+
+    iteration: int | None
+    state: str
+    error: str | None
+    bytes: int
+    total_ms: float
+
+
+@dataclasses.dataclass
+class Reports:
+    """All reports of some files, saves in the order in which they began, and notes on what was skipped."""
+
+    saves: list[Save]
+    loads: list[Load]
+    notes: list[str]
+
+
+def read_reports(paths: Iterable[Path]) -> Reports:
+    """Reads report files; of several lines on one save, that of the lowest rank counts.
+
+    Raises:
+        StorageError: a file cannot be read.
+        UnsupportedFormatError: a file holds no report, or none of the files has a save.
+    """
+    saves: dict[str, Save] = {}
+    found = Reports([], [], [])
+    for path in paths:
+        for report in _reports(path, found.notes):
+            if isinstance(report, Load):
+                found.loads.append(report)
+            elif report.save_id not in saves or report.rank < saves[report.save_id].rank:
+                saves[report.save_id] = report
+    found.saves = list(saves.values())
+    if all(save.started_at is not None for save in found.saves):
+        found.saves.sort(key=lambda save: save.started_at or 0.0)
+    if not found.saves:
+        raise UnsupportedFormatError("there is no report of a save in these files, only of loads")
+    return found
+
+
+def _reports(path: Path, notes: list[str]) -> list[Save | Load]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise StorageError(
+            f"{path}: {error.strerror}: give a file that --datastates-report-file has written",
+            code=error.errno or 0,
+            path=str(path),
+        ) from None
+    found: list[Save | Load] = []
+    skipped: list[str] = []
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            found += [_report(value) for value in _values(line)]
+        except ValueError as error:
+            reason = str(error)
+            if number == len(lines):
+                reason = "it is incomplete, as a run leaves it that is killed while it writes"
+            skipped.append(f"{path}, line {number} was skipped: {reason}")
+    if not found:
+        reason = skipped[0] if skipped else f"{path} is empty"
+        raise UnsupportedFormatError(f"{path} holds no report: {_WRITTEN_BY}, found: {reason}")
+    notes += skipped[:_MOST_NOTES]
+    if len(skipped) > _MOST_NOTES:
+        notes.append(f"{path}: {len(skipped) - _MOST_NOTES} more lines were skipped")
+    return found
+
+
+def _values(line: str) -> list[Any]:
+    """Returns the value of a line, or of its end if an incomplete line precedes it. Raises ValueError."""
+    if not line.strip():
+        return []
+    try:
+        return [json.loads(line)]
+    except (ValueError, RecursionError):
+        begin = line.rfind(_BEGIN)
+        if begin <= 0:
+            raise ValueError("it is not a whole line of JSON") from None
+    return [json.loads(line[begin:])]
+
+
+def _report(value: Any) -> Save | Load:
+    event = value.get("event") if isinstance(value, dict) else None
+    if event == "save":
+        return _save(value)
+    if event == "load":
+        return Load(*(_field(value, field) for field in dataclasses.fields(Load)))
+    raise ValueError("it is JSON, but neither the report of a save nor of a load")
+
+
+def _save(value: Mapping[str, Any]) -> Save:
+    known = {
+        field.name: _field(value, field)
+        for field in dataclasses.fields(Save)
+        if field.name not in ("spreads", "held_spans_ms")
+    }
+    try:
+        spreads = {
+            name: Spread(float(one["min"]), float(one["median"]), float(one["max"]), int(one["slowest_rank"]))
+            for name, one in _mapping(value, "ranks_ms").items()
+        }
+        spans = [(str(part), float(begin), float(end)) for part, begin, end in value.get("held_spans_ms", [])]
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"its 'ranks_ms' or 'held_spans_ms' is not as expected: {error!r}") from None
+    return Save(**known, spreads=spreads, held_spans_ms=spans)
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "bool": (bool,),
+    "None": (type(None),),
+}
+
+
+def _field(value: Mapping[str, Any], field: dataclasses.Field[Any]) -> Any:
+    """Returns a field of a report after checking its type. Raises ValueError."""
+    if field.name not in value and field.default is not dataclasses.MISSING:
+        return field.default
+    if field.name not in value:
+        raise ValueError(f"its report has no {field.name!r}")
+    found, declared = value[field.name], str(field.type)
+    if declared.startswith("Mapping"):
+        return _mapping(value, field.name)
+    kinds = tuple(kind for name in declared.split(" | ") for kind in _KINDS[name])
+    if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
+        raise ValueError(f"its {field.name!r} is {found!r}, expected {declared}")
+    return found
+
+
+def _mapping(value: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = value.get(name)
+    if not isinstance(found, dict):
+        raise ValueError(f"its {name!r} is {found!r}, expected an object")
+    return found

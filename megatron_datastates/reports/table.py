@@ -1,0 +1,48 @@
+"""One row for each save, as text: the columns of the terminal's table and of the page's."""
+
+from __future__ import annotations
+
+from megatron_datastates.reports.advice import milliseconds, size
+from megatron_datastates.reports.reading import Save
+
+COLUMNS = (
+    "iteration",
+    "state",
+    "mode",
+    "held",
+    "fence",
+    "copied",
+    "serialized",
+    "written",
+    "durable",
+    "published",
+    "size",
+    "MB/s",
+    "before",
+    "slowest",
+)
+LEGEND = (
+    "held: time taken from the trainer; fence: of it, waits of the optimizer; copied to published: from the "
+    "start of the save, of the slowest rank where it is known; before: saves that were unfinished when it "
+    "began; slowest: the rank that wrote longest."
+)
+
+
+def row(save: Save) -> list[str]:
+    """Returns the cells of a save, in the order of COLUMNS."""
+    return [
+        save.name,
+        save.state,
+        save.mode,
+        milliseconds(save.held_ms),
+        milliseconds(save.fence_ms),
+        milliseconds(save.slowest_ms("staging")),
+        milliseconds(save.serializing_ms),
+        milliseconds(save.slowest_ms("writing")),
+        milliseconds(save.slowest_ms("durable")),
+        "-" if save.published_ms is None else milliseconds(save.published_ms),
+        size(save.bytes),
+        f"{save.write_mb_per_s:,.0f}",
+        str(save.saves_before),
+        f"rank {save.spreads['writing'].slowest_rank}" if "writing" in save.spreads else "-",
+    ]

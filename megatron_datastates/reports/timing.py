@@ -1,0 +1,50 @@
+"""Times that follow from several saves: intervals between them, and how long an iteration takes."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+
+from megatron_datastates.reports.reading import Save
+
+
+def usual(saves: Sequence[Save]) -> list[Save]:
+    """Returns the saves without failed ones and the first of each run, which prepares the later ones.
+
+    Only the failed ones are left out if no others remain.
+    """
+    runs: set[str] = set()
+    published = [save for save in saves if not save.failed]
+    later = []
+    for save in published:
+        if save.run in runs:
+            later.append(save)
+        runs.add(save.run)
+    return later or published
+
+
+def median(values: Iterable[float]) -> float:
+    """Returns the median; 0 if there are no values."""
+    found = list(values)
+    return statistics.median(found) if found else 0.0
+
+
+def intervals(saves: Sequence[Save]) -> list[float | None]:
+    """Returns for each save the seconds until the next one of its run began; None where that is not known."""
+    following: Sequence[Save | None] = [*saves[1:], None]
+    return [
+        later.started_at - save.started_at
+        if later and later.run == save.run and later.started_at and save.started_at
+        else None
+        for save, later in zip(saves, following, strict=True)
+    ]
+
+
+def iteration_seconds(saves: Sequence[Save]) -> float | None:
+    """Returns the median time of an iteration between two saves, held time included; None if not known."""
+    found = []
+    for save, later, seconds in zip(saves, saves[1:], intervals(saves), strict=False):
+        steps = (later.iteration or 0) - (save.iteration or 0)
+        if seconds is not None and save.iteration is not None and steps > 0:
+            found.append(seconds / steps)
+    return median(found) if found else None

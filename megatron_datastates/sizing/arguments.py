@@ -1,0 +1,109 @@
+"""Reads the arguments of Megatron that decide how large a checkpoint is, wherever they are written.
+
+Accepted: a command line, a shell script with assignments and continued lines, and lines `key: value` or
+`--key: value`, as in YAML. Words that are no flags of interest are passed over, but a flag that changes
+the model in a way that the formulas do not cover is refused: a wrong plan is worse than none.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from megatron_datastates.errors import OptionError, StorageError
+
+_ASSIGNMENT = re.compile(r"(\w+)=(.*)", re.DOTALL)
+_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_KEY = re.compile(r"(?:--)?([a-z][\w-]*):")
+_UNKNOWN = {  # change the number of parameters in ways that are not in model.py
+    "multi-latent-attention",
+    "mtp-num-layers",
+    "hybrid-layer-pattern",
+    "hybrid-override-pattern",
+    "experimental-attention-variant",
+    "moe-latent-size",
+    "heterogeneous-layers-config-path",
+    "decoder-first-pipeline-num-layers",
+    "decoder-last-pipeline-num-layers",
+    "pipeline-model-parallel-layout",
+    "account-for-embedding-in-pipeline-split",
+    "account-for-loss-in-pipeline-split",
+    "use-megatron-fsdp",
+    "use-torch-fsdp2",
+}
+
+
+class Arguments:
+    """Megatron's arguments by flag, without the leading dashes; the last of several values counts."""
+
+    def __init__(self, values: Mapping[str, str | None]) -> None:
+        self._values = dict(values)
+        for flag in sorted(_UNKNOWN & self._values.keys()):
+            if (self._values[flag] or "").lower() not in ("0", "none", "false"):
+                raise OptionError(f"--{flag}: `datastates plan` has no formula for models with it")
+
+    def has(self, flag: str) -> bool:
+        """Returns whether a flag without a value is set."""
+        return flag in self._values and (self._values[flag] or "").lower() != "false"
+
+    def text(self, flag: str, default: str) -> str:
+        return self._values.get(flag) or default
+
+    def number(self, flag: str, default: int | None = None) -> int:
+        """Returns the number after a flag. Raises OptionError if it is missing, or no number above 0."""
+        text = self._values.get(flag)
+        if text is None and flag not in self._values and default is not None:
+            return default
+        if text is None or re.fullmatch(r"[0-9]+(_[0-9]+)*", text) is None or int(text) < 1:
+            found = "nothing" if text is None else repr(text)
+            raise OptionError(f"--{flag}: expected a whole number above 0, found {found}")
+        return int(text)
+
+
+def read_arguments(files: Iterable[Path], words: Iterable[str]) -> Arguments:
+    """Reads arguments from files and then from words, which win. Raises StorageError and OptionError."""
+    everything: list[str] = []
+    for path in files:
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            reason = f"{path}: {error.strerror}: give a file with arguments of Megatron"
+            raise StorageError(reason, code=error.errno or 0, path=str(path)) from None
+        try:
+            everything += _resolved(shlex.split(text.replace("\\\n", " "), comments=True))
+        except ValueError as error:
+            raise OptionError(f"{path} cannot be split into words as a shell does: {error}") from None
+    return Arguments(_flags([*everything, *words]))
+
+
+def _resolved(words: list[str]) -> list[str]:
+    """Returns the words with variables that the file itself assigns."""
+    known: dict[str, str] = {}
+    found = []
+    for word in words:
+        word = _VARIABLE.sub(lambda match: known.get(match[1] or match[2], match[0]), word)
+        if (match := _ASSIGNMENT.fullmatch(word)) and not word.startswith("-"):
+            known[match[1]] = match[2]
+            word = match[2].removeprefix("(")  # `ARGUMENTS=(--num-layers 4)`, or `ARGUMENTS="--num-layers 4"`
+        # A quoted list of arguments is one word of the file.
+        found += word.split() if word.startswith("--") else [word]
+    return found
+
+
+def _flags(words: list[str]) -> dict[str, str | None]:
+    values: dict[str, str | None] = {}
+    current = ""
+    for raw in words:
+        word = raw.strip("()")
+        if match := _KEY.fullmatch(word):
+            current = match[1].replace("_", "-")
+            values[current] = None
+        elif word.startswith("--"):
+            current, separator, value = word[2:].replace("_", "-").partition("=")
+            values[current] = word.partition("=")[2] if separator else None
+            current = "" if separator and value else current
+        elif current and word:
+            values[current], current = word, ""
+    return values

@@ -1,0 +1,236 @@
+"""From parameters and parallel sizes to bytes, files, memory and times of a save.
+
+Every number that is an assumption or a measurement says so in `Plan.assumptions`, which the command prints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from megatron_datastates.config import GIB
+from megatron_datastates.errors import OptionError
+from megatron_datastates.sizing.arguments import Arguments
+from megatron_datastates.sizing.model import Parameters, stages
+
+HELD_MS, HELD_MICROSECONDS = (
+    0.6,
+    0.5,
+)  # of a save, and of each of its tensors: benchmarks/results/engine.json, `start`
+POOL_SHARE = 0.25  # of the free memory of a node; engine/memory.py
+_RANK_OBJECT_BYTES = 40 << 10  # random generators, rerun state, footer and header
+_LAYER_OBJECT_BYTES = 5 << 10  # extra state of a layer
+_COMMON_OBJECT_BYTES = 50 << 10  # arguments, scheduler
+_FLOAT32 = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Parallel sizes. `data` is without context parallelism, as Megatron counts it."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+    @property
+    def stage_ranks(self) -> int:
+        return self.tensor * self.context * self.data
+
+    @property
+    def ranks(self) -> int:
+        return self.stage_ranks * self.pipeline
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Bytes that are stored for a parameter, and how the optimizer state is distributed."""
+
+    weight_bytes: int = 2
+    optimizer_bytes: int = 12  # float32 parameter and two moments
+    distributed: bool = True  # by --use-distributed-optimizer
+    by_parameter: bool = False  # fully reshardable: without the copies that tensor-parallel ranks have
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """How fast the storage is, and what shares it: `per` is "rank", "node" or "all"."""
+
+    bytes_per_second: float
+    per: str = "node"
+    ranks_per_node: int = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a checkpoint of a run will be. Bytes are of all ranks unless a name says otherwise."""
+
+    parameters: int
+    ranks: int
+    nodes: int
+    weight_bytes: int
+    optimizer_bytes: int
+    object_bytes: int
+    checkpoint_bytes: int
+    largest_rank_bytes: int
+    mean_rank_bytes: int
+    largest_rank_tensors: int
+    files: int
+    staging_bytes_per_rank: int
+    staging_bytes_per_node: int
+    copy_seconds: float
+    write_seconds: float
+    held_ms: float
+    assumptions: list[str]
+
+
+def precision_of(arguments: Arguments) -> Precision:
+    """Returns what Megatron stores for each parameter. Raises OptionError."""
+    optimizer = arguments.text("optimizer", "adam")
+    moments = {"adam": 2, "sgd": 1}.get(optimizer)
+    if moments is None:
+        raise OptionError(f"--optimizer {optimizer}: expected adam or sgd")
+    mixed = arguments.has("bf16") or arguments.has("fp16")
+    distributed = arguments.has("use-distributed-optimizer")
+    states = moments + (1 if mixed or distributed else 0)  # the float32 parameter itself
+    if arguments.has("no-save-optim"):
+        states = 0
+    by_parameter = arguments.has("dist-ckpt-optim-fully-reshardable") or not distributed
+    return Precision(2 if mixed else 4, states * _FLOAT32, distributed, by_parameter)
+
+
+def sizes_of(
+    arguments: Arguments, grid: Grid, precision: Precision
+) -> tuple[list[int], list[int], list[int]]:
+    """Returns bytes of weights and of optimizer state of each pipeline stage, and tensors of each.
+
+    Raises:
+        OptionError: the arguments do not describe a model that the formulas cover.
+    """
+    _check(grid)
+    parts = stages(arguments, grid.tensor, grid.pipeline)
+    weights = [part.stored * precision.weight_bytes for part in parts]
+    states = [_states(part, grid, precision) * precision.optimizer_bytes for part in parts]
+    return weights, states, [part.tensors for part in parts]
+
+
+def _states(part: Parameters, grid: Grid, precision: Precision) -> int:
+    """Returns the parameters whose optimizer state a stage stores."""
+    if precision.by_parameter:
+        return part.stored
+    # Each tensor-parallel rank has buckets of its own, which also hold what is replicated.
+    return part.tensor_parallel + part.tied_copy + part.replicated * grid.tensor + part.experts
+
+
+def _check(grid: Grid) -> None:
+    if grid.stage_ranks % (grid.expert * grid.expert_tensor):
+        raise OptionError(
+            f"expert parallel {grid.expert} x {grid.expert_tensor}: expected a divisor of the "
+            f"{grid.stage_ranks} ranks of a pipeline stage"
+        )
+
+
+def plan_arguments(arguments: Arguments, grid: Grid, storage: Storage, copy_rate: float) -> Plan:
+    """Returns the plan of a model that Megatron's arguments describe. Raises OptionError."""
+    precision = precision_of(arguments)
+    weights, states, tensors = sizes_of(arguments, grid, precision)
+    parts = stages(arguments, grid.tensor, grid.pipeline)
+    notes = [
+        "parameters: Megatron's formulas; the padding of buckets and the alignment of files are left out",
+        _precision_note(precision),
+    ]
+    if precision.by_parameter and precision.distributed:
+        notes.append("fully reshardable: Megatron gathers the optimizer state before the save returns")
+    layers = arguments.number("num-layers")
+    return _plan(
+        sum(part.stored for part in parts), weights, states, tensors, layers, grid, storage, copy_rate, notes
+    )
+
+
+def plan_parameters(
+    parameters: int, grid: Grid, precision: Precision, storage: Storage, copy_rate: float
+) -> Plan:
+    """Returns the plan of a model of which only the number of parameters is known. Raises OptionError."""
+    _check(grid)
+    each = parameters / grid.pipeline
+    layers = max(round((parameters / 12 / 128**2) ** (1 / 3)), 1)  # hidden size 128 times the layers
+    notes = [
+        "parameters: split evenly over all ranks; embeddings, and copies on tensor-parallel ranks, are "
+        "left out",
+        f"objects and tensors: as of a model with {layers} layers",
+        _precision_note(precision),
+    ]
+    weights = [round(each * precision.weight_bytes)] * grid.pipeline
+    states = [round(each * precision.optimizer_bytes)] * grid.pipeline
+    tensors = [math.ceil(layers / grid.pipeline) * 12] * grid.pipeline
+    return _plan(parameters, weights, states, tensors, layers, grid, storage, copy_rate, notes)
+
+
+def _precision_note(precision: Precision) -> str:
+    return (
+        f"precision: {precision.weight_bytes} B of weights and {precision.optimizer_bytes} B of optimizer "
+        "state for each parameter; a precision-aware optimizer is stored as float32, too"
+    )
+
+
+def _plan(
+    parameters: int,
+    weights: list[int],
+    states: list[int],
+    tensors: list[int],
+    layers: int,
+    grid: Grid,
+    storage: Storage,
+    copy_rate: float,
+    notes: list[str],
+) -> Plan:
+    ranks = grid.ranks
+    objects = ranks * _RANK_OBJECT_BYTES + layers * _LAYER_OBJECT_BYTES + _COMMON_OBJECT_BYTES
+    total = sum(weights) + sum(states) + objects
+    stage = [weight + state for weight, state in zip(weights, states, strict=True)]
+    largest = max(range(len(stage)), key=lambda number: stage[number])
+    rank_bytes = math.ceil(stage[largest] / grid.stage_ranks + objects / ranks)
+    nodes = math.ceil(ranks / storage.ranks_per_node)
+    on_node = min(storage.ranks_per_node, ranks)
+    shared = {"rank": rank_bytes, "node": rank_bytes * on_node, "all": total}[storage.per]
+    # Of its optimizer state a rank has a part of the buckets, and of the weights some tensors.
+    rank_tensors = math.ceil(4 * tensors[largest] / (grid.data * grid.context))
+    staging = max(math.ceil(rank_bytes / GIB), 1) * GIB
+    notes += [
+        "ranks of a stage: Megatron spreads weights over data-parallel ranks (--ckpt-fully-parallel-save, "
+        "its default), evenly",
+        f"objects: {_RANK_OBJECT_BYTES >> 10} KiB a rank, {_LAYER_OBJECT_BYTES >> 10} KiB a layer and "
+        f"{_COMMON_OBJECT_BYTES >> 10} KiB, as in checkpoints of recipes/pretrain_tiny.py",
+        f"held: {HELD_MS:g} ms and {HELD_MICROSECONDS:g} us a tensor, the part of this package, measured on "
+        "2 CPU cores without a GPU (benchmarks/results/engine.json); Megatron's own preparation of the state "
+        "comes on top, and `datastates report` shows it",
+        f"copies: {copy_rate / 1e9:g} GB/s a rank (--copy-rate), an assumption",
+        f"disk: {storage.bytes_per_second / 1e9:g} GB/s for {_owner(storage)}, as given; measure it with fio",
+    ]
+    return Plan(
+        parameters=parameters,
+        ranks=ranks,
+        nodes=nodes,
+        weight_bytes=sum(weights),
+        optimizer_bytes=sum(states),
+        object_bytes=objects,
+        checkpoint_bytes=total,
+        largest_rank_bytes=rank_bytes,
+        mean_rank_bytes=total // ranks,
+        largest_rank_tensors=rank_tensors,
+        files=ranks + 3,  # index, manifest, metadata.json
+        staging_bytes_per_rank=staging,
+        staging_bytes_per_node=staging * on_node,
+        copy_seconds=rank_bytes / copy_rate,
+        write_seconds=shared / storage.bytes_per_second,
+        held_ms=HELD_MS + HELD_MICROSECONDS * rank_tensors / 1000,
+        assumptions=notes,
+    )
+
+
+def _owner(storage: Storage) -> str:
+    return {"rank": "each rank", "node": f"each node of {storage.ranks_per_node} ranks", "all": "all ranks"}[
+        storage.per
+    ]

@@ -1,0 +1,209 @@
+"""datastates plan: formulas against published models, reading arguments, and refusals.
+
+tests/e2e/test_plan.py compares plans with real checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron_datastates.errors import OptionError
+from megatron_datastates.sizing.arguments import read_arguments
+from megatron_datastates.sizing.model import stages
+from megatron_datastates.sizing.planning import Grid, Storage, plan_arguments
+from tests.unit.command import run
+
+LLAMA_3_8B = shlex.split("""
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm --disable-bias-linear
+    --untie-embeddings-and-output-weights --position-embedding-type rope --vocab-size 128256
+    --bf16 --use-distributed-optimizer
+""")
+MIXTRAL_8X7B = shlex.split("""
+    --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32
+    --group-query-attention --num-query-groups 8 --swiglu --normalization RMSNorm --disable-bias-linear
+    --untie-embeddings-and-output-weights --position-embedding-type rope --vocab-size 32000 --num-experts 8
+    --bf16 --use-distributed-optimizer
+""")
+GPT_2 = shlex.split("""
+    --num-layers 12 --hidden-size 768 --num-attention-heads 12 --max-position-embeddings 1024
+    --vocab-size 50257 --make-vocab-size-divisible-by 1 --bf16
+""")
+GPT_2_PARAMETERS = 124_439_808
+SCRIPT = """#!/bin/bash
+# A script as Megatron-LM has them.
+HIDDEN=4096
+NUM_LAYERS="32"
+GPT_MODEL_ARGS=(
+    --num-layers $NUM_LAYERS   # a comment
+    --hidden-size ${HIDDEN} --swiglu
+    --vocab-size=128256
+)
+MORE="--bf16 --use-distributed-optimizer"
+torchrun --nproc-per-node 8 pretrain_gpt.py ${GPT_MODEL_ARGS[@]} $MORE \\
+    --num-attention-heads 32
+"""
+YAML = "MODEL_ARGS:\n  --num-layers: 32\n  hidden_size: 4096\n  --swiglu: true\n  --bf16: false\n"
+
+
+def parameters(words: list[str], tensor: int = 1, pipeline: int = 1) -> int:
+    return sum(part.stored for part in stages(read_arguments([], words), tensor, pipeline))
+
+
+@pytest.mark.parametrize(
+    ("words", "count"),
+    [(LLAMA_3_8B, 8_030_261_248), (MIXTRAL_8X7B, 46_702_792_704), (GPT_2, GPT_2_PARAMETERS)],
+    ids=["Llama 3 8B", "Mixtral 8x7B", "GPT-2"],
+)
+def test_published_models_have_their_published_number_of_parameters(words: list[str], count: int) -> None:
+    assert parameters(words) == count
+
+
+def test_the_number_of_parameters_does_not_depend_on_the_layout() -> None:
+    words = [*LLAMA_3_8B, "--make-vocab-size-divisible-by", "1"]
+    assert parameters(words, 8, 4) == parameters(LLAMA_3_8B)
+
+
+def test_the_vocabulary_is_padded_for_the_tensor_parallel_size() -> None:
+    words = [*LLAMA_3_8B, "--vocab-size", "128257"]
+    assert parameters(words, 2) - parameters(LLAMA_3_8B) == 2 * 4096 * (128512 - 128256)
+
+
+def test_a_model_stores_14_bytes_for_each_parameter() -> None:
+    plan = plan_arguments(read_arguments([], LLAMA_3_8B), Grid(data=8), Storage(1e9), 1e9)
+    assert (plan.weight_bytes, plan.optimizer_bytes) == (2 * 8_030_261_248, 12 * 8_030_261_248)
+
+
+@pytest.mark.parametrize(
+    ("words", "weight", "state"),
+    [
+        ([], 2, 12),
+        (["--optimizer", "sgd"], 2, 8),
+        (["--no-save-optim"], 2, 0),
+        (["--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16"], 2, 12),
+    ],
+)
+def test_bytes_of_a_parameter_depend_on_the_optimizer(words: list[str], weight: int, state: int) -> None:
+    plan = plan_arguments(read_arguments([], [*GPT_2, *words]), Grid(), Storage(1e9), 1e9)
+    assert plan.weight_bytes == weight * GPT_2_PARAMETERS
+    assert plan.optimizer_bytes == state * GPT_2_PARAMETERS
+
+
+def test_float32_stores_no_copy_of_its_parameters_without_the_distributed_optimizer() -> None:
+    words = [word for word in GPT_2 if word != "--bf16"]
+    plan = plan_arguments(read_arguments([], words), Grid(), Storage(1e9), 1e9)
+    assert (plan.weight_bytes, plan.optimizer_bytes) == (4 * GPT_2_PARAMETERS, 8 * GPT_2_PARAMETERS)
+
+
+def test_the_last_stage_has_an_optimizer_state_for_tied_embeddings() -> None:
+    words = [*GPT_2, "--use-distributed-optimizer"]
+    one, two = (
+        plan_arguments(read_arguments([], words), Grid(pipeline=size), Storage(1e9), 1e9) for size in (1, 2)
+    )
+    assert two.optimizer_bytes - one.optimizer_bytes == 12 * 50257 * 768
+    assert two.weight_bytes == one.weight_bytes
+
+
+def test_each_tensor_parallel_rank_has_an_optimizer_state_for_what_is_replicated() -> None:
+    sizes = {}
+    for more in ([], ["--dist-ckpt-optim-fully-reshardable"]):
+        words = [*LLAMA_3_8B, "--make-vocab-size-divisible-by", "1", *more]
+        sizes[len(more)] = plan_arguments(read_arguments([], words), Grid(tensor=8), Storage(1e9), 1e9)
+    norms = (32 * 2 + 1) * 4096
+    assert sizes[0].optimizer_bytes - sizes[1].optimizer_bytes == 12 * norms * 7
+    assert sizes[0].weight_bytes == sizes[1].weight_bytes
+
+
+@pytest.mark.parametrize(("per", "seconds"), [("rank", 14.0), ("node", 56.0), ("all", 224.0)])
+def test_the_time_to_write_depends_on_who_has_the_rate(per: str, seconds: float) -> None:
+    # 16 ranks on 4 nodes, 14 GB each.
+    sizes = ["--params", "16B", "--tp", 2, "--pp", 2, "--dp", 4, "--ranks-per-node", 4]
+    code, out, _ = run("plan", *sizes, "--rate", "1GB/s", "--rate-per", per, "--json")
+    plan = json.loads(out)
+    assert code == 0 and plan["write_seconds"] == pytest.approx(seconds, rel=0.001)
+    assert plan["shortest_interval_seconds"] == plan["write_seconds"]
+    assert plan["files"] == 16 + 3 and plan["staging_bytes_per_rank"] == 14 << 30
+    assert plan["checkpoint_bytes"] == pytest.approx(224e9, rel=0.001)
+
+
+def test_a_shell_script_and_arguments_after_it_are_read(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text(SCRIPT)
+    found = read_arguments([tmp_path / "train.sh"], ["--num-layers", "16"])
+    assert [found.number(flag) for flag in ("num-layers", "hidden-size", "vocab-size")] == [16, 4096, 128256]
+    assert found.number("num-attention-heads") == 32
+    assert found.has("swiglu") and found.has("bf16") and found.has("use-distributed-optimizer")
+
+
+def test_lines_of_keys_and_values_are_read(tmp_path: Path) -> None:
+    (tmp_path / "model.yaml").write_text(YAML)
+    found = read_arguments([tmp_path / "model.yaml"], [])
+    assert [found.number(flag) for flag in ("num-layers", "hidden-size")] == [32, 4096]
+    assert found.has("swiglu") and not found.has("bf16")
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["--", *GPT_2[2:]], "--num-layers: expected a whole number above 0, found nothing"),
+        (
+            ["--", *GPT_2, "--num-layers", "$LAYERS"],
+            "--num-layers: expected a whole number above 0, found '$LAYERS'",
+        ),
+        (["--pp", "5", "--", *GPT_2], "--num-layers 12: expected a multiple of the pipeline-parallel size 5"),
+        (["--ep", "3", "--", *GPT_2], "expert parallel 3 x 1: expected a divisor of the 1 ranks"),
+        (
+            ["--", *GPT_2, "--multi-latent-attention"],
+            "--multi-latent-attention: `datastates plan` has no formula",
+        ),
+        (["--", *GPT_2, "--mtp-num-layers", "1"], "--mtp-num-layers: `datastates plan` has no formula"),
+        (["--", *GPT_2, "--optimizer", "muon"], "--optimizer muon: expected adam or sgd"),
+        (["--", *MIXTRAL_8X7B, "--moe-layer-freq", "__import__('os')"], "--moe-layer-freq"),
+        (["--", *MIXTRAL_8X7B, "--moe-layer-freq", "[1]*31"], "with 32 elements"),
+        (["--params", "many"], "--params many: expected a number of parameters such as 70B"),
+        (["--params", "7B", "--rate", "fast"], "--rate fast"),
+        (["--params", "7B", "--rate", "0"], "expected a rate above 0"),
+        (["--params", "7B", "--rate-per", "disk"], "--rate-per disk: expected rank, node or all"),
+        (["--params", "7B", "--iteration-seconds", "0"], "--iteration-seconds 0"),
+        (["--arguments", "none.sh"], "none.sh: No such file or directory"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_line_and_exit_code_2(words: list[str], reason: str) -> None:
+    code, out, err = run("plan", *words)
+    assert (code, out) == (2, "") and reason in err and err.count("\n") == 1
+
+
+def test_a_model_that_is_no_whole_number_of_layers_is_refused() -> None:
+    with pytest.raises(OptionError):
+        parameters([*GPT_2, "--num-layers", "0"])
+
+
+def test_the_plan_says_what_to_set_and_what_it_assumes() -> None:
+    code, out, err = run(
+        "plan",
+        "--params",
+        "70B",
+        "--tp",
+        8,
+        "--pp",
+        4,
+        "--dp",
+        8,
+        "--rate",
+        "10GB/s",
+        "--iteration-seconds",
+        2,
+    )
+    assert (code, err) == (0, "")
+    for text in (
+        "980.01 GB (140.00 GB weights, 840.00 GB optimizer",
+        "259: one for each rank",
+        "2 iterations; with a margin, --save-interval 2",
+        "--datastates-staging-memory 4GiB",
+        "benchmarks/results/engine.json",
+        "an assumption",
+    ):
+        assert text in out

@@ -1,0 +1,298 @@
+"""datastates report: reading report files, advice, the picture and the page.
+
+`reports/run.jsonl` was written by recipes/demo.py: a run that was killed, and one that resumed it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron_datastates.errors import StorageError, UnsupportedFormatError
+from megatron_datastates.reports.advice import Advice, advise
+from megatron_datastates.reports.picture import held_shares
+from megatron_datastates.reports.reading import read_reports
+from megatron_datastates.reports.timing import intervals, iteration_seconds, usual
+from tests.unit.command import run
+
+RUN = Path(__file__).parent / "reports" / "run.jsonl"
+LINES = RUN.read_text().splitlines(keepends=True)
+SAVES = [report for report in map(json.loads, LINES) if report["event"] == "save"]
+MIB = 1 << 20
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[[str | list[dict[str, Any]]], Path]:
+    def write(content: str | list[dict[str, Any]]) -> Path:
+        path = tmp_path / "report.jsonl"
+        text = content if isinstance(content, str) else "".join(json.dumps(one) + "\n" for one in content)
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def changed(**fields: Any) -> list[dict[str, Any]]:
+    """Returns the saves of the run with other values; a function maps the old value to the new one."""
+    return [
+        save | {name: value(save[name]) if callable(value) else value for name, value in fields.items()}
+        for save in SAVES
+    ]
+
+
+@pytest.fixture
+def advised(written: Callable[..., Path]) -> Callable[..., dict[str, Advice]]:
+    def advise_on(**fields: Any) -> dict[str, Advice]:
+        return {one.title: one for one in advise(read_reports([written(changed(**fields))]).saves)}
+
+    return advise_on
+
+
+def test_a_run_and_the_one_that_resumed_it_are_read_in_order() -> None:
+    found = read_reports([RUN])
+    assert [save.iteration for save in found.saves] == [10, 20, 30, 40, 50, 60]
+    assert len({save.run for save in found.saves}) == 2
+    assert [load.iteration for load in found.loads] == [20]
+    assert found.notes == []
+    assert all(save.published_ms and save.held_spans_ms for save in found.saves)
+
+
+def test_files_in_any_order_and_lines_of_other_ranks_change_nothing(tmp_path: Path) -> None:
+    others = [save | {"rank": 1, "held_ms": 1e6} for save in SAVES]
+    (tmp_path / "1.jsonl").write_text("".join(json.dumps(one) + "\n" for one in others))
+    assert read_reports([tmp_path / "1.jsonl", RUN]).saves == read_reports([RUN]).saves
+
+
+def test_an_incomplete_last_line_is_skipped_with_a_note(written: Callable[..., Path]) -> None:
+    found = read_reports([written("".join(LINES)[:-200])])
+    assert [save.iteration for save in found.saves] == [10, 20, 30, 40, 50]
+    assert len(found.notes) == 1 and "killed while it writes" in found.notes[0]
+
+
+def test_a_line_that_follows_an_incomplete_one_is_read(written: Callable[..., Path]) -> None:
+    found = read_reports([written(LINES[0][:100] + LINES[1])])
+    assert [save.iteration for save in found.saves] == [20]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("nonsense\n", "line 1 was skipped: it is not a whole line of JSON"),
+        ('{"loss": 3.5}\n', "line 1 was skipped: it is JSON, but neither"),
+        ("[1, 2]\n", "neither the report of a save nor of a load"),
+        (LINES[0].replace('"bytes": ', '"bites": ', 1), "its report has no 'bytes'"),
+        (
+            LINES[0].replace('"held_ms": ', '"held_ms": "', 1).replace(', "held_parts', '", "held_parts', 1),
+            "'held_ms'",
+        ),
+        (LINES[0].replace('"slowest_rank"', '"rank"'), "'ranks_ms'"),
+    ],
+)
+def test_what_is_not_a_report_is_skipped_with_a_note(
+    damage: str, reason: str, written: Callable[..., Path]
+) -> None:
+    found = read_reports([written(damage + LINES[1])])
+    assert len(found.saves) == 1 and len(found.notes) == 1
+    assert reason in found.notes[0]
+
+
+def test_lines_of_older_releases_are_read_without_the_clock(
+    written: Callable[..., Path], tmp_path: Path
+) -> None:
+    old = [dict(save) for save in SAVES]
+    for save in old:
+        del save["started_at"], save["published_ms"], save["held_spans_ms"]
+    found = read_reports([written(old)])
+    assert intervals(found.saves) == [None] * 6 and iteration_seconds(found.saves) is None
+    assert run("report", tmp_path / "report.jsonl", "--out", tmp_path)[0] == 0
+    assert (tmp_path / "report.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "No such file or directory: give a file that --datastates-report-file has written"),
+        ("", "is empty"),
+        (
+            '{\n  "loss": 3.5\n}\n',
+            "holds no report: expected the lines of JSON that --datastates-report-file writes",
+        ),
+        ('{"loss": 3.5}\n', "it is JSON, but neither the report of a save nor of a load"),
+    ],
+)
+def test_a_file_without_reports_is_one_line_and_exit_code_2(
+    content: str | None, reason: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "other.jsonl"
+    if content is not None:
+        path.write_text(content)
+    code, out, err = run("report", path)
+    assert code == 2 and out == ""
+    assert reason in err and str(path) in err and err.count("\n") == 1
+    with pytest.raises((StorageError, UnsupportedFormatError)):
+        read_reports([path])
+
+
+def test_intervals_end_with_their_run() -> None:
+    saves = read_reports([RUN]).saves
+    known = intervals(saves)
+    assert [seconds is None for seconds in known] == [False, True, False, False, False, True]
+    assert iteration_seconds(saves) == pytest.approx(
+        sorted(s for s in known if s)[1] / 20 + sorted(s for s in known if s)[2] / 20
+    )
+    assert [save.iteration for save in usual(saves)] == [20, 40, 50, 60]
+
+
+def test_held_time_is_not_counted_twice() -> None:
+    for save in read_reports([RUN]).saves:
+        assert sum(held_shares(save).values()) == pytest.approx(save.held_ms, abs=0.01)
+
+
+def test_a_run_without_trouble_gets_a_note_on_its_cost_only(
+    advised: Callable[..., dict[str, Advice]],
+) -> None:
+    found = advised()
+    assert list(found) == ["What a save costs the trainer"]
+    assert "(median of 4)" in found["What a save costs the trainer"].text
+
+
+def test_failed_saves_come_first(advised: Callable[..., dict[str, Advice]]) -> None:
+    found = advised(state="failed", error="rank 3: 'w' changed too early\nmore", published_ms=None)
+    first = next(iter(found.values()))
+    assert first.title == "6 of 6 saves failed" and first.level == "failure"
+    assert "rank 3: 'w' changed too early." in first.text and "--datastates-paranoid" in first.text
+
+
+def test_a_disk_that_is_slower_than_the_interval_is_found(advised: Callable[..., dict[str, Advice]]) -> None:
+    slow = {"min": 3e3, "median": 7e3, "max": 8e3, "slowest_rank": 1}
+    found = advised(ranks_ms={"durable": slow}, saves_before=1)
+    advice = found["The disk is slower than the interval between saves"]
+    assert "6 of 6 saves began" in advice.text and "durable after 8.0 s" in advice.text
+    saves = read_reports([RUN]).saves
+    assert f"every {-(-8 / 0.8 // (iteration_seconds(saves) or 0)):.0f} iterations" in advice.text
+
+
+def test_a_rank_that_is_far_slower_is_named(advised: Callable[..., dict[str, Advice]]) -> None:
+    spread = {"min": 300.0, "median": 400.0, "max": 900.0, "slowest_rank": 17}
+    advice = advised(ranks=64, ranks_ms={"writing": spread})["Rank 17 is far slower than the others to write"]
+    assert "slowest in 4 of 4 saves, and needed 900 ms; the median rank needed 400 ms" in advice.text
+    alike = {"min": 300.0, "median": 400.0, "max": 450.0, "slowest_rank": 17}
+    assert not any("far slower" in title for title in advised(ranks=64, ranks_ms={"writing": alike}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "title", "text"),
+    [
+        (
+            {"slot_wait_ms": 500.0, "fence_ms": 90.0, "lazy_bytes": 3 << 30, "staging_bytes": 1 << 30},
+            "The staging memory is smaller than the shard",
+            "--datastates-staging-memory 3GiB",
+        ),
+        (
+            {"memory_wait_ms": 700.0, "slot_wait_ms": 700.0},
+            "Copies waited for staging memory to be allocated",
+            "700 ms",
+        ),
+        ({"fence_ms": 80.0}, "The optimizer waits for copies", "80 ms of the host's time"),
+        ({"stream_wait_ms": 80.0}, "The optimizer waits for copies", "80 ms of the device's"),
+        (
+            {"eager_bytes": 900 * MIB, "lazy_bytes": 0, "mode": "sync"},
+            "Many bytes are copied before the save returns",
+            "add --async-save",
+        ),
+        (
+            {"eager_bytes": 900 * MIB, "lazy_bytes": 0},
+            "Many bytes are copied before the save returns",
+            "--datastates-lazy is off",
+        ),
+        (
+            {"serializing_ms": 5e3, "durable_ms": 6e3},
+            "Serialized objects take most of a save",
+            "after 5.0 s of 6.0 s",
+        ),
+        (
+            {"staging_trouble": "the driver refused"},
+            "The staging memory is not as it should be",
+            "the driver refused",
+        ),
+    ],
+)
+def test_advice_has_numbers(
+    fields: dict[str, Any], title: str, text: str, advised: Callable[..., dict[str, Advice]]
+) -> None:
+    assert text in advised(**fields)[title].text
+
+
+def test_saves_that_prepared_everything_anew_are_counted(written: Callable[..., Path]) -> None:
+    saves = [save | {"prepared": save["iteration"] != 50} for save in SAVES]
+    found = {one.title: one for one in advise(read_reports([written(saves)]).saves)}
+    advice = found["1 of 4 saves could not reuse what the last one had prepared"]
+    assert "The last one was at iteration 50." in advice.text
+    never = read_reports([written(changed(prepared=False))])
+    assert not any("reuse" in one.title for one in advise(never.saves))
+
+
+def test_the_page_is_whole_and_needs_no_network(tmp_path: Path) -> None:
+    code, out, err = run("report", RUN, "--out", tmp_path / "pictures")
+    assert (code, err) == (0, "")
+    page = (tmp_path / "pictures" / "report.html").read_text()
+    assert "src=" not in page and "<script" not in page and "@import" not in page
+    links = re.findall(r'href="([^"]*)"', page)
+    assert links and all(link.startswith("#") for link in links)
+    svg = page[page.index("<svg") : page.index("</svg>") + 6]
+    elements = ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}title")
+    titles = [element.text or "" for element in elements]
+    assert any(title.startswith("iteration 40: published") for title in titles)
+    assert page.count("<tr") == 1 + len(SAVES)
+    assert (tmp_path / "pictures" / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert "wrote" in out
+
+
+def test_a_page_cannot_be_made_to_run_code(written: Callable[..., Path], tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    path = written(changed(state="failed", error=evil, published_ms=None))
+    assert run("report", path, "--html", tmp_path / "page.html")[0] == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;script&gt;" in page and "<script" not in page
+
+
+def test_without_matplotlib_there_are_the_table_and_the_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, out, err = run("report", RUN, "--out", tmp_path)
+    assert code == 0 and "What a save costs" in out
+    assert "pip install 'megatron-datastates[plot]'" in err
+    assert "megatron-datastates[plot]" in (tmp_path / "report.html").read_text()
+    assert not (tmp_path / "report.png").exists()
+    assert run("report", RUN, "--png", tmp_path / "x.png")[0] == 2
+
+
+def test_only_the_last_saves_are_looked_at_if_asked() -> None:
+    out = run("report", RUN, "--last", "2")[1]
+    assert [line.split()[0] for line in out.splitlines()[1:3]] == ["50", "60"]
+    assert run("report", RUN, "--last", "0")[0] == 2
+
+
+@pytest.mark.parametrize("command", ["report", "plan"])
+def test_the_command_starts_without_torch_and_the_native_module(command: str) -> None:
+    code = (
+        "import sys; sys.argv = ['datastates', '" + command + "', '--help']\n"
+        "from megatron_datastates.cli.entry import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'numpy', 'matplotlib', 'megatron_datastates.engine._native'}\n"
+        "loaded = heavy & sys.modules.keys()\n"
+        "sys.exit(f'imported {loaded}' if loaded else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Usage:" in done.stdout and f"datastates {command}" in done.stdout
