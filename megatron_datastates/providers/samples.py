@@ -12,6 +12,7 @@ import random
 import torch
 
 SAMPLE_BYTES = 64
+_places = random.Random()  # not the program's generator, whose state is saved
 
 
 class Samples:
@@ -38,4 +39,4 @@ class Samples:
 
 def _place(first: int, last: int) -> int:
     """Returns a place from `first` to `last`; `last` if a part is shorter than a sample."""
-    return last if last <= first else first + int(random.random() * (last - first + 1))
+    return last if last <= first else first + int(_places.random() * (last - first + 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -284,6 +285,12 @@ def test_a_tensor_that_is_given_other_memory_has_not_changed(tmp_path: Path) -> 
     )
     assert publication.outcome is Outcome.PUBLISHED, publication.error
     assert torch.equal(ds.open(tmp_path / "c").read_tensor("state.w"), noise(700, 1001))
+
+
+def test_samples_leave_the_random_generators_of_the_program_alone() -> None:
+    before = random.getstate()
+    Samples(torch.zeros(10_000), 1000)
+    assert random.getstate() == before
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 65, 1000, 1001, 1063, 3000])
