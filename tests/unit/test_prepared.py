@@ -4,6 +4,7 @@ Real optimizers and loops: tests/e2e/test_prepared.py.
 """
 
 import copy
+import functools
 import gc
 import io
 from collections.abc import Callable
@@ -12,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore.save import prepared
+from megatron_datastates.mcore.save.buckets import wrap_sharded_param_state_dp_reshardable
 from megatron_datastates.mcore.save.extra_states import extra_states
 from megatron_datastates.mcore.save.survey import Survey, UnprovableError
 
@@ -29,6 +32,8 @@ def no_optimizer() -> Any:
 def make() -> torch.nn.Module:
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2))
     model[0].register_buffer("kept", torch.zeros(3))
+    model[0].register_buffer("dropped", torch.zeros(3), persistent=False)
+    model[2]._register_state_dict_hook(torch.nn.init.zeros_)  # a function that is trusted
     return model
 
 
@@ -43,6 +48,16 @@ def set_values(model: Any) -> None:
 
 def transpose_in_memory(model: Any) -> None:
     model[0].weight.data = torch.ones(4, 6).t()
+
+
+def swap_persistence(model: Any) -> None:
+    model[0].register_buffer("kept", model[0].kept, persistent=False)
+    model[0].register_buffer("dropped", model[0].dropped)
+
+
+def replace_hook(model: Any) -> None:
+    model[2]._state_dict_hooks.clear()
+    model[2].register_state_dict_post_hook(lambda *_: None)
 
 
 CHANGES: list[Callable[[Any], object]] = [
@@ -61,7 +76,13 @@ CHANGES: list[Callable[[Any], object]] = [
     lambda model: model[0].weight.requires_grad_(False),
     lambda model: model[0].register_state_dict_post_hook(lambda *_: None),
     lambda model: setattr(model[0], "sharded_state_dict", lambda: {}),
+    lambda model: setattr(model[0], "state_dict", lambda: {}),
+    lambda model: setattr(model[0], "_save_to_state_dict", lambda: {}),
     lambda model: setattr(model[0], "__class__", torch.nn.Bilinear),
+    lambda model: setattr(model[0].weight, "data", torch._neg_view(torch.ones(6, 4))),
+    lambda model: model._modules.__setitem__("0", model._modules.pop("0")),
+    swap_persistence,
+    replace_hook,
 ]
 
 
@@ -69,10 +90,10 @@ CHANGES: list[Callable[[Any], object]] = [
 def test_a_survey_notices_every_change_of_structure(change: Callable[[Any], object]) -> None:
     model = make()
     survey = Survey([model], no_optimizer())
-    survey.tensors_if_unchanged()
+    survey.tensors_if_unchanged(no_optimizer())
     change(model)
     with pytest.raises(UnprovableError):
-        survey.tensors_if_unchanged()
+        survey.tensors_if_unchanged(no_optimizer())
 
 
 @pytest.mark.parametrize("change", [set_data, set_values])
@@ -80,7 +101,8 @@ def test_other_memory_and_other_values_are_no_change_of_structure(change: Callab
     model = make()
     survey = Survey([model], no_optimizer())
     change(model)
-    tensors, addresses = survey.tensors_if_unchanged()
+    tensors = survey.tensors_if_unchanged(no_optimizer())
+    addresses = survey.addresses_if_unchanged(tensors)
     assert any(tensor is model[0].weight for tensor in tensors)
     assert addresses is None or addresses.tolist() == [tensor.data_ptr() for tensor in tensors]
 
@@ -91,7 +113,7 @@ def test_a_method_replaced_in_a_class_is_noticed(monkeypatch: pytest.MonkeyPatch
     survey = Survey([model], no_optimizer())
     monkeypatch.setattr(torch.nn.Linear, "state_dict", lambda self, *args, **kwargs: {})
     with pytest.raises(UnprovableError, match="method"):
-        survey.tensors_if_unchanged()
+        survey.tensors_if_unchanged(no_optimizer())
 
 
 def test_a_survey_keeps_nothing_alive() -> None:
@@ -100,7 +122,7 @@ def test_a_survey_keeps_nothing_alive() -> None:
     del model
     gc.collect()
     with pytest.raises(UnprovableError, match="gone"):
-        survey.tensors_if_unchanged()
+        survey.tensors_if_unchanged(no_optimizer())
 
 
 class Own(torch.nn.Linear):
@@ -114,10 +136,53 @@ class Hooked(torch.nn.Linear):
         self.register_state_dict_post_hook(lambda *_: None)
 
 
-@pytest.mark.parametrize("module", [lambda: Own(2, 2), Hooked])
+def overridden() -> torch.nn.Module:
+    module = torch.nn.Linear(2, 2)
+    module.state_dict = lambda: {}  # type: ignore[assignment,method-assign]
+    return module
+
+
+class Decorated(torch.nn.Linear):
+    @functools.wraps(torch.nn.Linear.state_dict)  # copies `__module__`, too
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {}
+
+
+@pytest.mark.parametrize("module", [lambda: Own(2, 2), Hooked, overridden, lambda: Decorated(2, 2)])
 def test_code_that_nobody_knows_is_not_trusted(module: Callable[[], Any]) -> None:
     with pytest.raises(UnprovableError, match="has a say in the state dict"):
         Survey([torch.nn.Sequential(module())], no_optimizer())
+
+
+def chain_of(*optimizers: Any) -> Any:
+    chain = no_optimizer()
+    chain.chained_optimizers += optimizers
+    return chain
+
+
+def test_an_optimizer_that_joins_the_chain_is_noticed() -> None:
+    model = make()
+    survey = Survey([model], no_optimizer())
+    with pytest.raises(UnprovableError, match="an optimizer was added"):
+        survey.tensors_if_unchanged(chain_of(DistributedOptimizer.__new__(DistributedOptimizer)))
+
+
+def test_a_method_of_the_optimizer_that_somebody_wrapped_is_not_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "sharded_param_state_dp_reshardable"
+    original = getattr(DistributedOptimizer, name)
+    monkeypatch.setattr(DistributedOptimizer, name, functools.wraps(original)(lambda *_: {}))
+    with pytest.raises(UnprovableError, match="has a say in the state dict of DistributedOptimizer"):
+        Survey([make()], no_optimizer())
+
+
+def test_our_own_hook_of_the_optimizer_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "sharded_param_state_dp_reshardable"
+    original = getattr(DistributedOptimizer, name)
+    hooked = functools.wraps(original)(wrap_sharded_param_state_dp_reshardable(original))
+    monkeypatch.setattr(DistributedOptimizer, name, hooked)
+    Survey([make()], no_optimizer())
 
 
 def test_other_optimizers_than_the_distributed_one_are_refused() -> None:
@@ -186,6 +251,12 @@ def test_a_tensor_made_for_one_save_cannot_be_prepared() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     with pytest.raises(UnprovableError, match="'w' is made anew"):
         prepared._row("w", weight.detach().clone(), {id(weight): 0})
+
+
+def test_a_view_of_another_dtype_cannot_be_prepared() -> None:
+    weight = torch.zeros(4)
+    with pytest.raises(UnprovableError, match="'w' is made anew"):
+        prepared._row("w", weight.view(torch.int16), {id(weight): 0})
 
 
 def test_a_thin_state_dict_cannot_be_saved_by_anybody_else() -> None:
