@@ -21,7 +21,9 @@ from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore.save import prepared
 from megatron_datastates.mcore.save.buckets import wrap_sharded_param_state_dp_reshardable
 from megatron_datastates.mcore.save.extra_states import extra_states
+from megatron_datastates.mcore.save.mutability import nothing_promised
 from megatron_datastates.mcore.save.survey import Survey, UnprovableError
+from megatron_datastates.providers.base import Mutability, Tensors
 
 
 def no_optimizer() -> Any:
@@ -82,6 +84,8 @@ CHANGES: list[Callable[[Any], object]] = [
     lambda model: setattr(model[0], "__class__", torch.nn.Bilinear),
     lambda model: setattr(model[0].weight, "data", torch._neg_view(torch.ones(6, 4))),
     lambda model: model._modules.__setitem__("0", model._modules.pop("0")),
+    lambda model: model[2]._parameters.update(again=model[2]._parameters.pop("bias")),
+    lambda model: model[2]._buffers.update(bias=model[2]._parameters.pop("bias")),
     swap_persistence,
     replace_hook,
 ]
@@ -328,6 +332,36 @@ def test_views_follow_their_tensor_to_other_memory() -> None:
     weight.data = torch.arange(100.0, 112.0).reshape(4, 3)
     assert row.view is not None
     assert prepared._view(weight, row.view).tolist() == weight[2:].tolist()
+
+
+def test_what_a_transformation_changes_is_not_kept() -> None:
+    model = make()
+    call = {"model": [model], "optimizer": no_optimizer(), "args": None}
+    preparation = prepared.Preparation(call)
+    found = Tensors()
+    found.add("w", model[0].weight, Mutability.NOW)
+    preparation.complete(found, found.tensors[:])
+    for _ in range(2):
+        found.keys[0], found.stable[0] = "other", True
+        preparation.require(call)
+        found = preparation.tensors(lambda: nothing_promised, is_lazy=False)
+        assert (found.keys, found.stable) == (["w"], [False])
+
+
+def test_addresses_are_those_of_the_moment_at_which_tensors_are_handed_over() -> None:
+    model = make()
+    call = {"model": [model], "optimizer": no_optimizer(), "args": None}
+    preparation = prepared.Preparation(call)
+    found = Tensors()
+    found.add("w", model[0].weight, Mutability.NOW)
+    preparation.complete(found, found.tensors[:])
+    preparation.require(call)
+    model[0].weight.data = torch.ones(6, 4)
+    described = preparation.tensors(lambda: nothing_promised, is_lazy=False).described
+    assert described is None or described.addresses.tolist() == [model[0].weight.data_ptr()]
+    model[0].weight.data = torch.ones(6, 5)
+    with pytest.raises(SaveFailedError, match="while Megatron made a state dict"):
+        preparation.tensors(lambda: nothing_promised, is_lazy=False)
 
 
 def test_a_tensor_made_for_one_save_cannot_be_prepared() -> None:

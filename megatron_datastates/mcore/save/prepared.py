@@ -14,7 +14,6 @@ save. A thin state dict that any other code tried to save would fail: it holds w
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping
@@ -149,7 +148,7 @@ class Preparation:
         if has_unresolved_views(found, described is None or described.has_complex):
             raise UnprovableError("a tensor is a negated or conjugated view")
         self._rows, self._described = rows, described
-        self._columns = dataclasses.replace(found, tensors=[])
+        self._columns = _copied(found, [])
         self._classified = None
         self.is_complete = True
 
@@ -217,7 +216,7 @@ class Preparation:
             columns.mutability = list(map(classifier(), tensors))
             self._classified = depends_on
         self.is_taken = True
-        return dataclasses.replace(columns, tensors=tensors, described=described)
+        return _copied(columns, tensors, described)
 
     def _addresses_now(self) -> Words | None:
         """Returns the addresses of the survey's tensors and of padding, if torch has a fast way to them.
@@ -312,6 +311,12 @@ def _row(key: str, tensor: torch.Tensor, numbers: dict[int, int]) -> Row:
 def _view(tensor: torch.Tensor, view: tuple[tuple[int, ...], tuple[int, ...], int]) -> torch.Tensor:
     shape, strides, distance = view
     return tensor.detach().as_strided(shape, strides, tensor.storage_offset() + distance)
+
+
+def _copied(columns: Tensors, tensors: list[torch.Tensor], described: Described | None = None) -> Tensors:
+    """Returns other tensors with the columns in lists of their own: a transformation may change them."""
+    lists = (columns.mutability, columns.places, columns.stable)
+    return Tensors(list(columns.keys), tensors, *map(list, lists), described=described)
 
 
 def mark_of(state: Mapping[str, Any]) -> Mark | None:
