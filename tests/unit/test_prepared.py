@@ -63,6 +63,10 @@ def replace_hook(model: Any) -> None:
     model[2].register_state_dict_post_hook(lambda *_: None)
 
 
+def move_hook(model: Any) -> None:
+    model[1]._state_dict_hooks.update([model[2]._state_dict_hooks.popitem()])
+
+
 CHANGES: list[Callable[[Any], object]] = [
     lambda model: model.append(torch.nn.Linear(2, 2)),
     lambda model: model[0].register_buffer("new", torch.zeros(1)),
@@ -88,6 +92,7 @@ CHANGES: list[Callable[[Any], object]] = [
     lambda model: model[2]._buffers.update(bias=model[2]._parameters.pop("bias")),
     swap_persistence,
     replace_hook,
+    move_hook,
 ]
 
 

@@ -315,8 +315,8 @@ def _view(tensor: torch.Tensor, view: tuple[tuple[int, ...], tuple[int, ...], in
 
 def _copied(columns: Tensors, tensors: list[torch.Tensor], described: Described | None = None) -> Tensors:
     """Returns other tensors with the columns in lists of their own: a transformation may change them."""
-    lists = (columns.mutability, columns.places, columns.stable)
-    return Tensors(list(columns.keys), tensors, *map(list, lists), described=described)
+    keys, mutability = list(columns.keys), list(columns.mutability)
+    return Tensors(keys, tensors, mutability, list(columns.places), list(columns.stable), described)
 
 
 def mark_of(state: Mapping[str, Any]) -> Mark | None:
