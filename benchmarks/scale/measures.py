@@ -29,7 +29,7 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import MANIFEST_NAME, Fragment, SaveId
 from megatron_datastates.pipeline.agreement import Collectives
-from megatron_datastates.pipeline.layouts import LayoutStore
+from megatron_datastates.pipeline.layouts import LayoutStore, encode_providers
 from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.records import RankRecord
@@ -199,6 +199,7 @@ def _records(ranks: Sequence[Facts]) -> list[RankRecord]:
             footer_crc=rank,
             layout_digest=bytes.fromhex(facts["digest"]),
             layout_bytes=0,
+            providers_digest=encode_providers([])[0],
             **seconds,
         )
         for rank, facts in enumerate(ranks)
@@ -206,7 +207,8 @@ def _records(ranks: Sequence[Facts]) -> list[RankRecord]:
 
 
 def _fill(store: LayoutStore, folder: Path, records: Sequence[RankRecord]) -> None:
-    """Adds the indexes of all ranks to rank 0's store, as a gather does."""
+    """Adds the indexes of all ranks, and their empty lists of providers, to rank 0's store."""
+    store.add_providers(*encode_providers([]))
     ranks = json.loads((folder / "ranks.json").read_text())
     with (folder / "indexes").open("rb") as file:
         for record, facts in zip(records, ranks, strict=True):

@@ -3,6 +3,8 @@
 import itertools
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -201,12 +203,27 @@ def test_a_contender_that_fails_is_left_out_with_its_reason(tmp_path: Path) -> N
 
 
 def test_peak_memory_counts_what_was_given_back() -> None:
-    with PeakMemory([os.getpid()]) as peak:
-        block = torch.ones(64 << 20, dtype=torch.uint8)
-        deadline = time.monotonic() + 30
-        while peak.growth < 60 << 20 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        del block
+    code = (
+        "import sys; print(flush=True); sys.stdin.readline(); block = b'1' * (64 << 20); "
+        "print(flush=True); sys.stdin.readline(); del block; print(flush=True); sys.stdin.readline()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    # A process of its own: in this one, garbage of other tests may be given back meanwhile.
+    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as process:  # type: ignore[call-overload]
+
+        def go_on() -> None:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            process.stdout.readline()
+
+        process.stdout.readline()
+        with PeakMemory([process.pid]) as peak:
+            go_on()
+            deadline = time.monotonic() + 30
+            while peak.growth < 60 << 20 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            go_on()
+        process.kill()
     assert 60 << 20 < peak.growth < 128 << 20
 
 
