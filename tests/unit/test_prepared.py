@@ -213,6 +213,12 @@ def split_group(optimizer: Any) -> None:
     groups.append(groups[0] | {"params": [groups[0]["params"].pop()]})
 
 
+def replace_parameter(optimizer: Any) -> None:
+    params, state = optimizer.optimizer.param_groups[0]["params"], optimizer.optimizer.state
+    new = torch.nn.Parameter(params[0].detach().clone())
+    state[new], params[0] = state.pop(params[0]), new
+
+
 OPTIMIZER_CHANGES: list[Callable[[Any], object]] = [
     lambda one: setattr(one, "optimizer", copy.copy(one.optimizer)),
     lambda one: one.buffers.append(Bucket(buckets=[])),
@@ -224,6 +230,7 @@ OPTIMIZER_CHANGES: list[Callable[[Any], object]] = [
     lambda one: next(iter(first_ranges(one).values())).update(gbuf_local=Range(1, 2)),
     lambda one: one.optimizer.param_groups[0]["params"].reverse(),
     split_group,
+    replace_parameter,
     lambda one: first_state(one).update(exp_avg=first_state(one)["exp_avg"].clone()),
     lambda one: first_state(one)["exp_avg"].resize_(1),
     lambda one: first_state(one).update(count=1),
