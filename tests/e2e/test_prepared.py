@@ -68,6 +68,9 @@ def test_saves_of_new_tensors_are_never_prepared(
         ("new_option", True),
         ("replaced_state", False),
         ("frozen_parameter", False),
+        ("replaced_optimizer", False),
+        ("swapped_meanwhile", True),
+        ("switched_off", False),
     ],
 )
 @pytest.mark.parametrize("rank", ["", ":1"], ids=["all ranks", "rank 1"])
@@ -80,6 +83,21 @@ def test_changes_between_saves_are_saved(
     saved = pretraining.run(*how, *STOP, "--datastates-report-file", report, environment=changing)
     assert prepared(report) == {2: False, 4: True, 6: is_prepared}
     resumed = pretraining.run(*how, "--load", root)
+    assert resumed.resumed_from(saved) == LAST
+
+
+@pytest.mark.parametrize("mutation", ["filtered_state", "added_state"])
+def test_a_save_that_is_not_what_was_prepared_fails_and_the_next_is_full(
+    mutation: str, pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """A program changes the state dict of some saves only; no save may publish a part of the state."""
+    root, report = tmp_path / "ck", tmp_path / "report.jsonl"
+    saving = ["--save", root, "--datastates-report-file", report, "--datastates-on-failure", "warn"]
+    changing = {"TINY_MUTATION": f"{mutation}:4"}
+    saved = pretraining.run(*LAYOUTS["tp2"], *STEPS, *STOP, *saving, environment=changing)
+    assert "a prepared save" in saved.log
+    assert Checkpoints(root).published() == [2, 6]
+    resumed = pretraining.run(*LAYOUTS["tp2"], *STEPS, "--load", root)
     assert resumed.resumed_from(saved) == LAST
 
 

@@ -4,19 +4,24 @@ Belongs here: the changes. An environment variable names one and the step after 
 run of tests/support/tiny.py can be one of these.
 """
 
+import copy
+import dataclasses
+import itertools
 import os
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from megatron.training import get_args
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.training import checkpointing, get_args
 from megatron.training import training as loop
 
 MUTATION = "TINY_MUTATION"  # name:iteration, or name:iteration:rank
 
 Mutate = Callable[[Any, Any], None]  # of the model chunks and the optimizer
 MUTATIONS: dict[str, Mutate] = {}
+KEPT: list[Any] = []
 
 
 def mutation(function: Mutate) -> Mutate:
@@ -90,6 +95,78 @@ def new_option(model: Any, optimizer: Any) -> None:
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
             group["eps"] = 1.5e-8  # the scheduler sets others at a load
+
+
+def _around_state_dicts(change: Callable[[Any, Callable[[], Any]], Any]) -> None:
+    """Wraps `generate_state_dict`, as programs do: `change` gets the model chunks and a call of it."""
+    original = checkpointing.generate_state_dict
+
+    def generate_state_dict(args: Any, model: Any, *rest: Any, **named: Any) -> Any:
+        return change(model, lambda: original(args, model, *rest, **named))
+
+    checkpointing.generate_state_dict = generate_state_dict
+
+
+@mutation
+def swapped_meanwhile(model: Any, optimizer: Any) -> None:
+    """Has other values in the model while Megatron makes state dicts, which hold Parameters."""
+
+    def swapped(chunks: Any, make: Callable[[], Any]) -> Any:
+        parameters = list(chunks[0].decoder.parameters())
+        own = [parameter.data for parameter in parameters]
+        for parameter in parameters:
+            parameter.data = parameter.data.clone() + 1
+        state = make()
+        for parameter, data in zip(parameters, own, strict=True):
+            parameter.data = data
+        return state
+
+    _around_state_dicts(swapped)
+
+
+@mutation
+def filtered_state(model: Any, optimizer: Any) -> None:
+    """Removes all that is no tensor from the model's next state dict."""
+    calls = itertools.count()
+
+    def filtered(chunks: Any, make: Callable[[], Any]) -> Any:
+        state = make()
+        if next(calls):
+            return state
+        state["model"] = {
+            name: item for name, item in state["model"].items() if not isinstance(item, ShardedObject)
+        }
+        return state
+
+    _around_state_dicts(filtered)
+
+
+@mutation
+def added_state(model: Any, optimizer: Any) -> None:
+    """Adds a tensor to every state dict from now on."""
+
+    def added(chunks: Any, make: Callable[[], Any]) -> Any:
+        data = torch.ones(2)
+        return make() | {
+            "more": ShardedTensor.from_rank_offsets("more", data, replica_id=torch.distributed.get_rank())
+        }
+
+    _around_state_dicts(added)
+
+
+@mutation
+def replaced_optimizer(model: Any, optimizer: Any) -> None:
+    """Replaces an optimizer in the chain, and keeps the old one."""
+    KEPT.append(optimizer.chained_optimizers[0])
+    optimizer.chained_optimizers[0] = copy.copy(KEPT[0])
+
+
+@mutation
+def switched_off(model: Any, optimizer: Any) -> None:
+    """Switches prepared saves off."""
+    from megatron_datastates.mcore.training import loop as ours
+
+    ours._options = dataclasses.replace(ours._options, prepared=False)
 
 
 def install(working: Callable[[], Any]) -> None:

@@ -4,20 +4,26 @@ Real optimizers and loops: tests/e2e/test_prepared.py.
 """
 
 import copy
+import functools
 import gc
 import io
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore.save import prepared
+from megatron_datastates.mcore.save.buckets import wrap_sharded_param_state_dp_reshardable
 from megatron_datastates.mcore.save.extra_states import extra_states
+from megatron_datastates.mcore.save.mutability import nothing_promised
 from megatron_datastates.mcore.save.survey import Survey, UnprovableError
+from megatron_datastates.providers.base import Mutability, Tensors
 
 
 def no_optimizer() -> Any:
@@ -29,6 +35,8 @@ def no_optimizer() -> Any:
 def make() -> torch.nn.Module:
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2))
     model[0].register_buffer("kept", torch.zeros(3))
+    model[0].register_buffer("dropped", torch.zeros(3), persistent=False)
+    model[2]._register_state_dict_hook(torch.nn.init.zeros_)  # a function that is trusted
     return model
 
 
@@ -43,6 +51,20 @@ def set_values(model: Any) -> None:
 
 def transpose_in_memory(model: Any) -> None:
     model[0].weight.data = torch.ones(4, 6).t()
+
+
+def swap_persistence(model: Any) -> None:
+    model[0].register_buffer("kept", model[0].kept, persistent=False)
+    model[0].register_buffer("dropped", model[0].dropped)
+
+
+def replace_hook(model: Any) -> None:
+    model[2]._state_dict_hooks.clear()
+    model[2].register_state_dict_post_hook(lambda *_: None)
+
+
+def move_hook(model: Any) -> None:
+    model[1]._state_dict_hooks.update([model[2]._state_dict_hooks.popitem()])
 
 
 CHANGES: list[Callable[[Any], object]] = [
@@ -61,7 +83,16 @@ CHANGES: list[Callable[[Any], object]] = [
     lambda model: model[0].weight.requires_grad_(False),
     lambda model: model[0].register_state_dict_post_hook(lambda *_: None),
     lambda model: setattr(model[0], "sharded_state_dict", lambda: {}),
+    lambda model: setattr(model[0], "state_dict", lambda: {}),
+    lambda model: setattr(model[0], "_save_to_state_dict", lambda: {}),
     lambda model: setattr(model[0], "__class__", torch.nn.Bilinear),
+    lambda model: setattr(model[0].weight, "data", torch._neg_view(torch.ones(6, 4))),
+    lambda model: model._modules.__setitem__("0", model._modules.pop("0")),
+    lambda model: model[2]._parameters.update(again=model[2]._parameters.pop("bias")),
+    lambda model: model[2]._buffers.update(bias=model[2]._parameters.pop("bias")),
+    swap_persistence,
+    replace_hook,
+    move_hook,
 ]
 
 
@@ -69,10 +100,10 @@ CHANGES: list[Callable[[Any], object]] = [
 def test_a_survey_notices_every_change_of_structure(change: Callable[[Any], object]) -> None:
     model = make()
     survey = Survey([model], no_optimizer())
-    survey.tensors_if_unchanged()
+    survey.tensors_if_unchanged(no_optimizer())
     change(model)
     with pytest.raises(UnprovableError):
-        survey.tensors_if_unchanged()
+        survey.tensors_if_unchanged(no_optimizer())
 
 
 @pytest.mark.parametrize("change", [set_data, set_values])
@@ -80,7 +111,8 @@ def test_other_memory_and_other_values_are_no_change_of_structure(change: Callab
     model = make()
     survey = Survey([model], no_optimizer())
     change(model)
-    tensors, addresses = survey.tensors_if_unchanged()
+    tensors = survey.tensors_if_unchanged(no_optimizer())
+    addresses = survey.addresses_if_unchanged(tensors)
     assert any(tensor is model[0].weight for tensor in tensors)
     assert addresses is None or addresses.tolist() == [tensor.data_ptr() for tensor in tensors]
 
@@ -91,7 +123,7 @@ def test_a_method_replaced_in_a_class_is_noticed(monkeypatch: pytest.MonkeyPatch
     survey = Survey([model], no_optimizer())
     monkeypatch.setattr(torch.nn.Linear, "state_dict", lambda self, *args, **kwargs: {})
     with pytest.raises(UnprovableError, match="method"):
-        survey.tensors_if_unchanged()
+        survey.tensors_if_unchanged(no_optimizer())
 
 
 def test_a_survey_keeps_nothing_alive() -> None:
@@ -100,7 +132,7 @@ def test_a_survey_keeps_nothing_alive() -> None:
     del model
     gc.collect()
     with pytest.raises(UnprovableError, match="gone"):
-        survey.tensors_if_unchanged()
+        survey.tensors_if_unchanged(no_optimizer())
 
 
 class Own(torch.nn.Linear):
@@ -114,10 +146,142 @@ class Hooked(torch.nn.Linear):
         self.register_state_dict_post_hook(lambda *_: None)
 
 
-@pytest.mark.parametrize("module", [lambda: Own(2, 2), Hooked])
+def overridden() -> torch.nn.Module:
+    module = torch.nn.Linear(2, 2)
+    module.state_dict = lambda: {}  # type: ignore[assignment,method-assign]
+    return module
+
+
+class Decorated(torch.nn.Linear):
+    @functools.wraps(torch.nn.Linear.state_dict)  # copies `__module__`, too
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {}
+
+
+@pytest.mark.parametrize("module", [lambda: Own(2, 2), Hooked, overridden, lambda: Decorated(2, 2)])
 def test_code_that_nobody_knows_is_not_trusted(module: Callable[[], Any]) -> None:
     with pytest.raises(UnprovableError, match="has a say in the state dict"):
         Survey([torch.nn.Sequential(module())], no_optimizer())
+
+
+def chain_of(*optimizers: Any) -> Any:
+    chain = no_optimizer()
+    chain.chained_optimizers += optimizers
+    return chain
+
+
+def test_an_optimizer_that_joins_the_chain_is_noticed() -> None:
+    model = make()
+    survey = Survey([model], no_optimizer())
+    with pytest.raises(UnprovableError, match="an optimizer was added"):
+        survey.tensors_if_unchanged(chain_of(DistributedOptimizer.__new__(DistributedOptimizer)))
+
+
+class Bucket(SimpleNamespace):
+    """A bucket or a buffer: an object that can be referred to weakly."""
+
+
+def stepped(model: torch.nn.Module) -> Any:
+    """Returns a distributed optimizer of one bucket and one group, as far as a survey looks at it."""
+    params = list(model.parameters())
+    inner = torch.optim.Adam(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    inner.step()
+    bucket = Bucket(grad_data=torch.zeros(8), numel_unpadded=7)
+    ranges = {param: {"gbuf_local": Range(0, param.numel())} for param in params}
+    optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
+    optimizer.optimizer, optimizer.is_stub_optimizer = inner, False
+    optimizer.buffers, optimizer.gbuf_ranges = [Bucket(buckets=[bucket])], [{"fp32": [{"param_map": ranges}]}]
+    optimizer.model_param_group_index_map = {param: (0, at) for at, param in enumerate(params)}
+    optimizer.data_parallel_group_idx, optimizer.data_parallel_group = 0, object()
+    return optimizer
+
+
+def first_state(optimizer: Any) -> dict[str, Any]:
+    found: dict[str, Any] = next(iter(optimizer.optimizer.state.values()))
+    return found
+
+
+def first_ranges(optimizer: Any) -> dict[Any, Any]:
+    found: dict[Any, Any] = optimizer.gbuf_ranges[0]["fp32"][0]["param_map"]
+    return found
+
+
+def split_group(optimizer: Any) -> None:
+    groups = optimizer.optimizer.param_groups
+    groups.append(groups[0] | {"params": [groups[0]["params"].pop()]})
+
+
+def replace_parameter(optimizer: Any) -> None:
+    params, state = optimizer.optimizer.param_groups[0]["params"], optimizer.optimizer.state
+    new = torch.nn.Parameter(params[0].detach().clone())
+    state[new], params[0] = state.pop(params[0]), new
+
+
+OPTIMIZER_CHANGES: list[Callable[[Any], object]] = [
+    lambda one: setattr(one, "optimizer", copy.copy(one.optimizer)),
+    lambda one: one.buffers.append(Bucket(buckets=[])),
+    lambda one: one.buffers.__setitem__(0, copy.copy(one.buffers[0])),
+    lambda one: one.buffers[0].buckets.__setitem__(0, copy.copy(one.buffers[0].buckets[0])),
+    lambda one: setattr(one.buffers[0].buckets[0], "grad_data", torch.zeros(16)),
+    lambda one: setattr(one.buffers[0].buckets[0], "numel_unpadded", 8),
+    lambda one: first_ranges(one).popitem(),
+    lambda one: next(iter(first_ranges(one).values())).update(gbuf_local=Range(1, 2)),
+    lambda one: one.optimizer.param_groups[0]["params"].reverse(),
+    split_group,
+    replace_parameter,
+    lambda one: first_state(one).update(exp_avg=first_state(one)["exp_avg"].clone()),
+    lambda one: first_state(one)["exp_avg"].resize_(1),
+    lambda one: first_state(one).update(count=1),
+    lambda one: first_state(one).pop("exp_avg_sq"),
+    lambda one: one.optimizer.state.clear(),
+    lambda one: first_state(one).update(exp_avg=first_state(one).pop("exp_avg")),  # another order
+    lambda one: one.model_param_group_index_map.update({next(iter(first_ranges(one))): (0, 5)}),
+    lambda one: setattr(one, "data_parallel_group_idx", 1),
+    lambda one: setattr(one, "data_parallel_group", object()),
+    lambda one: setattr(one, "distributed_optimizer_instance_id", 1),
+]
+
+
+@pytest.mark.parametrize("change", OPTIMIZER_CHANGES)
+def test_a_survey_notices_every_change_of_an_optimizer(change: Callable[[Any], object]) -> None:
+    model = make()
+    optimizer = stepped(model)
+    kept = copy.copy(optimizer.__dict__), first_state(optimizer).copy()  # so that nothing dies by the change
+    survey = Survey([model], optimizer)
+    first_state(optimizer)["step"] += 1
+    survey.tensors_if_unchanged(optimizer)
+    change(optimizer)
+    with pytest.raises(UnprovableError):
+        survey.tensors_if_unchanged(optimizer)
+    assert kept
+
+
+def test_an_optimizer_replaced_in_the_chain_is_noticed() -> None:
+    model = make()
+    optimizer = stepped(model)
+    survey = Survey([model], chain_of(optimizer))
+    with pytest.raises(UnprovableError, match="an optimizer was added, removed or replaced"):
+        survey.tensors_if_unchanged(chain_of(copy.copy(optimizer)))
+
+
+def test_a_method_of_the_optimizer_that_somebody_wrapped_is_not_trusted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "sharded_param_state_dp_reshardable"
+    original = getattr(DistributedOptimizer, name)
+    monkeypatch.setattr(DistributedOptimizer, name, functools.wraps(original)(lambda *_: {}))
+    with pytest.raises(UnprovableError, match="has a say in the state dict of DistributedOptimizer"):
+        Survey([make()], no_optimizer())
+
+
+def test_our_own_hook_of_the_optimizer_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "sharded_param_state_dp_reshardable"
+    original = getattr(DistributedOptimizer, name)
+    hooked = functools.wraps(original)(wrap_sharded_param_state_dp_reshardable(original))
+    monkeypatch.setattr(DistributedOptimizer, name, hooked)
+    Survey([make()], no_optimizer())
 
 
 def test_other_optimizers_than_the_distributed_one_are_refused() -> None:
@@ -182,10 +346,46 @@ def test_views_follow_their_tensor_to_other_memory() -> None:
     assert prepared._view(weight, row.view).tolist() == weight[2:].tolist()
 
 
+def test_what_a_transformation_changes_is_not_kept() -> None:
+    model = make()
+    call = {"model": [model], "optimizer": no_optimizer(), "args": None}
+    preparation = prepared.Preparation(call)
+    found = Tensors()
+    found.add("w", model[0].weight, Mutability.NOW)
+    preparation.complete(found, found.tensors[:])
+    for _ in range(2):
+        found.keys[0], found.stable[0] = "other", True
+        preparation.require(call)
+        found = preparation.tensors(lambda: nothing_promised, is_lazy=False)
+        assert (found.keys, found.stable) == (["w"], [False])
+
+
+def test_addresses_are_those_of_the_moment_at_which_tensors_are_handed_over() -> None:
+    model = make()
+    call = {"model": [model], "optimizer": no_optimizer(), "args": None}
+    preparation = prepared.Preparation(call)
+    found = Tensors()
+    found.add("w", model[0].weight, Mutability.NOW)
+    preparation.complete(found, found.tensors[:])
+    preparation.require(call)
+    model[0].weight.data = torch.ones(6, 4)
+    described = preparation.tensors(lambda: nothing_promised, is_lazy=False).described
+    assert described is None or described.addresses.tolist() == [model[0].weight.data_ptr()]
+    model[0].weight.data = torch.ones(6, 5)
+    with pytest.raises(SaveFailedError, match="while Megatron made a state dict"):
+        preparation.tensors(lambda: nothing_promised, is_lazy=False)
+
+
 def test_a_tensor_made_for_one_save_cannot_be_prepared() -> None:
     weight = torch.nn.Parameter(torch.zeros(2))
     with pytest.raises(UnprovableError, match="'w' is made anew"):
         prepared._row("w", weight.detach().clone(), {id(weight): 0})
+
+
+def test_a_view_of_another_dtype_cannot_be_prepared() -> None:
+    weight = torch.zeros(4)
+    with pytest.raises(UnprovableError, match="'w' is made anew"):
+        prepared._row("w", weight.view(torch.int16), {id(weight): 0})
 
 
 def test_a_thin_state_dict_cannot_be_saved_by_anybody_else() -> None:

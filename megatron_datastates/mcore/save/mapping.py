@@ -14,7 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron_datastates.mcore.save.buckets import carried_map
 from megatron_datastates.mcore.save.mutability import Classify
 from megatron_datastates.mcore.save.prepared import Mark, mark_of
-from megatron_datastates.mcore.save.preparing import complete
+from megatron_datastates.mcore.save.preparing import awaits_tensors, complete
 from megatron_datastates.providers.base import Mutability, Place, StateReader, Tensors
 from megatron_datastates.providers.objects import ObjectSource
 from megatron_datastates.providers.tensors import is_frozen
@@ -65,6 +65,11 @@ class ShardedStateProvider:
                     "off, and report this"
                 )
             return mark.preparation.tensors(self._classifier, is_lazy=self._is_lazy)
+        if awaits_tensors():
+            raise CheckpointingException(
+                "a prepared save's state dict has lost its mark, an object of the model: keep all objects "
+                "that generate_state_dict returns, or use --datastates-prepared off"
+            )
         classify, found, stored = self._classifier(), Tensors(), []
         for item in self._main_replicas(ShardedTensor):
             data = item.data

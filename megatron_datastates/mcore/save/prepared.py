@@ -14,7 +14,6 @@ save. A thin state dict that any other code tried to save would fail: it holds w
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Mapping
@@ -101,10 +100,10 @@ class Preparation:
         self._columns = Tensors()  # without its tensors
         self._described: Described | None = None  # the tensors as they were stored
         self._classified: Any = None  # what the mutability depends on
-        self._current: list[torch.Tensor] = []  # during a prepared save: those of the survey, and padding
-        self._addresses: Words | None = None  # of `_current`, if torch has a fast way to them
+        self._current: list[torch.Tensor] = []  # during a prepared save: those of the survey
         self._used: set[int] = set()
         self.is_complete = False
+        self.is_taken = False  # during a prepared save: its tensors went to a strategy
 
     # -- a full save ------------------------------------------------------------------------------------
 
@@ -149,7 +148,7 @@ class Preparation:
         if has_unresolved_views(found, described is None or described.has_complex):
             raise UnprovableError("a tensor is a negated or conjugated view")
         self._rows, self._described = rows, described
-        self._columns = dataclasses.replace(found, tensors=[])
+        self._columns = _copied(found, [])
         self._classified = None
         self.is_complete = True
 
@@ -165,11 +164,8 @@ class Preparation:
             raise UnprovableError("the last save could not be prepared for")
         if _conditions(call) != self._conditions:
             raise UnprovableError("the arguments of the save are others")
-        tensors, addresses = self._survey.tensors_if_unchanged()
-        if addresses is not None:
-            padding = np.array([item.data_ptr() for item in self._padding], np.uint64)
-            self._addresses = np.concatenate([addresses, padding])
-        self._current, self._used = [*tensors, *self._padding], set()
+        self._current, self._used = self._survey.tensors_if_unchanged(call["optimizer"]), set()
+        self.is_taken = False
 
     def thin_models(self) -> list[Any]:
         """Returns what stands in for the model chunks while Megatron makes a thin state dict."""
@@ -195,27 +191,45 @@ class Preparation:
         self._used.add(number)
 
     def release(self) -> None:
-        """Lets go of the tensors of a prepared save."""
-        self._current, self._addresses = [], None
+        """Lets go of the tensors of a prepared save. If it did not take them, the next save is full."""
+        self._current = []
+        self.is_complete = self.is_complete and self.is_taken
 
     def tensors(self, classifier: Callable[[], Classify], *, is_lazy: bool) -> Tensors:
         """Returns the tensors of a prepared save.
 
         Args:
             classifier, is_lazy: as in ShardedStateProvider.
+
+        Raises:
+            SaveFailedError: one has changed since the survey.
         """
-        sources, columns = self._current, self._columns
+        sources, columns = [*self._current, *self._padding], self._columns
+        sourced = self._addresses_now()
         tensors = [sources[at] if view is None else _view(sources[at], view) for at, view, _ in self._rows]
         described = None
-        if self._addresses is not None and self._described is not None:
+        if sourced is not None and self._described is not None:
             numbers, distances = self._positions
-            addresses = self._addresses[numbers] + distances
-            described = self._described._replace(addresses=addresses)
-        depends_on = self._classification(is_lazy)
+            described = self._described._replace(addresses=sourced[numbers] + distances)
+        depends_on = self._classification(is_lazy, sourced)
         if depends_on is None or depends_on != self._classified:
             columns.mutability = list(map(classifier(), tensors))
             self._classified = depends_on
-        return dataclasses.replace(columns, tensors=tensors, described=described)
+        self.is_taken = True
+        return _copied(columns, tensors, described)
+
+    def _addresses_now(self) -> Words | None:
+        """Returns the addresses of the survey's tensors and of padding, if torch has a fast way to them.
+
+        Code of others runs between the survey and this, and may have moved them.
+        """
+        try:
+            addresses = self._survey.addresses_if_unchanged(self._current)
+        except UnprovableError as error:
+            message = f"{error}, while Megatron made a state dict; use --datastates-prepared off"
+            raise SaveFailedError(message) from error
+        padding = np.array([item.data_ptr() for item in self._padding], np.uint64)
+        return np.concatenate([addresses, padding]) if addresses is not None else None
 
     @functools.cached_property
     def _positions(self) -> tuple[npt.NDArray[np.intp], Words]:
@@ -223,12 +237,12 @@ class Preparation:
         numbers = np.array([row.number for row in self._rows], np.intp)
         return numbers, np.array([row.distance for row in self._rows], np.int64).view(np.uint64)
 
-    def _classification(self, is_lazy: bool) -> Any:
+    def _classification(self, is_lazy: bool, addresses: Words | None) -> Any:
         """Returns all that mutabilities depend on, or None if that is unknown."""
         stepped = fences.stepped_optimizers()
-        if self._addresses is None or not stepped <= self._survey.inner_optimizers():
+        if addresses is None or not stepped <= self._survey.inner_optimizers():
             return None  # another optimizer may own some of the memory
-        return is_lazy, stepped, self._addresses.tobytes()
+        return is_lazy, stepped, addresses.tobytes()
 
 
 class _ThinChunk:
@@ -287,7 +301,7 @@ def _row(key: str, tensor: torch.Tensor, numbers: dict[int, int]) -> Row:
     if number is not None:
         return Row(number, None)
     base = tensor._base
-    if base is None or id(base) not in numbers:
+    if base is None or id(base) not in numbers or base.dtype != tensor.dtype:
         raise UnprovableError(f"the tensor {key!r} is made anew in every save")
     distance = int(tensor.storage_offset()) - int(base.storage_offset())
     view = (tuple(tensor.shape), tensor.stride(), distance)
@@ -297,6 +311,12 @@ def _row(key: str, tensor: torch.Tensor, numbers: dict[int, int]) -> Row:
 def _view(tensor: torch.Tensor, view: tuple[tuple[int, ...], tuple[int, ...], int]) -> torch.Tensor:
     shape, strides, distance = view
     return tensor.detach().as_strided(shape, strides, tensor.storage_offset() + distance)
+
+
+def _copied(columns: Tensors, tensors: list[torch.Tensor], described: Described | None = None) -> Tensors:
+    """Returns other tensors with the columns in lists of their own: a transformation may change them."""
+    keys, mutability = list(columns.keys), list(columns.mutability)
+    return Tensors(keys, tensors, mutability, list(columns.places), list(columns.stable), described)
 
 
 def mark_of(state: Mapping[str, Any]) -> Mark | None:

@@ -22,7 +22,8 @@ logger = logging.getLogger(__name__)
 class _Saving:
     """One call of `save_checkpoint` whose state goes to our strategy."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_on: bool) -> None:
+        self.is_on = is_on
         self.full: Preparation | None = None  # notes what this full save prepares
         self.thin: Preparation | None = None  # what this prepared save uses
 
@@ -33,10 +34,14 @@ _reasons: set[str] = set()  # logged already
 
 
 @contextlib.contextmanager
-def saving(*, is_on: bool) -> Iterator[None]:
-    """Wraps a `save_checkpoint` whose state goes to our strategy; with `is_on`, it may be prepared."""
+def saving(*, is_ours: bool, is_on: bool) -> Iterator[None]:
+    """Wraps a `save_checkpoint`. With `is_on`, it may be prepared.
+
+    Args:
+        is_ours: its state goes to our strategy. Must be the same on all ranks; `is_on` need not be.
+    """
     global _saving
-    before, _saving = _saving, _Saving() if is_on else None
+    before, _saving = _saving, _Saving(is_on=is_on) if is_ours else None
     try:
         yield
     finally:
@@ -54,7 +59,7 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
             return original(*args, **kwargs)
         with trainer_held("state_dict"):
             bound = signature.bind(*args, **kwargs)
-            preparation = _agreed(bound.arguments)
+            preparation = _agreed(bound.arguments, is_on=_saving.is_on)
             if preparation is None:
                 return _generate_full(original, bound, _saving)
             return _generate_thin(original, bound, _saving, preparation)
@@ -62,11 +67,11 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
     return generate_state_dict
 
 
-def _agreed(call: Mapping[str, Any]) -> Preparation | None:
+def _agreed(call: Mapping[str, Any], *, is_on: bool) -> Preparation | None:
     """Returns what all ranks are prepared with; None if one of them is not."""
     from megatron_datastates.pipeline.agreement import ranks_of, sum_now
 
-    found = _preparations.get(call["model"][0]) if call["model"] else None
+    found = _preparations.get(call["model"][0]) if call["model"] and is_on else None
     if found is not None:
         with _noting() as noted:
             found.require(call)
@@ -81,8 +86,9 @@ def _generate_full(original: Callable[..., Any], bound: inspect.BoundArguments, 
     call = bound.arguments
     if call["model"]:
         _preparations.pop(call["model"][0], None)
-    with _noting():
-        saving.full = Preparation(call)
+    if saving.is_on:
+        with _noting():
+            saving.full = Preparation(call)
     state = original(*bound.args, **bound.kwargs)
     if saving.full is not None:
         with _noting():
@@ -104,6 +110,11 @@ def _generate_thin(
 def buckets_of(optimizer: Any) -> dict[Any, Any] | None:
     """Returns a distributed optimizer's bucket state without tensors in a prepared save, else None."""
     return _saving.thin.thin_buckets(optimizer) if _saving is not None and _saving.thin is not None else None
+
+
+def awaits_tensors() -> bool:
+    """Returns whether a prepared save has not yet taken its tensors."""
+    return _saving is not None and _saving.thin is not None and not _saving.thin.is_taken
 
 
 def note_buckets(optimizer: Any, state: dict[Any, Any], padding: list[torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, call, contains, is_
 from typing import Any
@@ -24,7 +24,12 @@ from megatron_datastates.pipeline.plans import Words
 
 _TRUSTED = ("megatron.", "torch.", "transformer_engine.")  # beginnings of the names of modules
 _DECIDING = ("sharded_state_dict", "state_dict", "_save_to_state_dict")
-_BUCKETING = ("get_parameter_state_dp_reshardable", "_get_main_param_and_optimizer_states")
+_BUCKETING = (
+    "sharded_param_state_dp_reshardable",
+    "get_parameter_state_dp_reshardable",
+    "_get_main_param_and_optimizer_states",
+)
+_OURS = "megatron_datastates."
 _members = attrgetter("_parameters", "_buffers", "_modules")
 _not_stored = attrgetter("_non_persistent_buffers_set")
 _hooks = attrgetter("_state_dict_hooks", "_state_dict_pre_hooks")
@@ -57,6 +62,7 @@ class Survey:
         for cls, functions in self._classes.items():
             _require_trusted(cls, functions)
         for module in modules:
+            _require_trusted(type(module), [vars(module).get(name) for name in _DECIDING])
             for hook in chain.from_iterable(hooks.values() for hooks in _hooks(module)):
                 _require_trusted(type(module), [hook])
         self._modules = list(map(_reference, modules))
@@ -75,12 +81,16 @@ class Survey:
         """Returns the ids of the torch optimizers whose state was surveyed."""
         return {id(one.optimizer) for one in (ref() for ref in self._optimizers) if one is not None}
 
-    def tensors_if_unchanged(self) -> tuple[list[torch.Tensor], Words | None]:
-        """Returns all tensors, by their numbers, and their addresses if torch has a fast way to them.
+    def tensors_if_unchanged(self, optimizer: Any) -> list[torch.Tensor]:
+        """Returns all tensors, by their numbers.
 
         Raises:
             UnprovableError: something has changed.
         """
+        surveyed = [ref() for ref in self._optimizers]
+        found = distributed_optimizers(optimizer)
+        if len(found) != len(surveyed) or not all(map(is_, found, surveyed)):
+            raise UnprovableError("an optimizer was added, removed or replaced")
         look = self._look()
         if len(look.objects) != len(self._objects) or look.values != self._values:
             raise UnprovableError("modules, buffers, parameter groups or buckets were added or removed")
@@ -89,10 +99,24 @@ class Survey:
         if any(_deciding(cls) != functions for cls, functions in self._classes.items()):
             raise UnprovableError("a method that makes state dicts was replaced")
         tensors = [look.objects[at] for at in self._tensors]
+        if any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors)):
+            raise UnprovableError("a tensor has become a negated or conjugated view")
+        self.addresses_if_unchanged(tensors)
+        return tensors
+
+    def addresses_if_unchanged(self, tensors: list[torch.Tensor]) -> Words | None:
+        """Returns the addresses that tensors have now, if torch has a fast way to them.
+
+        Args:
+            tensors: what `tensors_if_unchanged` has returned.
+
+        Raises:
+            UnprovableError: one of them has changed.
+        """
         described, addresses = _describe(tensors)
         if described != self._described:
             raise UnprovableError("a tensor has another shape, dtype, device or memory layout")
-        return tensors, addresses
+        return addresses
 
     def _look(self) -> _Look:
         modules, optimizers = [ref() for ref in self._modules], [ref() for ref in self._optimizers]
@@ -128,12 +152,15 @@ def _add_modules(look: _Look, modules: list[Any]) -> None:
     members = list(chain.from_iterable(map(_members, modules)))
     look.objects.extend(map(type, modules))
     look.objects.extend(chain.from_iterable(map(dict.values, members)))
+    hooks = list(chain.from_iterable(map(_hooks, modules)))
+    look.objects.extend(chain.from_iterable(map(dict.values, hooks)))
+    own = list(map(vars, modules))
     look.values += [
         list(chain.from_iterable(members)),
         list(map(len, members)),
-        list(map(len, map(_not_stored, modules))),
-        list(map(len, chain.from_iterable(map(_hooks, modules)))),
-        any(map(contains, map(vars, modules), repeat("sharded_state_dict"))),
+        list(map(frozenset, map(_not_stored, modules))),
+        list(map(len, hooks)),
+        [any(map(contains, own, repeat(name))) for name in _DECIDING],
     ]
 
 
@@ -185,10 +212,25 @@ def _deciding(cls: type) -> list[Any]:
 
 def _require_trusted(cls: type, functions: Iterable[Any]) -> None:
     for function in functions:
-        home = getattr(function, "__module__", None) or ""
-        if function is not None and not home.startswith(_TRUSTED):
-            name = getattr(function, "__qualname__", repr(function))
-            raise UnprovableError(f"{home}.{name} has a say in the state dict of {cls.__qualname__}")
+        for part in _unwrapped(function):
+            home = _home(part)
+            if not home.startswith(_TRUSTED):
+                name = getattr(part, "__qualname__", repr(part))
+                raise UnprovableError(f"{home}.{name} has a say in the state dict of {cls.__qualname__}")
+
+
+def _unwrapped(function: Any) -> Iterator[Any]:
+    """Yields a function and what it wraps, as far as `functools.wraps` has noted it, without our hooks."""
+    while function is not None:
+        if not _home(function).startswith(_OURS):
+            yield function
+        function = getattr(function, "__wrapped__", None)
+
+
+def _home(function: Any) -> str:
+    """Returns the module that a function was written in: `functools.wraps` copies `__module__` only."""
+    home = getattr(function, "__globals__", {}).get("__name__")
+    return home or getattr(function, "__module__", None) or ""
 
 
 def _reference(item: Any) -> Callable[[], Any]:

@@ -140,7 +140,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             trainer_held("save_checkpoint"),
             retention.saving(iteration),
             dataloader.saving(is_ours=not _is_local(call)),
-            preparing.saving(is_on=_options.prepared and not _is_local(call)),
+            preparing.saving(is_ours=not _is_local(call), is_on=_options.prepared),
         ):
             try:
                 return original(iteration, *args, **kwargs)
