@@ -81,7 +81,8 @@ def test_changes_between_saves_are_saved(
     how: list[str | Path] = [*LAYOUTS["pp2"], *STEPS, "--async-save", "--save", root]
     changing = {"TINY_MUTATION": f"{mutation}:{LAST}{rank}"}
     saved = pretraining.run(*how, *STOP, "--datastates-report-file", report, environment=changing)
-    assert prepared(report) == {2: False, 4: True, 6: is_prepared}
+    # Rank 0 reports for itself: ranks need not agree while the structure is declared constant.
+    assert prepared(report) == {2: False, 4: True, 6: is_prepared or bool(rank)}
     resumed = pretraining.run(*how, "--load", root)
     assert resumed.resumed_from(saved) == LAST
 

@@ -6,9 +6,9 @@ only looks at what can differ (survey.py). Then Megatron makes a *thin* state di
 buckets of the optimizer have no tensors; values of plain objects are made by Megatron as in any save. The
 tensors are those of the survey, under the names and in the places that the last full save gave them.
 
-All ranks prepare, or none: in a full save they exchange metadata. Any change, anything that cannot be proved
-and any tensor that was made for one save alone (a gathered optimizer state, a dequantized weight) mean a full
-save. A thin state dict that any other code tried to save would fail: it holds what cannot be pickled.
+All ranks prepare, or none, if in a full save they exchange metadata. Any change, anything that cannot be
+proved and any tensor that was made for one save alone (a gathered optimizer state, a dequantized weight) mean
+a full save. A thin state dict that any other code tried to save would fail: it holds what cannot be pickled.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 class _Saving:
     """One call of `save_checkpoint` whose state goes to our strategy."""
 
-    def __init__(self, *, is_on: bool) -> None:
-        self.is_on = is_on
+    def __init__(self, *, is_on: bool, is_constant: bool) -> None:
+        self.is_on, self.is_constant = is_on, is_constant
         self.full: Preparation | None = None  # notes what this full save prepares
         self.thin: Preparation | None = None  # what this prepared save uses
 
@@ -34,14 +34,16 @@ _reasons: set[str] = set()  # logged already
 
 
 @contextlib.contextmanager
-def saving(*, is_ours: bool, is_on: bool) -> Iterator[None]:
+def saving(*, is_ours: bool, is_on: bool, is_constant: bool) -> Iterator[None]:
     """Wraps a `save_checkpoint`. With `is_on`, it may be prepared.
 
     Args:
-        is_ours: its state goes to our strategy. Must be the same on all ranks; `is_on` need not be.
+        is_ours: its state goes to our strategy. Must be the same on all ranks, unlike `is_on`.
+        is_constant: a full save makes no collective calls either, so that ranks need not agree. Must be the
+            same on all ranks, too.
     """
     global _saving
-    before, _saving = _saving, _Saving(is_on=is_on) if is_ours else None
+    before, _saving = _saving, _Saving(is_on=is_on, is_constant=is_constant) if is_ours else None
     try:
         yield
     finally:
@@ -51,7 +53,7 @@ def saving(*, is_ours: bool, is_on: bool) -> Iterator[None]:
 
 
 def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `generate_state_dict`: returns a thin state dict if all ranks are prepared. Collective then."""
+    """Wraps `generate_state_dict`: returns a thin state dict if this save is prepared."""
     signature = inspect.signature(original)
 
     def generate_state_dict(*args: Any, **kwargs: Any) -> Any:
@@ -59,7 +61,7 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
             return original(*args, **kwargs)
         with trainer_held("state_dict"):
             bound = signature.bind(*args, **kwargs)
-            preparation = _agreed(bound.arguments, is_on=_saving.is_on)
+            preparation = _agreed(bound.arguments, _saving)
             if preparation is None:
                 return _generate_full(original, bound, _saving)
             return _generate_thin(original, bound, _saving, preparation)
@@ -67,17 +69,21 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
     return generate_state_dict
 
 
-def _agreed(call: Mapping[str, Any], *, is_on: bool) -> Preparation | None:
-    """Returns what all ranks are prepared with; None if one of them is not."""
+def _agreed(call: Mapping[str, Any], saving: _Saving) -> Preparation | None:
+    """Returns what this rank is prepared with; None if it is not, or another rank is not and that matters.
+
+    In a full save of a structure that is not declared constant, ranks exchange metadata: all ranks do, or
+    none. Looks are collective only then: no save but the first waits for other ranks.
+    """
     from megatron_datastates.pipeline.agreement import ranks_of, sum_now
 
-    found = _preparations.get(call["model"][0]) if call["model"] and is_on else None
+    found = _preparations.get(call["model"][0]) if call["model"] and saving.is_on else None
     if found is not None:
         with _noting() as noted:
             found.require(call)
         found = None if noted else found
     unready = [int(found is None)]
-    if len(ranks_of()) > 1:
+    if not saving.is_constant and len(ranks_of()) > 1:
         unready = sum_now(unready)
     return found if not unready[0] else None
 

@@ -140,7 +140,9 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             trainer_held("save_checkpoint"),
             retention.saving(iteration),
             dataloader.saving(is_ours=not _is_local(call)),
-            preparing.saving(is_ours=not _is_local(call), is_on=_options.prepared),
+            preparing.saving(
+                is_ours=not _is_local(call), is_on=_options.prepared, is_constant=_is_constant(call)
+            ),
         ):
             try:
                 return original(iteration, *args, **kwargs)
@@ -159,6 +161,15 @@ def _is_local(call: dict[str, Any]) -> bool:
 
     local = getattr(get_args(), "non_persistent_ckpt_type", None) == "local"
     return local and bool(call.get("non_persistent_ckpt"))
+
+
+def _is_constant(call: dict[str, Any]) -> bool:
+    """Returns whether Megatron takes the structure of the state for known, and exchanges nothing about it."""
+    from megatron.training.global_vars import get_args
+
+    strategy = (call.get("checkpointing_context") or {}).get("save_strategy")
+    is_constant = getattr(get_args(), "ckpt_assume_constant_structure", False)
+    return is_constant and strategy is not None
 
 
 def _saves_are_ours() -> bool:
