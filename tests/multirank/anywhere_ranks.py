@@ -26,8 +26,9 @@ from saving_rank import join, make_directory, report
 from megatron_datastates.mcore.load import optimizer_layout
 from megatron_datastates.providers.named import dictionaries
 
+DECOUPLED = 0.5  # the decoupled_lr in test_resume_anywhere.py
 SHARDING = "distrib_optim_sharding_type"
-MARKED = 0.0625  # a learning rate that no fresh optimizer has
+MARKED = 0.0625  # a learning rate that no fresh optimizer has; each kind of group has a multiple of it
 
 
 def save(root: str, layouts: list[Layout], kind: str, folder: str, name: str = "ours") -> None:
@@ -41,7 +42,7 @@ def save(root: str, layouts: list[Layout], kind: str, folder: str, name: str = "
         for _ in range(2):
             step(training)
         for group in training.optimizer.param_groups:
-            group["lr"] = MARKED
+            group["lr"] = mark(group)
         place = Path(root, str(number))
         make_directory(place)
         dist.barrier()
@@ -88,6 +89,12 @@ def load(root: str, number: int, layouts: list[Layout], how: dict[str, Any], fol
     report(folder, compared=compared, restated=restated)
 
 
+def mark(group: dict[str, Any]) -> float:
+    """Returns the learning rate of a parameter group: groups with other options have another one."""
+    decoupled = group.get("is_decoupled_lr") or group.get("max_lr") == DECOUPLED
+    return MARKED * (1 + 2 * bool(group["wd_mult"] == 0) + 4 * bool(decoupled))
+
+
 def merge_steps(root: str, layout: Layout, folder: str) -> None:
     """Saves and loads offloaded state whose steps are part of the common state, in both formats.
 
@@ -98,7 +105,7 @@ def merge_steps(root: str, layout: Layout, folder: str) -> None:
     for _ in range(2):
         step(training)
     for group in training.optimizer.param_groups:
-        group["lr"] = MARKED
+        group["lr"] = mark(group)
     for name in FORMATS:
         make_directory(Path(root, name))
         dist.barrier()
@@ -186,7 +193,8 @@ def compare(training: Training, truth: dict[str, torch.Tensor], layout: Layout, 
         expected[tuple(slice(0, n) for n in stored.shape)] = stored
         assert torch.equal(values, expected), f"{key} at {offset} in {layout}"
         keys.append(key)
-    assert {group["lr"] for group in training.optimizer.param_groups} == {MARKED}, layout
+    for group in training.optimizer.param_groups:
+        assert group["lr"] == mark(group), (layout, group["lr"])
     for chained in chain_of(training):
         groups = [group for group in chained.optimizer.param_groups if group["params"]]
         states = [chained.optimizer.state[param] for group in groups for param in group["params"]]

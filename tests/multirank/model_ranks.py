@@ -75,6 +75,7 @@ class Training:
     chunks: list[Any]
     optimizer: Any
     metadata: dict[str, Any]
+    splits_qkv: bool = False
 
     def sharded(self, *, is_loading: bool = False) -> dict[str, Any]:
         """Returns the sharded state dict, as Megatron's training loop makes it."""
@@ -83,6 +84,8 @@ class Training:
             name: chunk.sharded_state_dict(metadata=self.metadata)
             for name, chunk in zip(names, self.chunks, strict=True)
         }
+        if self.splits_qkv:
+            state = split_qkv(state)
         if self.optimizer is not None:
             state["optimizer"] = self.optimizer.sharded_state_dict(
                 state, is_loading=is_loading, metadata=self.metadata
@@ -122,7 +125,7 @@ def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], 
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     # States follow the groups; the attention here, which never runs, would refuse context parallelism.
-    own = ("tied", "context_parallel_size")
+    own = ("tied", "context_parallel_size", "split_qkv", "decoupled_lr", "bucket_size")
     options = {name: value for name, value in layout.items() if name not in own}
     config = TransformerConfig(**(TINY | options))
     stages = layout.get("virtual_pipeline_model_parallel_size")
@@ -141,7 +144,9 @@ def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], 
         return Training(chunks, None, metadata | groups)
     is_distributed = optimizer not in (NOT_DISTRIBUTED, LAYER_WISE)
     kind: dict[str, Any] = {"use_distributed_optimizer": is_distributed}
-    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **kind)
+    bucket_size = layout.get("bucket_size")  # Megatron makes one bucket if it does not overlap
+    overlap = {"bucket_size": bucket_size, "overlap_grad_reduce": bucket_size is not None}
+    ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, **overlap, **kind)
     if optimizer.startswith(PRECISION_AWARE):
         optimizer = optimizer.removeprefix(PRECISION_AWARE)
         kind |= precision_aware_adam.installed()
@@ -149,13 +154,27 @@ def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], 
         optimizer = optimizer.removeprefix(OFFLOADED)
         kind |= {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
         kind |= {"optimizer_offload_fraction": 0.5}
+    kind |= {"decoupled_lr": layout.get("decoupled_lr"), "min_lr": 0.0}
     adam = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, **kind)
     wrapped = [DistributedDataParallel(config, ddp, chunk) for chunk in wrapped]
     if is_distributed:
         metadata["distrib_optim_sharding_type"] = optimizer
     if optimizer == LAYER_WISE:
         return Training(chunks, layer_wise(adam, wrapped), metadata | groups)
-    return Training(chunks, get_megatron_optimizer(adam, wrapped), metadata | groups)
+    made = get_megatron_optimizer(adam, wrapped)
+    return Training(chunks, made, metadata | groups, layout.get("split_qkv", False))
+
+
+def split_qkv(nested: Any) -> Any:
+    """Returns a sharded state whose fused QKV weights are stored as three tensors, by Megatron's factory."""
+    from megatron.core.ssm.mamba_mixer import _split_tensor_factory
+
+    if isinstance(nested, dict):
+        return {name: split_qkv(item) for name, item in nested.items()}
+    if not getattr(nested, "key", "").endswith("linear_qkv.weight"):
+        return nested
+    rows = nested.data.shape[0] // 3
+    return _split_tensor_factory(nested, [rows, rows, rows], ["query", "key", "value"], 0)
 
 
 def layer_wise(config: OptimizerConfig, wrapped: list[Any]) -> Any:

@@ -63,6 +63,37 @@ def test_dense_state_of_four_ranks_fits_fewer(world: World, tmp_path: Path) -> N
         run(world, tmp_path, "load", 0, layouts, {}, ranks=ranks)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [{"split_qkv": True}, {"decoupled_lr": 0.5, "bucket_size": 5000}],
+    ids=["split QKV", "groups and small buckets"],
+)
+def test_state_of_two_ranks_fits_other_layouts(world: World, tmp_path: Path, how: Layout) -> None:
+    """Also of factories that split a tensor unlike SwiGLU's, and of several groups of several buckets."""
+    run(world, tmp_path, "save", [TP2 | how, DENSE | how], "dp_reshardable", ranks=2)
+    found = run(world, tmp_path, "load", 0, [DENSE | how, PP2 | how], {}, ranks=2)
+    keys = found["compared"][0]
+    assert isinstance(keys, list) and ("split_qkv" in how) == any("qkv.weight.query" in key for key in keys)
+    run(world, tmp_path, "load", 1, [TP2 | how, PP2 | how], {}, ranks=2)
+    run(world, tmp_path, "load", 0, [DENSE | how], {}, ranks=1)
+
+
+def test_vocabulary_padded_for_three_ranks_fits_two(world: World, tmp_path: Path) -> None:
+    six = {"hidden_size": 48, "num_attention_heads": 6}
+    run(world, tmp_path, "save", [six | {"tensor_model_parallel_size": 3}], "dp_reshardable", ranks=3)
+    run(world, tmp_path, "load", 0, [six | TP2], {}, ranks=2)
+
+
+def test_experts_fit_one_rank_and_four(world: World, tmp_path: Path) -> None:
+    many = EXPERTS | EP2 | TP1_OF_EXPERTS
+    for name, (saved, ranks), (other, others) in (
+        ("fewer", (many, 4), (EXPERTS, 1)),
+        ("more", (EXPERTS, 1), (many, 4)),
+    ):
+        run(world, tmp_path / name, "save", [saved], "dp_reshardable", ranks=ranks)
+        run(world, tmp_path / name, "load", 0, [other], {}, ranks=others)
+
+
 def test_experts_fit_other_layouts(world: World, tmp_path: Path) -> None:
     run(world, tmp_path, "save", [EXPERTS | EP2, EXPERTS], "dp_reshardable", ranks=4)
     others = [

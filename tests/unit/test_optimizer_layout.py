@@ -234,6 +234,22 @@ def test_a_parameter_that_the_map_lacks_is_named(tmp_path: Path) -> None:
     assert memory.isnan().all(), "nothing was loaded"
 
 
+@pytest.mark.parametrize("strict", [StrictHandling.LOG_ALL, StrictHandling.IGNORE_ALL])
+@pytest.mark.parametrize("parameters", [["v", "n"], ["n", "v"]], ids="-".join)
+def test_a_parameter_that_the_map_lacks_is_not_left_as_it_was_by_any_strictness(
+    parameters: list[str], strict: StrictHandling, tmp_path: Path
+) -> None:
+    places = [(5 * at, 5 * at + 5) for at in range(len(parameters))]
+    shards = [
+        (begin, end, [shard(key, (5,), (0,), (5,))])
+        for key, (begin, end) in zip(parameters, places, strict=True)
+    ]
+    asked, _ = request(bucket(5 * len(shards), *shards), places)
+    directory = save_halves(tmp_path / "c")
+    with pytest.raises(CheckpointingException, match="lacks 1 of 2 parts of the optimizer"):
+        dist_checkpointing.load(asked, str(directory), strict=strict)
+
+
 def test_a_half_that_no_map_describes_is_a_hole(tmp_path: Path) -> None:
     asked, _ = request(whole(), [(8, 32)])
     said = refusal(save_halves(tmp_path / "c", without="dp_group_idx_1.datastates_map"), asked)

@@ -321,6 +321,13 @@ class _Optimizer:
             return LocalNonpersistentObject(result)
 
         def merge(loaded: list[Any]) -> Any:
+            if len(loaded) != len(memory):  # a lenient strictness left some out
+                raise LoadMismatch(
+                    f"the checkpoint lacks {len(memory) - len(loaded)} of {len(memory)} parts of the "
+                    f"optimizer state that {state[CARRIER].key!r} needs, whatever the "
+                    "--dist-ckpt-strictness: load without it to see their keys, or "
+                    "without the optimizer (--no-load-optim)"
+                )
             for target, found in zip(memory, loaded, strict=True):
                 if found.data_ptr() != target.data_ptr():  # a fully parallel load returns other memory
                     target.copy_(found)
