@@ -88,7 +88,7 @@ class Mixed:
 
     def restore(self, reader: StateReader) -> None:
         """Is never called: the benchmark only saves."""
-        raise NotImplementedError
+        raise NotImplementedError("the benchmark only saves")
 
     def _await_tensors(self) -> None:
         self._started.wait()

@@ -35,11 +35,11 @@ class Contender:
 
     def prepare(self, state: State) -> Any:
         """Returns what the save is given, made anew for each save as a trainer does."""
-        raise NotImplementedError
+        raise NotImplementedError  # every contender has its own
 
     def start(self, prepared: Any, directory: Path) -> None:
         """Starts the save; of a synchronous one, all of it."""
-        raise NotImplementedError
+        raise NotImplementedError  # every contender has its own
 
     def fence(self) -> None:
         """Waits until the state may be changed."""
@@ -50,7 +50,7 @@ class Contender:
 
     def load(self, state: State, directory: Path) -> None:
         """Loads into the state's own memory."""
-        raise NotImplementedError
+        raise NotImplementedError  # every contender has its own
 
     def close(self) -> None:
         """Ends processes and threads."""

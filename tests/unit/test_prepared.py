@@ -346,13 +346,17 @@ def test_views_follow_their_tensor_to_other_memory() -> None:
     assert prepared._view(weight, row.view).tolist() == weight[2:].tolist()
 
 
-def test_what_a_transformation_changes_is_not_kept() -> None:
-    model = make()
+def prepare(model: Any) -> tuple[prepared.Preparation, dict[str, Any], Tensors]:
+    """Returns what a full save of one weight prepares, the arguments of that save, and what it has stored."""
     call = {"model": [model], "optimizer": no_optimizer(), "args": None}
-    preparation = prepared.Preparation(call)
-    found = Tensors()
+    preparation, found = prepared.Preparation(call), Tensors()
     found.add("w", model[0].weight, Mutability.NOW)
     preparation.complete(found, found.tensors[:])
+    return preparation, call, found
+
+
+def test_what_a_transformation_changes_is_not_kept() -> None:
+    preparation, call, found = prepare(make())
     for _ in range(2):
         found.keys[0], found.stable[0] = "other", True
         preparation.require(call)
@@ -362,11 +366,7 @@ def test_what_a_transformation_changes_is_not_kept() -> None:
 
 def test_addresses_are_those_of_the_moment_at_which_tensors_are_handed_over() -> None:
     model = make()
-    call = {"model": [model], "optimizer": no_optimizer(), "args": None}
-    preparation = prepared.Preparation(call)
-    found = Tensors()
-    found.add("w", model[0].weight, Mutability.NOW)
-    preparation.complete(found, found.tensors[:])
+    preparation, call, _ = prepare(model)
     preparation.require(call)
     model[0].weight.data = torch.ones(6, 4)
     described = preparation.tensors(lambda: nothing_promised, is_lazy=False).described
