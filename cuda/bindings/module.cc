@@ -11,6 +11,7 @@
 #include "bindings/exchange.h"
 #include "bindings/failure.h"
 #include "bindings/reader.h"
+#include "bindings/structure.h"
 #include "engine/crc32c.h"
 #include "engine/engine.h"
 #include "engine/sha256.h"
@@ -254,7 +255,12 @@ NB_MODULE(_native, module) {
   BindJob(module);
   BindEngine(module);
   BindReader(module);
-  module.def("describe_tensors", &DescribeTensors, "api"_a, "tensors"_a);
+  module.def("describe_tensors", &DescribeTensors, "api"_a, "tensors"_a, nb::kw_only(), "storages"_a);
+  nb::class_<Structure>(module, "Structure")
+      .def(nb::init<const nb::list&, const nb::list&, const std::vector<std::string>&,
+                    const std::vector<std::string>&, const std::vector<std::string>&>(),
+           "owners"_a, "roots"_a, nb::kw_only(), "attributes"_a, "own"_a, "opaque"_a)
+      .def("leaves", &Structure::Leaves, "owners"_a, "roots"_a);
   module.def("write_backends", &WriteBackend::Names);
   module.def(
       "crc32c", [](nb::bytes data, uint32_t crc) { return Crc32c(crc, data.c_str(), data.size()); }, "data"_a,

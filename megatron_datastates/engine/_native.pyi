@@ -134,8 +134,15 @@ class Reader:
 
 def close_in_forked_child(descriptor: int) -> None: ...
 def forget_descriptor(descriptor: int) -> None: ...
-def describe_tensors(api: object, tensors: list[Any]) -> tuple[bytes, bytes, bool] | None:
-    """Returns (addresses, description of dtypes, devices, shapes and strides, whether any is complex), or None."""
+def describe_tensors(api: object, tensors: list[Any], *, storages: bool) -> tuple[Any, ...] | None:
+    """Returns the fields of engine/exchange.py's Seen or, with `storages`, Described; addresses as bytes."""
+
+class Structure:
+    def __init__(
+        self, owners: list[Any], roots: list[Any], *, attributes: list[str], own: list[str], opaque: list[str]
+    ) -> None: ...
+    def leaves(self, owners: list[Any], roots: list[Any]) -> list[Any] | None:
+        """Returns what is held by identity; None if anything differs from what it was (bindings/structure.h)."""
 
 def write_backends() -> list[str]: ...
 def crc32c(data: bytes, crc: int = 0) -> int: ...

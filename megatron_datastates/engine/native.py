@@ -24,6 +24,7 @@ Output = _native.Output
 SaveJob = _native.SaveJob
 crc32c = _native.crc32c
 describe_tensors = _native.describe_tensors
+Structure = _native.Structure
 Reader = _native.Reader
 EAGER_FLAG = _native.EAGER_FLAG
 DEVICE_FLAG = _native.DEVICE_FLAG

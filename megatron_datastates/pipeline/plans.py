@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_datastates.engine.exchange import Described, describe
+from megatron_datastates.engine.exchange import Described, Facts, Words, describe
 from megatron_datastates.errors import MismatchError
 from megatron_datastates.format.tail import Kind
 from megatron_datastates.format.values import Fragment
@@ -21,7 +21,6 @@ from megatron_datastates.plan.layout import Layout, TailItem, plan_layout
 from megatron_datastates.providers.base import Mutability, Place, TailSource, Tensors
 from megatron_datastates.providers.tensors import dtype_name
 
-Words = npt.NDArray[np.uint64]
 _facts = attrgetter("dtype", "shape", "device")
 
 
@@ -120,14 +119,15 @@ def _fragment(key: str, facts: tuple[torch.dtype, torch.Size, torch.device], pla
     return fragment
 
 
-def has_unresolved_views(tensors: Tensors, has_complex: bool = True) -> bool:
+def has_unresolved_views(tensors: list[torch.Tensor], facts: Facts | None) -> bool:
     """Returns whether a tensor is a negated or conjugated view: then its bytes in memory are not its values.
 
     Args:
-        has_complex: False if no tensor is complex, so that none can be conjugated.
+        facts: what engine/exchange.py has found out about the tensors.
     """
-    views = tensors.tensors
-    return any(map(torch.Tensor.is_neg, views)) or (has_complex and any(map(torch.Tensor.is_conj, views)))
+    if facts is not None and not (facts.has_negative or facts.has_complex):
+        return False
+    return any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors))
 
 
 def resolve_views(tensors: Tensors) -> Tensors:
@@ -156,19 +156,22 @@ class Memory:
         return Memory(self.addresses[members], [self.owners[i] for i in members])
 
 
-def locate(tensors: Tensors, addresses: Words | None = None) -> Memory:
+def locate(tensors: Tensors, seen: Described | None = None) -> Memory:
     """Returns where `tensors` are. The trainer waits for this at every save.
 
     Args:
-        addresses: of the first elements, if engine/exchange.py has found them already.
+        seen: what engine/exchange.py has found out about them already.
 
     Raises:
         MismatchError: a tensor has elements but no memory.
     """
-    storages = list(map(torch.Tensor.untyped_storage, tensors.tensors))
-    if addresses is None:
+    if seen is not None:
+        addresses, storages, has_empty = seen.addresses, seen.storages, not seen.bases.all()
+    else:
         addresses = np.fromiter(map(torch.Tensor.data_ptr, tensors.tensors), np.uint64, len(tensors))
-    if 0 in map(torch.UntypedStorage.nbytes, storages) or not addresses.all():
+        storages = list(map(torch.Tensor.untyped_storage, tensors.tensors))
+        has_empty = 0 in map(torch.UntypedStorage.nbytes, storages)
+    if has_empty or not addresses.all():
         _check_memory(tensors, storages, addresses)
     return Memory(addresses, storages)
 
@@ -307,16 +310,16 @@ class Plans:
         seen: Described | None = tensors.described
         if seen is None:
             seen = describe(tensors.tensors)
-            if has_unresolved_views(tensors, seen is None or seen.has_complex):
+            if has_unresolved_views(tensors.tensors, seen.facts if seen is not None else None):
                 tensors = resolve_views(tensors)
                 seen = describe(tensors.tensors)
-        addresses, description = (seen.addresses, seen.description) if seen is not None else (None, None)
+        description = seen.facts.description if seen is not None else None
         fitting = (p for p in reversed(self._plans) if _fits(p, tensors, tail, description))
         plan = next((p for p in fitting if p.least_stable == least_stable), None)
         if plan is None:
             plan = plan_state(tensors, tail, description, least_stable)
         self._plans = [*(p for p in self._plans if p is not plan), plan][-self._most :]
-        return plan, locate(tensors, addresses)
+        return plan, locate(tensors, seen)
 
 
 def _fits(plan: StatePlan, tensors: Tensors, tail: list[TailItem], description: bytes | None) -> bool:

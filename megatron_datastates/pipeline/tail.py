@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import os
 import threading
 import time
@@ -20,12 +21,15 @@ from megatron_datastates.engine.tail import TailWriter
 from megatron_datastates.errors import ProviderError
 from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.tail import Kind, TailEntry
+from megatron_datastates.format.values import SMALL_ALIGNMENT
 from megatron_datastates.pipeline.frames import FrameWriter, encoder_pool
+from megatron_datastates.plan.layout import align_up
 from megatron_datastates.providers.base import CopyBudget, Encoding, Mutability, TailSource, Write
 from megatron_datastates.providers.collect import Collected, Part
 from megatron_datastates.providers.objects import check_pickle
 
 _GIL_SECONDS = 0.0005  # for which small objects are written without releasing it on purpose
+_MOST_EQUAL = 1000  # entries written at once
 _SNAPSHOT_BYTES = 16 << 20  # of host memory, for copies of objects in one save
 
 
@@ -119,8 +123,10 @@ class Tail:
         while self._later:
             if self._later[0].source.mutability is not Mutability.AT_FENCE:
                 self._read.set()
-            self._write(writer, self._later[0])
-            del self._later[0]  # an object that nobody changes may be large
+            written = self._write_equal(writer)
+            if not written:
+                self._write(writer, self._later[0])
+            del self._later[: written or 1]  # an object that nobody changes may be large
             # The trainer may wait for the GIL, and nobody for this thread. Without a sleep it would get it
             # only after 5 ms; a sleep after each small object would take as long as the object.
             if time.perf_counter() - released > _GIL_SECONDS:
@@ -175,6 +181,34 @@ class Tail:
         self._written[pending.number] = written
         self.costs.setdefault(part.name, PartCosts()).add(written, time.perf_counter() - before)
 
+    def _write_equal(self, writer: TailWriter) -> int:
+        """Writes the next entries at once, if they have the same known bytes; returns how many were written.
+
+        A model has some objects without a value for each layer. One by one they would take the GIL from the
+        trainer for ten milliseconds.
+        """
+        data, part = _constant(self._later[0]), self._part_of(self._later[0].number)
+        if data is None:
+            return 0
+        before = time.perf_counter()
+        equal = list(
+            itertools.takewhile(
+                lambda one: _constant(one) is data and one.number < part.end_tail,
+                itertools.islice(self._later, _MOST_EQUAL),
+            )
+        )
+        begin, step = writer.begin_entry(), align_up(len(data), SMALL_ALIGNMENT)
+        writer.write((data + bytes(step - len(data))) * (len(equal) - 1) + data)
+        entries = [
+            TailEntry(one.source.kind, one.key, begin + at * step, len(data), len(data))
+            for at, one in enumerate(equal)
+        ]
+        self._written.update((one.number, entry) for one, entry in zip(equal, entries, strict=True))
+        costs, seconds = self.costs.setdefault(part.name, PartCosts()), time.perf_counter() - before
+        for entry in entries:
+            costs.add(entry, seconds / len(entries))
+        return len(equal)
+
     def _pass_on(self, writer: TailWriter, pending: _Pending) -> tuple[TailEntry, bytes | None]:
         """Writes an entry; returns where it is, and the pickle to be checked if it is an object."""
         source, begin = pending.source, writer.begin_entry()
@@ -204,6 +238,10 @@ class Tail:
         if self._encoders is None:
             self._encoders = encoder_pool()
         return self._encoders
+
+
+def _constant(pending: _Pending) -> bytes | None:
+    return getattr(pending.source, "constant", None)
 
 
 class _EntryWrite:

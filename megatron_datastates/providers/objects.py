@@ -79,6 +79,11 @@ class ObjectSource:
 
     kind = Kind.OBJECT
 
+    @property
+    def constant(self) -> bytes | None:
+        """The bytes of [None], the most frequent object in Megatron's checkpoints; None for other objects."""
+        return _nothing() if is_nothing(self.value) else None
+
     def snapshot(self, budget: CopyBudget) -> ObjectSource | None:
         """Returns a copy; None if the object holds something that is not copied, or is too large."""
         try:
@@ -89,10 +94,10 @@ class ObjectSource:
     def write(self, write: Write) -> bytes | None:
         """Passes on what torch.save writes, and returns its pickle. Raises what torch.save raises.
 
-        Returns None for the most frequent object in Megatron's checkpoints, the extra state [None].
+        Returns None for an object with known bytes, see `constant`.
         """
-        if type(self.value) is list and len(self.value) == 1 and self.value[0] is None:
-            write(_nothing())
+        if self.constant is not None:
+            write(self.constant)
             return None
         with _Sink(write) as sink:  # once it is closed, a buffer that was not flushed writes nothing
             # torch.save makes some forty small writes for each object; the buffer joins them in C.
@@ -107,6 +112,11 @@ class ObjectSource:
         buffer = io.BytesIO()
         self.write(buffer.write)
         return buffer.getvalue()
+
+
+def is_nothing(value: Any) -> bool:
+    """Returns whether an object is [None], as Megatron has it for modules without extra state."""
+    return type(value) is list and len(value) == 1 and value[0] is None
 
 
 @functools.cache

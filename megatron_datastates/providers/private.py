@@ -73,7 +73,7 @@ def _copy(value: Any, memo: _Memo) -> Any:
 
 def _copy_list(value: list[Any], memo: _Memo) -> list[Any]:
     copied = memo[id(value)] = []
-    copied.extend(_copy(item, memo) for item in value)
+    copied.extend([item if type(item) in _UNCHANGING else _copy(item, memo) for item in value])
     return copied
 
 
@@ -92,7 +92,8 @@ def _copy_set(value: set[Any], memo: _Memo) -> set[Any]:
 def _copy_dictionary(value: dict[Any, Any], memo: _Memo) -> dict[Any, Any]:
     copied = memo[id(value)] = type(value)()
     for key, item in value.items():
-        copied[_copy(key, memo)] = _copy(item, memo)
+        own_key = key if type(key) in _UNCHANGING else _copy(key, memo)
+        copied[own_key] = item if type(item) in _UNCHANGING else _copy(item, memo)
     return copied
 
 
@@ -134,7 +135,7 @@ def _copy_tensor(value: torch.Tensor, memo: _Memo) -> torch.Tensor:
         raise NotPlainError("two tensors that share memory")
     if address:
         memo[address] = None  # cannot be the id of an object: none lies in a storage
-    memo.take(value.numel() * value.element_size())
+    memo.take(value.nbytes)
     memo[id(value)] = copied = value.clone()
     return copied
 

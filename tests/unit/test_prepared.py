@@ -24,6 +24,7 @@ from megatron_datastates.mcore.save.extra_states import extra_states
 from megatron_datastates.mcore.save.mutability import nothing_promised
 from megatron_datastates.mcore.save.survey import Survey, UnprovableError
 from megatron_datastates.providers.base import Mutability, Tensors
+from megatron_datastates.providers.objects import ObjectSource
 
 
 def no_optimizer() -> Any:
@@ -33,7 +34,9 @@ def no_optimizer() -> Any:
 
 
 def make() -> torch.nn.Module:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2))
+    named = torch.nn.ModuleDict({"step": torch.nn.Linear(2, 2)})  # the name of a value in optimizers' states
+    named.register_buffer("padding", torch.zeros(3))
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2), named)
     model[0].register_buffer("kept", torch.zeros(3))
     model[0].register_buffer("dropped", torch.zeros(3), persistent=False)
     model[2]._register_state_dict_hook(torch.nn.init.zeros_)  # a function that is trusted
@@ -93,6 +96,9 @@ CHANGES: list[Callable[[Any], object]] = [
     swap_persistence,
     replace_hook,
     move_hook,
+    lambda model: setattr(model[3], "step", torch.nn.Linear(2, 2)),
+    lambda model: model[3].register_buffer("padding", torch.zeros(3)),
+    lambda model: model[3].__dict__.pop("_buffers"),
 ]
 
 
@@ -112,9 +118,9 @@ def test_other_memory_and_other_values_are_no_change_of_structure(change: Callab
     survey = Survey([model], no_optimizer())
     change(model)
     tensors = survey.tensors_if_unchanged(no_optimizer())
-    addresses = survey.addresses_if_unchanged(tensors)
+    described = survey.described_if_unchanged(tensors)
     assert any(tensor is model[0].weight for tensor in tensors)
-    assert addresses is None or addresses.tolist() == [tensor.data_ptr() for tensor in tensors]
+    assert described is None or described.addresses.tolist() == [tensor.data_ptr() for tensor in tensors]
 
 
 def test_a_method_replaced_in_a_class_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,10 +315,10 @@ def extra(key: str, value: Any) -> dict[str, Any]:
 def test_extra_states_are_made_anew(value: Any) -> None:
     model = torch.nn.Sequential(Extra(2, 2))
     model[0].scale = value
-    [(name, template, make_value)] = extra_states(model, extra("0._extra_state", copy.copy(value)))
-    assert (name, template.data) == ("0._extra_state", None)
+    [found] = extra_states(model, extra("0._extra_state", copy.copy(value)))
+    assert (found.name, found.template.data) == ("0._extra_state", None)
     model[0].scale = "another"
-    assert make_value() == "another"
+    assert found.value_of() == "another"
 
 
 @pytest.mark.parametrize(
@@ -329,6 +335,45 @@ def test_values_that_cannot_be_made_anew_are_refused(state: dict[str, Any]) -> N
     model = torch.nn.Sequential(Extra(2, 2))
     with pytest.raises(UnprovableError):
         extra_states(model, state)
+
+
+def with_extra_states(*scales: Any) -> tuple[Any, prepared.Preparation, list[Any]]:
+    """Returns a model, what a full save prepares of its extra states, and their sharded objects."""
+    model = torch.nn.Sequential(*(Extra(2, 2) for _ in scales))
+    state: dict[str, Any] = {}
+    for number, scale in enumerate(scales):
+        model[number].scale = scale
+        state |= extra(f"{number}._extra_state", scale)
+    preparation = prepared.Preparation({"model": [model], "optimizer": no_optimizer(), "args": None})
+    objects = list(state.values())
+    preparation.note_models({"model": [model], "optimizer": no_optimizer()}, {"model": state})
+    return model, preparation, objects
+
+
+def sources(objects: list[Any]) -> list[ObjectSource]:
+    """Returns the sources of objects without a value, as a save makes them."""
+    return [ObjectSource(item.unique_key, [None]) for item in objects if item.data is None]
+
+
+def test_extra_states_without_a_value_are_left_out_of_thin_state_dicts_and_saved() -> None:
+    values = [None, io.BytesIO(b"scales"), None, None]
+    model, preparation, objects = with_extra_states(*values)
+    preparation._extra_states[0][3].template.replica_id = 1  # another rank stores it
+    full = sources(objects[:3])
+    preparation.objects_without_value(full, is_thin=False)
+    for _ in range(2):
+        preparation._left_out.clear()
+        thin = preparation.thin_models()[0].sharded_state_dict()
+        assert list(thin) == [prepared.MARK, "1._extra_state"]
+        assert preparation.objects_without_value([], is_thin=True) == full
+    model[0].scale, model[1].scale = io.BytesIO(b"new"), None
+    preparation._left_out.clear()
+    thin = preparation.thin_models()[0].sharded_state_dict()
+    assert list(thin) == [prepared.MARK, "0._extra_state", "1._extra_state"]
+    assert thin["0._extra_state"].data.getvalue() == b"new"
+    seen = sources([thin["1._extra_state"]])
+    keys = [source.key for source in preparation.objects_without_value(seen, is_thin=True)]
+    assert keys == [objects[2].unique_key, objects[1].unique_key]
 
 
 def test_tensors_and_factories_of_a_model_need_no_function() -> None:
@@ -359,7 +404,8 @@ def test_what_a_transformation_changes_is_not_kept() -> None:
     preparation, call, found = prepare(make())
     for _ in range(2):
         found.keys[0], found.stable[0] = "other", True
-        preparation.require(call)
+        preparation.require_conditions(call)
+        preparation.require_unchanged(call)
         found = preparation.tensors(lambda: nothing_promised, is_lazy=False)
         assert (found.keys, found.stable) == (["w"], [False])
 
@@ -367,7 +413,8 @@ def test_what_a_transformation_changes_is_not_kept() -> None:
 def test_addresses_are_those_of_the_moment_at_which_tensors_are_handed_over() -> None:
     model = make()
     preparation, call, _ = prepare(model)
-    preparation.require(call)
+    preparation.require_conditions(call)
+    preparation.require_unchanged(call)
     model[0].weight.data = torch.ones(6, 4)
     described = preparation.tensors(lambda: nothing_promised, is_lazy=False).described
     assert described is None or described.addresses.tolist() == [model[0].weight.data_ptr()]

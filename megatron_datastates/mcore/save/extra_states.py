@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,14 +21,24 @@ from megatron.core.dist_checkpointing.mapping import (
 from megatron_datastates.mcore.save.survey import UnprovableError
 
 _EXTRA = "_extra_state"
+
+
 _TENSORS = (ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
 
 
-def extra_states(chunk: Any, state: dict[str, Any]) -> list[tuple[str, Any, Callable[[], Any]]]:
-    """Returns the objects in a model's sharded state dict.
+@dataclasses.dataclass(slots=True)
+class ExtraState:
+    """One module's extra state."""
 
-    Returns:
-        The name of each, the object without its value, and the function that makes the value.
+    name: str
+    template: ShardedObject  # without its value
+    value_of: Callable[[], Any]  # makes the value
+    key: str  # under which it is stored
+    is_left_out: bool = False  # of a thin state dict, as long as it has no value
+
+
+def extra_states(chunk: Any, state: dict[str, Any]) -> list[ExtraState]:
+    """Returns the objects in a model's sharded state dict.
 
     Raises:
         UnprovableError: there is something that is neither a tensor nor a module's extra state.
@@ -41,7 +52,8 @@ def extra_states(chunk: Any, state: dict[str, Any]) -> list[tuple[str, Any, Call
                 raise UnprovableError(f"the object {key!r} of the model is not a module's extra state")
             template = copy.copy(item)
             template.data = None
-            found.append((key, template, _called(weakref.WeakMethod(module.get_extra_state))))
+            value_of = _called(weakref.WeakMethod(module.get_extra_state))
+            found.append(ExtraState(key, template, value_of, item.unique_key))
         elif not all(isinstance(leaf, _TENSORS) for leaf in _leaves(item)):
             raise UnprovableError(f"{key!r} of the model is neither a tensor nor a sharded object")
     return found

@@ -16,7 +16,7 @@ from megatron_datastates.mcore.save.mutability import Classify
 from megatron_datastates.mcore.save.prepared import Mark, mark_of
 from megatron_datastates.mcore.save.preparing import awaits_tensors, complete
 from megatron_datastates.providers.base import Mutability, Place, StateReader, Tensors
-from megatron_datastates.providers.objects import ObjectSource
+from megatron_datastates.providers.objects import ObjectSource, is_nothing
 from megatron_datastates.providers.tensors import is_frozen
 
 
@@ -88,8 +88,8 @@ class ShardedStateProvider:
             complete(mark.preparation, found, stored)
         return found
 
-    def objects(self) -> Iterator[ObjectSource]:
-        """Yields the objects, and the optimizer maps attached to them."""
+    def objects(self) -> list[ObjectSource]:
+        """Returns the objects, and the optimizer maps attached to them; first those without a value."""
         values: dict[str, list[Any]] = defaultdict(list)
         for item in self._main_replicas(ShardedObject):
             values[item.unique_key].append(item.data)
@@ -97,4 +97,8 @@ class ShardedStateProvider:
             if carried is not None:
                 values[carried[0]].append(carried[1])
         # A list, as torch_dist stores objects: readers take its first element.
-        return (ObjectSource(key, value, Mutability.NOW) for key, value in values.items())
+        nothing = [key for key, value in values.items() if is_nothing(value)]
+        without = [ObjectSource(key, values.pop(key), Mutability.NEVER) for key in nothing]
+        if self._mark is not None:
+            without = self._mark.preparation.objects_without_value(without, is_thin=self._mark.is_thin)
+        return without + [ObjectSource(key, value, Mutability.NOW) for key, value in values.items()]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -22,16 +23,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
 
-from megatron_datastates.engine.exchange import Described, describe
+from megatron_datastates.engine.exchange import Described, Facts, Words, describe, facts_of
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore import fences
-from megatron_datastates.mcore.save.extra_states import extra_states
+from megatron_datastates.mcore.save.extra_states import ExtraState, extra_states
 from megatron_datastates.mcore.save.mutability import Classify
 from megatron_datastates.mcore.save.survey import Survey, UnprovableError, distributed_optimizers
-from megatron_datastates.pipeline.plans import Words, has_unresolved_views
+from megatron_datastates.pipeline.plans import has_unresolved_views
 from megatron_datastates.providers.base import Tensors
+from megatron_datastates.providers.objects import ObjectSource
 
 MARK = "datastates_prepared"
 # Arguments of Megatron that decide what is stored by which rank.
@@ -95,10 +97,14 @@ class Preparation:
         self._survey = Survey(call["model"], call["optimizer"])
         self._bucket_states: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}  # by id of the optimizer
         self._padding: list[torch.Tensor] = []  # zeros, which nobody changes
-        self._extra_states: list[list[tuple[str, Any, Callable[[], Any]]]] = []  # by model chunk
+        self._extra_states: list[list[ExtraState]] = []  # by model chunk
+        self._without_value: dict[str, ObjectSource] = {}  # of a full save, by key
+        self._left_out: set[str] = (
+            set()
+        )  # during a prepared save: the keys of those that Megatron did not see
         self._rows: list[Row] = []  # of each stored tensor
         self._columns = Tensors()  # without its tensors
-        self._described: Described | None = None  # the tensors as they were stored
+        self._facts: Facts | None = None  # of the tensors as they were stored
         self._classified: Any = None  # what the mutability depends on
         self._current: list[torch.Tensor] = []  # during a prepared save: those of the survey
         self._used: set[int] = set()
@@ -144,51 +150,89 @@ class Preparation:
             if tensor is not passed:
                 raise UnprovableError(f"{key!r} is quantized")
             rows.append(_row(key, tensor, numbers))
-        described = describe(found.tensors)
-        if has_unresolved_views(found, described is None or described.has_complex):
+        facts = facts_of(found.tensors)
+        if has_unresolved_views(found.tensors, facts):
             raise UnprovableError("a tensor is a negated or conjugated view")
-        self._rows, self._described = rows, described
+        self._rows, self._facts = rows, facts
         self._columns = _copied(found, [])
         self._classified = None
         self.is_complete = True
 
     # -- a prepared save --------------------------------------------------------------------------------
 
-    def require(self, call: Mapping[str, Any]) -> None:
-        """Looks whether all is as it was, and holds the tensors for `tensors` if so.
+    def require_conditions(self, call: Mapping[str, Any]) -> None:
+        """Begins a prepared save: looks whether it may be one, before Megatron makes a thin state dict.
 
         Raises:
-            UnprovableError: something has changed, or the last save did not end.
+            UnprovableError: its arguments are others, or the last save did not end.
         """
         if not self.is_complete:
             raise UnprovableError("the last save could not be prepared for")
         if _conditions(call) != self._conditions:
             raise UnprovableError("the arguments of the save are others")
-        self._current, self._used = self._survey.tensors_if_unchanged(call["optimizer"]), set()
+        self._used, self._left_out = set(), set()
         self.is_taken = False
+
+    def require_unchanged(self, call: Mapping[str, Any]) -> None:
+        """Looks whether all is as it was, and holds the tensors for `tensors` if so.
+
+        After Megatron has made the thin state dict: code of others that it calls may have changed something.
+
+        Raises:
+            UnprovableError: something has changed.
+        """
+        self._current = self._survey.tensors_if_unchanged(call["optimizer"])
 
     def thin_models(self) -> list[Any]:
         """Returns what stands in for the model chunks while Megatron makes a thin state dict."""
         return [_ThinChunk(self, number, extra) for number, extra in enumerate(self._extra_states)]
 
     def thin_buckets(self, optimizer: Any) -> dict[Any, Any]:
-        """Returns a distributed optimizer's bucket state without tensors."""
+        """Returns a distributed optimizer's bucket state without tensors.
+
+        Raises:
+            UnprovableError: this is another optimizer.
+        """
+        if id(optimizer) not in self._bucket_states:
+            raise UnprovableError("an optimizer was added or replaced")
         self._used.add(id(optimizer))
         return {key: copy.copy(item) for key, item in self._bucket_states[id(optimizer)][1].items()}
 
     def require_used(self) -> None:
-        """Raises SaveFailedError if Megatron did not ask for all of the thin state."""
+        """Raises UnprovableError if Megatron did not ask for all of the thin state."""
         chunks, buckets = set(range(len(self._extra_states))), set(self._bucket_states)
         if self._used != chunks | buckets:
-            raise SaveFailedError(
-                "a prepared save does not hold all of the state: expected the state of "
-                f"{len(chunks)} model chunks and {len(buckets)} optimizers, found {len(self._used)} of "
-                "these; use --datastates-prepared off, and report this"
+            raise UnprovableError(
+                f"Megatron did not ask for the state of all {len(chunks)} model chunks and {len(buckets)} "
+                "optimizers"
             )
 
     def use_chunk(self, number: int) -> None:
         """Notes that Megatron has asked for a model chunk's state."""
         self._used.add(number)
+
+    def objects_without_value(self, found: list[ObjectSource], *, is_thin: bool) -> list[ObjectSource]:
+        """Returns all objects of a save that have no value.
+
+        Args:
+            found: those in the state dict.
+            is_thin: whether it is a thin one. Else those are noted: most objects of a model are extra states
+                without a value, and as long as they have none, Megatron need not see them again.
+        """
+        if is_thin:
+            own = {source.key: source for source in found}
+            return [source for key, source in self._without_value.items() if key in self._left_out] + [
+                source for key, source in own.items() if key not in self._left_out
+            ]
+        self._without_value = {source.key: source for source in found}
+        for extra in itertools.chain.from_iterable(self._extra_states):
+            is_stored = is_main_replica(extra.template.replica_id)
+            extra.is_left_out = not is_stored or extra.key in self._without_value
+        return found
+
+    def leave_out(self, extra: ExtraState) -> None:
+        """Notes that Megatron does not see an extra state without a value."""
+        self._left_out.add(extra.key)
 
     def release(self) -> None:
         """Lets go of the tensors of a prepared save. If it did not take them, the next save is full."""
@@ -205,31 +249,36 @@ class Preparation:
             SaveFailedError: one has changed since the survey.
         """
         sources, columns = [*self._current, *self._padding], self._columns
-        sourced = self._addresses_now()
         tensors = [sources[at] if view is None else _view(sources[at], view) for at, view, _ in self._rows]
-        described = None
-        if sourced is not None and self._described is not None:
-            numbers, distances = self._positions
-            described = self._described._replace(addresses=sourced[numbers] + distances)
-        depends_on = self._classification(is_lazy, sourced)
+        described = self._described_now()
+        depends_on = self._classification(is_lazy, described)
         if depends_on is None or depends_on != self._classified:
             columns.mutability = list(map(classifier(), tensors))
             self._classified = depends_on
         self.is_taken = True
         return _copied(columns, tensors, described)
 
-    def _addresses_now(self) -> Words | None:
-        """Returns the addresses of the survey's tensors and of padding, if torch has a fast way to them.
+    def _described_now(self) -> Described | None:
+        """Returns where the stored tensors are now, if torch has a fast way to that.
 
         Code of others runs between the survey and this, and may have moved them.
         """
         try:
-            addresses = self._survey.addresses_if_unchanged(self._current)
+            described = self._survey.described_if_unchanged(self._current)
         except UnprovableError as error:
             message = f"{error}, while Megatron made a state dict; use --datastates-prepared off"
             raise SaveFailedError(message) from error
-        padding = np.array([item.data_ptr() for item in self._padding], np.uint64)
-        return np.concatenate([addresses, padding]) if addresses is not None else None
+        padding = describe(self._padding)
+        if described is None or padding is None or self._facts is None:
+            return None
+        storages = described.storages + padding.storages
+        numbers, distances = self._positions
+        return Described(
+            self._facts,
+            np.concatenate([described.addresses, padding.addresses])[numbers] + distances,
+            [storages[number] for number in numbers.tolist()],
+            np.concatenate([described.bases, padding.bases])[numbers],
+        )
 
     @functools.cached_property
     def _positions(self) -> tuple[npt.NDArray[np.intp], Words]:
@@ -237,29 +286,30 @@ class Preparation:
         numbers = np.array([row.number for row in self._rows], np.intp)
         return numbers, np.array([row.distance for row in self._rows], np.int64).view(np.uint64)
 
-    def _classification(self, is_lazy: bool, addresses: Words | None) -> Any:
+    def _classification(self, is_lazy: bool, described: Described | None) -> Any:
         """Returns all that mutabilities depend on, or None if that is unknown."""
         stepped = fences.stepped_optimizers()
-        if addresses is None or not stepped <= self._survey.inner_optimizers():
+        if described is None or not stepped <= self._survey.inner_optimizers():
             return None  # another optimizer may own some of the memory
-        return is_lazy, stepped, addresses.tobytes()
+        return is_lazy, stepped, described.addresses.tobytes()
 
 
 class _ThinChunk:
     """Stands in for a model chunk; its sharded state dict has no tensors."""
 
-    def __init__(self, preparation: Preparation, number: int, extra_states: list[Any]) -> None:
+    def __init__(self, preparation: Preparation, number: int, extra_states: list[ExtraState]) -> None:
         self._preparation, self._number, self._extra_states = preparation, number, extra_states
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._preparation.use_chunk(self._number)
         state: dict[str, Any] = {MARK: Mark.of(self._preparation, self._number, is_thin=True)}
-        for name, template, value_of in self._extra_states:
-            item, value = template, value_of()
-            if value is not None:
-                item = copy.copy(template)
-                item.data = value
-            state[name] = item
+        for extra in self._extra_states:
+            value = extra.value_of()
+            if value is None and extra.is_left_out:
+                self._preparation.leave_out(extra)
+                continue
+            state[extra.name] = item = copy.copy(extra.template)
+            item.data = value
         return state
 
 

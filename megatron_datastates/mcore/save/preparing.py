@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -61,31 +61,48 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
             return original(*args, **kwargs)
         with trainer_held("state_dict"):
             bound = signature.bind(*args, **kwargs)
-            preparation = _agreed(bound.arguments, _saving)
-            if preparation is None:
-                return _generate_full(original, bound, _saving)
-            return _generate_thin(original, bound, _saving, preparation)
+            thin = _generate_thin(original, bound, _saving)
+            if _all_ranks_have(thin, _saving):
+                return thin
+            _saving.thin = None
+            return _generate_full(original, bound, _saving)
 
     return generate_state_dict
 
 
-def _agreed(call: Mapping[str, Any], saving: _Saving) -> Preparation | None:
-    """Returns what this rank is prepared with; None if it is not, or another rank is not and that matters.
+def _generate_thin(original: Callable[..., Any], bound: inspect.BoundArguments, saving: _Saving) -> Any:
+    """Returns a thin state dict if this rank is prepared, else None."""
+    call = bound.arguments
+    preparation = _preparations.get(call["model"][0]) if call["model"] and saving.is_on else None
+    if preparation is None:
+        return None
+    with _noting():
+        preparation.require_conditions(call)
+        saving.thin = preparation
+        state = _with_models(original, bound, preparation.thin_models())
+        preparation.require_used()
+        preparation.require_unchanged(call)
+        return state
+    return None
+
+
+def _with_models(original: Callable[..., Any], bound: inspect.BoundArguments, models: list[Any]) -> Any:
+    others = inspect.BoundArguments(bound.signature, type(bound.arguments)(bound.arguments, model=models))
+    return original(*others.args, **others.kwargs)
+
+
+def _all_ranks_have(thin: Any, saving: _Saving) -> bool:
+    """Returns whether this rank has a thin state dict and, if that matters to a full save, all others.
 
     In a full save of a structure that is not declared constant, ranks exchange metadata: all ranks do, or
     none. Looks are collective only then: no save but the first waits for other ranks.
     """
     from megatron_datastates.pipeline.agreement import ranks_of, sum_now
 
-    found = _preparations.get(call["model"][0]) if call["model"] and saving.is_on else None
-    if found is not None:
-        with _noting() as noted:
-            found.require(call)
-        found = None if noted else found
-    unready = [int(found is None)]
+    unready = [int(thin is None)]
     if not saving.is_constant and len(ranks_of()) > 1:
         unready = sum_now(unready)
-    return found if not unready[0] else None
+    return not unready[0]
 
 
 def _generate_full(original: Callable[..., Any], bound: inspect.BoundArguments, saving: _Saving) -> Any:
@@ -100,16 +117,6 @@ def _generate_full(original: Callable[..., Any], bound: inspect.BoundArguments, 
         with _noting():
             saving.full.note_models(call, state)
             _preparations[call["model"][0]] = saving.full
-    return state
-
-
-def _generate_thin(
-    original: Callable[..., Any], bound: inspect.BoundArguments, saving: _Saving, preparation: Preparation
-) -> Any:
-    saving.thin = preparation
-    bound.arguments["model"] = preparation.thin_models()
-    state = original(*bound.args, **bound.kwargs)
-    preparation.require_used()
     return state
 
 

@@ -10,17 +10,17 @@ an element for each tensor; the trainer waits for them in every save.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, repeat
-from operator import attrgetter, call, contains, is_
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
-from megatron_datastates.engine.exchange import describe
-from megatron_datastates.pipeline.plans import Words
+from megatron_datastates.engine import native
+from megatron_datastates.engine.exchange import Described, Facts, describe, facts_of
+from megatron_datastates.pipeline.plans import has_unresolved_views
 
 _TRUSTED = ("megatron.", "torch.", "transformer_engine.")  # beginnings of the names of modules
 _DECIDING = ("sharded_state_dict", "state_dict", "_save_to_state_dict")
@@ -30,23 +30,14 @@ _BUCKETING = (
     "_get_main_param_and_optimizer_states",
 )
 _OURS = "megatron_datastates."
-_members = attrgetter("_parameters", "_buffers", "_modules")
-_not_stored = attrgetter("_non_persistent_buffers_set")
-_hooks = attrgetter("_state_dict_hooks", "_state_dict_pre_hooks")
-_is_trained = attrgetter("requires_grad")
-_facts = attrgetter("dtype", "shape", "device", "layout")
+_HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
+_MEMBERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS)
+_hooks = attrgetter(*_HOOKS)
+_attributes = attrgetter("dtype", "shape", "device", "layout")
 
 
 class UnprovableError(Exception):
     """What was prepared for one save cannot be proved to hold for another; the text says why."""
-
-
-@dataclasses.dataclass
-class _Look:
-    """What a survey finds at one time."""
-
-    objects: list[Any]  # compared by identity
-    values: list[Any]  # compared by equality
 
 
 class Survey:
@@ -65,17 +56,22 @@ class Survey:
             _require_trusted(type(module), [vars(module).get(name) for name in _DECIDING])
             for hook in chain.from_iterable(hooks.values() for hooks in _hooks(module)):
                 _require_trusted(type(module), [hook])
-        self._modules = list(map(_reference, modules))
+        self._modules = list(map(weakref.ref, modules))
         self._optimizers = [weakref.ref(one) for one in distributed_optimizers(optimizer)]
-        look = self._look()
-        self._objects = list(map(_reference, look.objects))
-        self._values = look.values
-        places = {id(item): at for at, item in enumerate(look.objects) if isinstance(item, torch.Tensor)}
-        self._tensors = list(places.values())  # positions in `objects`, each tensor once
-        tensors = [look.objects[at] for at in self._tensors]
+        members, containers = self._places()
+        self._structures = (
+            native.Structure(members, [], attributes=list(_MEMBERS), own=list(_DECIDING), opaque=[]),
+            native.Structure([], containers, attributes=[], own=[], opaque=["step"]),
+        )
+        leaves = self._leaves()
+        places = {id(item): at for at, item in enumerate(leaves) if isinstance(item, torch.Tensor)}
+        self._tensors = list(places.values())  # positions among the leaves, each tensor once
+        tensors = [leaves[at] for at in self._tensors]
         # Of each tensor by its id, which means something only as long as the tensors exist: in this save.
         self.numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        self._described, _ = _describe(tensors)
+        self._parameters = [at for at, one in enumerate(tensors) if isinstance(one, torch.nn.Parameter)]
+        self._trained = [tensors[at].requires_grad for at in self._parameters]
+        self._facts = facts_of(tensors) or _slow_facts(tensors)
 
     def inner_optimizers(self) -> set[int]:
         """Returns the ids of the torch optimizers whose state was surveyed."""
@@ -91,21 +87,17 @@ class Survey:
         found = distributed_optimizers(optimizer)
         if len(found) != len(surveyed) or not all(map(is_, found, surveyed)):
             raise UnprovableError("an optimizer was added, removed or replaced")
-        look = self._look()
-        if len(look.objects) != len(self._objects) or look.values != self._values:
-            raise UnprovableError("modules, buffers, parameter groups or buckets were added or removed")
-        if not all(map(is_, look.objects, map(call, self._objects))):
-            raise UnprovableError("a tensor, a module or a bucket was replaced")
+        leaves = self._leaves()
         if any(_deciding(cls) != functions for cls, functions in self._classes.items()):
             raise UnprovableError("a method that makes state dicts was replaced")
-        tensors = [look.objects[at] for at in self._tensors]
-        if any(map(torch.Tensor.is_neg, tensors)) or any(map(torch.Tensor.is_conj, tensors)):
-            raise UnprovableError("a tensor has become a negated or conjugated view")
-        self.addresses_if_unchanged(tensors)
+        tensors = [leaves[at] for at in self._tensors]
+        if [tensors[at].requires_grad for at in self._parameters] != self._trained:
+            raise UnprovableError("a parameter's requires_grad has changed")
+        self._require_facts(tensors, facts_of(tensors))
         return tensors
 
-    def addresses_if_unchanged(self, tensors: list[torch.Tensor]) -> Words | None:
-        """Returns the addresses that tensors have now, if torch has a fast way to them.
+    def described_if_unchanged(self, tensors: list[torch.Tensor]) -> Described | None:
+        """Returns where tensors are now, if torch has a fast way to that.
 
         Args:
             tensors: what `tensors_if_unchanged` has returned.
@@ -113,22 +105,41 @@ class Survey:
         Raises:
             UnprovableError: one of them has changed.
         """
-        described, addresses = _describe(tensors)
-        if described != self._described:
-            raise UnprovableError("a tensor has another shape, dtype, device or memory layout")
-        return addresses
+        described = describe(tensors)
+        self._require_facts(tensors, described.facts if described is not None else None)
+        return described
 
-    def _look(self) -> _Look:
+    def _require_facts(self, tensors: list[torch.Tensor], facts: Facts | None) -> None:
+        if (facts or _slow_facts(tensors)) != self._facts:
+            raise UnprovableError("a tensor has another shape, dtype, device or memory layout")
+        if has_unresolved_views(tensors, facts):
+            raise UnprovableError("a tensor has become a negated or conjugated view")
+
+    def _places(self) -> tuple[list[Any], list[Any]]:
+        """Returns the modules, and the containers of the optimizers.
+
+        Raises:
+            UnprovableError: a module or an optimizer is gone.
+        """
         modules, optimizers = [ref() for ref in self._modules], [ref() for ref in self._optimizers]
         if None in modules or None in optimizers:
             raise UnprovableError("a module or an optimizer is gone")
-        look = _Look([], [])
-        _add_modules(look, modules)
-        for optimizer in optimizers:
-            _add_optimizer(look, optimizer)
-        # A reference to what is gone returns None, too.
-        look.values.append(list(map(is_, look.objects, repeat(None))))
-        return look
+        return modules, list(map(_containers, optimizers))
+
+    def _leaves(self) -> list[Any]:
+        """Returns all that modules and optimizers hold.
+
+        Raises:
+            UnprovableError: it is not what it was.
+        """
+        modules, containers = self._places()
+        of_modules = self._structures[0].leaves(modules, [])
+        if of_modules is None:
+            raise UnprovableError("a module, a parameter, a buffer or a hook was added, removed or replaced")
+        of_optimizers = self._structures[1].leaves([], containers)
+        if of_optimizers is None:
+            raise UnprovableError("parameter groups, states or buckets of an optimizer are others")
+        return of_modules + of_optimizers
 
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:
@@ -148,62 +159,35 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
     return [one for one in chained if not getattr(one, "is_stub_optimizer", False)]
 
 
-def _add_modules(look: _Look, modules: list[Any]) -> None:
-    members = list(chain.from_iterable(map(_members, modules)))
-    look.objects.extend(map(type, modules))
-    look.objects.extend(chain.from_iterable(map(dict.values, members)))
-    hooks = list(chain.from_iterable(map(_hooks, modules)))
-    look.objects.extend(chain.from_iterable(map(dict.values, hooks)))
-    own = list(map(vars, modules))
-    look.values += [
-        list(chain.from_iterable(members)),
-        list(map(len, members)),
-        list(map(frozenset, map(_not_stored, modules))),
-        list(map(len, hooks)),
-        [any(map(contains, own, repeat(name))) for name in _DECIDING],
-    ]
-
-
-def _add_optimizer(look: _Look, optimizer: Any) -> None:
+def _containers(optimizer: Any) -> list[Any]:
+    """Returns what decides how a distributed optimizer's state is stored; a step there is a plain value."""
     inner = optimizer.optimizer
-    groups = [group["params"] for group in inner.param_groups]
-    params = list(chain.from_iterable(groups))
-    states = [inner.state.get(param) or {} for param in params]
-    ranges = [
-        (param, bounds["gbuf_local"])
-        for by_dtype in optimizer.gbuf_ranges
-        for buckets in by_dtype.values()
-        for bucket in buckets
-        for param, bounds in bucket["param_map"].items()
-    ]
-    buckets = [bucket for buffer in optimizer.buffers for bucket in buffer.buckets]
-    look.objects += [inner, *optimizer.buffers, *buckets, *params]
-    look.objects.extend(chain.from_iterable(ranges))
-    held = chain.from_iterable(map(dict.items, states))
-    look.objects.extend(
-        value for name, value in held if name != "step" and isinstance(value, torch.Tensor)
-    )  # a step is a value, which the optimizer's own state dict has
-    look.values += [
-        list(map(len, groups)),
-        list(map(tuple, states)),
-        list(optimizer.model_param_group_index_map.values()),
-        [(bucket.grad_data.numel(), getattr(bucket, "numel_unpadded", None)) for bucket in buckets],
+    buckets = [list(buffer.buckets) for buffer in optimizer.buffers]
+    return [
+        inner,
+        [group["params"] for group in inner.param_groups],
+        inner.state,
+        optimizer.gbuf_ranges,
+        optimizer.model_param_group_index_map,
+        list(optimizer.buffers),
+        buckets,
+        [
+            (one.grad_data.numel(), getattr(one, "numel_unpadded", None))
+            for one in chain.from_iterable(buckets)
+        ],
         [optimizer.data_parallel_group_idx, getattr(optimizer, "distributed_optimizer_instance_id", 0)],
         id(optimizer.data_parallel_group),
     ]
 
 
-def _describe(tensors: list[torch.Tensor]) -> tuple[Any, Words | None]:
-    """Returns a value that is equal for tensors of equal shapes, strides, dtypes, devices and so on.
+def _sizes(bucket: Any) -> tuple[Any, ...]:
+    return bucket.grad_data.numel(), getattr(bucket, "numel_unpadded", None)
 
-    Returns their addresses, too, if torch has a fast way to them.
-    """
-    trained = list(map(_is_trained, tensors))
-    seen = describe(tensors)
-    if seen is not None:
-        return (seen.description, trained), seen.addresses
+
+def _slow_facts(tensors: list[torch.Tensor]) -> Any:
+    """Returns a value that is equal for tensors of equal shapes, strides, dtypes, devices and so on."""
     strides = [tensor.stride() if tensor.layout is torch.strided else None for tensor in tensors]
-    return (list(map(_facts, tensors)), strides, trained), None
+    return list(map(_attributes, tensors)), strides
 
 
 def _deciding(cls: type) -> list[Any]:
@@ -231,12 +215,3 @@ def _home(function: Any) -> str:
     """Returns the module that a function was written in: `functools.wraps` copies `__module__` only."""
     home = getattr(function, "__globals__", {}).get("__name__")
     return home or getattr(function, "__module__", None) or ""
-
-
-def _reference(item: Any) -> Callable[[], Any]:
-    """Returns a weak reference; for None, a function that returns it."""
-    return _none if item is None else weakref.ref(item)
-
-
-def _none() -> None:
-    return None
