@@ -6,10 +6,10 @@ decode to (codecs.py).
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import struct
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
 from megatron_datastates.format.codecs import CODECS, NONE, frame_count, frame_lengths
@@ -35,9 +35,8 @@ Digest = bytes  # in a class that has a field of that name
 _KINDS = frozenset(Kind)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class TailEntry:
-    """One object, stream or encoded fragment, and where its bytes are."""
+class TailEntry(NamedTuple):
+    """One object, stream or encoded fragment, and where its bytes are. A tuple, as a save makes hundreds."""
 
     kind: int
     name: str  # its key; empty for a fragment

@@ -26,6 +26,7 @@ import contextlib
 import dataclasses
 import datetime
 import enum
+import functools
 import logging
 import threading
 import time
@@ -42,6 +43,7 @@ from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.manifest import Manifest, OtherFile
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.agreement import Collectives, PendingResult, PollableResult
+from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.layouts import LayoutStore, MergedIndex, encode_providers
 from megatron_datastates.pipeline.milestones import State
@@ -127,7 +129,7 @@ class Publication:
         self._publishing = False  # records were sent: from now on a manifest may name this rank's file
         self._manifest_in_place = False  # on rank 0: it is, or may yet be
         self._published = threading.Event()
-        self._publisher: threading.Thread | None = None
+        self._publisher: BackgroundThread | None = None
 
     @property
     def is_under_way(self) -> bool:
@@ -230,8 +232,8 @@ class Publication:
             self._indexes_asked = self.collectives.gather_to_first(own, sizes)
             self._look_for_indexes()
         if self.collectives.rank == 0:
-            self._layouts.add_providers(*encode_providers(self.save.tail.providers()))
-            publisher = threading.Thread(target=self._publish, name="datastates-publish", daemon=True)
+            self._layouts.add_providers(*self._providers)
+            publisher = BackgroundThread(self._publish)
             try:
                 self._manifest_in_place = True  # until the thread reports that it is not
                 publisher.start()
@@ -250,14 +252,18 @@ class Publication:
         layouts = self.save.plan.layouts() if self.save.plan is not None else []
         *sizes, listed = record.sent_bytes(self.records[0])
         indexes = [layout.index for layout, size in zip(layouts, sizes, strict=False) if size]
-        _, providers = encode_providers(self.save.tail.providers())
+        _, providers = self._providers
         return b"".join([*indexes, providers if listed else b""])
+
+    @functools.cached_property
+    def _providers(self) -> tuple[bytes, bytes]:
+        return encode_providers(self.save.tail.providers())
 
     def _record(self) -> RankRecord:
         save, file, times = self.save, self.save.file, self.save.times()
         layouts = save.plan.layouts() if save.plan is not None else []
         sizes = [0 if layout.digest in self._layouts.known else len(layout.index) for layout in layouts]
-        digest, providers = encode_providers(save.tail.providers())
+        digest, providers = self._providers
         return RankRecord(
             rank=self.collectives.rank,
             has_file=file is not None,

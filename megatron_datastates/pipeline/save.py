@@ -22,6 +22,7 @@ from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.tail import TailEntry
+from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.held import HeldTime, charge_open_intervals, trainer_held
 from megatron_datastates.pipeline.links import Link
 from megatron_datastates.pipeline.milestones import SaveContext, State
@@ -80,7 +81,7 @@ class RankSave:
         self._failure: dict[
             str, tuple[str, BaseException]
         ] = {}  # the first one; any thread's, one atomic operation at a time
-        self._finisher: threading.Thread | None = None
+        self._finisher: BackgroundThread | None = None  # joined by Saver.close
         self._started_at = time.perf_counter()
         self._serialized_seconds = 0.0
         self.tail = Tail(trust_objects)
@@ -115,12 +116,7 @@ class RankSave:
             assert self._save is not None
             self._watch(plan)
             self.tail.write_now(self._save.tail, time.monotonic() + self.fence_deadline)
-            finisher = threading.Thread(
-                target=self._finish,
-                args=(self._save, plan),
-                name="datastates-finish",
-                daemon=True,  # joined by Saver.close; the interpreter must not wait for it before that
-            )
+            finisher = BackgroundThread(functools.partial(self._finish, self._save, plan))
             finisher.start()
             self._finisher = finisher
             if plan.stable is not None and plan.stable.has_eager:
@@ -297,9 +293,7 @@ class RankSave:
 
     def join(self, seconds: float | None = None) -> bool:
         """Waits for the finishing thread of a save that is over; returns whether it has ended."""
-        if self._finisher is not None:
-            self._finisher.join(seconds)
-        return self._finisher is None or not self._finisher.is_alive()
+        return self._finisher is None or self._finisher.join(seconds)
 
     def on_trainer_released(self) -> None:
         """Notes that the trainer resumes (held.Holder)."""

@@ -148,7 +148,7 @@ def change(directory: Path, kind: Kind, name: str | int, **changes) -> None:
         for n, (entry, stored) in enumerate(part.entries):
             fragments = sum(one.kind == Kind.FRAGMENT for one, _ in part.entries[:n])
             if entry.kind == kind and name in (entry.name, fragments if kind == Kind.FRAGMENT else None):
-                part.entries[n] = (dataclasses.replace(entry, **changes), stored)
+                part.entries[n] = (entry._replace(**changes), stored)
                 write_encoded(directory, parts)
                 return
     raise AssertionError(name)
@@ -272,7 +272,7 @@ def test_verify_finds_fragments_that_are_used_twice(tmp_path):
 def test_verify_finds_entries_that_overlap(tmp_path):
     parts = builders()
     entry, stored = parts[1].entries[0]
-    parts[1].entries[0] = (dataclasses.replace(entry, sha256=bytes(32), offset=entry.offset - 4096), stored)
+    parts[1].entries[0] = (entry._replace(sha256=bytes(32), offset=entry.offset - 4096), stored)
     write_encoded(tmp_path / "c", parts)
     assert any("'raw' overlaps 'plain'" in fault for fault in verify(tmp_path / "c", options=OPTIONS).faults)
 
@@ -308,8 +308,8 @@ def test_absurd_logical_bytes_of_an_object_are_refused_before_memory_is_asked_fo
     entry, stored = parts[1].entries[-1]
     assert entry.name == "state"
     stored = stored[:40] * frames
-    lie = dataclasses.replace(
-        entry, bytes=frames * MIB, stored_bytes=40 * frames, frame_sizes=(40,) * frames, sha256=bytes(32)
+    lie = entry._replace(
+        bytes=frames * MIB, stored_bytes=40 * frames, frame_sizes=(40,) * frames, sha256=bytes(32)
     )
     parts[1].entries[-1] = (lie, stored)
     parts[1].at = lie.offset + lie.stored_bytes

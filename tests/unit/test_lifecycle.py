@@ -16,6 +16,7 @@ import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.pipeline.verify import verify
@@ -62,23 +63,24 @@ def test_a_failed_save_is_failed_before_and_after_it_is_agreed(tmp_path):
 
 @pytest.fixture
 def no_thread(monkeypatch):
-    """Lets no thread of this name start, once."""
+    """Lets no thread start that runs the function of this name, once."""
 
     def deny(name: str) -> None:
-        start = threading.Thread.start
+        start = BackgroundThread.start
 
-        def limited(thread: threading.Thread) -> None:
-            if thread.name == name:
-                monkeypatch.setattr(threading.Thread, "start", start)
+        def limited(thread: BackgroundThread) -> None:
+            function = thread._function
+            if getattr(function, "func", function).__name__ == name:
+                monkeypatch.setattr(BackgroundThread, "start", start)
                 raise RuntimeError("can't start new thread")
             start(thread)
 
-        monkeypatch.setattr(threading.Thread, "start", limited)
+        monkeypatch.setattr(BackgroundThread, "start", limited)
 
     return deny
 
 
-@pytest.mark.parametrize("name", ["datastates-finish", "datastates-publish"])
+@pytest.mark.parametrize("name", ["_finish", "_publish"])
 @pytest.mark.parametrize("mutability", list(Mutability), ids=lambda m: m.name)
 def test_a_thread_that_cannot_start_fails_the_save(saver, tmp_path, no_thread, name, mutability):
     no_thread(name)
@@ -102,6 +104,19 @@ def test_threads_that_the_engine_cannot_start_are_reported_by_the_first_save(tmp
     saver.close()
 
 
+def test_a_thread_of_the_parent_is_not_waited_for_in_a_forked_child() -> None:
+    ended = threading.Event()
+    thread = BackgroundThread(ended.wait)
+    thread.start()
+    assert not thread.join(0.0)
+    child = multiprocessing.get_context("fork").Process(target=thread.join)
+    child.start()
+    child.join(LIMIT_SECONDS)
+    assert child.exitcode == 0
+    ended.set()
+    assert thread.join(LIMIT_SECONDS)
+
+
 # -- the end of the interpreter ---------------------------------------------------------------------------
 
 PROGRAM = """
@@ -110,6 +125,7 @@ from pathlib import Path
 import torch
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline import saver as savers
+from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.providers.base import Mutability
 from tests.unit.states import OPTIONS, State, random_tensor

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import struct
 import zlib
@@ -279,7 +278,7 @@ def _lie_in_entry(draw: Draw, extents: dict[str, tuple[int, int]]) -> list[TailE
     lied: dict[str, Any] = {name: draw(lies[name]) for name in chosen}
     if "bytes" in lied:
         lied["bytes"] %= 1 << 64
-    entries[at] = dataclasses.replace(entries[at], **lied)
+    entries[at] = entries[at]._replace(**lied)
     return entries
 
 
