@@ -95,8 +95,8 @@ def _on_failure(text: str) -> str:
 
 
 def _while_saving(text: str) -> str:
-    if text not in ("wait", "refuse"):
-        raise ValueError("expected wait or refuse")
+    if text not in ("wait", "skip", "refuse"):
+        raise ValueError("expected wait, skip or refuse")
     return text
 
 
@@ -208,12 +208,13 @@ class Options:
         "what a failed asynchronous save does on every rank: raise an error, which ends training, or log a "
         "warning and train on (default raise)",
     )
-    while_saving: Literal["wait", "refuse"] = _option(
+    while_saving: Literal["wait", "skip", "refuse"] = _option(
         "wait",
         _while_saving,
-        "wait|refuse",
-        "what a save does that starts while the previous one is unfinished: wait, for staging memory only, "
-        "or fail on every rank and leave the previous one alone (default wait)",
+        "wait|skip|refuse",
+        "what a save does that starts while the previous one is unfinished: wait, for staging memory only; "
+        "leave itself out, with a warning that counts (not if it is synchronous); or fail on every rank. The "
+        "previous one goes on in any case (default wait)",
     )
     fallback: int = _option(
         0,

@@ -45,7 +45,7 @@ def _saves(folder: Path, **options: Any) -> Iterator[Saves]:
 # -- overlapping serialization with tensors -----------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class _Delayed(ObjectSource):
     """An object that is serialized once `wait` has returned."""
 

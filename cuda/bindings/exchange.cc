@@ -24,17 +24,11 @@ struct ExchangeApi {
   void* current_work_stream;
 };
 
-nb::object Interned(const char* name) { return nb::steal(PyUnicode_InternFromString(name)); }
-
-// Calls a method without arguments. Returns an invalid object, and leaves no exception behind, if it fails.
-nb::object Call(nb::handle object, nb::handle method) {
-  nb::object result = nb::steal(PyObject_CallMethodNoArgs(object.ptr(), method.ptr()));
+// Calls a function of one argument. Returns an invalid object, and leaves no exception behind, if it fails.
+nb::object Call(nb::handle function, nb::handle argument) {
+  nb::object result = nb::steal(PyObject_CallOneArg(function.ptr(), argument.ptr()));
   if (!result.is_valid()) PyErr_Clear();
   return result;
-}
-
-nb::bytes Bytes(const std::vector<uint64_t>& words) {
-  return nb::bytes(words.data(), words.size() * sizeof(uint64_t));
 }
 
 void Append(std::string* text, const void* data, size_t bytes) {
@@ -43,15 +37,14 @@ void Append(std::string* text, const void* data, size_t bytes) {
 
 }  // namespace
 
-nb::object DescribeTensors(const nb::capsule& api, const nb::list& tensors, bool storages) {
+nb::object DescribeTensors(const nb::capsule& api, const nb::list& tensors, nb::handle is_neg,
+                           nb::handle storage_of) {
   const auto* table = static_cast<const ExchangeApi*>(api.data("dlpack_exchange_api"));
   if (table->header.major != kMajorVersion || table->describe == nullptr) return nb::none();
-  const nb::object is_neg = Interned("is_neg"), untyped_storage = Interned("untyped_storage"),
-                   data_ptr = Interned("data_ptr");
-  std::vector<uint64_t> addresses, bases;
+  std::vector<uint64_t> addresses;
   addresses.reserve(tensors.size());
   std::string description;
-  nb::list owners;
+  nb::list storages;
   bool has_complex = false, has_negative = false;
   for (nb::handle tensor : tensors) {
     nb::dlpack::dltensor facts;
@@ -67,19 +60,17 @@ nb::object DescribeTensors(const nb::capsule& api, const nb::list& tensors, bool
     Append(&description, &facts.ndim, sizeof facts.ndim);
     Append(&description, facts.shape, sizeof(int64_t) * facts.ndim);
     Append(&description, facts.strides, sizeof(int64_t) * facts.ndim);
-    const nb::object negative = Call(tensor, is_neg);
+    const nb::object negative = Call(is_neg, tensor);
     if (!negative.is_valid()) return nb::none();
     has_negative |= negative.ptr() != Py_False;
-    if (!storages) continue;
-    const nb::object storage = Call(tensor, untyped_storage);
-    const nb::object base = storage.is_valid() ? Call(storage, data_ptr) : storage;
-    if (!base.is_valid()) return nb::none();
-    owners.append(storage);
-    bases.push_back(PyLong_AsUnsignedLongLongMask(base.ptr()));
+    if (storage_of.is_none()) continue;
+    const nb::object storage = Call(storage_of, tensor);
+    if (!storage.is_valid()) return nb::none();
+    storages.append(storage);
   }
-  const nb::bytes facts(description.data(), description.size());
-  if (!storages) return nb::make_tuple(Bytes(addresses), facts, has_complex, has_negative);
-  return nb::make_tuple(Bytes(addresses), facts, has_complex, has_negative, owners, Bytes(bases));
+  return nb::make_tuple(nb::bytes(addresses.data(), addresses.size() * sizeof(uint64_t)),
+                        nb::bytes(description.data(), description.size()), has_complex, has_negative,
+                        storages);
 }
 
 }  // namespace datastates

@@ -6,11 +6,12 @@
 
 namespace datastates {
 
-// Returns (addresses, description, whether any is complex, whether any is a negated view) of torch tensors
-// whose type offers `api`; addresses are an array of 64-bit words. Lists with equal descriptions have equal
-// dtypes, devices, shapes and strides, tensor by tensor. With `storages`, (storages, their addresses) come
-// after these. Looks at each tensor once: the trainer waits for this at every save, mostly for memory that no
-// cache holds. Returns None if the API has another version, or one of the tensors cannot be described.
-nanobind::object DescribeTensors(const nanobind::capsule& api, const nanobind::list& tensors, bool storages);
+// Returns (addresses as an array of 64-bit words, description, whether any is complex, whether `is_neg` is
+// true of any, what `storage_of` returns of each) of tensors whose type offers `api`. Lists with equal
+// descriptions have equal dtypes, devices, shapes and strides, tensor by tensor. `storage_of` may be None.
+// Looks at each tensor once: the trainer waits for this at every save, mostly for memory that no cache holds.
+// Returns None if the API has another version, or one of the tensors cannot be described.
+nanobind::object DescribeTensors(const nanobind::capsule& api, const nanobind::list& tensors,
+                                 nanobind::handle is_neg, nanobind::handle storage_of);
 
 }  // namespace datastates

@@ -134,8 +134,10 @@ class Reader:
 
 def close_in_forked_child(descriptor: int) -> None: ...
 def forget_descriptor(descriptor: int) -> None: ...
-def describe_tensors(api: object, tensors: list[Any], *, storages: bool) -> tuple[Any, ...] | None:
-    """Returns the fields of engine/exchange.py's Seen or, with `storages`, Described; addresses as bytes."""
+def describe_tensors(
+    api: object, tensors: list[Any], is_neg: object, storage_of: object | None
+) -> tuple[bytes, bytes, bool, bool, list[Any]] | None:
+    """Returns (addresses, description, has_complex, has_negative, storages), see engine/exchange.py."""
 
 class Structure:
     def __init__(

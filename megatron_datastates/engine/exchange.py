@@ -23,25 +23,27 @@ class Facts(NamedTuple):
 
 
 class Described(NamedTuple):
-    """What tensors are, and where. Element i of arrays and lists is about tensor i."""
+    """What tensors are, and where. Element i of the array and of the list is about tensor i."""
 
     facts: Facts
     addresses: Words  # of the first elements
     storages: list[Any]  # which own the memory
-    bases: Words  # addresses of the storages; 0 for one without memory
 
 
 def describe(tensors: list[torch.Tensor]) -> Described | None:
     """Describes tensors; returns None if torch has no such API, or it cannot describe one of the tensors."""
-    if _EXCHANGE is None or (found := native.describe_tensors(_EXCHANGE, tensors, storages=True)) is None:
-        return None
-    addresses, description, has_complex, has_negative, storages, bases = found
-    facts = Facts(description, has_complex, has_negative)
-    return Described(facts, np.frombuffer(addresses, np.uint64), storages, np.frombuffer(bases, np.uint64))
+    found = _look(tensors, torch.Tensor.untyped_storage)
+    return Described(found[1], np.frombuffer(found[0], np.uint64), found[2]) if found is not None else None
 
 
 def facts_of(tensors: list[torch.Tensor]) -> Facts | None:
     """Returns what tensors are; None as `describe`."""
-    if _EXCHANGE is None or (found := native.describe_tensors(_EXCHANGE, tensors, storages=False)) is None:
+    found = _look(tensors, None)
+    return found[1] if found is not None else None
+
+
+def _look(tensors: list[torch.Tensor], storage_of: object) -> tuple[bytes, Facts, list[Any]] | None:
+    if _EXCHANGE is None:
         return None
-    return Facts(*found[1:])
+    found = native.describe_tensors(_EXCHANGE, tensors, torch.Tensor.is_neg, storage_of)
+    return (found[0], Facts(*found[1:4]), found[4]) if found is not None else None

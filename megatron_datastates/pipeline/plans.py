@@ -22,6 +22,7 @@ from megatron_datastates.providers.base import Mutability, Place, TailSource, Te
 from megatron_datastates.providers.tensors import dtype_name
 
 _facts = attrgetter("dtype", "shape", "device")
+_LARGEST_OFFSET = 1 << 40  # bytes; hosts' memory is at higher addresses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,12 +167,12 @@ def locate(tensors: Tensors, seen: Described | None = None) -> Memory:
         MismatchError: a tensor has elements but no memory.
     """
     if seen is not None:
-        addresses, storages, has_empty = seen.addresses, seen.storages, not seen.bases.all()
+        addresses, storages = seen.addresses, seen.storages
     else:
         addresses = np.fromiter(map(torch.Tensor.data_ptr, tensors.tensors), np.uint64, len(tensors))
         storages = list(map(torch.Tensor.untyped_storage, tensors.tensors))
-        has_empty = 0 in map(torch.UntypedStorage.nbytes, storages)
-    if has_empty or not addresses.all():
+    # A tensor in a storage without memory is at its offset from 0.
+    if len(addresses) and addresses.min() < _LARGEST_OFFSET:
         _check_memory(tensors, storages, addresses)
     return Memory(addresses, storages)
 

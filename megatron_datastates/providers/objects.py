@@ -60,7 +60,7 @@ _MEGATRON_CLASSES = frozenset(
 )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)  # not frozen: a save makes hundreds, while the trainer waits
 class ObjectSource:
     """A Python object, which torch.save serializes.
 

@@ -136,7 +136,7 @@ def test_the_environment_of_the_process_is_read_at_the_time_of_the_call(monkeypa
         ("fence_deadline", "inf", "below 1e9"),
         ("fence_deadline", "soon", "seconds"),
         ("on_failure", "ignore", "raise or warn"),
-        ("while_saving", "queue", "wait or refuse"),
+        ("while_saving", "queue", "wait, skip or refuse"),
     ],
 )
 def test_a_bad_value_is_named_with_what_is_allowed(name, text, allowed):

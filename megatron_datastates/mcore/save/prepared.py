@@ -1,10 +1,10 @@
 """Prepared saves: in Megatron's training loop, a save reuses what the last one has prepared, if it holds.
 
 Nearly all of a save's time on the trainer's path goes into describing the same tensors again: the sharded
-state dicts of model and optimizer, factories, validation, mapping, classification. Of these a prepared save
-only looks at what can differ (survey.py). Then Megatron makes a *thin* state dict, in which the model and the
-buckets of the optimizer have no tensors; values of plain objects are made by Megatron as in any save. The
-tensors are those of the survey, under the names and in the places that the last full save gave them.
+state dicts of model and optimizer, factories, validation, mapping, classification. In a prepared save,
+Megatron makes a *thin* state dict, in which the model and the buckets of the optimizer have no tensors;
+values of plain objects are made by Megatron as in any save. Then we only look at what can differ (survey.py).
+The tensors are those of the survey, under the names and in the places that the last full save gave them.
 
 All ranks prepare, or none, if in a full save they exchange metadata. Any change, anything that cannot be
 proved and any tensor that was made for one save alone (a gathered optimizer state, a dequantized weight) mean
@@ -277,7 +277,6 @@ class Preparation:
             self._facts,
             np.concatenate([described.addresses, padding.addresses])[numbers] + distances,
             [storages[number] for number in numbers.tolist()],
-            np.concatenate([described.bases, padding.bases])[numbers],
         )
 
     @functools.cached_property
