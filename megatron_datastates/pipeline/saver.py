@@ -154,8 +154,8 @@ class Saver:
                 f"(--datastates-while-saving skip; skipped so far: {self.session.skipped_saves})"
             )
         raise DataStatesError(
-            f"the save to {first} is not finished, and --datastates-while-saving refuse allows no second one: "
-            "save less often, or choose wait or skip"
+            f"the save to {first} is not finished, and --datastates-while-saving refuse allows no second "
+            "one: save less often, or choose wait or skip"
         )
 
     def _plan(self, providers: Providers) -> tuple[StatePlan, Memory, Collected]:
