@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from typing import Any
+
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from megatron_datastates.config import Options
 from megatron_datastates.mcore.hooks.attach import attach_saving
@@ -12,6 +15,7 @@ from megatron_datastates.mcore.providers import Providers, register
 from megatron_datastates.mcore.save.strategy import DataStatesSaveStrategy, TrainingSaveStrategy, Transform
 from megatron_datastates.pipeline.saver import saver_for
 
+logger = logging.getLogger(__name__)
 _STOCK = "megatron.core.dist_checkpointing.strategies.torch"
 _NAME = "TorchDistSaveShardedStrategy"
 
@@ -61,6 +65,7 @@ def enable(*, providers: Providers = (), transform: Transform | None = None, **o
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(options=chosen, in_loop=lambda: chosen.lazy, transform=transform)
 
+    holders = []
     for holder in list(sys.modules.values()):
         names = getattr(holder, "__dict__", {})
         if (
@@ -68,3 +73,27 @@ def enable(*, providers: Providers = (), transform: Transform | None = None, **o
             and names.get(_NAME) is before
         ):
             setattr(holder, _NAME, EnabledSaveStrategy)
+            holders.append(holder.__name__)
+    how = "before a save returns"
+    if chosen.lazy:
+        how = "lazily: memory must not change before an optimizer's step or megatron_datastates.fence()"
+    logger.info(
+        "datastates: %s is replaced in %s: what it would store is in the datastates format from now on, "
+        "and is copied %s",
+        _NAME,
+        ", ".join(sorted(holders)),
+        how,
+    )
+
+
+def is_stock(strategy: object) -> bool:
+    """Returns whether a strategy is torch_dist's own, made before `enable` was called."""
+    return type(strategy) is TorchDistSaveShardedStrategy
+
+
+def enabled_strategy() -> Any:
+    """Returns the class that saves in place of torch_dist's. Calls `enable()` if the program has not."""
+    module = importlib.import_module(_STOCK)
+    if not isinstance(getattr(module, _NAME), _MatchesOurStrategies):
+        enable()
+    return getattr(module, _NAME)

@@ -1,5 +1,7 @@
 """Ranks of test_api.py."""
 
+import json
+import logging
 import os
 import threading
 import time
@@ -27,6 +29,7 @@ from saving_rank import (
 )
 
 from megatron_datastates.config import Options
+from megatron_datastates.errors import OptionError
 from megatron_datastates.mcore import DataStatesSaveStrategy, enable, fences
 from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
 from megatron_datastates.pipeline.saver import saver_for
@@ -306,6 +309,51 @@ def fork_in_mid_save(directory: str, folder: str) -> None:
 
 def _exists(descriptor: str) -> bool:
     return os.path.lexists(f"/proc/self/fd/{descriptor}")
+
+
+def switch_on(root: str, folder: str) -> None:
+    """Saves with the environment switch and each kind of strategy, and with other values of the variable."""
+    import megatron.core.dist_checkpointing.strategies.torch as home
+
+    join()
+    stock, messages = home.TorchDistSaveShardedStrategy(), Messages()
+    wrapped = FullyParallelSaveStrategyWrapper(home.TorchDistSaveShardedStrategy(), None, True)
+    own = DataStatesSaveStrategy(options=Options(copy_threads=1))
+    strategies = {"none": None, "stock": stock, "again": stock, "wrapped": wrapped, "own": own}
+    backends, errors = {}, {}
+    for value in ("0", "perhaps", "1"):
+        os.environ["MEGATRON_DATASTATES_ENABLE"] = value
+        for number, (name, strategy) in enumerate(strategies.items() if value == "1" else [("none", None)]):
+            directory = Path(root, f"{value}-{name}")
+            make_directory(directory)
+            errors[directory.name] = None
+            try:
+                dist_checkpointing.save(state(number), str(directory), strategy)
+            except OptionError as error:
+                errors[directory.name] = str(error)
+            if errors[directory.name] is None:
+                assert_loads(directory, number)
+                found = json.loads((directory / "metadata.json").read_text())
+                backends[directory.name] = found["sharded_backend"]
+    later = [type(one).__name__ for one in (wrapped.base_strategy, home.TorchDistSaveShardedStrategy())]
+    save(Path(root, "async"), state(9), None, "async")
+    assert_loads(Path(root, "async"), 9)
+    said = [text for text in messages.texts if "is replaced in" in text]
+    report(folder, backends=backends, errors=errors, later=later, said=said)
+
+
+class Messages(logging.Handler):
+    """Keeps what our package logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        logger = logging.getLogger("megatron_datastates")
+        logger.addHandler(self)
+        logger.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
 
 
 def enable_twice(root: str, folder: str) -> None:

@@ -33,3 +33,19 @@ def test_enabling_again_changes_the_options_of_later_saves(world: World, tmp_pat
         assert rank["stock"] == ["EnabledSaveStrategy", "EnabledSaveStrategy"]
         assert rank["error"] == "OptionError"
         assert rank["own_lazy"] == 0 < rank["own_eager"], "a strategy object is not replaced"
+
+
+def test_environment_switch_saves_in_our_format_what_torch_dist_would_store(
+    world: World, tmp_path: Path
+) -> None:
+    for rank in world.run("api_ranks:switch_on", tmp_path):
+        assert rank["backends"] == {"0-none": "torch_dist"} | {
+            f"1-{name}": "datastates" for name in ("none", "stock", "again", "wrapped", "own")
+        }
+        wrong = rank["errors"].pop("perhaps-none")
+        assert "MEGATRON_DATASTATES_ENABLE='perhaps': expected 1 or 0" in wrong
+        assert set(rank["errors"].values()) == {None}
+        assert rank["later"] == ["EnabledSaveStrategy", "EnabledSaveStrategy"]
+        assert len(rank["said"]) == 1
+        assert "megatron.core.dist_checkpointing.strategies.torch" in rank["said"][0]
+        assert "copied before a save returns" in rank["said"][0]

@@ -34,7 +34,8 @@ class Hook:
         return f"{self.module}.{self.name}"
 
 
-# Always attached, so that every program can read our checkpoints and its parser accepts the format.
+# Always attached, so that every program can read our checkpoints, its parser accepts the format, and the
+# environment switch has a hold.
 _LOADING = (
     Hook(_DIST + "core", "maybe_load_config", "load.by_format.wrap_maybe_load_config"),
     Hook(_DIST + "strategies.torch", "_get_filesystem_reader", "load.by_format.wrap_get_filesystem_reader"),
@@ -47,6 +48,7 @@ _LOADING = (
         "load.by_format.wrap_remove_sharded_tensors",
     ),
     Hook(_DIST + "serialization", "load", "load.agreement.wrap_load"),
+    Hook(_DIST + "serialization", "save", "switch.wrap_save"),
     Hook(
         _DIST + "validation",
         "validate_integrity_and_strict_load",

@@ -1,0 +1,68 @@
+"""The environment switch MEGATRON_DATASTATES_ENABLE: `enable()` for programs that nobody can change.
+
+It acts in each `dist_checkpointing.save` and not when Megatron is imported: until Megatron is complete, there
+is nothing to attach to. Options come from the environment, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from megatron_datastates.config import ENVIRONMENT_PREFIX
+from megatron_datastates.errors import OptionError
+
+VARIABLE = ENVIRONMENT_PREFIX + "ENABLE"
+_VALUES = {"1": True, "on": True, "true": True, "0": False, "off": False, "false": False, "": False}
+# Strategies by those that they replace; one replaces all that programs leave to Megatron.
+_instead: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def is_on() -> bool:
+    """Returns whether the switch is on. Raises OptionError if the variable has another value."""
+    text = os.environ.get(VARIABLE, "")
+    if text.lower() not in _VALUES:
+        raise OptionError(f"environment variable {VARIABLE}={text!r}: expected 1 or 0, on or off")
+    return _VALUES[text.lower()]
+
+
+def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `dist_checkpointing.save`: if the switch is on, what torch_dist would store is stored by us."""
+    signature = inspect.signature(original)
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        if not is_on():
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["sharded_strategy"] = _ours(bound.arguments.get("sharded_strategy"))
+        return original(*bound.args, **bound.kwargs)
+
+    return save
+
+
+def _ours(strategy: Any) -> Any:
+    """Returns what saves in place of torch_dist's strategy; any other strategy as it is."""
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+    if strategy is None or strategy == ("torch_dist", 1):
+        return _instead_of(None)
+    if not isinstance(strategy, FullyParallelSaveStrategyWrapper):
+        return _instead_of(strategy)
+    inner = _instead_of(strategy.base_strategy)
+    if inner is not strategy.base_strategy:
+        strategy.base_strategy, strategy.backend, strategy.version = inner, inner.backend, inner.version
+    return strategy
+
+
+def _instead_of(strategy: Any) -> Any:
+    from megatron_datastates.mcore import programs
+
+    if strategy is not None and not programs.is_stock(strategy):
+        return strategy
+    key = programs if strategy is None else strategy
+    if key not in _instead:
+        _instead[key] = programs.enabled_strategy()()
+    return _instead[key]
