@@ -20,11 +20,11 @@ demo: env ## train, kill, resume and verify on a CPU (recipes/demo.py)
 	@$(BIN)/python recipes/demo.py $(ARGS)
 
 # Tests that launch several ranks run one at a time: two of them on two cores would miss their deadlines. Of those with
-# several cases only the first is run here; `make test-ranks` runs all.
-test: lint ## run the linters and all tests (of tests that launch ranks, one case each), or those that ARGS selects
+# several cases only the first is run here; `make test-ranks` runs all. Tests marked `long` are in `make test-long`.
+test: lint ## run the linters and all tests but long ones (of those with ranks, one case each), or what ARGS selects
 ifeq ($(ARGS),)
-	@$(BIN)/python -m pytest -n 2 tests/golden tests/native tests/unit
-	@$(BIN)/python -m pytest --first-case $(RANK_TESTS)
+	@$(BIN)/python -m pytest -n 2 -m "not long" tests/golden tests/native tests/unit
+	@$(BIN)/python -m pytest --first-case -m "not long" $(RANK_TESTS)
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
@@ -40,7 +40,8 @@ test-faults: env ## run the fault campaign with SEED (1): kills, damage, forgeri
 test-versions: env ## run the conformance tests with other releases of Megatron-Core
 	@tools/env/versions.sh $(VERSIONS)
 
-test-long: ## run what is too long for CI: all cases, other releases completely, sanitizers, the fault campaign (hours)
+test-long: env ## run what is too long for CI: all cases, other releases completely, sanitizers, the fault campaign (hours)
+	@$(BIN)/python -m pytest -m long tests/golden tests/native tests/unit
 	@$(MAKE) test-ranks
 	@$(MAKE) test-versions
 	@$(MAKE) test-native-sanitizers

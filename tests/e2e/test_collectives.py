@@ -61,6 +61,7 @@ def counts_of_load(forge: RankForge, folder: Path, *how: str) -> dict[str, int]:
     return counts
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [[], ["--ckpt-fully-parallel-load"]], ids=["plain", "parallel"])
 def test_load_makes_two_sums_more_than_with_torch_dist(
     options: list[str], forge: RankForge, tmp_path: Path

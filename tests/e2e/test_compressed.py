@@ -14,6 +14,7 @@ from tests.e2e.conftest import STEPS, Reference
 from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", [[], ["--async-save"]], ids=["sync", "async"])
 def test_a_resume_from_compressed_checkpoints_is_exact(
     mode: list[str], pretraining: Pretraining, reference: Reference, tmp_path: Path

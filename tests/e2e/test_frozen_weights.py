@@ -57,6 +57,7 @@ def test_frozen_weights_are_written_once(layout: str, pretraining: Pretraining, 
         assert resumed.differences(reference) == []
 
 
+@pytest.mark.long
 def test_frozen_weights_that_change_are_written_again(pretraining: Pretraining, tmp_path: Path) -> None:
     checkpoints, report = Checkpoints(tmp_path / "ck"), tmp_path / "report.jsonl"
     how: list[str | Path] = [*LAYOUTS["dp2"], *STEPS, "--ckpt-format", "datastates"]
@@ -73,6 +74,7 @@ def test_frozen_weights_that_change_are_written_again(pretraining: Pretraining, 
     assert resumed.differences(saved) == []
 
 
+@pytest.mark.long
 def test_weights_that_are_trained_from_the_middle_on_are_written_from_there_on(
     pretraining: Pretraining, tmp_path: Path
 ) -> None:

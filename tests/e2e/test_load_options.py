@@ -82,6 +82,7 @@ def test_arguments_of_the_checkpoint_are_used_on_request(saved: Saved, pretraini
     assert "Setting ffn_hidden_size to 192 from checkpoint" in endings["datastates"].log
 
 
+@pytest.mark.long
 def test_what_was_not_saved_is_not_loaded(saved: Saved, pretraining: Pretraining) -> None:
     without_them = saved("--no-save-optim", "--no-save-rng")
     endings = load(pretraining, without_them, *MODEL, "--no-load-optim", "--no-load-rng")

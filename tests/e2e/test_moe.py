@@ -44,6 +44,7 @@ def test_resumed_run_with_experts_equals_uninterrupted_one(
         assert any(part in name for name in names), f"this run has no {part}"
 
 
+@pytest.mark.long
 def test_experts_reshard_as_with_torch_dist(pretraining: Pretraining, tmp_path: Path) -> None:
     # With expert parallelism Megatron has two optimizers, without it one, and cannot load one into the other.
     chain = {2: EP2, 4: [*PP2, "--no-load-optim"], 6: []}

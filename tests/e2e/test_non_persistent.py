@@ -22,6 +22,7 @@ def train(root: Path, *arguments: str | Path, steps: int = STEPS) -> list[str]:
     return [*how, "--save-interval", "4", *map(str, arguments)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "own_directory"), [*((name, False) for name in FORMATS), ("datastates async", True)]
 )

@@ -69,6 +69,7 @@ def reports(folder: Path) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_workers_save_what_the_driver_asked_for_and_resume_exactly(tmp_path: Path, mode: str) -> None:
     save = tmp_path / "ck"

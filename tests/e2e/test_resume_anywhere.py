@@ -56,6 +56,7 @@ def test_chain_of_default_layouts_trains_as_fully_reshardable_state_does(
     assert has_optimizer_maps(Checkpoint.open(Checkpoints(tmp_path / "ours").at(6)))
 
 
+@pytest.mark.long
 def test_steps_of_an_offloaded_optimizer_are_restored_in_its_own_layout(
     pretraining: Pretraining, tmp_path: Path
 ) -> None:
@@ -71,6 +72,7 @@ def test_steps_of_an_offloaded_optimizer_are_restored_in_its_own_layout(
     assert ours.differences(stock) == []
 
 
+@pytest.mark.long
 def test_stock_megatron_resumes_in_any_layout_from_a_converted_checkpoint(
     pretraining: Pretraining, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ HOW = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("first", "second"), [("torch_dist", "datastates"), ("datastates", "torch_dist")])
 def test_later_save_is_loaded(first: str, second: str, pretraining: Pretraining, tmp_path: Path) -> None:
     """Another seed makes other weights, so that a mixture would show."""

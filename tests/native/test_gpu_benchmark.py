@@ -99,6 +99,7 @@ def run_as_part(monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> 
     monkeypatch.setattr(benchmark, "PART_COMMAND", (sys.executable, str(folder / "part.py")))
 
 
+@pytest.mark.long
 def test_both_calls_run_on_the_fake_driver_and_become_one(tmp_path: Path) -> None:
     out = tmp_path / "out"
     for call in benchmark.CALLS:
@@ -140,6 +141,7 @@ def test_both_calls_run_on_the_fake_driver_and_become_one(tmp_path: Path) -> Non
     assert {"torch_dist_async_nvrx"} <= megatron["ways"].keys() | megatron["left_out"].keys()
 
 
+@pytest.mark.long
 def test_what_is_bad_shows(tmp_path: Path) -> None:
     """Slow copies, a synchronize that waits, an early fence, memory of the device, little host memory."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -113,6 +113,7 @@ def test_a_save_without_overlap_serializes_before_or_after_all_tensors(tmp_path:
     assert seen == {"before": "not begun", "after": "written"}
 
 
+@pytest.mark.long
 def test_the_load_benchmark_reports_what_its_stored_results_have(tmp_path: Path) -> None:
     results = try_out("load", tmp_path)
     committed = json.loads((RESULTS / "load.json").read_text())
@@ -129,6 +130,7 @@ def test_the_load_benchmark_reports_what_its_stored_results_have(tmp_path: Path)
     assert "<svg" in (tmp_path / "load.svg").read_text()
 
 
+@pytest.mark.long
 def test_the_tripwire_benchmark_reports_what_its_stored_results_have(tmp_path: Path) -> None:
     results = try_out("tripwire", tmp_path)
     committed = json.loads((RESULTS / "tripwire.json").read_text())
@@ -145,6 +147,7 @@ def test_the_tripwire_benchmark_reports_what_its_stored_results_have(tmp_path: P
     assert set(caught["all of the large tensor"].values()) == {"1 of 1"}
 
 
+@pytest.mark.long
 def test_the_compression_benchmark_reports_what_its_committed_results_have(tmp_path: Path) -> None:
     results = try_out("compression", tmp_path)
     committed = json.loads((RESULTS / "compression.json").read_text())
@@ -187,6 +190,7 @@ def test_two_revisions_are_compared_by_medians_of_what_every_run_has() -> None:
     }
 
 
+@pytest.mark.long
 def test_a_tree_is_compared_with_itself(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     (tmp_path / "in").mkdir()
@@ -240,6 +244,7 @@ def test_a_bar_is_met_on_its_limit() -> None:
     assert Bar("time", 5, 5, "ms", at_least=False).met and not Bar("time", 6, 5, "ms", at_least=False).met
 
 
+@pytest.mark.long
 def test_every_measure_of_every_layout_is_reported(tmp_path: Path) -> None:
     results = try_out("scale", tmp_path)
     assert results["machine"]["packages"]["megatron-core"]

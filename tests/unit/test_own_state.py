@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 RECIPE = Path(__file__).parents[2] / "recipes" / "own_state.py"
 
 
@@ -14,6 +16,7 @@ def history(folder: Path, steps: int) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_a_resume_in_the_middle_of_an_epoch_sees_the_same_samples_and_losses(tmp_path: Path) -> None:
     whole = history(tmp_path / "whole", 10)  # an epoch has 7 steps
     assert history(tmp_path / "parts", 4) == whole[:4]

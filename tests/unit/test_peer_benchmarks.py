@@ -32,6 +32,7 @@ from tests.unit.test_benchmarks import run, try_out
 MODEL = Model(2, 32, 64)
 
 
+@pytest.mark.long
 def test_every_contender_is_measured_and_loaded_bit_for_bit(tmp_path: Path) -> None:
     results = try_out("peers", tmp_path)
     part = results["parts"]["disk, 1 rank"]
@@ -49,6 +50,7 @@ def test_every_contender_is_measured_and_loaded_bit_for_bit(tmp_path: Path) -> N
     assert "<svg" in (tmp_path / "peers.svg").read_text()
 
 
+@pytest.mark.long
 def test_a_try_of_training_reports_what_saves_cost(tmp_path: Path) -> None:
     results = try_out("training", tmp_path)
     part = results["parts"]["small, DP 1"]
@@ -180,6 +182,7 @@ def fail_or_stop(arguments: Sequence[Any]) -> Any:
     return serve
 
 
+@pytest.mark.long
 def test_a_world_reports_a_failure_even_if_other_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.worlds._PATIENCE_SECONDS", 1.0)
     world = World(2, fail_or_stop)
@@ -194,6 +197,7 @@ def test_a_world_reports_a_failure_even_if_other_ranks_wait(monkeypatch: pytest.
     world.close()
 
 
+@pytest.mark.long
 def test_a_contender_that_fails_is_left_out_with_its_reason(tmp_path: Path) -> None:
     plan = Plan(1, MODEL, 1, 0.0, 0.0, ["torch_dist async, nvrx", "torch.save"])
     peers = Peers(plan, tmp_path)
@@ -202,6 +206,7 @@ def test_a_contender_that_fails_is_left_out_with_its_reason(tmp_path: Path) -> N
     assert "nvidia-resiliency-ext" in found["left_out"]["torch_dist async, nvrx"]
 
 
+@pytest.mark.long
 def test_peak_memory_counts_what_was_given_back() -> None:
     code = (
         "import sys; print(flush=True); sys.stdin.readline(); block = b'1' * (64 << 20); "

@@ -82,6 +82,7 @@ def checkout(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_outcomes_as_recorded_exit_with_0_and_others_with_1_and_a_list(
     checkout: Path, tmp_path: Path
 ) -> None:
