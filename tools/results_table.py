@@ -84,15 +84,14 @@ def peers(found: Results) -> Iterator[Row]:
 
 
 def training(found: Results) -> Iterator[Row]:
-    """Yields rows about whole runs that save in every iteration."""
+    """Yields a row about runs in Megatron's loop that save in every iteration."""
     part = found["parts"].get(TRAINING_PART)
     if part is None:
         return
     of = {name: part["cases"].get(f"{name} async, every 1") for name in (OURS, THEIRS)}
-    values = {
-        name: f"{100 * (1 / one['goodput'] - 1):.0f}% longer" if one else "" for name, one in of.items()
-    }
-    name = f"{part['iterations']} iterations with a save in each (beside none at all)"
+    values = {name: f"{one['blocked_ms_per_save']:.0f} ms" if one else "" for name, one in of.items()}
+    size = max(one.get("checkpoint_bytes", 0) for one in part["cases"].values()) / 1e6
+    name = f"Megatron's loop blocked by an asynchronous save of {size:,.0f} MB in every iteration"
     yield Row(name, "training", values[OURS], values[THEIRS])
 
 
