@@ -99,9 +99,7 @@ class Preparation:
         self._padding: list[torch.Tensor] = []  # zeros, which nobody changes
         self._extra_states: list[list[ExtraState]] = []  # by model chunk
         self._without_value: dict[str, ObjectSource] = {}  # of a full save, by key
-        self._left_out: set[str] = (
-            set()
-        )  # during a prepared save: the keys of those that Megatron did not see
+        self._left_out: set[str] = set()  # during a prepared save: keys of objects in no state dict
         self._rows: list[Row] = []  # of each stored tensor
         self._columns = Tensors()  # without its tensors
         self._facts: Facts | None = None  # of the tensors as they were stored

@@ -64,7 +64,9 @@ def wrap_generate_state_dict(original: Callable[..., Any]) -> Callable[..., Any]
             thin = _generate_thin(original, bound, _saving)
             if _all_ranks_have(thin, _saving):
                 return thin
-            _saving.thin = None
+            if _saving.thin is not None:
+                _saving.thin.release()
+                _saving.thin = None
             return _generate_full(original, bound, _saving)
 
     return generate_state_dict
