@@ -43,6 +43,30 @@ def test_saves_after_the_first_are_prepared_and_exact(
         assert resumed.resumed_from(saved) == step
 
 
+def test_prepared_saves_that_copy_at_once_are_exact(pretraining: Pretraining, tmp_path: Path) -> None:
+    root, report = tmp_path / "ck", tmp_path / "report.jsonl"
+    how: list[str | Path] = [*LAYOUTS["tp2"], *STEPS, "--async-save", "--datastates-lazy", "off"]
+    saved = pretraining.run(*how, *STOP, "--save", root, "--datastates-report-file", report)
+    assert prepared(report) == {2: False, 4: True, 6: True}
+    resumed = pretraining.run(*how, "--load", root)
+    assert resumed.resumed_from(saved) == LAST
+
+
+def test_saves_after_one_that_storage_failed_are_prepared_and_exact(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """The second save, a prepared one, fails on rank 1; what it prepared for is still true."""
+    root, report = tmp_path / "ck", tmp_path / "report.jsonl"
+    saving = ["--async-save", "--save", root, "--datastates-report-file", report]
+    failing = {"MEGATRON_DATASTATES_FAULTS_OF_RANK_1": "sync:2:EIO"}
+    how: list[str | Path] = [*LAYOUTS["tp2"], *STEPS, *STOP, "--datastates-on-failure", "warn"]
+    saved = pretraining.run(*how, *saving, environment=failing)
+    assert prepared(report) == {2: False, 4: True, 6: True}
+    assert Checkpoints(root).published() == [2, 6]
+    resumed = pretraining.run(*LAYOUTS["tp2"], *STEPS, "--load", root)
+    assert resumed.resumed_from(saved) == LAST
+
+
 def test_prepared_saves_can_be_switched_off(pretraining: Pretraining, tmp_path: Path) -> None:
     report = tmp_path / "report.jsonl"
     saving = ["--save", tmp_path / "ck", "--datastates-report-file", report, "--datastates-prepared", "off"]
