@@ -255,8 +255,7 @@ NB_MODULE(_native, module) {
   BindJob(module);
   BindEngine(module);
   BindReader(module);
-  module.def("describe_tensors", &DescribeTensors, "api"_a, "tensors"_a, "is_neg"_a,
-             "storage_of"_a.none());
+  module.def("describe_tensors", &DescribeTensors, "api"_a, "tensors"_a, "is_neg"_a, "storage_of"_a.none());
   nb::class_<Structure>(module, "Structure")
       .def(nb::init<const nb::list&, const nb::list&, const std::vector<std::string>&,
                     const std::vector<std::string>&, const std::vector<std::string>&>(),
