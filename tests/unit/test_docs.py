@@ -153,11 +153,14 @@ def test_results_of_peers_and_of_training_get_rows(tmp_path: Path) -> None:
         "tensors": 3084,
         "contenders": {name: {"held_ms": value} for name, value in held.items()},
     }
-    goodput = {"datastates async, every 1": 0.98, "torch_dist async, every 1": 0.4}
+    blocked = {"datastates async, every 1": 14.6, "torch_dist async, every 1": 769}
     training = {
         "date": "2027-01-03",
         "iterations": 20,
-        "cases": {name: {"goodput": value} for name, value in goodput.items()},
+        "cases": {
+            name: {"blocked_ms_per_save": value, "checkpoint_bytes": 404_600_000}
+            for name, value in blocked.items()
+        },
     }
     for name, part, found in (("peers", "disk, 1 rank", peers), ("training", "large, DP 1", training)):
         content = {"machine": machine, "parts": {part: found}}
@@ -167,5 +170,6 @@ def test_results_of_peers_and_of_training_get_rows(tmp_path: Path) -> None:
     text = page.read_text()
     assert "| trainer held by a synchronous save of 2.0 GiB in 3,084 tensors | 21 ms | 900 ms |" in text
     assert "| trainer held by an asynchronous save of the same | 4 ms | 310 ms |" in text
-    assert "| 20 iterations with a save in each (beside none at all) | 2% longer | 150% longer |" in text
+    what = "Megatron's loop blocked by an asynchronous save of 405 MB in every iteration"
+    assert f"| {what} | 15 ms | 769 ms |" in text
     assert "2027-01-02; torch 2.11.0" in text and "2027-01-03" in text
