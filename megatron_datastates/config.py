@@ -213,8 +213,8 @@ class Options:
         _while_saving,
         "wait|skip|refuse",
         "what a save does that starts while the previous one is unfinished: wait, for staging memory only; "
-        "leave itself out, with a warning that counts (not if it is synchronous); or fail on every rank. The "
-        "previous one goes on in any case (default wait)",
+        "skip, with a warning that counts, in Megatron's training loop and if it is asynchronous and not the "
+        "last one (elsewhere it waits); or fail on every rank. The previous one goes on (default wait)",
     )
     fallback: int = _option(
         0,

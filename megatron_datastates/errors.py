@@ -100,10 +100,6 @@ class SaveFailedError(DataStatesError):
     """
 
 
-class SaveSkippedError(DataStatesError):
-    """A save was left out, because another one was unfinished (--datastates-while-saving skip)."""
-
-
 class LoadFailedError(DataStatesError):
     """A load through Megatron failed. Where ranks load together, every rank raises the same text.
 

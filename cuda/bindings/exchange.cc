@@ -27,7 +27,10 @@ struct ExchangeApi {
 // Calls a function of one argument. Returns an invalid object, and leaves no exception behind, if it fails.
 nb::object Call(nb::handle function, nb::handle argument) {
   nb::object result = nb::steal(PyObject_CallOneArg(function.ptr(), argument.ptr()));
-  if (!result.is_valid()) PyErr_Clear();
+  if (!result.is_valid()) {
+    if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();
+    PyErr_Clear();
+  }
   return result;
 }
 

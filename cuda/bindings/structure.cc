@@ -34,14 +34,31 @@ bool RefersTo(nb::handle reference, nb::handle value) {
 #endif
 }
 
+// Forgets an exception that a comparison raised; passes on interrupts and the like.
+void ForgetException() {
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) throw nb::python_error();
+  PyErr_Clear();
+}
+
 // Returns whether two values are equal. One that cannot be compared is not. Leaves no exception behind.
 bool AreEqual(nb::handle a, nb::handle b) {
   const int equal = Py_TYPE(a.ptr()) == Py_TYPE(b.ptr()) || PyAnySet_Check(a.ptr())
                         ? PyObject_RichCompareBool(a.ptr(), b.ptr(), Py_EQ)
                         : 0;
-  if (equal < 0) PyErr_Clear();
+  if (equal < 0) ForgetException();
   return equal == 1;
 }
+
+// Guards the stack against containers that hold themselves: raises RecursionError.
+class Depth {
+ public:
+  Depth() {
+    if (Py_EnterRecursiveCall(" in a survey of containers") != 0) throw nb::python_error();
+  }
+  ~Depth() { Py_LeaveRecursiveCall(); }
+  Depth(const Depth&) = delete;
+  Depth& operator=(const Depth&) = delete;
+};
 
 }  // namespace
 
@@ -158,6 +175,7 @@ bool Structure::WalkOwner(nb::handle owner, Visitor* visitor) const {
 template <typename Visitor>
 bool Structure::WalkValue(nb::handle value, Visitor* visitor) const {
   PyObject* object = value.ptr();
+  const Depth depth;
   if (PyDict_Check(object)) {
     const auto size = static_cast<size_t>(PyDict_GET_SIZE(object));
     if (!visitor->Container(Fact(kDictionary, size), value)) return false;

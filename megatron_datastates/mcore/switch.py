@@ -6,7 +6,9 @@ is nothing to attach to. Options come from the environment, too.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import logging
 import os
 import weakref
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from typing import Any
 from megatron_datastates.config import ENVIRONMENT_PREFIX
 from megatron_datastates.errors import OptionError
 
+logger = logging.getLogger(__name__)
 VARIABLE = ENVIRONMENT_PREFIX + "ENABLE"
 _VALUES = {"1": True, "on": True, "true": True, "0": False, "off": False, "false": False, "": False}
 # Strategies by those that they replace; one replaces all that programs leave to Megatron.
@@ -37,10 +40,23 @@ def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
         if not is_on():
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
+        if "://" in str(bound.arguments["checkpoint_dir"]):
+            _warn_of_object_stores(str(bound.arguments["checkpoint_dir"]))
+            return original(*args, **kwargs)
         bound.arguments["sharded_strategy"] = _ours(bound.arguments.get("sharded_strategy"))
         return original(*bound.args, **bound.kwargs)
 
     return save
+
+
+@functools.cache
+def _warn_of_object_stores(directory: str) -> None:
+    logger.warning(
+        "%s is on but %s is an object store, which the datastates format cannot be saved to: Megatron saves "
+        "there in its own format",
+        VARIABLE,
+        directory,
+    )
 
 
 def _ours(strategy: Any) -> Any:

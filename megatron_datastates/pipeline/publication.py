@@ -124,7 +124,6 @@ class Publication:
         self._indexes_asked: PollableResult[list[bytes]] | None = None  # read by rank 0's publishing thread
         self._indexes_arrived = threading.Event()
         self._keep_file = False  # even if the save fails
-        self.is_skipped = False  # it was refused, which is no error to a training loop
         self.refused = False  # it never began on any rank, and ends once the ranks have agreed on that
         self._abandoned = False
         self._publishing = False  # records were sent: from now on a manifest may name this rank's file

@@ -79,12 +79,6 @@ def _load_line(report: dict[str, Any]) -> str:
     )
 
 
-def _state(publication: Publication) -> str:
-    if publication.outcome is Outcome.PUBLISHED:
-        return "published"
-    return "skipped" if publication.is_skipped else "failed"
-
-
 def save_report(publication: Publication, mode: str) -> dict[str, Any]:
     """Returns the report of one save on this rank; docs/reports.md lists the fields."""
     save = publication.save
@@ -104,7 +98,7 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "started_at": round(time.time() - (time.perf_counter() - save.started_at), 3),
         "mode": mode,
         "rank": save.context.rank,
-        "state": _state(publication),
+        "state": "published" if publication.outcome is Outcome.PUBLISHED else "failed",
         "error": publication.error,
         "ranks": save.context.world_size,
         "bytes": data,

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.engine.native import Output
 from megatron_datastates.engine.staging import FileSave, StagingEngine
-from megatron_datastates.errors import DataStatesError, SaveSkippedError, printable
+from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.tail import TailEntry
@@ -331,8 +331,7 @@ class RankSave:
         first = (text, error.with_traceback(None))  # its frames would keep tensors alive
         if self._failure.setdefault("first", first) is not first:
             return
-        level = logging.WARNING if isinstance(error, SaveSkippedError) else logging.ERROR
-        logger.log(level, "save %s on rank %d: %s", self.context.save_id, self.context.rank, text)
+        logger.error("save %s on rank %d: %s", self.context.save_id, self.context.rank, text)
 
     def times(self) -> dict[str, float]:
         """Returns the seconds to staged, serialized, written and durable, and those of the save's waits."""

@@ -18,7 +18,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.fence import FENCE, Fenced
 from megatron_datastates.engine.staging import StagingEngine
-from megatron_datastates.errors import DataStatesError, SaveSkippedError
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import BLOCK_BYTES, SaveId
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.layouts import LayoutStore
@@ -56,7 +56,6 @@ class SaveSession:
         self.links = Links()
         self.collectives = Collectives()
         self.memory_wait_reported = False  # logged once
-        self.skipped_saves = 0
         self._run_id: int | None = None
         self._ordinal = 0
 
@@ -123,7 +122,7 @@ class Saver:
         publication.published_callback = lambda: self._keep_link(publication)
         save.released_callback = lambda: self._report_once(publication, mode)
         try:
-            self._admit(publication, mode)
+            self._admit(publication)
             plan, memory, state = self._plan(providers)
             save.start(self._get_engine(), plan, memory, state, self._link(plan, context.directory))
             if await_copies or not options.lazy:
@@ -133,30 +132,25 @@ class Saver:
         self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
         return publication
 
-    def _admit(self, publication: Publication, mode: str) -> None:
-        """Counts the unfinished saves.
-
-        Raises:
-            DataStatesError: the options allow no new save beside an unfinished one; on all ranks alike.
-        """
-        before = [earlier for earlier in self._unfinished if earlier.is_under_way]
+    def _admit(self, publication: Publication) -> None:
+        """Counts the unfinished saves; raises DataStatesError if the options allow none beside a new one."""
+        before = self._under_way()
         publication.save.saves_before = len(before)
-        policy = self.options.while_saving
-        if not before or policy == "wait" or (policy == "skip" and mode == "sync"):
-            return
-        publication.refused = True
-        here, first = publication.save.context.directory, before[0].save.context.directory
-        if policy == "skip":
-            publication.is_skipped = True
-            self.session.skipped_saves += 1
-            raise SaveSkippedError(
-                f"the save to {here} was skipped, because the save to {first} is not finished "
-                f"(--datastates-while-saving skip; skipped so far: {self.session.skipped_saves})"
+        if before and self.options.while_saving == "refuse":
+            publication.refused = True
+            raise DataStatesError(
+                f"the save to {before[0].save.context.directory} is not finished, and "
+                "--datastates-while-saving refuse allows no second one: save less often, or choose wait or "
+                "skip"
             )
-        raise DataStatesError(
-            f"the save to {first} is not finished, and --datastates-while-saving refuse allows no second "
-            "one: save less often, or choose wait or skip"
-        )
+
+    def unfinished_save(self) -> Path | None:
+        """Returns the directory of the oldest save that is not finished; the same on all ranks."""
+        before = self._under_way()
+        return before[0].save.context.directory if before else None
+
+    def _under_way(self) -> list[Publication]:
+        return [earlier for earlier in self._unfinished if earlier.is_under_way]
 
     def _plan(self, providers: Providers) -> tuple[StatePlan, Memory, Collected]:
         named = {"": providers} if isinstance(providers, StateProvider) else providers()

@@ -26,7 +26,7 @@ from megatron_datastates.pipeline.frames import FrameWriter, encoder_pool
 from megatron_datastates.plan.layout import align_up
 from megatron_datastates.providers.base import CopyBudget, Encoding, Mutability, TailSource, Write
 from megatron_datastates.providers.collect import Collected, Part
-from megatron_datastates.providers.objects import check_pickle
+from megatron_datastates.providers.objects import ObjectSource, check_pickle
 
 _GIL_SECONDS = 0.0005  # for which small objects are written without releasing it on purpose
 _MOST_EQUAL = 1000  # entries written at once
@@ -193,7 +193,7 @@ class Tail:
         before = time.perf_counter()
         equal = list(
             itertools.takewhile(
-                lambda one: _constant(one) is data and one.number < part.end_tail,
+                lambda one: _constant(one) is data and part.first_tail <= one.number < part.end_tail,
                 itertools.islice(self._later, _MOST_EQUAL),
             )
         )
@@ -241,7 +241,7 @@ class Tail:
 
 
 def _constant(pending: _Pending) -> bytes | None:
-    return getattr(pending.source, "constant", None)
+    return pending.source.constant if type(pending.source) is ObjectSource else None
 
 
 class _EntryWrite:

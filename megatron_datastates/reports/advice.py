@@ -58,7 +58,7 @@ def size(count: float) -> str:
 
 
 def _failures(saves: Sequence[Save]) -> Advice | None:
-    failed = [save for save in saves if save.failed and not save.skipped]
+    failed = [save for save in saves if save.failed]
     if not failed:
         return None
     last = failed[-1]
@@ -90,8 +90,6 @@ def _disk_slower_than_interval(saves: Sequence[Save]) -> Advice | None:
         return None
     rate = median(save.write_mb_per_s for save in usual(saves))
     text = f"{queued} of {len(saves)} saves began while an earlier one was unfinished. "
-    if skipped := sum(save.skipped for save in saves):
-        text += f"{skipped} of them were skipped (--datastates-while-saving skip). "
     if known:
         text += (
             f"A save is durable after {milliseconds(needed * 1000)} (median, slowest rank, "

@@ -76,10 +76,6 @@ class Save:
         return self.state != "published"
 
     @property
-    def skipped(self) -> bool:
-        return self.state == "skipped"
-
-    @property
     def name(self) -> str:
         """Returns the iteration, or the save id where the program named none."""
         return self.save_id if self.iteration is None else str(self.iteration)

@@ -110,3 +110,22 @@ def test_failing_non_persistent_save_with_warn_leaves_its_tracker(
     assert Checkpoints(root).tracked() == 2
     assert Checkpoints(root / "non_persistent").published() == [1]
     assert Checkpoints(root / "non_persistent").tracked() == 1
+
+
+def test_saves_that_come_too_early_are_skipped_and_counted_but_never_the_last(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """The first save takes seconds to sync, and saves are made in every iteration."""
+    root = tmp_path / "ck"
+    how = [*LAYOUTS["tp2"], "--train-iters", "8", "--ckpt-format", "datastates", "--async-save"]
+    skipping = ["--save", str(root), "--save-interval", "1", "--datastates-while-saving", "skip"]
+    slow = failing(0, "sync:1:stall=4000")
+    saved = pretraining.run(*how, *skipping, "--exit-interval", "6", environment=slow)
+    published = Checkpoints(root).published()
+    skipped = re.findall(
+        r"iteration (\d+) is not saved, because the save to .*iter_0000001 is not", saved.log
+    )
+    assert published[0] == 1 and published[-1] == 6 and "skipped so far: 1)" in saved.log
+    assert sorted({*map(int, skipped)} | {*published}) == list(range(1, 7)) and skipped
+    resumed = pretraining.run(*how, "--load", str(root))
+    assert resumed.resumed_from(saved) == 6

@@ -224,8 +224,7 @@ def save_malicious(directory: str, marker: str, folder: str) -> None:
 def save_while_saving(root: str, on_failure: str, folder: str) -> None:
     """Starts a save that one rank writes slowly, a second one at once, and a third after both."""
     rank, _ = join()
-    policy = {"while_saving": "skip"} if on_failure == "skip" else {"on_failure": on_failure}
-    options = {"while_saving": "refuse"} | policy
+    options = {"while_saving": "refuse", "on_failure": on_failure}
     slow = {"write_limit": 2_000_000} if rank == 1 else {}
     strategy = DataStatesSaveStrategy(options=Options.from_environment(options | slow))
     first, second, third = (Path(root, name) for name in ("first", "second", "third"))

@@ -166,7 +166,7 @@ def test_short_writes_are_resumed_where_they_ended(world: World, tmp_path: Path)
     assert [each["error"] for each in reports] == [None, None]
 
 
-@pytest.mark.parametrize("on_failure", ["raise", "warn", "skip"])
+@pytest.mark.parametrize("on_failure", ["raise", "warn"])
 def test_refused_save_is_refused_on_all_ranks(world: World, tmp_path: Path, on_failure: str) -> None:
     """The save before it is done on one rank and slow on the other."""
     reports = world.run("fault_ranks:save_while_saving", tmp_path, on_failure)

@@ -173,3 +173,24 @@ def test_containers_that_change_while_they_are_compared_are_changed() -> None:
     structure = noted([], roots)
     roots[0]["a"] = Evil()
     assert structure.leaves([], roots) is None
+
+
+def test_containers_that_hold_themselves_raise_and_do_not_crash() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(RecursionError):
+        noted([], loop)
+
+
+def test_an_interrupt_is_passed_on() -> None:
+    class Interrupting:
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            raise KeyboardInterrupt
+
+        __hash__ = object.__hash__
+
+    structure = noted([], [Interrupting()])
+    with pytest.raises(KeyboardInterrupt):
+        structure.leaves([], [Interrupting()])

@@ -358,19 +358,21 @@ def sources(objects: list[Any]) -> list[ObjectSource]:
 def test_extra_states_without_a_value_are_left_out_of_thin_state_dicts_and_saved() -> None:
     values = [None, io.BytesIO(b"scales"), None, None]
     model, preparation, objects = with_extra_states(*values)
-    preparation._extra_states[0][3].template.replica_id = 1  # another rank stores it
+    preparation._extra_states[0][3].is_stored = False  # another rank stores it
     full = sources(objects[:3])
     preparation.objects_without_value(full, is_thin=False)
     for _ in range(2):
         preparation._left_out.clear()
-        thin = preparation.thin_models()[0].sharded_state_dict()
+        thin = preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
         assert list(thin) == [prepared.MARK, "1._extra_state"]
         assert preparation.objects_without_value([], is_thin=True) == full
     model[0].scale, model[1].scale = io.BytesIO(b"new"), None
     preparation._left_out.clear()
-    thin = preparation.thin_models()[0].sharded_state_dict()
+    thin = preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
     assert list(thin) == [prepared.MARK, "0._extra_state", "1._extra_state"]
     assert thin["0._extra_state"].data.getvalue() == b"new"
+    whole = preparation.thin_models(leaves_out=False)[0].sharded_state_dict()
+    assert list(whole)[1:] == [f"{number}._extra_state" for number in range(4)]
     seen = sources([thin["1._extra_state"]])
     keys = [source.key for source in preparation.objects_without_value(seen, is_thin=True)]
     assert keys == [objects[2].unique_key, objects[1].unique_key]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -246,29 +245,6 @@ def test_a_second_save_can_be_refused_and_the_first_is_untouched(refusing, tmp_p
         ("failed", 1),
         ("published", 0),
     ]
-
-
-def test_saves_can_be_skipped_and_are_counted_but_synchronous_ones_never(tmp_path, caplog):
-    saver = new_saver(while_saving="skip", report_file=str(tmp_path / "reports.jsonl"))
-    first = saver.start(tmp_path / "0", lazy(fresh(0)))
-    skipped = [saver.start(tmp_path / str(n), lazy(fresh(n))) for n in (1, 2)]
-    last = saver.start(tmp_path / "3", lazy(fresh(3)), mode="sync")
-    FENCE.wait("the step")
-    assert [one.wait() for one in (first, *skipped, last)] == [
-        Outcome.PUBLISHED, Outcome.FAILED, Outcome.FAILED, Outcome.PUBLISHED
-    ]  # fmt: skip
-    total = saver.session.skipped_saves
-    unfinished = f"was skipped, because the save to {tmp_path / '0'} is not finished"
-    for number, publication in enumerate(skipped, total - 1):
-        assert f"{publication.save.context.directory} {unfinished}" in publication.error
-        assert f"skipped so far: {number}" in publication.error
-    assert {record.levelname for record in caplog.records if "was skipped" in record.message} == {"WARNING"}
-    assert stored(tmp_path / "3") == wanted(fresh(3))
-    assert save(saver, tmp_path / "4", fresh(4)).outcome is Outcome.PUBLISHED  # nothing is unfinished now
-    reports = [json.loads(line) for line in (tmp_path / "reports.jsonl").read_text().splitlines()]
-    states = {Path(each["directory"]).name: each["state"] for each in reports}
-    assert states == {"0": "published", "1": "skipped", "2": "skipped", "3": "published", "4": "published"}
-    saver.close()
 
 
 def test_a_refused_save_stands_in_nobodys_way(refusing, tmp_path):

@@ -34,6 +34,8 @@ class Hook:
         return f"{self.module}.{self.name}"
 
 
+OPTIMIZER_MODULE = _OPTIMIZER + "distrib_optimizer"
+
 # Always attached, so that every program can read our checkpoints, its parser accepts the format, and the
 # environment switch has a hold.
 _LOADING = (

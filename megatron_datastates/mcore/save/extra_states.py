@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
+    is_main_replica,
 )
 
 from megatron_datastates.mcore.save.survey import UnprovableError
@@ -34,7 +35,7 @@ class ExtraState:
     template: ShardedObject  # without its value
     value_of: Callable[[], Any]  # makes the value
     key: str  # under which it is stored
-    is_left_out: bool = False  # of a thin state dict, as long as it has no value
+    is_stored: bool  # by this rank
 
 
 def extra_states(chunk: Any, state: dict[str, Any]) -> list[ExtraState]:
@@ -53,7 +54,8 @@ def extra_states(chunk: Any, state: dict[str, Any]) -> list[ExtraState]:
             template = copy.copy(item)
             template.data = None
             value_of = _called(weakref.WeakMethod(module.get_extra_state))
-            found.append(ExtraState(key, template, value_of, item.unique_key))
+            is_stored = is_main_replica(item.replica_id)
+            found.append(ExtraState(key, template, value_of, item.unique_key, is_stored))
         elif not all(isinstance(leaf, _TENSORS) for leaf in _leaves(item)):
             raise UnprovableError(f"{key!r} of the model is neither a tensor nor a sharded object")
     return found
@@ -66,7 +68,8 @@ def _leaves(item: Any) -> Iterator[Any]:
 def _called(method: weakref.WeakMethod[Any]) -> Callable[[], Any]:
     def value() -> Any:
         bound = method()
-        assert bound is not None, "the survey has found its module"
+        if bound is None:
+            raise UnprovableError("a module is gone")
         return bound()
 
     return value

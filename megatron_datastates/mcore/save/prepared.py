@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
-from megatron.core.dist_checkpointing.mapping import ShardedObject, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from megatron_datastates.engine.exchange import Described, Facts, Words, describe, facts_of
 from megatron_datastates.errors import SaveFailedError
@@ -100,6 +99,7 @@ class Preparation:
         self._extra_states: list[list[ExtraState]] = []  # by model chunk
         self._without_value: dict[str, ObjectSource] = {}  # of a full save, by key
         self._left_out: set[str] = set()  # during a prepared save: keys of objects in no state dict
+        self._leaves_out = False
         self._rows: list[Row] = []  # of each stored tensor
         self._columns = Tensors()  # without its tensors
         self._facts: Facts | None = None  # of the tensors as they were stored
@@ -152,6 +152,7 @@ class Preparation:
         if has_unresolved_views(found.tensors, facts):
             raise UnprovableError("a tensor is a negated or conjugated view")
         self._rows, self._facts = rows, facts
+        self.__dict__.pop("_positions", None)
         self._columns = _copied(found, [])
         self._classified = None
         self.is_complete = True
@@ -181,8 +182,13 @@ class Preparation:
         """
         self._current = self._survey.tensors_if_unchanged(call["optimizer"])
 
-    def thin_models(self) -> list[Any]:
-        """Returns what stands in for the model chunks while Megatron makes a thin state dict."""
+    def thin_models(self, *, leaves_out: bool) -> list[Any]:
+        """Returns what stands in for the model chunks while Megatron makes a thin state dict.
+
+        Args:
+            leaves_out: whether objects without a value may be missing: Megatron does not look for them.
+        """
+        self._leaves_out = leaves_out
         return [_ThinChunk(self, number, extra) for number, extra in enumerate(self._extra_states)]
 
     def thin_buckets(self, optimizer: Any) -> dict[Any, Any]:
@@ -223,14 +229,15 @@ class Preparation:
                 source for key, source in own.items() if key not in self._left_out
             ]
         self._without_value = {source.key: source for source in found}
-        for extra in itertools.chain.from_iterable(self._extra_states):
-            is_stored = is_main_replica(extra.template.replica_id)
-            extra.is_left_out = not is_stored or extra.key in self._without_value
         return found
 
-    def leave_out(self, extra: ExtraState) -> None:
-        """Notes that Megatron does not see an extra state without a value."""
-        self._left_out.add(extra.key)
+    def leave_out(self, extra: ExtraState) -> bool:
+        """Returns whether Megatron need not see an extra state without a value, which is stored anyway."""
+        if not self._leaves_out or (extra.is_stored and extra.key not in self._without_value):
+            return False
+        if extra.is_stored:
+            self._left_out.add(extra.key)
+        return True
 
     def release(self) -> None:
         """Lets go of the tensors of a prepared save. If it did not take them, the next save is full."""
@@ -302,8 +309,7 @@ class _ThinChunk:
         state: dict[str, Any] = {MARK: Mark.of(self._preparation, self._number, is_thin=True)}
         for extra in self._extra_states:
             value = extra.value_of()
-            if value is None and extra.is_left_out:
-                self._preparation.leave_out(extra)
+            if value is None and self._preparation.leave_out(extra):
                 continue
             state[extra.name] = item = copy.copy(extra.template)
             item.data = value

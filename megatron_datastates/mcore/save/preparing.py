@@ -81,7 +81,7 @@ def _generate_thin(original: Callable[..., Any], bound: inspect.BoundArguments, 
     with _noting():
         preparation.require_conditions(call)
         saving.thin = preparation
-        state = _with_models(original, bound, preparation.thin_models())
+        state = _with_models(original, bound, preparation.thin_models(leaves_out=saving.is_constant))
         preparation.require_used()
         preparation.require_unchanged(call)
         return state

@@ -107,8 +107,6 @@ class DataStatesCaller:
             self._publication.abandon("the queue was aborted")
 
     def _failed(self) -> None:
-        if self._publication.is_skipped:
-            return  # the log says so already
         if self._on_failure == "raise":
             self._publication.hold_report = False
             self._publication.save.on_trainer_released()

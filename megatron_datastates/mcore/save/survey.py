@@ -171,10 +171,7 @@ def _containers(optimizer: Any) -> list[Any]:
         optimizer.model_param_group_index_map,
         list(optimizer.buffers),
         buckets,
-        [
-            (one.grad_data.numel(), getattr(one, "numel_unpadded", None))
-            for one in chain.from_iterable(buckets)
-        ],
+        list(map(_sizes, chain.from_iterable(buckets))),
         [optimizer.data_parallel_group_idx, getattr(optimizer, "distributed_optimizer_instance_id", 0)],
         id(optimizer.data_parallel_group),
     ]

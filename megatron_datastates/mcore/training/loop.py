@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 _LOOP = "megatron.training.training"
 _options: Options | None = None  # of the last call of enable_saving
 _loops = 0  # calls of Megatron's `train` that have not returned
+_skipped = 0  # saves
 
 
 def enable_saving(options: Options) -> None:
@@ -136,6 +137,8 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
         call = signature.bind(iteration, *args, **kwargs).arguments
         assert _options is not None, "_saves_are_ours has called enable_saving"
+        if _is_skipped(call, _options):
+            return None
         with (
             trainer_held("save_checkpoint"),
             retention.saving(iteration),
@@ -153,6 +156,36 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 return None
 
     return save_checkpoint
+
+
+def _is_skipped(call: dict[str, Any], options: Options) -> bool:
+    """Returns whether a save is left out because another one is unfinished; on all ranks alike.
+
+    Never the last one of a run: nothing would be saved later.
+    """
+    from megatron.training.global_vars import get_args
+
+    from megatron_datastates.pipeline.saver import saver_for
+
+    global _skipped
+    args, iteration = get_args(), call["iteration"]
+    ends = [getattr(args, "train_iters", None) or 0, getattr(args, "exit_interval", None) or 0]
+    is_last = iteration >= ends[0] or (ends[1] > 0 and iteration % ends[1] == 0)
+    is_asked = options.while_saving == "skip" and getattr(args, "async_save", False)
+    if not is_asked or is_last or not is_training() or _is_local(call):
+        return False
+    unfinished = saver_for(options).unfinished_save()
+    if unfinished is None:
+        return False
+    _skipped += 1
+    logger.warning(
+        "datastates: iteration %d is not saved, because the save to %s is not finished "
+        "(--datastates-while-saving skip; skipped so far: %d)",
+        iteration,
+        unfinished,
+        _skipped,
+    )
+    return True
 
 
 def _is_local(call: dict[str, Any]) -> bool:
