@@ -103,18 +103,15 @@ class Tensors:
         self.stable.extend(others.stable)
 
 
+@dataclasses.dataclass(slots=True)
 class CopyBudget:
-    """The bytes of host memory that copies of mutable objects may still take in one save."""
+    """The bytes of host memory that copies of mutable objects may still take in one save.
 
-    def __init__(self, most_bytes: int) -> None:
-        self.left = most_bytes
+    Attributes:
+        left: bytes; a snapshot subtracts what its copies take.
+    """
 
-    def take(self, size: int) -> bool:
-        """Takes `size` bytes; returns False, and takes nothing, if so many are not left."""
-        if size > self.left:
-            return False
-        self.left -= size
-        return True
+    left: int
 
 
 class Encoding(NamedTuple):

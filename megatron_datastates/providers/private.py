@@ -9,6 +9,7 @@ import argparse
 import collections
 import enum
 import io
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -26,16 +27,17 @@ class NotPlainError(Exception):
 _UNCHANGING = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type}
 
 
-class _Memo(dict[int, Any]):
-    """The copies made so far, by the address of the original."""
+# The copies made so far, by the address of the original. No object lies at _LEFT: there it has the number of
+# bytes that may still be copied. (A plain dictionary, as hundreds of objects each need one.)
+_Memo = dict[int, Any]
+_LEFT = 0
 
-    def __init__(self, budget: CopyBudget | None) -> None:
-        self._budget = budget
 
-    def take(self, size: int) -> None:
-        """Raises NotPlainError if the budget has no `size` bytes left."""
-        if self._budget is not None and not self._budget.take(size):
-            raise NotPlainError(f"{size} bytes, more than may be copied")
+def _take(memo: _Memo, size: int) -> None:
+    """Raises NotPlainError if no `size` bytes are left."""
+    memo[_LEFT] -= size
+    if memo[_LEFT] < 0:
+        raise NotPlainError(f"{size} bytes, more than may be copied")
 
 
 def private_copy(value: Any, budget: CopyBudget | None = None) -> Any:
@@ -50,10 +52,14 @@ def private_copy(value: Any, budget: CopyBudget | None = None) -> Any:
         NotPlainError: `value` holds something other than plain containers, scalars, arrays and host tensors,
             or more bytes than the budget has left.
     """
+    memo: _Memo = {_LEFT: math.inf if budget is None else budget.left}
     try:
-        return _copy(value, _Memo(budget))
+        copied = _copy(value, memo)
     except RecursionError:
         raise NotPlainError("it is nested too deeply, or holds itself") from None
+    if budget is not None:
+        budget.left = memo[_LEFT]
+    return copied
 
 
 def _copy(value: Any, memo: _Memo) -> Any:
@@ -104,7 +110,7 @@ def _copy_namespace(value: argparse.Namespace, memo: _Memo) -> argparse.Namespac
 
 
 def _copy_bytearray(value: bytearray, memo: _Memo) -> bytearray:
-    memo.take(len(value))
+    _take(memo, len(value))
     memo[id(value)] = copied = bytearray(value)
     return copied
 
@@ -112,7 +118,7 @@ def _copy_bytearray(value: bytearray, memo: _Memo) -> bytearray:
 def _copy_buffer(value: io.BytesIO, memo: _Memo) -> io.BytesIO:
     if value.closed or value.__dict__:
         raise NotPlainError("a closed BytesIO, or one with attributes")
-    memo.take(value.getbuffer().nbytes)
+    _take(memo, value.getbuffer().nbytes)
     memo[id(value)] = copied = io.BytesIO(value.getvalue())
     copied.seek(value.tell())
     return copied
@@ -121,7 +127,7 @@ def _copy_buffer(value: io.BytesIO, memo: _Memo) -> io.BytesIO:
 def _copy_array(value: np.ndarray, memo: _Memo) -> np.ndarray:
     if value.dtype.hasobject:
         raise NotPlainError("an array of objects")
-    memo.take(value.nbytes)
+    _take(memo, value.nbytes)
     memo[id(value)] = copied = value.copy(order="K")
     return copied
 
@@ -131,11 +137,11 @@ def _copy_tensor(value: torch.Tensor, memo: _Memo) -> torch.Tensor:
         raise NotPlainError("a tensor that is not plain host memory")
     # torch.save keeps memory that two tensors share shared; separate copies would not share it.
     address = value.untyped_storage().data_ptr()
-    if address in memo:
-        raise NotPlainError("two tensors that share memory")
-    if address:
+    if address:  # else it is empty
+        if address in memo:
+            raise NotPlainError("two tensors that share memory")
         memo[address] = None  # cannot be the id of an object: none lies in a storage
-    memo.take(value.nbytes)
+    _take(memo, value.nbytes)
     memo[id(value)] = copied = value.clone()
     return copied
 
