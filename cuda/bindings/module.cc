@@ -10,6 +10,7 @@
 #include "bindings/arrays.h"
 #include "bindings/exchange.h"
 #include "bindings/failure.h"
+#include "bindings/numbers.h"
 #include "bindings/reader.h"
 #include "bindings/structure.h"
 #include "engine/crc32c.h"
@@ -255,6 +256,7 @@ NB_MODULE(_native, module) {
   BindJob(module);
   BindEngine(module);
   BindReader(module);
+  BindNumbers(module);
   module.def("describe_tensors", &DescribeTensors, "api"_a, "tensors"_a, "is_neg"_a, "storage_of"_a.none());
   nb::class_<Structure>(module, "Structure")
       .def(nb::init<const nb::list&, const nb::list&, const std::vector<std::string>&,

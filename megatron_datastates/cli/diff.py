@@ -26,12 +26,12 @@ from megatron_datastates.cli.shared import (
 )
 from megatron_datastates.convert.diff import (
     Difference,
-    Drift,
     choose_comparison,
     plot_drift,
     require_plotting,
 )
 from megatron_datastates.convert.diff import diff as compare_checkpoints
+from megatron_datastates.convert.drift import Drift
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sinks.target import refuse_target
 from megatron_datastates.errors import DataStatesError

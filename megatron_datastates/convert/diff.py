@@ -5,7 +5,6 @@ Objects (random generator states, arguments, the common state) are not compared.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
 import math
@@ -13,48 +12,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
+from megatron_datastates.convert.drift import Drift, compare
 from megatron_datastates.convert.parts import choose_keys, group_of, is_weight, parts_of
 from megatron_datastates.convert.sinks.target import publish_on_exit
 from megatron_datastates.convert.sources.source import Source
-from megatron_datastates.errors import MissingPackageError, UnsupportedFormatError
+from megatron_datastates.errors import MissingPackageError
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.plan.boxes import cut_box
 
 # Memory for one element of both tensors: as stored, as float64, their differences and masks.
 _BYTES_PER_ELEMENT = 64
-_EXACT_INTEGERS = 1 << 53  # float64 holds every integer up to here
-_AT_A_TIME = 1 << 16  # elements that are Python integers at a time
-
-
-@dataclasses.dataclass
-class Drift:
-    """How far apart elements are: the ones that are finite in both checkpoints, unless stated otherwise."""
-
-    changed: int = 0  # elements; NaN equals NaN, and 0 equals -0
-    largest_absolute: float = 0.0  # |a - b|
-    largest_relative: float = 0.0  # |a - b| / max(|a|, |b|): from 0 to 2
-    not_finite: int = 0  # changed elements that are NaN or infinite in at least one checkpoint
-    squares_apart: float = 0.0  # sum of |a - b| squared
-    squares_first: float = 0.0  # sum of |a| squared over all finite elements, changed or not
-
-    @property
-    def distance(self) -> float:
-        """Returns |a - b| / |a| with the elements as one vector; infinite where a is zero and b is not."""
-        if not self.squares_apart:
-            return 0.0
-        return math.sqrt(self.squares_apart / self.squares_first) if self.squares_first else math.inf
-
-    def add(self, other: Drift) -> None:
-        """Adds the result of comparing other elements."""
-        self.changed += other.changed
-        self.largest_absolute = max(self.largest_absolute, other.largest_absolute)
-        self.largest_relative = max(self.largest_relative, other.largest_relative)
-        self.not_finite += other.not_finite
-        self.squares_apart += other.squares_apart
-        self.squares_first += other.squares_first
 
 
 @dataclasses.dataclass
@@ -170,85 +137,6 @@ def _compare_tensor(
             layers = found.layers.setdefault(group, {})
             layers.setdefault(part.layer, Drift()).add(drift)
     found.groups.setdefault(group, Drift()).add(whole)
-
-
-def compare(left: torch.Tensor, right: torch.Tensor) -> Drift:
-    """Compares two tensors of the same shape as numbers, also if their dtypes differ.
-
-    Raises:
-        UnsupportedFormatError: elements differ, and torch cannot convert their dtype to float64.
-    """
-    if left.dtype == right.dtype and torch.equal(_raw(left), _raw(right)):
-        with contextlib.suppress(UnsupportedFormatError):  # equal bits need no numbers
-            return Drift(squares_first=_squares(_numbers(left)))
-        return Drift()
-    one, other = _numbers(left).reshape(-1), _numbers(right).reshape(-1)
-    apart, changed = (one - other).abs(), _are_different(one, other)
-    where, gaps = _rounded(left, right, one, other)
-    apart[where], changed[where] = gaps, gaps != 0
-    squares_first = _squares(one)
-    finite = changed & one.isfinite() & other.isfinite()
-    one, other, apart = one[finite], other[finite], apart[finite]
-    relative = apart / torch.maximum(one.abs(), other.abs())
-    count = int(changed.sum())
-    return Drift(
-        count,
-        float(apart.max()) if apart.numel() else 0.0,
-        float(relative.max()) if apart.numel() else 0.0,
-        count - apart.numel(),
-        float(apart.square().sum()),
-        squares_first,
-    )
-
-
-def _are_different(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Returns which elements differ. NaN equals NaN, for complex numbers in each component."""
-    if one.is_complex() or other.is_complex():
-        halves = (torch.view_as_real(numbers.to(torch.complex128)) for numbers in (one, other))
-        return _are_different(*halves).any(dim=-1)
-    return (one != other) & ~(one.isnan() & other.isnan())
-
-
-def _rounded(
-    left: torch.Tensor, right: torch.Tensor, one: torch.Tensor, other: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns where float64 may have rounded integers, and |a - b| computed exactly there."""
-    if one.is_complex() or other.is_complex() or not (_is_integer(left) or _is_integer(right)):
-        return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.float64)
-    large = torch.maximum(one.abs(), other.abs()) >= _EXACT_INTEGERS
-    (where,) = (large & one.isfinite() & other.isfinite()).nonzero(as_tuple=True)
-    # A float beside such an integer is an integer, or so much smaller that its fraction is negligible.
-    sides = [tensor.reshape(-1).numpy() if _is_integer(tensor) else numbers.numpy()
-             for tensor, numbers in ((left, one), (right, other))]  # fmt: skip
-    if left.dtype == right.dtype:
-        where = where[torch.from_numpy((sides[0] != sides[1])[where.numpy()])]
-    places = (where[at : at + _AT_A_TIME].numpy() for at in range(0, len(where), _AT_A_TIME))
-    pairs = (pair for at in places for pair in zip(*(side[at].tolist() for side in sides), strict=True))
-    gaps = np.fromiter((abs(int(a) - int(b)) for a, b in pairs), np.float64, len(where))
-    return where, torch.from_numpy(gaps)
-
-
-def _is_integer(tensor: torch.Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
-
-
-def _squares(numbers: torch.Tensor) -> float:
-    """Returns the sum of the squares of finite elements."""
-    return float(torch.where(numbers.isfinite(), numbers.abs(), 0).square().sum())
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    try:
-        return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
-    except (RuntimeError, NotImplementedError) as error:
-        raise UnsupportedFormatError(
-            f"tensors of {tensor.dtype} differ, and torch cannot convert them to numbers: "
-            "exclude them with --keys"
-        ) from error
 
 
 def require_plotting() -> Any:

@@ -24,6 +24,14 @@ class Output(enum.Enum):
     FILE_AND_DIGESTS = 1
     DIGESTS = 2
 
+class NumberKind(enum.Enum):
+    """How elements are stored; cuda/numbers/numbers.h defines it."""
+
+    FLOAT64 = 0
+    FLOAT32 = 1
+    FLOAT16 = 2
+    BFLOAT16 = 3
+
 class NativeError(OSError):
     """A failed call. `errno` is 0 if no system call failed; `path` is empty if no checkpoint file is concerned."""
 
@@ -145,6 +153,16 @@ class Structure:
     ) -> None: ...
     def leaves(self, owners: list[Any], roots: list[Any]) -> list[Any] | None:
         """Returns what is held by identity; None if anything differs from what it was (bindings/structure.h)."""
+
+def compare_numbers(
+    kind: NumberKind, left: NDArray[np.uint8], right: NDArray[np.uint8]
+) -> tuple[int, float, float, int, float, float]:
+    """Returns the fields of convert.drift.Drift, in their order. Releases the GIL."""
+
+def summarize_numbers(
+    kind: NumberKind, data: NDArray[np.uint8]
+) -> tuple[int, int, float, float, float, float]:
+    """Returns (finite, nans, minimum, maximum, total, squares); the last four of finite elements."""
 
 def write_backends() -> list[str]: ...
 def crc32c(data: bytes, crc: int = 0) -> int: ...

@@ -13,7 +13,8 @@ import torch
 
 import megatron_datastates as ds
 from megatron_datastates.cli import shared
-from megatron_datastates.convert.diff import Drift, choose_comparison, compare, diff
+from megatron_datastates.convert.diff import choose_comparison, diff
+from megatron_datastates.convert.drift import Drift, compare
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from tests.unit.command import run
@@ -182,7 +183,7 @@ def test_integers_that_a_double_cannot_tell_apart_differ(dtype):
 )
 @pytest.mark.parametrize("shape", [(), (1,), (2, 1)])
 def test_differences_of_integers_are_exact(left, right, apart, shape, monkeypatch):
-    monkeypatch.setattr("megatron_datastates.convert.diff._AT_A_TIME", 1)
+    monkeypatch.setattr("megatron_datastates.convert.drift._AT_A_TIME", 1)
     one, other = (torch.full(shape, value, dtype=dtype) for dtype, value in (left, right))
     seen = compare(one, other)
     assert (seen.changed, seen.largest_absolute) == ((one.numel() if apart else 0), apart)

@@ -1,0 +1,9 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace datastates {
+
+void BindNumbers(nanobind::module_& module);
+
+}  // namespace datastates
