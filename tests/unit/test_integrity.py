@@ -1,0 +1,96 @@
+"""Checking torch_dist checkpoints: every byte of a tensor counts, and every fault is reported."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_datastates.convert.integrity import data_bytes, verify_source
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.pipeline.verify import Verdict
+from tests.unit.converting import save_with_dcp
+
+STATE: dict[str, Any] = {
+    "w": torch.arange(300_000, dtype=torch.int32).reshape(300, 1000),
+    "small": torch.ones(3),
+    "empty": torch.empty(0),
+    "object": ["mark", 1],
+}
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    save_with_dcp(tmp_path / "t", STATE)
+    return tmp_path / "t"
+
+
+def verdict_of(path: Path, **how: Any) -> Verdict:
+    return verify_source(open_source(path), **how)
+
+
+def data_file(path: Path) -> Path:
+    (file,) = path.glob("*.distcp")
+    return file
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_an_intact_checkpoint_is_good_and_read_completely(theirs: Path) -> None:
+    done: list[int] = []
+    source = open_source(theirs)
+    verdict = verify_source(source, progress=done.append)
+    assert verdict.good and not verdict.notes
+    assert (verdict.files, verdict.tensors, verdict.objects) == (1, 3, 1)
+    assert verdict.bytes_checked == sum(done) == data_bytes(source) == 300_000 * 4 + 12
+
+
+@pytest.mark.parametrize("element", [0, 123_456, 299_999])
+def test_one_flipped_bit_of_a_tensor_is_found(theirs: Path, element: int) -> None:
+    file = data_file(theirs)
+    begin = file.read_bytes().index(STATE["w"].numpy().tobytes())
+    flip(file, begin + 4 * element)
+    assert verdict_of(theirs, quick=True).good, "no data is read"
+    (fault,) = verdict_of(theirs).faults
+    assert "'w'" in fault and "CRC-32" in fault and file.name in fault
+
+
+def test_every_fault_is_listed(theirs: Path) -> None:
+    file = data_file(theirs)
+    for name in ("w", "small"):
+        flip(file, file.read_bytes().index(STATE[name].numpy().tobytes()))
+    flip(file, file.read_bytes().index(b"mark"))
+    faults = verdict_of(theirs).faults
+    assert len(faults) == 3
+    assert {name for name in ("'w'", "'small'", "'object'") if any(name in fault for fault in faults)} == {
+        "'w'", "'small'", "'object'"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_missing_or_truncated_file_is_a_fault(theirs: Path, quick: bool) -> None:
+    file = data_file(theirs)
+    file.write_bytes(file.read_bytes()[:-70_000])
+    assert any("truncated" in fault for fault in verdict_of(theirs, quick=quick).faults)
+    file.unlink()
+    assert any(file.name in fault for fault in verdict_of(theirs, quick=quick).faults)
+
+
+def test_an_object_of_a_class_that_is_not_trusted_is_noted(theirs: Path) -> None:
+    save_with_dcp(theirs, {"object": [Fraction(1, 2)]})
+    verdict = verdict_of(theirs)
+    assert verdict.good and "Fraction" in verdict.notes[0]
+
+
+def test_a_view_has_no_checksum_of_its_own(theirs: Path) -> None:
+    save_with_dcp(theirs, {"view": torch.arange(100.0)[10:20], "turned": torch.ones(4, 5).T})
+    verdict = verdict_of(theirs)
+    assert verdict.good
+    assert "1 of 2 fragments" in verdict.notes[0] and "no checksum" in verdict.notes[0]
