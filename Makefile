@@ -7,7 +7,7 @@ SEED := 1
 RANK_TESTS := tests/model tests/multirank tests/e2e tests/faults tests/gpu
 NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
 
-.PHONY: help env demo test test-ranks test-long test-faults test-versions test-native-sanitizers test-aarch64 lint format clean distclean
+.PHONY: help env demo test test-ranks test-long test-faults test-versions test-te test-native-sanitizers test-aarch64 lint format clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -39,6 +39,10 @@ test-faults: env ## run the fault campaign with SEED (1): kills, damage, forgeri
 # Not part of `test`, because each release takes minutes. CI runs a part of it.
 test-versions: env ## run the conformance tests with other releases of Megatron-Core
 	@tools/env/versions.sh $(VERSIONS)
+
+# Not part of `test`: Transformer Engine has to be built first, which takes half an hour.
+test-te: env ## build Transformer Engine and test its layers, extra states and quantized weights on the CPU
+	@tools/env/te.sh
 
 test-long: env ## run what is too long for CI: all cases, other releases completely, sanitizers, the fault campaign (hours)
 	@$(BIN)/python -m pytest -m long tests/golden tests/native tests/unit
