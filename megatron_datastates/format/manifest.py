@@ -95,6 +95,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return names.get(key)
 
     @property
+    def names(self) -> set[str]:
+        """The names of all files that belong to the checkpoint, but for the manifest itself."""
+        return {self.index.name, *(file.name for file in self.files), *(other.name for other in self.others)}
+
+    @property
     def data_bytes(self) -> int:
         """The size of all data files together."""
         return sum(file.bytes for file in self.files)

@@ -49,6 +49,7 @@ _SAVE_ID = r"(?P<run>[0-9a-f]{16})-(?P<ordinal>\d{1,20})"
 _DATA_NAME = re.compile(rf"data-\d{{5,9}}(?:\.[1-9]\d?)?-{_SAVE_ID}\.bin", re.ASCII)
 _TEMPORARY_NAME = re.compile(rf"\.datastates-[\w.-]+-{_SAVE_ID}\.tmp", re.ASCII)
 _INDEX_NAME = re.compile(rf"index-(?P<sha256>[0-9a-f]{{32}})(?:-{_SAVE_ID})?", re.ASCII)
+_DCP_NAME = re.compile(rf"dcp-{_SAVE_ID}\.pt", re.ASCII)
 _LEFT_BY_ANY = re.compile(r"\.datastates-[\w.-]+\.tmp", re.ASCII)
 
 
@@ -93,6 +94,10 @@ class SaveId:
     def index_file_name(self, sha256: str) -> str:
         """Returns the name of this save's index, given its directory's SHA-256; no other save uses it."""
         return f"index-{sha256[:32]}-{self}"
+
+    def dcp_file_name(self) -> str:
+        """Returns the name of the file with this save's facts for PyTorch's distributed checkpoints."""
+        return f"dcp-{self}.pt"
 
     def follows(self, name: str) -> bool:
         """Returns whether `name` is the name of a file of an earlier save of the same run."""
@@ -139,7 +144,7 @@ def decode_name(data: bytes, where: str) -> str:
 
 def save_id_in_name(name: str) -> SaveId | None:
     """Returns the save that wrote a file of this name; None if the name has no save id."""
-    kinds = (_DATA_NAME, _INDEX_NAME, _TEMPORARY_NAME)
+    kinds = (_DATA_NAME, _INDEX_NAME, _DCP_NAME, _TEMPORARY_NAME)
     match = next(filter(None, (kind.fullmatch(name) for kind in kinds)), None)
     if match is None or match["run"] is None:
         return None
@@ -151,6 +156,11 @@ def is_data_file_name(name: str) -> bool:
     return _DATA_NAME.fullmatch(name) is not None
 
 
+def is_dcp_file_name(name: str) -> bool:
+    """Returns whether `name` is that of a file with facts for PyTorch's distributed checkpoints."""
+    return _DCP_NAME.fullmatch(name) is not None
+
+
 def digest_in_index_name(name: str) -> str | None:
     """Returns the hexadecimal digits of the digest in an index's name; None for any other name."""
     match = _INDEX_NAME.fullmatch(name)
@@ -159,4 +169,4 @@ def digest_in_index_name(name: str) -> str | None:
 
 def is_own_file_name(name: str) -> bool:
     """Returns whether saves make files of this name: one that no manifest names is a left-over."""
-    return any(kind.fullmatch(name) for kind in (_DATA_NAME, _INDEX_NAME, _LEFT_BY_ANY))
+    return any(kind.fullmatch(name) for kind in (_DATA_NAME, _INDEX_NAME, _DCP_NAME, _LEFT_BY_ANY))

@@ -16,7 +16,7 @@ from megatron_datastates.errors import DataStatesError, FormatError
 from megatron_datastates.files import MANIFEST_BYTES, read_regular
 from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.manifest import IndexEntry, Manifest, OtherFile
-from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name
 
 _VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0
 
@@ -98,7 +98,7 @@ def files_in_manifest(path: Path) -> set[str]:
         manifest = Manifest.decode(read_regular(path, MANIFEST_BYTES), os.fspath(path))
     except (OSError, FormatError):
         return set()
-    return {manifest.index.name, *(file.name for file in manifest.files)}
+    return set(filter(is_own_file_name, manifest.names))
 
 
 def sync_above(directory: Path) -> None:

@@ -178,7 +178,7 @@ def _named_by(manifest_path: Path) -> set[str]:
         manifest = Manifest.decode(manifest_path.read_bytes(), os.fspath(manifest_path))
     except (OSError, FormatError):
         return set()
-    return {manifest.index.name, *(file.name for file in manifest.files)}
+    return manifest.names
 
 
 def _link_targets(root: Path) -> dict[str, str]:

@@ -30,18 +30,18 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
 from megatron_datastates.engine.atomic_files import remove_replaced, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.errors import DataStatesError, SaveFailedError
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.manifest import Manifest, OtherFile
-from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.agreement import Collectives, PendingResult, PollableResult
 from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.held import trainer_held
@@ -58,6 +58,7 @@ from megatron_datastates.pipeline.presence import (
 )
 from megatron_datastates.pipeline.records import (
     RankRecord,
+    SavedPart,
     StableRecord,
     decode_failure,
     encode_failure,
@@ -130,6 +131,7 @@ class Publication:
         self._manifest_in_place = False  # on rank 0: it is, or may yet be
         self._published = threading.Event()
         self._publisher: BackgroundThread | None = None
+        self._written_as: dict[int, SaveId] = {}  # the save ids of ranks' own files, if not the save's
 
     @property
     def is_under_way(self) -> bool:
@@ -286,6 +288,41 @@ class Publication:
             else StableRecord(),
         )
 
+    # -- where another program brings the ranks together (parts.py) -------------------------------------
+
+    def part(self) -> SavedPart:
+        """Returns this rank's part of a durable save; from now on a manifest may name its files."""
+        self._publishing = True
+        layouts = self.save.plan.layouts() if self.save.plan is not None else []
+        indexes = tuple(layout.index for layout in layouts)
+        return SavedPart(self.save.context.save_id, self._record().encode(), indexes, self._providers[1])
+
+    def publish_parts(self, parts: Sequence[SavedPart], extras: PublicationExtras) -> None:
+        """Publishes the parts of all ranks, in their order: step 4 of the protocol, on this thread.
+
+        Raises:
+            SaveFailedError: it failed. `keeps_files` says whether the manifest may be in place.
+        """
+        self.records, self._extras = [RankRecord.decode(part.record) for part in parts], extras
+        for record, part in zip(self.records, parts, strict=True):
+            for digest, index in zip(record.layouts(), part.indexes, strict=True):
+                self._layouts.add(record.rank, digest, index)
+            self._layouts.add_providers(record.providers_digest, part.providers)
+            self._written_as[record.rank] = part.save_id
+        self._publish()
+        if self.save.failure is None:
+            self._end(Outcome.PUBLISHED)
+            return
+        self._keep_file = self._manifest_in_place
+        rank = self.collectives.rank
+        self._fail([encode_failure(self.save.failure if n == rank else None) for n in range(len(parts))])
+        raise SaveFailedError(self.error)
+
+    @property
+    def keeps_files(self) -> bool:
+        """Returns whether a failed save keeps its files, because its manifest may be in place."""
+        return self._keep_file
+
     # -- rank 0's publishing thread ---------------------------------------------------------------------
 
     def _publish(self) -> None:
@@ -329,9 +366,7 @@ class Publication:
             self.save.fail(error)
             return
         try:
-            keep = {manifest.index.name, *(file.name for file in manifest.files)}
-            keep |= {other.name for other in manifest.others}
-            remove_replaced(directory, keep, context.save_id, replaced, self._extras.superseded)
+            remove_replaced(directory, manifest.names, context.save_id, replaced, self._extras.superseded)
         except OSError as error:
             logger.warning("files of earlier saves were not removed from %s: %s", directory, error)
         self._published.set()  # last: no later save publishes while this one still removes files
@@ -368,7 +403,11 @@ class Publication:
     def _manifest(self) -> tuple[Manifest, MergedIndex]:
         context = self.save.context
         index = self._layouts.merged(self.records)
-        files = [entry for record in self.records for entry in file_entries(record, context.save_id)]
+        files = [
+            entry
+            for record in self.records
+            for entry in file_entries(record, context.save_id, self._written_as.get(record.rank))
+        ]
         manifest = Manifest(
             run_id=f"{context.save_id.run_id:016x}",
             ordinal=context.save_id.ordinal,

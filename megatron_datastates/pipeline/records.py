@@ -85,6 +85,16 @@ class RankRecord:
 _OWN_FIELDS = len(dataclasses.fields(RankRecord)) - 1
 
 
+@dataclasses.dataclass(frozen=True)
+class SavedPart:
+    """What rank 0 needs of a rank's part of a durable save, where another program brings it there."""
+
+    save_id: SaveId  # of its files
+    record: bytes
+    indexes: tuple[bytes, ...]  # of the rank's data files, in the order of groups
+    providers: bytes  # the list of its state providers
+
+
 def encode_failure(text: str | None) -> bytes:
     """Encodes a rank's first error, cut to the record's size, or that it has none."""
     data = (text or "").encode()[: _FAILURE_BYTES - 3]
@@ -97,13 +107,24 @@ def decode_failure(data: bytes) -> str | None:
     return text[:size].decode(errors="replace") if failed else None
 
 
-def file_entries(record: RankRecord, save_id: SaveId) -> list[FileEntry]:
-    """Returns the entries of a rank's data files in the manifest of a save."""
+def file_entries(record: RankRecord, save_id: SaveId, written_as: SaveId | None = None) -> list[FileEntry]:
+    """Returns the entries of a rank's data files in the manifest of a save.
+
+    Args:
+        written_as: the save id of the rank's own file, if it is another one.
+    """
     entries = []
     if record.has_file:
-        name = save_id.data_file_name(record.rank)
+        own = written_as or save_id
         entries.append(
-            FileEntry(name, record.rank, record.file_bytes, record.footer_offset, record.footer_crc)
+            FileEntry(
+                own.data_file_name(record.rank),
+                record.rank,
+                record.file_bytes,
+                record.footer_offset,
+                record.footer_crc,
+                save_id="" if own == save_id else str(own),
+            )
         )
     if (stable := record.stable).file_bytes:
         writer = SaveId(save_id.run_id, stable.ordinal)

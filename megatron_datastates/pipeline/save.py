@@ -37,6 +37,7 @@ from megatron_datastates.providers.objects import check_saved
 logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.1
 _YIELD_SECONDS = 0.001
+_AWAITED_SECONDS = 0.01
 _HELD_SECONDS = 60.0  # longer than a call that saves holds the trainer
 
 
@@ -49,6 +50,8 @@ class RankSave:
             poll or fence, if that comes earlier. They do not begin at once: a trainer that synchronizes the
             device after the call that saves (Megatron's timers do) would wait for them.
         trust_objects: whether to store objects that a load would refuse.
+        awaited: the thread that starts the save, whichever it is, waits until it is durable, and nothing that
+            it reads changes meanwhile. So no fence knows of it, and the trainer is not charged.
     """
 
     def __init__(
@@ -58,8 +61,10 @@ class RankSave:
         lazy_delay: float = 0.0,
         *,
         trust_objects: bool = False,
+        awaited: bool = False,
     ) -> None:
         self.context = context
+        self._awaited = awaited
         self._trust_objects = trust_objects
         self.fence_deadline = fence_deadline
         self._lazy_delay = lazy_delay
@@ -86,7 +91,7 @@ class RankSave:
         self._serialized_seconds = 0.0
         self.tail = Tail(trust_objects)
         self.released_callback: Callable[[], None] = lambda: None
-        self._in_interval = charge_open_intervals(self)  # whose end releases the trainer
+        self._in_interval = not awaited and charge_open_intervals(self)  # whose end releases the trainer
 
     # -- start ------------------------------------------------------------------------------------------
 
@@ -180,6 +185,9 @@ class RankSave:
             file.remove()
 
     def _watch(self, plan: StatePlan) -> None:
+        if self._awaited:
+            self._confirmed.set()
+            return
         FENCE.add_reader(self)
         if Mutability.AT_FENCE in plan.structure.mutability or not self.tail.wait_read(0.0):
             FENCE.add(self)
@@ -278,6 +286,12 @@ class RankSave:
     @property
     def is_durable(self) -> bool:
         return self._durable.is_set()
+
+    def await_durable(self) -> None:
+        """Waits until an awaited save is durable or has failed, on the thread that started it."""
+        while not self._durable.wait(_AWAITED_SECONDS) and self.failure is None:
+            self.advance()
+        self.advance()
 
     def cancel_and_remove(self, reason: str) -> None:
         """Cancels the save and removes its files. Only valid while no manifest can name them."""

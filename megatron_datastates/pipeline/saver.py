@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.faults import Faults
@@ -325,7 +326,8 @@ class _AtFirstFences:
             logger.warning("staging memory was not allocated before the first save: %s", error)
 
 
-_savers: dict[Options, Saver] = {}
+_savers: dict[tuple[type[Saver], Options], Saver] = {}
+AnySaver = TypeVar("AnySaver", bound=Saver)
 _sessions: list[SaveSession] = []  # at most one
 
 
@@ -342,10 +344,18 @@ def saver_for(options: Options) -> Saver:
     """Returns the process's Saver with these options; it is closed when the interpreter ends."""
     if not _sessions:
         _sessions.append(SaveSession())
+    return kept_saver(Saver, options, _sessions[0])
+
+
+def kept_saver(kind: type[AnySaver], options: Options, session: SaveSession) -> AnySaver:
+    """Returns the process's saver of this kind with these options, or makes it with this session."""
+    if not _savers:
+        atexit.unregister(close_all)
         atexit.register(close_all)
-    if options not in _savers:
-        _savers[options] = Saver(options, _sessions[0])
-    return _savers[options]
+    found = _savers.get((kind, options))
+    if not isinstance(found, kind):
+        found = _savers[kind, options] = kind(options, session)
+    return found
 
 
 def close_all() -> None:

@@ -16,7 +16,7 @@ from typing import BinaryIO
 from megatron_datastates.errors import FormatError
 
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip file's entry: signature, lengths of its name and extra
-_PICKLE = "data.pkl"
+PICKLE = "data.pkl"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +56,10 @@ def check_archive(data: bytes) -> None:
 
 def _members(archive: zipfile.ZipFile, stream: BinaryIO) -> dict[str, Member]:
     entries, found, total = archive.infolist(), {}, 0
-    prefix = next((e.filename for e in entries if e.filename.endswith(f"/{_PICKLE}")), None)
+    prefix = next((e.filename for e in entries if e.filename.endswith(f"/{PICKLE}")), None)
     if prefix is None:
-        raise FormatError(f"it is not an archive of torch.save: it has no {_PICKLE}")
-    folder = prefix.removesuffix(_PICKLE)
+        raise FormatError(f"it is not an archive of torch.save: it has no {PICKLE}")
+    folder = prefix.removesuffix(PICKLE)
     for entry in entries:
         if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
             raise FormatError(f"{entry.filename} is compressed: expected a member that is stored as it is")

@@ -10,9 +10,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_datastates.config import Options
+from megatron_datastates.dcp import reading
 from megatron_datastates.engine import _native as native
 from megatron_datastates.engine import reader as engine_reader
-from megatron_datastates.mcore.load import reader as mcore_reader
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import Mutability
@@ -261,15 +261,15 @@ def test_a_state_is_loaded_to_the_device_in_one_pass_and_the_rest_through_the_ho
     state["w1"] = torch.zeros(600, 900)[:, 100:600]  # strided
     state["w2"] = torch.zeros(600, 500, dtype=torch.float64)  # converted
     on_device = {state[key].data_ptr() for key in ("w0", "w1", "w2")}
-    monkeypatch.setattr(mcore_reader, "_is_on_device", lambda tensor: tensor.data_ptr() in on_device)
-    monkeypatch.setattr(mcore_reader, "is_on_current_device", lambda tensor: tensor.data_ptr() in on_device)
+    monkeypatch.setattr(reading, "_is_on_device", lambda tensor: tensor.data_ptr() in on_device)
+    monkeypatch.setattr(reading, "is_on_current_device", lambda tensor: tensor.data_ptr() in on_device)
     for key in ("w0", "w1", "w2"):
         storage = state[key].untyped_storage()
         cuda.adopt(storage.data_ptr(), storage.nbytes())
     stream = cuda.new_stream()
     monkeypatch.setattr(engine_reader, "_current_stream", lambda: stream)
     checkpoint = Checkpoint.open(tmp_path, Options(driver=cuda.path))
-    reader = mcore_reader.DataStatesReader(checkpoint)
+    reader = reading.CheckpointReader(checkpoint)
     dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(), no_dist=True)
     for key, tensor in state.items():
         assert torch.equal(tensor, stored[key].to(tensor.dtype)), key

@@ -20,9 +20,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 import megatron_datastates as ds
+from megatron_datastates.dcp.metadata import StoredMetadata
+from megatron_datastates.dcp.reading import find_fragment
 from megatron_datastates.errors import FormatError
-from megatron_datastates.mcore.load.metadata import StoredMetadata, requested_boxes
-from megatron_datastates.mcore.load.reader import DataStatesReader, find_fragment
+from megatron_datastates.mcore.load.metadata import requested_boxes
+from megatron_datastates.mcore.load.reader import DataStatesReader
 from megatron_datastates.pipeline.load import Checkpoint
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
 from tests.unit.states import SMALL

@@ -1,33 +1,13 @@
-"""DCP's view of an index: a tensor's metadata is made on demand, and only for the requested boxes.
-
-A large checkpoint has millions of fragments, of which one rank needs some hundred.
-"""
+"""Which parts of the global tensors Megatron's sharded state asks for."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import torch
-from torch.distributed.checkpoint.metadata import (
-    STORAGE_TYPES,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
-from megatron_datastates.errors import FormatError
-from megatron_datastates.format.index import Index
-from megatron_datastates.pipeline.load import torch_dtype
-from megatron_datastates.pipeline.optimizer import BucketStates, StateTensor
-from megatron_datastates.plan.boxes import boxes_that_meet, first_overlap, hold_all
-
-# Key -> offsets and shapes of the requested boxes, (n, dimensions) each, in elements of the global tensor.
-Boxes = Mapping[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]
+from megatron_datastates.dcp.metadata import Boxes
 
 
 def requested_boxes(items: Iterable[Any]) -> Boxes:
@@ -43,108 +23,3 @@ def requested_boxes(items: Iterable[Any]) -> Boxes:
         key: (np.array([o for o, _ in boxes], np.int64), np.array([s for _, s in boxes], np.int64))
         for key, boxes in found.items()
     }
-
-
-class StoredTensor(TensorStorageMetadata):
-    """A tensor's metadata: its chunks are the fragments that meet the requested boxes.
-
-    Its size can be assigned, which Megatron does.
-    """
-
-    hole = "its fragments overlap, or do not cover a requested box"
-
-    def __init__(self, index: Index, key: str, boxes: Boxes) -> None:
-        dtype, shape = index.describe(key)
-        self.properties = TensorProperties(dtype=torch_dtype(dtype))
-        self.size = torch.Size(shape)
-        self._index, self._key, self._boxes = index, key, boxes
-        self._global_shape = shape  # `size` may be assigned
-
-    def _stored(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Returns the offsets and shapes of all stored boxes."""
-        entry = self._index.tensor(self._key)
-        return entry.offsets, entry.shapes
-
-    @functools.cached_property
-    def chunks(self) -> list[ChunkStorageMetadata]:  # type: ignore[override]
-        offsets, shapes = self._stored()
-        requested = self._boxes.get(self._key)
-        if requested is not None and requested[0].shape[1:] == offsets.shape[1:]:
-            meeting = boxes_that_meet(offsets, shapes, *requested)
-            offsets, shapes = offsets[meeting], shapes[meeting]
-            # DCP would leave elements without a fragment unloaded, and load those of two fragments twice.
-            whole = first_overlap(offsets, shapes) is None
-            if not (whole and hold_all(offsets, shapes, *requested, self._global_shape)):
-                raise FormatError(f"tensor {self._key!r}: {self.hole}")
-        pairs = zip(offsets.tolist(), shapes.tolist(), strict=True)
-        return [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in pairs]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return TensorStorageMetadata, (self.properties, self.size, self.chunks)
-
-
-class StateInBuckets(StoredTensor):
-    """The metadata of a parameter's state that is stored in buckets: its chunks are shards of the model."""
-
-    hole = (
-        "optimizer maps do not describe all that this run trains of it: a part was frozen when it was saved, "
-        "a map is missing, or several hold the same elements"
-    )
-
-    def __init__(self, state: StateTensor, boxes: Boxes) -> None:
-        self.properties = TensorProperties(dtype=torch_dtype(state.dtype))
-        self.size = torch.Size(state.global_shape)
-        self._state, self._key, self._boxes = state, state.key, boxes
-        self._global_shape = state.global_shape
-
-    def _stored(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        return self._state.offsets, self._state.shapes
-
-
-class StoredMetadata(Mapping[str, STORAGE_TYPES]):
-    """A read-only `state_dict_metadata`, one object per key. Copies and pickles are plain dictionaries.
-
-    Args:
-        hidden: names of state providers, whose keys are left out: Megatron would report them as unexpected.
-        states: are listed in place of the buckets that hold them.
-    """
-
-    def __init__(
-        self,
-        index: Index,
-        objects: Collection[str],
-        boxes: Boxes,
-        hidden: Collection[str] = (),
-        states: BucketStates | None = None,
-    ) -> None:
-        self._index, self._boxes = index, boxes
-        self._made: dict[str, STORAGE_TYPES] = {}
-        self._states: Mapping[str, StateTensor] = {} if states is None else states
-        buckets, prefixes = {} if states is None else states.buckets, tuple(f"{name}." for name in hidden)
-        stored = [key for key in [*index.tensors, *objects] if not key.startswith(prefixes)]
-        self._keys = dict.fromkeys([*(key for key in stored if key not in buckets), *self._states])
-        self._objects = frozenset(objects)
-
-    def __getitem__(self, key: str) -> STORAGE_TYPES:
-        if key not in self._made:
-            if key not in self._keys:
-                raise KeyError(key)
-            if key in self._objects:
-                self._made[key] = BytesStorageMetadata()
-            elif key in self._states:
-                self._made[key] = StateInBuckets(self._states[key], self._boxes)
-            else:
-                self._made[key] = StoredTensor(self._index, key, self._boxes)
-        return self._made[key]
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._keys
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_datastates.config import Options
 
 if TYPE_CHECKING:
-    from megatron_datastates.mcore.load.metadata import Boxes
+    from megatron_datastates.dcp.metadata import Boxes
     from megatron_datastates.mcore.load.optimizer_layout import Restated
     from megatron_datastates.pipeline.load import Checkpoint
     from megatron_datastates.pipeline.load_report import LoadTracker

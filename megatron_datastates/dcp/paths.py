@@ -1,0 +1,27 @@
+"""Where DCP wants a checkpoint to be: its `checkpoint_id` as a directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron_datastates.errors import DataStatesError
+
+
+def directory_of(checkpoint_id: str | os.PathLike[str]) -> Path:
+    """Returns the directory that a checkpoint id names. Raises DataStatesError for a URL."""
+    if "://" in os.fspath(checkpoint_id):
+        raise DataStatesError(
+            f"{checkpoint_id} is a URL: expected a directory on a POSIX file system, as datastates "
+            "checkpoints are not stored elsewhere"
+        )
+    return Path(checkpoint_id).absolute()
+
+
+def can_be_directory(checkpoint_id: str | os.PathLike[str]) -> bool:
+    """Returns whether a checkpoint id names a directory, or one that could be made."""
+    if "://" in os.fspath(checkpoint_id):
+        return False
+    path = Path(checkpoint_id).absolute()
+    nearest = next(one for one in (path, *path.parents) if one.exists())
+    return nearest.is_dir()

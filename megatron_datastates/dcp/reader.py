@@ -1,0 +1,91 @@
+"""Loads of PyTorch's distributed checkpoints (DCP) from our format: those of DCP's saves and all others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from megatron_datastates.config import Options
+from megatron_datastates.dcp.facts import read_facts
+from megatron_datastates.dcp.paths import can_be_directory, directory_of
+from megatron_datastates.dcp.reading import CheckpointReader
+from megatron_datastates.errors import NotACheckpointError
+from megatron_datastates.format.directory import TORCH_DIST_INDEX
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.load_report import reported_load
+
+
+class DataStatesReader(CheckpointReader):
+    """Reads datastates checkpoints for `torch.distributed.checkpoint.load`, on any number of ranks.
+
+    Every byte is checked, and objects are unpickled with the allow list. One object serves any number of
+    loads, one after the other.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """Prepares loads; opens nothing.
+
+        Args:
+            path: directory of the checkpoint; a `checkpoint_id` given to a load takes its place.
+            options: fields of megatron_datastates.config.Options, as for `ds.load`.
+
+        Raises:
+            OptionError: an option that does not exist, or makes no sense.
+            DataStatesError: `path` is a URL.
+        """
+        FileSystemReader.__init__(self, directory_of(path))  # a checkpoint is opened by each load
+        self._boxes, self._states = {}, None
+        self._options = Options.from_environment(options)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Returns whether it can be the directory of a checkpoint."""
+        return can_be_directory(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(directory_of(checkpoint_id) if checkpoint_id else None)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Opens the checkpoint and returns DCP's metadata of it.
+
+        Raises:
+            NotACheckpointError: no checkpoint was published there.
+            FormatError, UnsupportedFormatError, CorruptDataError, StorageError: it cannot be used.
+        """
+        if "rank" not in kwargs:
+            return self._open()
+        # DCP asks for metadata of one rank after it has caught an error, which it does not show. It catches
+        # any Exception here, too.
+        try:
+            return self._open()
+        except Exception as error:
+            raise CheckpointException("read metadata", {kwargs["rank"]: _wrap_exception(error)}) from error
+
+    def _open(self) -> Metadata:
+        path = Path(self.path)
+        if (path / TORCH_DIST_INDEX).exists():
+            raise NotACheckpointError(
+                f"{path} holds a checkpoint of DCP's own format ({TORCH_DIST_INDEX}): load it with "
+                "FileSystemReader, or convert it with `datastates convert`"
+            )
+        self.checkpoint = Checkpoint.open(path, self._options)
+        facts = read_facts(self.checkpoint)
+        known = self.stored_metadata(facts.complete)
+        planner_data = {key: (key,) for key in known} if facts.planner_data is None else facts.planner_data
+        found = Metadata(known, planner_data, storage_data={}, storage_meta=facts.stored_meta(self.load_id))
+        if hasattr(found, "version"):  # since torch 2.8
+            found.version = facts.version
+        return found
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads this rank's part; raises as CheckpointReader.read_data. The report counts from here."""
+        with reported_load(self.path, lambda: self._options) as tracker:
+            tracker.follow(self.checkpoint)
+            return super().read_data(plan, planner)

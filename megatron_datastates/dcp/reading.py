@@ -1,0 +1,327 @@
+"""Reads checkpoints for PyTorch's distributed checkpoints (DCP): what its load plans ask for.
+
+DCP's load planner, or Megatron's, stays in charge of shape checks, resharding, allow_shape_mismatch,
+streaming dequantization and in-place loads. Belongs here: what the readers of DCP (reader.py) and of Megatron
+(mcore/load/reader.py) have in common. Does not belong here: finding and opening checkpoints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint._nested_dict import set_element  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from megatron_datastates.dcp.metadata import Boxes, Complete, StoredMetadata
+from megatron_datastates.engine.reader import Reader, is_on_current_device
+from megatron_datastates.errors import FormatError, MismatchError
+from megatron_datastates.format.index import TensorEntry
+from megatron_datastates.format.values import is_optimizer_map
+from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
+from megatron_datastates.pipeline.optimizer import BucketStates, StateTensor
+from megatron_datastates.pipeline.optimizer_groups import beside_maps
+from megatron_datastates.plan.boxes import cut_box, overlaps_itself
+from megatron_datastates.plan.frames import FramedBox
+from megatron_datastates.plan.reads import BoxReads, ScheduledRead, plan_box
+from megatron_datastates.providers.objects import ObjectSource
+
+# Host memory for temporaries, where a tensor cannot be read in place. Conversion may need as much again.
+_TEMPORARY_BYTES = 32 << 20
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads one open checkpoint. Derives from FileSystemReader, which Megatron's code expects."""
+
+    checkpoint: Checkpoint
+
+    def __init__(
+        self, checkpoint: Checkpoint, boxes: Boxes | None = None, states: BucketStates | None = None
+    ) -> None:
+        """Reads a checkpoint.
+
+        Args:
+            boxes: the metadata of these tensors lists only the fragments that meet them.
+            states: present these in place of the buckets that hold them.
+        """
+        super().__init__(checkpoint.directory)
+        self.checkpoint = checkpoint
+        self._boxes, self._states = boxes or {}, states
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            self.stored_metadata(), storage_data={}, storage_meta=StorageMeta(load_id=self.load_id)
+        )
+
+    def stored_metadata(self, complete: Complete | None = None) -> Any:
+        """Returns what DCP may know of the tensors and objects; `complete` as in StoredMetadata."""
+        index, hidden = self.checkpoint.index, self.hidden_names()
+        return StoredMetadata(index, self.listed_objects(), self._boxes, hidden, self._states, complete)
+
+    def hidden_names(self) -> list[str]:
+        """Returns names of state providers whose keys are left out."""
+        return []
+
+    def listed_objects(self) -> set[str]:
+        """Returns the keys of the objects that DCP may know of."""
+        objects = {key for key in self.checkpoint.index.objects if not is_optimizer_map(key)}
+        if self._states is not None:
+            objects -= beside_maps(self.checkpoint).keys()
+        return objects
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what it can in place, in one pass over the files, and then the rest through temporaries.
+
+        Raises what pipeline.load.Checkpoint.read raises; DCP wraps that in its own exception.
+        """
+        reader = self.checkpoint.new_reader()
+        objects = [item for item in plan.items if item.type is LoadItemType.BYTE_IO]
+        boxes = [self._box(item) for item in plan.items if item.type is LoadItemType.TENSOR]
+        self.checkpoint.require({file for box in boxes for file in box.files})
+        stored = self.checkpoint.plan_objects({item.storage_index.fqn for item in objects})
+        in_place, others = _resolve_in_place(boxes, planner)
+        tensors = [read for transfer in in_place for read in transfer.scheduled()]
+        self.checkpoint.read([*stored.scheduled, *tensors], reader)
+        values = stored.values()
+        for item in objects:
+            _hand_over(planner, item, values[item.storage_index.fqn])
+        for transfer in in_place:
+            transfer.complete(planner)
+        others.sort(key=lambda box: box.place)
+        for group in _groups(transfer for box in others for transfer in box.resolved(planner).parts()):
+            self._read_group(group, planner, reader)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _box(self, item: ReadItem) -> _Box:
+        key = item.storage_index.fqn
+        if self._states is not None and key in self._states:
+            return _BucketBox.of_state(item, self._states[key])
+        return _FragmentBox.of(item, self.checkpoint)
+
+    def _read_group(self, group: Sequence[_Transfer], planner: LoadPlanner, reader: Reader) -> None:
+        for transfer in group:
+            transfer.prepare()
+        self.checkpoint.read([read for transfer in group for read in transfer.scheduled()], reader)
+        for transfer in group:
+            transfer.complete(planner)
+
+
+def _hand_over(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
+    """Gives the planner an object that was unpickled safely, and never the stored bytes.
+
+    Replaces DefaultLoadPlanner.load_bytes, which would unpickle anything. A planner with a method of its own
+    gets bytes that were made here, of the same object.
+    """
+    if type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
+        planner.load_bytes(item, io.BytesIO(ObjectSource(item.storage_index.fqn, value).serialize()))
+        return
+    assert isinstance(planner, DefaultLoadPlanner)
+    key = item.dest_index.fqn
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[key], value)
+    else:
+        planner.state_dict[key] = value
+
+
+@dataclasses.dataclass(frozen=True)
+class _Box:
+    """The box of a stored tensor that a read item requests."""
+
+    item: ReadItem
+    dtype: str
+    files: frozenset[int]
+    place: tuple[int, int]  # sorts reads in the order of the files: (file number, offset in bytes)
+    encoded: bool
+
+    def plan(
+        self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]
+    ) -> Iterator[BoxReads | FramedBox]:
+        """Plans to read a part of the box into memory with these strides.
+
+        Args:
+            start: of the part, in the coordinates of `item.storage_offsets`.
+        """
+        raise NotImplementedError  # each kind of box has its own plan
+
+    def is_detour(self, planner: LoadPlanner) -> bool:
+        """Returns whether the planner may resolve to a new tensor that it copies to the target afterwards.
+
+        Megatron's planner does so for quantized tensors; only one of these should exist at a time.
+        """
+        return isinstance(planner, DefaultLoadPlanner) and not _is_plain(
+            planner.lookup_tensor(self.item.dest_index)
+        )
+
+    def resolved(self, planner: LoadPlanner) -> _Transfer:
+        """Resolves the target with the planner. Raises MismatchError."""
+        target = planner.resolve_tensor(self.item).detach()
+        if target.size() != self.item.lengths:
+            raise MismatchError(
+                f"tensor {self.item.storage_index.fqn!r}: the planner requested a slice of shape "
+                f"{tuple(self.item.lengths)} into a tensor of shape {tuple(target.size())}"
+            )
+        memory = target if _fits_in_place(target, self.dtype, self.encoded) else None
+        return _Transfer(self, tuple(self.item.storage_offsets), target, target, memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class _FragmentBox(_Box):
+    """A box of a stored fragment."""
+
+    entry: TensorEntry
+    fragment: int
+
+    @classmethod
+    def of(cls, item: ReadItem, checkpoint: Checkpoint) -> _FragmentBox:
+        """Finds the fragment of `item`. Raises MissingKeyError, FormatError."""
+        entry = checkpoint.index.tensor(item.storage_index.fqn)
+        number = find_fragment(entry, item.storage_index)
+        file = int(entry.files[number])
+        place = file, int(entry.file_offsets[number])
+        return cls(item, entry.dtype, frozenset([file]), place, entry.encoded, entry, number)
+
+    def plan(
+        self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]
+    ) -> Iterator[BoxReads | FramedBox]:
+        yield plan_box(self.entry, self.fragment, start, shape, strides)
+
+
+@dataclasses.dataclass(frozen=True)
+class _BucketBox(_Box):
+    """A box of a parameter's state that is stored in buckets, of any ranks."""
+
+    state: StateTensor
+    origin: tuple[int, ...]  # in the state, of the coordinates of `item.storage_offsets`
+
+    @classmethod
+    def of_state(cls, item: ReadItem, state: StateTensor) -> _BucketBox:
+        origin = tuple(item.storage_index.offset or ())
+        at = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
+        files, place = state.place(at, tuple(item.lengths))
+        return cls(item, state.dtype, files, place, state.encoded, state, origin)
+
+    def plan(
+        self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]
+    ) -> Iterator[BoxReads | FramedBox]:
+        at = tuple(a + b for a, b in zip(self.origin, start, strict=True))
+        yield from self.state.plan(at, shape, strides)
+
+
+@dataclasses.dataclass
+class _Transfer:
+    """One box, or a part of one, on its way to its target."""
+
+    box: _Box
+    start: tuple[int, ...]  # in the fragment
+    target: torch.Tensor
+    whole: torch.Tensor | None  # what the planner resolved, on its last part only
+    memory: torch.Tensor | None  # destination of the read: the target, or a temporary
+
+    def parts(self) -> Iterator[_Transfer]:
+        """Yields itself if read in place or not a plain tensor, else parts with small temporaries."""
+        if self.memory is not None or not _is_plain(self.target):
+            yield self
+            return
+        shape, origin = tuple(self.target.shape), (0,) * self.target.dim()
+        most = _TEMPORARY_BYTES // 2 // torch_dtype(self.box.dtype).itemsize
+        boxes = list(cut_box(origin, shape, most)) or [(origin, shape)]
+        for offset, lengths in boxes:
+            target = self.target
+            for dim, (at, length) in enumerate(zip(offset, lengths, strict=True)):
+                target = target.narrow(dim, at, length)
+            start = tuple(a + b for a, b in zip(self.start, offset, strict=True))
+            whole = self.whole if offset == boxes[-1][0] else None
+            yield _Transfer(self.box, start, target, whole, None)
+
+    @property
+    def bytes(self) -> int:
+        return self.target.numel() * torch_dtype(self.box.dtype).itemsize
+
+    def prepare(self) -> None:
+        if self.memory is None:
+            self.memory = torch.empty(self.target.shape, dtype=torch_dtype(self.box.dtype))
+
+    def scheduled(self) -> Iterator[ScheduledRead]:
+        assert self.memory is not None
+        for reads in self.box.plan(self.start, tuple(self.memory.shape), self.memory.stride()):
+            yield ScheduledRead(reads, self.memory.data_ptr(), _is_on_device(self.memory))
+
+    def complete(self, planner: LoadPlanner) -> None:
+        if self.memory is not None and self.memory is not self.target:
+            self.target.copy_(self.memory)
+        self.memory = None
+        if self.whole is not None:
+            planner.commit_tensor(self.box.item, self.whole)
+
+
+def _resolve_in_place(boxes: Iterable[_Box], planner: LoadPlanner) -> tuple[list[_Transfer], list[_Box]]:
+    """Splits boxes into transfers to targets that native code can write to, and others, unresolved."""
+    in_place, others = [], []
+    for box in boxes:
+        transfer = None if box.is_detour(planner) else box.resolved(planner)
+        if transfer is not None and transfer.memory is not None:
+            in_place.append(transfer)
+        else:
+            others.append(box)
+    return in_place, others
+
+
+def _groups(transfers: Iterable[_Transfer]) -> Iterator[list[_Transfer]]:
+    """Groups transfers whose temporaries fit in _TEMPORARY_BYTES; a larger one is a group by itself."""
+    group: list[_Transfer] = []
+    size = 0
+    for transfer in transfers:
+        group.append(transfer)
+        size += transfer.bytes
+        if size > _TEMPORARY_BYTES // 2:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
+
+
+def _fits_in_place(target: torch.Tensor, dtype: str, encoded: bool) -> bool:
+    """Returns whether stored elements can be written to the target unchanged, without a temporary."""
+    return (
+        _is_plain(target)
+        and target.dtype == torch_dtype(dtype)
+        and not (encoded and _is_on_device(target))
+        and target.layout is torch.strided
+        and not (target.is_conj() or target.is_neg())
+        and (is_on_current_device(target) if _is_on_device(target) else target.device.type == "cpu")
+        and (target.is_contiguous() or not overlaps_itself(target.shape, target.stride()))
+    )
+
+
+def find_fragment(entry: TensorEntry, index: MetadataIndex) -> int:
+    """Returns the number of the stored fragment that DCP's plan means: the one with elements at that offset.
+
+    The plan's number counts the fragments in the metadata, which may list only some: it is only a hint.
+    """
+    offset = tuple(index.offset) if index.offset is not None else (0,) * len(entry.global_shape)
+    hint = index.index
+    held = hint is not None and hint < len(entry.files) and entry.file_bytes[hint] > 0
+    if hint is not None and held and tuple(entry.offsets[hint].tolist()) == offset:
+        return hint
+    found = np.flatnonzero((entry.offsets == np.array(offset, np.int64)).all(axis=1))
+    if len(found) == 0:
+        raise FormatError(f"tensor {index.fqn!r} has no stored fragment at {offset}")
+    return int(found[entry.file_bytes[found].argmax()])

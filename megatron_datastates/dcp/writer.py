@@ -1,0 +1,174 @@
+"""Saves of PyTorch's distributed checkpoints (DCP) in our format.
+
+DCP's own collective calls bring the ranks together; nothing here makes one, so that `async_save` may run on a
+thread beside the trainer:
+  1. Each rank sends its plan; the coordinator draws a save id, and each rank gets it with its final plan
+     (`prepare_global_plan`). A planner that caches plans keeps an old id: such a rank draws one of its own.
+  2. Each rank writes the items of its plan to one data file, waits until it is durable, and returns what the
+     manifest needs (`write_data`; pipeline/parts.py).
+  3. DCP gathers these on the coordinator. Only if no rank failed, it calls `finish`: the file with DCP's
+     facts is written, then the index, then the manifest. Then all ranks return, or all raise DCP's
+     CheckpointException.
+Nothing is published unless step 3 ends: the checkpoint that was in the directory before stays until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from megatron_datastates.config import Options
+from megatron_datastates.dcp.facts import Facts
+from megatron_datastates.dcp.items import PlannedState
+from megatron_datastates.dcp.paths import can_be_directory, directory_of
+from megatron_datastates.engine.atomic_files import write_whole
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import DataStatesError, SaveFailedError
+from megatron_datastates.format.directory import FILES_OF_TORCH_DIST
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.milestones import SaveContext
+from megatron_datastates.pipeline.parts import new_save_id, part_saver_for
+from megatron_datastates.pipeline.publication import Publication, PublicationExtras
+from megatron_datastates.pipeline.records import SavedPart
+
+_PART = "datastates"  # the result of a rank is one for all its items
+_used: set[SaveId] = set()  # of this process's saves, to notice plans that a planner has cached
+
+
+@dataclasses.dataclass(frozen=True)
+class _Assignment:
+    """What a rank gets with its final plan."""
+
+    save_id: SaveId
+    rank: int
+    world_size: int
+
+
+class DataStatesWriter(StorageWriter):
+    """Writes datastates checkpoints for `torch.distributed.checkpoint.save` and `async_save`.
+
+    One object serves any number of saves, one after the other. A save into a directory with a checkpoint
+    replaces it once the new one is complete.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
+        """Prepares saves.
+
+        Args:
+            path: directory of the checkpoint; a `checkpoint_id` given to a save takes its place.
+            options: fields of megatron_datastates.config.Options, as for `ds.save`.
+
+        Raises:
+            OptionError: an option that does not exist, or makes no sense.
+            DataStatesError: `path` is a URL.
+        """
+        self._directory = directory_of(path)
+        self._options = Options.from_environment(options)
+        self._name = uuid.uuid4().hex  # DCP's own id of the save, for its log
+        # On the coordinator, from `prepare_global_plan` and from `write_data` to `finish`:
+        self._save_id: SaveId | None = None
+        self._publication: Publication | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The directory of the checkpoint."""
+        return str(self._directory)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Returns whether it can be the directory of a checkpoint."""
+        return can_be_directory(checkpoint_id)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Prepares for another save, into another directory if one is given."""
+        if checkpoint_id:
+            self._directory = directory_of(checkpoint_id)
+        self._name = uuid.uuid4().hex
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._name)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begins a save on this rank. Raises DataStatesError if the ranks are not to work together."""
+        self._save_id = self._publication = None
+        if not kwargs.get("use_collectives", True):
+            raise DataStatesError(
+                "DataStatesWriter cannot save with use_collectives=False: without a manifest for all ranks "
+                "there is no checkpoint. Leave use_collectives at True"
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Gives every rank the save id and its number. On the coordinator."""
+        self._save_id = new_save_id()
+        return [
+            dataclasses.replace(plan, storage_data=_Assignment(self._save_id, rank, len(plans)))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's items; they are durable when this returns.
+
+        Raises:
+            SaveFailedError: this rank failed. DCP raises its CheckpointException on all ranks.
+        """
+        context = self._context(plan.storage_data)
+        publication = part_saver_for(self._options).write(context, PlannedState(plan, planner))
+        if self._save_id is not None:
+            self._publication = publication
+        save, part = publication.save, publication.part()
+        result = WriteResult(MetadataIndex(_PART), save.file.bytes if save.file else 0, part)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([result])
+        return done
+
+    def _context(self, assigned: object) -> SaveContext:
+        if not isinstance(assigned, _Assignment):
+            raise DataStatesError(
+                f"the final plan of this rank has the storage data {assigned!r}: expected what "
+                "DataStatesWriter has put there. A planner's finish_plan has to keep it"
+            )
+        save_id = self._save_id or assigned.save_id
+        if save_id in _used:
+            save_id = new_save_id()
+        _used.add(save_id)
+        return SaveContext(save_id, self._directory, assigned.rank, assigned.world_size)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publishes the checkpoint. On the coordinator, once all ranks' files are durable.
+
+        Raises:
+            SaveFailedError: nothing was published, unless its text says otherwise.
+        """
+        publication, self._publication = self._publication, None
+        assert publication is not None, "DCP calls write_data on the coordinator before finish"
+        parts = [result.storage_data for written in results for result in written]
+        assert all(isinstance(part, SavedPart) for part in parts)
+        save_id = publication.save.context.save_id
+        facts = publication.save.context.directory / save_id.dcp_file_name()
+        self._write_facts(facts, metadata, save_id)
+        extras = PublicationExtras(other_files=(facts.name,), superseded=FILES_OF_TORCH_DIST)
+        try:
+            part_saver_for(self._options).publish(publication, parts, extras)
+        except SaveFailedError:
+            if not publication.keeps_files:
+                with contextlib.suppress(OSError):
+                    facts.unlink()
+            raise
+
+    def _write_facts(self, path: Path, metadata: Metadata, save_id: SaveId) -> None:
+        found = Facts.of(metadata, self.storage_meta())
+        encoded = found.encode(path.name, trust=self._options.trust_objects)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, encoded, Faults(self._options.faults), save_id)

@@ -1,0 +1,129 @@
+"""Saves whose ranks another program brings together, such as PyTorch's distributed checkpoints (dcp/).
+
+That program chooses a save id, distributes it, gathers what ranks return, and reports failures to all.
+Nothing here communicates, so a save may run on any thread, beside the trainer's own collective calls:
+  1. each rank writes its part, waits until it is durable, and returns what the coordinator needs of it;
+  2. the coordinator publishes all parts, once it has them: the manifest comes last, as in publication.py.
+If a rank fails in step 1, its file is removed, nothing is published, and durable files of other ranks stay
+behind as files that no manifest names. A later save of the same coordinator into the directory, or
+`datastates prune`, removes them.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+
+from megatron_datastates.config import Options
+from megatron_datastates.errors import SaveFailedError
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.agreement import Collectives
+from megatron_datastates.pipeline.milestones import SaveContext
+from megatron_datastates.pipeline.publication import Outcome, Publication, PublicationExtras
+from megatron_datastates.pipeline.records import SavedPart
+from megatron_datastates.pipeline.save import RankSave
+from megatron_datastates.pipeline.saver import Saver, SaveSession, kept_saver
+from megatron_datastates.providers.base import StateProvider
+
+_MODE = "dcp"
+
+
+class _GivenRanks(Collectives):
+    """The ranks as another program numbers them; it alone makes collective calls."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__()
+        self.distributed, self.rank, self.size = False, rank, size
+
+
+class PartSaver(Saver):
+    """Writes this rank's parts of saves. Thread-safe; each call waits for its save."""
+
+    def __init__(self, options: Options, session: SaveSession) -> None:
+        super().__init__(options, session)
+        self._lock = threading.Lock()  # of plans and of the list of unfinished saves
+
+    def write(self, context: SaveContext, provider: StateProvider) -> Publication:
+        """Writes this rank's part of a save. Nothing that `provider` yields may change meanwhile.
+
+        Returns:
+            The save: its `part` is for the coordinator, which calls `publish`.
+
+        Raises:
+            SaveFailedError: this rank failed. Its file was removed.
+        """
+        save = RankSave(
+            context, self.options.fence_deadline, trust_objects=self.options.trust_objects, awaited=True
+        )
+        ranks = _GivenRanks(context.rank, context.world_size)
+        publication = Publication(save, ranks, self.session.layouts, self._faults)
+        with self._lock:
+            self._unfinished.append(publication)
+        try:
+            self._start(save, provider)
+            save.await_durable()
+        except BaseException as error:
+            save.fail(error)
+            save.cancel_and_remove("the call that saves was interrupted")
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            with self._lock:
+                self._unfinished.remove(publication)
+        if save.failure is not None:
+            save.cancel_and_remove(save.failure)
+            raise SaveFailedError(
+                f"saving to {context.directory} failed on rank {context.rank}: {save.failure}. Nothing was "
+                "published; earlier checkpoints are as they were."
+            ) from save.cause
+        return publication
+
+    def _start(self, save: RankSave, provider: StateProvider) -> None:
+        with self._lock:
+            plan, memory, state = self._plan(provider)
+            save.start(self._get_engine(), plan, memory, state)
+
+    def _least_stable(self) -> None:
+        """Returns None: no tensors get a file of their own."""
+
+    def publish(self, publication: Publication, parts: list[SavedPart], extras: PublicationExtras) -> None:
+        """Publishes the parts of all ranks, in their order, and reports the save. On the coordinator.
+
+        Raises:
+            SaveFailedError: see Publication.publish_parts.
+        """
+        try:
+            publication.publish_parts(parts, extras)
+        finally:
+            if publication.outcome is not Outcome.PENDING:
+                self._report_once(publication, _MODE)
+
+
+_lock = threading.Lock()
+_numbers: list[int] = []  # this process's run id, and the number of its last save, as a coordinator
+
+
+def _forget() -> None:
+    """Begins a new run, in a forked child."""
+    global _lock
+    _lock = threading.Lock()
+    _numbers.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def new_save_id() -> SaveId:
+    """Returns a save id that no other save has; for a coordinator. Thread-safe."""
+    with _lock:
+        if not _numbers:
+            _numbers.extend((secrets.randbits(63), 0))
+        _numbers[1] += 1
+        return SaveId(*_numbers)
+
+
+def part_saver_for(options: Options) -> PartSaver:
+    """Returns the process's PartSaver with these options; it is closed when the interpreter ends."""
+    with _lock:
+        return kept_saver(PartSaver, options, SaveSession())
