@@ -1,0 +1,75 @@
+"""PyTorch's distributed checkpoints on several ranks: FSDP2, meshes, failures, asynchronous saves."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.world import World
+
+
+def test_fsdp2_state_is_exact_from_2_to_4_to_1_ranks(world: World, tmp_path: Path) -> None:
+    saved = world.run("dcp_ranks:save_fsdp", tmp_path / "of 2", tmp_path / "reference")
+    assert sum(name.startswith("data-") for name in saved[0]["files"]) == 2
+    before = tmp_path / "of 2"
+    for ranks in (4, 1):
+        after = tmp_path / f"of {ranks}"
+        found = world.run("dcp_ranks:reshard_fsdp", before, tmp_path / "reference", after, ranks=ranks)
+        assert {rank["digest"] for rank in found} == {saved[0]["digest"]}
+        before = after
+
+
+def test_tensors_on_meshes_are_those_that_dcp_stores(world: World, tmp_path: Path) -> None:
+    world.run("dcp_ranks:save_meshes", tmp_path / "c", tmp_path / "reference", ranks=4)
+    for rows, columns in ((1, 2), (3, 1), (1, 1)):
+        world.run(
+            "dcp_ranks:load_meshes",
+            tmp_path / "c",
+            tmp_path / "reference",
+            rows,
+            columns,
+            ranks=rows * columns,
+        )
+
+
+@pytest.mark.parametrize(
+    ("plan", "failing"), [("write:1:ENOSPC", 1), ("sync:1:EIO", 0), ("rename manifest:1:EIO", 0)]
+)
+def test_if_one_rank_fails_all_raise_and_nothing_is_published(
+    world: World, tmp_path: Path, plan: str, failing: int
+) -> None:
+    reports = world.run("dcp_ranks:fail_on_one_rank", tmp_path / "c", plan, failing)
+    assert reports[0]["texts"] == reports[1]["texts"]
+    (text,) = reports[0]["texts"]
+    assert text.startswith(f"{failing}: SaveFailedError: saving to {tmp_path / 'c'} failed on ")
+    assert "(injected)" in text or "Input/output error" in text or "No space" in text, text
+    assert "Nothing was published; earlier checkpoints are as they were." in text
+    assert len(reports[0]["files"]) == 5, reports[0]["files"]  # left-overs went with the next save
+
+
+def test_a_load_says_why_on_all_ranks(world: World, tmp_path: Path) -> None:
+    reports = world.run("dcp_ranks:fail_to_load", tmp_path / "c")
+    assert reports[0] == reports[1]
+    assert (
+        "NotACheckpointError" in reports[0]["nothing"][0] and "is not a directory" in reports[0]["nothing"][0]
+    )
+    (damaged,) = reports[0]["damaged"]
+    assert damaged.startswith("1: CorruptDataError: ") and "rank 1" in damaged.lower()
+    assert "datastates.manifest" in reports[0]["unpublished"][0]
+
+
+def test_the_state_may_change_while_it_is_saved(world: World, tmp_path: Path) -> None:
+    world.run("dcp_ranks:async_saves", tmp_path / "c", "thread")
+
+
+@pytest.mark.timeout(300)
+def test_a_process_of_dcps_can_save(world: World, tmp_path: Path) -> None:
+    world.run("dcp_ranks:async_saves", tmp_path / "c", "process", timeout_seconds=200.0)
+
+
+def test_a_group_of_ranks_saves_alone(world: World, tmp_path: Path) -> None:
+    world.run("dcp_ranks:some_ranks", tmp_path / "c", ranks=3)
+
+
+def test_planners_that_cache_or_do_not_flatten_save(world: World, tmp_path: Path) -> None:
+    reports = world.run("dcp_ranks:planners", tmp_path / "c")
+    assert len(reports[0]["files"]) == 5, reports[0]["files"]
