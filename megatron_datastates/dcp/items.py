@@ -94,7 +94,7 @@ class PlannedObject:
                 f"the plan says that {self.key!r} is an object, and its planner made a "
                 f"{type(stream).__qualname__}: expected a BytesIO"
             )
-        data = stream.getbuffer()
+        data = stream.getvalue()  # not a view: CPython 3.12 crashes if it collects one before its BytesIO
         try:
             pickle = find_members(stream)[PICKLE]
         except FormatError as error:
@@ -103,4 +103,4 @@ class PlannedObject:
                 "objects with torch.save, as DCP's own does"
             ) from error
         write(data)
-        return bytes(data[pickle.offset : pickle.offset + pickle.size])
+        return data[pickle.offset : pickle.offset + pickle.size]

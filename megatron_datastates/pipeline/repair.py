@@ -104,7 +104,7 @@ def repair(
         created=_last_change(path, footers, notes),
         index=entry,
         files=[_file_entry(path / name, footer) for name, footer in footers.items()],
-        others=_others(path, index, notes),
+        others=[*_others(path, index, notes), *_dcp_facts(path, first.save_id, notes)],
         writer={"megatron-datastates": metadata.version("megatron-datastates"), "manifest": "repaired"},
         compatible=COMPATIBLE_CHECKSUMS,
     )
@@ -319,6 +319,20 @@ def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
     return []
 
 
+def _dcp_facts(path: Path, save_id: SaveId, notes: list[str]) -> list[OtherFile]:
+    """Returns the file that PyTorch's distributed checkpoints have written for this save, if it is whole."""
+    facts = path / save_id.dcp_file_name()
+    if not facts.is_file():
+        return []
+    data = read_small(facts, OBJECT_BYTES)
+    try:
+        check_archive(data)
+    except FormatError as error:
+        notes.append(f"{facts} is left out, as it is damaged ({error}): for DCP, keys have no nesting")
+        return []
+    return [OtherFile(facts.name, len(data), hashlib.sha256(data).hexdigest())]
+
+
 def _refuse_broken_archive(path: Path, data: bytes) -> None:
     """Refuses a damaged file of torch.save's: a zip file, whose every member has a CRC."""
     try:
@@ -350,7 +364,7 @@ def _iteration_of_state(checkpoint: Checkpoint) -> int | None:
     try:
         if COMMON_STATE_KEY in checkpoint.index.objects:
             state = checkpoint.read_object(COMMON_STATE_KEY)[0]
-        elif checkpoint.manifest.others:
+        elif COMMON_FILE in checkpoint.manifest.names:
             state = checkpoint.read_other_object(COMMON_FILE)
         else:
             return None

@@ -71,6 +71,7 @@ class TorchDistSink(Sink):
         objects = {key: BytesStorageMetadata() for key, number in records if number is None}
         metadata = Metadata(
             entries | objects,
+            planner_data=self.source.planner_data,
             storage_data=_storage_data(records, entries),
             storage_meta=StorageMeta(checkpoint_id=None, save_id=str(uuid.uuid4())),
             version=CURRENT_DCP_VERSION,

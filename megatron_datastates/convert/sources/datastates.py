@@ -6,6 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import torch
 
 from megatron_datastates.config import Options
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source, SourceTensor
+from megatron_datastates.dcp.facts import read_facts
 from megatron_datastates.engine.reader import Reader
 from megatron_datastates.format.directory import is_of_a_format
 from megatron_datastates.pipeline.load import Checkpoint
@@ -40,6 +42,10 @@ class DataStatesSource(Source):
     @property
     def other_files(self) -> Sequence[str]:
         return [o.name for o in self.checkpoint.manifest.others if not is_of_a_format(o.name)]
+
+    @property
+    def planner_data(self) -> Any:
+        return read_facts(self.checkpoint).planner_data
 
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None

@@ -11,7 +11,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -78,6 +78,11 @@ class Source(ABC):
     @abstractmethod
     def other_files(self) -> Sequence[str]:
         """Returns the names of the checkpoint's other files, such as `common.pt` before Megatron 0.19."""
+
+    @property
+    def planner_data(self) -> Any:
+        """Returns what PyTorch's distributed checkpoints know of the state's nesting, if known."""
+        return None
 
     @property
     def other_directories(self) -> Sequence[str]:

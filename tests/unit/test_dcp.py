@@ -1,0 +1,362 @@
+"""PyTorch's distributed checkpoints in one process: what is stored, refused and shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+import megatron_datastates as ds
+from megatron_datastates.dcp import DataStatesReader, DataStatesWriter
+from megatron_datastates.errors import (
+    CorruptDataError,
+    DataStatesError,
+    MismatchError,
+    NotACheckpointError,
+    OptionError,
+    SaveFailedError,
+)
+from megatron_datastates.pipeline.repair import repair
+from tests.unit.command import run
+from tests.unit.states import SMALL, data_files
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def state(scale: float = 1.0) -> dict[str, Any]:
+    return {
+        "model": {
+            "w": torch.nn.Parameter(torch.arange(12.0).reshape(3, 4) * scale),
+            "empty": torch.empty(0, 3, dtype=torch.bfloat16),
+            "scalar": torch.tensor(2.5 * scale),
+        },
+        "optim": {"groups": [{"lr": 0.1 * scale, "params": ["w"]}, {"lr": None}], "0": {"1": scale}},
+        "step": int(7 * scale),
+    }
+
+
+def blank() -> dict[str, Any]:
+    zeros = {key: torch.zeros_like(value) for key, value in state()["model"].items()}
+    groups = [{"lr": -1, "params": ["-"]}, {"lr": -1}]
+    return {"model": zeros, "optim": {"groups": groups, "0": {"1": -1}}, "step": -1}
+
+
+def save(value: dict[str, Any], directory: Path, **how: Any) -> None:
+    dcp.save(value, storage_writer=DataStatesWriter(directory, **SMALL), **how)
+
+
+def load(into: dict[str, Any], directory: Path, **how: Any) -> dict[str, Any]:
+    dcp.load(into, storage_reader=DataStatesReader(directory, **SMALL), **how)
+    return into
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    if isinstance(wanted, torch.Tensor):
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key in wanted:
+            assert_equal(found[key], wanted[key])
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for pair in zip(found, wanted, strict=True):
+            assert_equal(*pair)
+    else:
+        assert found == wanted
+
+
+def cause_of(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
+    (failure,) = caught.value.failures.values()
+    return failure[0]
+
+
+# -- what is stored ---------------------------------------------------------------------------------------
+
+
+def test_a_nested_state_comes_back_in_place(tmp_path: Path) -> None:
+    save(state(), tmp_path / "c")
+    assert_equal(load(blank(), tmp_path / "c"), state())
+
+
+def test_metadata_and_nesting_are_those_of_dcps_own_writer(tmp_path: Path) -> None:
+    save(state(), tmp_path / "ours")
+    dcp.save(state(), storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"))
+    reader = DataStatesReader(tmp_path / "ours")
+    ours, theirs = reader.read_metadata(), dcp.FileSystemReader(tmp_path / "theirs").read_metadata()
+    assert ours.planner_data == theirs.planner_data
+    assert getattr(ours, "version", None) == getattr(theirs, "version", None)
+    assert ours.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
+    for key, known in theirs.state_dict_metadata.items():
+        found = ours.state_dict_metadata[key]
+        for field in ("size", "properties", "chunks"):
+            assert getattr(found, field, None) == getattr(known, field, None), key
+    assert ours.state_dict_metadata["model.w"].properties.requires_grad
+    assert ours.storage_meta.checkpoint_id == str(tmp_path / "ours")
+    assert ours.storage_meta.save_id and ours.storage_meta.load_id == reader.load_id
+
+
+@pytest.mark.parametrize("keys", [None, {"optim"}, {"model.w"}])
+def test_a_state_can_be_rebuilt_without_a_model(tmp_path: Path, keys: set[str] | None) -> None:
+    found = []
+    for writer, reader in (
+        (DataStatesWriter(tmp_path / "ours"), DataStatesReader(tmp_path / "ours")),
+        (dcp.FileSystemWriter(tmp_path / "theirs"), dcp.FileSystemReader(tmp_path / "theirs")),
+    ):
+        dcp.save(state(), storage_writer=writer)
+        found.append({})
+        _load_state_dict(found[-1], reader, planner=_EmptyStateDictLoadPlanner(keys=keys), no_dist=True)
+    assert found[1]
+    assert_equal(found[0], found[1])
+
+
+def test_what_ds_save_stored_can_be_rebuilt_too(tmp_path: Path) -> None:
+    ds.save({"model": {"w": torch.ones(3)}, "step": 7}, tmp_path, **SMALL)
+    found: dict[str, Any] = {}
+    planner = _EmptyStateDictLoadPlanner(keys={"model.w", "step"})
+    _load_state_dict(found, DataStatesReader(tmp_path), planner=planner, no_dist=True)
+    assert_equal(found, {"model.w": torch.ones(3), "step": 7})
+
+
+def test_ds_load_reads_it_by_the_same_names(tmp_path: Path) -> None:
+    save(state(), tmp_path / "c")
+    found = ds.load(tmp_path / "c", into={"model": blank()["model"], "step": None})
+    assert_equal(found, {"model": state()["model"], "step": 7})
+
+
+def test_one_writer_serves_many_saves_also_over_another_one(tmp_path: Path) -> None:
+    writer, reader = DataStatesWriter(tmp_path / "a"), DataStatesReader(tmp_path / "nothing")
+    for scale, name in ((1, "a"), (2, "b"), (3, "a"), (4, "a")):
+        dcp.save(state(scale), storage_writer=writer, checkpoint_id=tmp_path / name)
+        found = blank()
+        dcp.load(found, storage_reader=reader, checkpoint_id=tmp_path / name)
+        assert_equal(found, state(scale))
+        assert len(os.listdir(tmp_path / name)) == 4  # one save's data file, index, manifest and facts
+    dcp.save(state(5), storage_writer=writer)
+    assert_equal(load(blank(), tmp_path / "a"), state(5))
+
+
+def test_a_checkpoint_of_dcps_own_is_replaced(tmp_path: Path) -> None:
+    dcp.save(state(1), storage_writer=dcp.FileSystemWriter(tmp_path))
+    save(state(2), tmp_path)
+    assert not list(tmp_path.glob("*.distcp")) and not (tmp_path / ".metadata").exists()
+    assert_equal(load(blank(), tmp_path), state(2))
+
+
+def test_a_save_and_a_load_are_reported(tmp_path: Path) -> None:
+    path = tmp_path / "report.jsonl"
+    dcp.save(state(), storage_writer=DataStatesWriter(tmp_path / "c", report_file=str(path)))
+    dcp.load(blank(), storage_reader=DataStatesReader(tmp_path / "c", report_file=str(path)))
+    saved, loaded = map(json.loads, path.read_text().splitlines())
+    assert (saved["event"], saved["mode"], saved["state"], saved["ranks"]) == ("save", "dcp", "published", 1)
+    assert saved["bytes"] > 0 and loaded["state"] == "loaded" and loaded["bytes"] > 0
+
+
+def test_compressed_state_is_exact(tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    dcp.save(state(), storage_writer=DataStatesWriter(tmp_path, compress=3))
+    assert_equal(load(blank(), tmp_path), state())
+
+
+# -- what is refused --------------------------------------------------------------------------------------
+
+
+class Stranger:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch " + os.environ.get("TRACE", "/nowhere"),)
+
+
+def test_an_object_that_no_load_would_accept_is_not_saved(tmp_path: Path) -> None:
+    save(state(1), tmp_path)
+    with pytest.raises(CheckpointException) as caught:
+        save({"x": Stranger()}, tmp_path)
+    error = cause_of(caught)
+    assert isinstance(error, SaveFailedError)
+    assert "object 'x' was not saved, as no load would accept it" in str(error)
+    assert_equal(load(blank(), tmp_path), state(1))
+    assert len(data_files(tmp_path)) == 1
+
+
+class OwnBytes(dcp.DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self.original_state_dict[read_item.dest_index.fqn] = ["own", torch.load(value, weights_only=False)]
+
+
+def test_a_planner_of_ones_own_gets_the_bytes_of_safe_objects_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACE", str(tmp_path / "trace"))
+    save({"n": (1, {"a": 2.5})}, tmp_path / "c")
+    assert load({"n": None}, tmp_path / "c", planner=OwnBytes()) == {"n": ["own", (1, {"a": 2.5})]}
+    dcp.save({"n": Stranger()}, storage_writer=DataStatesWriter(tmp_path / "d", trust_objects=True))
+    with pytest.raises(CheckpointException) as caught:
+        load({"n": None}, tmp_path / "d", planner=OwnBytes())
+    assert "was not loaded" in str(cause_of(caught))
+    assert not (tmp_path / "trace").exists()
+
+
+class Odd(dcp.DefaultSavePlanner):
+    """Makes what `how` says of each item."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def resolve_data(self, write_item: Any) -> Any:
+        found = super().resolve_data(write_item)
+        if write_item.type is WriteItemType.BYTE_IO:
+            return {"json": io.BytesIO(b"{}"), "text": "{}"}.get(self.how, found)
+        return found[:1] if self.how == "slice" else found
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        if self.how == "forgets":
+            return SavePlan(plan.items)
+        return SavePlan(plan.items[:-1], plan.storage_data) if self.how == "drops" else plan
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("json", "the bytes of the object 'n' cannot be stored"),
+        ("text", "is an object, and its planner made a str"),
+        ("slice", r"tensor 'w' has shape \(1,\), and the plan says \(3,\)"),
+        ("forgets", "A planner's finish_plan has to keep it"),
+    ],
+)
+def test_what_a_planner_makes_is_checked(tmp_path: Path, how: str, text: str) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        save({"w": torch.ones(3), "n": 1}, tmp_path / "c", planner=Odd(how))
+    with pytest.raises(DataStatesError, match=text):
+        raise cause_of(caught)
+    assert not (tmp_path / "c" / "datastates.manifest").exists()
+
+
+def test_a_planner_whose_metadata_say_more_than_was_stored_is_refused_at_the_load(tmp_path: Path) -> None:
+    save({"w": torch.ones(3), "x": torch.ones(3)}, tmp_path / "c", planner=Odd("drops"))
+    with pytest.raises(CheckpointException, match="x"):
+        load({"w": torch.zeros(3), "x": torch.zeros(3)}, tmp_path / "c")
+
+
+def test_what_cannot_be_stored_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        save({"s": torch.eye(3).to_sparse()}, tmp_path / "c")
+    assert "only strided tensors can be saved" in str(cause_of(caught))
+    with pytest.raises(CheckpointException) as caught:
+        save({"optimizer.datastates_map/shard_0_1": torch.ones(1)}, tmp_path / "c")
+    assert "reserved for optimizer maps" in str(cause_of(caught))
+    assert isinstance(cause_of(caught).__cause__, MismatchError)
+
+
+def test_saves_without_collectives_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataStatesError, match="cannot save with use_collectives=False"):
+        save(state(), tmp_path / "c", use_collectives=False)
+    assert not (tmp_path / "c").exists()
+
+
+def test_only_directories_are_accepted(tmp_path: Path) -> None:
+    for kind in (DataStatesWriter, DataStatesReader):
+        with pytest.raises(DataStatesError, match="is a URL"):
+            kind("s3://bucket/checkpoint")
+        with pytest.raises(OptionError):
+            kind(tmp_path, staging=1)
+        (tmp_path / "file").touch()
+        wanted = {tmp_path: True, tmp_path / "a/b": True, tmp_path / "file": False, "s3://b/c": False}
+        assert {path: kind.validate_checkpoint_id(path) for path in wanted} == wanted
+
+
+def test_a_directory_of_dcps_own_is_not_taken_for_ours(tmp_path: Path) -> None:
+    save(state(1), tmp_path)
+    dcp.save(state(2), storage_writer=dcp.FileSystemWriter(tmp_path))
+    with pytest.raises(NotACheckpointError, match="of DCP's own format"):
+        DataStatesReader(tmp_path).read_metadata()
+
+
+def test_an_unpublished_checkpoint_cannot_be_loaded(tmp_path: Path) -> None:
+    save(state(), tmp_path)
+    (tmp_path / "datastates.manifest").unlink()
+    with pytest.raises(NotACheckpointError):
+        DataStatesReader(tmp_path).read_metadata()
+    with pytest.raises(CheckpointException, match="NotACheckpointError"):
+        load(blank(), tmp_path)
+
+
+def test_damaged_facts_are_an_error(tmp_path: Path) -> None:
+    save(state(), tmp_path)
+    (path,) = tmp_path.glob("dcp-*.pt")
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptDataError, match=path.name):
+        DataStatesReader(tmp_path).read_metadata()
+
+
+# -- the tools --------------------------------------------------------------------------------------------
+
+
+def test_commands_read_it(tmp_path: Path) -> None:
+    for iteration in (1, 2):
+        save(state(iteration), tmp_path / "run" / f"iter_{iteration:07d}")
+    first, second = sorted((tmp_path / "run").iterdir())
+    code, out, _ = run("ls", tmp_path / "run", "--json")
+    assert code == 0 and [one["complete"] for one in json.loads(out)] == [True, True]
+    code, out, _ = run("show", first, "--json")
+    shown = json.loads(out)
+    assert {row["key"] for row in shown["tensors"]} == {"model.w", "model.empty", "model.scalar"}
+    assert "optim.groups.0.lr" in {row["key"] for row in shown["objects"]}
+    assert run("verify", first)[0] == 0
+    assert run("diff", first, first)[0] == 0
+    assert run("diff", first, second)[0] == 1
+    assert run("prune", tmp_path / "run", "--keep-last", "2", "--min-age", "0", "--yes")[0] == 0
+    assert_equal(load(blank(), first), state(1))
+
+
+def test_it_converts_to_dcps_own_format_with_its_nesting(tmp_path: Path) -> None:
+    save(state(), tmp_path / "c")
+    code, out, errors = run("convert", tmp_path / "c", tmp_path / "theirs", "--verify")
+    assert code == 0, out + errors
+    assert not list((tmp_path / "theirs").glob("dcp-*"))
+    found = blank()
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "theirs"))
+    assert_equal(found, state())
+    known = dcp.FileSystemReader(tmp_path / "theirs").read_metadata()
+    assert known.planner_data["optim.groups.0.lr"] == ("optim", "groups", 0, "lr")
+
+
+def test_a_lost_manifest_is_made_anew(tmp_path: Path) -> None:
+    save(state(), tmp_path)
+    known = DataStatesReader(tmp_path).read_metadata().planner_data
+    (tmp_path / "datastates.manifest").unlink()
+    repair(tmp_path)
+    assert_equal(load(blank(), tmp_path), state())
+    assert DataStatesReader(tmp_path).read_metadata().planner_data == known
+
+
+WITHOUT_MEGATRON = """
+import sys
+sys.modules["megatron"] = sys.modules["megatron.core"] = None
+import torch, torch.distributed.checkpoint as dcp
+from megatron_datastates.dcp import DataStatesReader, DataStatesWriter
+dcp.save({"w": torch.ones(3)}, storage_writer=DataStatesWriter(sys.argv[1]))
+state = {"w": torch.zeros(3)}
+dcp.load(state, storage_reader=DataStatesReader(sys.argv[1]))
+assert state["w"].all()
+assert "megatron_datastates.mcore.save.strategy" not in sys.modules
+"""
+
+
+def test_megatron_need_not_be_installed(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITHOUT_MEGATRON, str(tmp_path / "c")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
