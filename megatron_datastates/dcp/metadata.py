@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,18 @@ from megatron_datastates.format.index import Index
 from megatron_datastates.pipeline.load import torch_dtype
 from megatron_datastates.pipeline.optimizer import BucketStates, StateTensor
 from megatron_datastates.plan.boxes import boxes_that_meet, first_overlap, hold_all
+from megatron_datastates.plan.coverage import coverage_faults
 
 # Key -> offsets and shapes of the requested boxes, (n, dimensions) each, in elements of the global tensor.
 Boxes = Mapping[str, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]
 
 Complete = Callable[[TensorProperties, str], None]
+
+
+class _StoredBoxes(NamedTuple):
+    global_shape: tuple[int, ...]
+    offsets: npt.NDArray[np.int64]
+    shapes: npt.NDArray[np.int64]
 
 
 class StoredTensor(TensorStorageMetadata):
@@ -63,8 +70,15 @@ class StoredTensor(TensorStorageMetadata):
             whole = first_overlap(offsets, shapes) is None
             if not (whole and hold_all(offsets, shapes, *requested, self._global_shape)):
                 raise FormatError(f"tensor {self._key!r}: {self.hole}")
+        elif not self._boxes:  # what will be requested is not known
+            self._require_whole(offsets, shapes)
         pairs = zip(offsets.tolist(), shapes.tolist(), strict=True)
         return [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in pairs]
+
+    def _require_whole(self, offsets: npt.NDArray[np.int64], shapes: npt.NDArray[np.int64]) -> None:
+        faults = coverage_faults(self._key, _StoredBoxes(self._global_shape, offsets, shapes))
+        if faults:
+            raise FormatError("; ".join(faults))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TensorStorageMetadata, (self.properties, self.size, self.chunks)

@@ -298,3 +298,36 @@ def planners(directory: str, folder: str) -> None:
     dcp.load(blank, storage_reader=reader, planner=DefaultLoadPlanner(False, False))
     assert_same(blank, state)
     report(folder, files=sorted(os.listdir(f"{directory}/a")))
+
+
+def uneven_shards(directory: str, reference: str, rows: list[int], saves: bool, folder: str) -> None:
+    """Saves, or loads, a DTensor of Megatron-FSDP's, of which each rank has any number of rows."""
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import (
+        preprocess_state_dict_for_uneven_dtensor,
+    )
+
+    rank, ranks = join()
+    whole = torch.arange(sum(rows) * 4.0).reshape(-1, 4)
+    own = whole.split(rows)[rank].clone()
+    found = []
+    for writer, reader in (
+        (dcp.FileSystemWriter(reference), dcp.FileSystemReader(reference)),
+        (DataStatesWriter(directory), DataStatesReader(directory)),
+    ):
+        tensor = DTensor.from_local(
+            own if saves else torch.zeros_like(own),
+            init_device_mesh("cpu", (ranks,)),
+            (Shard(0),),
+            run_check=False,
+            shape=whole.shape,
+            stride=whole.stride(),
+        )
+        state = preprocess_state_dict_for_uneven_dtensor({"model": {"w": tensor}, "iteration": 3})
+        if saves:
+            dcp.save(state, storage_writer=writer)
+        else:
+            dcp.load(state, storage_reader=reader)
+            assert torch.equal(state["model"]["w"].to_local(), own)
+        found.append(state)
+    assert_same(*found)
+    report(folder)

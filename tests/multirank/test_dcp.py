@@ -73,3 +73,9 @@ def test_a_group_of_ranks_saves_alone(world: World, tmp_path: Path) -> None:
 def test_planners_that_cache_or_do_not_flatten_save(world: World, tmp_path: Path) -> None:
     reports = world.run("dcp_ranks:planners", tmp_path / "c")
     assert len(reports[0]["files"]) == 5, reports[0]["files"]
+
+
+def test_uneven_shards_of_megatron_fsdp_are_exact(world: World, tmp_path: Path) -> None:
+    places = tmp_path / "c", tmp_path / "reference"
+    world.run("dcp_ranks:uneven_shards", *places, [5, 0, 2], True, ranks=3)
+    world.run("dcp_ranks:uneven_shards", *places, [3, 4], False)

@@ -29,6 +29,7 @@ from megatron_datastates.errors import (
     SaveFailedError,
 )
 from megatron_datastates.pipeline.repair import repair
+from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
 from tests.unit.command import run
 from tests.unit.states import SMALL, data_files
 
@@ -290,6 +291,14 @@ def test_an_unpublished_checkpoint_cannot_be_loaded(tmp_path: Path) -> None:
         DataStatesReader(tmp_path).read_metadata()
     with pytest.raises(CheckpointException, match="NotACheckpointError"):
         load(blank(), tmp_path)
+
+
+def test_a_tensor_with_a_hole_is_not_loaded_in_part(tmp_path: Path) -> None:
+    places = [(fragment("w", [4, 4], [0, 0], [2, 4]), 0, 4096)]
+    write_checkpoint(tmp_path, [Part(pieces=[(4096, bytes(8))])], index_of(places))
+    with pytest.raises(CheckpointException) as caught:
+        load({"w": torch.zeros(4, 4, dtype=torch.uint8)}, tmp_path)
+    assert "tensor 'w' has holes: 8 elements of shape (4, 4) are stored" in str(cause_of(caught))
 
 
 def test_damaged_facts_are_an_error(tmp_path: Path) -> None:
