@@ -32,7 +32,7 @@ from megatron_datastates.dcp.items import PlannedState
 from megatron_datastates.dcp.paths import can_be_directory, directory_of
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import DataStatesError, SaveFailedError
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import FILES_OF_TORCH_DIST
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.milestones import SaveContext
@@ -150,19 +150,21 @@ class DataStatesWriter(StorageWriter):
 
         Raises:
             SaveFailedError: nothing was published, unless its text says otherwise.
+            UnsafeObjectError, OSError: DCP's facts cannot be stored; nothing was published.
         """
         publication, self._publication = self._publication, None
         assert publication is not None, "DCP calls write_data on the coordinator before finish"
         parts = [result.storage_data for written in results for result in written]
         assert all(isinstance(part, SavedPart) for part in parts)
-        save_id = publication.save.context.save_id
-        facts = publication.save.context.directory / save_id.dcp_file_name()
-        self._write_facts(facts, metadata, save_id)
+        context = publication.save.context
+        facts = context.directory / context.save_id.dcp_file_name()
         extras = PublicationExtras(other_files=(facts.name,), superseded=FILES_OF_TORCH_DIST)
         try:
+            self._write_facts(facts, metadata, context.save_id)
             part_saver_for(self._options).publish(publication, parts, extras)
-        except SaveFailedError:
+        except Exception:
             if not publication.keeps_files:
+                publication.save.cancel_and_remove("the save was not published")
                 with contextlib.suppress(OSError):
                     facts.unlink()
             raise

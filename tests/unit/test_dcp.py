@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -248,6 +249,24 @@ def test_a_planner_whose_metadata_say_more_than_was_stored_is_refused_at_the_loa
     save({"w": torch.ones(3), "x": torch.ones(3)}, tmp_path / "c", planner=Odd("drops"))
     with pytest.raises(CheckpointException, match="x"):
         load({"w": torch.zeros(3), "x": torch.zeros(3)}, tmp_path / "c")
+
+
+class Annotating(dcp.DefaultSavePlanner):
+    """Has data of its own in the metadata, which are not plain."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        return plans, dataclasses.replace(metadata, planner_data=Stranger())
+
+
+def test_a_planners_own_data_have_to_be_plain(tmp_path: Path) -> None:
+    save(state(1), tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(CheckpointException) as caught:
+        save(state(2), tmp_path, planner=Annotating())
+    assert "was not saved, as no load would accept it" in str(cause_of(caught))
+    assert sorted(os.listdir(tmp_path)) == before
+    assert_equal(load(blank(), tmp_path), state(1))
 
 
 def test_what_cannot_be_stored_is_refused(tmp_path: Path) -> None:
