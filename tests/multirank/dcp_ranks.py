@@ -331,3 +331,19 @@ def uneven_shards(directory: str, reference: str, rows: list[int], saves: bool, 
         found.append(state)
     assert_same(*found)
     report(folder)
+
+
+def die(directory: str, plan: str, dying: int, folder: str) -> None:
+    """Saves, and saves over it; one rank is killed in the middle."""
+    join()
+    dcp.save({"w": _sharded(1)}, storage_writer=DataStatesWriter(directory))
+    set_faults(plan, dying)
+    dcp.save({"w": _sharded(2)}, storage_writer=DataStatesWriter(directory))
+
+
+def load_value(directory: str, value: int, folder: str) -> None:
+    join()
+    assert torch.equal(_loaded(directory), _sharded(value).full_tensor())
+    dcp.save({"w": _sharded(3)}, storage_writer=DataStatesWriter(directory))
+    assert torch.equal(_loaded(directory), _sharded(3).full_tensor())
+    report(folder)

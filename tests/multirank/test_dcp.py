@@ -46,6 +46,18 @@ def test_if_one_rank_fails_all_raise_and_nothing_is_published(
     assert len(reports[0]["files"]) == 5, reports[0]["files"]  # left-overs went with the next save
 
 
+@pytest.mark.parametrize(
+    ("plan", "dying", "whole"),
+    [("rename manifest:1:kill", 0, 1), ("write:1:kill", 1, 1), ("sync directory of manifest:1:kill", 0, 2)],
+)
+def test_if_a_rank_is_killed_a_whole_checkpoint_is_there(
+    world: World, tmp_path: Path, plan: str, dying: int, whole: int
+) -> None:
+    outcome = world.run_to_death("dcp_ranks:die", tmp_path / "c", plan, dying)
+    assert outcome.exits[dying] == -9, outcome.log
+    world.run("dcp_ranks:load_value", tmp_path / "c", whole)
+
+
 def test_a_load_says_why_on_all_ranks(world: World, tmp_path: Path) -> None:
     reports = world.run("dcp_ranks:fail_to_load", tmp_path / "c")
     assert reports[0] == reports[1]
