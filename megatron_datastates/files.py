@@ -10,7 +10,10 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from pathlib import Path
 from typing import BinaryIO
+
+from megatron_datastates.errors import StorageError
 
 _MIB = 1 << 20
 # Size limits, in bytes, of files that are read into memory whole.
@@ -62,6 +65,20 @@ def changed_at(status: os.stat_result) -> float:
     So a file of an earlier save counts as new where a save that is under way has linked it just now.
     """
     return max(status.st_mtime, status.st_ctime) if status.st_nlink > 1 else status.st_mtime
+
+
+def is_denied(error: Exception) -> bool:
+    """Returns whether an error means that something cannot be read here and now, which shows no damage."""
+    code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
+    return code in (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT)
+
+
+def require_utf8(path: Path) -> None:
+    """Raises StorageError if the name is not UTF-8, which native code and JSON output need."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise StorageError(f"{os.fsencode(path)!r} is not UTF-8: rename it, or use a symbolic link") from None
 
 
 def _kind(mode: int) -> str:

@@ -1,6 +1,6 @@
 """Runs `datastates convert` as a script: torchrun --nproc-per-node 8 tools/convert.py SOURCE TARGET."""
 
-from megatron_datastates.cli import convert
+from megatron_datastates.cli import convert, entry
 
 if __name__ == "__main__":
-    convert.app()  # importing only this module registers only this command
+    entry.run(lambda: convert.app)  # importing only this module registers only this command

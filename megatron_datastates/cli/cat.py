@@ -7,34 +7,34 @@ import math
 import pprint
 import types
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 
 from megatron_datastates.cli.shared import (
     AnyFormat,
     AsJson,
+    Iteration,
     app,
-    binary_size,
     cannot,
+    checkpoint_of,
     note,
     print_json,
     progress_bar,
     say,
+    size_text,
 )
-from megatron_datastates.convert.contents import Content, convert_dtype, find_content
-from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.sinks.npy import write_npy
-from megatron_datastates.convert.sinks.target import publish_on_exit
-from megatron_datastates.convert.slices import Slice, parse_slice
-from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import DataStatesError, FormatError, MismatchError, OptionError
-from megatron_datastates.format.values import element_bytes
-from megatron_datastates.providers.objects import deserialize_for_display
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_datastates.convert.contents import Content
+    from megatron_datastates.convert.slices import Slice
+    from megatron_datastates.convert.sources.source import Source
 
 _MOST_PRINTED = 1 << 20  # elements
-_DTYPES = {"float32": torch.float32, "float64": torch.float64}
+_DTYPES = ("float32", "float64")
 
 
 # A slice may begin with a minus sign, and must not be taken for an option.
@@ -44,7 +44,9 @@ def cat(
     key: Annotated[
         str,
         typer.Argument(
-            metavar="KEY", help="A tensor, object or optimizer state, as `datastates show` lists it."
+            metavar="KEY",
+            help="A tensor, object or optimizer state, as `datastates show` lists it, or one layer's tensor "
+            "(decoder.layers.3.mlp...).",
         ),
     ],
     part: Annotated[str, typer.Argument(metavar="SLICE", help="A slice, as in numpy: 0:2,:,5")] = "",
@@ -55,6 +57,7 @@ def cat(
     dtype: Annotated[
         str, typer.Option("--as", metavar="DTYPE", help="Convert the elements to float32 or float64.")
     ] = "",
+    iteration: Iteration = None,
     as_json: AsJson = False,
 ) -> None:
     """Print a tensor, a slice, or an object. With --out, write a tensor to a .npy file, or a stream as it is.
@@ -68,8 +71,12 @@ def cat(
     \b
     Example: datastates cat runs/gpt/iter_0001000 embedding.word_embeddings.weight 0:2,:8
     """
+    from megatron_datastates.convert.contents import find_content
+    from megatron_datastates.convert.open import open_source
+    from megatron_datastates.convert.slices import parse_slice
+
     try:
-        source, wanted_dtype = open_source(directory), _dtype(dtype)
+        source, wanted_dtype = open_source(checkpoint_of(directory, iteration)), _dtype(dtype)
         if key in source.streams and key not in source.tensors and key not in source.objects:
             _cat_stream(source, key, target, refused=bool(part or dtype), as_json=as_json)
             return
@@ -87,13 +94,19 @@ def cat(
 
 
 def _dtype(name: str) -> torch.dtype | None:
-    if name and name not in _DTYPES:
+    if not name:
+        return None
+    if name not in _DTYPES:
         raise OptionError(f"--as: expected float32 or float64, not {name!r}")
-    return _DTYPES.get(name)
+    import torch
+
+    return torch.float32 if name == "float32" else torch.float64
 
 
 def _cat_stream(source: Source, key: str, target: Path | None, refused: bool, as_json: bool) -> None:
     """Writes a stream to a file, or describes it: what its bytes mean, only its provider knows."""
+    from megatron_datastates.convert.sinks.target import publish_on_exit
+
     if refused:
         raise OptionError(f"{key!r} is a stream; a slice and --as apply to tensors only")
     size = source.stream_bytes(key)
@@ -101,14 +114,16 @@ def _cat_stream(source: Source, key: str, target: Path | None, refused: bool, as
         with publish_on_exit(target) as temporary, open(temporary, "xb") as file:
             for buffer in source.open_stream(key):
                 file.write(buffer)
-        note(f"{target}: {size} bytes")
+        note(f"{target}: {size_text(size)}")
     elif as_json:
         print_json({"key": key, "bytes": size})
     else:
-        say(f"{key}: a stream of {size} bytes; --out FILE writes it to a file")
+        say(f"{key}: a stream of {size_text(size)}; --out FILE writes it to a file")
 
 
 def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
+    from megatron_datastates.providers.objects import deserialize_for_display
+
     if refused:
         raise OptionError(f"{key!r} is an object; a slice, --out and --as apply to tensors only")
     data = source.read_object(key)
@@ -119,7 +134,7 @@ def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
         if as_json:
             print_json({"key": key, "value": _jsonable(value)})
         else:
-            say(value if isinstance(value, str) else pprint.pformat(value, width=110))
+            say(value if isinstance(value, str) else pprint.pformat(value, width=80))
     except RecursionError as error:
         raise FormatError(f"object {key!r} cannot be shown: {error}") from error
 
@@ -150,6 +165,9 @@ def _stand_in(name: str) -> type:
 
 
 def _write(target: Path, content: Content, wanted: Slice, dtype: torch.dtype | None) -> None:
+    from megatron_datastates.convert.sinks.npy import write_npy
+    from megatron_datastates.format.values import element_bytes
+
     size = math.prod(wanted.shape) * element_bytes(content.dtype)
     with progress_bar("reading") as progress:
         task = progress.add_task("", total=size)
@@ -160,11 +178,13 @@ def _write(target: Path, content: Content, wanted: Slice, dtype: torch.dtype | N
 
 
 def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as_json: bool) -> None:
+    from megatron_datastates.convert.contents import convert_dtype
+
     elements = math.prod(wanted.shape)
     if elements > _MOST_PRINTED:
         raise MismatchError(
             f"{content.key!r}: {elements} elements are too many to print (at most {_MOST_PRINTED}; the whole "
-            f"tensor has {binary_size(content.bytes)}): add a slice such as 0:4, or --out FILE.npy"
+            f"tensor has {size_text(content.bytes)}): add a slice such as 0:4, or --out FILE.npy"
         )
     values = content.read(wanted.offset, wanted.shape).reshape(wanted.kept_shape)
     if dtype is not None:
@@ -185,6 +205,8 @@ def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as
 
 def _readable(values: torch.Tensor) -> torch.Tensor:
     """Converts 8-bit floats, which torch cannot print, to dtypes that it can."""
+    import torch
+
     if values.dtype.itemsize == 1 and values.dtype.is_floating_point:
         return values.view(torch.uint8) if "float4" in str(values.dtype) else values.to(torch.float32)
     return values

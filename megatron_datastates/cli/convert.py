@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
-from megatron_datastates.cli.shared import AsJson, app, cannot, progress_bar, readable, say
-from megatron_datastates.config import parse_bytes
-from megatron_datastates.convert.limits import Limits
-from megatron_datastates.convert.planning import Plan
-from megatron_datastates.convert.run import ConversionRequest, ConversionResult, convert_one, convert_run
-from megatron_datastates.convert.sinks.sink import Progress
-from megatron_datastates.convert.team import team_of_torchrun
+from megatron_datastates.cli.shared import (
+    AsJson,
+    Iteration,
+    app,
+    cannot,
+    checkpoint_of,
+    counted,
+    note,
+    parse_size,
+    progress_bar,
+    readable,
+    say,
+    size_text,
+)
 from megatron_datastates.errors import CorruptDataError, DataStatesError, OptionError
 
-_INTERRUPTED = 130  # the shells' convention: 128 plus the number of SIGINT
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+    from megatron_datastates.convert.planning import Plan
+    from megatron_datastates.convert.run import ConversionRequest, ConversionResult, RunConversion
+    from megatron_datastates.convert.sinks.sink import Progress
+    from megatron_datastates.convert.team import Team
 
 
 @app.command()
@@ -28,7 +42,8 @@ def convert(
         Path,
         typer.Argument(
             metavar="SOURCE",
-            help="Directory of a checkpoint, such as runs/gpt/iter_0001000; with --all, of a run.",
+            help="Directory of a checkpoint, such as runs/gpt/iter_0001000, or of a run: then its tracker's "
+            "checkpoint, or with --all every one.",
             callback=readable,
         ),
     ],
@@ -36,7 +51,8 @@ def convert(
         Path,
         typer.Argument(
             metavar="TARGET",
-            help="Directory to create. It must not exist yet, except with --all.",
+            help="Directory to create, such as converted/iter_0001000. If SOURCE is a run, it becomes a run, "
+            "too, and may exist.",
             callback=readable,
         ),
     ],
@@ -49,25 +65,23 @@ def convert(
         ),
     ] = "",
     every: Annotated[
-        bool, typer.Option("--all", help="Convert every iteration of the run that TARGET lacks.")
+        bool, typer.Option("--all", help="Convert every checkpoint of the run that TARGET lacks.")
     ] = False,
     ranks: Annotated[
-        int,
-        typer.Option(
-            metavar="N", show_default=False, help="Write N data files (default: one per rank of the source)."
-        ),
-    ] = 0,
+        int | None,
+        typer.Option(metavar="N", min=1, help="Write N data files (default: one per rank of the source)."),
+    ] = None,
     memory: Annotated[
         str, typer.Option(metavar="SIZE", help="Memory for data in each process, such as 512MiB.")
     ] = "2GiB",
     workers: Annotated[
-        int,
+        int | None,
         typer.Option(
             metavar="N",
-            show_default=False,
+            min=1,
             help="Data files that each process writes at a time (default: one per CPU core).",
         ),
-    ] = 0,
+    ] = None,
     verify: Annotated[
         bool,
         typer.Option(
@@ -84,17 +98,20 @@ def convert(
             "parallel layout (default: as it is stored).",
         ),
     ] = "",
+    iteration: Iteration = None,
     as_json: AsJson = False,
 ) -> None:
     """Convert between torch_dist and datastates, bit for bit.
 
     Tensors, objects and common state stay the same, so Megatron resumes from either. Also converts a
     checkpoint to its own format with another number of files (--to, --ranks), and reads Megatron's old zarr
-    format. Needs neither a GPU nor Megatron. The target appears only once it is complete. Under torchrun,
-    ranks share the work.
+    format. Needs neither a GPU nor Megatron. The target appears only once it is complete, and then the
+    tracker beside it names it, so that Megatron resumes from it. Under torchrun, ranks share the work.
 
-    Exit codes: 0 converted; 1 the source is corrupt, or --verify found a difference; 2 it cannot be
-    converted; 130 interrupted.
+    With --all, a checkpoint that cannot be converted does not keep the others from it.
+
+    Exit codes: 0 converted; 1 the source is corrupt, or --verify found a difference, or of a run some
+    checkpoints were not converted; 2 it cannot be converted; 130 interrupted.
 
     \b
     Example: datastates convert runs/gpt/iter_0001000 converted/iter_0001000 --verify
@@ -105,46 +122,114 @@ def convert(
     \b
     Example: torchrun --nproc-per-node 8 tools/convert.py runs/gpt converted --all --memory 4GiB
     """
+    from megatron_datastates.convert.limits import Limits
+    from megatron_datastates.convert.run import ConversionRequest
+    from megatron_datastates.convert.team import team_of_torchrun
+
     try:
-        with team_of_torchrun() as team, ExitStack() as shown:
-            progress = progress_bar("converting", disable=team.rank > 0)
-
-            def start(plan: Plan) -> Progress:
-                if not progress.live.is_started:  # a refused conversion shows no bar
-                    shown.enter_context(progress)
-                total = sum(plan.file_bytes[n] for n in plan.files_of(team)) * (2 if verify else 1)
-                task = progress.add_task("", total=total)
-                return lambda done: progress.advance(task, done)
-
-            request = ConversionRequest(to, ranks, verify, Limits(_size(memory), workers), optimizer)
-            job = convert_run if every else convert_one
-            found = job(source, target, request, team, start)
+        if every and iteration is not None:
+            raise OptionError("--all and --iteration: choose one")
+        limits = Limits(parse_size("--memory", memory), workers or 0)
+        request = ConversionRequest(to, ranks or 0, verify, limits, optimizer)
+        if not every:
+            source, target = _one_of(source, target, iteration)
+        with team_of_torchrun() as team:
+            failed = (_convert_run if every else _convert_one)(source, target, request, team, as_json)
     except CorruptDataError as error:
         cannot(error, 1)
     except (DataStatesError, OSError) as error:
         cannot(error)
-    except KeyboardInterrupt:
-        cannot(DataStatesError("interrupted: removed the incomplete target"), _INTERRUPTED)
-    if team.rank == 0:
-        _print_converted(found, as_json)
+    raise typer.Exit(1 if failed else 0)
 
 
-def _size(text: str) -> int:
+def _one_of(source: Path, target: Path, iteration: int | None) -> tuple[Path, Path]:
+    """Returns a checkpoint, and where it goes: of a run, into a run, unless the target names an iteration."""
+    from megatron_datastates.pipeline.run_folders import is_checkpoint_name
+
+    chosen = checkpoint_of(source, iteration)
+    into_run = chosen != source and not is_checkpoint_name(target.name)
+    return chosen, target / chosen.name if into_run else target
+
+
+class _Bars:
+    """One progress bar at a time, on rank 0: a conversion that is refused shows none."""
+
+    def __init__(self, team: Team, factor: int) -> None:
+        self._team, self._factor = team, factor
+        self._bar: Bar | None = None
+
+    def start(self, plan: Plan) -> Progress:
+        """Shows a bar for a conversion; returns the function that advances it."""
+        bar = self._bar = progress_bar("converting", disable=self._team.rank > 0)
+        bar.start()
+        total = sum(plan.file_bytes[n] for n in plan.files_of(self._team)) * self._factor
+        task = bar.add_task("", total=total)
+        return lambda done: bar.advance(task, done)
+
+    def stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = None
+
+
+@contextmanager
+def _bars(request: ConversionRequest, team: Team) -> Iterator[_Bars]:
+    bars = _Bars(team, 2 if request.verify else 1)
     try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise OptionError(f"--memory {text!r}: {error}") from None
+        yield bars
+    finally:
+        bars.stop()
 
 
-def _print_converted(found: ConversionResult | list[ConversionResult], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(msgspec.to_builtins(found)))
-        return
-    for one in found if isinstance(found, list) else [found]:
-        done = (
-            f"skipped: {one.skipped}"
-            if one.skipped
-            else f"{one.format}: {one.tensors} tensors and {one.objects} objects in {one.files} files, "
-            f"{one.bytes / 1e6:.1f} MB in {one.seconds:.1f} s"
+def _convert_one(source: Path, target: Path, request: ConversionRequest, team: Team, as_json: bool) -> bool:
+    """Converts a checkpoint; returns False, as errors are raised."""
+    from megatron_datastates.convert.run import convert_one
+
+    with _bars(request, team) as bars:
+        found = convert_one(source, target, request, team, bars.start)
+    if team.rank == 0 and as_json:
+        print(json.dumps(dataclasses.asdict(found)))
+    elif team.rank == 0:
+        _print_result(found)
+        say(found.next)
+    return False
+
+
+def _convert_run(source: Path, target: Path, request: ConversionRequest, team: Team, as_json: bool) -> bool:
+    """Converts a run; returns whether something failed."""
+    from megatron_datastates.convert.run import convert_run
+
+    with _bars(request, team) as bars:
+
+        def finished(one: ConversionResult) -> None:
+            bars.stop()
+            if team.rank == 0 and not as_json:
+                _print_result(one)
+
+        found = convert_run(source, target, request, team, bars.start, finished)
+    if team.rank == 0 and as_json:
+        print(json.dumps([dataclasses.asdict(one) for one in found.results]))
+    elif team.rank == 0:
+        _print_summary(found)
+    return any(one.failed for one in found.results)
+
+
+def _print_result(one: ConversionResult) -> None:
+    if one.failed:
+        note(f"{one.source}: not converted: {one.failed}")
+    elif one.skipped:
+        say(f"{one.target}: skipped: {one.skipped}")
+    else:
+        say(
+            f"{one.target}: {one.format}: {counted(one.tensors, 'tensor')} and "
+            f"{counted(one.objects, 'object')} in {counted(one.files, 'file')}, {size_text(one.bytes)} in "
+            f"{one.seconds:.1f} s"
         )
-        say(f"{one.target}: {done}")
+
+
+def _print_summary(found: RunConversion) -> None:
+    failed = sum(bool(one.failed) for one in found.results)
+    skipped = sum(bool(one.skipped) for one in found.results)
+    done = len(found.results) - failed - skipped
+    say(f"{counted(len(found.results), 'checkpoint')}: {done} converted, {skipped} skipped, {failed} failed")
+    say(found.next)

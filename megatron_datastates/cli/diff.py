@@ -5,43 +5,40 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
 from megatron_datastates.cli.shared import (
     AsJson,
+    Iteration,
     Keys,
     Memory,
-    add_row,
+    Table,
     app,
     cannot,
+    checkpoint_of,
+    counted,
     parse_memory,
     print_json,
-    print_table,
     progress_bar,
     readable,
     say,
 )
-from megatron_datastates.convert.diff import (
-    Difference,
-    choose_comparison,
-    plot_drift,
-    require_plotting,
-)
-from megatron_datastates.convert.diff import diff as compare_checkpoints
-from megatron_datastates.convert.drift import Drift
-from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.sinks.target import refuse_target
 from megatron_datastates.errors import DataStatesError
+
+if TYPE_CHECKING:
+    from megatron_datastates.convert.diff import Difference
+    from megatron_datastates.convert.drift import Drift
 
 
 @app.command()
 def diff(
     first: Annotated[
         Path,
-        typer.Argument(metavar="A", help="Directory of a checkpoint of any format.", callback=readable),
+        typer.Argument(
+            metavar="A", help="Directory of a checkpoint of any format, or of a run.", callback=readable
+        ),
     ],
     second: Annotated[
         Path,
@@ -53,6 +50,7 @@ def diff(
         typer.Option(metavar="FILE.png", help="Draw the distance of each layer to this new file."),
     ] = None,
     memory: Memory = "1GiB",
+    iteration: Iteration = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the tensors of two checkpoints.
@@ -71,7 +69,8 @@ def diff(
     Example: datastates diff runs/gpt/iter_0001000 runs/gpt/iter_0002000 --keys 'decoder.*' --plot drift.png
     """
     try:
-        found = _compare(first, second, keys, plot, parse_memory(memory))
+        paths = checkpoint_of(first, iteration), checkpoint_of(second, iteration)
+        found = _compare(*paths, keys, plot, parse_memory(memory))
     except (DataStatesError, OSError) as error:
         cannot(error)
     if as_json:
@@ -82,6 +81,11 @@ def diff(
 
 
 def _compare(first: Path, second: Path, keys: Keys, plot: Path | None, memory_bytes: int) -> Difference:
+    from megatron_datastates.convert.diff import choose_comparison, plot_drift, require_plotting
+    from megatron_datastates.convert.diff import diff as compare_checkpoints
+    from megatron_datastates.convert.open import open_source
+    from megatron_datastates.convert.sinks.target import refuse_target
+
     if plot is not None:  # checked before a comparison that may take an hour
         refuse_target(plot)
         require_plotting()
@@ -142,17 +146,14 @@ def _print(found: Difference) -> None:
         say(f"first differing layer: {_layer_name(found.first_layer)}")
     changed = sum(1 for drift in found.tensors.values() if drift.changed)
     verdict = "equal" if found.equal else "different"
-    say(f"{verdict}: {len(found.tensors)} tensors compared, {changed} changed")
+    say(f"{verdict}: {counted(len(found.tensors), 'tensor')} compared, {changed} changed")
 
 
 def _print_drifts(what: str, drifts: Mapping[str, Drift]) -> None:
     if not drifts:
         return
-    table = Table(box=None, pad_edge=False)
-    table.add_column(what, overflow="fold")
-    for column in ("elements", "distance", "absolute", "relative", "not finite"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = Table(">elements", ">distance", ">absolute", ">relative", ">not finite", what)
     for name, drift in drifts.items():
         numbers = (drift.distance, drift.largest_absolute, drift.largest_relative)
-        add_row(table, name, f"{drift.changed}", *(f"{n:.3g}" for n in numbers), f"{drift.not_finite}")
-    print_table(table)
+        table.add(f"{drift.changed}", *(f"{n:.3g}" for n in numbers), f"{drift.not_finite}", name)
+    table.print()

@@ -1,33 +1,59 @@
-"""The entry point of the console script: starts at once where the command needs no torch.
+"""The entry point of the console script. An interrupt at any moment is one line and exit code 130.
 
-Loading torch takes seconds, and some commands only compute with numbers; these are listed here.
+Importing this imports next to nothing, so that an interrupt while typer is imported is caught, too. Commands
+import what they need when they run: the package's heavy parts take seconds, help and completion do not wait.
 """
 
 from __future__ import annotations
 
-import importlib
-import io
+import signal
 import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 
-from megatron_datastates.cli.shared import app
-
-_WITHOUT_TORCH = ("plan", "report")
+INTERRUPTED = 130  # the shells' convention: 128 plus the number of SIGINT
 
 
-@app.callback()
-def _describe() -> None:
-    """List, inspect, verify, repair, convert, export, compare and prune Megatron-Core checkpoints.
+class _Interrupts:
+    """Notes the first SIGINT and raises KeyboardInterrupt; ignores others, so that all is cleaned up."""
 
-    Before a run, `plan` estimates what saves will cost; after it, `report` shows what they did cost.
-    `datastates COMMAND --help` explains a command, with an example.
-    """
-    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of a path or a key
-        sys.stdout.reconfigure(errors="backslashreplace")
+    def __init__(self) -> None:
+        self.came = False
+        self._before: Any = signal.signal(signal.SIGINT, self._raise)
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        if not self.came:
+            self.came = True
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        """Restores what a SIGINT did before."""
+        signal.signal(signal.SIGINT, self._before)
 
 
 def main() -> None:
-    """Runs the command line, after importing the named command, or all of them."""
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
-    module = name if name in _WITHOUT_TORCH else "main"
-    importlib.import_module(f"megatron_datastates.cli.{module}")
-    app()
+    """Runs the command line. Raises SystemExit."""
+    run(_load)
+
+
+def _load() -> Callable[[], Any]:
+    from megatron_datastates.cli.main import app
+
+    return app
+
+
+def run(load: Callable[[], Callable[[], Any]]) -> None:
+    """Calls what `load` returns. After an interrupt, prints one line and raises SystemExit with code 130."""
+    # Where SIGINT is ignored, as in the background of a shell's script, it stays so.
+    interrupts = _Interrupts() if signal.getsignal(signal.SIGINT) is signal.default_int_handler else None
+    try:
+        load()()
+    except BaseException:  # an interrupted import may raise anything
+        if interrupts is None or not interrupts.came:
+            raise
+        print("datastates: interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    finally:
+        if interrupts is not None:
+            interrupts.end()

@@ -5,30 +5,30 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from megatron_datastates.cli.shared import (
     AsJson,
     Directory,
+    Iteration,
     Keys,
     Memory,
     app,
     cannot,
+    checkpoint_of,
+    counted,
     parse_memory,
     parse_size,
     progress_bar,
     say,
+    size_text,
 )
-from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.sinks.safetensors import choose_weights
-from megatron_datastates.convert.sinks.safetensors import export as export_weights
-from megatron_datastates.convert.sources.by_parameter import ByParameterSource
-from megatron_datastates.convert.sources.datastates import DataStatesSource
-from megatron_datastates.convert.sources.source import Source
-from megatron_datastates.errors import DataStatesError
-from megatron_datastates.pipeline.optimizer import PREFIX, has_optimizer_maps
+from megatron_datastates.errors import DataStatesError, OptionError
+
+if TYPE_CHECKING:
+    from megatron_datastates.convert.sources.source import Source
 
 
 @app.command()
@@ -46,6 +46,7 @@ def export(
         str, typer.Option(metavar="SIZE", help="Largest size of one file, such as 2GB.")
     ] = "5GB",
     memory: Memory = "1GiB",
+    iteration: Iteration = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a model's weights as safetensors files.
@@ -60,8 +61,15 @@ def export(
     \b
     Example: datastates export runs/gpt/iter_0001000 gpt-1000 --max-shard-size 2GB
     """
+    from megatron_datastates.convert.open import open_source
+    from megatron_datastates.convert.sinks.safetensors import choose_weights
+    from megatron_datastates.convert.sinks.safetensors import export as export_weights
+
     try:
-        source = _with_states(open_source(directory), keys or [])
+        shard_bytes = parse_size("--max-shard-size", max_shard_size)
+        if shard_bytes < 1:
+            raise OptionError(f"--max-shard-size {max_shard_size}: expected at least 1 byte")
+        source = _with_states(open_source(checkpoint_of(directory, iteration)), keys or [])
         weights = choose_weights(source, keys, stacked=stacked)
         with progress_bar("exporting") as progress:
             task = progress.add_task("", total=sum(weight.bytes for weight in weights))
@@ -69,7 +77,7 @@ def export(
                 source,
                 target,
                 weights,
-                shard_bytes=parse_size("--max-shard-size", max_shard_size),
+                shard_bytes=shard_bytes,
                 memory_bytes=parse_memory(memory),
                 progress=lambda done: progress.advance(task, done),
             )
@@ -79,13 +87,17 @@ def export(
         print(json.dumps({"target": str(target)} | dataclasses.asdict(exported)))
         return
     say(
-        f"{target}: {exported.tensors} tensors, {exported.tensor_bytes / 1e6:.1f} MB, "
-        f"in {len(exported.files)} files",
+        f"{target}: {counted(exported.tensors, 'tensor')}, {size_text(exported.tensor_bytes)}, "
+        f"in {counted(len(exported.files), 'file')}"
     )
 
 
 def _with_states(source: Source, patterns: list[str]) -> Source:
     """Returns a view with optimizer state by parameter, if a pattern asks for what is stored in buckets."""
+    from megatron_datastates.convert.sources.by_parameter import ByParameterSource
+    from megatron_datastates.convert.sources.datastates import DataStatesSource
+    from megatron_datastates.pipeline.optimizer import PREFIX, has_optimizer_maps
+
     asked = any(pattern.startswith(f"{PREFIX}.") for pattern in patterns)
     in_buckets = isinstance(source, DataStatesSource) and has_optimizer_maps(source.checkpoint)
     return ByParameterSource(source) if asked and in_buckets else source

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
-
-from megatron_datastates.cli.shared import AsJson, Run, add_row, app, binary_size, cannot, print_table, say
+from megatron_datastates.cli.shared import (
+    AsJson,
+    Run,
+    Table,
+    app,
+    cannot,
+    parallelism_text,
+    say,
+    size_text,
+)
 from megatron_datastates.errors import DataStatesError, NotACheckpointError
-from megatron_datastates.format.directory import BACKEND
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.runs import Iteration, find_iterations, is_published, stored_bytes
+
+if TYPE_CHECKING:
+    from megatron_datastates.convert.look import Look
+
+_WORDS = {"complete": "yes", "unfinished": "no", "damaged": "DAMAGED", "unreadable": "unreadable"}
 
 
 @app.command("ls")
@@ -21,75 +29,83 @@ def list_checkpoints(
     root: Run,
     as_json: AsJson = False,
 ) -> None:
-    """List the iterations of a run.
+    """List the checkpoints of a run, and whether they are complete.
 
-    For each: its format, whether it is complete, its size, date, ranks and parallelism.
+    For each: its format, size, date, ranks and parallelism.
+
+    Complete means that all files are there, with the sizes that the manifest or .metadata has for them;
+    `datastates verify` also reads them. A star marks the checkpoint that the tracker names: a run that
+    resumes loads it.
 
     Exit codes: 0 listed; 2 nothing to list.
 
     \b
     Example: datastates ls runs/gpt
     """
+    from megatron_datastates.convert.look import look_at_run
+    from megatron_datastates.pipeline.runs import is_published
+
     try:
-        rows = [_row(one) for one in find_iterations(root)]
+        looks = look_at_run(root)
     except (DataStatesError, OSError) as error:
         cannot(error)
     if as_json:
-        print(json.dumps(rows))
-    if not rows and is_published(root):
+        print(json.dumps([_plain(look) for look in looks]))
+    if not looks and is_published(root):
         cannot(
             NotACheckpointError(f"{root} is a checkpoint, not the directory of a run: use `datastates show`")
         )
-    if not rows:
+    if not looks:
         cannot(NotACheckpointError(f"{root} holds no checkpoint: it has no directory iter_*"))
     if not as_json:
-        _print_rows(rows)
+        _print(root, looks)
 
 
-def _row(one: Iteration) -> dict[str, Any]:
-    row = {
-        "iteration": one.number,
-        "path": str(one.path),
-        "format": one.format,
-        "complete": one.complete,
-        "created": _changed(one.path),
-        "bytes": stored_bytes(one.path),
-        "ranks": None,
-        "parallel": {},
-        "problem": None,
+def _plain(look: Look) -> dict[str, Any]:
+    return {
+        "iteration": look.iteration,
+        "path": str(look.path),
+        "format": look.format,
+        "complete": look.state == "complete",
+        "state": look.state,
+        "tracked": look.tracked,
+        "created": look.created,
+        "bytes": look.bytes,
+        "ranks": look.ranks,
+        "parallel": look.parallel,
+        "problem": look.problem,
+        "note": look.note,
     }
-    if one.format == BACKEND and one.complete:
-        try:
-            manifest = Checkpoint.open(one.path).manifest
-            row |= {
-                "created": manifest.created,
-                "ranks": manifest.world_size,
-                "parallel": manifest.parallel,
-            }
-        except DataStatesError as error:
-            row |= {"complete": False, "problem": str(error)}
-    return row
 
 
-def _changed(path: Path) -> str:
-    when = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
-    return when.isoformat(timespec="seconds")
-
-
-def _print_rows(rows: list[dict[str, Any]]) -> None:
-    table = Table("iteration", "format", "complete", "size", "date (UTC)", "ranks", "parallelism", box=None)
-    for row in rows:
-        add_row(
-            table,
-            str(row["iteration"]),
-            row["format"],
-            "yes" if row["complete"] else "DAMAGED" if row["problem"] else "no",
-            binary_size(row["bytes"]),
-            row["created"].replace("T", " ").removesuffix("+00:00"),
-            str(row["ranks"] or "-"),
-            " ".join(f"{name} {size}" for name, size in row["parallel"].items() if size > 1) or "-",
+def _print(root: Path, looks: list[Look]) -> None:
+    table = Table(">iteration  ", "format", "complete", ">size", "date (UTC)", ">ranks", "parallelism")
+    for look in looks:
+        number = "release" if look.iteration is None else str(look.iteration)
+        table.add(
+            f"{number} {'*' if look.tracked else ' '}",
+            look.format,
+            _WORDS[look.state],
+            size_text(look.bytes),
+            look.created.replace("T", " ")[:16],
+            str(look.ranks or "-"),
+            parallelism_text(look.parallel) or "-",
         )
-    print_table(table)
-    for row in rows:
-        if row["problem"]:
-            say(f"{row['path']}: {row['problem']}")
+    table.print()
+    for look in looks:
+        if look.problem or look.note:
+            say(f"{look.path.name}: {look.problem or look.note}")
+    _print_tracker(root, looks)
+
+
+def _print_tracker(root: Path, looks: list[Look]) -> None:
+    from megatron_datastates.format.directory import TRACKER_NAME
+    from megatron_datastates.pipeline.run_folders import tracked_name
+
+    name = tracked_name(root)
+    if any(look.tracked for look in looks):
+        say(f"* {TRACKER_NAME} names it")
+    elif name is not None:
+        say(f"{TRACKER_NAME} names {name}, which is missing: Megatron cannot resume")
+    else:
+        say(f"No {TRACKER_NAME} names a checkpoint: Megatron would start from random weights")

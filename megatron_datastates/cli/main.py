@@ -1,12 +1,16 @@
-"""The command `datastates`. Each sub-command is a module of its own."""
+"""The command `datastates`. Each sub-command is a module, which imports what it needs when it runs."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import io
+import sys
 from typing import Annotated
 
 import typer
 
 from megatron_datastates.cli import (  # each adds its sub-command to `app`
+    args,
     cat,
     convert,
     diff,
@@ -24,6 +28,8 @@ from megatron_datastates.cli.shared import app
 from megatron_datastates.config import ENVIRONMENT_PREFIX, Options
 
 __all__ = [
+    "app",
+    "args",
     "cat",
     "convert",
     "diff",
@@ -39,11 +45,37 @@ __all__ = [
 ]
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"datastates {importlib.metadata.version('megatron-datastates')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _describe(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-V", help="Print the version and exit.", callback=_print_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """List, inspect, verify, repair, convert, export, compare and prune Megatron-Core checkpoints.
+
+    Before a run, `plan` estimates what saves will cost; after it, `report` shows what they did cost.
+    `datastates COMMAND --help` explains a command, with an example.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of a path or a key
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
 @app.command("options")
 def list_options(
     *, markdown: Annotated[bool, typer.Option("--markdown", help="Print them as a Markdown table.")] = False
 ) -> None:
     """List the --datastates-* options of training runs.
+
+    Exit codes: 0 listed.
 
     \b
     Example: datastates options

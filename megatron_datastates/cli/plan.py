@@ -9,20 +9,18 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from megatron_datastates.cli.shared import (
     AsJson,
-    add_row,
+    Table,
     app,
-    binary_size,
     cannot,
-    out,
     parse_size,
     print_json,
-    print_table,
     say,
+    size_text,
 )
+from megatron_datastates.config import GIB, MIB
 from megatron_datastates.errors import DataStatesError, OptionError
 from megatron_datastates.sizing.arguments import Arguments, read_arguments
 from megatron_datastates.sizing.planning import (
@@ -79,7 +77,9 @@ def plan(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate the checkpoints of a run before it starts: bytes, files, memory, times, and options to set.
+    """Estimate what saves will cost, before a run starts.
+
+    Prints bytes, files, memory, times, and options to set.
 
     The model comes from Megatron's arguments (after `--`, or in a file: a shell script, an argument file, or
     lines `key: value`), or from a number of parameters. Known are GPT models: grouped queries, SwiGLU,
@@ -147,13 +147,13 @@ def _rate(option: str, text: str) -> float:
 
 
 def _print(made: Plan, iteration: float | None) -> None:
-    table = Table(box=None, pad_edge=False, show_header=False)
+    table = Table()
     for name, value in _rows(made):
-        add_row(table, name, value)
-    print_table(table)
-    out.print()
+        table.add(name, value)
+    table.print()
+    say()
     say(_advice(made, iteration))
-    out.print()
+    say()
     say("Assumptions:")
     for text in made.assumptions:
         say(f"    {text}")
@@ -165,24 +165,24 @@ def _rows(made: Plan) -> list[tuple[str, str]]:
         (made.optimizer_bytes, "optimizer"),
         (made.object_bytes, "objects"),
     )
-    shares = ", ".join(f"{_decimal(count)} {name}" for count, name in parts)
+    shares = ", ".join(f"{size_text(count)} {name}" for count, name in parts)
     return [
         ("parameters", f"{made.parameters:,}"),
         ("ranks", f"{made.ranks:,} on {made.nodes:,} nodes"),
-        ("a checkpoint", f"{_decimal(made.checkpoint_bytes)} ({shares})"),
+        ("a checkpoint", f"{size_text(made.checkpoint_bytes)} ({shares})"),
         ("files", f"{made.files:,}: one for each rank, index, manifest, metadata.json"),
         (
             "a rank",
-            f"{_decimal(made.mean_rank_bytes)} on average, {_decimal(made.largest_rank_bytes)} at most",
+            f"{size_text(made.mean_rank_bytes)} on average, {size_text(made.largest_rank_bytes)} at most",
         ),
         ("copied in", f"{_seconds(made.copy_seconds)}; the optimizer's next step waits for the rest of it"),
         ("written in", _seconds(made.write_seconds)),
         ("trainer held", f"about {made.held_ms:.1f} ms by {made.largest_rank_tensors:,} tensors on a rank"),
         (
             "staging memory",
-            f"{binary_size(made.staging_bytes_per_rank)} a rank, "
-            f"{binary_size(made.staging_bytes_per_node)} a node hold all of it. The default takes it where a "
-            f"node has {binary_size(_free(made))} free",
+            f"{_memory(made.staging_bytes_per_rank)} a rank, "
+            f"{_memory(made.staging_bytes_per_node)} a node hold all of it. The default takes it where a "
+            f"node has {_memory(_free(made))} free",
         ),
     ]
 
@@ -211,11 +211,9 @@ def _advice(made: Plan, iteration: float | None) -> str:
     return "\n".join(lines)
 
 
-def _decimal(count: int) -> str:
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:,.2f} {unit}"
-    return f"{count} B"
+def _memory(count: int) -> str:
+    """Formats memory in the unit of --datastates-staging-memory."""
+    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{count / MIB:,.1f} MiB"
 
 
 def _seconds(value: float) -> str:

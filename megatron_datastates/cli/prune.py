@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_datastates.cli.shared import AsJson, Run, app, binary_size, cannot, notes, progress_bar, say
-from megatron_datastates.errors import DataStatesError, OptionError
-from megatron_datastates.pipeline.prune import (
-    MIN_AGE_SECONDS,
-    PrunePlan,
-    RetentionRules,
-    age_text,
-    plan_prune,
-    remove_left_overs,
+from megatron_datastates.cli.shared import (
+    AsJson,
+    Run,
+    app,
+    cannot,
+    counted,
+    note,
+    progress_bar,
+    say,
+    size_text,
 )
-from megatron_datastates.pipeline.prune import prune as prune_run
-from megatron_datastates.pipeline.runs import Iteration, stored_bytes
+from megatron_datastates.errors import DataStatesError, OptionError
+
+if TYPE_CHECKING:
+    from megatron_datastates.pipeline.prune import PrunePlan, RetentionRules
+    from megatron_datastates.pipeline.runs import Iteration
+
+_MIN_AGE_MINUTES = 60.0
 
 
 @app.command()
@@ -37,7 +43,7 @@ def prune(
             metavar="MINUTES",
             help="Keep files that no manifest names until they are this old: a save may be writing them.",
         ),
-    ] = MIN_AGE_SECONDS / 60,
+    ] = _MIN_AGE_MINUTES,
     yes: Annotated[
         bool, typer.Option("--yes", help="Remove. Without it, only list what would be removed.")
     ] = False,
@@ -45,16 +51,19 @@ def prune(
 ) -> None:
     """Remove old checkpoints of a run. Without --yes, only list what would be removed.
 
-    Never removed: the newest complete checkpoint, the one that Megatron's tracker names, damaged ones, other
-    formats, and directories that a save may be writing to. Also removed, beside checkpoints that are kept:
-    files that killed saves left and that no manifest names. If prune itself is killed, every remaining
-    checkpoint is whole, and the next call removes the rest.
+    Never removed: the newest complete checkpoint, the one that Megatron's tracker names, damaged and
+    unreadable ones, other formats, and directories that a save may be writing to. Also removed, beside
+    checkpoints that are kept: files that killed saves left and that no manifest names. If prune itself is
+    killed, every remaining checkpoint is whole, and the next call removes the rest.
 
     Exit codes: 0 removed, or listed; 2 it cannot be done.
 
     \b
     Example: datastates prune runs/gpt --keep-last 3 --keep-every 1000 --yes
     """
+    from megatron_datastates.pipeline.prune import RetentionRules, plan_prune, remove_left_overs
+    from megatron_datastates.pipeline.runs import stored_bytes
+
     if keep_last is None and keep_every is None:
         cannot(OptionError("give --keep-last N, --keep-every N, or both: prune needs to know what to keep"))
     try:
@@ -72,37 +81,43 @@ def prune(
             "done": [one.number for one in gone], "left_overs_done": [str(file.path) for file in swept],
         }))  # fmt: skip
     elif yes:
-        say(f"removed {len(gone)} of {len(plan.removed)}{_and_files(len(swept), len(plan.left_overs))}")
+        planned = counted(len(plan.removed), "checkpoint")
+        say(f"removed {len(gone)} of {planned}{_and_files(len(swept), len(plan.left_overs))}")
     elif plan.removed or plan.left_overs:
         say("Nothing was removed. Add --yes to remove.")
 
 
 def _prune_with_progress(root: Path, rules: RetentionRules, sizes: dict[Path, int]) -> list[Iteration]:
+    from megatron_datastates.pipeline.prune import prune as prune_run
+
     with progress_bar("removing") as progress:
         task = progress.add_task("", total=sum(sizes.values()))
         return prune_run(
             root,
             rules,
             progress=lambda one: progress.advance(task, sizes.get(one.path, 0)),
-            stays=lambda one, why: notes.print(f"keep  {one.path}  ({why})", soft_wrap=True),
+            stays=lambda one, why: note(f"keep  {one.path}  ({why})"),
         )
 
 
 def _and_files(done: int, planned: int) -> str:
-    return f", and {done} of {planned} left-over files" if planned else ""
+    return f", and {done} of {counted(planned, 'left-over file')}" if planned else ""
 
 
 def _print_plan(plan: PrunePlan, sizes: dict[Path, int], yes: bool) -> None:
+    from megatron_datastates.pipeline.prune import age_text
+
     remove = "remove" if yes else "would remove"
     for one, why in plan.kept:
         say(f"keep  {one.path}  ({why})")
     for one in plan.removed:
-        say(f"{remove}  {one.path}  {binary_size(sizes[one.path])}")
+        say(f"{remove}  {one.path}  {size_text(sizes[one.path])}")
     for file in plan.left_overs:
         why = f"no manifest names it; {age_text(file.age_seconds)} old"
-        say(f"{remove}  {file.path}  {binary_size(file.bytes)}  ({why})")
+        say(f"{remove}  {file.path}  {size_text(file.bytes)}  ({why})")
     total = len(plan.removed) + len(plan.kept)
-    say(f"{remove} {len(plan.removed)} of {total} checkpoints, {binary_size(sum(sizes.values()))}")
+    whole = counted(total, "checkpoint")
+    say(f"{remove} {len(plan.removed)} of {whole}, {size_text(sum(sizes.values()))}")
 
 
 def _plain(plan: PrunePlan, sizes: dict[Path, int]) -> dict[str, Any]:

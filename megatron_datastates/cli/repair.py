@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_datastates.cli.shared import AsJson, Directory, app, binary_size, cannot, progress_bar, say
+from megatron_datastates.cli.shared import (
+    AsJson,
+    Directory,
+    Iteration,
+    app,
+    cannot,
+    checkpoint_of,
+    counted,
+    progress_bar,
+    say,
+    size_text,
+)
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.pipeline.repair import Repair
-from megatron_datastates.pipeline.repair import repair as repair_checkpoint
-from megatron_datastates.pipeline.runs import stored_bytes
+
+if TYPE_CHECKING:
+    from megatron_datastates.pipeline.repair import Repair
 
 
 @app.command()
-def repair(directory: Directory, as_json: AsJson = False) -> None:
+def repair(directory: Directory, iteration: Iteration = None, as_json: AsJson = False) -> None:
     """Rebuild a lost or damaged manifest.
 
     It is rebuilt from the index and the data files, and only if they prove that it will be right: the index
@@ -26,7 +38,8 @@ def repair(directory: Directory, as_json: AsJson = False) -> None:
     Example: datastates repair runs/gpt/iter_0001000
     """
     try:
-        done = _repair_with_progress(directory)
+        path = checkpoint_of(directory, iteration)
+        done = _repair_with_progress(path)
     except (DataStatesError, OSError) as error:
         cannot(error)
     if as_json:
@@ -39,12 +52,15 @@ def repair(directory: Directory, as_json: AsJson = False) -> None:
     for note in done.notes:
         say(f"note: {note}")
     say(
-        f"{directory}: repaired: save {done.manifest.save_id}, {len(done.manifest.files)} data files, "
-        f"{binary_size(done.bytes_checked)} checked"
+        f"{path}: repaired: save {done.manifest.save_id}, {counted(len(done.manifest.files), 'data file')}, "
+        f"{size_text(done.bytes_checked)} checked"
     )
 
 
 def _repair_with_progress(directory: Path) -> Repair:
+    from megatron_datastates.pipeline.repair import repair as repair_checkpoint
+    from megatron_datastates.pipeline.runs import stored_bytes
+
     with progress_bar("checking") as progress:
         task = progress.add_task("", total=stored_bytes(directory))
         return repair_checkpoint(directory, progress=lambda done: progress.advance(task, done))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from megatron_datastates.cli.shared import add_row, app, cannot, note, out, print_table, say
+from megatron_datastates.cli.shared import Table, app, cannot, note, say
 from megatron_datastates.errors import DataStatesError, MissingPackageError, OptionError
-from megatron_datastates.reports.advice import Advice, advise
-from megatron_datastates.reports.page import make_page
-from megatron_datastates.reports.picture import draw, svg_text, write_png
-from megatron_datastates.reports.reading import Reports, read_reports
-from megatron_datastates.reports.table import COLUMNS, LEGEND, row
+
+if TYPE_CHECKING:
+    from megatron_datastates.reports.advice import Advice
+    from megatron_datastates.reports.reading import Reports
 
 _MOST_ROWS = 20  # in the terminal; the page has all
 _MARKS = {"failure": "FAILED", "slow": "SLOW", "note": "note"}
@@ -55,6 +53,9 @@ def report(
         datastates report report.jsonl --last 50 --out pictures
         datastates report before.jsonl after.jsonl --html both.html
     """
+    from megatron_datastates.reports.advice import advise
+    from megatron_datastates.reports.reading import read_reports
+
     try:
         if last is not None and last < 1:
             raise OptionError(f"--last {last}: expected at least 1")
@@ -70,20 +71,20 @@ def report(
 
 
 def _print(found: Reports, advice: list[Advice]) -> None:
+    from megatron_datastates.reports.table import COLUMNS, LEGEND, row
+
     shown = found.saves[-_MOST_ROWS:]
-    table = Table(box=None, pad_edge=False)
-    for column in COLUMNS:
-        table.add_column(column, justify="right", no_wrap=True)
+    table = Table(*(f">{column}" for column in COLUMNS))
     for save in shown:
-        add_row(table, *row(save))
+        table.add(*row(save))
     if len(shown) < len(found.saves):
         say(f"the last {len(shown)} of {len(found.saves)} saves:")
-    print_table(table)
+    table.print()
     say(f"({LEGEND})")
     for load in found.loads:
         say(f"{load.state} iteration {load.iteration} in {load.total_ms / 1000:.1f} s")
     for one in advice:
-        out.print()
+        say()
         say(f"{_MARKS[one.level]}: {one.title}")
         say(f"    {one.text}")
     for text in found.notes:
@@ -99,6 +100,9 @@ def _write(
     picture: Path | None,
 ) -> None:
     """Writes what was asked for. Without matplotlib, the page has no picture, and --png is an error."""
+    from megatron_datastates.reports.page import make_page
+    from megatron_datastates.reports.picture import draw, svg_text, write_png
+
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
         page = page or folder / "report.html"
@@ -123,6 +127,6 @@ def _write(
         svg = svg_text(figure, found.saves) if figure is not None else ""
         page.write_text(make_page(title, found, advice, svg, missing), encoding="utf-8")
         written.append(page)
-    out.print()
+    say()
     for path in written:
         say(f"wrote {path}")

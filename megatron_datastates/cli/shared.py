@@ -8,29 +8,30 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
 
 from megatron_datastates.config import MIB, parse_bytes
 from megatron_datastates.errors import OptionError, StorageError, printable
+from megatron_datastates.files import require_utf8
+from megatron_datastates.pipeline.run_folders import choose_checkpoint
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None)
-# Without markup: rich would interpret brackets and colons in keys and paths.
-out = Console(markup=False, emoji=False, highlight=False)
-notes = Console(stderr=True, markup=False, emoji=False, highlight=False)
-_ANY_WIDTH = 1 << 16
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
+)
+_GROUPS = {"tensor": "TP", "pipeline": "PP", "data": "DP", "context": "CP", "expert": "EP"}
 _LEAST_MEMORY_BYTES = MIB  # with less, a tensor would be read in a vast number of tiny pieces
 
 
 def readable(directory: Path) -> Path:
     """Checks a directory argument: ends the command with exit code 2 if its path is not valid UTF-8."""
-    from megatron_datastates.convert.open import require_utf8  # which imports torch
-
     try:
         require_utf8(directory)
     except StorageError as error:
@@ -38,11 +39,17 @@ def readable(directory: Path) -> Path:
     return directory
 
 
+def readable_all(directories: list[Path]) -> list[Path]:
+    """Checks several, as `readable` does."""
+    return [readable(directory) for directory in directories]
+
+
+_OF_A_RUN = "Of a run, the checkpoint that its tracker names."
 Directory = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="Directory of a datastates checkpoint, such as runs/gpt/iter_0001000.",
+        help=f"Directory of a datastates checkpoint, such as runs/gpt/iter_0001000. {_OF_A_RUN}",
         callback=readable,
     ),
 ]
@@ -50,18 +57,28 @@ AnyFormat = Annotated[
     Path,
     typer.Argument(
         metavar="CHECKPOINT",
-        help="Directory of a checkpoint, such as runs/gpt/iter_0001000; its format is detected.",
+        help=f"Directory of a checkpoint, such as runs/gpt/iter_0001000; its format is detected. {_OF_A_RUN}",
         callback=readable,
     ),
 ]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a training run, as given to --save.")]
+Iteration = Annotated[
+    int | None,
+    typer.Option(
+        "--iteration",
+        metavar="N",
+        min=0,
+        help="Of a run: this iteration, not the one that the tracker names.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Keys = Annotated[
     list[str],
     typer.Option(
         "--keys",
         metavar="PATTERN",
-        help="Only tensors whose key matches this shell pattern (*, ?, [..]); may be given several times.",
+        help="Only tensors whose key matches this shell pattern (*, ?, [..]), as stored or with a layer's "
+        "number (decoder.layers.3.*); may be given several times.",
     ),
 ]
 Memory = Annotated[
@@ -75,23 +92,53 @@ def progress_bar(verb: str, disable: bool = False) -> Progress:
 
     It is shown on standard error, and only if that is a terminal.
     """
-    bars = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    # Imported here, as help and listings need no bar: rich takes a tenth of a second.
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    notes = Console(stderr=True, markup=False, emoji=False, highlight=False)
+    bars = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     return Progress(verb, *bars, console=notes, transient=True, disable=disable or not notes.is_terminal)
 
 
-def say(text: str) -> None:
+def say(text: str = "") -> None:
     """Prints text to standard output; control characters become escapes."""
-    out.print(printable(text, keep="\n"), soft_wrap=True)
+    print(printable(text, keep="\n"))
 
 
 def note(text: str) -> None:
     """Prints one line to standard error; control characters become escapes."""
-    notes.print(printable(text), soft_wrap=True)
+    print(printable(text), file=sys.stderr)
 
 
-def add_row(table: Table, *cells: str) -> None:
-    """Adds a row to a table; control characters become escapes."""
-    table.add_row(*map(printable, cells))
+class Table:
+    """Columns of text as wide as their cells, two spaces apart. Nothing is cut or folded.
+
+    A column of names or keys comes last: where a line is longer than the terminal, it goes on in the next
+    one, and a name can still be copied whole.
+
+    Args:
+        columns: their names, for a line above; those that begin with `>` are aligned to the right.
+    """
+
+    def __init__(self, *columns: str) -> None:
+        self._right = [name.startswith(">") for name in columns]
+        self._rows = [[name.removeprefix(">") for name in columns]] if columns else []
+
+    def add(self, *cells: str) -> None:
+        """Adds a row; control characters become escapes."""
+        self._rows.append([printable(cell) for cell in cells])
+
+    def print(self) -> None:
+        """Prints the table to standard output."""
+        widths = [max(map(len, column)) for column in zip(*self._rows, strict=True)]
+        right = self._right or [False] * len(widths)
+        for row in self._rows:
+            cells = (
+                cell.rjust(width) if to_right else cell.ljust(width)
+                for cell, width, to_right in zip(row, widths, right, strict=True)
+            )
+            print("  ".join(cells).rstrip())
 
 
 def print_json(value: Any) -> None:
@@ -111,24 +158,48 @@ def _strict(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def print_table(table: Table) -> None:
-    """Prints a table at its full width: a truncated key is of no use."""
-    Console(width=_ANY_WIDTH, markup=False, emoji=False, highlight=False).print(table)
+def size_text(count: int) -> str:
+    """Formats a number of bytes in three digits: `1.50 GB`. Units are powers of 1000, as in `2GB/s`."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        size = count / scale
+        if size >= 0.9995:  # 999,960 B are 1.00 MB, not 1000 kB
+            return f"{size:,.{2 if size < 9.995 else 1 if size < 99.95 else 0}f} {unit}"
+    return f"{count} B"
 
 
-def binary_size(count: int) -> str:
-    """Formats a number of bytes for people, such as `1.5 GiB`."""
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{count} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+def parallelism_text(sizes: Mapping[str, int]) -> str:
+    """Formats sizes of parallel groups, such as `TP8 PP4`; those of one rank are left out."""
+    return " ".join(f"{_GROUPS.get(name, name)}{size}" for name, size in sizes.items() if size > 1)
+
+
+def counted(count: int, noun: str) -> str:
+    """Formats a number of things: `1 tensor`, `2 tensors`."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def checkpoint_of(directory: Path, iteration: int | None) -> Path:
+    """Returns the checkpoint that an argument stands for; says on standard error which one of a run it is.
+
+    Raises:
+        OptionError, NotACheckpointError, StorageError: see choose_checkpoint.
+    """
+    found = choose_checkpoint(directory, iteration)
+    if found.how:
+        note(f"datastates: {found.how}")
+    return found.directory
 
 
 def cannot(error: Exception, code: int = 2) -> NoReturn:
     """Ends the command with an exit code, after one line on standard error that says why."""
-    text = " ".join(str(error).split("\n"))
-    note(f"datastates: {text}")
+    note(f"datastates: {describe_error(error)}")
     raise typer.Exit(code)
+
+
+def describe_error(error: Exception) -> str:
+    """Returns an error's text in one line."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"  # without the number
+    return " ".join(str(error).split("\n"))
 
 
 def parse_size(option: str, text: str) -> int:

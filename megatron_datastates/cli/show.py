@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import fnmatch
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import Progress
-from rich.table import Table
 
 from megatron_datastates.cli.shared import (
     AnyFormat,
     AsJson,
-    add_row,
+    Iteration,
+    Table,
     app,
-    binary_size,
     cannot,
+    checkpoint_of,
+    counted,
     print_json,
-    print_table,
     progress_bar,
     say,
+    size_text,
 )
-from megatron_datastates.convert.contents import Content, Statistics, contents, statistics
-from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.sources.datastates import DataStatesSource
-from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import DataStatesError, MissingKeyError
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from megatron_datastates.convert.contents import Content, Statistics
+    from megatron_datastates.convert.sources.source import Source
+
 _STATISTICS = ("min", "max", "mean", "norm", "NaN", "Inf")
+_EVERYTHING = "*"
 
 
 @app.command()
@@ -36,9 +40,11 @@ def show(
     pattern: Annotated[
         str,
         typer.Argument(
-            metavar="PATTERN", help="Only keys that match this shell pattern, such as 'decoder.*.weight'."
+            metavar="[PATTERN]",
+            help="Only keys that match this shell pattern, such as 'decoder.*.weight', or the names of a "
+            "layer's tensors, such as 'decoder.layers.3.*'.",
         ),
-    ] = "*",
+    ] = _EVERYTHING,
     stats: Annotated[
         bool,
         typer.Option(
@@ -48,12 +54,13 @@ def show(
     optimizer: Annotated[
         bool, typer.Option("--optimizer", help="List optimizer state by parameter, not by bucket.")
     ] = False,
+    iteration: Iteration = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the tensors, objects and streams of a checkpoint.
+    """Summarize a checkpoint, and list what is in it.
 
-    For each tensor: its key, dtype, shape, number of shards and of files, and size. An object has a key and
-    a size, and so has a stream. Sizes are without compression.
+    For each tensor: its dtype, shape, number of shards and of files, size, and key. An object has a key and
+    a size, and so has a stream. Sizes are without compression. With a pattern, there is no summary.
 
     Statistics cover the finite elements and are computed in float64, where they may overflow to inf (null in
     JSON). The norm is the square root of the sum of squares.
@@ -63,28 +70,46 @@ def show(
     \b
     Example: datastates show runs/gpt/iter_0001000 '*.layernorm*' --stats
     """
+    from megatron_datastates.convert.contents import contents
+    from megatron_datastates.convert.open import open_source
+
     try:
-        source = open_source(directory)
+        path = checkpoint_of(directory, iteration)
+        source = open_source(path)
         tensors = contents(source, pattern, optimizer=optimizer)
         objects = [] if optimizer else _objects(source, pattern)
         streams = [] if optimizer else _streams(source, pattern)
         if not tensors and not objects and not streams:
             raise MissingKeyError(
-                f"no key in {directory} matches {pattern!r}: leave out the pattern to list all keys"
+                f"no key in {path} matches {pattern!r}: leave out the pattern to list all keys"
             )
         found = _statistics(tensors, quiet=as_json) if stats else _no_statistics(tensors)
+        if pattern == _EVERYTHING and not as_json:
+            _print_summary(path, source)
     except (DataStatesError, OSError) as error:
         cannot(error)
     if as_json:
         rows = [_plain(content, numbers) for content, numbers in zip(tensors, found, strict=True)]
         print_json({"format": source.format, "tensors": rows, "objects": objects, "streams": streams})
     else:
-        _print_tensors(tensors, found)
+        _print_tensors(tensors, found, stats)
         _print_tail("object", objects)
         _print_tail("stream", streams)
 
 
+def _print_summary(path: Path, source: Source) -> None:
+    from megatron_datastates.cli.summary import summary
+
+    table = Table()
+    for name, text in summary(path, source):
+        table.add(name, text)
+    table.print()
+    say()
+
+
 def _objects(source: Source, pattern: str) -> list[dict[str, Any]]:
+    from megatron_datastates.convert.sources.datastates import DataStatesSource
+
     keys = sorted(key for key in source.objects if fnmatch.fnmatchcase(key, pattern))
     if isinstance(source, DataStatesSource):
         found = {key: source.checkpoint.object_entry(key) for key in keys}
@@ -109,6 +134,8 @@ def _no_statistics(tensors: list[Content]) -> list[Statistics | None]:
 
 def _statistics_of(content: Content, progress: Progress, task: Any) -> Statistics | None:
     """Reads a tensor's statistics; returns None for a dtype that torch cannot convert to float64."""
+    from megatron_datastates.convert.contents import statistics
+
     try:
         return statistics(content, lambda done: progress.advance(task, done))
     except NotImplementedError:
@@ -134,25 +161,24 @@ def _plain(content: Content, found: Statistics | None) -> dict[str, Any]:
     return row | ({name.lower(): value for name, value in _numbers(found).items()} if found else {})
 
 
-def _print_tensors(tensors: list[Content], found: list[Statistics | None]) -> None:
-    table = Table("tensor", "dtype", "shape", "shards", "files", "size", box=None)
-    with_statistics = any(numbers is not None for numbers in found)
-    for name in _STATISTICS if with_statistics else ():
-        table.add_column(name, justify="right")
+def _print_tensors(tensors: list[Content], found: list[Statistics | None], stats: bool) -> None:
+    """Prints a table whose last column is the key: it may be long, and a terminal copies it whole."""
+    columns = _STATISTICS if stats else ("shards", "files", "size")
+    table = Table("dtype", "shape", *(f">{name}" for name in columns), "tensor")
     for content, numbers in zip(tensors, found, strict=True):
-        cells = [content.key, content.dtype, str(list(content.global_shape)), str(len(content.offsets)),
-                 str(content.files or "-"), binary_size(content.bytes)]  # fmt: skip
-        if with_statistics:
-            cells += ["-" if value is None else f"{value:.6g}" for value in _numbers(numbers).values()]
-        add_row(table, *cells)
+        if stats:
+            cells = ["-" if value is None else f"{value:.6g}" for value in _numbers(numbers).values()]
+        else:
+            cells = [str(len(content.offsets)), str(content.files or "-"), size_text(content.bytes)]
+        table.add(content.dtype, str(list(content.global_shape)), *cells, content.key)
     if tensors:
-        print_table(table)
-        say(f"{len(tensors)} tensors, {binary_size(sum(content.bytes for content in tensors))}")
+        table.print()
+        say(f"{counted(len(tensors), 'tensor')}, {size_text(sum(content.bytes for content in tensors))}")
 
 
 def _print_tail(kind: str, rows: list[dict[str, Any]]) -> None:
-    table = Table(kind, "size", box=None)
+    table = Table(">size", kind)
     for row in rows:
-        add_row(table, row["key"], "-" if row["bytes"] is None else binary_size(row["bytes"]))
+        table.add("-" if row["bytes"] is None else size_text(row["bytes"]), row["key"])
     if rows:
-        print_table(table)
+        table.print()

@@ -5,61 +5,153 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_datastates.cli.shared import AsJson, Directory, app, binary_size, cannot, progress_bar, say
-from megatron_datastates.errors import DataStatesError
-from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.verify import Verdict
-from megatron_datastates.pipeline.verify import verify as verify_checkpoint
+from megatron_datastates.cli.shared import (
+    AsJson,
+    Iteration,
+    app,
+    cannot,
+    checkpoint_of,
+    counted,
+    describe_error,
+    note,
+    progress_bar,
+    readable_all,
+    say,
+    size_text,
+)
+from megatron_datastates.errors import DataStatesError, NotACheckpointError
+
+if TYPE_CHECKING:
+    from megatron_datastates.pipeline.verify import Verdict
 
 
 @app.command()
 def verify(
-    directory: Directory,
+    directories: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="CHECKPOINT...",
+            help="Directories of datastates checkpoints, such as runs/gpt/iter_*. Of a run, the checkpoint "
+            "that its tracker names.",
+            callback=readable_all,
+        ),
+    ],
+    every: Annotated[bool, typer.Option("--all", help="Of runs, check all checkpoints.")] = False,
     quick: Annotated[
         bool, typer.Option("--quick", help="Check the structure only; read no tensors and no objects.")
     ] = False,
+    iteration: Iteration = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check that a checkpoint is complete and undamaged.
+    """Check that checkpoints are complete and undamaged.
 
-    Checks every checksum, every extent, every element and every object, and lists all faults.
+    Checks every checksum, every extent, every element and every object, and lists all faults. Of several
+    checkpoints, one that cannot be checked does not keep the others from it.
 
-    Exit codes: 0 good; 1 faulty; 2 it cannot be checked.
+    Exit codes: 0 all are good; 1 some are faulty; 2 some cannot be checked, and none is faulty.
 
     \b
     Example: datastates verify runs/gpt/iter_0001000
+
+    \b
+    Example: datastates verify --all runs/gpt
     """
     try:
-        verdict = _verify_with_progress(directory, quick)
+        paths = _checkpoints(directories, every, iteration)
     except (DataStatesError, OSError) as error:
         cannot(error)
-    if as_json:
-        print(json.dumps(dataclasses.asdict(verdict) | {"good": verdict.good}))
+    if len(paths) == 1 and not every:
+        verdict = _checked(paths[0], quick)
+        if isinstance(verdict, Exception):
+            cannot(verdict)
+        verdicts: list[Verdict | Exception] = [verdict]
+        if as_json:
+            print(json.dumps(_plain(verdict)))
+        else:
+            _print_verdict(paths[0], verdict)
     else:
-        _print_verdict(directory, verdict)
-    raise typer.Exit(0 if verdict.good else 1)
+        verdicts = _check_all(paths, quick, as_json)
+    raise typer.Exit(_code(verdicts))
 
 
-def _verify_with_progress(directory: Path, quick: bool) -> Verdict:
-    total = sum(file.footer_offset for file in Checkpoint.open(directory).manifest.files)
-    with progress_bar("verifying", disable=quick) as progress:
-        task = progress.add_task("", total=total)
-        return verify_checkpoint(directory, quick=quick, progress=lambda done: progress.advance(task, done))
+def _checkpoints(directories: list[Path], every: bool, iteration: int | None) -> list[Path]:
+    from megatron_datastates.pipeline.run_folders import checkpoint_directories, is_run
+
+    found = []
+    for directory in directories:
+        if every and is_run(directory):
+            found += checkpoint_directories(directory)
+        elif every:
+            raise NotACheckpointError(f"--all: {directory} is not the directory of a run")
+        else:
+            found.append(checkpoint_of(directory, iteration))
+    return found
+
+
+def _check_all(paths: list[Path], quick: bool, as_json: bool) -> list[Verdict | Exception]:
+    """Checks several checkpoints, and prints each verdict when it is known, or all of them as JSON."""
+    verdicts, rows = [], []
+    for path in paths:
+        verdict = _checked(path, quick)
+        verdicts.append(verdict)
+        if as_json:
+            rows.append({"path": str(path)} | _plain(verdict))
+        elif isinstance(verdict, Exception):
+            note(f"{path}: cannot be checked: {describe_error(verdict)}")
+        else:
+            _print_verdict(path, verdict)
+    if as_json:
+        print(json.dumps(rows))
+        return verdicts
+    failed = sum(isinstance(verdict, Exception) for verdict in verdicts)
+    good = sum(not isinstance(verdict, Exception) and verdict.good for verdict in verdicts)
+    unchecked = f", {failed} could not be checked" if failed else ""
+    say(f"{counted(len(paths), 'checkpoint')}: {good} good, {len(paths) - good - failed} faulty{unchecked}")
+    return verdicts
+
+
+def _code(verdicts: list[Verdict | Exception]) -> int:
+    if any(not isinstance(verdict, Exception) and not verdict.good for verdict in verdicts):
+        return 1
+    return 2 if any(isinstance(verdict, Exception) for verdict in verdicts) else 0
+
+
+def _plain(verdict: Verdict | Exception) -> dict[str, Any]:
+    if isinstance(verdict, Exception):
+        return {"good": None, "error": describe_error(verdict)}
+    return dataclasses.asdict(verdict) | {"good": verdict.good}
+
+
+def _checked(directory: Path, quick: bool) -> Verdict | Exception:
+    """Returns the verdict, or why there is none."""
+    from megatron_datastates.pipeline.load import Checkpoint
+    from megatron_datastates.pipeline.verify import verify as verify_checkpoint
+
+    try:
+        total = sum(file.footer_offset for file in Checkpoint.open(directory).manifest.files)
+        with progress_bar("verifying", disable=quick) as progress:
+            task = progress.add_task("", total=total)
+            return verify_checkpoint(
+                directory, quick=quick, progress=lambda done: progress.advance(task, done)
+            )
+    except (DataStatesError, OSError) as error:
+        return error
 
 
 def _print_verdict(directory: Path, verdict: Verdict) -> None:
     for fault in verdict.faults:
         say(f"fault: {fault}")
-    for note in verdict.notes:
-        say(f"note: {note}")
-    unchecked = f", {verdict.unchecked_files} files without checksums" if verdict.unchecked_files else ""
-    streams = f" and {verdict.streams} streams" if verdict.streams else ""
+    for text in verdict.notes:
+        say(f"note: {text}")
+    without = counted(verdict.unchecked_files, "file") + " without checksums"
+    unchecked = f", {without}" if verdict.unchecked_files else ""
+    streams = f" and {counted(verdict.streams, 'stream')}" if verdict.streams else ""
     say(
-        f"{directory}: {'good' if verdict.good else 'FAULTY'}: {verdict.tensors} tensors and "
-        f"{verdict.objects} objects{streams} in {verdict.files} files, "
-        f"{binary_size(verdict.bytes_checked)} checked{unchecked}"
+        f"{directory}: {'good' if verdict.good else 'FAULTY'}: {counted(verdict.tensors, 'tensor')} and "
+        f"{counted(verdict.objects, 'object')}{streams} in {counted(verdict.files, 'file')}, "
+        f"{size_text(verdict.bytes_checked)} checked{unchecked}"
     )

@@ -8,12 +8,13 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
+from megatron_datastates.convert.parts import Part, parts_of, stacked_key
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import MismatchError, MissingKeyError
@@ -22,8 +23,11 @@ from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.optimizer import StateTensor, optimizer_state
 from megatron_datastates.plan.boxes import cut_box
 
+if TYPE_CHECKING:
+    import torch
+
 PART_BYTES = 16 << 20  # of a tensor, read in one go
-Read = Callable[[Sequence[int], Sequence[int]], torch.Tensor]  # takes an offset and a shape
+Read = Callable[[Sequence[int], Sequence[int]], "torch.Tensor"]  # takes an offset and a shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Content:
     shapes: npt.NDArray[np.int64]  # (n, d), elements
     files: int | None  # how many hold it; None where the format does not say
     read: Read
+    box_files: npt.NDArray[np.integer[Any]] | None = None  # (n,), numbers of files, where they are known
 
     @property
     def bytes(self) -> int:
@@ -72,6 +77,8 @@ class Statistics:
 
     def add(self, values: torch.Tensor) -> None:
         """Adds elements to the statistics."""
+        import torch  # here, so that commands that only look need none
+
         plain = values.abs() if values.is_complex() else values
         numbers = plain.reshape(-1).to(torch.float64)
         finite = numbers[torch.isfinite(numbers)]
@@ -99,25 +106,84 @@ def contents(source: Source, pattern: str = "*", *, optimizer: bool = False) -> 
         DataStatesError: the checkpoint cannot be read.
     """
     if optimizer:
-        return [
-            _state_content(one) for key, one in _states(source).items() if fnmatch.fnmatchcase(key, pattern)
-        ]
-    keys = sorted(key for key in source.tensors if fnmatch.fnmatchcase(key, pattern))
+        states = _states(source)
+        return _matching(
+            states, lambda key: states[key].global_shape, pattern, lambda key: _state_content(states[key])
+        )
+    keys = sorted(source.tensors)
     if isinstance(source, DataStatesSource):
         source.checkpoint.index.preload(keys)
-    return [_stored_content(source, key) for key in keys]
+    return _matching(
+        keys, lambda key: source.tensors[key].global_shape, pattern, lambda key: _stored_content(source, key)
+    )
+
+
+def _matching(
+    keys: Collection[str],
+    shape_of: Callable[[str], Sequence[int]],
+    pattern: str,
+    content_of: Callable[[str], Content],
+) -> list[Content]:
+    """Returns tensors whose keys match, and else their layers that do, by the names of Megatron's modules."""
+    found = []
+    for key in sorted(keys):
+        if fnmatch.fnmatchcase(key, pattern):
+            found.append(content_of(key))
+            continue
+        parts = [part for part in parts_of(key, shape_of(key)) if fnmatch.fnmatchcase(part.name, pattern)]
+        if parts:
+            whole = content_of(key)
+            found += [_layer_of(whole, part) for part in parts]
+    return found
+
+
+def _layer_of(whole: Content, part: Part) -> Content:
+    """Returns one layer of a tensor that several are stacked in."""
+    layer = part.offset[0]
+    mine = (whole.offsets[:, 0] <= layer) & (layer < whole.offsets[:, 0] + whole.shapes[:, 0])
+    files = None if whole.box_files is None else whole.box_files[mine]
+
+    def read(offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        return whole.read((layer, *offset), (1, *shape)).reshape(tuple(shape))
+
+    return Content(
+        part.name,
+        whole.dtype,
+        part.shape[1:],
+        whole.offsets[mine][:, 1:],
+        whole.shapes[mine][:, 1:],
+        None if files is None else len(np.unique(files)),
+        read,
+    )
 
 
 def find_content(source: Source, key: str) -> Content:
-    """Returns a stored tensor or else the optimizer state of a parameter. Raises MissingKeyError."""
+    """Returns a stored tensor, the optimizer state of a parameter, or a layer of either, by its name.
+
+    Raises:
+        MissingKeyError: there is no such tensor.
+    """
     if key in source.tensors:
         return _stored_content(source, key)
+    stack, layer = stacked_key(key) or ("", 0)
+    if stack in source.tensors:
+        return _numbered(_stored_content(source, stack), key, layer)
     states = optimizer_state(source.checkpoint) if isinstance(source, DataStatesSource) else {}
-    if key not in states:
-        raise MissingKeyError(
-            f"{source.directory} contains no tensor or object {key!r}: `datastates show` lists the keys"
-        )
-    return _state_content(states[key])
+    if key in states:
+        return _state_content(states[key])
+    if stack in states:
+        return _numbered(_state_content(states[stack]), key, layer)
+    raise MissingKeyError(
+        f"{source.directory} contains no tensor or object {key!r}: `datastates show` lists the keys"
+    )
+
+
+def _numbered(whole: Content, name: str, layer: int) -> Content:
+    count = whole.global_shape[0] if whole.global_shape else 0
+    if layer >= count:
+        raise MissingKeyError(f"{name!r}: {whole.key!r} has {count} layers, numbered from 0")
+    rest = whole.global_shape[1:]
+    return _layer_of(whole, Part(name, None, (layer, *(0 for _ in rest)), (1, *rest), True))
 
 
 def _states(source: Source) -> dict[str, StateTensor]:
@@ -132,12 +198,15 @@ def _states(source: Source) -> dict[str, StateTensor]:
 
 def _stored_content(source: Source, key: str) -> Content:
     entry = source.tensors[key]
-    files = len(np.unique(entry.files)) if isinstance(entry, TensorEntry) else None
+    files = entry.files if isinstance(entry, TensorEntry) else None
+    count = None if files is None else len(np.unique(files))
 
     def read(offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         return source.read_tensor(key, offset, shape)
 
-    return Content(key, entry.dtype, tuple(entry.global_shape), entry.offsets, entry.shapes, files, read)
+    return Content(
+        key, entry.dtype, tuple(entry.global_shape), entry.offsets, entry.shapes, count, read, files
+    )
 
 
 def _state_content(state: StateTensor) -> Content:

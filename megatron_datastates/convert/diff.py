@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.convert.drift import Drift, compare
-from megatron_datastates.convert.parts import choose_keys, group_of, is_weight, parts_of
+from megatron_datastates.convert.parts import Part, choose_parts, group_of, is_weight, parts_of
 from megatron_datastates.convert.sinks.target import publish_on_exit
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import MissingPackageError
@@ -59,7 +59,8 @@ class Comparison:
     both: list[str]
     removed: list[str]
     added: list[str]
-    bytes: int  # of the first checkpoint's tensors under `both`
+    parts: dict[str, list[Part]]  # of the first checkpoint's tensors, by key: those to compare
+    bytes: int  # of these parts of tensors under `both`
 
 
 def choose_comparison(first: Source, second: Source, patterns: Sequence[str] = ()) -> Comparison:
@@ -69,13 +70,20 @@ def choose_comparison(first: Source, second: Source, patterns: Sequence[str] = (
         MissingKeyError: a pattern matches nothing in either checkpoint.
     """
     where = f"{first.directory} or {second.directory}"
-    chosen = choose_keys({*first.tensors, *second.tensors}, patterns, where)
+
+    def shape_of(key: str) -> Sequence[int]:
+        return (first if key in first.tensors else second).tensors[key].global_shape
+
+    chosen = choose_parts({*first.tensors, *second.tensors}, shape_of, patterns, where)
     both = [key for key in chosen if key in first.tensors and key in second.tensors]
-    sizes = (
-        math.prod(first.tensors[key].global_shape) * element_bytes(first.tensors[key].dtype) for key in both
-    )
+    parts = {key: choice.parts for key, choice in chosen.items()}
+    total = sum(_bytes_of(first, key, parts[key]) for key in both)
     removed = [key for key in chosen if key not in second.tensors]
-    return Comparison(both, removed, [key for key in chosen if key not in first.tensors], sum(sizes))
+    return Comparison(both, removed, [key for key in chosen if key not in first.tensors], parts, total)
+
+
+def _bytes_of(source: Source, key: str, parts: Sequence[Part]) -> int:
+    return sum(math.prod(part.shape) for part in parts) * element_bytes(source.tensors[key].dtype)
 
 
 def diff(
@@ -104,9 +112,10 @@ def diff(
             found.reshaped[key] = (one.global_shape, other.global_shape)
             for shape in found.reshaped[key]:
                 found.layers_apart |= _layers_of_model(key, shape)
-            progress(math.prod(one.global_shape) * element_bytes(one.dtype))
+            progress(_bytes_of(first, key, comparison.parts[key]))
             continue
-        _compare_tensor(first, second, key, found, max(memory_bytes // _BYTES_PER_ELEMENT, 1), progress)
+        most = max(memory_bytes // _BYTES_PER_ELEMENT, 1)
+        _compare_tensor(first, second, key, comparison.parts[key], found, most, progress)
     return found
 
 
@@ -120,13 +129,14 @@ def _compare_tensor(
     first: Source,
     second: Source,
     key: str,
+    parts: Sequence[Part],
     found: Difference,
     most_elements: int,
     progress: Callable[[int], None],
 ) -> None:
     group = group_of(key)
     whole = found.tensors.setdefault(key, Drift())
-    for part in parts_of(key, first.tensors[key].global_shape):
+    for part in parts:
         drift = Drift()
         for offset, shape in cut_box(part.offset, part.shape, most_elements):
             left = first.read_tensor(key, offset, shape)

@@ -8,7 +8,8 @@ from pathlib import Path
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.sources.torch_dist import TorchDistSource
-from megatron_datastates.errors import NotACheckpointError, StorageError
+from megatron_datastates.errors import NotACheckpointError
+from megatron_datastates.files import require_utf8
 from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST, TORCH_DIST_INDEX
 from megatron_datastates.pipeline.runs import format_of
 
@@ -38,11 +39,3 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
         f"{path} holds no checkpoint of a known format{known}: choose a directory such as CKPT/iter_0000100, "
         "written with --ckpt-format torch_dist, datastates or zarr"
     )
-
-
-def require_utf8(path: Path) -> None:
-    """Raises StorageError if the name is not UTF-8, which native code and JSON output need."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise StorageError(f"{os.fsencode(path)!r} is not UTF-8: rename it, or use a symbolic link") from None

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from megatron_datastates.errors import MissingKeyError
 
 _LAYERS = re.compile(r"(?P<stack>(?:^|\.)layers)\.(?:(?P<number>\d+)\.)?")
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.")
+_MOST_LAYERS = 1 << 16  # an index that is damaged or hostile may say anything
 _OPTIMIZER = re.compile(r"(?:^|\.)optimizer\.")
 
 
@@ -27,6 +28,14 @@ class Part:
     offset: tuple[int, ...]  # in the global tensor
     shape: tuple[int, ...]
     stacked: bool  # the first axis counts layers, and `shape` is 1 there
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """The parts of a tensor that are asked for, and whether these are all."""
+
+    parts: list[Part]
+    whole: bool
 
 
 def is_weight(key: str) -> bool:
@@ -53,7 +62,7 @@ def parts_of(key: str, global_shape: Sequence[int]) -> list[Part]:
     stack = key[state.end() if state else 0 : found.end("stack")]
     if found["number"] is not None:
         return [Part(key, (stack, int(found["number"])), whole, shape, False)]
-    if not shape:
+    if not shape or shape[0] > _MOST_LAYERS:
         return [Part(key, None, whole, shape, False)]
     before, after = key[: found.end()], key[found.end() :]
     return [
@@ -62,25 +71,45 @@ def parts_of(key: str, global_shape: Sequence[int]) -> list[Part]:
     ]
 
 
-def choose_keys(keys: Collection[str], patterns: Sequence[str], where: str) -> list[str]:
-    """Returns the sorted keys that match any of the shell patterns (`*`, `?`, `[..]`); all, without patterns.
+def stacked_key(name: str) -> tuple[str, int] | None:
+    """Returns the key that a layer's tensor is stacked under, and its number; None for a name without one."""
+    found = _LAYERS.search(name)
+    if found is None or found["number"] is None:
+        return None
+    return name[: found.end("stack") + 1] + name[found.end() :], int(found["number"])
+
+
+def choose_parts(
+    keys: Collection[str], shape_of: Callable[[str], Sequence[int]], patterns: Sequence[str], where: str
+) -> dict[str, Choice]:
+    """Returns, by sorted key, what matches any of the shell patterns (`*`, `?`, `[..]`); all, without any.
+
+    A pattern matches a key as it is stored, with all its layers, or one layer by its name.
 
     Args:
+        shape_of: returns a tensor's global shape.
         where: name of the checkpoint, for the message.
 
     Raises:
         MissingKeyError: a pattern matches nothing.
     """
-    if not patterns:
-        return sorted(keys)
-    chosen: set[str] = set()
-    for pattern in patterns:
-        found = fnmatch.filter(keys, pattern)
-        if not found:
-            known = ", ".join(map(repr, sorted(keys)[:3])) or "none"
-            raise MissingKeyError(
-                f"no tensor in {where} matches {pattern!r}: expected a key such as {known}, "
-                "or a pattern (* matches anything)"
-            )
-        chosen.update(found)
-    return sorted(chosen)
+    chosen: dict[str, Choice] = {}
+    matchers = {pattern: re.compile(fnmatch.translate(pattern)).match for pattern in patterns or ["*"]}
+    found: set[str] = set()
+    for key in sorted(keys):
+        parts, whole = parts_of(key, shape_of(key)), {p for p, matches in matchers.items() if matches(key)}
+        layers = {p: {part.name for part in parts if matchers[p](part.name)} for p in matchers.keys() - whole}
+        found |= whole | {pattern for pattern, names in layers.items() if names}
+        some = (
+            parts if whole else [part for part in parts if any(part.name in one for one in layers.values())]
+        )
+        if whole or some:
+            chosen[key] = Choice(some, bool(whole))
+    missing = next((pattern for pattern in patterns if pattern not in found), None)
+    if missing is not None:
+        known = ", ".join(map(repr, sorted(keys)[:3])) or "none"
+        raise MissingKeyError(
+            f"no tensor in {where} matches {missing!r}: expected a key such as {known}, "
+            "or a pattern (* matches anything)"
+        )
+    return chosen

@@ -7,13 +7,13 @@ import heapq
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_datastates.convert.open import require_utf8
 from megatron_datastates.convert.sinks.datastates import DataStatesSink
 from megatron_datastates.convert.sinks.target import refuse_target
 from megatron_datastates.convert.sinks.torch_dist import TorchDistSink
 from megatron_datastates.convert.sources.source import RankContents, Source
 from megatron_datastates.convert.team import Team
 from megatron_datastates.errors import FormatError, OptionError, StorageError
+from megatron_datastates.files import require_utf8
 from megatron_datastates.pipeline.runs import metadata_members
 from megatron_datastates.plan.coverage import coverage_faults
 

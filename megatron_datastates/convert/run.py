@@ -1,9 +1,11 @@
-"""Converts the checkpoints of a run, one after another; leaves alone those that were converted before."""
+"""Converts one checkpoint, or those of a run one by one, and sets the tracker that Megatron resumes by.
+
+Of a run, those that were converted before are left alone, and one that fails does not keep others from it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -11,15 +13,15 @@ from pathlib import Path
 from megatron_datastates.convert.job import convert
 from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.planning import Plan, default_format, plan_conversion
-from megatron_datastates.convert.sinks.sink import Progress, write_synced
+from megatron_datastates.convert.planning import FORMATS, Plan, default_format, plan_conversion
+from megatron_datastates.convert.sinks.sink import Progress
 from megatron_datastates.convert.sources.by_parameter import ByParameterSource
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.team import Team
-from megatron_datastates.engine.atomic_files import sync_directory
-from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError
-from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
-from megatron_datastates.pipeline.runs import tracked_iteration
+from megatron_datastates.convert.trackers import copy_tracker, how_to_load
+from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError, StorageError
+from megatron_datastates.pipeline.run_folders import checkpoint_directories
+from megatron_datastates.pipeline.runs import is_complete
 
 FULLY_RESHARDABLE = "fully-reshardable"
 
@@ -36,7 +38,17 @@ class ConversionResult:
     objects: int
     bytes: int  # of tensors
     seconds: float
-    skipped: str = ""  # why it was not converted; empty if it was
+    skipped: str = ""  # why there is nothing to convert; empty if there is
+    failed: str = ""  # why it was not converted; empty if it was
+    next: str = ""  # what to do with it, or what was done: how Megatron loads it
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConversion:
+    """What was done with the checkpoints of a run, and how Megatron loads the converted one."""
+
+    results: list[ConversionResult]
+    next: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +65,7 @@ class ConversionRequest:
 def convert_one(
     source: Path, target: Path, request: ConversionRequest, team: Team, start: Callable[[Plan], Progress]
 ) -> ConversionResult:
-    """Converts one checkpoint.
+    """Converts one checkpoint. If the target has the name of an iteration, the run's tracker names it then.
 
     Args:
         start: called with the plan before anything is written; returns the function to report progress to.
@@ -61,6 +73,13 @@ def convert_one(
     Raises:
         what plan_conversion and convert raise.
     """
+    found = _convert(source, target, request, team, start)
+    return dataclasses.replace(found, next=team.on_rank_zero(lambda: how_to_load(source, target)))
+
+
+def _convert(
+    source: Path, target: Path, request: ConversionRequest, team: Team, start: Callable[[Plan], Progress]
+) -> ConversionResult:
     begin = time.monotonic()
     plan = team.on_every_rank(
         lambda: plan_conversion(_open(source, request), target, format=request.format, ranks=request.ranks)
@@ -81,74 +100,81 @@ def _open(directory: Path, request: ConversionRequest) -> Source:
 
 
 def convert_run(
-    source: Path, target: Path, request: ConversionRequest, team: Team, start: Callable[[Plan], Progress]
-) -> list[ConversionResult]:
-    """Converts each `iter_*` directory in `source`, in order, and then copies Megatron's tracker file.
+    source: Path,
+    target: Path,
+    request: ConversionRequest,
+    team: Team,
+    start: Callable[[Plan], Progress],
+    finished: Callable[[ConversionResult], None] = lambda one: None,
+) -> RunConversion:
+    """Converts each checkpoint in `source`, in order, and then copies Megatron's tracker file.
+
+    Args:
+        finished: called with each result; another that fails is one of them.
 
     Raises:
-        StorageError: there are no iterations, or a target exists in another format.
-        OptionError: the source has iterations of several formats, and no format was requested.
-        what convert_one raises: the iterations before the one that failed are complete, and another call
-            continues from there.
+        StorageError: there are no checkpoints, or a target exists in another format.
+        OptionError: the source has checkpoints of several formats, and no format was requested.
     """
     found: list[ConversionResult] = []
-    for name, reason in team.on_rank_zero(lambda: _list_iterations(source, target, request.format)):
+    for name, outcome in team.on_rank_zero(lambda: _list_checkpoints(source, target, request.format)):
         one, made = source / name, target / name
-        if reason:
-            found.append(ConversionResult(str(one), str(made), request.format, 0, 0, 0, 0, 0.0, reason))
+        if outcome is None:
+            try:
+                result = _convert(one, made, request, team, start)
+            except (DataStatesError, OSError) as error:  # on all ranks: see Team.gather
+                result = _not_converted(one, made, request, failed=str(error))
         else:
-            found.append(convert_one(one, made, request, team, start))
-    team.on_rank_zero(lambda: _copy_tracker(source, target))
-    return found
+            result = _not_converted(one, made, request, **outcome)
+        found.append(result)
+        finished(result)
+    return RunConversion(found, team.on_rank_zero(lambda: copy_tracker(source, target)))
 
 
-def _list_iterations(source: Path, target: Path, format: str) -> list[tuple[str, str]]:
-    """Returns the names of iterations, each with the reason to skip it, or an empty string."""
+def _not_converted(source: Path, target: Path, request: ConversionRequest, **why: str) -> ConversionResult:
+    return ConversionResult(str(source), str(target), request.format, 0, 0, 0, 0, 0.0, **why)
+
+
+def _list_checkpoints(source: Path, target: Path, format: str) -> list[tuple[str, dict[str, str] | None]]:
+    """Returns the names of checkpoints, each with why it is not converted: `skipped` or `failed`, or None."""
     if target.resolve() == source.resolve():
         raise StorageError(f"{target} is the source itself: choose another target")
-    numbers = {name: iteration_in_name(name) for name in os.listdir(source)}
-    names = sorted((n for n in numbers if numbers[n] is not None), key=lambda name: numbers[name] or 0)
+    if format and format not in FORMATS:
+        raise OptionError(f"format {format!r} cannot be written: expected one of {', '.join(FORMATS)}")
+    names = [path.name for path in checkpoint_directories(source)]
     if not names:
         raise StorageError(f"{source} contains no iter_* directories: choose the --save directory of a run")
     found = {name: _try_open(source / name) for name in names}
-    formats = {one.format for one in found.values() if not isinstance(one, NotACheckpointError)}
+    formats = {one.format for one in found.values() if isinstance(one, Source)}
     wanted = {format or default_format(one) for one in formats}
     if len(wanted) > 1:
         raise OptionError(
             f"{source} contains iterations in the formats {' and '.join(sorted(formats))}: choose one for "
             "the target with --to"
         )
-    return [(name, _why_skipped(found[name], target / name, wanted)) for name in names]
+    return [(name, _why_not(found[name], source / name, target / name, wanted)) for name in names]
 
 
-def _try_open(directory: Path) -> Source | NotACheckpointError:
+def _try_open(directory: Path) -> Source | DataStatesError:
     try:
         return open_source(directory)
-    except NotACheckpointError as error:
+    except DataStatesError as error:
         return error
+    except OSError as error:
+        return StorageError(f"{directory} cannot be read: {error.strerror}")
 
 
-def _why_skipped(source: Source | NotACheckpointError, target: Path, wanted: Collection[str]) -> str:
-    if isinstance(source, NotACheckpointError):
-        return str(source)
+def _why_not(
+    source: Source | DataStatesError, directory: Path, target: Path, wanted: Collection[str]
+) -> dict[str, str] | None:
+    if isinstance(source, DataStatesError):
+        is_unfinished = isinstance(source, NotACheckpointError) and not is_complete(directory)
+        return {"skipped" if is_unfinished else "failed": str(source)}
     if not target.exists():
-        return ""
+        return None
     existing = open_source(target).format
     if existing not in wanted:
         raise StorageError(
             f"{target} exists in format {existing}, expected {' '.join(wanted)}: choose another target"
         )
-    return "the target exists already"
-
-
-def _copy_tracker(source: Path, target: Path) -> None:
-    """Copies the tracker file, unless the target has one that names a later iteration or none at all."""
-    wanted, existing = tracked_iteration(source / TRACKER_NAME), tracked_iteration(target / TRACKER_NAME)
-    if wanted is None or not (target / iteration_name(wanted)).is_dir():
-        return
-    if os.path.lexists(target / TRACKER_NAME) and (existing is None or existing >= wanted):
-        return
-    temporary = target / f".{TRACKER_NAME}.converting"
-    write_synced(temporary, str(wanted).encode())
-    temporary.rename(target / TRACKER_NAME)
-    sync_directory(target)
+    return {"skipped": "the target exists already"}

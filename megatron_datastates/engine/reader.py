@@ -6,10 +6,9 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
-import torch
 
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.engine import native
@@ -18,6 +17,9 @@ from megatron_datastates.files import INDEX_BYTES, open_regular, read_regular, s
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import HEADER_BYTES, Header
 from megatron_datastates.plan.reads import ReadSpans
+
+if TYPE_CHECKING:
+    import torch
 
 SLOT_BYTES = 4 * MIB  # the longest read
 _SLICE_SECONDS = 0.1  # native waits return this often, so that signals get through
@@ -102,10 +104,14 @@ class Reader:
 
 def is_on_current_device(tensor: torch.Tensor) -> bool:
     """Returns whether a tensor is in memory of this thread's current CUDA device."""
+    import torch  # here, so that commands that only look need none
+
     return tensor.is_cuda and tensor.get_device() == torch.cuda.current_device()
 
 
 def _current_stream() -> int:
+    import torch
+
     return int(torch.cuda.current_stream().cuda_stream)
 
 

@@ -21,6 +21,7 @@ COMMON_FILE = "common.pt"  # of Megatron before 0.19; beside a common_state obje
 COMMON_STATE_KEY = "common_state/shard_0_1"  # the same as an object
 # What a checkpoint of torch_dist consists of: not part of one that is published over it.
 FILES_OF_TORCH_DIST = ("*.distcp", TORCH_DIST_INDEX, COMMON_FILE)
+RELEASE_NAME = "release"  # a checkpoint of a run that has no iteration, as the tracker says, too
 _ITERATION = re.compile(r"iter_(\d+)", re.ASCII)
 
 

@@ -16,7 +16,6 @@ from megatron_datastates.format.tail import NOT_RECORDED, TailEntry, describe
 from megatron_datastates.format.values import Extent
 from megatron_datastates.plan.frames import plan_range
 from megatron_datastates.plan.reads import ScheduledRead, plan_extent
-from megatron_datastates.providers.objects import deserialize
 
 _STREAM_BYTES = 16 << 20  # of a stream in memory at a time, decoded
 Read = Callable[[list[ScheduledRead]], None]
@@ -40,6 +39,8 @@ class ObjectReads:
 
     def values(self) -> dict[str, Any]:
         """Unpickled once they are read (providers/objects.py). FormatError: one is not accepted."""
+        from megatron_datastates.providers.objects import deserialize
+
         return {key: deserialize(self.stored(key), key, trust=self.trust) for key in self.buffers}
 
 

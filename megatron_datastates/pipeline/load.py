@@ -10,10 +10,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import (
@@ -43,7 +42,9 @@ from megatron_datastates.plan.boxes import checked_slice, cut_box, first_overlap
 from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import BoxReads, ScheduledRead, gather_spans, plan_slice
 from megatron_datastates.providers.base import Place
-from megatron_datastates.providers.objects import deserialize
+
+if TYPE_CHECKING:
+    import torch
 
 _FOOTER_THREADS = 8  # a footer is small, and a network file system answers late
 _TEMPORARY_ELEMENTS = 1 << 20  # of a tensor that cannot be read in place: 16 MiB at most
@@ -243,6 +244,8 @@ class Checkpoint:
 
     def _check_target(self, key: str, place: Place, target: torch.Tensor) -> bool:
         """Returns whether stored bytes go right to the target's memory. Raises as `read_into`."""
+        import torch  # here, so that commands that only look need none
+
         entry = self.index.tensor(key)
         stored = torch_dtype(entry.dtype)
         if entry.global_shape != place.global_shape:
@@ -264,6 +267,8 @@ class Checkpoint:
     def _plan_tensor(
         self, key: str, offset: Sequence[int] | None, shape: Sequence[int] | None
     ) -> tuple[torch.Tensor, list[ScheduledRead]]:
+        import torch
+
         entry = self.index.tensor(key)
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)
         reads = self._whole_reads(key, entry, offset, shape)
@@ -369,6 +374,8 @@ class Checkpoint:
 
     def read_other_object(self, name: str) -> Any:
         """Returns the object in a whole file of torch.save's. Raises as `read_other` and `read_objects`."""
+        from megatron_datastates.providers.objects import deserialize
+
         return deserialize(self.read_other(name), name, trust=self._options.trust_objects)
 
     def object_entry(self, key: str) -> tuple[int, TailEntry]:
@@ -394,6 +401,8 @@ class Checkpoint:
 
 def torch_dtype(name: str) -> torch.dtype:
     """Returns `torch.bfloat16` for `bfloat16`. Raises FormatError if this torch has no such dtype."""
+    import torch
+
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise FormatError(f"the checkpoint holds {name}, which torch {torch.__version__} does not have")

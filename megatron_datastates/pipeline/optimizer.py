@@ -15,11 +15,10 @@ import functools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from megatron_datastates.errors import FormatError, MismatchError
 from megatron_datastates.format.optimizer_map import (
@@ -36,6 +35,9 @@ from megatron_datastates.plan.boxes import Box, contiguous_strides, first_overla
 from megatron_datastates.plan.frames import FramedBox
 from megatron_datastates.plan.reads import BoxReads, ScheduledRead
 from megatron_datastates.plan.strided import Line, plan_strided
+
+if TYPE_CHECKING:
+    import torch
 
 WHOLE_OBJECT = "/shard_0_1"  # the end of the key of an object that each group stores once
 _MAPS_AT_A_TIME = 32
@@ -177,6 +179,8 @@ class StateTensor:
             MismatchError: the slice leaves the tensor.
             StorageError, CorruptDataError, FormatError: as Checkpoint.read_tensor.
         """
+        import torch  # here, so that commands that only look need none
+
         offset, shape = self._slice(offset, shape)
         self.sources(offset, shape)  # raises before memory is asked for: a hostile map has any shape
         target = torch.empty(shape, dtype=torch_dtype(self.dtype))

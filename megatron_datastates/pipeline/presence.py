@@ -36,7 +36,7 @@ def require_files(directory: Path, manifest: Manifest) -> None:
         DataStatesError: a file is missing, or has another size.
     """
     deadline = time.monotonic() + _VISIBLE_SECONDS
-    while wrong := _missing_files(directory, manifest):
+    while wrong := missing_files(directory, manifest):
         if time.monotonic() > deadline:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise DataStatesError(
@@ -55,7 +55,7 @@ def require_published(directory: Path, manifest: Manifest, encoded: bytes) -> No
     Raises:
         DataStatesError: there is no manifest, or this one, and not all that it names.
     """
-    wrong = _missing_files(directory, manifest)
+    wrong = missing_files(directory, manifest)
     try:
         found = (directory / MANIFEST_NAME).read_bytes()
     except FileNotFoundError:
@@ -70,7 +70,7 @@ def require_published(directory: Path, manifest: Manifest, encoded: bytes) -> No
         )
 
 
-def _missing_files(directory: Path, manifest: Manifest) -> list[str]:
+def missing_files(directory: Path, manifest: Manifest) -> list[str]:
     """Describes the manifest's files that are missing or have another size."""
     wanted = {file.name: (file.bytes, f" of rank {file.rank}") for file in manifest.files}
     wanted[manifest.index.name] = (manifest.index.bytes, "")

@@ -49,7 +49,7 @@ from megatron_datastates.errors import (
     OptionError,
     StorageError,
 )
-from megatron_datastates.files import changed_at
+from megatron_datastates.files import changed_at, is_denied
 from megatron_datastates.format.directory import BACKEND, TRACKER_NAME, iteration_name
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name, save_id_in_name
@@ -57,6 +57,7 @@ from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.runs import Iteration, find_iterations, require_tracked
 
 REMOVAL_NAME = ".datastates-removal.tmp"  # what was the manifest of a checkpoint that is being removed
+_UNREADABLE = "it cannot be read: "
 MIN_AGE_SECONDS = 3600.0  # of files that no manifest names, before they count as left by a save that is dead
 
 
@@ -116,7 +117,10 @@ def plan_prune(root: str | os.PathLike[str], rules: RetentionRules) -> PrunePlan
     plan = PrunePlan([], [], [])
     for one in found:
         why = complaints[one.path] or _reason(one, whole, tracked, rules) or _link_to(one, linked)
-        unnamed = _unnamed(one.path) if one.format == BACKEND and not one.path.is_symlink() else []
+        is_ours = (
+            one.format == BACKEND and not one.path.is_symlink() and not (why or "").startswith(_UNREADABLE)
+        )
+        unnamed = _unnamed(one.path) if is_ours else []
         why = why or _under_way(unnamed, rules) or _just_made(one, rules)
         if why is None:
             plan.removed.append(one)
@@ -200,7 +204,11 @@ def _complaint(one: Iteration) -> str | None:
         return "a link"
     if one.path.name != iteration_name(one.number):
         return "not named as Megatron names iterations"
-    if one.format != BACKEND and any(one.path.iterdir()):  # an empty one may be what a kill has left
+    try:
+        is_empty = not any(one.path.iterdir())
+    except OSError as error:
+        return f"{_UNREADABLE}{error.strerror}"
+    if one.format != BACKEND and not is_empty:  # an empty one may be what a kill has left
         return "not a datastates checkpoint"
     return _damage(one.path) if one.complete else None
 
@@ -214,8 +222,8 @@ def _damage(path: Path) -> str | None:
             return "damaged: see datastates verify"
         for other in checkpoint.manifest.others:
             checkpoint.read_other(other.name)
-    except (DataStatesError, OSError):
-        return "damaged: see datastates verify"
+    except (DataStatesError, OSError) as error:
+        return f"{_UNREADABLE}{error}" if is_denied(error) else "damaged: see datastates verify"
     return None
 
 

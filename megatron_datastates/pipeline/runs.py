@@ -52,7 +52,7 @@ def find_iterations(root: str | os.PathLike[str]) -> list[Iteration]:
             number = iteration_in_name(entry.name)
             if number is not None and entry.is_dir():
                 path = Path(entry.path)
-                found.append(Iteration(number, path, _format_seen(path), is_complete(path)))
+                found.append(Iteration(number, path, format_seen(path), is_complete(path)))
     return sorted(found, key=lambda one: (one.number, one.path.name))
 
 
@@ -65,7 +65,7 @@ def find_published(root: str | os.PathLike[str]) -> dict[int, Path]:
     return {one.number: one.path for one in find_iterations(root) if one.format == BACKEND and one.complete}
 
 
-def _format_seen(path: Path) -> str:
+def format_seen(path: Path) -> str:
     """Returns the format of a directory, also where nothing but files of an unfinished save says it."""
     found = format_of(path)
     if found is not None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from megatron_datastates.format.tail import Kind
+
+if TYPE_CHECKING:
+    import torch
 
 # Appends a buffer (bytes, a memoryview, a numpy array, ...) and returns its size in bytes. The buffer may
 # change once the call has returned. Waits while staging memory is full.

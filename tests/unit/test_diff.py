@@ -229,7 +229,7 @@ def test_json_is_json_where_numbers_overflow(pair):
 
 def test_a_long_key_is_never_folded(pair):
     key = "decoder.layers." + "a" * 200
-    assert f"\n{key} " in run("diff", *pair({key: torch.ones(1)}, {key: torch.zeros(1)}))[1]
+    assert f"  {key}\n" in run("diff", *pair({key: torch.ones(1)}, {key: torch.zeros(1)}))[1]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
@@ -283,7 +283,7 @@ def test_the_text_output_says_what_changed(pair):
 
 def test_brackets_in_a_key_are_shown_as_they_are(pair):
     printed = run("diff", *pair({"w[bold]": torch.ones(1)}, {"w[bold]": torch.zeros(1)}))[1]
-    assert "w[bold] " in printed
+    assert "  w[bold]\n" in printed
 
 
 def test_a_plot_is_drawn_and_never_over_another_file(pair, tmp_path):

@@ -62,6 +62,7 @@ def a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A current directory with a small run in runs/gpt, a report file, and a script that starts a run."""
     monkeypatch.chdir(tmp_path)
     state = {"embedding.word_embeddings.weight": torch.randn(8, 16), "note": "hello"}
+    state["decoder.layers.mlp.linear_fc1.weight"] = torch.randn(4, 8, 4)
     for iteration in (1000, 2000):
         ds.save(state, f"runs/gpt/iter_{iteration:07d}", iteration=iteration)
     Path("runs/gpt/latest_checkpointed_iteration.txt").write_text("2000")

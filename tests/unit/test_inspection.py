@@ -37,12 +37,14 @@ def test_ls_lists_every_iteration(root):
         (10, "datastates", True, 1),
         (15, "datastates", False, None),
         (20, "datastates", False, None),
-        (25, "torch_dist", True, None),
+        (25, "torch_dist", False, None),
     ]
     assert rows[0]["bytes"] == sum(path.stat().st_size for path in (root / "iter_0000005").iterdir())
     lines = output_of("ls", root).splitlines()
-    assert [line.split()[2] for line in lines[1:6]] == ["yes", "yes", "no", "DAMAGED", "yes"]
-    assert "does not begin as a datastates manifest" in lines[6]
+    assert [line.split()[2] for line in lines[1:6]] == ["yes", "yes", "no", "DAMAGED", "DAMAGED"]
+    assert lines[6].startswith("iter_0000015: it has no datastates.manifest: `datastates repair")
+    assert "does not begin as a datastates manifest" in lines[7]
+    assert lines[8] == "iter_0000025: .metadata is missing"
 
 
 def test_ls_of_a_checkpoint_says_what_it_is(checkpoint):
@@ -68,7 +70,7 @@ def test_show_takes_patterns_and_prints_keys_as_they_are(checkpoint):
     text = output_of("show", checkpoint, "*d*")
     assert "odd [bold]" in text and "decoder.weight" in text and "scalar" not in text
     assert "[2, 3, 4]" in text and "96 B" in text
-    assert output_of("show", checkpoint, "*state/*").split()[:2] == ["object", "size"]
+    assert output_of("show", checkpoint, "*state/*").split()[:2] == ["size", "object"]
 
 
 def test_show_reports_statistics_of_finite_elements(checkpoint):
@@ -116,7 +118,7 @@ def test_statistics_do_not_depend_on_parts(name, monkeypatch):
 
 
 def test_verify_reports_good_and_faulty_by_its_exit_code(checkpoint):
-    assert ": good: 6 tensors and 2 objects in 1 files" in output_of("verify", checkpoint)
+    assert ": good: 6 tensors and 2 objects in 1 file, " in output_of("verify", checkpoint)
     verdict = json.loads(output_of("verify", checkpoint, "--quick", "--json"))
     assert (verdict["good"], verdict["bytes_checked"]) == (True, 0)
     (checkpoint / "metadata.json").write_text('{"sharded_backend": "zarr"}')
@@ -160,7 +162,7 @@ def test_prune_says_how_old_left_overs_are(root):
         len(json.loads(output_of("prune", root, "--keep-last", 9, "--json", "--min-age", 0))["left_overs"])
         == 2
     )
-    assert "and 1 of 1 left-over files" in output_of("prune", root, "--keep-last", 9, "--yes")
+    assert "and 1 of 1 left-over file" in output_of("prune", root, "--keep-last", 9, "--yes")
     assert not (directory / "data-00000-0000000000000001-1.bin").exists()
     assert ": good" in output_of("verify", directory)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_datastates.convert.parts import choose_keys, group_of, is_weight, parts_of
+from megatron_datastates.convert.parts import choose_parts, group_of, is_weight, parts_of, stacked_key
 from megatron_datastates.errors import MissingKeyError
 
 
@@ -36,7 +36,44 @@ def test_a_bucket_is_of_the_state_that_its_key_ends_with():
     assert group_of(key) == "optimizer exp_avg_sq"
 
 
+SHAPES = {"a.w": (4,), "b.w": (4,), "b.x": (4,), "decoder.layers.mlp.weight": (3, 8)}
+
+
+def chosen(*patterns: str) -> dict[str, list[str]]:
+    found = choose_parts(SHAPES, SHAPES.__getitem__, patterns, "ck")
+    return {key: [part.name for part in choice.parts] for key, choice in found.items()}
+
+
+def test_a_pattern_matches_keys_as_they_are_stored_and_layers_by_their_names():
+    assert chosen("b.*", "*.w") == {key: [key] for key in ("a.w", "b.w", "b.x")}
+    layers = [f"decoder.layers.{n}.mlp.weight" for n in range(3)]
+    assert chosen("decoder.*") == {"decoder.layers.mlp.weight": layers}
+    assert chosen("decoder.layers.1.*") == {"decoder.layers.mlp.weight": layers[1:2]}
+    assert chosen("decoder.layers.[02].mlp.*", "decoder.layers.mlp.weight") == {
+        "decoder.layers.mlp.weight": layers
+    }
+    assert chosen().keys() == SHAPES.keys()
+
+
 def test_a_pattern_that_matches_nothing_is_refused_with_keys_that_exist():
-    assert choose_keys(["a.w", "b.w", "b.x"], ["b.*", "*.w"], "ck") == ["a.w", "b.w", "b.x"]
     with pytest.raises(MissingKeyError, match=r"no tensor in ck matches 'c\*': expected a key such as 'a.w'"):
-        choose_keys(["a.w"], ["a.*", "c*"], "ck")
+        chosen("a.*", "c*")
+    with pytest.raises(MissingKeyError, match=r"decoder\.layers\.3\.\*"):
+        chosen("decoder.layers.3.*")
+
+
+def test_an_absurd_number_of_layers_is_one_part():
+    assert len(parts_of("decoder.layers.w", (1 << 50, 1))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("decoder.layers.3.mlp.weight", ("decoder.layers.mlp.weight", 3)),
+        ("optimizer.state.exp_avg.decoder.layers.0.w", ("optimizer.state.exp_avg.decoder.layers.w", 0)),
+        ("decoder.layers.mlp.weight", None),
+        ("embedding.weight", None),
+    ],
+)
+def test_the_key_of_a_layer_is_that_without_its_number(name: str, expected: tuple[str, int] | None):
+    assert stacked_key(name) == expected

@@ -199,7 +199,7 @@ def test_the_plan_says_what_to_set_and_what_it_assumes() -> None:
     )
     assert (code, err) == (0, "")
     for text in (
-        "980.01 GB (140.00 GB weights, 840.00 GB optimizer",
+        "980 GB (140 GB weights, 840 GB optimizer",
         "259: one for each rank",
         "2 iterations; with a margin, --save-interval 2",
         "--datastates-staging-memory 4GiB",

@@ -127,9 +127,9 @@ def test_an_earlier_checkpoint_survives_a_save_that_lost_its_files(tmp_path, mon
 
 def test_files_that_appear_late_are_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(presence, "_VISIBLE_SECONDS", 10.0)
-    missing, looks = presence._missing_files, itertools.count()
+    missing, looks = presence.missing_files, itertools.count()
     monkeypatch.setattr(
-        presence, "_missing_files", lambda *args: ["data"] if next(looks) < 2 else missing(*args)
+        presence, "missing_files", lambda *args: ["data"] if next(looks) < 2 else missing(*args)
     )
     saver = new_saver()
     assert save(saver, tmp_path, tensors(1)).outcome is Outcome.PUBLISHED

@@ -26,6 +26,7 @@ from megatron_datastates.convert.job import convert
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.planning import Plan, plan_conversion
 from megatron_datastates.convert.sources import pickles
+from megatron_datastates.convert.sources.tensor_records import load_tensor_record
 from megatron_datastates.errors import (
     CorruptDataError,
     DataStatesError,
@@ -113,7 +114,7 @@ FUNCTION = b"ctorch.serialization\n_get_layout\n"
 )
 def test_metadata_cannot_change_the_process(program: bytes, tmp_path: Path) -> None:
     watched = [
-        pathlib.PurePosixPath, pathlib.PosixPath, pickles._strided, pickles._Unread, pickles._Fields,
+        pathlib.PurePosixPath, pathlib.PosixPath, pickles._strided, pickles.Unread, pickles._Fields,
         *pickles._METADATA.values(), dcp_metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
         *dcp_metadata._MEM_FORMAT_ENCODING, *(getattr(dcp_metadata, name) for _, name in pickles._METADATA
                                               if hasattr(dcp_metadata, name)),
@@ -129,7 +130,7 @@ def test_metadata_cannot_change_the_process(program: bytes, tmp_path: Path) -> N
 def test_a_tensors_record_cannot_change_the_process(name: str) -> None:
     program = sets_attribute(b"ctorch._utils\n" + name.encode() + b"\n", "__doc__")
     with pytest.raises(FormatError, match="it would change a function"):
-        pickles.load_tensor_record(b"\x80\x04" + program + b"N.", "here")
+        load_tensor_record(b"\x80\x04" + program + b"N.", "here")
 
 
 def storage(metadata: Any) -> Any:

@@ -19,9 +19,9 @@ from typing import BinaryIO
 
 import torch
 
-from megatron_datastates.convert.parts import Part, choose_keys, is_weight, parts_of
+from megatron_datastates.convert.parts import Choice, Part, choose_parts, is_weight
 from megatron_datastates.convert.sinks.target import publish_on_exit, refuse_target
-from megatron_datastates.convert.sources.source import Source
+from megatron_datastates.convert.sources.source import Source, SourceTensor
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.plan.boxes import cut_box
@@ -76,13 +76,16 @@ def choose_weights(source: Source, patterns: Sequence[str] = (), *, stacked: boo
     """
     keys = list(source.tensors) if patterns else [key for key in source.tensors if is_weight(key)]
     weights: dict[str, Weight] = {}
-    for key in choose_keys(keys, patterns or ["*"], str(source.directory)):
+    chosen = choose_parts(
+        keys, lambda key: source.tensors[key].global_shape, patterns or ["*"], str(source.directory)
+    )
+    for key, choice in chosen.items():
         tensor = source.tensors[key]
         if tensor.dtype not in _DTYPES:
             raise UnsupportedFormatError(
                 f"{key!r} has dtype {tensor.dtype}, which safetensors lacks: exclude it with --keys"
             )
-        for weight in _weights_of(key, tensor.dtype, tensor.global_shape, stacked):
+        for weight in _weights_of(key, tensor, choice, stacked):
             if weight.name == _HEADER_OF_FILE:
                 raise FormatError(
                     f"{key!r} is a name that safetensors reserves: exclude the tensor with --keys"
@@ -96,11 +99,12 @@ def choose_weights(source: Source, patterns: Sequence[str] = (), *, stacked: boo
     return list(weights.values())
 
 
-def _weights_of(key: str, dtype: str, shape: tuple[int, ...], stacked: bool) -> Iterator[Weight]:
-    if stacked:
+def _weights_of(key: str, tensor: SourceTensor, choice: Choice, stacked: bool) -> Iterator[Weight]:
+    dtype, shape = tensor.dtype, tuple(tensor.global_shape)
+    if stacked and choice.whole:
         yield Weight(key, key, dtype, shape, Part(key, None, (0,) * len(shape), shape, False))
         return
-    for part in parts_of(key, shape):
+    for part in choice.parts:
         yield Weight(part.name, key, dtype, part.shape[1:] if part.stacked else part.shape, part)
 
 

@@ -25,8 +25,9 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_datastates.convert.optimizer_maps import encode_maps
 from megatron_datastates.convert.sinks.sink import Sink, stream_fragments, write_synced
 from megatron_datastates.convert.sources.archives import write_archive
+from megatron_datastates.convert.sources.dcp_index import Record
 from megatron_datastates.convert.sources.source import RankContents, SourceTensor
-from megatron_datastates.convert.sources.torch_dist import Record, TorchDistSource
+from megatron_datastates.convert.sources.torch_dist import TorchDistSource
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.values import is_optimizer_map

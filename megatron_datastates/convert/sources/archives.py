@@ -18,7 +18,7 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron_datastates.convert.sources.pickles import dump_tensor_record, load_tensor_record
+from megatron_datastates.convert.sources.tensor_records import dump_tensor_record, load_tensor_record
 from megatron_datastates.errors import DataStatesError, FormatError, StorageError
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.plan.boxes import contiguous_strides

@@ -6,11 +6,10 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from megatron_datastates.config import Options
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source, SourceTensor
@@ -19,6 +18,9 @@ from megatron_datastates.engine.reader import Reader
 from megatron_datastates.format.directory import is_of_a_format
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.plan.reads import ScheduledRead, plan_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DataStatesSource(Source):

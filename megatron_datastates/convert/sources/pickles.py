@@ -3,38 +3,30 @@
 A pickle is a program: it may call and change what it names. So every name is looked up here, and one that is
 not on a list is refused before anything is imported. The unpicklers return substitutes for the named objects,
 and these cannot be changed: a class without __setstate__ would take attributes from a pickle, for the whole
-process.
+process. Nothing here imports torch, so that `datastates ls` starts at once; tensor_records.py does.
 """
 
 from __future__ import annotations
 
 import collections
-import dataclasses
 import io
-import math
 import mmap
 import pickle
 import pickletools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
-
-import torch
-import torch.serialization
-from torch.distributed.checkpoint import filesystem, metadata
 
 from megatron_datastates.errors import FormatError, UnsafeObjectError
 from megatron_datastates.files import METADATA_BYTES, open_regular, size_of
 from megatron_datastates.format.values import DTYPES
-from megatron_datastates.plan.boxes import contiguous_strides
-from megatron_datastates.providers.rebuilding import STORAGES
 
 # Objects of these modules are accepted and ignored.
 _UNREAD = ("megatron.", "nvidia_resiliency_ext.", "torch.distributed.checkpoint.")
 _PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath"}
 
 
-class _Unread:
+class Unread:
     """Substitute for objects that Megatron and others add to DCP's metadata; ignores its contents."""
 
     def __init__(self, *args: Any) -> None: ...
@@ -101,17 +93,17 @@ class StorageInfo(_Fields):
 
 
 _METADATA = {
-    (metadata.__name__, "Metadata"): Metadata,
-    (metadata.__name__, "TensorStorageMetadata"): TensorStorage,
-    (metadata.__name__, "BytesStorageMetadata"): BytesStorage,
-    (metadata.__name__, "ChunkStorageMetadata"): Chunk,
-    (metadata.__name__, "TensorProperties"): Properties,
-    (metadata.__name__, "MetadataIndex"): Index,
-    (filesystem.__name__, "_StorageInfo"): StorageInfo,
+    ("torch.distributed.checkpoint.metadata", "Metadata"): Metadata,
+    ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"): TensorStorage,
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"): BytesStorage,
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): Chunk,
+    ("torch.distributed.checkpoint.metadata", "TensorProperties"): Properties,
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"): Index,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
 }
 
 
-class _Function:
+class Function:
     """A function that a pickle may call."""
 
     __slots__ = ("_call",)
@@ -126,6 +118,21 @@ class _Function:
         raise UnsafeObjectError("it would change a function")
 
 
+class DTypeName:
+    """Substitute for a dtype of torch; its text is torch's, such as `torch.bfloat16`."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __str__(self) -> str:
+        return f"torch.{self._name}"
+
+    def __setstate__(self, state: Any) -> None:
+        raise UnsafeObjectError("it would change a dtype")
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _METADATA:
@@ -133,22 +140,21 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) in (("collections", "OrderedDict"), ("builtins", "set")):
             return collections.OrderedDict if name == "OrderedDict" else set
         if module in ("pathlib", "pathlib._local") and name in _PATHS:
-            return _Unread
+            return Unread
         if (module, name) == ("torch.serialization", "_get_layout"):
-            return _Function(_strided)
+            return Function(_strided)
         if (module, name) == ("torch", "Size"):
-            return torch.Size
+            return tuple
         if module == "torch" and name in DTYPES:
-            return getattr(torch, name)
+            return DTypeName(name)
         if module.startswith(_UNREAD):
-            return _Unread
+            return Unread
         raise UnsafeObjectError(f"it names {module}.{name}, which is not on the allow list")
 
 
-def _strided(name: str) -> torch.layout:
+def _strided(name: str) -> None:
     if name != "torch.strided":
         raise UnsafeObjectError(f"it has a tensor of layout {name}, expected torch.strided")
-    return torch.strided
 
 
 def load_metadata(path: Path) -> Metadata:
@@ -163,7 +169,7 @@ def load_metadata(path: Path) -> Metadata:
         if size_of(file) == 0:
             raise FormatError(f"{path} is damaged: it is empty")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            found = _load(_MetadataUnpickler, data, file, str(path))
+            found = load_pickle(_MetadataUnpickler, data, file, str(path))
     if not isinstance(found, Metadata) or not all(
         isinstance(part, dict)
         for part in (getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None))
@@ -172,134 +178,7 @@ def load_metadata(path: Path) -> Metadata:
     return found
 
 
-@dataclasses.dataclass(frozen=True)
-class StorageName:
-    """A reference of a tensor's pickle to its storage, another member of the archive."""
-
-    dtype: torch.dtype | None  # None: the tensor has it
-    name: str
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorRecord:
-    """A tensor as torch.save describes it."""
-
-    storage: StorageName
-    dtype: torch.dtype
-    storage_offset: int  # elements, as all below
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-def _rebuild_v2(
-    storage: StorageName, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, *more: Any
-) -> TensorRecord:
-    if storage.dtype is None:
-        raise FormatError("its tensor is of an old kind, but its storage has no dtype")
-    return _rebuild_v3(storage, offset, shape, strides, grad, hooks, storage.dtype, *more)
-
-
-def _rebuild_v3(
-    storage: StorageName, offset: int, shape: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *more: Any
-) -> TensorRecord:
-    if any(more):
-        raise FormatError(f"its tensor is a view of a kind that is not supported ({more})")
-    return TensorRecord(storage, dtype, offset, tuple(shape), tuple(strides))
-
-
-def _parameter(data: TensorRecord, *unread: Any) -> TensorRecord:
-    return data
-
-
-_REBUILD = {
-    "_rebuild_tensor_v2": _Function(_rebuild_v2),
-    "_rebuild_tensor_v3": _Function(_rebuild_v3),
-    "_rebuild_parameter": _Function(_parameter),
-}
-
-
-class _UntypedStorage(_Unread):
-    """Substitute for a storage whose dtype is that of its tensor."""
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch._utils" and name in _REBUILD:
-            return _REBUILD[name]
-        if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
-        if (module, name) == ("torch.storage", "UntypedStorage"):
-            return _UntypedStorage
-        if module == "torch" and name in STORAGES:
-            return STORAGES[name]
-        if module == "torch" and name in DTYPES:
-            return getattr(torch, name)
-        raise UnsafeObjectError(f"it names {module}.{name}, expected a plain tensor")
-
-    def persistent_load(self, pid: Any) -> StorageName:
-        kind, dtype, name, *_ = pid
-        if kind != "storage" or not (isinstance(dtype, torch.dtype) or dtype is _UntypedStorage):
-            raise FormatError(f"it refers to {pid}, expected a storage")
-        return StorageName(dtype if isinstance(dtype, torch.dtype) else None, str(name))
-
-
-def load_tensor_record(data: bytes, where: str) -> TensorRecord:
-    """Loads `data.pkl` of an archive. Raises FormatError if it is not a plain tensor, or is damaged."""
-    found = _load(_TensorUnpickler, data, io.BytesIO(data), where)
-    if not isinstance(found, TensorRecord) or not isinstance(found.dtype, torch.dtype):
-        raise FormatError(f"{where}: it is not a tensor")
-    numbers = (found.storage_offset, *found.shape, *found.strides)
-    if len(found.shape) != len(found.strides) or not all(
-        isinstance(number, int) and 0 <= number < 1 << 62 for number in numbers
-    ):
-        raise FormatError(
-            f"{where}: its tensor has an impossible shape {found.shape}, strides {found.strides} "
-            f"or offset {found.storage_offset}"
-        )
-    return found
-
-
-class _Storage:
-    """A storage in the same archive as the pickle that refers to it."""
-
-    def __init__(self, kind: type[Any], count: int) -> None:
-        self.reference = ("storage", kind, "0", "cpu", count)
-
-
-class _Rebuilt:
-    """An object that is pickled as a call of a function."""
-
-    def __init__(self, *call: Any) -> None:
-        self.call = call
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self.call
-
-
-class _TensorPickler(pickle.Pickler):
-    def persistent_id(self, value: Any) -> Any:
-        return value.reference if isinstance(value, _Storage) else None
-
-
-def dump_tensor_record(dtype: str, shape: Sequence[int]) -> bytes:
-    """Returns `data.pkl` as torch.save writes it for a contiguous tensor on the host, with storage 0."""
-    found = getattr(torch, dtype)
-    count, strides = math.prod(shape), contiguous_strides(shape)
-    hooks: collections.OrderedDict[str, Any] = collections.OrderedDict()
-    arguments = (0, tuple(shape), strides, False, hooks)
-    name = next((name for name, known in STORAGES.items() if known == found), None)
-    if name is not None:
-        storage = _Storage(getattr(torch, name), count)
-        rebuilt = _Rebuilt(torch._utils._rebuild_tensor_v2, (storage, *arguments))
-    else:
-        storage = _Storage(torch.UntypedStorage, count * found.itemsize)
-        rebuilt = _Rebuilt(torch._utils._rebuild_tensor_v3, (storage, *arguments, found))
-    buffer = io.BytesIO()
-    _TensorPickler(buffer, protocol=2).dump(rebuilt)
-    return buffer.getvalue()
-
-
-def _load(
+def load_pickle(
     unpickler: type[pickle.Unpickler], data: bytes | mmap.mmap, file: BinaryIO | io.BytesIO, where: str
 ) -> Any:
     """Executes a pickle, whose bytes are `data` and also the contents of `file`."""

@@ -11,15 +11,17 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from megatron_datastates.errors import MissingKeyError
 from megatron_datastates.format.values import Fragment
 from megatron_datastates.plan.coverage import StoredBoxes
+
+if TYPE_CHECKING:
+    import torch
 
 
 class SourceTensor(StoredBoxes, Protocol):

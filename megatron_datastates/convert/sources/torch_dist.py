@@ -13,14 +13,13 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from megatron_datastates.convert.optimizer_maps import read_maps
-from megatron_datastates.convert.sources.archives import Archive, open_archive
+from megatron_datastates.convert.sources.dcp_index import Record, records_of, required_bytes
 from megatron_datastates.convert.sources.pickles import BytesStorage, Metadata, TensorStorage, load_metadata
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
 from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
@@ -29,16 +28,11 @@ from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME, TORCH_DIST
 from megatron_datastates.format.values import DTYPES, element_bytes
 from megatron_datastates.pipeline.load import torch_dtype
 from megatron_datastates.plan.boxes import checked_slice, first_overlap, intersect
-from megatron_datastates.providers.tensors import dtype_name
 
+if TYPE_CHECKING:
+    import torch
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Record:
-    """Contiguous bytes of a `.distcp` file."""
-
-    file: str
-    offset: int
-    bytes: int
+    from megatron_datastates.convert.sources.archives import Archive
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +70,7 @@ class TorchDistSource(Source):
             raise FormatError(f"{path} has the key of an optimizer map that is in {OPTIMIZER_MAPS_NAME}, too")
 
     def _read_entries(self, metadata: Metadata, path: Path) -> None:
-        records = _records(metadata, path)
+        records = records_of(metadata, path)
         for key, entry in metadata.state_dict_metadata.items():
             if not isinstance(key, str):
                 raise FormatError(f"{path}: a key is {key!r}, expected a string")
@@ -104,6 +98,8 @@ class TorchDistSource(Source):
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
+        import torch  # here, so that commands that only look need none
+
         entry = self._tensor(key)
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)
         found = [(n, _common(entry, n, offset, shape)) for n in range(len(entry.records))]
@@ -143,6 +139,8 @@ class TorchDistSource(Source):
         self._open_archive(file, part.key, part.fragment, record).read_into(part.begin, target)
 
     def _open_archive(self, file: BinaryIO, key: str, number: int, record: Record) -> Archive:
+        from megatron_datastates.convert.sources.archives import open_archive
+
         where = f"{self.directory / record.file}, tensor {key!r} at byte {record.offset}"
         archive, fragment = open_archive(file, record.offset, record.bytes, where), self.fragment(key, number)
         if (archive.dtype, archive.shape) != (fragment.dtype, fragment.shape):
@@ -174,12 +172,10 @@ class TorchDistSource(Source):
         return len(self._maps[key]) if key in self._maps else self._object(key).bytes
 
     def require_files(self) -> None:
-        ends: dict[str, int] = {}
         places = [
             self._place(key, n) for key, entry in self._tensors.items() for n in range(len(entry.records))
         ]
-        for record in [*places, *self._objects.values()]:
-            ends[record.file] = max(ends.get(record.file, 0), record.offset + record.bytes)
+        ends = required_bytes([*places, *self._objects.values()])
         for name, end in ends.items():
             with self._open(name) as file:
                 size = size_of(file)
@@ -209,7 +205,10 @@ class TorchDistSource(Source):
         try:
             return open_regular(self.directory / name)
         except OSError as error:
-            raise StorageError(f"{self.directory / name} cannot be read: {error.strerror}") from error
+            path = self.directory / name
+            raise StorageError(
+                f"{path} cannot be read: {error.strerror}", code=error.errno or 0, path=str(path)
+            ) from error
 
     def _tensor(self, key: str) -> TorchDistTensor:
         if key not in self._tensors:
@@ -241,31 +240,10 @@ def _rank_of(file: str) -> tuple[int, str]:
     return (int(match[1]), "") if match else (1 << 62, file)
 
 
-def _records(metadata: Metadata, path: Path) -> dict[str, dict[tuple[int, ...], Record]]:
-    """Returns all records by key and then by the fragment's offset."""
-    found: dict[str, dict[tuple[int, ...], Record]] = defaultdict(dict)
-    for index, info in metadata.storage_data.items():
-        if getattr(info, "transform_descriptors", None):
-            raise FormatError(
-                f"{path}: {index.fqn!r} was written through {info.transform_descriptors}, "
-                "which is not supported: write the checkpoint without extensions of DCP"
-            )
-        file, place = info.relative_path, (info.offset, info.length)
-        if not isinstance(file, str) or file in ("", ".", "..") or "/" in file or "\0" in file:
-            raise FormatError(f"{path}: {index.fqn!r} is in {file!r}, expected a file in the same directory")
-        file.encode()  # raises for half of a surrogate pair
-        if not all(isinstance(number, int) and 0 <= number < 1 << 62 for number in place):
-            raise FormatError(
-                f"{path}: {index.fqn!r} has offset and length {place} in {file}, expected integers below 2^62"
-            )
-        found[index.fqn][tuple(index.offset or ())] = Record(file, *place)
-    return found
-
-
 def _tensor(
     key: str, entry: TensorStorage, records: Mapping[tuple[int, ...], Record], path: Path
 ) -> TorchDistTensor:
-    dtype, shape = dtype_name(entry.properties.dtype), _numbers(entry.size)
+    dtype, shape = str(entry.properties.dtype).removeprefix("torch."), _numbers(entry.size)
     if dtype not in DTYPES:
         raise FormatError(f"{path}: tensor {key!r} has dtype {dtype}, which is not supported")
     boxes = [(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks]

@@ -1,0 +1,120 @@
+"""datastates args."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from megatron_datastates.cli.shared import (
+    AnyFormat,
+    AsJson,
+    Iteration,
+    Table,
+    app,
+    cannot,
+    checkpoint_of,
+    counted,
+    print_json,
+    readable,
+    say,
+)
+from megatron_datastates.errors import DataStatesError, MissingKeyError
+
+_ABSENT = "-"  # an argument that one of two checkpoints lacks
+
+
+@app.command()
+def args(
+    first: AnyFormat,
+    second: Annotated[
+        Path | None,
+        typer.Argument(metavar="[OTHER]", help="Another one: list only what differs.", callback=readable),
+    ] = None,
+    keys: Annotated[
+        list[str] | None,
+        typer.Option("--keys", metavar="PATTERN", help="Only arguments that match, such as '*lr*'."),
+    ] = None,
+    iteration: Iteration = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print a checkpoint's training arguments, or those that differ.
+
+    Megatron stores the arguments of the run in every checkpoint. With two checkpoints, those are listed whose
+    values differ, or that only one of them has.
+
+    Exit codes: 0 listed, or all are equal; 1 some differ; 2 they cannot be read.
+
+    \b
+    Example: datastates args runs/gpt/iter_0001000 --keys '*parallel*'
+
+    \b
+    Example: datastates args runs/gpt runs/gpt2
+    """
+    try:
+        found = _arguments(first, iteration, keys or [])
+        other = None if second is None else _arguments(second, iteration, keys or [])
+    except (DataStatesError, OSError) as error:
+        cannot(error)
+    if other is None:
+        _print_all(found, as_json)
+        return
+    differing = {
+        name: (found.get(name, _Absent), other.get(name, _Absent))
+        for name in sorted(found.keys() | other.keys())
+        if not _equal(found.get(name, _Absent), other.get(name, _Absent))
+    }
+    _print_differing(differing, len(found.keys() | other.keys()), as_json)
+    raise typer.Exit(1 if differing else 0)
+
+
+class _Absent:
+    """Stands for the value of an argument that a checkpoint lacks."""
+
+
+def _arguments(directory: Path, iteration: int | None, patterns: list[str]) -> dict[str, Any]:
+    from megatron_datastates.convert.open import open_source
+    from megatron_datastates.convert.stored_arguments import training_arguments
+
+    everything = training_arguments(open_source(checkpoint_of(directory, iteration)))
+    chosen = {name for pattern in patterns or ["*"] for name in fnmatch.filter(everything, pattern)}
+    if not chosen:
+        raise MissingKeyError(f"no argument in {directory} matches {', '.join(patterns)}")
+    return {name: value for name, value in everything.items() if name in chosen}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Returns whether two values are the same: 1 is not True, and NaN equals NaN."""
+    return type(one) is type(other) and (one is other or repr(one) == repr(other))
+
+
+def _text(value: Any) -> str:
+    return _ABSENT if value is _Absent else value if isinstance(value, str) else json.dumps(value)
+
+
+def _print_all(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+        return
+    for name, value in found.items():
+        say(f"{name}: {_text(value)}")
+
+
+def _print_differing(differing: dict[str, tuple[Any, Any]], count: int, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {
+                name: [None if value is _Absent else value for value in pair]
+                for name, pair in differing.items()
+            }
+        )
+        return
+    table = Table("argument", "first", "second")
+    for name, pair in differing.items():
+        table.add(name, *map(_text, pair))
+    if differing:
+        table.print()
+    say(f"{counted(len(differing), 'argument')} of {count:,} differ")

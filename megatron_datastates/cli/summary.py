@@ -1,0 +1,100 @@
+"""One screen about a checkpoint, for `datastates show`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_datastates.cli.shared import counted, parallelism_text, size_text
+from megatron_datastates.convert.look import look_at
+from megatron_datastates.convert.parts import group_of, is_weight
+from megatron_datastates.convert.sources.source import Source
+from megatron_datastates.convert.stored_arguments import training_arguments
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.format.values import element_bytes
+
+_MODEL = (
+    ("num_layers", "{} layers"),
+    ("hidden_size", "hidden {}"),
+    ("num_attention_heads", "{} heads"),
+    ("seq_length", "sequence {}"),
+    ("padded_vocab_size", "vocabulary {}"),
+    ("num_experts", "{} experts"),
+)
+_TRAINING = (
+    ("iteration", "iteration {}"),
+    ("train_iters", "of {}"),
+    ("consumed_train_samples", "{} samples"),
+    ("global_batch_size", "global batch {}"),
+    ("lr", "lr {}"),
+    ("optimizer", "{}"),
+    ("params_dtype", "{}"),
+)
+
+
+def summary(path: Path, source: Source) -> list[tuple[str, str]]:
+    """Returns rows of a name and a text: when, by how many ranks, which model, how much of what."""
+    look, arguments = look_at(path), _arguments(source)
+    whole = "" if look.state == "complete" else f", {look.state}: {look.problem}"
+    weights = [key for key in source.tensors if is_weight(key)]
+    states = [key for key in source.tensors if not is_weight(key)]
+    rows = [
+        ("checkpoint", f"{path}, {source.format}{whole}"),
+        ("saved", f"{look.created.replace('T', ' ')[:16]} UTC{_ranks(look.ranks, look.parallel)}"),
+        ("model", _described(_MODEL, arguments)),
+        ("training", _described(_TRAINING, arguments)),
+        ("weights", _weights(source, weights)),
+        ("optimizer", _states(source, states)),
+        ("others", _others(source)),
+        ("on disk", size_text(look.bytes)),
+    ]
+    return [(name, text) for name, text in rows if text]
+
+
+def _arguments(source: Source) -> Mapping[str, Any]:
+    """Returns the training arguments; none where there are none, or they cannot be read: `args` says why."""
+    with contextlib.suppress(DataStatesError, OSError):
+        return training_arguments(source)
+    return {}
+
+
+def _ranks(ranks: int | None, parallel: Mapping[str, int]) -> str:
+    if ranks is None:
+        return ""
+    sizes = parallelism_text(parallel)
+    return f" by {counted(ranks, 'rank')}" + (f" ({sizes})" if sizes else "")
+
+
+def _described(texts: Collection[tuple[str, str]], arguments: Mapping[str, Any]) -> str:
+    """Returns what the arguments say; those that are missing or None are left out."""
+    found = [text.format(arguments[name]) for name, text in texts if arguments.get(name) is not None]
+    return ", ".join(found).replace(", of ", " of ").replace("1 layers", "1 layer")
+
+
+def _weights(source: Source, keys: Collection[str]) -> str:
+    counts: Counter[str] = Counter()
+    for key in keys:
+        counts[source.tensors[key].dtype] += math.prod(source.tensors[key].global_shape)
+    parts = [f"{count:,} of {dtype}" for dtype, count in counts.most_common()]
+    return f"{_sized(source, keys)}: {' and '.join(parts)}" if keys else ""
+
+
+def _states(source: Source, keys: Collection[str]) -> str:
+    kinds = sorted({group_of(key).removeprefix("optimizer ") for key in keys})
+    return f"{_sized(source, keys)}: {', '.join(kinds)}" if keys else ""
+
+
+def _sized(source: Source, keys: Collection[str]) -> str:
+    total = sum(
+        math.prod(source.tensors[key].global_shape) * element_bytes(source.tensors[key].dtype) for key in keys
+    )
+    return f"{counted(len(keys), 'tensor')}, {size_text(total)}"
+
+
+def _others(source: Source) -> str:
+    found = [counted(len(source.objects), "object")] if source.objects else []
+    return ", ".join(found + ([counted(len(source.streams), "stream")] if source.streams else []))

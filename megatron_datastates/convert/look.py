@@ -1,0 +1,210 @@
+"""What the directories of a run show without reading data: which are whole, how large, of how many ranks.
+
+Names and sizes of all files are compared with our manifest, or with DCP's `.metadata`. Damaged bytes in a
+file of the right size are found by `datastates verify` only. Nothing here needs torch or numpy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import os
+import re
+from pathlib import Path
+
+from megatron_datastates.convert.sources.dcp_index import Record, records_of, required_bytes
+from megatron_datastates.convert.sources.pickles import load_metadata
+from megatron_datastates.convert.stored_arguments import arguments_in, parallel_sizes
+from megatron_datastates.errors import DataStatesError, FormatError
+from megatron_datastates.files import (
+    MANIFEST_BYTES,
+    METADATA_BYTES,
+    OBJECT_BYTES,
+    is_denied,
+    open_regular,
+    read_regular,
+)
+from megatron_datastates.format.directory import (
+    BACKEND,
+    COMMON_FILE,
+    COMMON_STATE_KEY,
+    METADATA_NAME,
+    TORCH_DIST,
+    TORCH_DIST_INDEX,
+    iteration_in_name,
+)
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.values import MANIFEST_NAME, is_index_name
+from megatron_datastates.pipeline.presence import missing_files
+from megatron_datastates.pipeline.run_folders import checkpoint_directories, tracked_name
+from megatron_datastates.pipeline.runs import format_seen, stored_backend, stored_bytes
+
+COMPLETE, UNFINISHED, DAMAGED, UNREADABLE = "complete", "unfinished", "damaged", "unreadable"
+_MOST_PARSED_BYTES = 16 << 20  # of `.metadata`, which takes a second for 7 MB; of a larger one only names
+_MOST_NAMED = 3
+_DISTCP_NAMES = re.compile(rb"[\w.-]+\.distcp")
+
+
+@dataclasses.dataclass
+class Look:
+    """One checkpoint of a run, as far as names and sizes of its files show."""
+
+    path: Path
+    iteration: int | None  # None: `release`
+    format: str  # as --ckpt-format names it; "unknown" where nothing says
+    state: str  # COMPLETE, UNFINISHED, DAMAGED or UNREADABLE
+    bytes: int  # of all its files
+    created: str  # UTC, ISO 8601
+    tracked: bool = False  # the run's tracker names it
+    problem: str | None = None  # what is wrong
+    note: str | None = None  # what is unusual, and does no harm
+    ranks: int | None = None
+    parallel: dict[str, int] = dataclasses.field(default_factory=dict)  # sizes of the parallel groups
+
+
+class _FoundError(Exception):
+    """Ends a look: a state other than COMPLETE, and what is wrong."""
+
+
+def look_at_run(run: Path) -> list[Look]:
+    """Looks at all checkpoints of a run, in order.
+
+    Raises:
+        OSError: the run cannot be listed.
+    """
+    tracked = tracked_name(run)
+    return [look_at(path, tracked=path.name == tracked) for path in checkpoint_directories(run)]
+
+
+def look_at(path: Path, *, tracked: bool = False) -> Look:
+    """Looks at one checkpoint. Damage is a part of the answer, and raises nothing."""
+    format = format_seen(path)
+    number = iteration_in_name(path.name)
+    look = Look(path, number, format, COMPLETE, stored_bytes(path), _changed(path), tracked)
+    kinds = {BACKEND: _look_at_ours, TORCH_DIST: _look_at_torch_dist}
+    try:
+        os.listdir(path)  # an error is a permission that lacks
+        kinds.get(format, _look_at_other)(look)
+    except _FoundError as found:
+        look.state, look.problem = found.args
+    except (DataStatesError, OSError) as error:
+        look.state = UNREADABLE if is_denied(error) else DAMAGED
+        look.problem = str(error)
+    return look
+
+
+def _look_at_ours(look: Look) -> None:
+    try:
+        data = read_regular(look.path / MANIFEST_NAME, MANIFEST_BYTES)
+    except FileNotFoundError:
+        raise _FoundError(UNFINISHED, _unpublished(look.path)) from None
+    manifest = Manifest.decode(data, str(look.path / MANIFEST_NAME))
+    look.created, look.ranks, look.parallel = manifest.created, manifest.world_size, manifest.parallel
+    others = {other.name: other.bytes for other in manifest.others}
+    wrong = missing_files(look.path, manifest) + [
+        name for name, size in others.items() if _size(look.path / name) != size
+    ]
+    if wrong:
+        raise _FoundError(DAMAGED, f"missing or of another size: {_some(wrong)}")
+    if not (look.path / METADATA_NAME).exists():
+        look.note = f"only {METADATA_NAME} is missing: it loads all the same"
+
+
+def _unpublished(path: Path) -> str:
+    if any(is_index_name(name) for name in os.listdir(path)):
+        return f"it has no {MANIFEST_NAME}: `datastates repair {path}` makes it if all data is there"
+    return "its save did not finish"
+
+
+def _look_at_torch_dist(look: Look) -> None:
+    index, is_marked = look.path / TORCH_DIST_INDEX, stored_backend(look.path) is not None
+    size = _size(index)
+    if size is None:
+        why = f"{TORCH_DIST_INDEX} is missing" if is_marked else "its save did not finish"
+        raise _FoundError(DAMAGED if is_marked else UNFINISHED, why)
+    if size > _MOST_PARSED_BYTES:
+        _require_named_files(look, index)
+    else:
+        records = _records(index)
+        _require_sizes(look, required_bytes(one for found in records.values() for one in found.values()))
+        _describe(look, next(iter(records.get(COMMON_STATE_KEY, {}).values()), None))
+    if not is_marked:
+        raise _FoundError(
+            UNFINISHED,
+            f"only {METADATA_NAME} is missing, without which Megatron does not load it: "
+            f'{{"sharded_backend": "{TORCH_DIST}", "sharded_backend_version": 1}}',
+        )
+
+
+def _records(index: Path) -> dict[str, dict[tuple[int, ...], Record]]:
+    try:
+        return records_of(load_metadata(index), index)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise FormatError(f"{index} is damaged: {error}") from error
+
+
+def _require_sizes(look: Look, wanted: dict[str, int]) -> None:
+    sizes = {name: _size(look.path / name) for name in sorted(wanted)}
+    wrong = [
+        f"{name} is missing" if size is None else f"{name} has {size} bytes, expected at least {wanted[name]}"
+        for name, size in sizes.items()
+        if size is None or size < wanted[name]
+    ]
+    if wrong:
+        raise _FoundError(DAMAGED, _some(wrong))
+
+
+def _require_named_files(look: Look, index: Path) -> None:
+    """Looks for the files that a large `.metadata` names, without parsing it."""
+    names = {name.decode() for name in _DISTCP_NAMES.findall(read_regular(index, METADATA_BYTES))}
+    missing = sorted(names - set(os.listdir(look.path)))
+    if missing:
+        raise _FoundError(DAMAGED, f"missing: {_some(missing)}")
+    look.note = f"sizes were not compared, as {TORCH_DIST_INDEX} is large"
+
+
+def _describe(look: Look, record: Record | None) -> None:
+    """Fills in ranks and parallelism. That they cannot be read is no damage that names and sizes show.
+
+    Args:
+        record: of the common state; None where it is in a file of its own.
+    """
+    with contextlib.suppress(DataStatesError, OSError):
+        if record is None:
+            data = read_regular(look.path / COMMON_FILE, OBJECT_BYTES)
+        else:
+            with open_regular(look.path / record.file) as file:
+                file.seek(record.offset)
+                data = file.read(record.bytes)
+        arguments = arguments_in(data, str(look.path))
+        ranks = arguments.get("world_size")
+        look.ranks = ranks if isinstance(ranks, int) else None
+        look.parallel = parallel_sizes(arguments)
+
+
+def _look_at_other(look: Look) -> None:
+    if stored_backend(look.path) is None:
+        raise _FoundError(UNFINISHED, "it holds no checkpoint of a known format")
+
+
+def _changed(path: Path) -> str:
+    """Returns when a checkpoint was finished: metadata.json is written last."""
+    try:
+        status = (path / METADATA_NAME).stat()
+    except OSError:
+        status = path.stat()
+    when = datetime.datetime.fromtimestamp(status.st_mtime, datetime.UTC)
+    return when.isoformat(timespec="seconds")
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return os.lstat(path).st_size
+    except FileNotFoundError:
+        return None
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

@@ -1,0 +1,148 @@
+"""The training arguments that Megatron stores in every checkpoint, read without torch and without Megatron.
+
+They are in the common state: an object, or before Megatron 0.19 the file `common.pt`. Its pickle is executed
+with inert classes in place of all that it names, so nothing of a checkpoint runs, and no package is needed.
+"""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megatron_datastates.convert.sources.pickles import load_pickle
+from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
+from megatron_datastates.files import OBJECT_BYTES, read_regular
+from megatron_datastates.format.directory import COMMON_FILE, COMMON_STATE_KEY
+from megatron_datastates.providers.members import find_members
+
+if TYPE_CHECKING:
+    from megatron_datastates.convert.sources.source import Source
+
+_PICKLE = "data.pkl"
+_PLAIN = {
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "complex"): complex,
+}
+_MOST_DEEP = 8  # of lists in lists; Megatron's arguments are flat
+# Sizes of parallel groups, by the names that our manifest has for them.
+_SIZES = {
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "data": "data_parallel_size",
+    "context": "context_parallel_size",
+    "expert": "expert_model_parallel_size",
+}
+
+
+class _Inert:
+    """Substitute for an object of any class: it keeps what it was made of, and has no code."""
+
+    name = ""  # of the class, with its module
+    arguments: tuple[Any, ...] = ()
+    state: Any = None
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _InertUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        known = _PLAIN.get((module, name))
+        # A class of its own for each unpickler: a pickle cannot change what another one gets.
+        return known or type(
+            name, (_Inert,), {"name": f"{module}.{name}", "__setstate__": _Inert.__setstate__}
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        return _Inert(pid)  # the bytes of a tensor
+
+
+def training_arguments(source: Source) -> dict[str, Any]:
+    """Returns the arguments by name: numbers, texts, None, and lists of these; all else as text.
+
+    Raises:
+        MissingKeyError: the checkpoint has no common state, or it has no arguments.
+        DataStatesError: the common state cannot be read.
+    """
+    if COMMON_STATE_KEY in source.objects:
+        data = source.read_object(COMMON_STATE_KEY)
+    else:
+        data = _common_file(source)
+    return arguments_in(data, f"the common state of {source.directory}")
+
+
+def arguments_in(data: bytes, where: str) -> dict[str, Any]:
+    """Returns the same from the bytes of a common state, as torch.save wrote them. Raises the same."""
+    found = _common_state(data, where).get("args")
+    values = found.state if isinstance(found, _Inert) else None
+    if not isinstance(values, dict):
+        raise MissingKeyError(f"{where} has no training arguments: Megatron did not write it")
+    names = sorted(name for name in values if isinstance(name, str))
+    return {name: _plain(values[name]) for name in names}
+
+
+def parallel_sizes(arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the sizes of the parallel groups of a run, as far as its arguments have them."""
+    found = {name: arguments.get(argument) for name, argument in _SIZES.items()}
+    return {name: size for name, size in found.items() if isinstance(size, int)}
+
+
+def _common_state(data: bytes, where: str) -> Mapping[Any, Any]:
+    try:
+        member = find_members(io.BytesIO(data))[_PICKLE]
+        content = data[member.offset : member.offset + member.size]
+        member.check(content, _PICKLE)
+    except FormatError as error:
+        raise FormatError(f"{where} is damaged: {error}") from error
+    found = load_pickle(_InertUnpickler, content, io.BytesIO(content), where)
+    if isinstance(found, list) and len(found) == 1:
+        found = found[0]  # Megatron's objects are lists of one
+    if not isinstance(found, dict):
+        raise MissingKeyError(f"{where} has no training arguments: Megatron did not write it")
+    return found
+
+
+def _common_file(source: Source) -> bytes:
+    from megatron_datastates.convert.sources.datastates import DataStatesSource
+
+    if isinstance(source, DataStatesSource):
+        if any(other.name == COMMON_FILE for other in source.checkpoint.manifest.others):
+            return source.checkpoint.read_other(COMMON_FILE)
+    elif (source.directory / COMMON_FILE).exists():
+        try:
+            return read_regular(source.directory / COMMON_FILE, OBJECT_BYTES)
+        except OSError as error:
+            raise StorageError(
+                f"{source.directory / COMMON_FILE} cannot be read: {error.strerror}"
+            ) from error
+    raise MissingKeyError(f"{source.directory} has no common state, and so no training arguments")
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple | set | frozenset) and depth < _MOST_DEEP:
+        return [_plain(one, depth + 1) for one in value]
+    if isinstance(value, dict) and depth < _MOST_DEEP:
+        return {str(_plain(key)): _plain(one, depth + 1) for key, one in value.items()}
+    return _text(value, depth)
+
+
+def _text(value: Any, depth: int) -> str:
+    """Returns `torch.bfloat16` for a dtype, `AttnBackend(5)` for a member of an enumeration."""
+    if isinstance(value, type) and issubclass(value, _Inert):
+        return value.name
+    if isinstance(value, _Inert) and depth < _MOST_DEEP:
+        own = type(value).__name__
+        if own.endswith("Path"):
+            return "/".join(map(str, value.arguments)).replace("//", "/")
+        return f"{own}({', '.join(str(_plain(one, depth + 1)) for one in value.arguments)})"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,70 @@
+"""What Megatron resumes by after a conversion: the tracker file beside the iterations of a run."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megatron_datastates.convert.sinks.sink import write_synced
+from megatron_datastates.engine.atomic_files import sync_directory
+from megatron_datastates.format.directory import (
+    RELEASE_NAME,
+    TRACKER_NAME,
+    iteration_in_name,
+    iteration_name,
+)
+from megatron_datastates.pipeline.run_folders import tracked_name
+
+
+def how_to_load(source: Path, target: Path) -> str:
+    """Names a converted checkpoint in its run's tracker, and returns how Megatron loads it.
+
+    Megatron loads only directories that it would name so itself. For another one, nothing is written.
+    """
+    if _is_megatrons(target.name):
+        return _name_it(target.absolute().parent, target.name, target.parent)
+    number = iteration_in_name(source.name)
+    name, step = ("iter_N", "N") if number is None else (iteration_name(number), str(number))
+    return (
+        f"Megatron loads no directory of this name: move it to RUN/{name}, and pass "
+        f"--load RUN --ckpt-step {step}"
+    )
+
+
+def copy_tracker(source: Path, target: Path) -> str:
+    """Names in the target's tracker what the source's names, if it was converted; returns what came of it."""
+    name = tracked_name(source)
+    if name is None:
+        return f"{source} has no {TRACKER_NAME} that names a checkpoint: pass --load {target} --ckpt-step N"
+    if not (target / name).is_dir():
+        why = "was not converted" if (source / name).is_dir() else "is missing"
+        return (
+            f"{source / TRACKER_NAME} names {name}, which {why}: "
+            f"choose another with --load {target} --ckpt-step N"
+        )
+    return _name_it(target, name, target)
+
+
+def _name_it(run: Path, name: str, shown: Path) -> str:
+    """Writes the tracker, unless it names a later iteration, or something else that cannot be compared."""
+    existing, tracker = tracked_name(run), run / TRACKER_NAME
+    if os.path.lexists(tracker) and existing != name and not _is_earlier(existing, name):
+        step = iteration_in_name(name)
+        return f"{shown / TRACKER_NAME} still names {existing}: pass --load {shown} --ckpt-step {step}"
+    if existing != name:
+        number = iteration_in_name(name)
+        temporary = run / f".{TRACKER_NAME}.converting"
+        write_synced(temporary, (RELEASE_NAME if number is None else str(number)).encode())
+        temporary.rename(tracker)
+        sync_directory(run)
+    return f"{shown / TRACKER_NAME} names {name}: pass --load {shown}"
+
+
+def _is_earlier(existing: str | None, name: str) -> bool:
+    one, other = iteration_in_name(existing or ""), iteration_in_name(name)
+    return one is not None and other is not None and one < other
+
+
+def _is_megatrons(name: str) -> bool:
+    number = iteration_in_name(name)
+    return name == RELEASE_NAME or (number is not None and name == iteration_name(number))

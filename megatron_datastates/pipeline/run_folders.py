@@ -1,0 +1,129 @@
+"""Which checkpoint of a run is meant: the one that its tracker names, or that of an iteration.
+
+Nothing here imports torch or the native module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError
+from megatron_datastates.files import TRACKER_BYTES, read_regular
+from megatron_datastates.format.directory import (
+    RELEASE_NAME,
+    TORCH_DIST_INDEX,
+    TRACKER_NAME,
+    iteration_in_name,
+    iteration_name,
+)
+from megatron_datastates.format.values import is_own_file_name
+from megatron_datastates.pipeline.runs import stored_backend, tracked_iteration
+
+_MOST_NAMED = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The directory of a checkpoint, and how it was found in a run; empty if it was given itself."""
+
+    directory: Path
+    how: str = ""
+
+
+def choose_checkpoint(directory: Path, iteration: int | None = None) -> Chosen:
+    """Returns the checkpoint that a directory stands for: itself, or one of the run that it holds.
+
+    Args:
+        iteration: of the run; by default the one that its tracker names.
+
+    Raises:
+        OptionError: an iteration is given for what is no run.
+        NotACheckpointError: the run has no such iteration, or no tracker that names one.
+        StorageError: the directory cannot be listed.
+    """
+    if not is_run(directory):
+        if iteration is not None and directory.is_dir():
+            raise OptionError(f"--iteration {iteration}: {directory} is not the directory of a run")
+        return Chosen(directory)
+    if iteration is not None:
+        found = directory / iteration_name(iteration)
+        if not found.is_dir():
+            raise NotACheckpointError(
+                f"{directory} has no iteration {iteration}: {_what_there_is(directory)}"
+            )
+        return Chosen(found, f"iteration {iteration} of {directory}")
+    name = tracked_name(directory)
+    if name is None:
+        raise NotACheckpointError(
+            f"{directory} is a run whose {TRACKER_NAME} is missing or names no checkpoint: choose one by "
+            f"--iteration; {_what_there_is(directory)}"
+        )
+    if not (directory / name).is_dir():
+        raise NotACheckpointError(
+            f"{directory / TRACKER_NAME} names {name}, which is missing: choose another by --iteration; "
+            f"{_what_there_is(directory)}"
+        )
+    return Chosen(directory / name, f"{directory / name}, which the tracker of the run names")
+
+
+def is_run(directory: Path) -> bool:
+    """Returns whether a directory holds checkpoints, or a tracker, and is none itself.
+
+    Raises:
+        StorageError: it cannot be listed.
+    """
+    try:
+        names = os.listdir(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise StorageError(
+            f"{directory} cannot be listed: {error.strerror}", code=error.errno or 0, path=str(directory)
+        ) from error
+    if TORCH_DIST_INDEX in names or any(map(is_own_file_name, names)) or stored_backend(directory):
+        return False
+    return TRACKER_NAME in names or any(is_checkpoint_name(name) for name in names)
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Returns whether Megatron gives this name to a checkpoint of a run: `iter_0000100`, or `release`."""
+    return name == RELEASE_NAME or iteration_in_name(name) is not None
+
+
+def tracked_name(run: Path) -> str | None:
+    """Returns the name of the directory that a run's tracker names; None without a tracker that names one."""
+    number = tracked_iteration(run / TRACKER_NAME)
+    if number is not None:
+        return iteration_name(number)
+    try:
+        text = read_regular(run / TRACKER_NAME, TRACKER_BYTES)
+    except OSError:
+        return None
+    return RELEASE_NAME if text.strip() == RELEASE_NAME.encode() else None
+
+
+def checkpoint_directories(run: Path) -> list[Path]:
+    """Returns the directories of all checkpoints of a run, in order: `release`, then iterations.
+
+    Raises:
+        OSError: the run cannot be listed.
+    """
+    with os.scandir(run) as entries:
+        names = [entry.name for entry in entries if is_checkpoint_name(entry.name) and entry.is_dir()]
+    numbers = {name: iteration_in_name(name) for name in names}
+    return [
+        run / name
+        for name in sorted(names, key=lambda name: (numbers[name] or 0, name != RELEASE_NAME, name))
+    ]
+
+
+def _what_there_is(run: Path) -> str:
+    try:
+        names = [path.name for path in checkpoint_directories(run)]
+    except OSError:
+        names = []
+    numbers = [str(number) for name in names if (number := iteration_in_name(name)) is not None]
+    few = numbers if len(numbers) <= _MOST_NAMED else ["...", *numbers[-_MOST_NAMED:]]
+    return f"it has {', '.join(few)}" if numbers else "it has none"
