@@ -122,17 +122,17 @@ def convert(
     \b
     Example: torchrun --nproc-per-node 8 tools/convert.py runs/gpt converted --all --memory 4GiB
     """
-    from megatron_datastates.convert.limits import Limits
-    from megatron_datastates.convert.run import ConversionRequest
-    from megatron_datastates.convert.team import team_of_torchrun
-
     try:
         if every and iteration is not None:
             raise OptionError("--all and --iteration: choose one")
-        limits = Limits(parse_size("--memory", memory), workers or 0)
-        request = ConversionRequest(to, ranks or 0, verify, limits, optimizer)
         if not every:
             source, target = _one_of(source, target, iteration)
+        from megatron_datastates.convert.limits import Limits
+        from megatron_datastates.convert.run import ConversionRequest
+        from megatron_datastates.convert.team import team_of_torchrun
+
+        limits = Limits(parse_size("--memory", memory), workers or 0)
+        request = ConversionRequest(to, ranks or 0, verify, limits, optimizer)
         with team_of_torchrun() as team:
             failed = (_convert_run if every else _convert_one)(source, target, request, team, as_json)
     except CorruptDataError as error:

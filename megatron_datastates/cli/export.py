@@ -61,15 +61,16 @@ def export(
     \b
     Example: datastates export runs/gpt/iter_0001000 gpt-1000 --max-shard-size 2GB
     """
-    from megatron_datastates.convert.open import open_source
-    from megatron_datastates.convert.sinks.safetensors import choose_weights
-    from megatron_datastates.convert.sinks.safetensors import export as export_weights
-
     try:
+        directory = checkpoint_of(directory, iteration)
+        from megatron_datastates.convert.open import open_source
+        from megatron_datastates.convert.sinks.safetensors import choose_weights
+        from megatron_datastates.convert.sinks.safetensors import export as export_weights
+
         shard_bytes = parse_size("--max-shard-size", max_shard_size)
         if shard_bytes < 1:
             raise OptionError(f"--max-shard-size {max_shard_size}: expected at least 1 byte")
-        source = _with_states(open_source(checkpoint_of(directory, iteration)), keys or [])
+        source = _with_states(open_source(directory), keys or [])
         weights = choose_weights(source, keys, stacked=stacked)
         with progress_bar("exporting") as progress:
             task = progress.add_task("", total=sum(weight.bytes for weight in weights))

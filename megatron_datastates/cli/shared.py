@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from megatron_datastates.config import MIB, parse_bytes
-from megatron_datastates.errors import OptionError, StorageError, printable
+from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError, printable
 from megatron_datastates.files import require_utf8
 from megatron_datastates.pipeline.run_folders import choose_checkpoint
 
@@ -183,6 +183,8 @@ def checkpoint_of(directory: Path, iteration: int | None) -> Path:
     Raises:
         OptionError, NotACheckpointError, StorageError: see choose_checkpoint.
     """
+    if not directory.is_dir():  # said at once: to open a checkpoint, some commands import torch
+        raise NotACheckpointError(f"{directory} is not a directory")
     found = choose_checkpoint(directory, iteration)
     if found.how:
         note(f"datastates: {found.how}")

@@ -23,7 +23,7 @@ from megatron_datastates.cli.shared import (
     say,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError, NotACheckpointError
+from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError
 
 if TYPE_CHECKING:
     from megatron_datastates.pipeline.verify import Verdict
@@ -81,6 +81,8 @@ def verify(
 def _checkpoints(directories: list[Path], every: bool, iteration: int | None) -> list[Path]:
     from megatron_datastates.pipeline.run_folders import checkpoint_directories, is_run
 
+    if every and iteration is not None:
+        raise OptionError("--all and --iteration: choose one")
     found = []
     for directory in directories:
         if every and is_run(directory):
@@ -129,10 +131,11 @@ def _plain(verdict: Verdict | Exception) -> dict[str, Any]:
 def _checked(directory: Path, quick: bool) -> Verdict | Exception:
     """Returns the verdict, or why there is none."""
     from megatron_datastates.pipeline.load import Checkpoint
-    from megatron_datastates.pipeline.verify import verify as verify_checkpoint
 
     try:
         total = sum(file.footer_offset for file in Checkpoint.open(directory).manifest.files)
+        from megatron_datastates.pipeline.verify import verify as verify_checkpoint  # which imports torch
+
         with progress_bar("verifying", disable=quick) as progress:
             task = progress.add_task("", total=total)
             return verify_checkpoint(

@@ -26,7 +26,7 @@ from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.planning import Plan
 from megatron_datastates.convert.sinks.datastates import DataStatesSink
 from megatron_datastates.convert.sinks.sink import Progress, Sink
-from megatron_datastates.convert.sinks.target import sync_tree
+from megatron_datastates.convert.sinks.target import made_parents, named_as, sync_tree
 from megatron_datastates.convert.sinks.torch_dist import TorchDistSink
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.team import Team
@@ -66,9 +66,11 @@ def convert(
     numbers = plan.files_of(team)
     workers = Workers(limits.worker_count(len(numbers)), progress)
     with ExitStack() as held:
+        team.on_rank_zero(lambda: held.enter_context(made_parents(plan.target)))
         team.on_rank_zero(
             lambda: held.enter_context(locked_work_directory(plan.work_directory, _other_names(plan.source)))
         )
+        held.enter_context(named_as(plan.work_directory, plan.target))
         save_id = SaveId(team.on_rank_zero(lambda: secrets.randbits(63)), 1)
         sink = team.on_every_rank(lambda: _sink(plan, limits, save_id, workers.progress))
         try:

@@ -36,7 +36,7 @@ def locked_work_directory(path: Path, other_names: Collection[str]) -> Iterator[
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise StorageError(
-                f"another conversion is writing to {path}: wait until it has finished, or stop it"
+                f"another conversion is making {_target_of(path)}: wait until it has finished, or stop it"
             ) from None
         except OSError:  # this file system has no locks
             pass
@@ -47,6 +47,10 @@ def locked_work_directory(path: Path, other_names: Collection[str]) -> Iterator[
             shutil.rmtree(path, ignore_errors=True)  # after a success it has the target's name
     finally:
         os.close(descriptor)
+
+
+def _target_of(path: Path) -> Path:
+    return path.with_name(path.name.removeprefix(".").removesuffix(".converting"))
 
 
 def _open(path: Path) -> int:

@@ -127,7 +127,8 @@ def why_no_checkpoint(path: Path) -> str:
     if any(is_own_file_name(name) for name in names):
         return (
             f"{path} holds an unfinished datastates checkpoint: it has data files but no {MANIFEST_NAME}, "
-            "so its save was killed or failed. Load an older one."
+            "so its save was killed or failed. Load an older one; if only the manifest was lost, "
+            "`datastates repair` makes it anew."
         )
     if TORCH_DIST_INDEX in names:
         return f"{path} holds a torch_dist checkpoint, not a datastates one"

@@ -336,7 +336,7 @@ def test_another_conversion_to_the_same_target_is_left_alone(by_dcp: Path, tmp_p
     (under_way / "__0_0.distcp").write_bytes(b"half")
     descriptor = os.open(under_way, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(StorageError, match="another conversion is writing to"):
+    with pytest.raises(StorageError, match="another conversion is making"):
         convert_to(by_dcp, tmp_path / "target")
     assert os.listdir(tmp_path) == [".target.converting"]
     assert (under_way / "__0_0.distcp").read_bytes() == b"half"

@@ -133,8 +133,8 @@ def export(
     names = [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
     names = names if len(names) > 1 else ["model.safetensors"]
     total = sum(weight.bytes for weight in weights)
-    refuse_target(target, total)
-    with publish_on_exit(target) as directory:
+    refuse_target(target, total, makes_parents=True)
+    with publish_on_exit(target, makes_parents=True) as directory:
         directory.mkdir()
         for name, shard in zip(names, shards, strict=True):
             with open(directory / name, "xb") as file:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_datastates.engine.atomic_files import sync_directory
-from megatron_datastates.errors import StorageError
+from megatron_datastates.errors import DataStatesError, StorageError
 
 
 def refuse_target(target: Path, needed_bytes: int = 0, *, makes_parents: bool = False) -> None:
@@ -44,23 +44,60 @@ def refuse_target(target: Path, needed_bytes: int = 0, *, makes_parents: bool = 
 
 
 @contextlib.contextmanager
-def publish_on_exit(target: Path) -> Iterator[Path]:
+def publish_on_exit(target: Path, *, makes_parents: bool = False) -> Iterator[Path]:
     """Yields a temporary path; the file or directory created there becomes `target` if the body succeeds.
+
+    Args:
+        makes_parents: create missing parent directories.
 
     Raises:
         StorageError: `target` exists or cannot be created; see refuse_target.
     """
-    refuse_target(target)
+    refuse_target(target, makes_parents=makes_parents)
     temporary = target.parent / f".{target.name}.{os.getpid()}.tmp"
-    try:
-        yield temporary
-        sync_tree(temporary)
-        refuse_target(target)
-        temporary.rename(target)
-    except BaseException:  # including an interrupt
-        _remove(temporary)
-        raise
+    with made_parents(target), named_as(temporary, target):
+        try:
+            yield temporary
+            sync_tree(temporary)
+            refuse_target(target)
+            temporary.rename(target)
+        except BaseException:  # including an interrupt
+            _remove(temporary)
+            raise
     sync_directory(target.parent)
+
+
+@contextlib.contextmanager
+def made_parents(target: Path) -> Iterator[None]:
+    """Creates missing parent directories, and removes those that it made if the body fails."""
+    missing = [parent for parent in target.absolute().parents if not parent.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        for parent in missing:
+            with contextlib.suppress(OSError):  # somebody else uses it
+                parent.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def named_as(temporary: Path, target: Path) -> Iterator[None]:
+    """Replaces a temporary name in errors by the name of what is being made, which is all that users know."""
+
+    def renamed(value: object) -> object:
+        return value.replace(str(temporary), str(target)) if isinstance(value, str) else value
+
+    try:
+        yield
+    except DataStatesError as error:
+        error.args = tuple(map(renamed, error.args))
+        raise
+    except OSError as error:
+        error.filename = (
+            renamed(os.fspath(error.filename)) if isinstance(error.filename, str | Path) else None
+        )
+        raise
 
 
 def sync_tree(root: Path) -> None:

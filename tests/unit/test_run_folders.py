@@ -1,0 +1,295 @@
+"""Runs as people have them: what `ls` sees, which checkpoint a command takes, layers by name, arguments."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import megatron_datastates as ds
+from megatron_datastates.convert import look
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.stored_arguments import _InertUnpickler, arguments_in, training_arguments
+from megatron_datastates.errors import FormatError, StorageError
+from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline import prune
+from tests.unit.command import run
+from tests.unit.inspecting import output_of, refused
+from tests.unit.trained import STACKED, TRACKER, WEIGHT, save_run_of, save_trained
+
+FORMATS = ("datastates", "torch_dist")
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in each format, named after it. Not to be changed."""
+    return save_both(tmp_path_factory.mktemp("both"))
+
+
+def save_both(root: Path) -> Path:
+    for format in FORMATS:
+        save_run_of(root / format, format)
+    return root
+
+
+@pytest.fixture(params=FORMATS)
+def a_run(request: pytest.FixtureRequest, both: Path, tmp_path: Path) -> Path:
+    """A copy of a run."""
+    return Path(shutil.copytree(both / request.param, tmp_path / "run"))
+
+
+def rows(root: Path) -> list[dict[str, Any]]:
+    return json.loads(output_of("ls", root, "--json"))
+
+
+# -- ls ---------------------------------------------------------------------------------------------------
+
+
+def test_ls_shows_parallelism_and_what_the_tracker_names(a_run: Path):
+    found = rows(a_run)
+    assert [(row["iteration"], row["tracked"], row["state"]) for row in found] == [
+        (5, True, "complete"), (10, False, "complete"),
+    ]  # fmt: skip
+    if found[0]["format"] == "torch_dist":
+        assert (found[0]["ranks"], found[0]["parallel"]) == (2, {"tensor": 2, "pipeline": 1})
+    text = output_of("ls", a_run)
+    assert text.splitlines()[1].split()[:2] == ["5", "*"] and f"* {TRACKER} names it" in text
+
+
+def data_file(directory: Path) -> Path:
+    return max(
+        (path for path in directory.iterdir() if path.suffix in (".bin", ".distcp")),
+        key=lambda path: path.stat().st_size,
+    )
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+DAMAGE = {
+    "a missing data file": lambda path: data_file(path).unlink(),
+    "a truncated data file": lambda path: cut(data_file(path)),
+    "an empty manifest": lambda path: os.truncate(index_of(path), 0),
+    "a truncated manifest": lambda path: cut(index_of(path)),
+}
+
+
+def index_of(path: Path) -> Path:
+    return next(one for name in (MANIFEST_NAME, ".metadata") if (one := path / name).exists())
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_ls_sees_what_names_and_sizes_show(a_run: Path, damage: str):
+    DAMAGE[damage](a_run / "iter_0000005")
+    first, second = rows(a_run)
+    assert (first["state"], first["complete"], second["state"]) == ("damaged", False, "complete")
+    assert first["problem"] and "iter_0000005: " in output_of("ls", a_run)
+
+
+def test_an_unfinished_save_is_no_damage(a_run: Path):
+    index_of(a_run / "iter_0000005").unlink()
+    (a_run / "iter_0000005" / "metadata.json").unlink()
+    assert rows(a_run)[0]["state"] == "unfinished"
+
+
+def test_metadata_without_which_megatron_loads_nothing_is_named(a_run: Path):
+    (a_run / "iter_0000005" / "metadata.json").unlink()
+    row = rows(a_run)[0]
+    assert "only metadata.json is missing" in (row["problem"] or row["note"])
+    assert row["complete"] is (row["format"] == "datastates")  # which Megatron then loads
+
+
+def test_of_a_large_metadata_only_names_are_compared(a_run: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(look, "_MOST_PARSED_BYTES", 1)
+    row = rows(a_run)[0]
+    if row["format"] == "datastates":
+        return
+    assert row["state"] == "complete" and "sizes were not compared" in row["note"]
+    data_file(a_run / "iter_0000005").unlink()
+    assert rows(a_run)[0]["state"] == "damaged"
+
+
+def test_a_release_is_listed_and_is_what_the_tracker_may_name(a_run: Path):
+    (a_run / "iter_0000005").rename(a_run / "release")
+    (a_run / TRACKER).write_text("release\n")
+    assert [(row["iteration"], row["tracked"]) for row in rows(a_run)] == [(None, True), (10, False)]
+    assert output_of("ls", a_run).splitlines()[1].split()[0] == "release"
+    assert "release, which the tracker of the run names" in run("show", a_run)[2]
+
+
+def test_a_tracker_that_names_what_is_missing_is_said(a_run: Path):
+    (a_run / TRACKER).write_text("7")
+    assert "names iter_0000007, which is missing" in output_of("ls", a_run)
+    (a_run / TRACKER).unlink()
+    assert "would start from random weights" in output_of("ls", a_run)
+
+
+def test_what_may_not_be_read_is_not_called_damaged(a_run: Path, monkeypatch: pytest.MonkeyPatch):
+    def denied(path: Any, *more: Any) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(look, "read_regular", denied)
+    monkeypatch.setattr(look, "load_metadata", denied)
+    assert {row["state"] for row in rows(a_run)} == {"unreadable"}
+    assert "DAMAGED" not in output_of("ls", a_run) and "Permission denied" in output_of("ls", a_run)
+
+
+# -- which checkpoint of a run ----------------------------------------------------------------------------
+
+
+def test_a_run_stands_for_what_its_tracker_names(a_run: Path, tmp_path: Path):
+    code, printed, reported = run("args", a_run, "--keys", "lr")
+    assert (code, printed) == (0, "lr: 0.005\n")
+    assert reported == f"datastates: {a_run}/iter_0000005, which the tracker of the run names\n"
+    assert run("args", a_run, "--keys", "lr", "--iteration", "10")[1] == "lr: 0.01\n"
+    assert "[3, 4, 2]" in output_of("show", a_run) and "bfloat16" in output_of("show", a_run)
+    assert run("diff", a_run, a_run)[0] == 0
+    assert "[4, 2]" in output_of("cat", a_run, "decoder.layers.1.mlp.linear_fc1.weight")
+
+
+def test_a_run_without_a_choice_is_refused(a_run: Path):
+    assert "has no iteration 7: it has 5, 10" in refused("show", a_run, "--iteration", 7)
+    assert "is not the directory of a run" in refused("show", a_run / "iter_0000005", "--iteration", 5)
+    (a_run / TRACKER).write_text("7")
+    assert "names iter_0000007, which is missing: choose another by --iteration" in refused("show", a_run)
+    (a_run / TRACKER).unlink()
+    assert "choose one by --iteration; it has 5, 10" in refused("show", a_run)
+
+
+def test_many_checkpoints_and_all_of_a_run_are_verified(both: Path, tmp_path: Path):
+    root = Path(shutil.copytree(both / "datastates", tmp_path / "run"))
+    paths = sorted(root.glob("iter_*"))
+    text = output_of("verify", *paths)
+    assert [line.split(": ")[1] for line in text.splitlines()[:2]] == ["good", "good"]
+    assert text.splitlines()[2] == "2 checkpoints: 2 good, 0 faulty"
+    assert text == output_of("verify", "--all", root)
+    (paths[0] / MANIFEST_NAME).unlink()
+    code, printed, reported = run("verify", "--all", root)
+    assert code == 2 and "2 checkpoints: 1 good, 0 faulty, 1 could not be checked" in printed
+    assert "`datastates repair` makes it anew" in reported
+    data = data_file(paths[1])
+    data.write_bytes(data.read_bytes()[:5000] + b"X" + data.read_bytes()[5001:])
+    code, printed, _ = run("verify", "--all", root, "--json")
+    assert code == 1 and [row["good"] for row in json.loads(printed)] == [None, False]
+    assert "not the directory of a run" in refused("verify", "--all", paths[0])
+
+
+# -- layers by the names of Megatron's modules ------------------------------------------------------------
+
+
+def test_a_layer_of_a_stacked_tensor_has_a_name(a_run: Path, tmp_path: Path):
+    path, name = a_run / "iter_0000005", "decoder.layers.1.mlp.linear_fc1.weight"
+    (row,) = json.loads(output_of("show", path, "decoder.layers.1.*", "--stats", "--json"))["tensors"]
+    assert (row["key"], row["shape"], row["bytes"]) == (name, [4, 2], 32)
+    assert (row["min"], row["max"]) == (8, 15)
+    assert json.loads(output_of("cat", path, name, "1:3", "--json"))["values"] == WEIGHT[1, 1:3].tolist()
+    assert run("cat", path, name, "--out", tmp_path / "x.npy")[0] == 0
+    assert np.array_equal(np.load(tmp_path / "x.npy"), WEIGHT[1].numpy())
+    assert "has 3 layers, numbered from 0" in refused("cat", path, name.replace("1", "3", 1))
+    assert json.loads(output_of("show", path, "--json", STACKED))["tensors"][0]["shape"] == [3, 4, 2]
+
+
+def test_layers_are_compared_and_exported_by_name(both: Path, tmp_path: Path):
+    first, other = both / "datastates" / "iter_0000005", tmp_path / "iter_0000006"
+    output_of("convert", first, other)
+    pair = first, other
+    assert run("diff", *pair, "--keys", "decoder.layers.2.*")[0] == 0
+    assert "no tensor" in refused("diff", *pair, "--keys", "decoder.layers.3.*")
+    output_of("export", first, tmp_path / "deep" / "out", "--keys", "decoder.layers.[02].*")
+    loaded = load_file(tmp_path / "deep" / "out" / "model.safetensors")
+    assert {key: value.tolist() for key, value in loaded.items()} == {
+        f"decoder.layers.{n}.mlp.linear_fc1.weight": WEIGHT[n].tolist() for n in (0, 2)
+    }
+
+
+def test_one_layer_is_compared_alone(tmp_path: Path):
+    changed = WEIGHT.clone()
+    changed[2, 0, 0] = 99
+    for name, value in (("a", WEIGHT), ("b", changed)):
+        ds.save({STACKED: value}, tmp_path / name)
+    pair = tmp_path / "a", tmp_path / "b"
+    assert run("diff", *pair, "--keys", "decoder.layers.1.*")[0] == 0
+    code, printed, _ = run("diff", *pair, "--keys", "decoder.layers.[12].*", "--json")
+    assert code == 1 and json.loads(printed)["tensors"][STACKED]["changed"] == 1
+    assert json.loads(printed)["layers"]["model"].keys() == {"decoder.layers.1", "decoder.layers.2"}
+
+
+# -- arguments --------------------------------------------------------------------------------------------
+
+
+def test_arguments_are_listed_and_compared(both: Path, tmp_path: Path):
+    one, other = (both / format / "iter_0000005" for format in FORMATS)
+    assert output_of("args", one) == output_of("args", other)
+    found = json.loads(output_of("args", one, "--json"))
+    assert found["params_dtype"] == "torch.bfloat16" and found["data_path"] == ["a", 0.5, None]
+    assert run("args", one, other)[:2] == (0, "0 arguments of 9 differ\n")
+    save_trained(tmp_path / "new", "datastates", lr=0.005, num_layers=True, extra=[1])
+    code, printed, _ = run("args", one, tmp_path / "new", "--json")
+    assert code == 1 and json.loads(printed) == {"extra": [None, [1]], "num_layers": [3, True]}
+    assert "no argument in" in refused("args", one, "--keys", "nothing*")
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("made by a pickle",)
+
+
+def test_a_hostile_common_state_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    buffer = io.BytesIO()
+    torch.save([{"args": Hostile()}], buffer)
+    with pytest.raises(Exception, match="has no training arguments"):
+        arguments_in(buffer.getvalue(), "here")
+    assert not os.listdir(tmp_path)
+    for program in (
+        b"cos\nmkdir\n(X\x01\x00\x00\x00xtR",
+        b"cos\nmkdir\n}X\x01\x00\x00\x00aX\x01\x00\x00\x00bsb",
+    ):
+        with contextlib.suppress(TypeError, pickle.UnpicklingError):
+            _InertUnpickler(io.BytesIO(b"\x80\x02" + program + b".")).load()
+    assert not os.listdir(tmp_path) and not hasattr(os.mkdir, "a")
+    with pytest.raises(FormatError, match="is damaged"):
+        arguments_in(buffer.getvalue()[:-30], "here")
+
+
+def test_arguments_are_what_torch_reads(both: Path):
+    source = open_source(both / "torch_dist" / "iter_0000005")
+    data = source.read_object("common_state/shard_0_1")
+    (stored,) = torch.load(io.BytesIO(data), weights_only=False)
+    found = training_arguments(source)
+    assert found.keys() == vars(stored["args"]).keys()
+    assert found["lr"] == stored["args"].lr and found["save"] == stored["args"].save
+
+
+# -- prune ------------------------------------------------------------------------------------------------
+
+
+def test_one_unreadable_iteration_does_not_end_prune(
+    both: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    root = Path(shutil.copytree(both / "datastates", tmp_path / "run"))
+    save_trained(root / "iter_0000015", "datastates")
+    (root / TRACKER).write_text("15")
+    real = prune.Checkpoint.open
+
+    def denied(path: Any, *more: Any, **how: Any) -> Any:
+        if Path(path).name == "iter_0000005":
+            raise StorageError("Permission denied", code=errno.EACCES)
+        return real(path, *more, **how)
+
+    monkeypatch.setattr(prune.Checkpoint, "open", denied)
+    text = output_of("prune", root, "--keep-last", 1, "--yes")
+    assert "iter_0000005  (it cannot be read: Permission denied)" in text and "damaged" not in text
+    assert sorted(path.name for path in root.glob("iter_*")) == ["iter_0000005", "iter_0000015"]

@@ -1,0 +1,162 @@
+"""The command line starts without torch: help, errors of usage, listings, arguments, completion."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.command import run
+from tests.unit.inspecting import output_of
+from tests.unit.trained import save_trained
+
+COMMANDS = (
+    "args", "cat", "convert", "diff", "export", "ls", "options", "plan", "prune", "repair", "report", "show",
+    "verify",
+)  # fmt: skip
+GOLDEN = Path(__file__).parents[1] / "golden" / "megatron-0.19"
+# Runs several command lines in one process, and prints which of the named modules were imported.
+PROGRAM = """
+import sys
+from megatron_datastates.cli.entry import main
+heavy, *lines = sys.argv[1:]
+for line in lines:
+    sys.argv = ["datastates", *line.split()]
+    try:
+        main()
+    except SystemExit as error:
+        print("exit", error.code)
+print("imported", sorted(set(heavy.split()) & sys.modules.keys()))
+"""
+
+
+def imported_by(heavy: str, *lines: str) -> tuple[str, str]:
+    """Returns what the command lines print, and which modules of `heavy` they have imported."""
+    command = [sys.executable, "-c", PROGRAM, heavy, *lines]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    text, _, found = done.stdout.rpartition("imported ")
+    return text, found.strip()
+
+
+def test_help_usage_errors_and_the_version_import_neither_torch_nor_numpy():
+    lines = ["--help", "-h", "--version", "nonsense", "ls", "show --jsn x", "convert a b --ranks 0"]
+    lines += [f"{command} --help" for command in COMMANDS]
+    text, found = imported_by("torch numpy matplotlib rich megatron_datastates.engine._native", *lines)
+    assert found == "[]"
+    assert "datastates 0." in text
+    assert all(f"Usage: datastates {command}" in text for command in COMMANDS)
+    assert text.count("exit 2") == 4
+
+
+def test_a_listing_imports_neither_torch_nor_numpy(root: Path, by_dcp: Path):
+    text, found = imported_by("torch numpy", f"ls {root}", f"ls {by_dcp.parent}")
+    assert found == "[]" and "torch_dist" in text and "datastates" in text
+
+
+def test_a_directory_that_is_missing_is_said_without_torch(tmp_path: Path):
+    missing = tmp_path / "none"
+    lines = [f"{command} {missing}" for command in ("show", "args", "verify", "repair", "ls")]
+    lines += [f"{command} {missing} {tmp_path}/x" for command in ("cat", "convert", "export", "diff")]
+    text, found = imported_by("torch", *lines)
+    assert found == "[]" and text.count("exit 2") == 9
+
+
+def test_show_and_args_import_no_torch(root: Path, tmp_path: Path):
+    for format in ("datastates", "torch_dist"):
+        save_trained(tmp_path / format, format)
+    lines = [f"show {root}/iter_0000005", f"show {tmp_path}/torch_dist decoder.layers.1.*"]
+    lines += [f"args {tmp_path}/datastates", f"args {tmp_path}/datastates {tmp_path}/torch_dist"]
+    text, found = imported_by("torch", *lines)
+    assert found == "[]" and text.count("exit 0") == 4, text
+    assert "decoder.weight" in text and "num_layers: 3" in text
+
+
+def test_completion_imports_no_torch(tmp_path: Path):
+    """As bash calls it: with a torch that cannot be imported."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    words = {"_DATASTATES_COMPLETE": "complete_bash", "COMP_WORDS": "datastates re", "COMP_CWORD": "1"}
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    code = "import sys; sys.argv = ['datastates']\nfrom megatron_datastates.cli.entry import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | words | {"PYTHONPATH": path},
+    )
+    assert done.stdout.split() == ["repair", "report"], done.stderr
+
+
+def test_summaries_are_whole_and_fit_80_columns(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ([], *([command] for command in COMMANDS)):
+        text = output_of(*words, "--help")
+        assert text == output_of(*words, "-h")
+        # An example may be longer: a line that is copied must be whole.
+        lines = [
+            line for line in text.splitlines() if not re.search("datastates |torchrun |^ +--vocab-size", line)
+        ]
+        assert max(map(len, lines)) <= 80, [line for line in lines if len(line) > 80]
+    summaries = output_of("--help").partition("Commands:")[2]
+    assert all(command in summaries for command in COMMANDS) and "..." not in summaries
+
+
+def test_every_command_has_exit_codes_and_an_example_in_its_help():
+    for command in COMMANDS:
+        text = " ".join(output_of(command, "--help").split())
+        assert "Exit codes: 0" in text, command
+        assert f"Example: datastates {command}" in text or f"Examples: datastates {command}" in text, command
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["convert", "a", "b", "--ranks", "0"],
+        ["convert", "a", "b", "--workers", "-1"],
+        ["export", str(GOLDEN), "x", "--max-shard-size", "0"],
+        ["show", str(GOLDEN.parent), "--iteration", "-1"],
+        ["convert", str(GOLDEN), "b", "--all", "--iteration", "3"],
+        ["verify", str(GOLDEN), "--all", "--iteration", "3"],
+    ],
+)
+def test_wrong_values_are_refused(words: list[str]):
+    code, printed, reported = run(*words)
+    assert code == 2 and printed == "" and words[-2] in reported
+
+
+INTERRUPTED = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+module = sys.argv[1]
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+from megatron_datastates.cli.entry import main
+sys.argv = ["datastates", *sys.argv[2:]]
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "megatron_datastates.cli.main", "numpy", "torch"])
+def test_an_interrupt_while_something_is_imported_is_one_line(module: str, tmp_path: Path):
+    words = ["convert", str(GOLDEN), str(tmp_path / "made" / "iter_0000001")]
+    command = [sys.executable, "-c", INTERRUPTED, module, *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "datastates: interrupted\n")
+    assert not os.listdir(tmp_path)
+
+
+def test_an_ignored_sigint_stays_ignored():
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from megatron_datastates.cli.entry import run\n"
+        "run(lambda: lambda: signal.raise_signal(signal.SIGINT))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert signal.SIGINT.value + 128 == 130
