@@ -163,11 +163,14 @@ def _plain(content: Content, found: Statistics | None) -> dict[str, Any]:
 
 def _print_tensors(tensors: list[Content], found: list[Statistics | None], stats: bool) -> None:
     """Prints a table whose last column is the key: it may be long, and a terminal copies it whole."""
-    columns = _STATISTICS if stats else ("shards", "files", "size")
+    is_odd = any(numbers is not None and numbers.nans + numbers.infinities for numbers in found)
+    statistics = _STATISTICS if is_odd else _STATISTICS[:-2]  # without NaN and Inf
+    columns = statistics if stats else ("shards", "files", "size")
     table = Table("dtype", "shape", *(f">{name}" for name in columns), "tensor")
     for content, numbers in zip(tensors, found, strict=True):
         if stats:
-            cells = ["-" if value is None else f"{value:.6g}" for value in _numbers(numbers).values()]
+            values = _numbers(numbers)
+            cells = ["-" if values[name] is None else f"{values[name]:.6g}" for name in statistics]
         else:
             cells = [str(len(content.offsets)), str(content.files or "-"), size_text(content.bytes)]
         table.add(content.dtype, str(list(content.global_shape)), *cells, content.key)

@@ -26,9 +26,8 @@ _MODEL = (
     ("num_experts", "{} experts"),
 )
 _TRAINING = (
-    ("iteration", "iteration {}"),
-    ("train_iters", "of {}"),
-    ("consumed_train_samples", "{} samples"),
+    ("train_iters", "{} iterations"),
+    ("consumed_train_samples", "{} samples so far"),
     ("global_batch_size", "global batch {}"),
     ("lr", "lr {}"),
     ("optimizer", "{}"),
@@ -42,8 +41,9 @@ def summary(path: Path, source: Source) -> list[tuple[str, str]]:
     whole = "" if look.state == "complete" else f", {look.state}: {look.problem}"
     weights = [key for key in source.tensors if is_weight(key)]
     states = [key for key in source.tensors if not is_weight(key)]
+    number = "" if look.iteration is None else f", iteration {look.iteration}"
     rows = [
-        ("checkpoint", f"{path}, {source.format}{whole}"),
+        ("checkpoint", f"{path}, {source.format}{number}{whole}"),
         ("saved", f"{look.created.replace('T', ' ')[:16]} UTC{_ranks(look.ranks, look.parallel)}"),
         ("model", _described(_MODEL, arguments)),
         ("training", _described(_TRAINING, arguments)),
@@ -72,7 +72,7 @@ def _ranks(ranks: int | None, parallel: Mapping[str, int]) -> str:
 def _described(texts: Collection[tuple[str, str]], arguments: Mapping[str, Any]) -> str:
     """Returns what the arguments say; those that are missing or None are left out."""
     found = [text.format(arguments[name]) for name, text in texts if arguments.get(name) is not None]
-    return ", ".join(found).replace(", of ", " of ").replace("1 layers", "1 layer")
+    return ", ".join(found)
 
 
 def _weights(source: Source, keys: Collection[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from megatron_datastates.convert.run import ConversionRequest, convert_run
 from megatron_datastates.convert.team import Team
 from megatron_datastates.errors import OptionError, StorageError
 from megatron_datastates.pipeline.verify import verify
+from tests.unit.command import run
 from tests.unit.converting import LEAST, contents, convert_to, save_with_dcp
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -86,6 +88,85 @@ def test_a_run_of_several_formats_is_converted_to_the_requested_one(tmp_path: Pa
         all_of(source, target, "torch_dist")
     with pytest.raises(StorageError, match="is the source itself"):
         all_of(source, source / ".." / "run", "datastates")
+
+
+def test_a_target_named_as_an_iteration_is_what_megatron_resumes_from(tmp_path: Path) -> None:
+    for step in (2, 10):
+        save_with_dcp(tmp_path / "run" / f"iter_{step:07d}", {"a": torch.full((3,), float(step))})
+    code, out, err = run("convert", tmp_path / "run" / "iter_0000010", tmp_path / "made" / "iter_0000010")
+    assert (code, err) == (0, "") and out.splitlines()[1] == (
+        f"{tmp_path}/made/{TRACKER} names iter_0000010: pass --load {tmp_path}/made"
+    )
+    assert (tmp_path / "made" / TRACKER).read_text() == "10"
+    code, out, _ = run("convert", tmp_path / "run" / "iter_0000002", tmp_path / "made" / "iter_0000002")
+    assert code == 0 and f"still names iter_0000010: pass --load {tmp_path}/made --ckpt-step 2" in out
+    assert (tmp_path / "made" / TRACKER).read_text() == "10"
+
+
+def test_for_a_target_of_another_name_the_command_says_what_to_pass(tmp_path: Path) -> None:
+    save_with_dcp(tmp_path / "run" / "iter_0000010", {"a": torch.ones(3)})
+    code, out, _ = run("convert", tmp_path / "run" / "iter_0000010", tmp_path / "made")
+    assert code == 0 and out.splitlines()[1] == (
+        "Megatron loads no directory of this name: move it to RUN/iter_0000010, and pass --load RUN "
+        "--ckpt-step 10"
+    )
+    assert sorted(os.listdir(tmp_path)) == ["made", "run"]
+
+
+def test_of_a_run_the_tracked_checkpoint_is_converted_into_a_run(tmp_path: Path) -> None:
+    for step in (2, 10):
+        save_with_dcp(tmp_path / "run" / f"iter_{step:07d}", {"a": torch.ones(3)})
+    (tmp_path / "run" / TRACKER).write_text("2")
+    code, _, err = run("convert", tmp_path / "run", tmp_path / "made")
+    assert code == 0 and "iter_0000002, which the tracker of the run names" in err
+    assert sorted(os.listdir(tmp_path / "made")) == ["iter_0000002", TRACKER]
+    assert run("convert", tmp_path / "run", tmp_path / "made", "--iteration", "10")[0] == 0
+    assert (tmp_path / "made" / TRACKER).read_text() == "10"
+
+
+def test_what_is_damaged_does_not_keep_others_from_being_converted(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save_with_dcp(tmp_path / "run" / f"iter_{step:07d}", {"a": torch.arange(50000.0)})
+    (tmp_path / "run" / "iter_0000005").mkdir()  # unfinished
+    (tmp_path / "run" / "iter_0000001" / ".metadata").write_bytes(b"nonsense")
+    (tmp_path / "run" / "iter_0000002" / "__0_0.distcp").write_bytes(b"")
+    data = tmp_path / "run" / "iter_0000003" / "__0_0.distcp"
+    data.write_bytes(bytes(data.stat().st_size))  # found only when it is read
+    (tmp_path / "run" / TRACKER).write_text("3")
+    code, out, err = run("convert", tmp_path / "run", tmp_path / "made", "--all")
+    assert code == 1
+    assert [line.split(": ")[:2] for line in err.splitlines()] == [
+        [f"{tmp_path}/run/iter_000000{n}", "not converted"] for n in (1, 2, 3)
+    ]
+    assert f"{tmp_path}/made/iter_0000004: datastates: 1 tensor and 0 objects in 1 file, 200 kB" in out
+    assert "5 checkpoints: 1 converted, 1 skipped, 3 failed" in out
+    assert f"{TRACKER} names iter_0000003, which was not converted: choose another" in out
+    assert os.listdir(tmp_path / "made") == ["iter_0000004"]
+
+
+def test_a_tracker_that_names_a_missing_iteration_is_said(tmp_path: Path) -> None:
+    save_with_dcp(tmp_path / "run" / "iter_0000010", {"a": torch.ones(3)})
+    (tmp_path / "run" / TRACKER).write_text("12")
+    code, out, _ = run("convert", tmp_path / "run", tmp_path / "made", "--all")
+    assert code == 0 and "names iter_0000012, which is missing" in out
+
+
+def test_a_conversion_that_fails_leaves_no_parents_and_names_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_with_dcp(tmp_path / "run" / "iter_0000010", {"a": torch.ones(3)})
+
+    def full(directory: Path, *more: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(directory / "x"))
+
+    monkeypatch.setattr(
+        "megatron_datastates.convert.job._publish", lambda plan, *more: full(plan.work_directory)
+    )
+    code, _, err = run(
+        "convert", tmp_path / "run" / "iter_0000010", tmp_path / "deep" / "er" / "iter_0000010"
+    )
+    assert code == 2 and err == f"datastates: {tmp_path}/deep/er/iter_0000010/x: No space left on device\n"
+    assert os.listdir(tmp_path) == ["run"]
 
 
 WITHOUT_MEGATRON = """

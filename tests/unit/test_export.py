@@ -162,7 +162,8 @@ def test_bad_input_is_one_line_and_nothing_is_written(checkpoint, tmp_path):
     out = tmp_path / "out"
     assert "no checkpoint" in refused(tmp_path, tmp_path, out)
     assert "no tensor in" in refused(tmp_path, checkpoint, out, "--keys", "nothing.*")
-    assert "is not a directory: create it" in refused(tmp_path, checkpoint, tmp_path / "no/out")
+    (tmp_path / "file").touch()
+    assert "file is not a writable directory" in refused(tmp_path, checkpoint, tmp_path / "file/out")
     assert "expected a size such as" in refused(tmp_path, checkpoint, out, "--max-shard-size", "5 parsecs")
     assert "expected a size such as" in refused(tmp_path, checkpoint, out, "--memory", "-1")
     assert "expected at least 1MiB" in refused(tmp_path, checkpoint, out, "--memory", "0")
