@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from megatron_datastates.cli.hugging_face import Dtype, Tokenizer, VocabSize, Wanted, export_to_hugging_face
 from megatron_datastates.cli.shared import (
     AsJson,
     Directory,
@@ -46,6 +47,12 @@ def export(
         str, typer.Option(metavar="SIZE", help="Largest size of one file, such as 2GB.")
     ] = "5GB",
     memory: Memory = "1GiB",
+    hf: Annotated[
+        bool, typer.Option("--hf", help="Write a folder that Hugging Face's transformers loads.")
+    ] = False,
+    dtype: Dtype = "",
+    vocab_size: VocabSize = 0,
+    tokenizer: Tokenizer = None,
     iteration: Iteration = None,
     as_json: AsJson = False,
 ) -> None:
@@ -56,13 +63,24 @@ def export(
     state by parameter, in whatever layout it is stored. A tensor larger than --max-shard-size gets a
     file of its own.
 
+    --hf writes config.json and Hugging Face's names, from any format and sharding: Llama, Qwen 2 and 3 (dense
+    or with experts), Mixtral, GPT-2. Another architecture is refused with the arguments that differ. Weights
+    keep their values; the vocabulary loses its padding.
+
     Exit codes: 0 written; 2 it cannot be exported, or 130 interrupted (nothing was written).
 
     \b
     Example: datastates export runs/gpt/iter_0001000 gpt-1000 --max-shard-size 2GB
+
+    \b
+    Example: datastates export runs/llama/iter_0001000 llama-hf --hf --tokenizer tokenizers/llama
     """
     try:
         directory = checkpoint_of(directory, iteration)
+        if hf or dtype or vocab_size or tokenizer:
+            wanted = Wanted(dtype, vocab_size, tokenizer, max_shard_size, memory, as_json)
+            export_to_hugging_face(directory, target, wanted, possible=hf and not (keys or stacked))
+            return
         from megatron_datastates.convert.open import open_source
         from megatron_datastates.convert.sinks.safetensors import choose_weights
         from megatron_datastates.convert.sinks.safetensors import export as export_weights

@@ -107,7 +107,7 @@ def _sink(plan: Plan, limits: Limits, save_id: SaveId, progress: Progress) -> Si
 def _publish(plan: Plan, sink: Sink, written: Sequence[Any]) -> None:
     """Copies the other files and directories of the source, durably, and then publishes the data files."""
     for name in _other_names(plan.source):
-        source, copy = plan.source.directory / name, plan.work_directory / name
+        source, copy = plan.source.other_path(name), plan.work_directory / name
         if source.is_dir():
             shutil.copytree(source, copy, copy_function=_copy_regular)
         else:

@@ -30,7 +30,7 @@ def verify_conversion(plan: Plan, window_bytes: int, numbers: Sequence[int], wor
         numbers, lambda n: _compare(plan.source, written, plan.files[n], window_bytes, workers.progress)
     )
     for name in plan.source.other_files:
-        if not filecmp.cmp(plan.source.directory / name, plan.work_directory / name, shallow=False):
+        if not filecmp.cmp(plan.source.other_path(name), plan.work_directory / name, shallow=False):
             raise _difference(f"file {name!r}")
 
 

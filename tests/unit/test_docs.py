@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import megatron_datastates as ds
+from tests.unit import hf_models
 from tests.unit.command import run
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +60,7 @@ def test_the_pages_show_commands() -> None:
 
 @pytest.fixture
 def a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A current directory with a small run in runs/gpt, a report file, and a script that starts a run."""
+    """A current directory with small runs, a report file, a script that starts a run, a model's folder."""
     monkeypatch.chdir(tmp_path)
     state = {"embedding.word_embeddings.weight": torch.randn(8, 16), "note": "hello"}
     state["decoder.layers.mlp.linear_fc1.weight"] = torch.randn(4, 8, 4)
@@ -70,6 +71,11 @@ def a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = "--num-layers 2 --hidden-size 64 --num-attention-heads 2"
     words += " --vocab-size 9 --max-position-embeddings 9"
     Path("train.sh").write_text(f"torchrun pretrain_gpt.py {words}")
+    llama = hf_models.arguments(hf_models.LLAMA)
+    hf_models.save(Path("runs/llama/iter_0001000"), llama, hf_models.state(llama))
+    Path("tokenizers/llama").mkdir(parents=True)
+    Path("tokenizers/llama/tokenizer.json").write_text("{}")
+    assert run("export", "runs/llama/iter_0001000", "Llama-3.1-8B", "--hf")[0] == 0
 
 
 @pytest.mark.parametrize(("page", "words"), SHOWN, ids=lambda value: str(value)[:60])

@@ -110,7 +110,7 @@ def test_a_tensor_larger_than_a_file_makes_a_file_of_its_own(checkpoint, tmp_pat
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= 50
 
 
-@pytest.mark.parametrize("name", exporter._DTYPES)
+@pytest.mark.parametrize("name", exporter.DTYPES)
 def test_every_dtype_is_what_safetensors_reads(name: str, tmp_path):
     tensor = random_tensor(getattr(torch, name), (3, 5))
     ds.save({"b": torch.zeros(1, dtype=torch.uint8), "a": tensor}, tmp_path / "ck", **SMALL)

@@ -15,7 +15,7 @@ import json
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import torch
 
@@ -29,7 +29,7 @@ from megatron_datastates.plan.boxes import cut_box
 INDEX_NAME = "model.safetensors.index.json"
 _HEADER_OF_FILE = "__metadata__"  # in the header, among the tensors
 
-_DTYPES = {
+DTYPES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32",
     "uint32": "U32", "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16",
     "float32": "F32", "float64": "F64", "complex64": "C64", "float8_e4m3fn": "F8_E4M3",
@@ -37,9 +37,25 @@ _DTYPES = {
 }  # fmt: skip
 
 
+class Exportable(Protocol):
+    """One tensor to export."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...  # as torch names it
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def bytes(self) -> int: ...
+
+    def blocks(self, source: Source, memory_bytes: int) -> Iterator[torch.Tensor]:
+        """Yields all elements in row-major order, in tensors of at most `memory_bytes`."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weight:
-    """One tensor to export, and where it is stored."""
+    """One tensor to export as it is stored. See Exportable."""
 
     name: str
     key: str
@@ -52,6 +68,12 @@ class Weight:
         """Returns the size of all elements."""
         elements = torch.Size(self.shape).numel()
         return elements * element_bytes(self.dtype)
+
+    def blocks(self, source: Source, memory_bytes: int) -> Iterator[torch.Tensor]:
+        """See Exportable."""
+        most = max(memory_bytes // element_bytes(self.dtype), 1)
+        for offset, shape in cut_box(self.part.offset, self.part.shape, most):
+            yield source.read_tensor(self.key, offset, shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +103,7 @@ def choose_weights(source: Source, patterns: Sequence[str] = (), *, stacked: boo
     )
     for key, choice in chosen.items():
         tensor = source.tensors[key]
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise UnsupportedFormatError(
                 f"{key!r} has dtype {tensor.dtype}, which safetensors lacks: exclude it with --keys"
             )
@@ -111,11 +133,12 @@ def _weights_of(key: str, tensor: SourceTensor, choice: Choice, stacked: bool) -
 def export(
     source: Source,
     target: Path,
-    weights: Sequence[Weight],
+    weights: Sequence[Exportable],
     *,
     shard_bytes: int = 5 * 10**9,
     memory_bytes: int = 1 << 30,
     progress: Callable[[int], None] = lambda bytes_done: None,
+    add_files: Callable[[Path], None] = lambda directory: None,
 ) -> Exported:
     """Writes the directory `target`, which appears only once it is complete.
 
@@ -123,6 +146,7 @@ def export(
         shard_bytes: upper limit of the tensors in one file; a larger tensor gets a file of its own.
         memory_bytes: upper limit of the memory for elements.
         progress: called with the number of bytes written since the last call.
+        add_files: called with the directory, before it gets the target's name.
 
     Raises:
         StorageError: the target exists or there is too little space.
@@ -143,11 +167,12 @@ def export(
             where = {w.name: name for name, shard in zip(names, shards, strict=True) for w in shard}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
             (directory / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n")
+        add_files(directory)
     return Exported(tuple(names), len(weights), total)
 
 
-def _pack(weights: Sequence[Weight], shard_bytes: int) -> list[list[Weight]]:
-    shards: list[list[Weight]] = [[]]
+def _pack(weights: Sequence[Exportable], shard_bytes: int) -> list[list[Exportable]]:
+    shards: list[list[Exportable]] = [[]]
     filled = 0
     for weight in weights:
         if shards[-1] and filled + weight.bytes > shard_bytes:
@@ -160,7 +185,7 @@ def _pack(weights: Sequence[Weight], shard_bytes: int) -> list[list[Weight]]:
 
 def _write_shard(
     source: Source,
-    shard: Sequence[Weight],
+    shard: Sequence[Exportable],
     file: BinaryIO,
     memory_bytes: int,
     progress: Callable[[int], None],
@@ -169,20 +194,18 @@ def _write_shard(
     shard = sorted(shard, key=lambda weight: (-element_bytes(weight.dtype), weight.name))
     file.write(_header(shard))
     for weight in shard:
-        most = max(memory_bytes // element_bytes(weight.dtype), 1)
-        for offset, shape in cut_box(weight.part.offset, weight.part.shape, most):
-            data = source.read_tensor(weight.key, offset, shape)
+        for data in weight.blocks(source, memory_bytes):
             progress(file.write(data.reshape(-1).view(torch.uint8).numpy()))
 
 
-def _header(shard: Sequence[Weight]) -> bytes:
+def _header(shard: Sequence[Exportable]) -> bytes:
     """Returns the header, padded with spaces to 8 bytes, with the metadata that transformers requires."""
     header: dict[str, object] = {_HEADER_OF_FILE: {"format": "pt"}}
     at = 0
     for weight in shard:
         offsets = [at, at + weight.bytes]
         header[weight.name] = {
-            "dtype": _DTYPES[weight.dtype],
+            "dtype": DTYPES[weight.dtype],
             "shape": list(weight.shape),
             "data_offsets": offsets,
         }

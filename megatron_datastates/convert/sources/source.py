@@ -81,6 +81,10 @@ class Source(ABC):
     def other_files(self) -> Sequence[str]:
         """Returns the names of the checkpoint's other files, such as `common.pt` before Megatron 0.19."""
 
+    def other_path(self, name: str) -> Path:
+        """Returns where one of the other files is."""
+        return self.directory / name
+
     @property
     def planner_data(self) -> Any:
         """Returns what PyTorch's distributed checkpoints know of the state's nesting, if known."""

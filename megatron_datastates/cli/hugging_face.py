@@ -1,0 +1,179 @@
+"""datastates export --hf, and datastates import."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from megatron_datastates.cli.shared import (
+    AsJson,
+    app,
+    cannot,
+    counted,
+    note,
+    parse_memory,
+    parse_size,
+    progress_bar,
+    readable,
+    say,
+    size_text,
+)
+from megatron_datastates.convert.hf import LOCAL, TRANSFORMER_ENGINE
+from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.format.directory import BACKEND
+
+if TYPE_CHECKING:
+    from megatron_datastates.convert.hf.source import HuggingFaceSource
+    from megatron_datastates.convert.planning import Plan
+    from megatron_datastates.convert.sinks.sink import Progress
+
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="DTYPE",
+        show_default=False,
+        help="With --hf: convert to float32, bfloat16 or float16 (default: as stored).",
+    ),
+]
+VocabSize = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        show_default=False,
+        help="With --hf: words in the vocabulary (default: what the stored arguments say).",
+    ),
+]
+Tokenizer = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", show_default=False, help="With --hf: copy the tokenizer's files from here."),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """The options of an export."""
+
+    dtype: str
+    vocab_size: int
+    tokenizer: Path | None
+    max_shard_size: str
+    memory: str
+    as_json: bool
+
+
+def export_to_hugging_face(directory: Path, target: Path, wanted: Wanted, possible: bool) -> None:
+    """Exports a model and prints what was written.
+
+    Args:
+        possible: the other options allow it.
+    """
+    if not possible:
+        raise OptionError(
+            "--dtype, --vocab-size and --tokenizer apply with --hf only, and --keys and --stacked without it"
+        )
+    from megatron_datastates.convert.hf.export import export_model, read_model
+    from megatron_datastates.convert.open import open_source
+
+    source = open_source(directory)
+    model = read_model(source, dtype=wanted.dtype, vocab_size=wanted.vocab_size)
+    with progress_bar("exporting") as progress:
+        task = progress.add_task("", total=sum(tensor.bytes for tensor in model.tensors))
+        exported = export_model(
+            source,
+            target,
+            model,
+            tokenizer=wanted.tokenizer,
+            shard_bytes=parse_size("--max-shard-size", wanted.max_shard_size),
+            memory_bytes=parse_memory(wanted.memory),
+            progress=lambda done: progress.advance(task, done),
+        )
+    family = model.family
+    notes = [*model.notes]
+    if wanted.tokenizer is None:
+        notes.append("tokenizer: not written; --tokenizer DIR copies its files")
+    if wanted.as_json:
+        found = dataclasses.asdict(exported) | {"model_type": family.model_type, "notes": notes}
+        print(json.dumps({"target": str(target)} | found))
+        return
+    say(
+        f"{target}: {family.architecture}, {model.dtype}: {counted(exported.tensors, 'tensor')}, "
+        f"{size_text(exported.tensor_bytes)}, in {counted(len(exported.files), 'file')}"
+    )
+    for one in notes:
+        note(one)
+
+
+@app.command("import")
+def import_hugging_face(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="FOLDER", help="Folder of Hugging Face's, with config.json.", callback=readable
+        ),
+    ],
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN", help="Directory of the run to start, as given to --load.", callback=readable
+        ),
+    ],
+    hf: Annotated[bool, typer.Option("--hf", help="FOLDER is Hugging Face's, as it has to be.")] = True,
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="datastates or torch_dist.")] = BACKEND,
+    transformer_impl: Annotated[
+        str, typer.Option(metavar="NAME", help="As in the training run: transformer_engine or local.")
+    ] = TRANSFORMER_ENGINE,
+    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for data, such as 512MiB.")] = "2GiB",
+    as_json: AsJson = False,
+) -> None:
+    """Import a model of Hugging Face's to start a training from.
+
+    Writes RUN/release, with the weights alone, bit for bit, and prints Megatron's arguments for this model.
+    pretrain_gpt.py --load RUN then starts at iteration 0. Takes the architectures that export --hf writes;
+    another is refused with what differs.
+
+    Exit codes: 0 imported; 2 it cannot be imported; 130 interrupted.
+
+    \b
+    Example: datastates import llama-hf runs/llama --hf
+    """
+    from megatron_datastates.convert.hf.arguments import command_line
+    from megatron_datastates.convert.hf.run import import_model
+    from megatron_datastates.convert.hf.source import HuggingFaceSource
+    from megatron_datastates.convert.limits import Limits
+
+    try:
+        if transformer_impl not in (LOCAL, TRANSFORMER_ENGINE):
+            raise OptionError(
+                f"--transformer-impl {transformer_impl}: expected {TRANSFORMER_ENGINE} or {LOCAL}"
+            )
+        opened = HuggingFaceSource(source, transformer_impl)
+        flags = command_line(opened.arguments)
+        with progress_bar("importing") as progress:
+
+            def start(plan: Plan) -> Progress:
+                task = progress.add_task("", total=sum(plan.file_bytes))
+                return lambda done: progress.advance(task, done)
+
+            limits = Limits(parse_memory(memory))
+            plan = import_model(opened, target, format=to, limits=limits, start=start)
+    except (DataStatesError, OSError) as error:
+        cannot(error)
+    _print_imported(plan, flags, opened, as_json)
+
+
+def _print_imported(plan: Plan, flags: list[str], source: HuggingFaceSource, as_json: bool) -> None:
+    run, count = plan.target.parent, len(source.tensors)
+    if as_json:
+        found = {"target": str(plan.target), "format": plan.format, "tensors": count}
+        print(json.dumps(found | {"bytes": sum(plan.file_bytes), "arguments": flags}))
+        return
+    say(
+        f"{plan.target}: {source.family.model_type}: {counted(count, 'tensor')}, {size_text(sum(plan.file_bytes))}"
+    )
+    note("Start the training with these arguments, and those of its tokenizer:")
+    say(" ".join(["--load", shlex.quote(str(run)), *flags]))

@@ -1,0 +1,139 @@
+"""Reads a model's folder of Hugging Face's: config.json, and where each tensor is in the safetensors files.
+
+The format of these files is described in sinks/safetensors.py. Headers are checked as if they were hostile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_datastates.convert.hf.export import CONFIG_NAME
+from megatron_datastates.convert.sinks.safetensors import DTYPES, INDEX_NAME
+from megatron_datastates.errors import FormatError, NotACheckpointError, StorageError
+from megatron_datastates.files import DOCUMENT_BYTES, open_regular, read_regular, size_of
+from megatron_datastates.format.values import element_bytes
+
+_ONE_FILE = "model.safetensors"
+_MOST_HEADER_BYTES = 100_000_000  # the limit of the library itself
+_INDEX_BYTES = 256 << 20
+_NAMES = {short: name for name, short in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A tensor in a file, in row-major order."""
+
+    path: Path
+    offset: int  # of its first byte
+    dtype: str
+    shape: tuple[int, ...]
+
+    def read_into(self, begin: int, target: npt.NDArray[np.uint8]) -> None:
+        """Reads bytes [begin, begin + len(target)) of the tensor. Raises StorageError, OSError."""
+        view, at = memoryview(target), self.offset + begin
+        with open_regular(self.path) as file:
+            while view:
+                got = os.preadv(file.fileno(), [view], at)
+                if got == 0:
+                    raise StorageError(f"{self.path}: the file is truncated within the tensor's data")
+                view, at = view[got:], at + got
+
+    def transposed_rows(self, first: int, last: int) -> npt.NDArray[np.uint8]:
+        """Returns the bytes of rows [first, last) of the transpose."""
+        item = element_bytes(self.dtype)
+        mapped = np.memmap(self.path, f"V{item}", "r", self.offset, self.shape)
+        return np.ascontiguousarray(mapped[:, first:last].T).view(np.uint8).reshape(-1)
+
+
+def read_config_json(directory: Path) -> dict[str, Any]:
+    """Returns config.json. Raises NotACheckpointError if there is none, FormatError if it is damaged."""
+    path = directory / CONFIG_NAME
+    if not path.is_file():
+        raise NotACheckpointError(
+            f"{directory} has no {CONFIG_NAME}: choose a model's folder of Hugging Face's"
+        )
+    return _object(path, DOCUMENT_BYTES)
+
+
+def find_tensors(directory: Path) -> dict[str, Stored]:
+    """Returns all tensors of a folder by name.
+
+    Raises:
+        NotACheckpointError: it has no safetensors files.
+        StorageError: a file is missing or truncated.
+        FormatError: a file is damaged.
+    """
+    if (directory / INDEX_NAME).is_file():
+        places = _object(directory / INDEX_NAME, _INDEX_BYTES).get("weight_map")
+        if not isinstance(places, dict) or not all(_is_file_name(name) for name in places.values()):
+            raise FormatError(f"{directory / INDEX_NAME} is damaged: it has no weight_map of file names")
+    elif (directory / _ONE_FILE).is_file():
+        places = None
+    else:
+        raise NotACheckpointError(
+            f"{directory} has neither {_ONE_FILE} nor {INDEX_NAME}: save the model with safetensors"
+        )
+    files = sorted(set(places.values())) if places is not None else [_ONE_FILE]
+    found = {name: one for file in files for name, one in _tensors_of(directory / file).items()}
+    missing = sorted(set(places or ()) - found.keys())
+    if missing:
+        raise FormatError(f"{directory} lacks {missing[0]!r}, which {INDEX_NAME} names")
+    return found
+
+
+def _is_file_name(name: object) -> bool:
+    return isinstance(name, str) and Path(name).name == name and name.endswith(".safetensors")
+
+
+def _object(path: Path, most_bytes: int) -> dict[str, Any]:
+    try:
+        found = json.loads(read_regular(path, most_bytes))
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is damaged: {error}") from error
+    if not isinstance(found, dict):
+        raise FormatError(f"{path} is damaged: it holds no JSON object")
+    return found
+
+
+def _tensors_of(path: Path) -> dict[str, Stored]:
+    if not path.is_file():
+        raise StorageError(f"{path} is missing")
+    with open_regular(path) as file:
+        file_bytes = size_of(file)
+        size = int(struct.unpack("<Q", file.read(8).ljust(8, b"\0"))[0])
+        if file_bytes < 8 + size or size > _MOST_HEADER_BYTES:
+            raise StorageError(f"{path}: the file is truncated: its header should have {size} bytes")
+        try:
+            header = json.loads(file.read(size))
+            return {
+                name: _stored(path, entry, 8 + size, file_bytes)
+                for name, entry in header.items()
+                if name != "__metadata__"
+            }
+        except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+            raise FormatError(f"{path} is damaged: {error}") from error
+
+
+def _stored(path: Path, entry: Mapping[str, Any], start: int, file_bytes: int) -> Stored:
+    begin, end = entry["data_offsets"]
+    dtype, shape = _NAMES[entry["dtype"]], tuple(entry["shape"])
+    sizes = (begin, end, *shape)
+    if not all(isinstance(n, int) and 0 <= n < 1 << 63 for n in sizes):
+        raise ValueError(f"offsets and sizes are {sizes}, expected numbers")
+    if end - begin != math.prod(shape) * element_bytes(dtype):
+        raise ValueError(f"{end - begin} bytes do not hold a tensor of shape {shape}")
+    if start + end > file_bytes:
+        raise StorageError(
+            f"{path}: the file is truncated: it has {file_bytes} bytes, expected {start + end}"
+        )
+    return Stored(path, start + begin, dtype, shape)
