@@ -172,8 +172,7 @@ def _print_imported(plan: Plan, flags: list[str], source: HuggingFaceSource, as_
         found = {"target": str(plan.target), "format": plan.format, "tensors": count}
         print(json.dumps(found | {"bytes": sum(plan.file_bytes), "arguments": flags}))
         return
-    say(
-        f"{plan.target}: {source.family.model_type}: {counted(count, 'tensor')}, {size_text(sum(plan.file_bytes))}"
-    )
+    size = size_text(sum(plan.file_bytes))
+    say(f"{plan.target}: {source.family.model_type}: {counted(count, 'tensor')}, {size}")
     note("Start the training with these arguments, and those of its tokenizer:")
     say(" ".join(["--load", shlex.quote(str(run)), *flags]))

@@ -142,7 +142,7 @@ def test_norms_that_are_stored_around_zero_become_norms_around_one(tmp_path: Pat
         ({"squared_relu": True, "swiglu": False}, "swiglu is False, not True"),
         ({"rotary_percent": 0.5}, "rotary_percent is 0.5, not 1.0"),
         ({"use_rope_scaling": True, "rope_scaling_factor": 32.0}, "rope_scaling_factor is 32.0, not 8.0"),
-        ({"window_size": (4, 0)}, "window_size is (4, 0), not None"),
+        ({"window_size": (4, 0)}, "window_size is [4, 0], not None"),
     ],
 )
 def test_another_architecture_is_refused_with_the_arguments_that_differ(
@@ -174,7 +174,7 @@ def test_a_checkpoint_without_arguments_is_refused(tmp_path: Path) -> None:
     import megatron_datastates as ds
 
     ds.save({"embedding.word_embeddings.weight": torch.ones(2, 2)}, tmp_path / "ck")
-    assert "holds no arguments of a training run" in refused(tmp_path / "ck", tmp_path / "hf")
+    assert "no training arguments" in refused(tmp_path / "ck", tmp_path / "hf")
 
 
 def test_an_unknown_size_of_the_vocabulary_keeps_all_rows_and_says_so(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """The arguments of a training run that make a model what it is, by Megatron's names.
 
-What belongs here: reading them from a checkpoint, and writing them for a command line. What does not: which
+What belongs here: settling what a run has stored, and writing them for a command line. What does not: which
 architectures have which of them (families.py).
 """
 
@@ -11,11 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_datastates.convert.sources.source import Source
-from megatron_datastates.errors import FormatError, MismatchError, MissingKeyError
-from megatron_datastates.files import OBJECT_BYTES, read_regular
-from megatron_datastates.format.directory import COMMON_FILE, COMMON_STATE_KEY
-from megatron_datastates.providers.objects import deserialize_for_display
+from megatron_datastates.errors import FormatError, MismatchError
 
 # Arguments that make a model which no table describes, unless they have this value or were not stored.
 PLAIN: Mapping[str, Any] = {
@@ -114,39 +110,6 @@ class Arguments:
     def has_experts(self) -> tuple[bool, ...]:
         """Returns, by layer, whether it has experts."""
         return tuple(map(bool, self.moe_layer_freq)) or (False,) * self.num_layers
-
-
-def stored_arguments(source: Source) -> dict[str, Any]:
-    """Returns the arguments of the training run that made a checkpoint; classes of others become stand-ins.
-
-    Raises:
-        MissingKeyError: there are none, as after a save without Megatron's training loop.
-        UnsafeObjectError: they are damaged.
-    """
-    if COMMON_STATE_KEY in source.objects:
-        common = deserialize_for_display(source.read_object(COMMON_STATE_KEY), COMMON_STATE_KEY, _stand_in)
-    elif COMMON_FILE in source.other_files:
-        data = read_regular(source.other_path(COMMON_FILE), OBJECT_BYTES)
-        common = deserialize_for_display(data, COMMON_FILE, _stand_in)
-    else:
-        common = {}
-    common = common[0] if isinstance(common, list) and len(common) == 1 else common
-    found = common.get("args") if isinstance(common, dict) else None
-    if not isinstance(found, argparse.Namespace):
-        raise MissingKeyError(
-            f"{source.directory} holds no arguments of a training run, which say what the model is: choose a "
-            "checkpoint that Megatron's training loop saved"
-        )
-    return vars(found)
-
-
-def _stand_in(name: str) -> type:
-    """Makes a class that takes and keeps nothing."""
-
-    def ignore(self: object, *arguments: object) -> None:
-        pass
-
-    return type(name.rpartition(".")[2], (), {"__init__": ignore, "__setstate__": ignore})
 
 
 def unusual(stored: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

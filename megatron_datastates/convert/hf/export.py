@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from megatron_datastates.convert.contents import convert_dtype
-from megatron_datastates.convert.hf.arguments import Arguments, settle, stored_arguments
+from megatron_datastates.convert.hf.arguments import Arguments, settle
 from megatron_datastates.convert.hf.families import Family, config_json, family_of
 from megatron_datastates.convert.hf.tensors import EXPERTS, LAYERS, Place, Rows, entries
 from megatron_datastates.convert.parts import is_weight
 from megatron_datastates.convert.sinks.safetensors import Exported
 from megatron_datastates.convert.sinks.safetensors import export as write_files
 from megatron_datastates.convert.sources.source import Source
+from megatron_datastates.convert.stored_arguments import training_arguments
 from megatron_datastates.errors import FormatError, MismatchError, OptionError, StorageError
 from megatron_datastates.files import open_regular
 from megatron_datastates.format.values import element_bytes
@@ -122,7 +123,7 @@ def read_model(source: Source, *, dtype: str = "", vocab_size: int = 0) -> Model
     """
     if dtype not in ("", *FLOATS):
         raise OptionError(f"--dtype {dtype}: expected one of {', '.join(FLOATS)}")
-    stored = stored_arguments(source)
+    stored = training_arguments(source)
     arguments = settle(stored, vocab_size)
     family = family_of(arguments, stored)
     arguments, notes = _with_vocabulary(source, arguments, vocab_size)
