@@ -172,6 +172,7 @@ def test_names_in_the_directory_have_the_documented_forms():
     }
     assert save.data_file_name(7) == examples[names[2]]
     assert save.data_file_name(7, 9) == examples[names[3]]
+    assert save.dcp_file_name() == "dcp-0000000000000123-45.pt" and names[4] == "dcp-R-N.pt"
 
 
 def test_limits_agree_with_the_code():

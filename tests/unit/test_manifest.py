@@ -249,8 +249,21 @@ def test_a_malformed_first_line_is_refused(line):
 
 
 def test_only_names_of_our_own_files_are_left_overs():
-    ours = [DATA_NAME, "index-" + "0" * 32, ".datastates-datastates.manifest.tmp"]
-    others = ["metadata.json", "common.pt", ".metadata", "__0_0.distcp", "data-00001.bin", "index-0"]
+    ours = [
+        DATA_NAME,
+        "index-" + "0" * 32,
+        "dcp-" + "0" * 16 + "-1.pt",
+        ".datastates-datastates.manifest.tmp",
+    ]
+    others = [
+        "metadata.json",
+        "common.pt",
+        "dcp-1.pt",
+        ".metadata",
+        "__0_0.distcp",
+        "data-00001.bin",
+        "index-0",
+    ]
     others += ["x" + DATA_NAME, "datastates.manifest", ".datastates-.tmp/x", DATA_NAME + ".bak"]
     assert all(is_own_file_name(name) for name in ours)
     assert not any(is_own_file_name(name) for name in others)
