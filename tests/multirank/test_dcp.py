@@ -20,7 +20,7 @@ def test_fsdp2_state_is_exact_from_2_to_4_to_1_ranks(world: World, tmp_path: Pat
 
 def test_tensors_on_meshes_are_those_that_dcp_stores(world: World, tmp_path: Path) -> None:
     world.run("dcp_ranks:save_meshes", tmp_path / "c", tmp_path / "reference", ranks=4)
-    for rows, columns in ((1, 2), (3, 1), (1, 1)):
+    for rows, columns in ((1, 2), (3, 1)):
         world.run(
             "dcp_ranks:load_meshes",
             tmp_path / "c",
@@ -73,7 +73,7 @@ def test_the_state_may_change_while_it_is_saved(world: World, tmp_path: Path) ->
     world.run("dcp_ranks:async_saves", tmp_path / "c", "thread")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_process_of_dcps_can_save(world: World, tmp_path: Path) -> None:
     world.run("dcp_ranks:async_saves", tmp_path / "c", "process", timeout_seconds=200.0)
 
