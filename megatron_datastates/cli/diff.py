@@ -69,8 +69,11 @@ def diff(
     Example: datastates diff runs/gpt/iter_0001000 runs/gpt/iter_0002000 --keys 'decoder.*' --plot drift.png
     """
     try:
+        memory_bytes = parse_memory(memory)
+        if plot is not None:  # checked before a comparison that may take an hour
+            _require_plot(plot)
         paths = checkpoint_of(first, iteration), checkpoint_of(second, iteration)
-        found = _compare(*paths, keys, plot, parse_memory(memory))
+        found = _compare(*paths, keys, plot, memory_bytes)
     except (DataStatesError, OSError) as error:
         cannot(error)
     if as_json:
@@ -80,15 +83,19 @@ def diff(
     raise typer.Exit(0 if found.equal else 1)
 
 
-def _compare(first: Path, second: Path, keys: Keys, plot: Path | None, memory_bytes: int) -> Difference:
-    from megatron_datastates.convert.diff import choose_comparison, plot_drift, require_plotting
-    from megatron_datastates.convert.diff import diff as compare_checkpoints
-    from megatron_datastates.convert.open import open_source
+def _require_plot(plot: Path) -> None:
+    from megatron_datastates.convert.diff import require_plotting
     from megatron_datastates.convert.sinks.target import refuse_target
 
-    if plot is not None:  # checked before a comparison that may take an hour
-        refuse_target(plot)
-        require_plotting()
+    refuse_target(plot)
+    require_plotting()
+
+
+def _compare(first: Path, second: Path, keys: Keys, plot: Path | None, memory_bytes: int) -> Difference:
+    from megatron_datastates.convert.diff import choose_comparison, plot_drift
+    from megatron_datastates.convert.diff import diff as compare_checkpoints
+    from megatron_datastates.convert.open import open_source
+
     sources = open_source(first), open_source(second)
     comparison = choose_comparison(*sources, keys)
     with progress_bar("comparing") as progress:
