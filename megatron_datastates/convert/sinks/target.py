@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.errors import DataStatesError, StorageError
@@ -85,18 +86,18 @@ def made_parents(target: Path) -> Iterator[None]:
 def named_as(temporary: Path, target: Path) -> Iterator[None]:
     """Replaces a temporary name in errors by the name of what is being made, which is all that users know."""
 
-    def renamed(value: object) -> object:
+    def renamed(value: Any) -> Any:
+        if isinstance(value, list | tuple):  # shutil's errors have lists of tuples
+            return type(value)(map(renamed, value))
         return value.replace(str(temporary), str(target)) if isinstance(value, str) else value
 
     try:
         yield
-    except DataStatesError as error:
-        error.args = tuple(map(renamed, error.args))
-        raise
-    except OSError as error:
-        error.filename = (
-            renamed(os.fspath(error.filename)) if isinstance(error.filename, str | Path) else None
-        )
+    except (DataStatesError, OSError) as error:
+        if isinstance(error, OSError) and isinstance(error.filename, str | Path):
+            error.filename = renamed(str(error.filename))
+        else:
+            error.args = renamed(error.args)
         raise
 
 
