@@ -35,8 +35,8 @@ def verify(
         list[Path],
         typer.Argument(
             metavar="CHECKPOINT...",
-            help="Directories of datastates checkpoints, such as runs/gpt/iter_*. Of a run, the checkpoint "
-            "that its tracker names.",
+            help="Directories of checkpoints of any format, such as runs/gpt/iter_*. Of a run, the "
+            "checkpoint that its tracker names.",
             callback=readable_all,
         ),
     ],
@@ -49,8 +49,9 @@ def verify(
 ) -> None:
     """Check that checkpoints are complete and undamaged.
 
-    Checks every checksum, every extent, every element and every object, and lists all faults. Of several
-    checkpoints, one that cannot be checked does not keep the others from it.
+    Checks every checksum, every extent, every element and every object, and lists all faults. (In torch_dist,
+    a tensor or an object has a checksum, and the index, .metadata, has none.) Of several checkpoints, one
+    that cannot be checked does not keep the others from it.
 
     Exit codes: 0 all are good; 1 some are faulty; 2 some cannot be checked, and none is faulty.
 
@@ -130,13 +131,18 @@ def _plain(verdict: Verdict | Exception) -> dict[str, Any]:
 
 def _checked(directory: Path, quick: bool) -> Verdict | Exception:
     """Returns the verdict, or why there is none."""
-    from megatron_datastates.pipeline.load import Checkpoint
+    from megatron_datastates.convert.integrity import data_bytes, verify_source
+    from megatron_datastates.convert.open import open_source
+    from megatron_datastates.convert.sources.datastates import DataStatesSource
+    from megatron_datastates.pipeline.verify import verify as verify_checkpoint
 
     try:
-        total = sum(file.footer_offset for file in Checkpoint.open(directory).manifest.files)
-        from megatron_datastates.pipeline.verify import verify as verify_checkpoint  # which imports torch
-
+        source = open_source(directory)
         with progress_bar("verifying", disable=quick) as progress:
+            if not isinstance(source, DataStatesSource):
+                task = progress.add_task("", total=data_bytes(source))
+                return verify_source(source, quick=quick, progress=lambda done: progress.advance(task, done))
+            total = sum(file.footer_offset for file in source.checkpoint.manifest.files)
             task = progress.add_task("", total=total)
             return verify_checkpoint(
                 directory, quick=quick, progress=lambda done: progress.advance(task, done)

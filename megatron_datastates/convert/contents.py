@@ -79,20 +79,21 @@ class Statistics:
         """Adds elements to the statistics."""
         import torch  # here, so that commands that only look need none
 
-        plain = values.abs() if values.is_complex() else values
-        numbers = plain.reshape(-1).to(torch.float64)
-        finite = numbers[torch.isfinite(numbers)]
-        nans = int(torch.isnan(numbers).sum())
+        from megatron_datastates.convert.drift import KINDS, raw_bytes
+        from megatron_datastates.engine.native import summarize_numbers
+
+        if values.dtype not in KINDS:
+            values = (values.abs() if values.is_complex() else values).to(torch.float64)
+        finite, nans, low, high, total, squares = summarize_numbers(KINDS[values.dtype], raw_bytes(values))
         self.nans += nans
-        self.infinities += numbers.numel() - finite.numel() - nans
-        if finite.numel() == 0:
+        self.infinities += values.numel() - finite - nans
+        if finite == 0:
             return
-        low, high = finite.min().item(), finite.max().item()
         self.minimum = low if self.minimum is None else min(self.minimum, low)
         self.maximum = high if self.maximum is None else max(self.maximum, high)
-        self.finite += finite.numel()
-        self.total += finite.sum().item()
-        self.squares += finite.square().sum().item()
+        self.finite += finite
+        self.total += total
+        self.squares += squares
 
 
 def contents(source: Source, pattern: str = "*", *, optimizer: bool = False) -> list[Content]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ from megatron_datastates.plan.boxes import cut_box
 
 # Memory for one element of both tensors: as stored, as float64, their differences and masks.
 _BYTES_PER_ELEMENT = 64
+_PART_BYTES = 16 << 20  # of a tensor, compared in one go
+_THREADS = 2  # which compare while the next part is read: each is about as fast as a disk
+_AHEAD = 3  # parts that were read and not compared yet
 
 
 @dataclasses.dataclass
@@ -104,19 +109,43 @@ def diff(
     for source, keys in ((first, found.removed), (second, found.added)):
         for key in keys:
             found.layers_apart |= _layers_of_model(key, source.tensors[key].global_shape)
-    for key in comparison.both:
-        one, other = first.tensors[key], second.tensors[key]
-        if one.dtype != other.dtype:
-            found.retyped[key] = (one.dtype, other.dtype)
-        if one.global_shape != other.global_shape:
-            found.reshaped[key] = (one.global_shape, other.global_shape)
-            for shape in found.reshaped[key]:
-                found.layers_apart |= _layers_of_model(key, shape)
-            progress(_bytes_of(first, key, comparison.parts[key]))
-            continue
-        most = max(memory_bytes // _BYTES_PER_ELEMENT, 1)
-        _compare_tensor(first, second, key, comparison.parts[key], found, most, progress)
+    most_elements = max(memory_bytes // _BYTES_PER_ELEMENT // (_AHEAD + 1), 1)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        pending: deque[tuple[str, Part, int, Future[Drift]]] = deque()
+
+        def settle(most: int) -> None:  # in the order of the parts, so that sums are the same in every run
+            while len(pending) > most:
+                key, part, size, drift = pending.popleft()
+                _add(found, key, part, drift.result())
+                progress(size)
+
+        for key in comparison.both:
+            if not _is_comparable(first, second, key, found):
+                progress(_bytes_of(first, key, comparison.parts[key]))
+                continue
+            found.tensors[key] = Drift()
+            found.groups.setdefault(group_of(key), Drift())
+            most = min(most_elements, _PART_BYTES // element_bytes(first.tensors[key].dtype))
+            for part in comparison.parts[key]:
+                for offset, shape in cut_box(part.offset, part.shape, most):
+                    left, right = (source.read_tensor(key, offset, shape) for source in (first, second))
+                    pending.append((key, part, left.nbytes, pool.submit(compare, left, right)))
+                    settle(_AHEAD)
+        settle(0)
     return found
+
+
+def _is_comparable(first: Source, second: Source, key: str, found: Difference) -> bool:
+    """Notes what differs besides elements; returns whether these can be compared."""
+    one, other = first.tensors[key], second.tensors[key]
+    if one.dtype != other.dtype:
+        found.retyped[key] = (one.dtype, other.dtype)
+    if one.global_shape == other.global_shape:
+        return True
+    found.reshaped[key] = (one.global_shape, other.global_shape)
+    for shape in found.reshaped[key]:
+        found.layers_apart |= _layers_of_model(key, shape)
+    return False
 
 
 def _layers_of_model(key: str, global_shape: Sequence[int]) -> set[tuple[str, int]]:
@@ -125,28 +154,13 @@ def _layers_of_model(key: str, global_shape: Sequence[int]) -> set[tuple[str, in
     return {part.layer for part in parts_of(key, global_shape) if part.layer is not None}
 
 
-def _compare_tensor(
-    first: Source,
-    second: Source,
-    key: str,
-    parts: Sequence[Part],
-    found: Difference,
-    most_elements: int,
-    progress: Callable[[int], None],
-) -> None:
+def _add(found: Difference, key: str, part: Part, drift: Drift) -> None:
+    """Adds what a part of a tensor has contributed."""
     group = group_of(key)
-    whole = found.tensors.setdefault(key, Drift())
-    for part in parts:
-        drift = Drift()
-        for offset, shape in cut_box(part.offset, part.shape, most_elements):
-            left = first.read_tensor(key, offset, shape)
-            drift.add(compare(left, second.read_tensor(key, offset, shape)))
-            progress(left.nbytes)
-        whole.add(drift)
-        if part.layer is not None:
-            layers = found.layers.setdefault(group, {})
-            layers.setdefault(part.layer, Drift()).add(drift)
-    found.groups.setdefault(group, Drift()).add(whole)
+    found.tensors[key].add(drift)
+    found.groups[group].add(drift)
+    if part.layer is not None:
+        found.layers.setdefault(group, {}).setdefault(part.layer, Drift()).add(drift)
 
 
 def require_plotting() -> Any:

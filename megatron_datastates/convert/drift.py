@@ -11,6 +11,7 @@ import dataclasses
 import math
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_datastates.engine.native import NumberKind, compare_numbers
@@ -18,7 +19,7 @@ from megatron_datastates.errors import UnsupportedFormatError
 
 _EXACT_INTEGERS = 1 << 53  # float64 holds every integer up to here
 _AT_A_TIME = 1 << 16  # elements that are Python integers at a time
-_KINDS = {
+KINDS = {
     torch.float64: NumberKind.FLOAT64,
     torch.float32: NumberKind.FLOAT32,
     torch.float16: NumberKind.FLOAT16,
@@ -60,9 +61,9 @@ def compare(left: torch.Tensor, right: torch.Tensor) -> Drift:
     Raises:
         UnsupportedFormatError: elements differ, and torch cannot convert their dtype to float64.
     """
-    if left.dtype == right.dtype and left.dtype in _KINDS:
-        return Drift(*compare_numbers(_KINDS[left.dtype], _raw(left).numpy(), _raw(right).numpy()))
-    if left.dtype == right.dtype and torch.equal(_raw(left), _raw(right)):
+    if left.dtype == right.dtype and left.dtype in KINDS:
+        return Drift(*compare_numbers(KINDS[left.dtype], raw_bytes(left), raw_bytes(right)))
+    if left.dtype == right.dtype and np.array_equal(raw_bytes(left), raw_bytes(right)):
         with contextlib.suppress(UnsupportedFormatError):  # equal bits need no numbers
             return Drift(squares_first=_squares(_numbers(left)))
         return Drift()
@@ -121,8 +122,10 @@ def _squares(numbers: torch.Tensor) -> float:
     return float(torch.where(numbers.isfinite(), numbers.abs(), 0).square().sum())
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+def raw_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Returns the bytes of a tensor's elements in row-major order, without a copy if they lie so."""
+    found: npt.NDArray[np.uint8] = tensor.reshape(-1).view(torch.uint8).numpy()
+    return found
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:

@@ -260,8 +260,8 @@ def test_no_more_than_the_memory_asked_for_is_read_at_once(pair, monkeypatch):
 
     monkeypatch.setattr(DataStatesSource, "read_tensor", read)
     monkeypatch.setattr(shared, "_LEAST_MEMORY_BYTES", 256)
-    found(*directories, "--memory", "256", code=0)
-    assert max(sizes) == 4  # elements of 64 bytes, with all that is computed of them
+    found(*directories, "--memory", "1024", code=0)
+    assert max(sizes) == 4  # elements of 64 bytes, with all that is computed of them; four such parts at once
 
 
 def test_progress_reaches_the_total_also_where_shapes_differ(pair):

@@ -12,6 +12,7 @@ import torch
 from megatron_datastates.convert.integrity import data_bytes, verify_source
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.pipeline.verify import Verdict
+from tests.unit.command import run
 from tests.unit.converting import save_with_dcp
 
 STATE: dict[str, Any] = {
@@ -94,3 +95,12 @@ def test_a_view_has_no_checksum_of_its_own(theirs: Path) -> None:
     verdict = verdict_of(theirs)
     assert verdict.good
     assert "1 of 2 fragments" in verdict.notes[0] and "no checksum" in verdict.notes[0]
+
+
+def test_the_command_checks_torch_dist_too(theirs: Path) -> None:
+    code, printed, _ = run("verify", theirs)
+    assert code == 0 and "good: 3 tensors and 1 object in 1 file, 1.20 MB checked" in printed
+    flip(data_file(theirs), data_file(theirs).read_bytes().index(STATE["w"].numpy().tobytes()))
+    code, printed, _ = run("verify", theirs)
+    assert code == 1 and "FAULTY" in printed and "fault: " in printed
+    assert run("verify", "--quick", theirs)[0] == 0
