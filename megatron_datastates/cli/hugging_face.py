@@ -122,7 +122,9 @@ def import_hugging_face(
             metavar="RUN", help="Directory of the run to start, as given to --load.", callback=readable
         ),
     ],
-    hf: Annotated[bool, typer.Option("--hf", help="FOLDER is Hugging Face's, as it has to be.")] = True,
+    hf: Annotated[
+        bool, typer.Option("--hf", show_default=False, help="FOLDER is Hugging Face's (the default).")
+    ] = True,
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="datastates or torch_dist.")] = BACKEND,
     transformer_impl: Annotated[
         str, typer.Option(metavar="NAME", help="As in the training run: transformer_engine or local.")

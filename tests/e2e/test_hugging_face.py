@@ -43,15 +43,15 @@ EP2 = ["--expert-model-parallel-size", "2"]
 MIXED = ["--moe-layer-freq", "[0,1,1,0]"]
 SHARED = ["--moe-shared-expert-intermediate-size", "40", "--moe-shared-expert-gate"]
 
-# model_type, arguments, layout
+# model_type, arguments, layout; the first has the most kinds of layers
 CASES: dict[str, tuple[str, list[str], list[str]]] = {
+    "qwen3_moe": ("qwen3_moe", [*LLAMA, *UNTIED, *EXPERTS, "--qk-layernorm", *MIXED], PP2),
     "llama": ("llama", [*LLAMA, *UNTIED], TP2),
     "llama-tied-with-biases": ("llama", [x for x in LLAMA if x != "--disable-bias-linear"], PP2),
     "llama-scaled": ("llama", [*LLAMA, "--use-rope-scaling", "--kv-channels", "16"], PP2),
     "qwen2": ("qwen2", [*LLAMA, "--add-qkv-bias"], TP2),
     "qwen3": ("qwen3", [*LLAMA, *UNTIED, "--qk-layernorm", "--kv-channels", "16"], PP2),
     "mixtral": ("mixtral", [*LLAMA, *UNTIED, *EXPERTS], EP2),
-    "qwen3_moe": ("qwen3_moe", [*LLAMA, *UNTIED, *EXPERTS, "--qk-layernorm", *MIXED], PP2),
     "qwen2_moe": (
         "qwen2_moe",
         [*LLAMA, *UNTIED, *EXPERTS, "--add-qkv-bias", *SHARED, "--moe-router-pre-softmax"],

@@ -188,6 +188,18 @@ def test_an_unknown_size_of_the_vocabulary_keeps_all_rows_and_says_so(tmp_path: 
     assert "the embedding has only 13 rows" in refused(checkpoint, tmp_path / "no", "--vocab-size", "14")
 
 
+def test_a_size_of_the_vocabulary_that_the_tokenizer_does_not_go_by_is_not_believed(tmp_path: Path) -> None:
+    stored = arguments(LLAMA, tokenizer_type="HuggingFaceTokenizer", padded_vocab_size=13)
+    found = exported(save(tmp_path / "ck", stored, state(arguments(LLAMA))), tmp_path / "hf")
+    assert len(found["lm_head.weight"]) == 13
+
+
+@pytest.mark.parametrize("options", [["--dtype", "float32"], ["--hf", "--stacked"], ["--hf", "--keys", "*"]])
+def test_options_that_do_not_go_together_are_refused(options: list[str], tmp_path: Path) -> None:
+    code, _, err = run("export", tmp_path, tmp_path / "out", *options)
+    assert code == 2 and "--tokenizer apply with --hf only, and --keys and --stacked without it" in err
+
+
 def test_the_files_of_a_tokenizer_are_copied(tmp_path: Path) -> None:
     stored = arguments(LLAMA)
     checkpoint = save(tmp_path / "ck", stored, state(stored))

@@ -55,6 +55,9 @@ PLAIN: Mapping[str, Any] = {
     "window_size": None,
 }
 
+# Tokenizers that have --vocab-size words; others count for themselves. None: an imported model.
+_SIZED_BY_ARGUMENT = (None, "NullTokenizer", "NullMultimodalTokenizer", "TikTokenizer")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
@@ -195,7 +198,7 @@ def _layers_with_experts(frequency: Any, layers: int) -> tuple[int, ...]:
 def _vocab_size(stored: Mapping[str, Any]) -> int:
     """Returns the size of the vocabulary without padding; 0 if the arguments leave it to the tokenizer."""
     size, padded = stored.get("vocab_size"), stored.get("padded_vocab_size")
-    if not isinstance(size, int):
+    if not isinstance(size, int) or stored.get("tokenizer_type") not in _SIZED_BY_ARGUMENT:
         return 0
     if stored.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_eod_id" not in stored:
         size += 1  # before 0.19 it added a token to end documents

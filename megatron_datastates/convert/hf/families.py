@@ -38,6 +38,7 @@ _NEEDED: Mapping[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "scale_attn_weights": (True,),
     "sliding_window": (None, 0),
+    "use_mrope": (False,),
     "use_sliding_window": (False, None),
     "attention_bias": (False,),
     "mlp_bias": (False,),
