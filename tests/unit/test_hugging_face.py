@@ -85,7 +85,7 @@ def test_an_import_has_the_keys_that_each_implementation_of_layers_asks_for(tmp_
     assert f"decoder.layers.self_attention.core_attention.{extra}_0_2" in engine.objects
 
 
-def test_queries_keys_and_values_are_taken_out_of_their_groups(tmp_path: Path) -> None:
+def test_queries_keys_values_and_gates_are_taken_out_of_what_they_are_stored_in(tmp_path: Path) -> None:
     stored = arguments(LLAMA)
     tensors = state(stored)
     found = exported(save(tmp_path / "ck", stored, tensors), tmp_path / "hf")
@@ -94,6 +94,9 @@ def test_queries_keys_and_values_are_taken_out_of_their_groups(tmp_path: Path) -
     parts = {"q": groups[:, :2], "k": groups[:, 2], "v": groups[:, 3]}
     for name, part in parts.items():
         assert torch.equal(found[f"model.layers.1.self_attn.{name}_proj.weight"], part.reshape(-1, 8)), name
+    gated = tensors["decoder.layers.mlp.linear_fc1.weight"][0]
+    assert torch.equal(found["model.layers.0.mlp.gate_proj.weight"], gated[:12])
+    assert torch.equal(found["model.layers.0.mlp.up_proj.weight"], gated[12:])
     assert torch.equal(found["lm_head.weight"], tensors["output_layer.weight"][:11])
 
 

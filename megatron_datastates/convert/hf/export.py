@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from megatron_datastates.convert.hf.arguments import Arguments, settle
 from megatron_datastates.convert.hf.families import Family, config_json, family_of
 from megatron_datastates.convert.hf.tensors import EXPERTS, LAYERS, Place, Rows, entries
 from megatron_datastates.convert.parts import is_weight
-from megatron_datastates.convert.sinks.safetensors import Exported
+from megatron_datastates.convert.sinks.safetensors import Exported, ReadBox
 from megatron_datastates.convert.sinks.safetensors import export as write_files
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.stored_arguments import training_arguments
@@ -40,6 +40,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 _EMBEDDING = "embedding.word_embeddings.weight"
 _MOST_NAMED = 3
+_MOST_KEPT = 4  # the files hold what is made of one tensor close together: names are in order
 
 Box = tuple[str, tuple[int, ...], tuple[int, ...]]  # key, offset, shape
 
@@ -60,26 +61,27 @@ class HuggingFaceTensor:
         """Returns the size of all elements."""
         return math.prod(self.shape) * element_bytes(self.dtype)
 
-    def blocks(self, source: Source, memory_bytes: int) -> Iterator[torch.Tensor]:
+    def blocks(self, read: ReadBox, memory_bytes: int) -> Iterator[torch.Tensor]:
         """See Exportable."""
-        # A block exists at most three times: as it is stored, transposed, and converted.
-        most = max(memory_bytes // 12, 1)
-        for data in self._transposed(source, most) if self.transposed else self._in_order(source, most):
+        # A block exists at most three times: as it is stored, transposed, and converted. Half of the memory
+        # is for layers, see _Layers.
+        most = max(memory_bytes // 24, 1)
+        for data in self._transposed(read, most) if self.transposed else self._in_order(read, most):
             yield self._converted(data)
 
-    def _in_order(self, source: Source, most: int) -> Iterator[torch.Tensor]:
+    def _in_order(self, read: ReadBox, most: int) -> Iterator[torch.Tensor]:
         for key, offset, shape in self.boxes:
             for at, lengths in cut_box(offset, shape, most):
-                yield source.read_tensor(key, at, lengths)
+                yield read(key, at, lengths)
 
-    def _transposed(self, source: Source, most: int) -> Iterator[torch.Tensor]:
+    def _transposed(self, read: ReadBox, most: int) -> Iterator[torch.Tensor]:
         """Yields rows of the transpose, which are columns of what is stored."""
         columns, rows = self.shape
         step = max(most // rows, 1)
         for begin in range(0, columns, step):
             width = min(step, columns - begin)
             parts = [
-                source.read_tensor(key, (*offset[:-1], begin), (*shape[:-1], width)).reshape(-1, width)
+                read(key, (*offset[:-1], begin), (*shape[:-1], width)).reshape(-1, width)
                 for key, offset, shape in self.boxes
             ]
             yield torch.cat(parts).t().contiguous()
@@ -284,7 +286,38 @@ def export_model(
         memory_bytes=memory_bytes,
         progress=progress,
         add_files=add_files,
+        read=_Layers(source, memory_bytes // 2).read,
     )
+
+
+class _Layers:
+    """Reads a stored tensor of a layer as a whole, and keeps the latest, for several tensors are made of it.
+
+    Checksums cover more than a small box, so reading box by box would read most bytes several times.
+    """
+
+    def __init__(self, source: Source, memory_bytes: int) -> None:
+        self._source, self._memory_bytes = source, memory_bytes
+        self._kept: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}  # by key and number of the layer
+
+    @property
+    def _held(self) -> int:
+        return sum(tensor.nbytes for tensor in self._kept.values())
+
+    def read(self, key: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Reads a box, which lies in one layer and has at most two axes of more than one element."""
+        whole = self._source.tensors[key].global_shape
+        before = max(len(whole) - 2, 0)
+        start, lengths = (*offset[:before], *(0 for _ in whole[before:])), (*shape[:before], *whole[before:])
+        size = math.prod(lengths) * element_bytes(self._source.tensors[key].dtype)
+        if size > self._memory_bytes:
+            return self._source.read_tensor(key, offset, shape)
+        if (key, start) not in self._kept:
+            while self._kept and (len(self._kept) == _MOST_KEPT or self._held + size > self._memory_bytes):
+                del self._kept[next(iter(self._kept))]
+            self._kept[key, start] = self._source.read_tensor(key, start, lengths)
+        box = (slice(o - s, o - s + n) for o, s, n in zip(offset, start, shape, strict=True))
+        return self._kept[key, start][tuple(box)].contiguous()
 
 
 def _tokenizer_files(directory: Path) -> list[Path]:

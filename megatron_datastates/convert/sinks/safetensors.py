@@ -37,6 +37,9 @@ DTYPES = {
 }  # fmt: skip
 
 
+ReadBox = Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]  # takes a key, an offset and a shape
+
+
 class Exportable(Protocol):
     """One tensor to export."""
 
@@ -49,7 +52,7 @@ class Exportable(Protocol):
     @property
     def bytes(self) -> int: ...
 
-    def blocks(self, source: Source, memory_bytes: int) -> Iterator[torch.Tensor]:
+    def blocks(self, read: ReadBox, memory_bytes: int) -> Iterator[torch.Tensor]:
         """Yields all elements in row-major order, in tensors of at most `memory_bytes`."""
 
 
@@ -69,11 +72,11 @@ class Weight:
         elements = torch.Size(self.shape).numel()
         return elements * element_bytes(self.dtype)
 
-    def blocks(self, source: Source, memory_bytes: int) -> Iterator[torch.Tensor]:
+    def blocks(self, read: ReadBox, memory_bytes: int) -> Iterator[torch.Tensor]:
         """See Exportable."""
         most = max(memory_bytes // element_bytes(self.dtype), 1)
         for offset, shape in cut_box(self.part.offset, self.part.shape, most):
-            yield source.read_tensor(self.key, offset, shape)
+            yield read(self.key, offset, shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,6 +142,7 @@ def export(
     memory_bytes: int = 1 << 30,
     progress: Callable[[int], None] = lambda bytes_done: None,
     add_files: Callable[[Path], None] = lambda directory: None,
+    read: ReadBox | None = None,
 ) -> Exported:
     """Writes the directory `target`, which appears only once it is complete.
 
@@ -147,6 +151,7 @@ def export(
         memory_bytes: upper limit of the memory for elements.
         progress: called with the number of bytes written since the last call.
         add_files: called with the directory, before it gets the target's name.
+        read: reads a box of a stored tensor (default: the source does).
 
     Raises:
         StorageError: the target exists or there is too little space.
@@ -162,7 +167,7 @@ def export(
         directory.mkdir()
         for name, shard in zip(names, shards, strict=True):
             with open(directory / name, "xb") as file:
-                _write_shard(source, shard, file, memory_bytes, progress)
+                _write_shard(read or source.read_tensor, shard, file, memory_bytes, progress)
         if len(shards) > 1:
             where = {w.name: name for name, shard in zip(names, shards, strict=True) for w in shard}
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
@@ -184,7 +189,7 @@ def _pack(weights: Sequence[Exportable], shard_bytes: int) -> list[list[Exportab
 
 
 def _write_shard(
-    source: Source,
+    read: ReadBox,
     shard: Sequence[Exportable],
     file: BinaryIO,
     memory_bytes: int,
@@ -194,7 +199,7 @@ def _write_shard(
     shard = sorted(shard, key=lambda weight: (-element_bytes(weight.dtype), weight.name))
     file.write(_header(shard))
     for weight in shard:
-        for data in weight.blocks(source, memory_bytes):
+        for data in weight.blocks(read, memory_bytes):
             progress(file.write(data.reshape(-1).view(torch.uint8).numpy()))
 
 
