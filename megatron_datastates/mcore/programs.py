@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -54,6 +55,21 @@ def enable(*, providers: Providers = (), transform: Transform | None = None, **o
     """
     chosen = Options.from_environment(options, lazy=False)
     register(providers)
+    how = "before a save returns"
+    if chosen.lazy:
+        how = "lazily: memory must not change before an optimizer's step or megatron_datastates.fence()"
+    take_over(chosen, lambda: chosen.lazy, how, transform)
+
+
+def take_over(
+    chosen: Options, in_loop: Callable[[], bool], how: str, transform: Transform | None = None
+) -> None:
+    """Puts a strategy of ours in place of torch_dist's, in every module that has imported it.
+
+    Args:
+        in_loop: returns whether a save made now may be copied lazily; see TrainingSaveStrategy.
+        how: the same in words, for the log: "... is copied {how}".
+    """
     attach_saving()
     saver_for(chosen).warm_up()
     module = importlib.import_module(_STOCK)
@@ -63,7 +79,7 @@ def enable(*, providers: Providers = (), transform: Transform | None = None, **o
         """Accepts and ignores the arguments of the strategy that it replaces."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(options=chosen, in_loop=lambda: chosen.lazy, transform=transform)
+            super().__init__(options=chosen, in_loop=in_loop, transform=transform)
 
     holders = []
     for holder in list(sys.modules.values()):
@@ -74,9 +90,6 @@ def enable(*, providers: Providers = (), transform: Transform | None = None, **o
         ):
             setattr(holder, _NAME, EnabledSaveStrategy)
             holders.append(holder.__name__)
-    how = "before a save returns"
-    if chosen.lazy:
-        how = "lazily: memory must not change before an optimizer's step or megatron_datastates.fence()"
     logger.info(
         "datastates: %s is replaced in %s: what it would store is in the datastates format from now on, "
         "and is copied %s",
@@ -91,9 +104,13 @@ def is_stock(strategy: object) -> bool:
     return type(strategy) is TorchDistSaveShardedStrategy
 
 
+def is_enabled() -> bool:
+    """Returns whether our strategy is in place of torch_dist's."""
+    return isinstance(getattr(importlib.import_module(_STOCK), _NAME), _MatchesOurStrategies)
+
+
 def enabled_strategy() -> Any:
     """Returns the class that saves in place of torch_dist's. Calls `enable()` if the program has not."""
-    module = importlib.import_module(_STOCK)
-    if not isinstance(getattr(module, _NAME), _MatchesOurStrategies):
+    if not is_enabled():
         enable()
-    return getattr(module, _NAME)
+    return getattr(importlib.import_module(_STOCK), _NAME)

@@ -14,6 +14,9 @@ from typing import Any
 # The modules that versions.py attaches to at import, written out because importing that takes milliseconds.
 WATCHED_MODULES = frozenset(
     {
+        "megatron.bridge.training.checkpointing",
+        "megatron.bridge.training.config",
+        "megatron.bridge.training.train",
         "megatron.core.dist_checkpointing.core",
         "megatron.core.dist_checkpointing.serialization",
         "megatron.core.dist_checkpointing.strategies.base",
@@ -73,6 +76,8 @@ def attach(module: Any) -> None:
 
 def _refuse_saves(module: Any, error: Exception) -> None:
     """Replaces a `save_checkpoint` that has no hook: it must not save in another format than asked for."""
+    if module.__name__ != "megatron.training.checkpointing":
+        return
     original = getattr(module, "save_checkpoint", None)
     if original is None or getattr(original, "_is_datastates_hook", False):
         return

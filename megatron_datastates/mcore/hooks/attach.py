@@ -45,7 +45,7 @@ def rebind(name: str, original: Any, replacement: Any) -> None:
 
 
 def attach_module(module: ModuleType) -> None:
-    """Attaches the hooks for loading to one of Megatron's modules, or the fence to a memory saver.
+    """Attaches the hooks for loading to one of Megatron's modules, Bridge's hooks, or a memory saver's fence.
 
     Raises:
         HookPointError: some hook points do not exist; the others are attached.
@@ -56,6 +56,14 @@ def attach_module(module: ModuleType) -> None:
             raise HookPointError(
                 f"{module.__name__} has no {', no '.join(missing)}, so no fence can be attached: call "
                 "megatron_datastates.fence() before unmapping device memory after a lazy save"
+            )
+        return
+    if module.__name__ in versions.BRIDGE:
+        missing = _missing(versions.BRIDGE[module.__name__])
+        if missing:
+            raise HookPointError(
+                f"{module.__name__} has no {', no '.join(missing)}: ckpt_format='datastates' and our "
+                "CheckpointManager need another release of Megatron-Bridge; call megatron_datastates.enable()"
             )
         return
     hooks = [hook for hook in versions.installed().loading if hook.module == module.__name__]

@@ -247,6 +247,23 @@ MEMORY_SAVERS = {
     ),
 }
 
+# Functions of Megatron-Bridge, attached when it is imported; by module. Its releases go their own way, so a
+# missing one is reported, and Bridge then refuses our settings itself.
+_BRIDGE = "megatron.bridge.training."
+_BRIDGE_HOOKS = (
+    Hook(_BRIDGE + "config", "CheckpointConfig.finalize", "hooks.bridge.wrap_finalize"),
+    Hook(_BRIDGE + "checkpointing", "save_checkpoint", "hooks.bridge.wrap_save_checkpoint"),
+    Hook(_BRIDGE + "checkpointing", "load_checkpoint", "hooks.bridge.wrap_load_checkpoint"),
+    Hook(
+        _BRIDGE + "checkpointing", "create_checkpoint_manager", "hooks.bridge.wrap_create_checkpoint_manager"
+    ),
+    Hook(_BRIDGE + "train", "train", "hooks.bridge.wrap_train"),
+)
+BRIDGE = {
+    module: tuple(hook for hook in _BRIDGE_HOOKS if hook.module == module)
+    for module in (_BRIDGE + "config", _BRIDGE + "checkpointing", _BRIDGE + "train")
+}
+
 
 def release_of(version: str) -> Release:
     """Returns the Release for a version such as `0.18.2` or `0.20.0rc0`; the first one for anything older."""

@@ -1,0 +1,143 @@
+"""Wrappers of Megatron-Bridge's functions: settings of its `CheckpointConfig` that select our format.
+
+Two do: `ckpt_format="datastates"`, and `custom_manager_class` with the name of our CheckpointManager
+(mcore/bridge.py). Bridge itself knows only torch_dist's sharded state: it refuses any other name of a format
+for asynchronous saves, and would save unsharded state for it in a synchronous one, which no run could
+resume. So our name becomes "torch_dist" wherever Bridge would read it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron_datastates.config import Options
+from megatron_datastates.errors import OptionError
+
+FORMAT = "datastates"
+MANAGER = "megatron_datastates.mcore.bridge.CheckpointManager"
+_loops = 0  # calls of Bridge's `train` that have not returned
+
+
+def is_training() -> bool:
+    """Returns whether Bridge's own loop is running, where parameters change only in optimizer steps."""
+    return _loops > 0
+
+
+def adopt(config: Any) -> bool:
+    """Returns whether a CheckpointConfig selects our format; if by `ckpt_format`, rewrites it for Bridge.
+
+    Raises:
+        OptionError: it also selects something that excludes our format.
+    """
+    if config.ckpt_format == FORMAT:
+        if config.custom_manager_class not in (None, MANAGER):
+            raise OptionError(
+                f"checkpoint.ckpt_format='{FORMAT}' and checkpoint.custom_manager_class="
+                f"{config.custom_manager_class!r}: leave one of them out, or derive that class from "
+                f"{MANAGER} and use ckpt_format='torch_dist'"
+            )
+        config.ckpt_format, config.custom_manager_class = "torch_dist", MANAGER
+    if config.custom_manager_class != MANAGER:
+        return False
+    require_sharded_state(config)
+    return True
+
+
+def require_sharded_state(config: Any) -> None:
+    """Raises OptionError if Bridge would not save this format through Megatron-Core's torch_dist strategy."""
+    if config.ckpt_format != "torch_dist":
+        raise OptionError(
+            f"checkpoint.ckpt_format={config.ckpt_format!r} is not saved by {MANAGER}: expected 'torch_dist' "
+            f"or '{FORMAT}'"
+        )
+
+
+def enable_saving() -> None:
+    """Saves through torch_dist's strategy are ours from now on; lazy in Bridge's own loop only.
+
+    Does nothing if the program has called `enable()`, with options of its own.
+    """
+    from megatron_datastates.mcore import programs
+
+    if not programs.is_enabled():
+        how = "lazily in Megatron-Bridge's own loop, and elsewhere before a save returns"
+        programs.take_over(Options.from_environment(), is_training, how)
+
+
+def wrap_finalize(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `CheckpointConfig.finalize`, which runs before Bridge looks at the name of the format.
+
+    Bridge requires its worker process for asynchronous saves; ours need none, so none is started.
+    """
+
+    def finalize(self: Any) -> None:
+        if not adopt(self):
+            original(self)
+            return
+        self.use_persistent_ckpt_worker = True
+        original(self)
+        self.use_persistent_ckpt_worker = False
+
+    return finalize
+
+
+def wrap_create_checkpoint_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `create_checkpoint_manager`: our class, and nothing else of ours, is in Bridge's allow list."""
+
+    def create_checkpoint_manager(checkpoint_config: Any) -> Any:
+        if adopt(checkpoint_config):
+            _allow(MANAGER)
+        return original(checkpoint_config)
+
+    return create_checkpoint_manager
+
+
+def _allow(target: str) -> None:
+    try:
+        from megatron.training.config.instantiate_utils import target_allowlist
+    except ImportError:  # a release without the list
+        return
+    target_allowlist.add_exact(target)
+
+
+def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `save_checkpoint`, which some programs call without a manager."""
+    signature = inspect.signature(original)
+
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        if not adopt(signature.bind(*args, **kwargs).arguments["state"].cfg.checkpoint):
+            return original(*args, **kwargs)
+        from megatron_datastates.pipeline.held import trainer_held
+
+        enable_saving()
+        with trainer_held("save_checkpoint"):
+            return original(*args, **kwargs)
+
+    return save_checkpoint
+
+
+def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `load_checkpoint`, which compares the name of the format with what is in the directory."""
+    signature = inspect.signature(original)
+
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        adopt(signature.bind(*args, **kwargs).arguments["state"].cfg.checkpoint)
+        return original(*args, **kwargs)
+
+    return load_checkpoint
+
+
+def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `train`, Bridge's own loop."""
+
+    def train(*args: Any, **kwargs: Any) -> Any:
+        global _loops
+        _loops += 1
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _loops -= 1
+
+    return train
