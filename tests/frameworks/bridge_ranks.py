@@ -27,10 +27,10 @@ from megatron.bridge.training.setup import setup
 from megatron.bridge.training.state import GlobalState
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.training.config.instantiate_utils import target_allowlist
-from model_ranks import Training, leaves, step
+from model_ranks import Training, step
 from mutation_ranks import contents
 from saving_rank import join, report
-from torch.utils._pytree import tree_map
+from swapping import digests, free_state
 
 from megatron_datastates.config import Options
 from megatron_datastates.mcore import enable
@@ -163,19 +163,6 @@ def save_as_nemo_rl(root: str, how: str, folder: str) -> None:
     report(folder, different=different, compared=len(truth), lazy=lazy)
 
 
-def digests(training: Training) -> dict[str, str]:
-    """Returns a digest of every weight and optimizer state, of copies: NumPy would fix the storages."""
-
-    def copied(value: Any) -> Any:
-        return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-    state: list[Any] = [chunk.state_dict() for chunk in training.chunks]
-    for chained in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
-        for group in chained.optimizer.param_groups:
-            state.append([(param, chained.optimizer.state[param]) for param in group["params"]])
-    return dict(leaves(tree_map(copied, state), ""))
-
-
 def offload_and_reload(training: Training) -> None:
     """Offloads the model, as NeMo-RL's `move_model` does, brings it back, and swaps all values."""
     for chunk in training.chunks:
@@ -185,12 +172,7 @@ def offload_and_reload(training: Training) -> None:
                 buffer.reload_from_cpu(move_params=True, move_grads=True)
         for parameter in chunk.parameters():
             parameter.data.fill_(-7)
-    for chained in getattr(training.optimizer, "chained_optimizers", [training.optimizer]):
-        for values in chained.optimizer.state.values():
-            for name, value in values.items():
-                if isinstance(value, torch.Tensor):
-                    values[name] = torch.full_like(value, -7)
-                    value.untyped_storage().resize_(0)
+    free_state(training)
 
 
 def make_managers(root: str, folder: str) -> None:

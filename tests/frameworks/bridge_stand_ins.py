@@ -13,9 +13,9 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import stand_ins
+from absent import Empty
 
 EMPTY = (
     "megatron.energon",
@@ -32,35 +32,12 @@ RESTARTS = ("nvidia_resiliency_ext", "nvidia_resiliency_ext.inprocess")
 ENGINE = ("transformer_engine", "transformer_engine.pytorch")
 
 
-class _Anything(type):
-    """A class that has every attribute, and does nothing when called."""
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Anything(name, (), {})
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> None:
-        return None
-
-
-class _Empty(types.ModuleType):
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.__path__: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Anything(name, (), {})
-
-
 def install() -> None:
     """Installs the stand-ins, and imports Bridge's training loop. Call it once."""
     stand_ins.install()
     importlib.import_module("megatron.core.extensions.transformer_engine")
     for name in EMPTY:
-        sys.modules[name] = _Empty(name)
+        sys.modules[name] = Empty(name)
     _import_adapters()
     importlib.import_module("megatron.bridge.training.checkpointing")
     with _present(RESTARTS):
@@ -70,7 +47,7 @@ def install() -> None:
 @contextlib.contextmanager
 def _present(names: tuple[str, ...]) -> Iterator[None]:
     for name in names:
-        sys.modules[name] = _Empty(name)
+        sys.modules[name] = Empty(name)
     yield
     for name in names:
         del sys.modules[name]

@@ -1,0 +1,48 @@
+"""Frameworks on Megatron-Core: our strategy writes, a resume is exact, and weights may be swapped at once."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.frameworks.absent import installed_file
+from tests.support.ranks import RankForge
+from tests.support.world import PATH, PRELOAD, World
+
+# What each framework's checkpoint consists of, below the directory that it is given.
+PARTS = {
+    "calls": ("model", "optimizer", "extra"),
+    "verl": ("model/dist_ckpt", "optimizer/dist_ckpt", "extra/dist_ckpt"),
+    "ms-swift": ("iter_0000003",),
+    "skyrl": (".",),
+}
+CASES = [
+    (name, how, mode)
+    for name in PARTS
+    for how in ("enable", "switch")
+    for mode in ("sync", "async")
+    if (name, mode) != ("verl", "async")
+]
+
+
+@pytest.fixture(scope="module")
+def forge() -> Iterator[RankForge]:
+    with RankForge((*PRELOAD, "framework_ranks"), (Path(__file__).parent, *PATH)) as parent:
+        yield parent
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize(("name", "how", "mode"), CASES, ids=map("-".join, CASES))
+def test_weights_swapped_after_a_save_do_no_harm(
+    forge: RankForge, tmp_path: Path, name: str, how: str, mode: str
+) -> None:
+    if name != "calls" and installed_file(name, "") is None:
+        pytest.skip(f"{name} is not installed: make test-frameworks")
+    root = tmp_path / "checkpoint"
+    world = World(forge, tmp_path / "runs")
+    for rank in world.run("framework_ranks:save_swap_load", root, name, how, mode == "async"):
+        assert rank["swapped"] > 100
+        assert rank["different"] == []
+    for part in PARTS[name]:
+        assert (root / part / "datastates.manifest").is_file(), part
+        assert not list((root / part).glob("*.distcp"))
