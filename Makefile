@@ -4,10 +4,10 @@
 SHELL := bash
 BIN := .venv/bin
 SEED := 1
-RANK_TESTS := tests/model tests/multirank tests/e2e tests/faults tests/gpu
+RANK_TESTS := tests/model tests/multirank tests/frameworks tests/e2e tests/faults tests/gpu
 NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
 
-.PHONY: help env demo test test-ranks test-long test-faults test-versions test-te test-native-sanitizers test-aarch64 lint format clean distclean
+.PHONY: help env demo test test-ranks test-long test-faults test-versions test-te test-frameworks test-native-sanitizers test-aarch64 lint format clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -43,6 +43,10 @@ test-versions: env ## run the conformance tests with other releases of Megatron-
 # Not part of `test`: Transformer Engine has to be built first, which takes half an hour.
 test-te: env ## build Transformer Engine and test its layers, extra states and quantized weights on the CPU
 	@tools/env/te.sh
+
+# Not part of `test`, which skips those of its tests that need a framework: it installs several.
+test-frameworks: env ## run tests/frameworks with released frameworks (Megatron-Bridge, verl, ms-swift, SkyRL)
+	@tools/env/frameworks.sh
 
 test-long: env ## run what is too long for CI: all cases, other releases completely, sanitizers, the fault campaign (hours)
 	@$(BIN)/python -m pytest -m long tests/golden tests/native tests/unit

@@ -13,9 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from absent import run_released
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -212,6 +214,10 @@ class MsSwift:
         )
         if dist.get_rank() == 0:  # before an asynchronous save is over: docs/frameworks.md
             assert (directory / "latest_checkpointed_iteration.txt").read_text() == "3"
+        if self.arguments.async_save:
+            dist.barrier()  # all ranks find that file
+            with pytest.raises(CheckpointingException):
+                self.load(directory)
 
     def finish(self) -> None:
         self.module.maybe_finalize_async_save(self.arguments, blocking=True)
@@ -278,6 +284,7 @@ FRAMEWORKS = {"calls": Calls, "verl": Verl, "ms-swift": MsSwift, "skyrl": SkyRL}
 def save_swap_load(root: str, name: str, how: str, is_async: bool, folder: str) -> None:
     """Saves with a framework, swaps all weights and state at once, loads, and reports what differs."""
     join()
+    os.environ["MEGATRON_DATASTATES_REPORT_FILE"] = str(Path(folder, "saves.jsonl"))
     if how == "enable":
         enable()
     elif how == "switch":

@@ -1,5 +1,6 @@
 """Frameworks on Megatron-Core: our strategy writes, a resume is exact, and weights may be swapped at once."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,11 @@ def test_weights_swapped_after_a_save_do_no_harm(
     for rank in world.run("framework_ranks:save_swap_load", root, name, how, mode == "async"):
         assert rank["swapped"] > 100
         assert rank["different"] == []
+    (reports,) = (tmp_path / "runs").glob("*/saves.jsonl")
+    events = [json.loads(line) for line in reports.read_text().splitlines()]
+    saves = [event for event in events if event["event"] == "save"]
+    assert len(saves) == len(PARTS[name])
+    assert {event["lazy_bytes"] for event in saves} == {0}, "everything was copied before the save returned"
     for part in PARTS[name]:
         assert (root / part / "datastates.manifest").is_file(), part
         assert not list((root / part).glob("*.distcp"))

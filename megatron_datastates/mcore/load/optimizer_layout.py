@@ -20,7 +20,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import msgspec
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import (
@@ -31,10 +30,10 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from megatron_datastates.errors import MismatchError
-from megatron_datastates.format.optimizer_map import OptimizerMap
 from megatron_datastates.mcore.errors import LoadMismatch, load_errors
 from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint, read_common_state
 from megatron_datastates.mcore.load.optimizer_names import StateNames
+from megatron_datastates.mcore.load.optimizer_places import holds_the_same
 from megatron_datastates.mcore.load.optimizer_request import (
     CARRIER,
     OwnBuckets,
@@ -226,7 +225,7 @@ def _is_other_layout(checkpoint: Checkpoint, state: dict[Any, Any], own: OwnBuck
     """
     if has_optimizer_maps(checkpoint):
         stored = optimizer_map(checkpoint, state[CARRIER].key.removesuffix(CARRIER))
-        return stored is None or is_offloaded(state) or _places(stored) != _places(own.map)
+        return stored is None or is_offloaded(state) or not holds_the_same(stored, own.map, checkpoint)
     keys = [item.key for _, _, item in bucket_tensors(state) if item.key in checkpoint.index.tensors]
     problem = bucket_mismatch(state, {key: checkpoint.index.describe(key)[1] for key in keys})
     if problem is not None and not _has_states(checkpoint):
@@ -247,28 +246,6 @@ def bucket_mismatch(nested: Any, shapes: Mapping[str, tuple[int, ...]]) -> str |
 
 def _has_states(checkpoint: Checkpoint) -> bool:
     return any(f"{PREFIX}." in key for key in checkpoint.index.tensors)
-
-
-def _places(described: OptimizerMap) -> list[Any]:
-    """Returns what two maps have in common if their buckets hold the same shards.
-
-    Names may differ, and so may main replicas: in a load, each rank describes its own view of them.
-    """
-    return sorted(
-        (
-            bucket.name,
-            bucket.elements,
-            sorted(
-                (
-                    p.begin,
-                    p.end,
-                    [msgspec.structs.astuple(msgspec.structs.replace(s, main=True)) for s in p.shards],
-                )
-                for p in bucket.parameters
-            ),
-        )
-        for bucket in described.buckets
-    )
 
 
 def _without_map(key: str, what: str) -> str:

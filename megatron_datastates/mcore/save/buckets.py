@@ -102,10 +102,14 @@ def _map_of(optimizer: Any, state: dict[Any, Any], model_state: Any, metadata: A
     source = _fingerprint(optimizer, state, model_state, metadata)
     made = _made.get(optimizer)
     if made is None or made[0] != source:
-        made = _made[optimizer] = (
-            source,
-            describe_buckets(optimizer, state, named_shards(model_state)).encode(),
-        )
+        described = describe_buckets(optimizer, state, named_shards(model_state))
+        for parameter in (one for bucket in described.buckets for one in bucket.parameters):
+            if not parameter.shards:
+                logger.warning(
+                    "the optimizer map lacks the parameter %r: its place in the model is unknown",
+                    parameter.name,
+                )
+        made = _made[optimizer] = source, described.encode()
     return made[1]
 
 
@@ -181,10 +185,7 @@ def _bucket(buffer: Any, number: int, entries: list[dict[str, Any]], prefix: str
 
 def _parameter(param: Any, begin: int, end: int, named: Named) -> Parameter:
     name, item = named.get(id(param), ("", None))
-    shards = () if item is None else _shards(name, item)
-    if not shards:
-        logger.warning("the optimizer map lacks the parameter %r: its place in the model is unknown", name)
-    return Parameter(name, begin, end, shards)
+    return Parameter(name, begin, end, () if item is None else _shards(name, item))
 
 
 def _shards(name: str, item: Any) -> tuple[ParameterShard, ...]:
