@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from absent import run_released
 from megatron.core import dist_checkpointing, parallel_state
@@ -23,8 +24,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
-from model_ranks import Training, build, random_values, step
-from saving_rank import MCORE_QUEUE, join, report
+from model_ranks import Layout, Training, build, random_values, step
+from saving_rank import MCORE_QUEUE, failure_of, join, report
 from swapping import digests, swap_everything
 
 from megatron_datastates.mcore import enable
@@ -44,8 +45,8 @@ class Calls:
     def __init__(self, training: Training, is_async: bool) -> None:
         self.training, self.is_async, self.queue = training, is_async, AsyncCallsQueue()
 
-    def parts(self, *, is_loading: bool) -> dict[str, dict[str, Any]]:
-        state = self.training.sharded(is_loading=is_loading)
+    def parts(self) -> dict[str, dict[str, Any]]:
+        state = self.training.sharded()
         optimizer = state.pop("optimizer")
         return {"model": state, "optimizer": {"optimizer": optimizer}, "extra": {"step": 7}}
 
@@ -63,7 +64,7 @@ class Calls:
         }
 
     def save(self, directory: Path) -> None:
-        for name, state in self.parts(is_loading=False).items():
+        for name, state in self.parts().items():
             (directory / name).mkdir(parents=True, exist_ok=True)
             chosen = {"sharded_strategy": self.strategies()[name]} if name != "extra" else {}
             request = dist_checkpointing.save(
@@ -80,17 +81,23 @@ class Calls:
         self.queue.maybe_finalize_async_calls(blocking=True)
 
     def load(self, directory: Path) -> None:
+        """Loads as verl does, which asks for the optimizer when the model's state holds tensors."""
         from megatron.core.dist_checkpointing.serialization import get_default_load_sharded_strategy
 
-        loaded: dict[str, Any] = {}
-        for name, state in self.parts(is_loading=True).items():
+        def part(name: str, state: dict[str, Any]) -> dict[str, Any]:
             where = str(directory / name)
-            strategy = FullyParallelLoadStrategyWrapper(
-                get_default_load_sharded_strategy(where), data_parallel_group()
-            )
-            loaded |= dist_checkpointing.load(state, where, strategy)
-        assert loaded.pop("step") == 7
-        self.training.accept(loaded)
+            default = get_default_load_sharded_strategy(where)
+            strategy = FullyParallelLoadStrategyWrapper(default, data_parallel_group())
+            loaded: dict[str, Any] = dist_checkpointing.load(state, where, strategy)
+            return loaded
+
+        training = self.training
+        model = {"model": training.chunks[0].sharded_state_dict(metadata=training.metadata)}
+        loaded = part("model", dict(model))
+        state = training.optimizer.sharded_state_dict(model, is_loading=True, metadata=training.metadata)
+        loaded |= part("optimizer", {"optimizer": state})
+        assert part("extra", {"step": 0})["step"] == 7
+        training.accept(loaded)
 
 
 class Verl:
@@ -289,11 +296,7 @@ def save_swap_load(root: str, name: str, how: str, is_async: bool, folder: str) 
         enable()
     elif how == "switch":
         os.environ["MEGATRON_DATASTATES_ENABLE"] = "1"
-    training = build({}, "dp_reshardable", random_values())
-    for chunk in training.chunks:  # replicas of one model
-        for tensor in (*chunk.parameters(), *chunk.buffers()):
-            dist.broadcast(tensor.data, 0)
-    step(training)
+    training = trained({})
     truth = digests(training)
     framework = FRAMEWORKS[name](training, is_async)
     framework.save(Path(root))
@@ -309,3 +312,23 @@ def save_swap_load(root: str, name: str, how: str, is_async: bool, folder: str) 
         swapped=sum(truth[key] != swapped.get(key) for key in truth),
         different=sorted(key for key in truth.keys() | became.keys() if truth.get(key) != became.get(key)),
     )
+
+
+def trained(layout: Layout) -> Training:
+    """Returns a training after one step, whose replicas are equal."""
+    training = build(layout, "dp_reshardable", random_values())
+    for tensor in (tensor for chunk in training.chunks for tensor in chunk.state_dict().values()):
+        if isinstance(tensor, torch.Tensor):
+            dist.broadcast(tensor.data, parallel_state.get_data_parallel_src_rank(), data_parallel_group())
+    step(training)
+    return training
+
+
+def load_into_another_layout(root: str, layout: Layout, folder: str) -> None:
+    """Saves in two ranks of data parallelism, loads in another layout, and reports the refusal."""
+    join()
+    enable()
+    Calls(trained({}), is_async=False).save(Path(root))
+    other = Calls(trained(layout), is_async=False)
+    error = failure_of(lambda: other.load(Path(root)))
+    report(folder, error=error)

@@ -52,3 +52,12 @@ def test_weights_swapped_after_a_save_do_no_harm(
     for part in PARTS[name]:
         assert (root / part / "datastates.manifest").is_file(), part
         assert not list((root / part).glob("*.distcp"))
+
+
+def test_an_optimizer_asked_for_after_its_model_loads_into_no_other_layout(
+    forge: RankForge, tmp_path: Path
+) -> None:
+    world = World(forge, tmp_path / "runs")
+    layout = {"tensor_model_parallel_size": 2}
+    for rank in world.run("framework_ranks:load_into_another_layout", tmp_path / "checkpoint", layout):
+        assert "have no known place in the model" in rank["error"]
