@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from megatron_datastates.config import Options
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source, SourceTensor
-from megatron_datastates.dcp.facts import read_facts
 from megatron_datastates.engine.reader import Reader
 from megatron_datastates.format.directory import is_of_a_format
 from megatron_datastates.pipeline.load import Checkpoint
@@ -47,6 +46,8 @@ class DataStatesSource(Source):
 
     @property
     def planner_data(self) -> Any:
+        from megatron_datastates.dcp.facts import read_facts  # imports torch
+
         return read_facts(self.checkpoint).planner_data
 
     def read_tensor(
