@@ -111,7 +111,11 @@ uint32_t TableStep(uint32_t crc, const uint8_t* at, size_t bytes) {
 }
 
 #if defined(__x86_64__)
+#if defined(__clang__)  // to clang 15 and later, the instruction is no part of SSE 4.2
+#define DATASTATES_CRC_TARGET __attribute__((target("sse4.2,crc32")))
+#else
 #define DATASTATES_CRC_TARGET __attribute__((target("sse4.2")))
+#endif
 DATASTATES_CRC_TARGET inline uint32_t Word(uint32_t crc, uint64_t word) {
   return static_cast<uint32_t>(_mm_crc32_u64(crc, word));
 }

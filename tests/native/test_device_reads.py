@@ -270,7 +270,7 @@ def test_a_state_is_loaded_to_the_device_in_one_pass_and_the_rest_through_the_ho
     monkeypatch.setattr(engine_reader, "_current_stream", lambda: stream)
     checkpoint = Checkpoint.open(tmp_path, Options(driver=cuda.path))
     reader = reading.CheckpointReader(checkpoint)
-    dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+    dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner())
     for key, tensor in state.items():
         assert torch.equal(tensor, stored[key].to(tensor.dtype)), key
     assert cuda.calls("cuMemcpyHtoDAsync") and cuda.calls("cuMemcpy2DAsync")

@@ -36,7 +36,7 @@ def dcp_state() -> State:
 
 def save_with_dcp(directory: Path, state: State, **how: Any) -> None:
     writer = dcp.FileSystemWriter(directory, **how)
-    dcp.save(state, storage_writer=writer, no_dist=True)
+    dcp.save(state, storage_writer=writer)
 
 
 def convert_to(source: Path, target: Path, limits: Limits = LEAST, **how: Any) -> Source:

@@ -147,7 +147,7 @@ def load_into_other_grids(saved: Callable[..., Checkpoint], state: list[Stored],
             shards.append(CheckpointableShardedTensor.from_sh_ten(stored.shard(target, box)))
         requested[stored.key] = LocalShardsContainer(shards)
     planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    dcp.load(requested, storage_reader=DataStatesReader(checkpoint), planner=planner, no_dist=True)
+    dcp.load(requested, storage_reader=DataStatesReader(checkpoint), planner=planner)
     for memory, wanted in memories:
         assert bits(memory) == bits(wanted)
 

@@ -68,7 +68,7 @@ def test_dcp_loads_a_checkpoint_converted_to_torch_dist(by_dcp: Path, tmp_path: 
     convert_to(tmp_path / "ours", tmp_path / "back")
     before = dcp_state()
     state = {key: torch.zeros_like(tensor) for key, tensor in before.items()} | {"object": None}
-    dcp.load(state, checkpoint_id=tmp_path / "back", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "back")
     assert {key: bits(state[key]) for key in before} == {key: bits(before[key]) for key in before}
     assert state["object"] == "words"
 
@@ -235,7 +235,7 @@ def test_a_fragment_without_elements_hides_no_other_at_its_offset(
     assert expected[:, 0].tolist() == [1.0] * 3 + [4.0] * 3
     assert bits(made.read_tensor("w")) == bits(expected)
     state = {"w": torch.zeros(6, 4)}
-    dcp.load(state, checkpoint_id=tmp_path / "made", no_dist=True)
+    dcp.load(state, checkpoint_id=tmp_path / "made")
     assert bits(state["w"]) == bits(expected)
 
 

@@ -23,7 +23,7 @@ def directory(tmp_path_factory) -> Path:
 
 def load(directory: Path, state: dict[str, object]) -> None:
     reader = DataStatesReader(Checkpoint.open(directory, OPTIONS))
-    dcp.load(state, storage_reader=reader, no_dist=True)
+    dcp.load(state, storage_reader=reader)
 
 
 def test_encoded_tensors_are_loaded_in_place_with_plain_ones_and_objects(directory):

@@ -37,7 +37,7 @@ CONVERTIBLE = random_tensor(torch.int16, (40, 50)).float() / 3
 
 def load(directory: Path, state: dict) -> dict:
     reader = DataStatesReader(ds.open(directory, **SMALL))
-    dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+    dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner())
     return state
 
 
@@ -154,7 +154,7 @@ def test_what_is_converted_in_small_parts_is_loaded_the_same(tmp_path, monkeypat
     ds.save(stored, tmp_path / "c", **SMALL)
     state = {key: torch.zeros_like(tensor).double() for key, tensor in stored.items()}
     reader = DataStatesReader(ds.open(tmp_path / "c", **SMALL))
-    dcp.load(state, storage_reader=reader, planner=(planner := CountingPlanner()), no_dist=True)
+    dcp.load(state, storage_reader=reader, planner=(planner := CountingPlanner()))
     assert planner.commits == 19  # nothing is read of the empty one
     assert all(torch.equal(state[key], tensor.double()) for key, tensor in stored.items())
 
@@ -170,7 +170,7 @@ def test_tensors_that_the_planner_makes_do_not_live_all_at_once(tmp_path, monkey
     state = {key: torch.zeros(100).as_subclass(Unplain if int(key) % 2 else torch.Tensor) for key in stored}
     planner = CountingPlanner()
     reader = DataStatesReader(ds.open(tmp_path / "c", **SMALL))
-    dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    dcp.load(state, storage_reader=reader, planner=planner)
     assert all(torch.equal(state[key].as_subclass(torch.Tensor), tensor) for key, tensor in stored.items())
     assert (planner.alive, planner.most_alive, planner.commits) == (0, 2, 10)
 
@@ -180,7 +180,7 @@ def test_one_pass_reads_every_block_once(tmp_path):
     ds.save(stored | {"step": 7}, tmp_path / "c", **SMALL)
     reader = DataStatesReader(checkpoint := ds.open(tmp_path / "c", **SMALL))
     state = {key: torch.zeros_like(tensor) for key, tensor in stored.items()} | {"step": None}
-    dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+    dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner())
     assert checkpoint.costs.bytes_read == checkpoint.footer(0).data_bytes
 
 
@@ -237,7 +237,7 @@ def test_an_interrupted_load_writes_nothing_afterwards(tmp_path):
     try:
         threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGUSR1)).start()
         with pytest.raises(dcp.api.CheckpointException) as caught:
-            dcp.load({"w": target}, storage_reader=DataStatesReader(checkpoint), no_dist=True)
+            dcp.load({"w": target}, storage_reader=DataStatesReader(checkpoint))
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert isinstance(caught.value.failures[0][0], Stop)
@@ -257,7 +257,7 @@ from tests.unit.states import OPTIONS
 
 def load(**state):
     reader = DataStatesReader(Checkpoint.open(sys.argv[1], OPTIONS))
-    dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+    dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner())
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -138,7 +138,7 @@ def test_a_tensor_is_loaded_from_the_fragments_it_wants(checkpoint):
     state = {"w": torch.zeros_like(DATA)}
     boxes = {"w": (np.zeros((1, 3), np.int64), np.array([DATA.shape], np.int64))}
     reader = DataStatesReader(checkpoint, boxes)
-    dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(), no_dist=True)
+    dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner())
     assert torch.equal(state["w"], DATA)
 
 

@@ -11,7 +11,8 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -75,8 +76,9 @@ class TorchDistSink(Sink):
             planner_data=self.source.planner_data,
             storage_data=_storage_data(records, entries),
             storage_meta=StorageMeta(checkpoint_id=None, save_id=str(uuid.uuid4())),
-            version=CURRENT_DCP_VERSION,
         )
+        if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # not so in torch 2.6
+            metadata.version = filesystem.CURRENT_DCP_VERSION
         index = pickle.dumps(metadata)
         write_synced(self.directory / TORCH_DIST_INDEX, index)
         maps = {key: self.source.read_object(key) for key in filter(is_optimizer_map, self.source.objects)}

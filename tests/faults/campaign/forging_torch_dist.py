@@ -28,7 +28,7 @@ INDEX, FILE = ".metadata", "__0_0.distcp"
 def sound() -> dict[str, bytes]:
     """Returns the files that DCP wrote."""
     with tempfile.TemporaryDirectory() as folder:
-        dcp.save({**STATE, "o": [1, 2]}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+        dcp.save({**STATE, "o": [1, 2]}, storage_writer=dcp.FileSystemWriter(folder))
         found = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     return found | {"metadata.json": b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1}'}
 
