@@ -43,7 +43,8 @@ def test_import_hook_imports_nothing_that_torch_has_not_imported() -> None:
 
 def test_watched_modules_are_those_that_the_table_attaches_to_at_import() -> None:
     loading = {hook.module for release in versions.RELEASES for hook in release.loading}
-    assert loading | versions.MEMORY_SAVERS.keys() | versions.BRIDGE.keys() == WATCHED_MODULES
+    others = {*versions.MEMORY_SAVERS, *versions.BRIDGE, *versions.TOOLS}
+    assert loading | others == WATCHED_MODULES
 
 
 def test_hooks_of_a_program_in_another_format_do_not_import_the_native_module() -> None:

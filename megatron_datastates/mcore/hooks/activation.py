@@ -14,6 +14,7 @@ from typing import Any
 # The modules that versions.py attaches to at import, written out because importing that takes milliseconds.
 WATCHED_MODULES = frozenset(
     {
+        "dist_checkpoint_io",
         "megatron.bridge.training.checkpointing",
         "megatron.bridge.training.config",
         "megatron.bridge.training.train",

@@ -67,6 +67,7 @@ def attach_module(module: ModuleType) -> None:
             )
         return
     hooks = [hook for hook in versions.installed().loading if hook.module == module.__name__]
+    hooks += versions.TOOLS.get(module.__name__, ())
     if module.__name__ == versions.OPTIMIZER_MODULE and switch.is_on():
         # The first state dict is made before the first save, which attaches the rest (mcore/switch.py).
         hooks += [hook for hook in versions.installed().saving if hook.module == module.__name__]

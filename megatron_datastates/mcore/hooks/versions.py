@@ -49,6 +49,9 @@ _LOADING = (
         "TorchDistLoadShardedStrategy.remove_sharded_tensors",
         "load.by_format.wrap_remove_sharded_tensors",
     ),
+    # A class of DCP's, which Megatron's own tools construct themselves.
+    Hook(_DIST + "strategies.torch", "FileSystemReader.read_metadata", "load.tools.wrap_dcp_read_metadata"),
+    Hook(_DIST + "strategies.torch", "FileSystemReader.read_data", "load.tools.wrap_dcp_read_data"),
     Hook(_DIST + "serialization", "load", "load.agreement.wrap_load"),
     Hook(_DIST + "serialization", "save", "switch.wrap_save"),
     Hook(
@@ -104,6 +107,7 @@ _COMMON_016 = Hook(
 )
 _COMMON_017 = Hook(_DIST + "strategies.common", "load_common", "load.by_format.wrap_load_common")
 _COMMON_019 = Hook(_DIST + "serialization", "load_common_state_dict", "load.by_format.wrap_load_common")
+_COMMON_OF_TOOLS = Hook(_DIST + "strategies.common", "load_common", "load.tools.wrap_load_common_of_tools")
 _REGISTRY = Hook(
     _DIST + "strategies.base", "get_default_strategy", "load.by_format.wrap_get_default_strategy"
 )
@@ -227,7 +231,7 @@ RELEASES = (
     ),
     Release(
         (0, 19),
-        (*_LOADING, _COMMON_019),
+        (*_LOADING, _COMMON_019, _COMMON_OF_TOOLS),
         (*_SAVING, _GATHER_018, _GRAPH),
         _TRAINING_017,
         writes_common_file=False,
@@ -262,6 +266,13 @@ _BRIDGE_HOOKS = (
 BRIDGE = {
     module: tuple(hook for hook in _BRIDGE_HOOKS if hook.module == module)
     for module in (_BRIDGE + "config", _BRIDGE + "checkpointing", _BRIDGE + "train")
+}
+
+# Modules of Megatron's tools, which are scripts beside the package.
+TOOLS = {
+    "dist_checkpoint_io": (
+        Hook("dist_checkpoint_io", "detect_checkpoint_format", "load.tools.wrap_detect_checkpoint_format"),
+    ),
 }
 
 

@@ -1,0 +1,67 @@
+"""Wrappers for Megatron's own tools, which read a directory with DCP's reader and never ask for its format.
+
+They are `checkpoint_inspector.py`, `dist_checkpoint_io.py` and the hybrid converter, in tools/checkpoint.
+Other formats are read as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_datastates.format.directory import BACKEND
+from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint, read_common_state
+
+if TYPE_CHECKING:
+    from megatron_datastates.mcore.load.reader import DataStatesReader
+
+
+def _reader(directory: str | Path) -> DataStatesReader:
+    from megatron_datastates.mcore.load.reader import DataStatesReader
+
+    return DataStatesReader(open_checkpoint(directory))
+
+
+def wrap_dcp_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `FileSystemReader.read_metadata`; our own reader, and Megatron's loads with it, override it."""
+
+    def read_metadata(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _reader(self.path).read_metadata() if is_ours(self.path) else original(self, *args, **kwargs)
+
+    return read_metadata
+
+
+def wrap_dcp_read_data(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `FileSystemReader.read_data`."""
+
+    def read_data(self: Any, plan: Any, planner: Any) -> Any:
+        return (
+            _reader(self.path).read_data(plan, planner)
+            if is_ours(self.path)
+            else original(self, plan, planner)
+        )
+
+    return read_data
+
+
+def wrap_load_common_of_tools(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the `load_common` that only tools still call."""
+
+    def load_common(checkpoint_dir: str | Path) -> Any:
+        return read_common_state(checkpoint_dir) if is_ours(checkpoint_dir) else original(checkpoint_dir)
+
+    return load_common
+
+
+def wrap_detect_checkpoint_format(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `detect_checkpoint_format`: the hybrid converter knows its own two formats only.
+
+    It reads ours with the reader above, and by default writes the format that this returns.
+    """
+
+    def detect_checkpoint_format(load_dir: str) -> Any:
+        found = original(load_dir)
+        return "torch_dist" if found == BACKEND else found
+
+    return detect_checkpoint_format

@@ -1,0 +1,76 @@
+"""Megatron's own tools read our directories: what tools/checkpoint/ of Megatron-LM (d98e8a64dd) calls."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies import common
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+import megatron_datastates as ds
+from megatron_datastates.format.directory import BACKEND, COMMON_STATE_KEY
+from megatron_datastates.mcore.hooks import versions
+from tests.unit.states import SMALL, random_tensor
+
+pytestmark = pytest.mark.conformance
+
+TENSORS = {
+    "decoder.layers.0.weight": torch.arange(64.0).reshape(8, 8),
+    "optimizer.state.exp_avg": torch.arange(64.0).bfloat16(),
+    "scaled": random_tensor(torch.float8_e4m3fn, (4,)),
+}
+COMMON = {"iteration": 7, "names": ["a", "b"]}
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("ours") / "c"
+    ds.save(TENSORS | {COMMON_STATE_KEY: [COMMON], "rng/shard_0_1": [[1, 2]]}, directory, **SMALL)
+    save_config(CheckpointingConfig(BACKEND, 1), str(directory))
+    return directory
+
+
+def test_dcps_reader_lists_and_loads_a_directory_of_ours(ours):
+    """As checkpoint_inspector.py and load_dist_checkpoint_full do, which construct the reader themselves."""
+    reader = dcp.FileSystemReader(ours)
+    metadata = reader.read_metadata().state_dict_metadata
+    stored = {key: value for key, value in metadata.items() if isinstance(value, TensorStorageMetadata)}
+    state = {key: torch.empty(value.size, dtype=value.properties.dtype) for key, value in stored.items()}
+    dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner())
+    assert state.keys() == TENSORS.keys()
+    for key, tensor in TENSORS.items():
+        assert torch.equal(state[key].view(torch.uint8), tensor.view(torch.uint8)), key
+    assert "rng/shard_0_1" in metadata
+
+
+def test_dcps_reader_reads_another_directory_as_before(tmp_path):
+    dcp.save({"w": torch.arange(6.0)}, checkpoint_id=tmp_path / "c")
+    state = {"w": torch.zeros(6)}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path / "c"))
+    assert state["w"].tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(Exception, match=r"\.metadata"):
+        dcp.FileSystemReader(tmp_path).read_metadata()
+
+
+@pytest.mark.skipif(versions.installed().first < (0, 17), reason="its tools have no such function")
+def test_common_state_is_read_by_the_function_that_tools_call(ours):
+    assert common.load_common(str(ours)) == COMMON
+
+
+def test_the_hybrid_converter_takes_our_format_for_torch_dist(ours, tmp_path, monkeypatch):
+    """It refuses every format but torch_dist and fsdp_dtensor, before it reads anything."""
+    (tmp_path / "dist_checkpoint_io.py").write_text(
+        "from megatron.core.dist_checkpointing.core import maybe_load_config\n"
+        "def detect_checkpoint_format(load_dir):\n"
+        "    return maybe_load_config(load_dir).sharded_backend\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    tool = importlib.import_module("dist_checkpoint_io")
+    assert tool.detect_checkpoint_format(str(ours)) == "torch_dist"
+    save_config(CheckpointingConfig("fsdp_dtensor", 1), str(tmp_path))
+    assert tool.detect_checkpoint_format(str(tmp_path)) == "fsdp_dtensor"
