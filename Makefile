@@ -1,13 +1,14 @@
 # The daily commands. All run in .venv, which `make env` creates and keeps up to date.
 # Variables: PYTHON (the interpreter for .venv), ARGS (passed to pytest, the demo or the fault campaign), SEED (of the campaign),
-# VERSIONS (releases of megatron-core, for test-versions), SANITIZERS (for test-native-sanitizers: address, thread, undefined).
+# VERSIONS (releases of megatron-core, for test-versions), CHECKOUT (of Megatron-LM, for test-main),
+# SANITIZERS (for test-native-sanitizers: address, thread, undefined).
 SHELL := bash
 BIN := .venv/bin
 SEED := 1
 RANK_TESTS := tests/model tests/multirank tests/frameworks tests/e2e tests/faults tests/gpu
 NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
 
-.PHONY: help env demo test test-ranks test-long test-faults test-versions test-te test-frameworks test-native-sanitizers test-aarch64 lint format clean distclean
+.PHONY: help env demo test test-ranks test-long test-faults test-versions test-main test-te test-frameworks test-native-sanitizers test-aarch64 lint format clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -47,6 +48,10 @@ test-te: env ## build Transformer Engine and test its layers, extra states and q
 # Not part of `test`, which skips those of its tests that need a framework: it installs several.
 test-frameworks: env ## run tests/frameworks with released frameworks (Megatron-Bridge, verl, ms-swift, SkyRL)
 	@tools/env/frameworks.sh
+
+# A checkout of Megatron-LM's main, which no release has yet: an early warning.
+test-main: env ## run the conformance tests with the Megatron-LM in CHECKOUT
+	@tools/env/versions.sh $(or $(CHECKOUT),$(error CHECKOUT=path/to/Megatron-LM is needed))
 
 test-long: env ## run what is too long for CI: all cases, other releases completely, sanitizers, the fault campaign (hours)
 	@$(BIN)/python -m pytest -m long tests/golden tests/native tests/unit

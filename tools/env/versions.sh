@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests marked `conformance` with other releases of megatron-core. Each is installed into a folder of its
 # own that precedes .venv on the path, without dependencies and whatever Python versions its wheel declares.
-# Arguments: releases (default: the last of each supported older minor version). ARGS is passed to pytest.
+# Arguments: releases (default: the last of each supported older minor version), or folders with a checkout of
+# Megatron-LM. ARGS is passed to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -9,7 +10,13 @@ python=.venv/bin/python
 releases=("$@")
 ((${#releases[@]})) || releases=(0.16.1 0.17.1 0.18.2)
 
-overlay() { # RELEASE: makes its folder, once, and prints it
+overlay() { # RELEASE or CHECKOUT: prints its folder, which is made once for a release
+  if [[ -d $1/megatron/core ]]; then
+    mkdir -p build/checkout # a folder with this package alone: a checkout has a package `tests`, too
+    ln -sfn "$(realpath "$1")/megatron" build/checkout/megatron
+    echo "$PWD/build/checkout"
+    return
+  fi
   local folder=.venv/versions/$1
   if [[ ! -e $folder/complete ]]; then
     rm -rf "$folder"
@@ -25,8 +32,8 @@ failed=()
 for release in "${releases[@]}"; do
   folder=$(overlay "$release")
   echo "[versions] megatron-core $release"
-  found=$(PYTHONPATH=$folder "$python" -W ignore -c 'import megatron.core; print(megatron.core.__version__)')
-  [[ $found == "$release"* ]] || { echo "[versions] expected to import megatron-core $release, found $found" >&2; exit 1; }
+  found=$(PYTHONPATH=$folder "$python" -W ignore -c 'import megatron.core; print(megatron.core.__file__)' | tail -n 1)
+  [[ $found == "$folder/"* ]] || { echo "[versions] expected megatron-core in $folder, found $found" >&2; exit 1; }
   # shellcheck disable=SC2086  # ARGS holds several words
   PYTHONPATH=$folder "$python" -m pytest -q -p no:cacheprovider -m conformance ${ARGS:-} || failed+=("$release")
 done
