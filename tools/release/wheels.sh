@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Builds a source distribution and, from it, wheels for manylinux_2_28 on x86-64 and aarch64, into dist/. Needs no
+# container and no second machine: zig brings clang, the symbols of glibc 2.28 for both processors, and a C++ library
+# that is linked statically, so that a wheel needs no C++ runtime. auditwheel checks what it needs and sets its tag.
+# With a container engine, cibuildwheel does the same natively (pyproject.toml).
+#
+# Arguments: Pythons, for example python3.11 python3.12 python3.13: a wheel for each. ARCHS selects processors.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+glibc=2.28
+work=$PWD/build/release
+(($#)) || { echo "usage: $0 PYTHON..." >&2; exit 2; }
+
+say() { printf '[release] %s\n' "$*"; }
+
+rm -rf "$work/wheels" "$work/source" dist
+mkdir -p "$work/wheels" "$work/source"
+[[ -e $work/tools/bin/complete ]] || {
+  "$1" -m venv --clear "$work/tools"
+  "$work/tools/bin/python" -m pip install -q -r requirements/release.txt
+  touch "$work/tools/bin/complete"
+}
+PATH=$work/tools/bin:$PATH
+export ZIG_GLOBAL_CACHE_DIR=$work/zig ZIG_LOCAL_CACHE_DIR=$work/zig
+
+# From what git has: files of the working tree that nobody committed are in no release.
+git archive HEAD | tar -x -C "$work/source"
+python -m build -q --sdist --outdir dist "$work/source"
+sdist=$(echo dist/*.tar.gz)
+
+wheel() { # PYTHON ARCH
+  local abi
+  abi=$("$1" -c 'import sys; print(sys.implementation.cache_tag)')
+  # Python's headers are the same for both processors, but for pyconfig.h, in nothing that a module sees.
+  env "CXX=python-zig c++ -target $2-linux-gnu.$glibc" "_PYTHON_HOST_PLATFORM=linux-$2" \
+    "SETUPTOOLS_EXT_SUFFIX=.$abi-$2-linux-gnu.so" \
+    "CMAKE_ARGS=-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$2 -DNB_SUFFIX=.$abi-$2-linux-gnu.so" \
+    "$1" -m pip wheel -q --no-deps --wheel-dir "$work/wheels" "$sdist"
+}
+
+for python in "$@"; do
+  for arch in ${ARCHS:-x86_64 aarch64}; do
+    wheel "$python" "$arch"
+    say "built for $("$python" -V), $arch, after $SECONDS s"
+  done
+done
+for arch in ${ARCHS:-x86_64 aarch64}; do
+  auditwheel repair --plat auto --only-plat --wheel-dir dist "$work/wheels/"*"_$arch.whl" >&2
+  ls dist/*"manylinux_${glibc/./_}_$arch.whl" >/dev/null # or glibc 2.28 is not enough
+done
+twine check --strict dist/*
+say "dist/ has $(ls dist | wc -l) files after $SECONDS s; try each wheel with tools/release/check.sh"
