@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -101,10 +102,12 @@ class Calls:
 
 
 class Verl:
-    """`MegatronCheckpointManager.save_checkpoint` and `load_checkpoint`."""
+    """`MegatronCheckpointManager.save_checkpoint` and `load_checkpoint`.
+
+    The queue that it uses for asynchronous saves is only in older releases of Megatron-Core.
+    """
 
     def __init__(self, training: Training, is_async: bool) -> None:
-        assert not is_async, "it needs a queue that Megatron-Core has no more"
         places = {
             f"get_{name}_dist_checkpoint_path": (lambda root, name=name: self._place(root, name))
             for name in ("model", "optimizer", "extra")
@@ -132,7 +135,7 @@ class Verl:
             optimizer=training.optimizer,
             lr_scheduler=None,
             use_checkpoint_opt_param_scheduler=False,
-            checkpoint_config=SimpleNamespace(async_save=False),
+            checkpoint_config=SimpleNamespace(async_save=is_async),
             checkpoint_save_contents=contents,
             checkpoint_load_contents=contents,
             **{f"should_{verb}_{what}": True for verb in ("save", "load") for what in ("optimizer", "extra")},
@@ -147,6 +150,7 @@ class Verl:
             _save_transformer_config=lambda path: None,
             _write_checkpoint_manifest=lambda *what: None,
             ensure_checkpoint_capacity=lambda number: None,
+            previous_global_step=None,
             register_checkpoint=lambda *what: None,
             _raise_for_old_layout=lambda path: None,
         )
@@ -162,7 +166,12 @@ class Verl:
     def save(self, directory: Path) -> None:
         self.manager.save_checkpoint(str(directory), global_step=1)
 
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Does as verl's worker (verl/workers/megatron_workers.py)."""
+        if self.manager.checkpoint_config.async_save:
+            from megatron.core.dist_checkpointing.strategies.base import async_calls
+
+            async_calls.maybe_finalize_async_calls(blocking=True)
 
     def load(self, directory: Path) -> None:
         self.manager.load_checkpoint(str(directory))
@@ -285,7 +294,33 @@ class SkyRL:
         self.strategy.load_checkpoint(model, str(directory), self.training.optimizer)
 
 
-FRAMEWORKS = {"calls": Calls, "verl": Verl, "ms-swift": MsSwift, "skyrl": SkyRL}
+class NeMo:
+    """NeMo 2's `MegatronCheckpointIO`, which needs a Megatron-Core before 0.17."""
+
+    def __init__(self, training: Training, is_async: bool) -> None:
+        files = {"get_filesystem": lambda path: fsspec.filesystem("file")}
+        given = {"lightning.fabric.utilities.cloud_io": files}
+        module = run_released("nemo-toolkit", "nemo/lightning/io/pl.py", ("nemo", "lightning"), given)
+        module.ckpt_to_weights_subdir = lambda path, is_saving: Path(path, "weights")
+        module._fix_tensors_device = lambda state: state  # there is no device
+        self.io = module.MegatronCheckpointIO(async_save=is_async, parallel_load=True)
+        self.training, self.queue = training, AsyncCallsQueue()
+
+    def save(self, directory: Path) -> None:
+        step = {"fit_loop": {"epoch_loop.batch_progress": {"total": {"completed": 3}}}}
+        request = self.io.save_checkpoint(self.training.sharded() | {"loops": step}, str(directory))
+        if request is not None:
+            self.queue.schedule_async_request(request)
+
+    def finish(self) -> None:
+        self.queue.maybe_finalize_async_calls(blocking=True)
+
+    def load(self, directory: Path) -> None:
+        loaded = self.io.load_checkpoint(str(directory), self.training.sharded(is_loading=True))
+        self.training.accept(loaded)
+
+
+FRAMEWORKS = {"nemo-toolkit": NeMo, "calls": Calls, "verl": Verl, "ms-swift": MsSwift, "skyrl": SkyRL}
 
 
 def save_swap_load(root: str, name: str, how: str, is_async: bool, folder: str) -> None:

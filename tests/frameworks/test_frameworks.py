@@ -1,5 +1,6 @@
 """Frameworks on Megatron-Core: our strategy writes, a resume is exact, and weights may be swapped at once."""
 
+import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +17,12 @@ PARTS = {
     "verl": ("model/dist_ckpt", "optimizer/dist_ckpt", "extra/dist_ckpt"),
     "ms-swift": ("iter_0000003",),
     "skyrl": (".",),
+    "nemo-toolkit": ("weights",),
 }
-CASES = [
-    (name, how, mode)
-    for name in PARTS
-    for how in ("enable", "switch")
-    for mode in ("sync", "async")
-    if (name, mode) != ("verl", "async")
-]
+CASES = [(name, how, mode) for name in PARTS for how in ("enable", "switch") for mode in ("sync", "async")]
+# They need a module that newer releases of Megatron-Core lack.
+BASE = "megatron.core.dist_checkpointing.strategies.base"
+OLD = [("verl", "async"), ("nemo-toolkit", "sync"), ("nemo-toolkit", "async")]
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +38,8 @@ def test_weights_swapped_after_a_save_do_no_harm(
 ) -> None:
     if name != "calls" and installed_file(name, "") is None:
         pytest.skip(f"{name} is not installed: make test-frameworks")
+    if (name, mode) in OLD and importlib.util.find_spec(BASE) is None:
+        pytest.skip(f"{name} needs an older Megatron-Core: docs/frameworks.md")
     root = tmp_path / "checkpoint"
     world = World(forge, tmp_path / "runs")
     for rank in world.run("framework_ranks:save_swap_load", root, name, how, mode == "async"):
