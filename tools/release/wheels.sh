@@ -29,19 +29,21 @@ git archive HEAD | tar -x -C "$work/source"
 python -m build -q --sdist --outdir dist "$work/source"
 sdist=$(echo dist/*.tar.gz)
 
-wheel() { # PYTHON ARCH
-  local abi
-  abi=$("$1" -c 'import sys; print(sys.implementation.cache_tag)')
-  # Python's headers are the same for both processors, but for pyconfig.h, in nothing that a module sees.
+# Python's headers are the same for both processors, but for pyconfig.h, in nothing that a module sees.
+wheel() { # ENVIRONMENT ARCH: without isolation, as pip would look for build tools that run on ARCH
+  local suffix
+  suffix=.$("$1/bin/python" -c 'import sys; print(sys.implementation.cache_tag)')-$2-linux-gnu.so
   env "CXX=python-zig c++ -target $2-linux-gnu.$glibc" "_PYTHON_HOST_PLATFORM=linux-$2" \
-    "SETUPTOOLS_EXT_SUFFIX=.$abi-$2-linux-gnu.so" \
-    "CMAKE_ARGS=-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$2 -DNB_SUFFIX=.$abi-$2-linux-gnu.so" \
-    "$1" -m pip wheel -q --no-deps --wheel-dir "$work/wheels" "$sdist"
+    "SETUPTOOLS_EXT_SUFFIX=$suffix" \
+    "CMAKE_ARGS=-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$2 -DNB_SUFFIX=$suffix" \
+    "$1/bin/python" -m pip wheel -q --no-deps --no-build-isolation --wheel-dir "$work/wheels" "$sdist"
 }
 
 for python in "$@"; do
+  "$python" -m venv --clear "$work/env"
+  "$work/env/bin/python" -m pip install -q -c requirements/test.txt cmake nanobind ninja setuptools wheel
   for arch in ${ARCHS:-x86_64 aarch64}; do
-    wheel "$python" "$arch"
+    wheel "$work/env" "$arch"
     say "built for $("$python" -V), $arch, after $SECONDS s"
   done
 done
