@@ -134,19 +134,25 @@ def _checked(directory: Path, quick: bool) -> Verdict | Exception:
     from megatron_datastates.convert.integrity import data_bytes, verify_source
     from megatron_datastates.convert.open import open_source
     from megatron_datastates.convert.sources.datastates import DataStatesSource
+    from megatron_datastates.pipeline.load import Checkpoint
+    from megatron_datastates.pipeline.runs import is_published
     from megatron_datastates.pipeline.verify import verify as verify_checkpoint
 
     try:
-        source = open_source(directory)
         with progress_bar("verifying", disable=quick) as progress:
-            if not isinstance(source, DataStatesSource):
-                task = progress.add_task("", total=data_bytes(source))
-                return verify_source(source, quick=quick, progress=lambda done: progress.advance(task, done))
-            total = sum(file.footer_offset for file in source.checkpoint.manifest.files)
-            task = progress.add_task("", total=total)
-            return verify_checkpoint(
-                directory, quick=quick, progress=lambda done: progress.advance(task, done)
-            )
+            task = progress.add_task("")
+
+            def advance(done: int) -> None:
+                progress.advance(task, done)
+
+            # A manifest makes it ours, whatever other files say: that they do is a fault.
+            source = None if is_published(directory) else open_source(directory)
+            if source is None or isinstance(source, DataStatesSource):
+                files = Checkpoint.open(directory).manifest.files
+                progress.update(task, total=sum(file.footer_offset for file in files))
+                return verify_checkpoint(directory, quick=quick, progress=advance)
+            progress.update(task, total=data_bytes(source))
+            return verify_source(source, quick=quick, progress=advance)
     except (DataStatesError, OSError) as error:
         return error
 
