@@ -47,7 +47,7 @@ def diff(
     keys: Keys = [],  # noqa: B006  typer copies it
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", help="Draw the distance of each layer to this new file."),
+        typer.Option(metavar="FILE.png", help="Draw how far apart layers and modules are, to this new file."),
     ] = None,
     memory: Memory = "1GiB",
     iteration: Iteration = None,
@@ -61,7 +61,8 @@ def diff(
     elements as one vector; "absolute" is the largest |a - b| of an element; "relative" is the largest
     |a - b| / max(|a|, |b|). NaN equals NaN. All are computed in float64, where they may overflow to inf or
     nan (null in JSON). A tensor that only one checkpoint has, or that has another shape in it, counts as
-    different in all its layers. Objects, such as states of random generators, are not compared.
+    different in all its layers. Optimizer state that is stored in buckets is compared by parameter, as the
+    optimizer map describes it. Objects, such as states of random generators, are not compared.
 
     Exit codes: 0 equal; 1 different; 2 they cannot be compared, or 130 interrupted (nothing was written).
 
@@ -84,7 +85,7 @@ def diff(
 
 
 def _require_plot(plot: Path) -> None:
-    from megatron_datastates.convert.diff import require_plotting
+    from megatron_datastates.convert.pictures import require_plotting
     from megatron_datastates.convert.sinks.target import refuse_target
 
     refuse_target(plot)
@@ -92,22 +93,26 @@ def _require_plot(plot: Path) -> None:
 
 
 def _compare(first: Path, second: Path, keys: Keys, plot: Path | None, memory_bytes: int) -> Difference:
-    from megatron_datastates.convert.diff import choose_comparison, plot_drift
+    from megatron_datastates.convert.diff import choose_comparison
     from megatron_datastates.convert.diff import diff as compare_checkpoints
     from megatron_datastates.convert.open import open_source
+    from megatron_datastates.convert.views import by_parameter
 
-    sources = open_source(first), open_source(second)
-    comparison = choose_comparison(*sources, keys)
+    one, other = by_parameter([open_source(first), open_source(second)])
+    comparison = choose_comparison(one, other, keys)
     with progress_bar("comparing") as progress:
         task = progress.add_task("", total=comparison.bytes)
         found = compare_checkpoints(
-            *sources,
+            one,
+            other,
             comparison,
             memory_bytes=memory_bytes,
             progress=lambda done: progress.advance(task, done),
         )
     if plot is not None:
-        plot_drift(found, plot)
+        from megatron_datastates.convert.pictures import plot_drift
+
+        plot_drift(found, (str(first), str(second)), plot)
     return found
 
 
@@ -116,7 +121,11 @@ def _as_json(found: Difference) -> dict[str, Any]:
         group: {_layer_name(layer): _plain(drift) for layer, drift in sorted(drifts.items())}
         for group, drifts in found.layers.items()
     }
-    rest = dataclasses.asdict(dataclasses.replace(found, tensors={}, groups={}, layers={}))
+    modules = {
+        group: {name: _plain(drift) for name, drift in sorted(drifts.items())}
+        for group, drifts in found.modules.items()
+    }
+    rest = dataclasses.asdict(dataclasses.replace(found, tensors={}, groups={}, layers={}, modules={}))
     first = found.first_layer
     more = {"equal": found.equal, "first_layer": None if first is None else _layer_name(first)}
     del rest["layers_apart"]
@@ -124,7 +133,7 @@ def _as_json(found: Difference) -> dict[str, Any]:
         name: {key: _plain(drift) for key, drift in getattr(found, name).items()}
         for name in ("tensors", "groups")
     }
-    return rest | drifts | {"layers": layers} | more
+    return rest | drifts | {"layers": layers, "modules": modules} | more
 
 
 def _plain(drift: Drift) -> dict[str, float]:

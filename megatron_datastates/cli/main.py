@@ -22,6 +22,7 @@ from megatron_datastates.cli import (  # each adds its sub-command to `app`
     repair,
     report,
     show,
+    trend,
     verify,
 )
 from megatron_datastates.cli.entry import main
@@ -43,6 +44,7 @@ __all__ = [
     "repair",
     "report",
     "show",
+    "trend",
     "verify",
 ]
 

@@ -6,27 +6,18 @@ Objects (random generator states, arguments, the common state) are not compared.
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
 
-from megatron_datastates.convert.drift import Drift, compare
-from megatron_datastates.convert.parts import Part, choose_parts, group_of, is_weight, parts_of
-from megatron_datastates.convert.sinks.target import publish_on_exit
-from megatron_datastates.convert.sources.source import Source
-from megatron_datastates.errors import MissingPackageError
+from megatron_datastates.convert.batches import AHEAD, Cut, batches
+from megatron_datastates.convert.drift import Drift, compare_all
+from megatron_datastates.convert.parts import Part, choose_parts, group_of, is_weight, parts_of, place_of
+from megatron_datastates.convert.views import Tensors
 from megatron_datastates.format.values import element_bytes
-from megatron_datastates.plan.boxes import cut_box
 
-# Memory for one element of both tensors: as stored, as float64, their differences and masks.
-_BYTES_PER_ELEMENT = 64
-_PART_BYTES = 16 << 20  # of a tensor, compared in one go
-_THREADS = 2  # which compare while the next part is read: each is about as fast as a disk
-_AHEAD = 3  # parts that were read and not compared yet
+THREADS = 2  # which compare while the next batch is read: each is about as fast as a disk
 
 
 @dataclasses.dataclass
@@ -40,6 +31,8 @@ class Difference:
     tensors: dict[str, Drift] = dataclasses.field(default_factory=dict)  # all tensors that were compared
     groups: dict[str, Drift] = dataclasses.field(default_factory=dict)
     layers: dict[str, dict[tuple[str, int], Drift]] = dataclasses.field(default_factory=dict)  # by group
+    # By group, modules without a layer, such as `embedding.word_embeddings`.
+    modules: dict[str, dict[str, Drift]] = dataclasses.field(default_factory=dict)
     # Layers of the model with tensors that were not compared: removed, added or reshaped.
     layers_apart: set[tuple[str, int]] = dataclasses.field(default_factory=set)
 
@@ -68,7 +61,7 @@ class Comparison:
     bytes: int  # of these parts of tensors under `both`
 
 
-def choose_comparison(first: Source, second: Source, patterns: Sequence[str] = ()) -> Comparison:
+def choose_comparison(first: Tensors, second: Tensors, patterns: Sequence[str] = ()) -> Comparison:
     """Chooses the tensors to compare.
 
     Raises:
@@ -87,13 +80,13 @@ def choose_comparison(first: Source, second: Source, patterns: Sequence[str] = (
     return Comparison(both, removed, [key for key in chosen if key not in first.tensors], parts, total)
 
 
-def _bytes_of(source: Source, key: str, parts: Sequence[Part]) -> int:
+def _bytes_of(source: Tensors, key: str, parts: Sequence[Part]) -> int:
     return sum(math.prod(part.shape) for part in parts) * element_bytes(source.tensors[key].dtype)
 
 
 def diff(
-    first: Source,
-    second: Source,
+    first: Tensors,
+    second: Tensors,
     comparison: Comparison,
     *,
     memory_bytes: int = 1 << 30,
@@ -109,33 +102,34 @@ def diff(
     for source, keys in ((first, found.removed), (second, found.added)):
         for key in keys:
             found.layers_apart |= _layers_of_model(key, source.tensors[key].global_shape)
-    most_elements = max(memory_bytes // _BYTES_PER_ELEMENT // (_AHEAD + 1), 1)
-    with ThreadPoolExecutor(_THREADS) as pool:
-        pending: deque[tuple[str, Part, int, Future[Drift]]] = deque()
+    compared: dict[str, list[Part]] = {}
+    for key in comparison.both:
+        if not _is_comparable(first, second, key, found):
+            progress(_bytes_of(first, key, comparison.parts[key]))
+            continue
+        found.tensors[key] = Drift()
+        found.groups.setdefault(group_of(key), Drift())
+        compared[key] = comparison.parts[key]
+    with ThreadPoolExecutor(THREADS) as pool:
+        pending: deque[tuple[list[Cut], Future[list[Drift]]]] = deque()
 
-        def settle(most: int) -> None:  # in the order of the parts, so that sums are the same in every run
+        def settle(most: int) -> None:  # in the order of the batches, so that sums are the same in every run
             while len(pending) > most:
-                key, part, size, drift = pending.popleft()
-                _add(found, key, part, drift.result())
-                progress(size)
+                batch, drifts = pending.popleft()
+                for cut, drift in zip(batch, drifts.result(), strict=True):
+                    _add(found, cut.key, cut.part, drift)
+                progress(sum(cut.bytes for cut in batch))
 
-        for key in comparison.both:
-            if not _is_comparable(first, second, key, found):
-                progress(_bytes_of(first, key, comparison.parts[key]))
-                continue
-            found.tensors[key] = Drift()
-            found.groups.setdefault(group_of(key), Drift())
-            most = min(most_elements, _PART_BYTES // element_bytes(first.tensors[key].dtype))
-            for part in comparison.parts[key]:
-                for offset, shape in cut_box(part.offset, part.shape, most):
-                    left, right = (source.read_tensor(key, offset, shape) for source in (first, second))
-                    pending.append((key, part, left.nbytes, pool.submit(compare, left, right)))
-                    settle(_AHEAD)
+        for batch in batches(dict.fromkeys(compared, first), compared, memory_bytes):
+            slices = [cut.slice for cut in batch]
+            left, right = first.read_tensors(slices), second.read_tensors(slices)
+            pending.append((batch, pool.submit(compare_all, left, right)))
+            settle(AHEAD)
         settle(0)
     return found
 
 
-def _is_comparable(first: Source, second: Source, key: str, found: Difference) -> bool:
+def _is_comparable(first: Tensors, second: Tensors, key: str, found: Difference) -> bool:
     """Notes what differs besides elements; returns whether these can be compared."""
     one, other = first.tensors[key], second.tensors[key]
     if one.dtype != other.dtype:
@@ -161,40 +155,5 @@ def _add(found: Difference, key: str, part: Part, drift: Drift) -> None:
     found.groups[group].add(drift)
     if part.layer is not None:
         found.layers.setdefault(group, {}).setdefault(part.layer, Drift()).add(drift)
-
-
-def require_plotting() -> Any:
-    """Returns the module matplotlib.figure. Raises MissingPackageError if matplotlib is not installed."""
-    try:
-        return importlib.import_module("matplotlib.figure")
-    except ImportError as error:
-        raise MissingPackageError(
-            f"a plot needs matplotlib, which cannot be imported ({error}): "
-            "pip install 'megatron-datastates[plot]'"
-        ) from error
-
-
-def plot_drift(found: Difference, target: Path) -> None:
-    """Writes a PNG of how far apart each layer is: distance and largest difference, by group and stack.
-
-    Raises:
-        MissingPackageError: matplotlib is not installed.
-        StorageError: the target exists.
-        OSError: the target cannot be written.
-    """
-    figure = require_plotting().Figure(figsize=(8, 7), layout="constrained")
-    distance, absolute = figure.subplots(2, 1, sharex=True)
-    for group, layers in found.layers.items():
-        for stack in sorted({stack for stack, _ in layers}):
-            numbers = sorted(number for name, number in layers if name == stack)
-            drifts = [layers[stack, number] for number in numbers]
-            distance.plot(numbers, [d.distance for d in drifts], marker=".", label=f"{group}, {stack}")
-            absolute.plot(numbers, [d.largest_absolute for d in drifts], marker=".")
-    distance.set_ylabel("|a - b| / |a|, of a layer's elements as one vector")
-    absolute.set_ylabel("largest |a - b| of an element")
-    absolute.set_xlabel("layer")
-    absolute.xaxis.get_major_locator().set_params(integer=True)
-    if found.layers:
-        distance.legend()
-    with publish_on_exit(target) as temporary:
-        figure.savefig(temporary, format="png", dpi=120)
+    else:
+        found.modules.setdefault(group, {}).setdefault(place_of(key, None), Drift()).add(drift)

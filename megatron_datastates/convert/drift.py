@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,11 @@ class Drift:
         if not self.squares_apart:
             return 0.0
         return math.sqrt(self.squares_apart / self.squares_first) if self.squares_first else math.inf
+
+    @property
+    def norm(self) -> float:
+        """Returns |a - b| with the elements as one vector."""
+        return math.sqrt(self.squares_apart)
 
     def add(self, other: Drift) -> None:
         """Adds the result of comparing other elements."""
@@ -84,6 +90,11 @@ def compare(left: torch.Tensor, right: torch.Tensor) -> Drift:
         float(apart.square().sum()),
         squares_first,
     )
+
+
+def compare_all(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> list[Drift]:
+    """Compares tensors pair by pair. Raises as compare."""
+    return [compare(one, other) for one, other in zip(left, right, strict=True)]
 
 
 def _are_different(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

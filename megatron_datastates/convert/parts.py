@@ -52,6 +52,31 @@ def group_of(key: str) -> str:
     return f"optimizer {state[1] if state else key.rpartition('.')[2]}"
 
 
+def place_of(key: str, layer: tuple[str, int] | None) -> str:
+    """Returns where in the model elements of a tensor are: `decoder.layers.3`, or a module without layers."""
+    if layer is not None:
+        return f"{layer[0]}.{layer[1]}"
+    state = _STATE.match(key)
+    name = key[state.end() if state else 0 :]
+    if "bucket_idx_" in name:  # optimizer state in bucket space, without a map
+        return "buckets"
+    return name.rpartition(".")[0] or name
+
+
+def is_layer(place: str) -> bool:
+    """Returns whether a place is a layer, and not a module without layers."""
+    stack, _, number = place.rpartition(".")
+    return number.isdigit() and stack.rpartition(".")[2] == "layers"
+
+
+def place_order(place: str) -> tuple[int, str, int, str]:
+    """Returns a sort key for places, as the data flows: embeddings, layers by number, the rest."""
+    stack, _, number = place.rpartition(".")
+    if is_layer(place):
+        return 1, stack, int(number), ""
+    return (0 if place.startswith("embedding") else 2), "", 0, place
+
+
 def parts_of(key: str, global_shape: Sequence[int]) -> list[Part]:
     """Splits a tensor by layer if layers are stacked under its key; otherwise returns it as one part."""
     shape, found = tuple(global_shape), _LAYERS.search(key)

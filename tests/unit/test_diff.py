@@ -251,14 +251,14 @@ def test_tensors_without_elements_are_equal(pair):
 
 
 def test_no_more_than_the_memory_asked_for_is_read_at_once(pair, monkeypatch):
-    directories, real, sizes = pair(state(), state()), DataStatesSource.read_tensor, []
+    directories, real, sizes = pair(state(), state()), DataStatesSource.read_tensors, []
 
-    def read(*arguments: object) -> torch.Tensor:
-        tensor = real(*arguments)
-        sizes.append(tensor.numel())
-        return tensor
+    def read(*arguments: object) -> list[torch.Tensor]:
+        tensors = real(*arguments)
+        sizes.append(sum(tensor.numel() for tensor in tensors))
+        return tensors
 
-    monkeypatch.setattr(DataStatesSource, "read_tensor", read)
+    monkeypatch.setattr(DataStatesSource, "read_tensors", read)
     monkeypatch.setattr(shared, "_LEAST_MEMORY_BYTES", 256)
     found(*directories, "--memory", "1024", code=0)
     assert max(sizes) == 4  # elements of 64 bytes, with all that is computed of them; four such parts at once

@@ -16,8 +16,8 @@ from tests.unit.inspecting import output_of
 from tests.unit.trained import save_trained
 
 COMMANDS = (
-    "args", "cat", "convert", "diff", "export", "ls", "options", "plan", "prune", "repair", "report", "show",
-    "verify",
+    "args", "cat", "convert", "diff", "export", "import", "ls", "options", "plan", "prune", "repair",
+    "report", "show", "trend", "verify",
 )  # fmt: skip
 GOLDEN = Path(__file__).parents[1] / "golden" / "megatron-0.19"
 # Runs several command lines in one process, and prints which of the named modules were imported.

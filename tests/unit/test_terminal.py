@@ -30,6 +30,7 @@ SHOWN = [
     (f"cat run {LAYER} 0:2", 0, "[10., 11.]"),
     ("verify --all run", 0, "2 checkpoints: 2 good"),
     ("diff run/iter_0000005 run/iter_0000010", 0, "equal: 2 tensors"),
+    ("trend run --keys decoder.*", 0, "decoder.layers.1"),
     ("convert run made", 0, "pass --load made"),
     ("export run weights", 0, "weights: 4 tensors"),
     ("prune run --keep-last 1", 0, "keep  run/iter_0000005  (the tracker names it)"),

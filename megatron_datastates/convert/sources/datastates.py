@@ -12,7 +12,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.config import Options
-from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source, SourceTensor
+from megatron_datastates.convert.sources.source import (
+    FragmentRange,
+    RankContents,
+    Slice,
+    Source,
+    SourceTensor,
+    fragment_with,
+)
 from megatron_datastates.engine.reader import Reader
 from megatron_datastates.format.directory import is_of_a_format
 from megatron_datastates.pipeline.load import Checkpoint
@@ -54,6 +61,14 @@ class DataStatesSource(Source):
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
         return self.checkpoint.read_tensor(key, offset, shape)
+
+    def read_tensors(self, slices: Sequence[Slice]) -> list[torch.Tensor]:
+        return self.checkpoint.read_tensors(slices)
+
+    def place(self, key: str, offset: Sequence[int]) -> tuple[str, int]:
+        entry = self.checkpoint.index.tensor(key)
+        number = fragment_with(entry, offset)
+        return ("", 0) if number is None else (f"{entry.files[number]:09d}", int(entry.file_offsets[number]))
 
     def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
         if not hasattr(self._local, "reader"):

@@ -31,6 +31,9 @@ class SourceTensor(StoredBoxes, Protocol):
     def dtype(self) -> str: ...  # as torch names it, such as bfloat16
 
 
+Slice = tuple[str, Sequence[int], Sequence[int]]  # key, offset, shape
+
+
 class FragmentRange(NamedTuple):
     """Bytes [begin, begin + size) of a stored fragment in row-major order, and their place in a window."""
 
@@ -108,6 +111,14 @@ class Source(ABC):
             FormatError: parts of the slice are not stored.
         """
 
+    def read_tensors(self, slices: Sequence[Slice]) -> list[torch.Tensor]:
+        """Reads several slices, each (key, offset, shape). Raises as read_tensor."""
+        return [self.read_tensor(*one) for one in slices]
+
+    def place(self, key: str, offset: Sequence[int]) -> tuple[str, int]:
+        """Returns the file of an element and where it is there, as far as known: the order for fast reads."""
+        return "", 0
+
     @abstractmethod
     def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
         """Reads ranges of fragments to their places in `window`; leaves other bytes alone. Thread-safe."""
@@ -149,3 +160,10 @@ class Source(ABC):
         entry = self.tensors[key]
         offset, shape = entry.offsets[number].tolist(), entry.shapes[number].tolist()
         return Fragment(key, entry.dtype, entry.global_shape, tuple(offset), tuple(shape))
+
+
+def fragment_with(entry: StoredBoxes, offset: Sequence[int]) -> int | None:
+    """Returns the number of the box that holds an element; None if none does."""
+    inside = (entry.offsets <= offset) & (offset < entry.offsets + entry.shapes)
+    (found,) = inside.all(axis=1).nonzero()
+    return int(found[0]) if len(found) else None

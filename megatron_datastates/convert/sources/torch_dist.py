@@ -21,7 +21,12 @@ import numpy.typing as npt
 from megatron_datastates.convert.optimizer_maps import read_maps
 from megatron_datastates.convert.sources.dcp_index import Record, records_of, required_bytes
 from megatron_datastates.convert.sources.pickles import BytesStorage, Metadata, TensorStorage, load_metadata
-from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
+from megatron_datastates.convert.sources.source import (
+    FragmentRange,
+    RankContents,
+    Source,
+    fragment_with,
+)
 from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
 from megatron_datastates.files import open_regular, size_of
 from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME, TORCH_DIST_INDEX, is_of_a_format
@@ -122,6 +127,12 @@ class TorchDistSource(Source):
                 self._open_archive(file, key, n, record).read_box(inner, target[place])
         data = torch.from_numpy(target.reshape(-1).view(np.uint8))
         return data.view(torch_dtype(entry.dtype)).reshape(shape)
+
+    def place(self, key: str, offset: Sequence[int]) -> tuple[str, int]:
+        entry = self._tensor(key)
+        number = fragment_with(entry, offset)
+        record = None if number is None else entry.records[number]
+        return ("", 0) if record is None else (record.file, record.offset)
 
     def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
         by_file: dict[str, list[tuple[FragmentRange, Record]]] = defaultdict(list)

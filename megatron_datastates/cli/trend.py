@@ -1,0 +1,208 @@
+"""datastates trend."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from megatron_datastates.cli.shared import (
+    AsJson,
+    Keys,
+    Memory,
+    Run,
+    Table,
+    app,
+    cannot,
+    note,
+    parse_memory,
+    print_json,
+    progress_bar,
+    say,
+)
+from megatron_datastates.errors import DataStatesError
+
+if TYPE_CHECKING:
+    from megatron_datastates.convert.trend import Point, Step, Trend
+
+_SPARKS, _DIGITS = "▁▂▃▄▅▆▇█", "12345678"
+_MOST_SPARKS = 8
+_LEGEND = (
+    "(first and last norm; relative updates over time, the largest one and its\n"
+    "iteration; the largest change of an element)"
+)
+
+
+@app.command()
+def trend(
+    run: Run,
+    keys: Keys = [],  # noqa: B006  typer copies it
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", help="Draw all layers over the iterations, to this new file."),
+    ] = None,
+    memory: Memory = "1GiB",
+    as_json: AsJson = False,
+) -> None:
+    """Follow norms and updates of layers over a run's checkpoints.
+
+    For each checkpoint, and for each layer or module over all of them: the norm of the finite elements, the
+    update (the norm of the difference to the checkpoint before; "relative" is to the norm of that one), and
+    the largest change of an element. Optimizer state that is stored in buckets counts by parameter.
+
+    Every checkpoint, of any format, is read once; nothing is stored. One that is incomplete or damaged is
+    skipped, with a line on standard error, and the update of the next one is not known then.
+
+    Exit codes: 0 done; 1 done, and some checkpoints were skipped; 2 it cannot be done.
+
+    \b
+    Example: datastates trend runs/gpt --keys 'decoder.*' --plot trend.png
+    """
+    try:
+        memory_bytes = parse_memory(memory)
+        if plot is not None:
+            _require_plot(plot)
+        found = _follow(run, keys, memory_bytes)
+        if plot is not None:
+            from megatron_datastates.convert.pictures import plot_trend
+
+            plot_trend(found, str(run), plot)
+    except (DataStatesError, OSError) as error:
+        cannot(error)
+    skipped = [step for step in found.steps if step.skipped]
+    for step in skipped:
+        note(f"datastates: skipped {step.path}: {step.skipped}")
+    if as_json:
+        print_json(_as_json(found))
+    else:
+        _print(found)
+    raise typer.Exit(1 if skipped else 0)
+
+
+def _require_plot(plot: Path) -> None:
+    from megatron_datastates.convert.pictures import require_plotting
+    from megatron_datastates.convert.sinks.target import refuse_target
+
+    refuse_target(plot)
+    require_plotting()
+
+
+def _follow(run: Path, keys: Sequence[str], memory_bytes: int) -> Trend:
+    from megatron_datastates.convert.trend import follow, open_run, select
+
+    selection = select(open_run(run), keys, str(run))
+    with progress_bar("reading") as progress:
+        task = progress.add_task("", total=selection.bytes)
+        return follow(
+            selection, memory_bytes=memory_bytes, progress=lambda done: progress.advance(task, done)
+        )
+
+
+def _as_json(found: Trend) -> dict[str, Any]:
+    checkpoints = [
+        {"iteration": step.iteration, "path": str(step.path), "skipped": step.skipped or None}
+        for step in found.steps
+    ]
+    groups: dict[str, Any] = {
+        group: {"all": [_plain(point) for point in points], "places": {}}
+        for group, points in found.groups().items()
+    }
+    for (group, place), points in _ordered(found):
+        groups[group]["places"][place] = [_plain(point) for point in points]
+    return {"checkpoints": checkpoints, "groups": groups}
+
+
+def _ordered(found: Trend) -> list[tuple[tuple[str, str], list[Point | None]]]:
+    from megatron_datastates.convert.parts import place_order
+
+    return sorted(found.rows.items(), key=lambda row: (row[0][0], place_order(row[0][1])))
+
+
+def _plain(point: Point | None) -> dict[str, float | None] | None:
+    if point is None:
+        return None
+    update = point.update
+    if update is None:
+        return {
+            "norm": point.norm,
+            "update": None,
+            "relative": None,
+            "largest_change": None,
+            "not_finite": None,
+        }
+    return {
+        "norm": point.norm,
+        "update": update.norm,
+        "relative": update.distance,
+        "largest_change": update.largest_absolute,
+        "not_finite": update.not_finite,
+    }
+
+
+def _print(found: Trend) -> None:
+    table = Table(">iteration", ">norm", ">update", ">relative", ">largest change", ">not finite", "of")
+    for group, points in sorted(found.groups().items()):
+        for step, point in zip(found.steps, points, strict=True):
+            if point is not None:
+                table.add(_name(step), *_cells(point), group)
+    table.print()
+    for group in sorted({group for group, _ in found.rows}):
+        say()
+        _print_places(found, group)
+    if found.rows:
+        say()
+        say(_LEGEND)
+
+
+def _name(step: Step) -> str:
+    return step.path.name if step.iteration is None else str(step.iteration)
+
+
+def _cells(point: Point) -> list[str]:
+    update = point.update
+    if update is None:
+        return [f"{point.norm:.4g}", "-", "-", "-", "-"]
+    numbers = (update.norm, update.distance, update.largest_absolute)
+    return [f"{point.norm:.4g}", *(f"{number:.3g}" for number in numbers), str(update.not_finite)]
+
+
+def _print_places(found: Trend, group: str) -> None:
+    table = Table(">first", ">last", "updates", ">largest", ">at", ">change", group)
+    for (one, place), points in _ordered(found):
+        if one == group:
+            table.add(*_row(found.steps, points), place)
+    table.print()
+
+
+def _row(steps: Sequence[Step], points: Sequence[Point | None]) -> list[str]:
+    """Returns the cells of one place: over all checkpoints."""
+    known = [(step, point) for step, point in zip(steps, points, strict=True) if point is not None]
+    norms = [f"{known[0][1].norm:.3g}", f"{known[-1][1].norm:.3g}"]
+    updates = [(step, point.update) for step, point in known if point.update is not None]
+    if not updates:
+        return [*norms, "", "-", "-", "-"]
+    step, largest = max(updates, key=lambda one: one[1].distance)
+    change = max(update.largest_absolute for _, update in updates)
+    line = sparkline([None if p is None or p.update is None else p.update.distance for p in points[1:]])
+    return [*norms, line, f"{largest.distance:.2g}", _name(step), f"{change:.2g}"]
+
+
+def sparkline(values: Sequence[float | None]) -> str:
+    """Draws values, from zero to the largest, in at most 8 characters; those not known are blank.
+
+    Where several share a character, the largest is shown.
+    """
+    marks = _SPARKS if (sys.stdout.encoding or "").lower().startswith("utf") else _DIGITS
+    count = min(len(values), _MOST_SPARKS)
+    cells = [values[n * len(values) // count : (n + 1) * len(values) // count] for n in range(count)]
+    heights = [max((value for value in cell if value is not None), default=None) for cell in cells]
+    top = max((height for height in heights if height is not None), default=0.0)
+    return "".join(" " if height is None else marks[_level(height, top)] for height in heights)
+
+
+def _level(height: float, top: float) -> int:
+    share = height / top if top and top != float("inf") else float(height == top and top > 0)
+    return min(int(share * len(_DIGITS)), len(_DIGITS) - 1)
