@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,19 +56,20 @@ def args(
     Example: datastates args runs/gpt runs/gpt2
     """
     try:
-        found = _arguments(first, iteration, keys or [])
-        other = None if second is None else _arguments(second, iteration, keys or [])
+        found = _arguments(first, iteration)
+        other = None if second is None else _arguments(second, iteration)
+        names = _chosen(found.keys() | (other or {}).keys(), keys or ["*"])
     except (DataStatesError, OSError) as error:
         cannot(error)
     if other is None:
-        _print_all(found, as_json)
+        _print_all({name: found[name] for name in names}, as_json)
         return
     differing = {
         name: (found.get(name, _Absent), other.get(name, _Absent))
-        for name in sorted(found.keys() | other.keys())
+        for name in names
         if not _equal(found.get(name, _Absent), other.get(name, _Absent))
     }
-    _print_differing(differing, len(found.keys() | other.keys()), as_json)
+    _print_differing(differing, len(names), as_json)
     raise typer.Exit(1 if differing else 0)
 
 
@@ -75,15 +77,25 @@ class _Absent:
     """Stands for the value of an argument that a checkpoint lacks."""
 
 
-def _arguments(directory: Path, iteration: int | None, patterns: list[str]) -> dict[str, Any]:
+def _arguments(directory: Path, iteration: int | None) -> dict[str, Any]:
     from megatron_datastates.convert.open import open_source
     from megatron_datastates.convert.stored_arguments import training_arguments
 
-    everything = training_arguments(open_source(checkpoint_of(directory, iteration)))
-    chosen = {name for pattern in patterns or ["*"] for name in fnmatch.filter(everything, pattern)}
-    if not chosen:
-        raise MissingKeyError(f"no argument in {directory} matches {', '.join(patterns)}")
-    return {name: value for name, value in everything.items() if name in chosen}
+    return training_arguments(open_source(checkpoint_of(directory, iteration)))
+
+
+def _chosen(names: Collection[str], patterns: Sequence[str]) -> list[str]:
+    """Returns the names that match any pattern. Raises MissingKeyError: one matches nothing."""
+    found: set[str] = set()
+    for pattern in patterns:
+        some = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not some:
+            raise MissingKeyError(
+                f"no training argument matches {pattern!r}: expected a name such as 'hidden_size', or a "
+                "pattern (* matches anything)"
+            )
+        found.update(some)
+    return sorted(found)
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -117,4 +129,5 @@ def _print_differing(differing: dict[str, tuple[Any, Any]], count: int, as_json:
         table.add(name, *map(_text, pair))
     if differing:
         table.print()
-    say(f"{counted(len(differing), 'argument')} of {count:,} differ")
+    verb = "differs" if len(differing) == 1 else "differ"
+    say(f"{counted(len(differing), 'argument')} of {count:,} {verb}")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import shutil
+import sys
+import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,10 +103,14 @@ def show(
 def _print_summary(path: Path, source: Source) -> None:
     from megatron_datastates.cli.summary import summary
 
-    table = Table()
-    for name, text in summary(path, source):
-        table.add(name, text)
-    table.print()
+    rows = summary(path, source)
+    indent = max(len(name) for name, _ in rows) + 2
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    for name, text in rows:
+        # A path has to stay whole, so only whole words are moved to the next line.
+        fold = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
+        fold.subsequent_indent = " " * indent
+        say(fold.fill(name.ljust(indent) + text))
     say()
 
 
@@ -114,7 +121,7 @@ def _objects(source: Source, pattern: str) -> list[dict[str, Any]]:
     if isinstance(source, DataStatesSource):
         found = {key: source.checkpoint.object_entry(key) for key in keys}
         return [{"key": key, "bytes": entry.bytes, "file": file} for key, (file, entry) in found.items()]
-    return [{"key": key, "bytes": None, "file": None} for key in keys]
+    return [{"key": key, "bytes": source.object_bytes(key), "file": None} for key in keys]
 
 
 def _streams(source: Source, pattern: str) -> list[dict[str, Any]]:

@@ -31,7 +31,7 @@ _TRAINING = (
     ("global_batch_size", "global batch {}"),
     ("lr", "lr {}"),
     ("optimizer", "{}"),
-    ("params_dtype", "{}"),
+    ("params_dtype", "weights in {}"),
 )
 
 
@@ -71,28 +71,30 @@ def _ranks(ranks: int | None, parallel: Mapping[str, int]) -> str:
 
 def _described(texts: Collection[tuple[str, str]], arguments: Mapping[str, Any]) -> str:
     """Returns what the arguments say; those that are missing or None are left out."""
-    found = [text.format(arguments[name]) for name, text in texts if arguments.get(name) is not None]
-    return ", ".join(found)
+    values = {
+        name: str(value).removeprefix("torch.") for name, value in arguments.items() if value is not None
+    }
+    return ", ".join(text.format(values[name]) for name, text in texts if name in values)
 
 
 def _weights(source: Source, keys: Collection[str]) -> str:
     counts: Counter[str] = Counter()
     for key in keys:
         counts[source.tensors[key].dtype] += math.prod(source.tensors[key].global_shape)
-    parts = [f"{count:,} of {dtype}" for dtype, count in counts.most_common()]
-    return f"{_sized(source, keys)}: {' and '.join(parts)}" if keys else ""
+    parts = [f"{count:,} parameters in {dtype}" for dtype, count in counts.most_common()]
+    return f"{' and '.join(parts)}, {_sized(source, keys)}" if keys else ""
 
 
 def _states(source: Source, keys: Collection[str]) -> str:
     kinds = sorted({group_of(key).removeprefix("optimizer ") for key in keys})
-    return f"{_sized(source, keys)}: {', '.join(kinds)}" if keys else ""
+    return f"{', '.join(kinds)}, {_sized(source, keys)}" if keys else ""
 
 
 def _sized(source: Source, keys: Collection[str]) -> str:
     total = sum(
         math.prod(source.tensors[key].global_shape) * element_bytes(source.tensors[key].dtype) for key in keys
     )
-    return f"{counted(len(keys), 'tensor')}, {size_text(total)}"
+    return f"{size_text(total)} in {counted(len(keys), 'tensor')}"
 
 
 def _others(source: Source) -> str:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from megatron_datastates.convert.parts import Part, parts_of, stacked_key
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import Source
+from megatron_datastates.convert.sources.torch_dist import TorchDistTensor
 from megatron_datastates.errors import MismatchError, MissingKeyError
 from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import element_bytes
@@ -199,7 +200,7 @@ def _states(source: Source) -> dict[str, StateTensor]:
 
 def _stored_content(source: Source, key: str) -> Content:
     entry = source.tensors[key]
-    files = entry.files if isinstance(entry, TensorEntry) else None
+    files = entry.files if isinstance(entry, TensorEntry | TorchDistTensor) else None
     count = None if files is None else len(np.unique(files))
 
     def read(offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:

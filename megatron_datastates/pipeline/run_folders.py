@@ -21,7 +21,7 @@ from megatron_datastates.format.directory import (
 from megatron_datastates.format.values import is_own_file_name
 from megatron_datastates.pipeline.runs import stored_backend, tracked_iteration
 
-_MOST_NAMED = 5
+_MOST_NAMED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,5 +125,5 @@ def _what_there_is(run: Path) -> str:
     except OSError:
         names = []
     numbers = [str(number) for name in names if (number := iteration_in_name(name)) is not None]
-    few = numbers if len(numbers) <= _MOST_NAMED else ["...", *numbers[-_MOST_NAMED:]]
+    few = numbers if len(numbers) <= _MOST_NAMED else [numbers[0], "...", *numbers[2 - _MOST_NAMED :]]
     return f"it has {', '.join(few)}" if numbers else "it has none"

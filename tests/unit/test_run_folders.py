@@ -234,11 +234,21 @@ def test_arguments_are_listed_and_compared(both: Path, tmp_path: Path):
     assert output_of("args", one) == output_of("args", other)
     found = json.loads(output_of("args", one, "--json"))
     assert found["params_dtype"] == "torch.bfloat16" and found["data_path"] == ["a", 0.5, None]
-    assert run("args", one, other)[:2] == (0, "0 arguments of 9 differ\n")
+    assert run("args", one, other)[:2] == (0, "0 arguments of 14 differ\n")
     save_trained(tmp_path / "new", "datastates", lr=0.005, num_layers=True, extra=[1])
     code, printed, _ = run("args", one, tmp_path / "new", "--json")
     assert code == 1 and json.loads(printed) == {"extra": [None, [1]], "num_layers": [3, True]}
-    assert "no argument in" in refused("args", one, "--keys", "nothing*")
+    only = run("args", one, tmp_path / "new", "--keys", "extra*")
+    assert only[0] == 1 and "1 argument of 1 differs" in only[1]
+    assert "no training argument matches 'nothing*'" in refused("args", one, "--keys", "nothing*")
+
+
+def test_show_says_the_same_of_both_formats(both: Path):
+    found = [json.loads(output_of("show", both / format / "iter_0000005", "--json")) for format in FORMATS]
+    for one in found:
+        assert [row["files"] for row in one["tensors"]] == [1, 1]
+        (common,) = one["objects"]
+        assert common["bytes"] > 1000
 
 
 class Hostile:

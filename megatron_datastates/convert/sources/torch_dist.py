@@ -50,6 +50,13 @@ class TorchDistTensor:
     shapes: npt.NDArray[np.int64]
     records: list[Record | None]
 
+    @property
+    def files(self) -> npt.NDArray[np.int64]:
+        """Returns, by fragment, a number for its file; -1 where DCP wrote none."""
+        names = sorted({record.file for record in self.records if record is not None})
+        numbers = {name: number for number, name in enumerate(names)}
+        return np.array([numbers[one.file] if one is not None else -1 for one in self.records], np.int64)
+
 
 class TorchDistSource(Source):
     """Reads `.metadata` when it is created, and data on request.
