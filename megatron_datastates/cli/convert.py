@@ -23,6 +23,7 @@ from megatron_datastates.cli.shared import (
     progress_bar,
     readable,
     say,
+    say_folded,
     size_text,
 )
 from megatron_datastates.errors import CorruptDataError, DataStatesError, OptionError
@@ -191,7 +192,7 @@ def _convert_one(source: Path, target: Path, request: ConversionRequest, team: T
         print(json.dumps(dataclasses.asdict(found)))
     elif team.rank == 0:
         _print_result(found)
-        say(found.next)
+        say_folded(found.next)
     return False
 
 
@@ -220,10 +221,11 @@ def _print_result(one: ConversionResult) -> None:
     elif one.skipped:
         say(f"{one.target}: skipped: {one.skipped}")
     else:
-        say(
+        say_folded(
             f"{one.target}: {one.format}: {counted(one.tensors, 'tensor')} and "
             f"{counted(one.objects, 'object')} in {counted(one.files, 'file')}, {size_text(one.bytes)} in "
-            f"{one.seconds:.1f} s"
+            f"{one.seconds:.1f} s",
+            4,
         )
 
 
@@ -232,4 +234,4 @@ def _print_summary(found: RunConversion) -> None:
     skipped = sum(bool(one.skipped) for one in found.results)
     done = len(found.results) - failed - skipped
     say(f"{counted(len(found.results), 'checkpoint')}: {done} converted, {skipped} skipped, {failed} failed")
-    say(found.next)
+    say_folded(found.next)

@@ -26,7 +26,7 @@ from megatron_datastates.cli import (  # each adds its sub-command to `app`
     verify,
 )
 from megatron_datastates.cli.entry import main
-from megatron_datastates.cli.shared import app
+from megatron_datastates.cli.shared import app, say, say_folded
 from megatron_datastates.config import ENVIRONMENT_PREFIX, Options
 
 __all__ = [
@@ -92,6 +92,8 @@ def list_options(
             values = spec.metavar.replace("|", " \\| ")
             print(f"| `{flag}`<br>{values} | {text[0].upper()}{text[1:]}. |")
         else:
-            print(f"{flag} {spec.metavar}\n    {text}")
+            say(f"{flag} {spec.metavar}")
+            say_folded(f"    {text}", 4)
     if not markdown:
-        print(f"Each can also be set by an environment variable, such as {ENVIRONMENT_PREFIX}SLOT_SIZE=8MiB.")
+        example = f"{ENVIRONMENT_PREFIX}SLOT_SIZE=8MiB"
+        say_folded(f"Each can also be set by an environment variable, such as {example}.")

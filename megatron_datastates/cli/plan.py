@@ -12,12 +12,13 @@ import typer
 
 from megatron_datastates.cli.shared import (
     AsJson,
-    Table,
     app,
     cannot,
     parse_size,
     print_json,
     say,
+    say_folded,
+    say_rows,
     size_text,
 )
 from megatron_datastates.config import GIB, MIB
@@ -147,16 +148,17 @@ def _rate(option: str, text: str) -> float:
 
 
 def _print(made: Plan, iteration: float | None) -> None:
-    table = Table()
-    for name, value in _rows(made):
-        table.add(name, value)
-    table.print()
+    say_rows(_rows(made))
     say()
-    say(_advice(made, iteration))
+    for text in _advice(made, iteration):
+        if text.startswith("    --"):  # to be copied
+            say(text)
+        else:
+            say_folded(text, 4)
     say()
     say("Assumptions:")
     for text in made.assumptions:
-        say(f"    {text}")
+        say_folded(f"    {text}", 6)
 
 
 def _rows(made: Plan) -> list[tuple[str, str]]:
@@ -191,7 +193,7 @@ def _free(made: Plan) -> int:
     return math.ceil(made.staging_bytes_per_node / POOL_SHARE)
 
 
-def _advice(made: Plan, iteration: float | None) -> str:
+def _advice(made: Plan, iteration: float | None) -> list[str]:
     lines = [f"Shortest interval that the disk sustains: {_seconds(made.write_seconds)}"]
     advised = made.write_seconds * _MARGIN
     if iteration is not None:
@@ -208,7 +210,7 @@ def _advice(made: Plan, iteration: float | None) -> str:
         "--datastates-report-file report.jsonl",
         "    With less staging memory a shard streams through it, and the optimizer may wait for the disk.",
     ]
-    return "\n".join(lines)
+    return lines
 
 
 def _memory(count: int) -> str:

@@ -15,7 +15,7 @@ from megatron_datastates.cli.shared import (
     checkpoint_of,
     counted,
     progress_bar,
-    say,
+    say_folded,
     size_text,
 )
 from megatron_datastates.errors import DataStatesError
@@ -50,10 +50,11 @@ def repair(directory: Directory, iteration: Iteration = None, as_json: AsJson = 
         }))  # fmt: skip
         return
     for note in done.notes:
-        say(f"note: {note}")
-    say(
+        say_folded(f"note: {note}", 4)
+    say_folded(
         f"{path}: repaired: save {done.manifest.save_id}, {counted(len(done.manifest.files), 'data file')}, "
-        f"{size_text(done.bytes_checked)} checked"
+        f"{size_text(done.bytes_checked)} checked",
+        4,
     )
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_datastates.cli.shared import Table, app, cannot, note, say
+from megatron_datastates.cli.shared import Table, app, cannot, note, say, say_folded
 from megatron_datastates.errors import DataStatesError, MissingPackageError, OptionError
 
 if TYPE_CHECKING:
@@ -71,22 +71,23 @@ def report(
 
 
 def _print(found: Reports, advice: list[Advice]) -> None:
-    from megatron_datastates.reports.table import COLUMNS, LEGEND, row
+    from megatron_datastates.reports.table import COLUMNS, LEGEND, SHORT, row
 
     shown = found.saves[-_MOST_ROWS:]
-    table = Table(*(f">{column}" for column in COLUMNS))
+    table = Table(*(f">{column}" for column in SHORT))
     for save in shown:
-        table.add(*row(save))
+        cells = dict(zip(COLUMNS, row(save), strict=True))
+        table.add(*(cells[column] for column in SHORT))
     if len(shown) < len(found.saves):
         say(f"the last {len(shown)} of {len(found.saves)} saves:")
     table.print()
-    say(f"({LEGEND})")
+    say_folded(f"({LEGEND})")
     for load in found.loads:
         say(f"{load.state} iteration {load.iteration} in {load.total_ms / 1000:.1f} s")
     for one in advice:
         say()
         say(f"{_MARKS[one.level]}: {one.title}")
-        say(f"    {one.text}")
+        say_folded(f"    {one.text}", 4)
     for text in found.notes:
         note(text)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -104,6 +106,25 @@ def progress_bar(verb: str, disable: bool = False) -> Progress:
 def say(text: str = "") -> None:
     """Prints text to standard output; control characters become escapes."""
     print(printable(text, keep="\n"))
+
+
+def say_folded(text: str, hanging: int = 0) -> None:
+    """Prints prose to standard output: in a terminal, lines end between words. A path stays whole.
+
+    Args:
+        hanging: spaces before all lines but the first.
+    """
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+    fold = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
+    fold.subsequent_indent = " " * hanging
+    say(fold.fill(text))
+
+
+def say_rows(rows: Sequence[tuple[str, str]]) -> None:
+    """Prints names and texts, as say_folded does."""
+    indent = max(len(name) for name, _ in rows) + 2
+    for name, text in rows:
+        say_folded(name.ljust(indent) + text, indent)
 
 
 def note(text: str) -> None:

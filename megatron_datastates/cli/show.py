@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import shutil
-import sys
-import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +20,7 @@ from megatron_datastates.cli.shared import (
     print_json,
     progress_bar,
     say,
+    say_rows,
     size_text,
 )
 from megatron_datastates.errors import DataStatesError, MissingKeyError
@@ -103,14 +101,7 @@ def show(
 def _print_summary(path: Path, source: Source) -> None:
     from megatron_datastates.cli.summary import summary
 
-    rows = summary(path, source)
-    indent = max(len(name) for name, _ in rows) + 2
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    for name, text in rows:
-        # A path has to stay whole, so only whole words are moved to the next line.
-        fold = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
-        fold.subsequent_indent = " " * indent
-        say(fold.fill(name.ljust(indent) + text))
+    say_rows(summary(path, source))
     say()
 
 

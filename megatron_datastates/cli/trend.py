@@ -22,6 +22,7 @@ from megatron_datastates.cli.shared import (
     print_json,
     progress_bar,
     say,
+    say_folded,
 )
 from megatron_datastates.errors import DataStatesError
 
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 _SPARKS, _DIGITS = "▁▂▃▄▅▆▇█", "12345678"
 _MOST_SPARKS = 8
 _LEGEND = (
-    "(first and last norm; relative updates over time, the largest one and its\n"
-    "iteration; the largest change of an element)"
+    "(first and last norm; relative updates over time, the largest one and its iteration; the largest change "
+    "of an element)"
 )
 
 
@@ -154,7 +155,7 @@ def _print(found: Trend) -> None:
         _print_places(found, group)
     if found.rows:
         say()
-        say(_LEGEND)
+        say_folded(_LEGEND)
 
 
 def _name(step: Step) -> str:

@@ -21,6 +21,7 @@ from megatron_datastates.cli.shared import (
     progress_bar,
     readable_all,
     say,
+    say_folded,
     size_text,
 )
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError
@@ -159,14 +160,15 @@ def _checked(directory: Path, quick: bool) -> Verdict | Exception:
 
 def _print_verdict(directory: Path, verdict: Verdict) -> None:
     for fault in verdict.faults:
-        say(f"fault: {fault}")
+        say_folded(f"fault: {fault}", 4)
     for text in verdict.notes:
-        say(f"note: {text}")
+        say_folded(f"note: {text}", 4)
     without = counted(verdict.unchecked_files, "file") + " without checksums"
     unchecked = f", {without}" if verdict.unchecked_files else ""
     streams = f" and {counted(verdict.streams, 'stream')}" if verdict.streams else ""
-    say(
+    say_folded(
         f"{directory}: {'good' if verdict.good else 'FAULTY'}: {counted(verdict.tensors, 'tensor')} and "
         f"{counted(verdict.objects, 'object')}{streams} in {counted(verdict.files, 'file')}, "
-        f"{size_text(verdict.bytes_checked)} checked{unchecked}"
+        f"{size_text(verdict.bytes_checked)} checked{unchecked}",
+        4,
     )

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron_datastates.reports.advice import Advice
 from megatron_datastates.reports.reading import Reports
-from megatron_datastates.reports.table import COLUMNS, LEGEND, row
+from megatron_datastates.reports.table import COLUMNS, LEGEND, LEGEND_OF_REST, row
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; color: #222; }
@@ -42,7 +42,7 @@ def make_page(
         "<h2>Picture</h2>",
         svg or f"<p>{html.escape(without_picture)}</p>",
         "<h2>Saves</h2>",
-        f'<p class="small">{html.escape(LEGEND)}</p>',
+        f'<p class="small">{html.escape(f"{LEGEND}; {LEGEND_OF_REST}")}</p>',
         _table(reports),
         *(f'<p class="small">{html.escape(note)}</p>' for note in reports.notes),
         "</body></html>",

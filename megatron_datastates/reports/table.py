@@ -21,11 +21,13 @@ COLUMNS = (
     "before",
     "slowest",
 )
+# Those that fit into 80 columns.
+SHORT = ("iteration", "state", "mode", "held", "fence", "copied", "written", "published", "MB/s")
 LEGEND = (
     "held: time taken from the trainer; fence: of it, waits of the optimizer; copied to published: from the "
-    "start of the save, of the slowest rank where it is known; before: saves that were unfinished when it "
-    "began; slowest: the rank that wrote longest."
+    "start of the save, of the slowest rank where it is known"
 )
+LEGEND_OF_REST = "before: saves that were unfinished when it began; slowest: the rank that wrote longest."
 
 
 def row(save: Save) -> list[str]:

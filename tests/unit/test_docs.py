@@ -148,6 +148,35 @@ def test_a_result_that_changed_is_missing_in_the_readme(tmp_path: Path) -> None:
     assert results_table("--check", *where).returncode == 0
 
 
+def pictures(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "pictures.py"), "--check", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_every_command_has_a_picture_of_a_command_line_that_still_runs() -> None:
+    checked = pictures()
+    assert checked.returncode == 0, checked.stderr
+    for path in (ROOT / "docs" / "pictures").iterdir():
+        assert path.stat().st_size < (100_000 if path.suffix == ".png" else 8_000), path
+        assert path.suffix == ".png" or not re.search(r"/(tmp|home|root|work)\b", path.read_text()), path
+
+
+def test_pictures_that_are_out_of_date_are_named(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(ROOT / "docs" / "pictures", tmp_path / "pictures"))
+    (folder / "ls.svg").unlink()
+    for command, before, after in (
+        ("verify", "--all", "--every"),
+        ("plan", "plan --params", "guess --params"),
+    ):
+        path = folder / f"{command}.svg"
+        path.write_text(path.read_text().replace(before, after))
+    checked = pictures("--folder", folder)
+    assert checked.returncode == 1
+    assert "ls.svg is missing: run tools/pictures.py" in checked.stderr
+    assert "which is refused: No such option: --every" in checked.stderr
+    assert "which is refused: there is no command 'guess'" in checked.stderr
+
+
 def test_results_of_peers_and_of_training_get_rows(tmp_path: Path) -> None:
     page, results = tmp_path / "README.md", tmp_path / "results"
     results.mkdir()

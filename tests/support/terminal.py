@@ -1,0 +1,46 @@
+"""Commands in a terminal, as a person sees them. Also used by tools/pictures.py."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import shlex
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+COLUMNS = 80
+_ROOT = Path(__file__).parents[2]
+
+
+def in_terminal(words: str, directory: Path) -> tuple[int, list[str]]:
+    """Runs `datastates WORDS` in a terminal of 80 columns and 24 lines.
+
+    Returns its exit code, and all lines that it writes, without progress bars, which are erased.
+    """
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+    path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    command = [sys.executable, "-m", "megatron_datastates", *shlex.split(words)]
+    running = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=directory,
+        env=environment | {"PYTHONPATH": path, "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    seen = b""
+    try:
+        while part := os.read(ours, 4096):
+            seen += part
+    except OSError:  # the terminal's other side is closed
+        pass
+    finally:
+        os.close(ours)
+    # A bar is erased: up by one line, and all of that is cleared.
+    text = re.sub(r"[^\n]*\n(\x1b\[\?25h)?\r?\x1b\[1A\x1b\[2K", "", seen.decode().replace("\r\n", "\n"))
+    plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    return running.wait(), [line.rpartition("\r")[2] for line in plain.split("\n")]
