@@ -74,7 +74,7 @@ class ByParameter:
             target, reads = _plan(self._states[key], offset, shape)
             found.append(target)
             scheduled += reads
-        self._stored.checkpoint.read(scheduled)
+        self._stored.checkpoint.read(scheduled, self._stored.reader())
         return found
 
     def place(self, key: str, offset: Sequence[int]) -> tuple[str, int]:

@@ -200,16 +200,22 @@ class Checkpoint:
         return self.read_tensors([(key, offset, shape)])[0]
 
     def read_tensors(
-        self, slices: Iterable[tuple[str, Sequence[int] | None, Sequence[int] | None]]
+        self,
+        slices: Iterable[tuple[str, Sequence[int] | None, Sequence[int] | None]],
+        reader: Reader | None = None,
     ) -> list[torch.Tensor]:
-        """Reads slices, each (key, offset, shape), in one pass: a block that they share is read once."""
+        """Reads slices, each (key, offset, shape), in one pass: a block that they share is read once.
+
+        Args:
+            reader: with memory from earlier reads.
+        """
         targets, scheduled = [], []
         with self.costs.timing("planning"):
             for key, offset, shape in slices:
                 target, reads = self._plan_tensor(key, offset, shape)
                 targets.append(target)
                 scheduled += reads
-        self.read(scheduled)
+        self.read(scheduled, reader)
         return targets
 
     def read_into(self, targets: Mapping[str, tuple[Place, torch.Tensor]]) -> None:

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_readers = threading.local()  # each thread's, with memory of its own, and the options that it was made with
+
+
 class DataStatesSource(Source):
     """See Source."""
 
@@ -36,8 +39,8 @@ class DataStatesSource(Source):
 
     def __init__(self, directory: Path, options: Options | None = None) -> None:
         super().__init__(directory)
-        self.checkpoint = Checkpoint.open(directory, options)
-        self._local = threading.local()  # each thread has a reader with its own memory
+        self._options = options or Options.from_environment()
+        self.checkpoint = Checkpoint.open(directory, self._options)
 
     @property
     def tensors(self) -> Mapping[str, SourceTensor]:
@@ -60,10 +63,17 @@ class DataStatesSource(Source):
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
-        return self.checkpoint.read_tensor(key, offset, shape)
+        return self.checkpoint.read_tensors([(key, offset, shape)], self.reader())[0]
 
     def read_tensors(self, slices: Sequence[Slice]) -> list[torch.Tensor]:
-        return self.checkpoint.read_tensors(slices)
+        return self.checkpoint.read_tensors(slices, self.reader())
+
+    def reader(self) -> Reader:
+        """Returns this thread's reader, which sources share: its memory is not made anew for every slice."""
+        if getattr(_readers, "options", None) != self._options:
+            _readers.reader, _readers.options = self.checkpoint.new_reader(), self._options
+        found: Reader = _readers.reader
+        return found
 
     def place(self, key: str, offset: Sequence[int]) -> tuple[str, int]:
         entry = self.checkpoint.index.tensor(key)
@@ -71,14 +81,11 @@ class DataStatesSource(Source):
         return ("", 0) if number is None else (f"{entry.files[number]:09d}", int(entry.file_offsets[number]))
 
     def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
-        if not hasattr(self._local, "reader"):
-            self._local.reader = self.checkpoint.new_reader()
-        reader: Reader = self._local.reader
         address, scheduled = window.ctypes.data, []
         for key, fragment, begin, size, at in ranges:
             entry = self.checkpoint.index.tensor(key)
             scheduled.append(ScheduledRead(plan_bytes(entry, fragment, begin, size), address + at))
-        self.checkpoint.read(scheduled, reader)
+        self.checkpoint.read(scheduled, self.reader())
 
     def read_object(self, key: str) -> bytes:
         return self.checkpoint.read_object_bytes(key)
