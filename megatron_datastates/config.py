@@ -72,6 +72,12 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _positive(text: str) -> int:
+    if re.fullmatch(r"\d{1,4}", text, re.ASCII) is None or int(text) < 1:
+        raise ValueError("expected a whole number from 1 to 9999")
+    return int(text)
+
+
 def _level(text: str) -> int:
     if re.fullmatch(r"\d{1,2}", text, re.ASCII) is None or int(text) > 19:
         raise ValueError("expected a whole number from 0 to 19")
@@ -237,6 +243,34 @@ class Options:
         "package.module:function",
         "further state for every checkpoint: functions without arguments, separated by commas, that return "
         "state providers; called at the first load, or when training begins (default: none)",
+    )
+    near: str = _option(
+        "",
+        str,
+        "DIR",
+        "the near tier: a fast directory of each node, on NVMe or in memory, that checkpoints are written to "
+        "first; from there they are brought to --save in the background. Variables such as $TMPDIR are those "
+        "of each node (default: none)",
+    )
+    near_keep: int = _option(
+        1,
+        _positive,
+        "K",
+        "how many checkpoints the near tier keeps, beside those that are still to be brought to --save "
+        "(default 1)",
+    )
+    drain_every: int = _option(
+        1,
+        _positive,
+        "N",
+        "bring every Nth checkpoint from the near tier to --save, and the last one of a job; the others stay "
+        "near (default 1)",
+    )
+    drain_limit: int = _option(
+        0,
+        parse_bytes,
+        "SIZE",
+        "bring at most this many bytes a second from the near tier to --save, per node (default 0: no limit)",
     )
     report_file: str = _option(
         "",

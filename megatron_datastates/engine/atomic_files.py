@@ -60,7 +60,7 @@ def _write_whole(
     path: Path, data: bytes, faults: Faults, temporary: Path, on_renamed: Callable[[], None]
 ) -> None:
     faults.point(f"write {_kind(path)}")
-    with _opened(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY) as descriptor:
+    with opened(temporary, os.O_CREAT | os.O_TRUNC | os.O_WRONLY) as descriptor:
         view = memoryview(data)
         while view:
             view = view[os.write(descriptor, view) :]
@@ -83,7 +83,7 @@ def sync_directory(directory: Path) -> None:
 
     Some network file systems cannot sync a directory and say so; their metadata is synchronous.
     """
-    with _opened(directory, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
+    with opened(directory, os.O_RDONLY | os.O_DIRECTORY) as descriptor:
         try:
             os.fsync(descriptor)
         except OSError as error:
@@ -103,7 +103,7 @@ def sync_file(path: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
+def opened(path: Path, flags: int) -> Iterator[int]:
     """Opens a descriptor that no forked child keeps: a sync may take long, and data loaders live on."""
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     native.close_in_forked_child(descriptor)

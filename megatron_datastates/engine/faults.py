@@ -22,12 +22,14 @@ SMALL_FILE_OPERATIONS = tuple(
 REMOVAL_OPERATIONS = ("remove manifest", "sync removal of manifest", "remove file", "remove directory")
 LEFT_OVER_OPERATIONS = ("look at left-over", "remove left-over")
 LINK_OPERATIONS = ("link", "sync link")
+DRAIN_OPERATIONS = ("drain read", "drain write", "drain sync", "drain rename")
 OPERATIONS = (
     *NATIVE_OPERATIONS,
     *SMALL_FILE_OPERATIONS,
     *REMOVAL_OPERATIONS,
     *LEFT_OVER_OPERATIONS,
     *LINK_OPERATIONS,
+    *DRAIN_OPERATIONS,
 )
 
 

@@ -182,6 +182,29 @@ class Collectives:
         done.record()
         return _Rounds(rounds, sizes if rows else [], done)
 
+    def send_from_first(self, data: bytes, size: int) -> PollableResult[bytes]:
+        """Asks for rank 0's bytes, `size` of them, on all ranks; `data` counts on rank 0 only.
+
+        In rounds of _ROUND_BYTES, as `gather_to_first`.
+        """
+        if not self.distributed:
+            return _Known(data)
+        transport = self._transport() or HostTransport()
+        moved, held = transport.empty(min(size, _ROUND_BYTES)), transport.pinned(size)
+        if self.rank == 0:
+            held.copy_(_tensor_of(data))
+        for at in range(0, size, len(moved)):
+            self._count("send small files")
+            piece = held[at : at + len(moved)]
+            if self.rank == 0:
+                transport.copy(moved[: len(piece)], piece)
+            dist.broadcast(moved, 0)
+            if self.rank != 0:
+                transport.copy(piece, moved[: len(piece)])
+        done = transport.event()
+        done.record()
+        return _Received(held, done)
+
 
 def ranks_of(group: dist.ProcessGroup | None = None) -> list[int]:
     """Returns the global ranks of a group, by default of the world; rank 0 alone where there is none."""
@@ -366,3 +389,20 @@ class _Rounds:
                 held += row[: max(size - len(held), 0)].data
         found.reverse()  # each goes as its copy comes: all together may be a GiB
         return [bytes(found.pop()) for _ in self._sizes]
+
+
+class _Received:
+    """Bytes that rank 0 has sent. To be read once, on any thread."""
+
+    def __init__(self, held: torch.Tensor, done: Event) -> None:
+        self._held, self._done = held, done
+        self._is_over = False
+
+    def is_over(self) -> bool:
+        self._is_over = self._is_over or self._done.is_over()
+        return self._is_over
+
+    def result(self) -> bytes:
+        if not self._is_over:
+            self._done.synchronize()
+        return self._held.numpy().tobytes()

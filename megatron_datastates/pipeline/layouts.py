@@ -43,6 +43,10 @@ class LayoutStore:
         # One at a time: a save removes what earlier ones of its process have left, and must not do so between
         # the check and the rename of one of them.
         self.publishing = threading.Lock()
+        # The index of the last save that was published near (near/share.py): its digest and the ranks that
+        # store it; its bytes on rank 0 and those ranks.
+        self.sent_near: tuple[str, tuple[int, ...]] = ("", ())
+        self.near_index = b""
         self._parts: dict[tuple[int, bytes], bytes] = {}
         self._providers: dict[bytes, list[ProviderEntry]] = {}  # one list for all ranks that have the same
         self._merged: dict[tuple[tuple[int, bytes], ...], MergedIndex] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import math
 import os
 import time
@@ -36,6 +37,7 @@ from megatron_datastates.format.tail import TailEntry
 from megatron_datastates.pipeline.damage import describe_blocks, what_rank_wrote
 from megatron_datastates.pipeline.decoding import read_framed, resolve
 from megatron_datastates.pipeline.entries import ObjectReads, plan_object, read_stream
+from megatron_datastates.pipeline.near.places import near_folder, near_root
 from megatron_datastates.pipeline.opening import check_identity, open_index, read_manifest, refuse_replaced
 from megatron_datastates.pipeline.read_costs import ReadCosts
 from megatron_datastates.plan.boxes import checked_slice, cut_box, first_overlap
@@ -46,6 +48,7 @@ from megatron_datastates.providers.base import Place
 if TYPE_CHECKING:
     import torch
 
+logger = logging.getLogger(__name__)
 _FOOTER_THREADS = 8  # a footer is small, and a network file system answers late
 _TEMPORARY_ELEMENTS = 1 << 20  # of a tensor that cannot be read in place: 16 MiB at most
 
@@ -64,6 +67,8 @@ class Checkpoint:
         self.costs = ReadCosts()
         self._options = options
         self._footers: dict[int, Footer] = {}
+        self._near = near_folder(near_root(options.near), directory) if options.near else None
+        self._in_near: set[int] = set()  # data files that are read from the near tier
 
     @classmethod
     def open(
@@ -94,10 +99,14 @@ class Checkpoint:
                     raise
 
     def file_path(self, file: int) -> Path:
-        return self.directory / self.manifest.files[file].name
+        """Returns where a data file is read: in the near tier, if it is there and whole (see `footer`)."""
+        folder = self._near if self._near is not None and file in self._in_near else self.directory
+        return folder / self.manifest.files[file].name
 
     def footer(self, file: int) -> Footer:
         """Returns the footer of a data file, and checks that it belongs to this save."""
+        if file not in self._footers and self._near is not None:
+            self._look_near(self._near, file)
         if file not in self._footers:
             entry = self.manifest.files[file]
             try:
@@ -108,6 +117,28 @@ class Checkpoint:
             check_identity(self.manifest, entry, footer, self.file_path(file))
             self._footers[file] = footer
         return self._footers[file]
+
+    def _look_near(self, folder: Path, file: int) -> None:
+        entry = self.manifest.files[file]
+        path = folder / entry.name
+        if not path.is_file():
+            return
+        try:
+            footer = read_footer(path, entry.bytes)
+            check_identity(self.manifest, entry, footer, path)
+        except (StorageError, FormatError) as error:
+            logger.warning("%s; reading it from %s", error, self.directory)
+            return
+        self._footers[file] = footer
+        self._in_near.add(file)
+
+    def _leave_near(self, files: Iterable[int], error: Exception) -> bool:
+        """Reads these files from the checkpoint's directory from now on; returns whether that is a change."""
+        near = self._in_near.intersection(files)
+        if near:
+            self._in_near -= near
+            logger.warning("%s; reading from %s instead", error, self.directory)
+        return bool(near)
 
     def has_footer(self, file: int) -> bool:
         """Returns whether the footer of a data file has been read."""
@@ -169,19 +200,30 @@ class Checkpoint:
         files, places = np.unique(spans.files, return_inverse=True)
         with self.costs.timing("opening"):
             self.require(files.tolist())
-        sources = [(self.file_path(file), self.footer(file)) for file in files.tolist()]
+        footers = [self.footer(file) for file in files.tolist()]
+        sources = [
+            (self.file_path(file), footer) for file, footer in zip(files.tolist(), footers, strict=True)
+        ]
         beyond = spans.ends() > np.array([footer.data_bytes for _, footer in sources], np.uint64)[places]
         if beyond.any():
             path = sources[places[beyond.argmax()]][0]
             raise FormatError(f"{self.manifest.index.name} places data beyond the end of the data of {path}")
         spans = dataclasses.replace(spans, files=places.astype(np.uint64))
-        with self.costs.timing("reading"):
-            outcome = (reader or self.new_reader()).read(sources, spans)
+        try:
+            with self.costs.timing("reading"):
+                outcome = (reader or self.new_reader()).read(sources, spans)
+        except StorageError as error:
+            if not self._leave_near(files.tolist(), error):
+                raise
+            return self._read_plain(items, reader)
         self.costs.bytes_read += outcome.bytes_read
         if outcome.bad_blocks:
-            raise CorruptDataError(
-                describe_blocks(self, [(int(files[n]), block) for n, block in outcome.bad_blocks])
-            )
+            bad = [(int(files[n]), block) for n, block in outcome.bad_blocks]
+            corrupt = CorruptDataError(describe_blocks(self, bad))
+            if not self._leave_near([file for file, _ in bad], corrupt):
+                raise corrupt
+            self._read_plain(items, reader)
+        return None
 
     def new_reader(self) -> Reader:
         """Returns a reader for several reads of one load."""

@@ -22,10 +22,22 @@ class State(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class SaveContext:
-    """The identity and the target directory of one rank's save."""
+    """The identity and the target directory of one rank's save.
+
+    Attributes:
+        directory: of the checkpoint.
+        near: where this rank's file is written first, in the near tier of its node (pipeline/near/); None if
+            it is written into `directory`.
+    """
 
     save_id: SaveId
     directory: Path
     rank: int
     world_size: int
     iteration: int | None = None
+    near: Path | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Returns the directory that this rank's file is written into."""
+        return self.near or self.directory

@@ -72,8 +72,19 @@ def require_published(directory: Path, manifest: Manifest, encoded: bytes) -> No
 
 def missing_files(directory: Path, manifest: Manifest) -> list[str]:
     """Describes the manifest's files that are missing or have another size."""
-    wanted = {file.name: (file.bytes, f" of rank {file.rank}") for file in manifest.files}
-    wanted[manifest.index.name] = (manifest.index.bytes, "")
+    return _missing(directory, _data_files(manifest) | {manifest.index.name: (manifest.index.bytes, "")})
+
+
+def missing_data_files(directory: Path, manifest: Manifest) -> list[str]:
+    """Describes the same of data files alone."""
+    return _missing(directory, _data_files(manifest))
+
+
+def _data_files(manifest: Manifest) -> dict[str, tuple[int, str]]:
+    return {file.name: (file.bytes, f" of rank {file.rank}") for file in manifest.files}
+
+
+def _missing(directory: Path, wanted: dict[str, tuple[int, str]]) -> list[str]:
     try:
         with os.scandir(directory) as entries:
             sizes = {

@@ -16,13 +16,16 @@ Protocol (everything on the trainer's thread, except step 4):
      removes what that manifest replaced. From the rename of the manifest on, no failure removes a file that
      it names, not even if another manifest has taken its place since: a crash may bring it back.
   5. Polls continue until rank 0 reports that the checkpoint is published.
+If files of a rank are in a near tier, steps 4 and 5 are others. Rank 0's thread writes nothing: the next polls
+send index, manifest and what else belongs to the checkpoint to all ranks, and a thread of the first rank of
+each node stores them beside the node's data files. When all have, the save is published near. The nodes' drains
+bring everything into the checkpoint's directory (near/drain.py), without any collective call.
 A directory without a manifest is not a checkpoint; one with a manifest is complete.
 tests/model/ searches all interleavings of this protocol between two runs, with crashes, failures and prune.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import enum
@@ -32,30 +35,21 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from pathlib import Path
 
-from megatron_datastates.engine.atomic_files import remove_replaced, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError, SaveFailedError
-from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.manifest import Manifest, OtherFile
-from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.agreement import Collectives, PendingResult, PollableResult
 from megatron_datastates.pipeline.background import BackgroundThread
+from megatron_datastates.pipeline.commit import Commit, SmallFiles
 from megatron_datastates.pipeline.held import trainer_held
-from megatron_datastates.pipeline.layouts import LayoutStore, MergedIndex, encode_providers
+from megatron_datastates.pipeline.layouts import LayoutStore, encode_providers
 from megatron_datastates.pipeline.milestones import State
-from megatron_datastates.pipeline.presence import (
-    files_in_manifest,
-    holds_exactly,
-    named_after_save,
-    other_file_entry,
-    require_files,
-    require_published,
-    sync_above,
-)
+from megatron_datastates.pipeline.near.share import NearShare
+from megatron_datastates.pipeline.presence import named_after_save, other_file_entry
 from megatron_datastates.pipeline.records import (
     RankRecord,
     SavedPart,
@@ -113,9 +107,9 @@ class Publication:
         self.hold_report = False  # set while a later call will hold the trainer for this save again
         self.is_reported = False
         self.published_at: float | None = None  # by perf_counter: on rank 0 in place, elsewhere known to be
-        self.published_callback: Callable[[], None] = lambda: None
+        self.ended_callback: Callable[[], None] = lambda: None
         self.collectives = collectives
-        self._layouts = layouts
+        self.layouts = layouts
         self._faults = faults
         self._extras = extras or PublicationExtras()
         # What the next poll reads: flags, or only errors; and records once ranks have sent theirs.
@@ -127,9 +121,11 @@ class Publication:
         self._keep_file = False  # even if the save fails
         self.refused = False  # it never began on any rank, and ends once the ranks have agreed on that
         self._abandoned = False
+        self.node = 0  # whose near tier this rank can use; set before the save starts
+        self.near: NearShare | None = None  # once records are known, if there are files in near tiers
         self._publishing = False  # records were sent: from now on a manifest may name this rank's file
-        self._manifest_in_place = False  # on rank 0: it is, or may yet be
-        self._published = threading.Event()
+        self._manifest_in_place = False  # by this rank: it is, or may yet be
+        self._published = threading.Event()  # as far as this rank's threads have a part in it
         self._publisher: BackgroundThread | None = None
         self._written_as: dict[int, SaveId] = {}  # the save ids of ranks' own files, if not the save's
 
@@ -158,6 +154,7 @@ class Publication:
             FENCE.on_poll()
             self.save.advance()
             self._look_for_indexes()
+            self._look_for_offer()
             if self._errors_asked is not None:
                 self._fail(self._errors_asked.result())
             elif self._flags_asked is not None:
@@ -174,18 +171,20 @@ class Publication:
 
     def _flags(self) -> list[int]:
         save = self.save
-        unfinished = self._publishing and self.collectives.rank == 0 and not self._published.is_set()
-        if not self._publishing:
-            unfinished = not save.is_durable
-        return [int(unfinished), int(save.failure is not None), int(self._manifest_in_place)]
+        is_done = self._published.is_set() if self._publishing else save.is_durable
+        offered = 0 if self.near is None else self.near.offered_bytes
+        failed, in_place = save.failure is not None, self._manifest_in_place
+        return [int(not is_done), int(failed), int(in_place), offered]
 
-    def _act(self, unfinished: int, failed: int, in_place: int) -> None:
+    def _act(self, unfinished: int, failed: int, in_place: int, offered: int) -> None:
         if failed:
             self._keep_file = in_place > 0
             self._errors_asked = self.collectives.start_gather(encode_failure(self.save.failure))
         elif self._records_asked is not None:
             records, self._records_asked = self._records_asked.result(), None
             self._exchange([RankRecord.decode(data) for data in records])
+        elif offered and self.near is not None and not self.near.is_asked:
+            self.near.ask(self.collectives, offered)
         elif unfinished:
             return
         elif self._publishing:
@@ -196,13 +195,12 @@ class Publication:
 
     def _end(self, outcome: Outcome) -> None:
         self.outcome = outcome
-        if outcome is not Outcome.PUBLISHED:
-            return
-        self.published_at = self.published_at or time.perf_counter()
-        self._layouts.known.add(self.records[self.collectives.rank].providers_digest)
-        if self.save.plan is not None:
-            self._layouts.known.update(layout.digest for layout in self.save.plan.layouts())
-        self.published_callback()
+        if outcome is Outcome.PUBLISHED:
+            self.published_at = self.published_at or time.perf_counter()
+            self.layouts.known.add(self.records[self.collectives.rank].providers_digest)
+            if self.save.plan is not None:
+                self.layouts.known.update(layout.digest for layout in self.save.plan.layouts())
+        self.ended_callback()
 
     def _fail(self, failures: list[bytes]) -> None:
         failed = [(rank, text) for rank, text in enumerate(map(decode_failure, failures)) if text is not None]
@@ -227,6 +225,9 @@ class Publication:
 
     def _exchange(self, records: list[RankRecord]) -> None:
         self.records = records
+        self.near = NearShare.of(records, self.save.context, self.layouts, self._faults)
+        if self.near is None and self.collectives.rank != 0:
+            self._published.set()  # all that is left is rank 0's
         sizes = [sum(record.sent_bytes(records[0])) for record in records]
         if any(sizes):  # the same on every rank: all have read the same records
             # What the record says counts: another save may have made the layout known since.
@@ -234,7 +235,7 @@ class Publication:
             self._indexes_asked = self.collectives.gather_to_first(own, sizes)
             self._look_for_indexes()
         if self.collectives.rank == 0:
-            self._layouts.add_providers(*self._providers)
+            self.layouts.add_providers(*self._providers)
             publisher = BackgroundThread(self._publish)
             try:
                 self._manifest_in_place = True  # until the thread reports that it is not
@@ -248,6 +249,33 @@ class Publication:
         # On the trainer's thread only: see PollableResult.
         if self._indexes_asked is not None and self._indexes_asked.is_over():
             self._indexes_arrived.set()
+
+    def _look_for_offer(self) -> None:
+        """Starts this rank's part of publishing near, once what rank 0 sends to all is here."""
+        near = self.near
+        if near is None or not near.has_arrived():
+            return
+        if not near.stores:
+            self._published.set()
+            return
+        publisher = BackgroundThread(functools.partial(self._store_near, near))
+        try:
+            self._manifest_in_place = True  # until the thread reports that it is not
+            publisher.start()
+            self._publisher = publisher
+        except RuntimeError as error:
+            self._manifest_in_place = False
+            self.save.fail(error)
+
+    def _store_near(self, near: NearShare) -> None:
+        try:
+            near.store()
+        except Exception as error:
+            self._manifest_in_place = near.is_in_place
+            self.save.fail(error)
+            return
+        self.published_at = time.perf_counter()
+        self._published.set()
 
     def _own_parts(self, record: RankRecord) -> bytes:
         """Returns the rank's own indexes and its list of providers, as far as rank 0 needs them."""
@@ -264,7 +292,7 @@ class Publication:
     def _record(self) -> RankRecord:
         save, file, times = self.save, self.save.file, self.save.times()
         layouts = save.plan.layouts() if save.plan is not None else []
-        sizes = [0 if layout.digest in self._layouts.known else len(layout.index) for layout in layouts]
+        sizes = [0 if layout.digest in self.layouts.known else len(layout.index) for layout in layouts]
         digest, providers = self._providers
         return RankRecord(
             rank=self.collectives.rank,
@@ -282,7 +310,9 @@ class Publication:
             durable=times["durable"],
             slot_wait=times["slot_wait"],
             providers_digest=digest,
-            providers_bytes=0 if digest in self._layouts.known else len(providers),
+            providers_bytes=0 if digest in self.layouts.known else len(providers),
+            node=self.node,
+            is_near=save.context.near is not None,
             stable=stable_record(save.stable.shared, layouts[1].digest, sizes[1])
             if save.stable is not None and save.stable.shared is not None
             else StableRecord(),
@@ -306,8 +336,8 @@ class Publication:
         self.records, self._extras = [RankRecord.decode(part.record) for part in parts], extras
         for record, part in zip(self.records, parts, strict=True):
             for digest, index in zip(record.layouts(), part.indexes, strict=True):
-                self._layouts.add(record.rank, digest, index)
-            self._layouts.add_providers(record.providers_digest, part.providers)
+                self.layouts.add(record.rank, digest, index)
+            self.layouts.add_providers(record.providers_digest, part.providers)
             self._written_as[record.rank] = part.save_id
         self._publish()
         if self.save.failure is None:
@@ -332,49 +362,31 @@ class Publication:
             self._manifest_in_place = False
             self.save.fail(error)
             return
-        with self._layouts.publishing:
+        with self.layouts.publishing:
             self._publish_alone()
 
     def _publish_alone(self) -> None:
-        context = self.save.context
-        directory, encoded, own_index = context.directory, b"", ""
-        renamed = threading.Event()
+        commit: Commit | None = None
         try:
-            manifest, index = self._manifest()
-            if not manifest.files:
-                directory.mkdir(parents=True, exist_ok=True)  # no rank had anything to write
-            elif not directory.is_dir():
-                raise DataStatesError(
-                    f"{directory} is gone, with all files that the ranks wrote: did something remove it?"
-                )
-            own_index = manifest.index.name
-            write_whole(directory / own_index, index.encoded, self._faults, context.save_id)
-            require_files(directory, manifest)
-            replaced = files_in_manifest(directory / MANIFEST_NAME)
-            encoded = manifest.encode()
-            sync_above(directory)
-            write_whole(directory / MANIFEST_NAME, encoded, self._faults, context.save_id, renamed.set)
-            require_published(directory, manifest, encoded)
-            self._write_metadata(directory / METADATA_NAME)
+            files = self._small_files()
+            if self.near is not None:
+                self._manifest_in_place = False  # until this rank stores it
+                self.near.offer(files)
+                return
+            commit = self.commit_of(files)
+            commit.publish()
             self.published_at = time.perf_counter()
         except Exception as error:
-            in_place = renamed.is_set() or holds_exactly(directory / MANIFEST_NAME, encoded)
-            if own_index and not in_place:
-                with contextlib.suppress(OSError):
-                    (directory / own_index).unlink()
-            self._manifest_in_place = in_place
+            self._manifest_in_place = commit is not None and commit.is_in_place
             self.save.fail(error)
             return
-        try:
-            remove_replaced(directory, manifest.names, context.save_id, replaced, self._extras.superseded)
-        except OSError as error:
-            logger.warning("files of earlier saves were not removed from %s: %s", directory, error)
         self._published.set()  # last: no later save publishes while this one still removes files
 
-    def _write_metadata(self, path: Path) -> None:
-        content = self._extras.metadata
-        if content and not holds_exactly(path, content):
-            write_whole(path, content, self._faults, self.save.context.save_id)
+    def commit_of(self, files: SmallFiles) -> Commit:
+        """Returns what publishes this save in the directory of its checkpoint."""
+        context = self.save.context
+        superseded = self._extras.superseded
+        return Commit(context.directory, context.save_id, files, self._faults, superseded)
 
     def _await_indexes(self) -> None:
         """Stores the indexes that ranks sent; waits _PATIENCE_SECONDS at most once the save is over."""
@@ -394,15 +406,15 @@ class Publication:
         for record, data in zip(self.records, self._indexes_asked.result(), strict=True):
             first, second, listed = record.sent_bytes(self.records[0])
             if first:
-                self._layouts.add(record.rank, record.layout_digest, data[:first])
+                self.layouts.add(record.rank, record.layout_digest, data[:first])
             if second:
-                self._layouts.add(record.rank, record.stable.layout_digest, data[first : first + second])
+                self.layouts.add(record.rank, record.stable.layout_digest, data[first : first + second])
             if listed:
-                self._layouts.add_providers(record.providers_digest, data[first + second :])
+                self.layouts.add_providers(record.providers_digest, data[first + second :])
 
-    def _manifest(self) -> tuple[Manifest, MergedIndex]:
+    def _small_files(self) -> SmallFiles:
         context = self.save.context
-        index = self._layouts.merged(self.records)
+        index = self.layouts.merged(self.records)
         files = [
             entry
             for record in self.records
@@ -420,9 +432,9 @@ class Publication:
             others=self._others(),
             writer=releases(),
             compatible=COMPATIBLE_CHECKSUMS,
-            providers=self._layouts.providers(self.records),
+            providers=self.layouts.providers(self.records),
         )
-        return manifest, index
+        return SmallFiles(manifest, index.encoded, self._extras.metadata)
 
     def _others(self) -> list[OtherFile]:
         paths = [self.save.context.directory / name for name in self._extras.other_files]

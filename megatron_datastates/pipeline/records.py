@@ -8,7 +8,7 @@ import struct
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 
-_RECORD = struct.Struct("<I?QQI16sQ7d16sI QQI16sQQ32s")
+_RECORD = struct.Struct("<I?QQI16sQ7d16sIQ? QQI16sQQ32s")
 STABLE_GROUP = 1  # of the second data file
 _FAILURE_BYTES = 768
 _FAILURE = struct.Struct(f"<?H{_FAILURE_BYTES - 3}s")
@@ -56,6 +56,8 @@ class RankRecord:
     slot_wait: float
     providers_digest: bytes = bytes(16)  # of the list of the rank's state providers
     providers_bytes: int = 0  # of that list, if it is new; else 0
+    node: int = 0  # whose near tier the rank can use; 0: none (near/places.py)
+    is_near: bool = False  # its files are there, and not yet in the checkpoint's directory
     stable: StableRecord = StableRecord()
 
     def encode(self) -> bytes:

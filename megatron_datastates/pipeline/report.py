@@ -37,7 +37,7 @@ class Reporter:
     def emit(self, report: dict[str, Any]) -> None:
         """Writes one report. Never raises: an error of one rank here must not end training."""
         if report["rank"] == 0:
-            self._write(report)
+            self.write(report)
         for listener in self.listeners:
             try:
                 listener(report)
@@ -46,8 +46,9 @@ class Reporter:
                     "the listener %r raised for the report of a %s: %s", listener, report["event"], error
                 )
 
-    def _write(self, report: dict[str, Any]) -> None:
-        logger.info("%s", _save_line(report) if report["event"] == "save" else _load_line(report))
+    def write(self, report: dict[str, Any]) -> None:
+        """Writes one report to log and file only, on any thread: listeners are the trainer's."""
+        logger.info("%s", _LINES[report["event"]](report))
         if not self._path:
             return
         try:
@@ -77,6 +78,17 @@ def _load_line(report: dict[str, Any]) -> str:
         f"planning {report['planning_ms']:.1f} ms, reading {report['bytes_read'] / 1e6:.1f} MB in "
         f"{report['reading_ms']:.1f} ms; {report['read_mb_per_s']:.0f} MB/s"
     )
+
+
+def _drain_line(report: dict[str, Any]) -> str:
+    return (
+        f"datastates: brought {report['bytes'] / 1e6:.1f} MB from near tiers to {report['directory']}, "
+        f"{report['near_ms']:.1f} ms after it was published near; this node copied "
+        f"{report['node_bytes'] / 1e6:.1f} MB at {report['node_mb_per_s']:.0f} MB/s"
+    )
+
+
+_LINES = {"save": _save_line, "load": _load_line, "drain": _drain_line}
 
 
 def save_report(publication: Publication, mode: str) -> dict[str, Any]:

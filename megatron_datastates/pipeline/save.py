@@ -157,7 +157,7 @@ class RankSave:
     ) -> FileSave:
         context = self.context
         return engine.begin(
-            context.directory / context.save_id.data_file_name(context.rank, group),
+            context.folder / context.save_id.data_file_name(context.rank, group),
             Header(context.save_id, context.rank, context.world_size, group=group).encode(),
             plan.layout,
             plan.copies,

@@ -7,6 +7,7 @@ with an engine of its own; a Saver serves any number of strategy objects and dir
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import logging
 import os
 import secrets
@@ -25,6 +26,7 @@ from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.layouts import LayoutStore
 from megatron_datastates.pipeline.links import Link, Links
 from megatron_datastates.pipeline.milestones import SaveContext
+from megatron_datastates.pipeline.near.tier import NearTier
 from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan, tail_item
 from megatron_datastates.pipeline.publication import Outcome, Publication, PublicationExtras
 from megatron_datastates.pipeline.report import Reporter, save_report
@@ -90,6 +92,9 @@ class Saver:
         self._preparing: Fenced | None = None
         self._pool_trouble_reported = False
         self._unfinished: list[Publication] = []
+        self.near: NearTier | None = None
+        if options.near:
+            self.near = NearTier(options, self._faults, self._report_drain)
 
     def start(
         self,
@@ -100,6 +105,7 @@ class Saver:
         mode: str = "async",
         extras: PublicationExtras | None = None,
         await_copies: bool = False,
+        far_published: Callable[[SaveId], None] | None = None,
     ) -> Publication:
         """Starts a save of this rank's part of the state into `directory`.
 
@@ -108,6 +114,10 @@ class Saver:
         (engine.fence.FENCE). With `await_copies`, or if the option `lazy` is off, returns when everything has
         been copied, so that memory may also be unmapped. Nothing is published before every rank has polled
         the returned publication a few times. Never raises: polls bring this rank's error to all ranks.
+
+        Args:
+            far_published: allows a near tier, if the options name one. Then called on rank 0, on some thread,
+                once the checkpoint is published in `directory`, which may be after the save is published.
         """
         session, options = self.session, self.options
         session.enter_world()
@@ -120,18 +130,35 @@ class Saver:
             context, options.fence_deadline, options.lazy_delay, trust_objects=options.trust_objects
         )
         publication = Publication(save, ranks, session.layouts, self._faults, extras)
-        publication.published_callback = lambda: self._keep_link(publication)
+        publication.ended_callback = lambda: self._on_end(publication, far_published)
         save.released_callback = lambda: self._report_once(publication, mode)
         try:
             self._admit(publication)
             plan, memory, state = self._plan(providers)
-            save.start(self._get_engine(), plan, memory, state, self._link(plan, context.directory))
+            if far_published is not None:
+                self._choose_tier(publication, plan)
+            save.start(self._get_engine(), plan, memory, state, self._link(plan, save.context.folder))
             if await_copies or not options.lazy:
                 save.await_copies()
         except Exception as error:
             save.fail(error)
         self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
         return publication
+
+    def _choose_tier(self, publication: Publication, plan: StatePlan) -> None:
+        if self.near is not None:
+            wanted = sum(layout.tensor_end for layout in plan.layouts()) + plan.tail_bytes
+            near = self.near.choose(publication, wanted)
+            publication.save.context = dataclasses.replace(publication.save.context, near=near)
+
+    def _on_end(self, publication: Publication, far_published: Callable[[SaveId], None] | None) -> None:
+        if publication.outcome is Outcome.PUBLISHED:
+            self._keep_link(publication)
+        if self.near is not None and far_published is not None:
+            self.near.on_end(publication, far_published)
+
+    def _report_drain(self, report: dict[str, object]) -> None:
+        self.reporter.write(report)
 
     def _admit(self, publication: Publication) -> None:
         """Counts the unfinished saves; raises DataStatesError if the options allow none beside a new one."""
@@ -189,7 +216,7 @@ class Saver:
         if save.plan is None or save.plan.stable is None or save.stable is None:
             return
         if save.stable.link_error is not None:
-            links.note_refusal(save.context.directory, save.stable.link_error)
+            links.note_refusal(save.context.folder, save.stable.link_error)
         if save.stable.shared is not None:
             links.keep(save.stable.shared, save.plan.stable.layout.digest)
 
@@ -237,6 +264,8 @@ class Saver:
             if not self._engine.close(max(deadline - time.monotonic(), 1.0)):
                 logger.error("a copy or a write still hangs after %g s and is abandoned", _CLOSING_SECONDS)
             self._engine = None
+        if self.near is not None:
+            self.near.close()
         for publication in self._unfinished:
             # The engine is closed, so only the program's own code can hang: a stream that waits for ever.
             if not publication.save.join(_LAST_JOIN_SECONDS):

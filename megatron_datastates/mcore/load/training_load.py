@@ -17,6 +17,7 @@ from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement, is_damage
 from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint
 from megatron_datastates.mcore.training.arguments import options_of
+from megatron_datastates.mcore.training.near import bring_home_before
 from megatron_datastates.pipeline.runs import may_be_ours
 
 _SHARDING = "distrib_optim_sharding_type"  # in the content metadata
@@ -41,6 +42,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         FENCE.wait("a load")
         purpose = signature.bind(*args, **kwargs).arguments.get("load_arg", "load")
         facts: dict[str, Any] = {"options": _options, "restores_providers": lambda: _is_resume(purpose)}
+        bring_home_before(purpose)
         with state.opened(**facts, in_training_loop=True, failed_on_all_ranks=False) as load:
             try:
                 return original(*args, **kwargs)

@@ -23,6 +23,7 @@ from megatron_datastates.format.directory import (
     METADATA_NAME,
     iteration_in_name,
 )
+from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.hooks.attach import attach_saving
@@ -37,6 +38,7 @@ from megatron_datastates.pipeline.saver import saver_for
 from megatron_datastates.providers.base import StateProvider
 
 Transform = Callable[[StateProvider], StateProvider]
+FarPublished = Callable[[Path], Callable[[SaveId], None] | None]
 
 
 class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -101,6 +103,10 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         """Waits until all memory that saves were reading may be changed. See mcore.fence."""
         fences.fence()
 
+    def _far_published(self, checkpoint: Path) -> Callable[[SaveId], None] | None:
+        """Returns None: without knowing who tracks its checkpoints, a save leaves the near tier out."""
+        return None
+
     def _start(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, mode: str) -> Publication:
         sharded = ShardedStateProvider(sharded_state_dict, self.classifier, is_lazy=self.is_lazy())
 
@@ -117,8 +123,10 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             mode=mode,
             extras=_extras(CheckpointingConfig(self.backend, self.version)),
             await_copies=not self.is_lazy(),
+            far_published=self._far_published(Path(checkpoint_dir)),
         )
         publication.is_prepared = sharded.is_thin
+        _note_near(publication)
         return publication
 
 
@@ -128,6 +136,8 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
     Args:
         in_loop: returns whether such a loop is running. If not, a save copies everything before it returns.
         started: called with every asynchronous save after it has started.
+        far_published: called with the directory of every checkpoint; returns what is to be called on rank 0
+            once it is published there, or None if it is not to be written to a near tier first.
     """
 
     def __init__(
@@ -136,21 +146,35 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         in_loop: Callable[[], bool] = lambda: True,
         started: Callable[[Publication], None] = lambda publication: None,
         transform: Transform | None = None,
+        far_published: FarPublished = lambda checkpoint: None,
     ) -> None:
         super().__init__(options=options, transform=transform)
         self._in_loop = in_loop
         self._started = started
+        self._on_far_published = far_published
 
     def async_save(self, *args: Any, **kwargs: Any) -> Any:
         request = super().async_save(*args, **kwargs)
         self._started(request.async_fn.publication)
         return request
 
+    def _far_published(self, checkpoint: Path) -> Callable[[SaveId], None] | None:
+        return self._on_far_published(checkpoint)
+
     def is_lazy(self) -> bool:
         return self._in_loop()
 
     def classifier(self) -> mutability.Classify:
         return mutability.proof_in_training_loop() if self.is_lazy() else mutability.nothing_promised
+
+
+def _note_near(publication: Publication) -> None:
+    """Remembers whether the files of a save are brought to its directory later."""
+    directory = publication.save.context.directory
+    if publication.node:
+        near_checkpoints.add(directory)
+    else:
+        near_checkpoints.discard(directory)
 
 
 def _extras(config: CheckpointingConfig) -> PublicationExtras:
@@ -160,6 +184,9 @@ def _extras(config: CheckpointingConfig) -> PublicationExtras:
 
 def _metadata_json(config: Any) -> bytes:
     return json.dumps(dataclasses.asdict(config)).encode()
+
+
+near_checkpoints: set[Path] = set()  # directories of saves that a near tier may hold
 
 
 def wrap_save_config(original: Any) -> Any:
@@ -175,6 +202,8 @@ def wrap_save_config(original: Any) -> Any:
             with contextlib.suppress(OSError):
                 if read_regular(Path(checkpoint_dir) / METADATA_NAME, len(content)) == content:
                     return
+            if Path(checkpoint_dir).absolute() in near_checkpoints:
+                return  # it belongs to a checkpoint that is not there yet
         original(config, checkpoint_dir)
 
     return save_config

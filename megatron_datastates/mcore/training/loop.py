@@ -95,9 +95,11 @@ def _require_restored_data(train_iterator: Any) -> None:
 def wrap_save_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the function or class that `megatron.training.checkpointing` calls for a save strategy."""
     from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
-    from megatron_datastates.mcore.training import retention
+    from megatron_datastates.mcore.training import near, retention
 
-    return lambda *args, **kwargs: TrainingSaveStrategy(_options, is_training, retention.note)
+    return lambda *args, **kwargs: TrainingSaveStrategy(
+        _options, is_training, retention.note, far_published=near.far_published
+    )
 
 
 def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,7 +135,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
         from megatron_datastates.mcore import dataloader
         from megatron_datastates.mcore.save import preparing  # which imports the native module
-        from megatron_datastates.mcore.training import retention
+        from megatron_datastates.mcore.training import near, retention
 
         call = signature.bind(iteration, *args, **kwargs).arguments
         assert _options is not None, "_saves_are_ours has called enable_saving"
@@ -142,6 +144,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         with (
             trainer_held("save_checkpoint"),
             retention.saving(iteration),
+            near.saving(_options),
             dataloader.saving(is_ours=not _is_local(call)),
             preparing.saving(
                 is_ours=not _is_local(call), is_on=_options.prepared, is_constant=_is_constant(call)

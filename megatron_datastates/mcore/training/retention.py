@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
+from megatron_datastates.mcore.training.arguments import options_of
 from megatron_datastates.mcore.training.tracker import mend
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs import find_iterations, is_complete, tracked_iteration
@@ -84,6 +85,12 @@ def deletable(root: Path, leave: int) -> list[Path]:
     ]
 
 
+def _is_near_on() -> bool:
+    from megatron.training.global_vars import get_args
+
+    return bool(options_of(get_args()).near)
+
+
 def _is_being_written(path: Path, iteration: int) -> bool:
     if iteration in _about_to_save:
         return True
@@ -144,7 +151,9 @@ def wrap_async_delete_checkpoint_impl(original: Callable[..., Any]) -> Callable[
         _deletions[directory] = threading.current_thread()
         try:
             tracked = tracked_iteration(root / TRACKER_NAME)
-            if tracked == iteration_to_delete:
+            if _is_near_on():
+                pass  # the drain deletes, once a newer checkpoint is published there (near.py)
+            elif tracked == iteration_to_delete:
                 logger.warning("%s is not deleted: it is the latest checkpoint there", directory)
             elif tracked is None or not is_complete(root / iteration_name(tracked)):
                 logger.warning(

@@ -1,0 +1,111 @@
+"""The near tier in Megatron's training loop: trackers, retention, and what a load brings home first.
+
+Megatron's tracker in --save names only what is published there. Megatron itself writes the one in the near tier,
+because a save is over for Megatron when it is published near; the drain writes the other one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_datastates.config import Options
+from megatron_datastates.engine.atomic_files import write_whole
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.mcore.training.arguments import is_selected, options_of
+from megatron_datastates.pipeline.near.places import near_root, near_run
+from megatron_datastates.pipeline.runs import is_complete, tracked_iteration
+
+logger = logging.getLogger(__name__)
+_tracked: dict[Path, SaveId] = {}  # by run: the save that its tracker names, if this process has written it
+
+
+@contextlib.contextmanager
+def saving(options: Options) -> Iterator[None]:
+    """Wraps a `save_checkpoint`: the tracker that it is going to write is the one in the near tier."""
+    from megatron.training import checkpointing
+
+    if not options.near:
+        yield
+        return
+    original = checkpointing.get_checkpoint_tracker_filename
+    save = checkpointing.get_args().save
+
+    def get_checkpoint_tracker_filename(checkpoints_path: Any) -> Any:
+        return _near_tracker(options, save) if checkpoints_path == save else original(checkpoints_path)
+
+    checkpointing.get_checkpoint_tracker_filename = get_checkpoint_tracker_filename
+    try:
+        yield
+    finally:
+        checkpointing.get_checkpoint_tracker_filename = original
+
+
+def _near_tracker(options: Options, save: str) -> str:
+    folder = near_run(near_root(options.near), Path(save))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # this node has no near tier; its tracker is of no use, but Megatron has to write it
+        return os.path.join(tempfile.gettempdir(), f"datastates-{os.getpid()}-{TRACKER_NAME}")  # noqa: PTH118
+    return str(folder / TRACKER_NAME)
+
+
+def far_published(checkpoint: Path) -> Callable[[SaveId], None] | None:
+    """Returns what makes --save's tracker name a checkpoint; None for one that is not saved there."""
+    from megatron.training.global_vars import get_args
+
+    args, iteration = get_args(), iteration_in_name(checkpoint.name)
+    if iteration is None or not args.save or checkpoint.absolute().parent != Path(args.save).absolute():
+        return None
+    interval = getattr(args, "save_retain_interval", None)
+    return lambda save_id: _track(checkpoint.absolute().parent, iteration, save_id, interval)
+
+
+def _track(run: Path, iteration: int, save_id: SaveId, retain_interval: int | None) -> None:
+    last = _tracked.get(run)
+    if last is not None and last.run_id == save_id.run_id and last.ordinal > save_id.ordinal:
+        return  # a save that was drained later than the one that followed it
+    before = tracked_iteration(run / TRACKER_NAME)
+    write_whole(run / TRACKER_NAME, str(iteration).encode(), Faults(""), save_id)
+    _tracked[run] = save_id
+    if retain_interval is None or not before or before == iteration or before % retain_interval == 0:
+        return
+    directory = run / iteration_name(before)
+    if directory.is_symlink() or not is_complete(directory):
+        return
+    try:
+        shutil.rmtree(directory)
+    except OSError as error:
+        logger.warning("%s was not deleted (--save-retain-interval): %s", directory, error)
+
+
+def bring_home_before(purpose: str) -> None:
+    """Brings a newer checkpoint from the near tiers to the directory of a load that resumes a run.
+
+    Collective. Does nothing for a load of a chosen iteration (--ckpt-step).
+    """
+    import torch.distributed as dist
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    run, options = getattr(args, "load", None), options_of(args)
+    chosen = getattr(args, "ckpt_step", None) is not None or getattr(args, "finetune", False)
+    if (
+        is_selected(args)
+        and options.near
+        and run
+        and purpose == "load"
+        and not chosen
+        and dist.is_initialized()
+    ):
+        from megatron_datastates.pipeline.near.recovery import bring_home
+
+        bring_home(Path(run), options, logger.warning)

@@ -1,0 +1,102 @@
+"""The commit of a checkpoint: index, manifest and metadata.json beside data files that are durable already.
+
+In the order that makes the manifest the last thing that a checkpoint needs; see engine/atomic_files.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from pathlib import Path
+
+from megatron_datastates.engine.atomic_files import remove_replaced, write_whole
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.format.directory import METADATA_NAME
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline.presence import (
+    files_in_manifest,
+    holds_exactly,
+    require_files,
+    require_published,
+    sync_above,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class SmallFiles:
+    """All that a checkpoint has beside its data files."""
+
+    manifest: Manifest
+    index: bytes
+    metadata: bytes  # of metadata.json; no such file is written if empty
+
+
+class Commit:
+    """Publishes one save in one directory. Used by one thread.
+
+    Attributes:
+        is_in_place: whether the manifest is in its place, or may be; also after a failure.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        save_id: SaveId,
+        files: SmallFiles,
+        faults: Faults,
+        superseded: tuple[str, ...] = (),
+    ) -> None:
+        self.is_in_place = False
+        self.directory = directory
+        self._save_id = save_id
+        self._files = files
+        self._faults = faults
+        self._superseded = superseded
+
+    def publish(self) -> None:
+        """Makes the directory this save's checkpoint, then removes what it replaces.
+
+        Raises:
+            DataStatesError: data files, or the directory, are not there.
+            OSError: a file could not be written. Unless `is_in_place`, nothing was changed.
+        """
+        directory, manifest = self.directory, self._files.manifest
+        encoded, own_index = manifest.encode(), directory / manifest.index.name
+        path = directory / MANIFEST_NAME
+        try:
+            if not manifest.files:
+                directory.mkdir(parents=True, exist_ok=True)  # no rank had anything to write
+            elif not directory.is_dir():
+                raise DataStatesError(
+                    f"{directory} is gone, with all files that the ranks wrote: did something remove it?"
+                )
+            write_whole(own_index, self._files.index, self._faults, self._save_id)
+            require_files(directory, manifest)
+            replaced = files_in_manifest(path)
+            sync_above(directory)
+            write_whole(path, encoded, self._faults, self._save_id, self._note_renamed)
+            require_published(directory, manifest, encoded)
+            self._write_metadata(directory / METADATA_NAME)
+        except Exception:
+            self.is_in_place = self.is_in_place or holds_exactly(path, encoded)
+            if not self.is_in_place:
+                with contextlib.suppress(OSError):
+                    own_index.unlink()
+            raise
+        try:
+            remove_replaced(directory, manifest.names, self._save_id, replaced, self._superseded)
+        except OSError as error:
+            logger.warning("files of earlier saves were not removed from %s: %s", directory, error)
+
+    def _note_renamed(self) -> None:
+        self.is_in_place = True
+
+    def _write_metadata(self, path: Path) -> None:
+        content = self._files.metadata
+        if content and not holds_exactly(path, content):
+            write_whole(path, content, self._faults, self._save_id)

@@ -1,0 +1,181 @@
+"""Copies of data files from one tier to another: every block's checksum is compared on the way.
+
+A copy gets its name when it is whole and durable, so a file with its name needs no second look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megatron_datastates.config import MIB, Options
+from megatron_datastates.engine.atomic_files import opened, sync_directory
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.engine.reader import Reader, read_footer
+from megatron_datastates.errors import DataStatesError, StorageError
+from megatron_datastates.files import open_regular
+from megatron_datastates.format.footer import Footer
+from megatron_datastates.format.manifest import FileEntry, Manifest
+from megatron_datastates.format.values import Extent
+from megatron_datastates.pipeline.opening import check_identity
+from megatron_datastates.plan.reads import gather_spans, plan_extent
+
+_PIECE_BYTES = 16 * MIB  # a multiple of a block's bytes
+_NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
+
+
+class SourceError(StorageError):
+    """What is to be copied is missing or damaged: trying again does not help."""
+
+
+class Limit:
+    """A limit on bytes a second, shared by threads. 0: no limit."""
+
+    def __init__(self, bytes_per_second: int) -> None:
+        self._rate = bytes_per_second
+        self._free_at = time.monotonic()
+        self._lock = threading.Lock()
+
+    def take(self, count: int) -> None:
+        """Waits until so many bytes may be moved."""
+        if not self._rate:
+            return
+        with self._lock:
+            begin = max(self._free_at, time.monotonic())
+            self._free_at = begin + count / self._rate
+        time.sleep(max(begin - time.monotonic(), 0.0))
+
+
+def is_whole(path: Path, manifest: Manifest, entry: FileEntry) -> bool:
+    """Returns whether a data file is there, sealed, and the one that a manifest names; reads its footer."""
+    try:
+        check_identity(manifest, entry, read_footer(path, entry.bytes), path)
+    except DataStatesError:
+        return False
+    return True
+
+
+class Copier:
+    """Copies data files with one set of options. Thread-safe."""
+
+    def __init__(self, options: Options, faults: Faults, limit: Limit) -> None:
+        self._options = options
+        self._faults = faults
+        self._limit = limit
+
+    def copy(
+        self,
+        source: Path,
+        target: Path,
+        manifest: Manifest,
+        entry: FileEntry,
+        moved: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        """Copies one data file, unless `target` is that file already.
+
+        Args:
+            moved: called with how many more bytes are written.
+
+        Raises:
+            SourceError: the file is missing, damaged, or another one than the manifest names.
+            StorageError: it could not be read.
+            OSError: the copy could not be written; nothing is left of it.
+        """
+        if is_whole(target, manifest, entry):
+            return
+        footer, sealed = self._footer(source, manifest, entry)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.parent / f".datastates-{target.name}-{manifest.file_save_id(entry)}.tmp"
+        try:
+            self._write(source, temporary, footer, sealed, moved)
+            self._faults.point("drain rename")
+            temporary.replace(target)
+            sync_directory(target.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def _footer(self, source: Path, manifest: Manifest, entry: FileEntry) -> tuple[Footer, bytes]:
+        """Returns the footer of a file, decoded and as it is stored."""
+        try:
+            with open_regular(source) as file:
+                file.seek(entry.footer_offset)
+                sealed = file.read(entry.bytes - entry.footer_offset + 1)
+        except OSError as error:
+            kind = SourceError if error.errno == errno.ENOENT else StorageError
+            raise kind(f"{source} cannot be read: {error.strerror}") from error
+        try:
+            footer = Footer.decode(sealed, str(source))
+            check_identity(manifest, entry, footer, source)
+        except DataStatesError as error:
+            raise SourceError(str(error)) from error
+        return footer, sealed
+
+    def _write(
+        self,
+        source: Path,
+        temporary: Path,
+        footer: Footer,
+        sealed: bytes,
+        moved: Callable[[int], None],
+    ) -> None:
+        reader = Reader(self._options)
+        with mmap.mmap(-1, _PIECE_BYTES) as memory, _output(temporary) as write:
+            buffer = np.frombuffer(memory, np.uint8)
+            address = buffer.ctypes.data
+            for at in range(0, footer.data_bytes, _PIECE_BYTES):
+                size = min(_PIECE_BYTES, footer.data_bytes - at)
+                self._limit.take(size)
+                self._faults.point("drain read")
+                box = plan_extent(Extent(0, at, size))
+                outcome = reader.read([(source, footer)], gather_spans([box], [address], [False]))
+                if outcome.bad_blocks:
+                    blocks = ", ".join(str(block) for _, block in outcome.bad_blocks)
+                    raise SourceError(f"{source} is corrupt: the checksum of block {blocks} (1 MiB) differs")
+                self._faults.point("drain write")
+                write(memoryview(buffer[:size]), at)
+                moved(size)
+            for at in range(0, len(sealed), _PIECE_BYTES):
+                piece = sealed[at : at + _PIECE_BYTES]
+                buffer[: len(piece)] = np.frombuffer(piece, np.uint8)
+                write(memoryview(buffer[: len(piece)]), footer.data_bytes + at)
+                moved(len(piece))
+            del buffer
+            self._faults.point("drain sync")
+
+
+@contextlib.contextmanager
+def _output(path: Path) -> Iterator[Callable[[memoryview, int], None]]:
+    """Makes a new file; yields what writes at an offset. Past the page cache where that is possible.
+
+    The file is durable at the end.
+    """
+    flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY
+    with opened(path, flags) as buffered, contextlib.ExitStack() as stack:
+        descriptor = buffered
+        with contextlib.suppress(OSError):
+            descriptor = stack.enter_context(opened(path, os.O_WRONLY | os.O_DIRECT))
+
+        def write(data: memoryview, offset: int) -> None:
+            nonlocal descriptor
+            while data:
+                try:
+                    count = os.pwrite(descriptor, data, offset)
+                except OSError as error:
+                    if error.errno not in _NO_DIRECT or descriptor == buffered:
+                        raise
+                    descriptor = buffered
+                    continue
+                data, offset = data[count:], offset + count
+
+        yield write
+        os.fsync(buffered)

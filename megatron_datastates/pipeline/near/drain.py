@@ -1,0 +1,350 @@
+"""The drain: brings what was published near into the directories of the checkpoints, in the background.
+
+On the rank that stores a node's manifests, one thread copies the node's data files, one save after the other.
+On rank 0 the thread also publishes: when all files of a save are in the checkpoint's directory, wherever they
+came from, it commits the manifest there. The shared directory is all that nodes need to know of each other: no
+collective call is made, and the trainer waits for nothing.
+
+A save is far when it is published in its checkpoint's directory. What fails is tried again for as long as the
+process lives; a source that is missing or damaged is given up. What is not far when a job ends is brought home
+by the next one (recovery.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_datastates.config import Options
+from megatron_datastates.engine.atomic_files import write_whole
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME
+from megatron_datastates.format.manifest import FileEntry
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.background import BackgroundThread
+from megatron_datastates.pipeline.commit import Commit, SmallFiles
+from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
+from megatron_datastates.pipeline.near.places import leftovers, manifest_in, remove_folder
+from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
+
+logger = logging.getLogger(__name__)
+_COPIES = 4  # files at a time
+_LOOK_SECONDS = 0.5  # between two looks for other nodes' files
+_PAUSES = (0.5, 2.0, 8.0, 30.0, 60.0)  # before the next attempt, in seconds; the last one from then on
+_REPORTED_ATTEMPT = 3
+_STALLED_SECONDS = 60.0  # at the end of a job: without any progress
+
+
+@dataclasses.dataclass
+class NearSave:
+    """One save that was published near, as one rank's drain sees it."""
+
+    save_id: SaveId
+    iteration: int | None
+    far: Path  # directory of the checkpoint
+    near: Path | None  # the node's folder; None on a rank that stores nothing
+    files: Sequence[FileEntry]  # the node's data files in it
+    small_files: SmallFiles
+    others: dict[str, bytes]  # other files that the manifest names, and what is in them
+    commit: Commit | None  # on rank 0
+    publishing: threading.Lock  # held meanwhile, as by saves that publish in such a directory themselves
+    is_drained: bool  # brought far now; else it stays near until the job ends
+    published: Callable[[SaveId], None] = lambda save_id: None  # called once it is far
+    near_since: float = dataclasses.field(default_factory=time.monotonic)
+    attempts: int = 0  # to copy
+    missing: int = -1  # files, when rank 0 looked last
+    copied_bytes: int = 0
+    copied_seconds: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Returns what messages call it."""
+        return f"iteration {self.iteration}" if self.iteration is not None else self.far.name
+
+
+class Drain:
+    """What this process brings from its near tier to the checkpoints' directories.
+
+    Args:
+        report: gets a report of each save that became far; on rank 0.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        faults: Faults,
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._options = options
+        self._faults = faults
+        self._report = report
+        self._copier = Copier(options, faults, Limit(options.drain_limit))
+        self._changed = threading.Condition()
+        self._to_copy: deque[NearSave] = deque()
+        self._to_commit: list[NearSave] = []  # on rank 0, oldest first
+        self._kept: list[NearSave] = []  # all that are still near, oldest first
+        self._thread: BackgroundThread | None = None
+        self._closing = False
+        self._progress = time.monotonic()
+
+    # -- the trainer's thread ---------------------------------------------------------------------------
+
+    def add(self, save: NearSave) -> None:
+        """Takes over a save that was just published near. Never raises."""
+        with self._changed:
+            self._kept.append(save)
+            if save.is_drained:
+                self._to_copy.append(save)
+            self._changed.notify_all()
+        if self._thread is None:
+            thread = BackgroundThread(self._run)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.error("%s stays in the near tier: no thread could be started (%s)", save.name, error)
+                return
+            self._thread = thread
+
+    def is_pending(self, directory: Path) -> bool:
+        """Returns whether a checkpoint's directory is still to be filled."""
+        with self._changed:
+            pending = [*self._to_copy, *self._to_commit]
+        return any(save.far == directory for save in pending)
+
+    def close(self, *, abandon: bool) -> None:
+        """Waits until the newest save, and all that were to be drained, are far; or gives them up.
+
+        Waits for as long as there is progress on this node or, on rank 0, on another.
+
+        Args:
+            abandon: the program has failed: leave everything to the job that follows.
+        """
+        if self._thread is None:
+            return
+        with self._changed:
+            newest = self._kept[-1] if self._kept else None
+            if newest is not None and not newest.is_drained and not abandon:
+                newest.is_drained = True
+                self._to_copy.append(newest)
+            pending = [*self._to_copy, *self._to_commit]
+            self._closing = True
+            self._changed.notify_all()
+        if pending and not abandon:
+            logger.info("datastates: draining %s to %s", _names(pending), pending[-1].far.parent)
+        self._progress = time.monotonic()
+        while not abandon and not self._thread.join(_LOOK_SECONDS):
+            if time.monotonic() - self._progress > _STALLED_SECONDS:
+                break
+        with self._changed:
+            left = [*self._to_copy, *self._to_commit]
+        if left:
+            logger.warning(
+                "%s: published in the near tiers only; the next job that loads from %s with --datastates-near "
+                "brings the newest one there before it resumes",
+                _names(left),
+                left[-1].far.parent,
+            )
+
+    # -- the thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                save = self._to_copy[0] if self._to_copy else None
+                if save is None and not self._to_commit and self._closing:
+                    return
+            try:
+                if save is not None:
+                    self._copy_or_pause(save)
+                self._commit_what_is_complete()
+                self._evict()
+            except Exception:
+                logger.exception("the drain met an error that it did not expect, and goes on")
+                time.sleep(_LOOK_SECONDS)
+            with self._changed:
+                if not self._to_copy and not (self._closing and not self._to_commit):
+                    self._changed.wait(_LOOK_SECONDS if self._to_commit else None)
+
+    def _copy_or_pause(self, save: NearSave) -> None:
+        try:
+            self._copy(save)
+        except Exception as error:
+            save.attempts += 1
+            is_lost = isinstance(error, SourceError)
+            if is_lost or save.attempts == _REPORTED_ATTEMPT:
+                logger.error(
+                    "%s was not brought from %s to %s: %s%s",
+                    save.name,
+                    save.near,
+                    save.far,
+                    error,
+                    "" if is_lost else "; it is tried again",
+                )
+            if is_lost or (self._closing and save.attempts >= _REPORTED_ATTEMPT):
+                with self._changed:
+                    self._to_copy.remove(save)
+                return
+            with self._changed:
+                self._changed.wait(_PAUSES[min(save.attempts, len(_PAUSES)) - 1])
+            return
+        with self._changed:
+            self._to_copy.remove(save)
+            if save.commit is not None:
+                self._to_commit.append(save)
+
+    def _copy(self, save: NearSave) -> None:
+        """Copies the node's files of a save. Raises the first error, once all threads are done."""
+        begin, waiting = time.monotonic(), deque(save.files)
+        errors: list[Exception] = []
+
+        def work() -> None:
+            with contextlib.suppress(IndexError):
+                while not errors:
+                    file = waiting.popleft()
+                    try:
+                        self._copy_file(save, file)
+                    except Exception as error:
+                        errors.append(error)
+
+        threads = [BackgroundThread(work) for _ in range(min(_COPIES, len(waiting)))]
+        started = []
+        for thread in threads:
+            with contextlib.suppress(RuntimeError):  # this thread does its work
+                thread.start()
+                started.append(thread)
+        work()
+        for thread in started:
+            thread.join()
+        if errors:
+            raise errors[0]
+        save.copied_seconds = time.monotonic() - begin
+
+    def _copy_file(self, save: NearSave, file: FileEntry) -> None:
+        assert save.near is not None
+        target = save.far / file.name
+        if file.save_id:  # of an earlier save: it may be in the directory of that one
+            for earlier in reversed([kept for kept in self._kept if kept.save_id != save.save_id]):
+                with contextlib.suppress(OSError):
+                    save.far.mkdir(parents=True, exist_ok=True)
+                    os.link(earlier.far / file.name, target)
+                    break
+
+        def moved(count: int) -> None:
+            save.copied_bytes += count
+            self._progress = time.monotonic()
+
+        self._copier.copy(save.near / file.name, target, save.small_files.manifest, file, moved)
+
+    def _commit_what_is_complete(self) -> None:
+        for save in list(self._to_commit):
+            missing = missing_data_files(save.far, save.small_files.manifest)
+            if len(missing) != save.missing:
+                save.missing, self._progress = len(missing), time.monotonic()
+            if missing:
+                continue
+            try:
+                self._commit(save)
+            except (OSError, DataStatesError) as error:
+                logger.error("%s is not published in %s yet: %s", save.name, save.far, error)
+                return
+            with self._changed:
+                self._to_commit.remove(save)
+                older = [one for one in self._to_commit if one.save_id.ordinal < save.save_id.ordinal]
+                self._to_commit = [one for one in self._to_commit if one not in older]
+            for one in older:
+                logger.warning(
+                    "%s is not published in %s: files are missing there, and %s is complete", one.name, one.far,
+                    save.name,
+                )  # fmt: skip
+            try:
+                save.published(save.save_id)
+            except Exception as error:
+                logger.error("%s is published in %s, but: %s", save.name, save.far, error)
+            self._report(_report_of(save))
+
+    def _commit(self, save: NearSave) -> None:
+        assert save.commit is not None
+        for name, content in save.others.items():
+            if not holds_exactly(save.far / name, content):
+                write_whole(save.far / name, content, self._faults, save.save_id)
+        with save.publishing:
+            save.commit.publish()
+
+    # -- room in the near tier --------------------------------------------------------------------------
+
+    def _evict(self) -> None:
+        """Removes what the near tier need not keep: all but the newest saves, once they are far."""
+        if not self._kept:
+            return
+        newest, keep = self._kept[-1], self._options.near_keep
+        if newest.near is not None:
+            published, others = leftovers(newest.near.parent, newest.save_id.run_id)
+            spare = max(len(published) + len(self._kept) - keep, 0)
+            for folder in [*others, *published[:spare]]:
+                _remove(folder)
+        with self._changed:
+            busy = [*self._to_copy, *self._to_commit]
+        for save in self._kept[: max(len(self._kept) - keep, 0)]:
+            if save in busy or (save.is_drained and not self._is_far(save)):
+                continue
+            with self._changed:
+                self._kept.remove(save)
+            if save.near is not None and all(save.near != one.near for one in self._kept):
+                _remove(save.near)
+            if save.commit is not None and not save.is_drained:
+                _remove_unused(save.far)
+
+    def _is_far(self, save: NearSave) -> bool:
+        """Returns whether a save, or a later one, is published in its checkpoint's directory."""
+        later = [one for one in self._kept if one.save_id.ordinal >= save.save_id.ordinal]
+        return any((found := manifest_in(one.far)) and found.save_id == one.save_id for one in later)
+
+
+def _remove(folder: Path) -> None:
+    try:
+        remove_folder(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        logger.warning("%s was not removed from the near tier: %s", folder, error)
+
+
+def _remove_unused(directory: Path) -> None:
+    """Removes what Megatron made for a save that stayed near, unless there is more than that."""
+    with contextlib.suppress(OSError):
+        if set(os.listdir(directory)) <= {COMMON_FILE, METADATA_NAME}:
+            for name in os.listdir(directory):
+                (directory / name).unlink()
+            directory.rmdir()
+
+
+def _names(saves: Sequence[NearSave]) -> str:
+    return ", ".join(dict.fromkeys(save.name for save in saves))
+
+
+def _report_of(save: NearSave) -> dict[str, Any]:
+    """Returns the report of a save that became far; docs/reports.md lists the fields."""
+    seconds = save.copied_seconds
+    return {
+        "event": "drain",
+        "save_id": str(save.save_id),
+        "directory": str(save.far),
+        "iteration": save.iteration,
+        "rank": 0,
+        "state": "published",
+        "ended_at": round(time.time(), 3),
+        "bytes": save.small_files.manifest.data_bytes,
+        "node_bytes": save.copied_bytes,
+        "node_copying_ms": round(seconds * 1000, 3),
+        "node_mb_per_s": round(save.copied_bytes / seconds / 1e6, 1) if seconds > 0 else 0.0,
+        "near_ms": round((time.monotonic() - save.near_since) * 1000, 3),
+    }

@@ -1,0 +1,261 @@
+"""Before a load: the newest checkpoint that near tiers hold is brought to the directory of the run.
+
+A job that was killed leaves checkpoints that were published near and are not far yet. The nodes of the next job
+say what their near tiers hold. Of the newest checkpoint whose files are all somewhere (in a near tier, or in its
+own directory), each node copies its files, and one rank publishes it. Then every rank loads as ever, and reads
+what its own near tier has from there (pipeline/load.py).
+
+A file is known by its name, which has the save id, and by the checksum of its footer: files of other jobs never
+mix in. Iterations are compared, not clocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from megatron_datastates.config import Options
+from megatron_datastates.engine.atomic_files import write_whole
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.engine.reader import read_small
+from megatron_datastates.files import DOCUMENT_BYTES, INDEX_BYTES, OBJECT_BYTES
+from megatron_datastates.format.directory import (
+    FILES_OF_TORCH_DIST,
+    METADATA_NAME,
+    TRACKER_NAME,
+    iteration_in_name,
+    iteration_name,
+)
+from megatron_datastates.format.manifest import FileEntry, Manifest
+from megatron_datastates.format.values import SaveId, is_data_file_name, save_id_in_name
+from megatron_datastates.pipeline.agreement import Collectives, gather_objects
+from megatron_datastates.pipeline.commit import Commit, SmallFiles
+from megatron_datastates.pipeline.near.copying import Copier, Limit, is_whole
+from megatron_datastates.pipeline.near.places import manifest_in, near_root, near_run, node_of
+from megatron_datastates.pipeline.runs import is_complete, tracked_iteration
+
+logger = logging.getLogger(__name__)
+Shared = TypeVar("Shared")
+_COPIES = 4  # files at a time
+_POLL_SECONDS = 0.05
+_NAMED = 3  # files in a message
+
+
+@dataclasses.dataclass(frozen=True)
+class _Held:
+    """What one node's near tier holds of one checkpoint."""
+
+    name: str  # of its directory
+    save_id: SaveId
+    has_manifest: bool
+    files: frozenset[str]  # data files
+
+    @property
+    def iteration(self) -> int:
+        return iteration_in_name(self.name) or 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Node:
+    """What one rank says of its node."""
+
+    node: int  # 0: it has no near tier
+    held: tuple[_Held, ...]
+    tracked: int | None  # iteration that is published in the run's directory, as this rank sees it
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What the rank that publishes a checkpoint has decided."""
+
+    manifest: Manifest | None = None
+    copies: dict[int, list[FileEntry]] = dataclasses.field(default_factory=dict)  # by rank
+    lost: list[str] = dataclasses.field(default_factory=list)  # data files that are nowhere
+    error: str = ""
+
+
+def bring_home(run: Path, options: Options, tell: Callable[[str], None] = logger.info) -> int | None:
+    """Publishes in `run` the newest checkpoint that near tiers hold whole, if it is newer than what is there.
+
+    Collective: all ranks call it. Megatron's tracker in `run` names the checkpoint afterwards.
+
+    Args:
+        tell: gets a line on rank 0 for each checkpoint that was tried.
+
+    Returns:
+        Its iteration; None if there is none.
+    """
+    recovery = _Recovery(run, options)
+    nodes = recovery.look()
+    tracked = nodes[0].tracked
+    for name, save_id in _candidates(nodes, tracked):
+        outcome = recovery.bring(name, save_id, nodes)
+        iteration = iteration_in_name(name)
+        there = "nothing" if tracked is None else f"iteration {tracked}"
+        if recovery.rank == 0:
+            tell(f"datastates: iteration {iteration} is newer than what is in {run} ({there}), and {outcome}")
+        if outcome.is_far:
+            return iteration
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    is_far: bool
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _candidates(nodes: Sequence[_Node], tracked: int | None) -> list[tuple[str, SaveId]]:
+    """Returns names and save ids of checkpoints that are newer than the tracked one, newest first."""
+    found = {
+        (held.iteration, held.save_id.ordinal, held.name, held.save_id)
+        for node in nodes
+        for held in node.held
+        if held.has_manifest and held.iteration > (tracked or 0)
+    }
+    ordered = sorted(found, key=lambda one: (*one[:3], one[3].run_id), reverse=True)
+    return [(name, save_id) for _, _, name, save_id in ordered]
+
+
+class _Recovery:
+    """What one rank does. Every method without an underscore is collective."""
+
+    def __init__(self, run: Path, options: Options) -> None:
+        self._run = run
+        self._root = near_root(options.near)
+        self._folder = near_run(self._root, run)
+        self._faults = Faults(options.faults)
+        self._copier = Copier(options, self._faults, Limit(options.drain_limit))
+        self._collectives = Collectives()
+        self.rank = self._collectives.rank
+
+    def _share(self, value: Shared) -> list[Shared]:
+        return gather_objects(value) if self._collectives.distributed else [value]
+
+    def look(self) -> list[_Node]:
+        """Returns what each rank's node has; of the ranks of a node only the first one says it."""
+        nodes, seen = self._share(self._look()), {0}
+        for rank, node in enumerate(nodes):
+            if node.node in seen:
+                nodes[rank] = dataclasses.replace(node, held=())
+            seen.add(node.node)
+        return nodes
+
+    def _look(self) -> _Node:
+        tracked = tracked_iteration(self._run / TRACKER_NAME)
+        if tracked is not None and not is_complete(self._run / iteration_name(tracked)):
+            tracked = None
+        try:
+            folders = sorted(self._folder.iterdir())
+            return _Node(
+                node_of(self._root), tuple(held for one in folders for held in _held_in(one)), tracked
+            )
+        except OSError:
+            return _Node(0, (), tracked)
+
+    def bring(self, name: str, save_id: SaveId, nodes: Sequence[_Node]) -> _Outcome:
+        """Tries to make one checkpoint far. The same outcome on all ranks."""
+        holders = {
+            rank: held
+            for rank, node in enumerate(nodes)
+            for held in node.held
+            if (held.name, held.save_id) == (name, save_id)
+        }
+        publisher = next(rank for rank, held in holders.items() if held.has_manifest)
+        plan = self._share(self._plan(name, holders) if self.rank == publisher else _Plan())[publisher]
+        if plan.lost:
+            more = f" and {len(plan.lost) - _NAMED} more" if len(plan.lost) > _NAMED else ""
+            lost = f"{', '.join(plan.lost[:_NAMED])}{more}"
+            return _Outcome(False, f"is left: no near tier has {lost}, nor has its directory")
+        error = plan.error or self._together(lambda: self._copy(name, plan))
+        error = error or self._together(lambda: self._publish(name, plan) if self.rank == publisher else "")
+        if error:
+            return _Outcome(False, f"could not be brought there from the near tiers: {error}")
+        copied = sum(map(len, plan.copies.values()))
+        return _Outcome(
+            True, f"was brought there from {len(holders)} near tiers: {copied} files were missing"
+        )
+
+    def _together(self, work: Callable[[], str]) -> str:
+        """Returns the first error of all ranks' work; empty if there is none.
+
+        The work is done on a thread while ranks poll: no collective call waits for a disk.
+        """
+        with ThreadPoolExecutor(1, "datastates-recovery") as thread:
+            share = thread.submit(work)
+            while self._collectives.start_sum([int(share.done())]).result()[0] < self._collectives.size:
+                time.sleep(_POLL_SECONDS)
+        return next(filter(None, self._share(share.result())), "")
+
+    def _plan(self, name: str, holders: Mapping[int, _Held]) -> _Plan:
+        manifest = manifest_in(self._folder / name)
+        if manifest is None:
+            return _Plan(error=f"the manifest in {self._folder / name} cannot be read")
+        plan = _Plan(manifest)
+        for file in manifest.files:
+            if is_whole(self._run / name / file.name, manifest, file):
+                continue
+            who = next((rank for rank, held in holders.items() if file.name in held.files), None)
+            if who is None:
+                plan.lost.append(file.name)
+            else:
+                plan.copies.setdefault(who, []).append(file)
+        return plan
+
+    def _copy(self, name: str, plan: _Plan) -> str:
+        """Copies this rank's share; returns what went wrong, or nothing."""
+        near, far, manifest = self._folder / name, self._run / name, plan.manifest
+        try:
+            assert manifest is not None
+            with ThreadPoolExecutor(_COPIES) as threads:
+                for _ in threads.map(
+                    lambda file: self._copier.copy(near / file.name, far / file.name, manifest, file),
+                    plan.copies.get(self.rank, []),
+                ):
+                    pass
+        except Exception as error:  # which the other ranks have to know
+            return f"rank {self.rank}: {error}"
+        return ""
+
+    def _publish(self, name: str, plan: _Plan) -> str:
+        near, far, manifest = self._folder / name, self._run / name, plan.manifest
+        try:
+            assert manifest is not None
+            far.mkdir(parents=True, exist_ok=True)
+            for other in manifest.others:
+                content = read_small(near / other.name, OBJECT_BYTES)
+                write_whole(far / other.name, content, self._faults, manifest.save_id)
+            index = read_small(near / manifest.index.name, INDEX_BYTES)
+            metadata = read_small(near / METADATA_NAME, DOCUMENT_BYTES)
+            small = SmallFiles(manifest, index, metadata)
+            Commit(far, manifest.save_id, small, self._faults, FILES_OF_TORCH_DIST).publish()
+            tracked = str(iteration_in_name(name)).encode()
+            write_whole(self._run / TRACKER_NAME, tracked, self._faults, manifest.save_id)
+        except Exception as error:  # which the other ranks have to know
+            return f"rank {self.rank}: {error}"
+        return ""
+
+
+def _held_in(folder: Path) -> list[_Held]:
+    """Returns what a folder holds, by save: a save may have begun where another one was published."""
+    if iteration_in_name(folder.name) is None or not folder.is_dir():
+        return []
+    manifest = manifest_in(folder)
+    if manifest is not None:
+        names = {file.name for file in manifest.files if is_whole(folder / file.name, manifest, file)}
+        return [_Held(folder.name, manifest.save_id, True, frozenset(names))]
+    files: dict[SaveId, set[str]] = {}
+    for name in os.listdir(folder):
+        save_id = save_id_in_name(name)
+        if save_id is not None and is_data_file_name(name):
+            files.setdefault(save_id, set()).add(name)
+    return [_Held(folder.name, save_id, False, frozenset(names)) for save_id, names in files.items()]

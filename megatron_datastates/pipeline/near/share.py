@@ -1,0 +1,144 @@
+"""Publishing near: what rank 0 sends to all ranks, and what the first rank of each node stores of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from megatron_datastates.engine.atomic_files import write_whole
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.files import OBJECT_BYTES, read_regular
+from megatron_datastates.format.directory import METADATA_NAME
+from megatron_datastates.format.manifest import FileEntry, Manifest
+from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline.agreement import Collectives, PollableResult
+from megatron_datastates.pipeline.commit import SmallFiles
+from megatron_datastates.pipeline.layouts import LayoutStore
+from megatron_datastates.pipeline.milestones import SaveContext
+from megatron_datastates.pipeline.presence import holds_exactly
+from megatron_datastates.pipeline.records import RankRecord
+
+
+class _Offer(msgspec.Struct):
+    """All of a checkpoint that is not in data files."""
+
+    manifest: bytes
+    metadata: bytes
+    others: dict[str, bytes]
+    index: bytes  # empty if the nodes have it from an earlier save
+
+
+_OFFER = msgspec.msgpack.Decoder(_Offer)
+
+
+class NearShare:
+    """This rank's part of publishing one save in the near tiers.
+
+    Attributes:
+        stores: whether this rank stores small files: the first rank of its node whose data files are near.
+        files: once published, where this rank stores: the node's data files that are near.
+        small_files: once rank 0 has them, or this rank has stored them.
+        others: likewise, the content of the other files that the manifest names.
+        needs_drain: some rank's files are in the checkpoint's directory already, so the rest must follow.
+        is_in_place: whether the manifest is in its place, or may be; also after a failure.
+    """
+
+    def __init__(
+        self, records: Sequence[RankRecord], context: SaveContext, layouts: LayoutStore, faults: Faults
+    ) -> None:
+        self._records = records
+        self._context = context
+        self._layouts = layouts
+        self._faults = faults
+        firsts: dict[int, int] = {}
+        for record in records:
+            if record.is_near:
+                firsts.setdefault(record.node, record.rank)
+        self._firsts = tuple(sorted(firsts.values()))
+        self.stores = context.rank in self._firsts
+        self.files: list[FileEntry] = []
+        self.small_files: SmallFiles | None = None
+        self.others: dict[str, bytes] = {}
+        self.needs_drain = any(record.has_file and not record.is_near for record in records)
+        self.is_in_place = False
+        self._offer = b""  # on rank 0
+        self._asked: PollableResult[bytes] | None = None
+        self._has_arrived = False
+
+    @classmethod
+    def of(
+        cls, records: Sequence[RankRecord], context: SaveContext, layouts: LayoutStore, faults: Faults
+    ) -> NearShare | None:
+        """Returns this rank's part; None if all files are in the checkpoint's directory."""
+        return cls(records, context, layouts, faults) if any(r.is_near for r in records) else None
+
+    # -- rank 0 -----------------------------------------------------------------------------------------
+
+    def offer(self, files: SmallFiles) -> None:
+        """Prepares what the polls send to all ranks. On rank 0's publishing thread. Raises OSError."""
+        names = [other.name for other in files.manifest.others]
+        self.others = {name: read_regular(self._context.directory / name, OBJECT_BYTES) for name in names}
+        self.small_files = files
+        known = self._layouts.sent_near == (files.manifest.index.sha256, self._firsts)
+        offer = _Offer(files.manifest.encode(), files.metadata, self.others, b"" if known else files.index)
+        self._offer = msgspec.msgpack.encode(offer)
+
+    @property
+    def offered_bytes(self) -> int:
+        """Returns how many bytes rank 0 wants to send; 0 elsewhere, and before it does."""
+        return len(self._offer)
+
+    # -- all ranks --------------------------------------------------------------------------------------
+
+    @property
+    def is_asked(self) -> bool:
+        """Returns whether the ranks have begun to send; the same on all of them."""
+        return self._asked is not None
+
+    def ask(self, collectives: Collectives, size: int) -> None:
+        """Sends what rank 0 offers to all ranks. Collective."""
+        self._asked = collectives.send_from_first(self._offer, size)
+
+    def has_arrived(self) -> bool:
+        """Returns True once: when what rank 0 has sent is here. On the trainer's thread."""
+        if self._has_arrived or self._asked is None or not self._asked.is_over():
+            return False
+        self._has_arrived = True
+        return True
+
+    def store(self) -> None:
+        """Stores it beside the node's data files, the manifest last. On a thread of a rank that `stores`.
+
+        Raises:
+            OSError: a file could not be written.
+        """
+        assert self._asked is not None
+        assert self._context.near is not None
+        folder, save_id = self._context.near, self._context.save_id
+        offer = _OFFER.decode(self._asked.result())
+        manifest = Manifest.decode(offer.manifest, MANIFEST_NAME)
+        index = offer.index or self._layouts.near_index
+        self.small_files, self.others = SmallFiles(manifest, index, offer.metadata), offer.others
+        contents = {manifest.index.name: index, **offer.others, METADATA_NAME: offer.metadata}
+        for name, content in contents.items():
+            if content and not holds_exactly(folder / name, content):
+                write_whole(folder / name, content, self._faults, save_id)
+        path = folder / MANIFEST_NAME
+        try:
+            write_whole(path, offer.manifest, self._faults, save_id, self._note_renamed)
+        except OSError:
+            self.is_in_place = self.is_in_place or holds_exactly(path, offer.manifest)
+            raise
+        node = self._records[self._context.rank].node
+        near = {record.rank for record in self._records if record.is_near and record.node == node}
+        self.files = [file for file in manifest.files if file.rank in near]
+
+    def _note_renamed(self) -> None:
+        self.is_in_place = True
+
+    def note_published(self) -> None:
+        """Remembers, once the save is published near, that the nodes have its index."""
+        if self.small_files is not None:
+            self._layouts.sent_near = (self.small_files.manifest.index.sha256, self._firsts)
+            self._layouts.near_index = self.small_files.index

@@ -1,0 +1,117 @@
+"""The near tier as saves use it: where each is written first, and what becomes of it once it is published.
+
+Used by the trainer's thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_datastates.config import MIB, Options
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.engine.memory import local_ranks
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.near.drain import Drain, NearSave
+from megatron_datastates.pipeline.near.places import free_bytes, near_folder, near_root, node_of
+from megatron_datastates.pipeline.publication import Outcome, Publication
+
+logger = logging.getLogger(__name__)
+_SPARE_BYTES = 64 * MIB  # of a near tier that are left free
+
+
+class NearTier:
+    """The near tier of this rank's node."""
+
+    def __init__(
+        self,
+        options: Options,
+        faults: Faults,
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.root = near_root(options.near)
+        self._options = options
+        self._node = 0
+        self._ranks = local_ranks()  # of the node, as far as known
+        self._has_failed = False  # the last save, in the near tier
+        self._is_warned = False
+        self.drain = Drain(options, faults, report)
+
+    def choose(self, publication: Publication, wanted_bytes: int) -> Path | None:
+        """Returns where a save's file is written first; None if the near tier has no room, or is not there.
+
+        Args:
+            wanted_bytes: of this rank's data files.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._node = self._node or node_of(self.root)
+            publication.node = self._node
+            folder = near_folder(self.root, publication.save.context.directory)
+            folder.mkdir(parents=True, exist_ok=True)
+            free = free_bytes(self.root)
+        except OSError as error:
+            self._fall_back(f"it cannot be used: {error.strerror}")
+            return None
+        wanted = wanted_bytes * self._ranks + _SPARE_BYTES
+        if free < wanted:
+            self._fall_back(
+                f"{free >> 20} MiB are free, {wanted >> 20} MiB are needed for {self._ranks} ranks"
+            )
+            return None
+        if self._has_failed:
+            self._has_failed = False  # the next one tries again
+            self._fall_back("the last save failed there")
+            return None
+        self._is_warned = False
+        return folder
+
+    def _fall_back(self, reason: str) -> None:
+        if not self._is_warned:
+            logger.warning(
+                "the near tier %s is left out, and saves go to --save right away: %s", self.root, reason
+            )
+        self._is_warned = True
+
+    def on_end(self, publication: Publication, far_published: Callable[[SaveId], None]) -> None:
+        """Takes note of a save that is over.
+
+        Args:
+            far_published: called on rank 0, on some thread, once the save is published in its directory.
+        """
+        context, near = publication.save.context, publication.near
+        is_first = publication.collectives.rank == 0
+        if publication.outcome is not Outcome.PUBLISHED:
+            self._has_failed = context.near is not None and publication.save.failure is not None
+            return
+        if near is None:
+            if is_first:
+                far_published(context.save_id)
+            return
+        near.note_published()
+        self._ranks = max(sum(record.node == self._node for record in publication.records), 1)
+        if near.small_files is None or not (near.stores or is_first):
+            return
+        every = self._options.drain_every
+        self.drain.add(
+            NearSave(
+                save_id=context.save_id,
+                iteration=context.iteration,
+                far=context.directory,
+                near=context.near if near.stores else None,
+                files=near.files,
+                small_files=near.small_files,
+                others=near.others,
+                commit=publication.commit_of(near.small_files) if is_first else None,
+                publishing=publication.layouts.publishing,
+                is_drained=near.needs_drain or context.save_id.ordinal % every == 0,
+                published=far_published,
+            )
+        )
+
+    def close(self) -> None:
+        """Drains what is left, unless the program ends with an error: then the next job does it."""
+        self.drain.close(abandon=getattr(sys, "last_value", None) is not None)
