@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import StateProvider
@@ -51,6 +52,10 @@ class CollectivesInTurn:
         parts = self._contribute("gather layouts", data)
         return ResultInTurn(lambda: [parts[rank] for rank in range(self.size)] if self.rank == 0 else [])
 
+    def send_from_first(self, data: bytes, size: int) -> ResultInTurn:
+        parts = self._contribute("send small files", data)
+        return ResultInTurn(lambda: parts[0])  # type: ignore[arg-type]
+
     def _contribute(self, kind: str, value: Any) -> dict[int, Any]:
         self.calls[kind] = self.calls.get(kind, 0) + 1
         parts = self._parts[kind, self.calls[kind]]
@@ -72,13 +77,17 @@ class RanksInTurn:
     """The ranks of one run.
 
     Args:
+        own: options of single ranks, by rank.
         changes: options that differ from OPTIONS.
     """
 
-    def __init__(self, size: int, **changes: Any) -> None:
+    def __init__(self, size: int, own: Sequence[Mapping[str, Any]] = (), **changes: Any) -> None:
         parts: Parts = defaultdict(dict)
-        options = dataclasses.replace(OPTIONS, **changes)
-        self._savers = [Saver(options, self._session(rank, size, parts)) for rank in range(size)]
+        self.far: list[SaveId] = []  # in the order in which rank 0's near tier reported them
+        self.savers = []
+        for rank in range(size):
+            options = dataclasses.replace(OPTIONS, **changes, **(own[rank] if own else {}))
+            self.savers.append(Saver(options, self._session(rank, size, parts)))
 
     @staticmethod
     def _session(rank: int, size: int, parts: Parts) -> SaveSession:
@@ -88,8 +97,10 @@ class RanksInTurn:
 
     def save(self, directory: Path, states: Sequence[StateProvider]) -> Publication:
         """Saves each rank's state and waits for the outcome; returns rank 0's publication."""
-        pairs = zip(self._savers, states, strict=True)
-        publications = [saver.start(directory, state) for saver, state in pairs]
+        pairs = zip(self.savers, states, strict=True)
+        publications = [
+            saver.start(directory, state, far_published=self.far.append) for saver, state in pairs
+        ]
         while publications[0].outcome is Outcome.PENDING:
             for publication in reversed(publications):
                 publication.poll()
@@ -99,5 +110,5 @@ class RanksInTurn:
         return publications[0]
 
     def close(self) -> None:
-        for saver in self._savers:
+        for saver in self.savers:
             saver.close()

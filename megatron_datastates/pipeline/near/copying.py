@@ -9,6 +9,7 @@ import contextlib
 import errno
 import mmap
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -93,7 +94,9 @@ class Copier:
             return
         footer, sealed = self._footer(source, manifest, entry)
         target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.parent / f".datastates-{target.name}-{manifest.file_save_id(entry)}.tmp"
+        # A name of its own: another job, not quite dead, may be copying the same file.
+        own = f"{target.name}-{secrets.token_hex(4)}-{manifest.file_save_id(entry)}"
+        temporary = target.parent / f".datastates-{own}.tmp"
         try:
             self._write(source, temporary, footer, sealed, moved)
             self._faults.point("drain rename")
@@ -129,9 +132,9 @@ class Copier:
         moved: Callable[[int], None],
     ) -> None:
         reader = Reader(self._options)
-        with mmap.mmap(-1, _PIECE_BYTES) as memory, _output(temporary) as write:
-            buffer = np.frombuffer(memory, np.uint8)
-            address = buffer.ctypes.data
+        buffer = np.frombuffer(mmap.mmap(-1, _PIECE_BYTES), np.uint8)  # begins at a page, for direct I/O
+        address = buffer.ctypes.data
+        with _output(temporary) as write:
             for at in range(0, footer.data_bytes, _PIECE_BYTES):
                 size = min(_PIECE_BYTES, footer.data_bytes - at)
                 self._limit.take(size)
@@ -149,7 +152,6 @@ class Copier:
                 buffer[: len(piece)] = np.frombuffer(piece, np.uint8)
                 write(memoryview(buffer[: len(piece)]), footer.data_bytes + at)
                 moved(len(piece))
-            del buffer
             self._faults.point("drain sync")
 
 

@@ -94,6 +94,7 @@ class Drain:
         self._kept: list[NearSave] = []  # all that are still near, oldest first
         self._thread: BackgroundThread | None = None
         self._closing = False
+        self._abandoned = False
         self._progress = time.monotonic()
 
     # -- the trainer's thread ---------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class Drain:
                 newest.is_drained = True
                 self._to_copy.append(newest)
             pending = [*self._to_copy, *self._to_commit]
-            self._closing = True
+            self._closing, self._abandoned = True, abandon
             self._changed.notify_all()
         if pending and not abandon:
             logger.info("datastates: draining %s to %s", _names(pending), pending[-1].far.parent)
@@ -160,7 +161,7 @@ class Drain:
         while True:
             with self._changed:
                 save = self._to_copy[0] if self._to_copy else None
-                if save is None and not self._to_commit and self._closing:
+                if self._abandoned or (save is None and not self._to_commit and self._closing):
                     return
             try:
                 if save is not None:
@@ -178,6 +179,8 @@ class Drain:
         try:
             self._copy(save)
         except Exception as error:
+            if self._abandoned:
+                return
             save.attempts += 1
             is_lost = isinstance(error, SourceError)
             if is_lost or save.attempts == _REPORTED_ATTEMPT:
@@ -239,6 +242,8 @@ class Drain:
                     break
 
         def moved(count: int) -> None:
+            if self._abandoned:
+                raise DataStatesError("given up: the program ends")
             save.copied_bytes += count
             self._progress = time.monotonic()
 

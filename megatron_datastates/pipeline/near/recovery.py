@@ -235,7 +235,8 @@ class _Recovery:
                 content = read_small(near / other.name, OBJECT_BYTES)
                 write_whole(far / other.name, content, self._faults, manifest.save_id)
             index = read_small(near / manifest.index.name, INDEX_BYTES)
-            metadata = read_small(near / METADATA_NAME, DOCUMENT_BYTES)
+            path = near / METADATA_NAME
+            metadata = read_small(path, DOCUMENT_BYTES) if path.exists() else b""
             small = SmallFiles(manifest, index, metadata)
             Commit(far, manifest.save_id, small, self._faults, FILES_OF_TORCH_DIST).publish()
             tracked = str(iteration_in_name(name)).encode()
