@@ -6,6 +6,8 @@ Each of the two ranks stands for a node: its near tier is a directory of its own
 import shutil
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.conftest import STEPS, Reference
 from tests.support.tiny import LAYOUTS, MANIFEST, TRACKER, Checkpoints, Pretraining
 
@@ -70,3 +72,84 @@ def test_killed_run_resumes_from_what_only_the_near_tiers_have(
     assert resumed.resumed_from(uninterrupted) == newest
     assert resumed.differences(uninterrupted) == []
     assert nodes.far.published()[:2] == [2, newest] and nodes.far.tracked() == 12
+
+
+def newest_whole(nodes: Nodes) -> int:
+    """Returns the newest iteration with a manifest and a file of each rank, near or far."""
+    whole = [0]
+    for iteration in range(2, 13, 2):
+        places = [nodes.far.at(iteration), *(nodes.near(node).at(iteration) for node in (0, 1))]
+        manifests = [place / MANIFEST for place in places if (place / MANIFEST).exists()]
+        named = {name for path in manifests for name in path.read_text().split('"') if name.endswith(".bin")}
+        found = {path.name for place in places for path in place.glob("data-*.bin")}
+        if manifests and named <= found:
+            whole.append(iteration)
+    return whole[-1]
+
+
+def test_a_lost_node_costs_what_is_not_far(
+    pretraining: Pretraining, reference: Reference, tmp_path: Path
+) -> None:
+    nodes = Nodes(tmp_path)
+    killed = pretraining.start(*nodes.arguments(*SLOW, "--step-delay-ms", "300", steps=12))
+    killed.job.wait_until(lambda: nodes.tracked_near() >= 4 and nodes.far.tracked() == 2, 60)
+    killed.job.kill()
+    shutil.rmtree(f"{nodes.root}-1")
+
+    resumed = pretraining.run(*nodes.arguments("--exit-interval", "4", steps=12))
+
+    assert "is left: no near tier has data-00001-" in resumed.log
+    assert resumed.resumed_from(reference("tp2", 12)) == 2
+    assert resumed.differences(reference("tp2", 12)) == []
+    assert nodes.far.published() == [2, 4] and nodes.far.tracked() == 4
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "drain write:2:kill",
+        "drain rename:2:kill",
+        "rename manifest:3:kill",
+        "durable manifest:3:kill",
+        "write index:2:kill",
+        "rename manifest:2:kill",
+        "drain sync:1:kill",
+        "write manifest:4:kill",
+    ],
+)
+def test_killed_at_any_stage_a_run_resumes_from_the_newest_whole_checkpoint(
+    fault: str, pretraining: Pretraining, reference: Reference, tmp_path: Path
+) -> None:
+    nodes = Nodes(tmp_path)
+    how = nodes.arguments("--step-delay-ms", "200", steps=12)
+    killed = pretraining.start(*how, environment={"MEGATRON_DATASTATES_FAULTS": fault})
+    outcome = killed.job.wait(60)
+    assert -9 in outcome.exits
+    newest = newest_whole(nodes)
+    assert nodes.far.tracked() is None or nodes.far.tracked() in nodes.far.published()
+
+    resumed = pretraining.run(*nodes.arguments(steps=12))
+
+    assert newest == 0 or resumed.resumed_from(reference("tp2", 12)) == newest
+    assert resumed.differences(reference("tp2", 12)) == []
+    assert nodes.far.tracked() == 12 and 12 in nodes.far.published()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_ranks_of_one_node_share_its_tier_and_retention_follows_what_is_far(
+    mode: str, pretraining: Pretraining, reference: Reference, tmp_path: Path
+) -> None:
+    far = Checkpoints(tmp_path / "far")
+    how = ["--ckpt-format", "datastates", "--train-iters", str(STEPS), "--save-interval", "1"]
+    how += ["--save", str(far.root), "--load", str(far.root), "--save-retain-interval", "2"]
+    how += ["--datastates-near", str(tmp_path / "near")] + (["--async-save"] if mode == "async" else [])
+    pretraining.run(*LAYOUTS["pp2"], *how, "--exit-interval", "5")
+    assert far.published() == [2, 4, 5] and far.tracked() == 5
+    (run,) = (tmp_path / "near").iterdir()
+    assert Checkpoints(run).published() == [5]
+    assert len(list(Checkpoints(run).at(5).glob("data-*"))) == 2
+
+    resumed = pretraining.run(*LAYOUTS["dp2"], *how, "--exit-interval", "6")
+
+    assert resumed.ranks[0].begun_at == 5
+    assert far.published() == [2, 4, 6] and far.tracked() == 6
