@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from megatron_datastates.cli.shared import (
     AsJson,
@@ -17,6 +20,7 @@ from megatron_datastates.cli.shared import (
     size_text,
 )
 from megatron_datastates.errors import DataStatesError, NotACheckpointError
+from megatron_datastates.pipeline.near.places import near_iterations, near_root, near_run
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.look import Look
@@ -28,6 +32,12 @@ _WORDS = {"complete": "yes", "unfinished": "no", "damaged": "DAMAGED", "unreadab
 def list_checkpoints(
     root: Run,
     as_json: AsJson = False,
+    near: Annotated[
+        str,
+        typer.Option(
+            "--near", metavar="DIR", help="Also list what this node's near tier (--datastates-near) holds."
+        ),
+    ] = "",
 ) -> None:
     """List the checkpoints of a run, and whether they are complete.
 
@@ -35,12 +45,14 @@ def list_checkpoints(
 
     Complete means that all files are there, with the sizes that the manifest or .metadata has for them;
     `datastates verify` also reads them. A star marks the checkpoint that the tracker names: a run that
-    resumes loads it.
+    resumes loads it. With --near, what the near tier of this node has of the run follows.
 
     Exit codes: 0 listed; 2 nothing to list.
 
     \b
-    Example: datastates ls runs/gpt
+    Examples:
+        datastates ls runs/gpt
+        datastates ls runs/gpt --near /local/checkpoints
     """
     from megatron_datastates.convert.look import look_at_run
     from megatron_datastates.pipeline.runs import is_published
@@ -50,15 +62,18 @@ def list_checkpoints(
     except (DataStatesError, OSError) as error:
         cannot(error)
     if as_json:
-        print(json.dumps([_plain(look) for look in looks]))
+        print(json.dumps([_plain(look) | _near_files(look, root, near) for look in looks]))
     if not looks and is_published(root):
         cannot(
             NotACheckpointError(f"{root} is a checkpoint, not the directory of a run: use `datastates show`")
         )
-    if not looks:
+    held = near_iterations(near_run(near_root(near), root)) if near else {}
+    if not looks and not held:
         cannot(NotACheckpointError(f"{root} holds no checkpoint: it has no directory iter_*"))
     if not as_json:
         _print(root, looks)
+    if near and not as_json:
+        _print_near(near, held, looks)
 
 
 def _plain(look: Look) -> dict[str, Any]:
@@ -76,6 +91,25 @@ def _plain(look: Look) -> dict[str, Any]:
         "problem": look.problem,
         "note": look.note,
     }
+
+
+def _near_files(look: Look, root: Path, near: str) -> dict[str, Any]:
+    if not near:
+        return {}
+    held = near_iterations(near_run(near_root(near), root))
+    return {"near_files": held.get(look.iteration, 0) if look.iteration is not None else 0}
+
+
+def _print_near(near: str, held: Mapping[int, int], looks: list[Look]) -> None:
+    say(
+        f"In the near tier {near_root(near)} of this node:"
+        if held
+        else f"The near tier {near_root(near)} has none"
+    )
+    complete = {look.iteration for look in looks if look.state == "complete"}
+    for iteration, files in held.items():
+        where = "" if iteration in complete else ", not in the directory of the run yet"
+        say(f"  iteration {iteration}: {files} data file{'' if files == 1 else 's'}{where}")
 
 
 def _print(root: Path, looks: list[Look]) -> None:

@@ -16,10 +16,10 @@ Protocol (everything on the trainer's thread, except step 4):
      removes what that manifest replaced. From the rename of the manifest on, no failure removes a file that
      it names, not even if another manifest has taken its place since: a crash may bring it back.
   5. Polls continue until rank 0 reports that the checkpoint is published.
-If files of a rank are in a near tier, steps 4 and 5 are others. Rank 0's thread writes nothing: the next polls
-send index, manifest and what else belongs to the checkpoint to all ranks, and a thread of the first rank of
-each node stores them beside the node's data files. When all have, the save is published near. The nodes' drains
-bring everything into the checkpoint's directory (near/drain.py), without any collective call.
+If files of a rank are in a near tier, steps 4 and 5 are others. Rank 0's thread writes nothing: the next
+polls send index, manifest and what else belongs to the checkpoint to all ranks, and a thread of the first
+rank of each node stores them beside the node's data files. When all have, the save is published near. The
+nodes' drains bring everything into the checkpoint's directory (near/drain.py), without any collective call.
 A directory without a manifest is not a checkpoint; one with a manifest is complete.
 tests/model/ searches all interleavings of this protocol between two runs, with crashes, failures and prune.
 """

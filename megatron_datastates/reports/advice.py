@@ -103,6 +103,27 @@ def _disk_slower_than_interval(saves: Sequence[Save]) -> Advice | None:
     return Advice("slow", "The disk is slower than the interval between saves", text)
 
 
+def _slow_drain(saves: Sequence[Save]) -> Advice | None:
+    known = [
+        ((save.far_ms - save.published_ms) / 1000, seconds)
+        for save, seconds in zip(saves, intervals(saves), strict=True)
+        if save.far_ms is not None and save.published_ms is not None and seconds is not None
+    ]
+    if not known:
+        return None
+    needed, between = median(pair[0] for pair in known), median(pair[1] for pair in known)
+    if needed < between:
+        return None
+    every = math.ceil(needed / between) + 1
+    return Advice(
+        "slow",
+        "The way from the near tiers to --save is slower than the interval between saves",
+        f"A checkpoint is there {milliseconds(needed * 1000)} after it was published near (median), and the "
+        f"next one is published after {milliseconds(between * 1000)}: the near tiers fill up. Raise "
+        f"--datastates-drain-limit if it is set, or bring fewer there: --datastates-drain-every {every}.",
+    )
+
+
 def _slow_rank(saves: Sequence[Save]) -> Advice | None:
     for name, verb in (("writing", "write"), ("staging", "copy"), ("durable", "sync"), ("held", "resume")):
         spreads = [save.spreads[name] for save in usual(saves) if name in save.spreads and save.ranks > 1]
@@ -294,6 +315,7 @@ def _cost(saves: Sequence[Save]) -> Advice | None:
 _RULES: tuple[Callable[[Sequence[Save]], Advice | None], ...] = (
     _failures,
     _disk_slower_than_interval,
+    _slow_drain,
     _fence_waits,
     _slow_rank,
     _pool_too_small,

@@ -27,6 +27,7 @@ STAGES = {  # from the milestone before, in the order of a save
     "written": "#4fa3a5",
     "durable": "#e0a030",
     "published": "#5d8a3a",
+    "drained": "#9aa5ad",  # from a near tier to --save
 }
 PARTS = {
     "save_checkpoint": ("Megatron's part of save_checkpoint", "#d9a5a0"),
@@ -109,6 +110,8 @@ def describe(save: Save) -> str:
         f"written after {milliseconds(save.writing_ms)}, durable after {milliseconds(save.durable_ms)}",
         f"published after {published}",
     ]
+    if save.far_ms is not None:
+        lines.append(f"in --save after {milliseconds(save.far_ms)}")
     return "\n".join([*lines, save.error] if save.error else lines)
 
 
@@ -120,6 +123,8 @@ def _stages(save: Save) -> list[tuple[str, float, float]]:
         stages.append(("durable", save.writing_ms, save.durable_ms))
     if save.published_ms is not None:
         stages.append(("published", min(save.durable_ms, save.published_ms), save.published_ms))
+        if save.far_ms is not None:
+            stages.append(("drained", save.published_ms, save.far_ms))
     return stages
 
 
@@ -140,11 +145,17 @@ def _begins(saves: Sequence[Save]) -> list[float]:
     return begins
 
 
+def _shown_stages(saves: Sequence[Save]) -> list[str]:
+    """Returns all stages; that of a near tier only if there was one."""
+    is_drained = any(save.far_ms is not None for save in saves)
+    return [name for name in STAGES if is_drained or name != "drained"]
+
+
 def _draw_clock(axes: Any, saves: Sequence[Save]) -> None:
     begins = _begins(saves)
     end = max(begin + _last_ms(save) / 1000 for begin, save in zip(begins, saves, strict=True))
     least = _LEAST_WIDTH * max(end, 1e-3)
-    lanes = ["trainer held", *STAGES]
+    lanes = ["trainer held", *_shown_stages(saves)]
     bars: dict[str, list[tuple[float, float]]] = {lane: [] for lane in lanes}
     for begin, save in zip(begins, saves, strict=True):
         bars["trainer held"] += [
@@ -173,7 +184,13 @@ def _draw_clock(axes: Any, saves: Sequence[Save]) -> None:
 
 
 def _last_ms(save: Save) -> float:
-    return max(save.durable_ms, save.published_ms or 0.0, *(b for _, _, b in save.held_spans_ms), 0.0)
+    return max(
+        save.durable_ms,
+        save.published_ms or 0.0,
+        save.far_ms or 0.0,
+        *(b for _, _, b in save.held_spans_ms),
+        0.0,
+    )
 
 
 def _spaced(places: Sequence[float], end: float) -> list[int]:
@@ -233,7 +250,9 @@ def _draw_milestones(axes: Any, saves: Sequence[Save]) -> None:
         "written": ([save.slowest_ms("writing") for save in saves], STAGES["written"]),
         "durable": ([save.slowest_ms("durable") for save in saves], STAGES["durable"]),
         "published": ([save.published_ms for save in saves], STAGES["published"]),
+        "drained": ([save.far_ms for save in saves], STAGES["drained"]),
     }
+    lines = {name: line for name, line in lines.items() if name in ("trainer held", *_shown_stages(saves))}
     marker = "." if len(saves) <= _MOST_MARKS else ""
     for name, (values, color) in lines.items():
         known = [math.nan if value is None or value <= 0 else value for value in values]

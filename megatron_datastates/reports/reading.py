@@ -65,6 +65,7 @@ class Save:
     page_locked_bytes: int = 0
     staging_trouble: str = ""
     prepared: bool | None = None  # whether it reused what the last save had prepared
+    far_ms: float | None = None  # until it was published in --save, if a near tier had it first
 
     @property
     def run(self) -> str:
@@ -97,6 +98,16 @@ class Load:
     total_ms: float
 
 
+@dataclasses.dataclass(frozen=True)
+class Drain:
+    """One save that was brought from the near tiers to its directory."""
+
+    save_id: str
+    iteration: int | None
+    bytes: int
+    near_ms: float  # from when it was published near until it was published there
+
+
 @dataclasses.dataclass
 class Reports:
     """All reports of some files, saves in the order in which they began, and notes on what was skipped."""
@@ -114,14 +125,17 @@ def read_reports(paths: Iterable[Path]) -> Reports:
         UnsupportedFormatError: a file holds no report, or none of the files has a save.
     """
     saves: dict[str, Save] = {}
+    drains: dict[str, Drain] = {}
     found = Reports([], [], [])
     for path in paths:
         for report in _reports(path, found.notes):
             if isinstance(report, Load):
                 found.loads.append(report)
+            elif isinstance(report, Drain):
+                drains[report.save_id] = report
             elif report.save_id not in saves or report.rank < saves[report.save_id].rank:
                 saves[report.save_id] = report
-    found.saves = list(saves.values())
+    found.saves = [_with_drain(save, drains.get(save.save_id)) for save in saves.values()]
     if all(save.started_at is not None for save in found.saves):
         found.saves.sort(key=lambda save: save.started_at or 0.0)
     if not found.saves:
@@ -129,7 +143,13 @@ def read_reports(paths: Iterable[Path]) -> Reports:
     return found
 
 
-def _reports(path: Path, notes: list[str]) -> list[Save | Load]:
+def _with_drain(save: Save, drain: Drain | None) -> Save:
+    if drain is None or save.published_ms is None:
+        return save
+    return dataclasses.replace(save, far_ms=save.published_ms + drain.near_ms)
+
+
+def _reports(path: Path, notes: list[str]) -> list[Save | Load | Drain]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -138,7 +158,7 @@ def _reports(path: Path, notes: list[str]) -> list[Save | Load]:
             code=error.errno or 0,
             path=str(path),
         ) from None
-    found: list[Save | Load] = []
+    found: list[Save | Load | Drain] = []
     skipped: list[str] = []
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
@@ -171,12 +191,14 @@ def _values(line: str) -> list[Any]:
     return [json.loads(line[begin:])]
 
 
-def _report(value: Any) -> Save | Load:
+def _report(value: Any) -> Save | Load | Drain:
     event = value.get("event") if isinstance(value, dict) else None
     if event == "save":
         return _save(value)
     if event == "load":
         return Load(*(_field(value, field) for field in dataclasses.fields(Load)))
+    if event == "drain":
+        return Drain(*(_field(value, field) for field in dataclasses.fields(Drain)))
     raise ValueError("it is JSON, but neither the report of a save nor of a load")
 
 

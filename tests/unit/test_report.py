@@ -34,7 +34,7 @@ DIGEST, SHA256 = st.binary(min_size=16, max_size=16), st.binary(min_size=32, max
 STABLE = st.builds(StableRecord, LONG, LONG, WORD, DIGEST, LONG, LONG, SHA256)
 RECORDS = st.builds(
     RankRecord, WORD, st.booleans(), LONG, LONG, WORD, DIGEST, LONG,
-    SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, DIGEST, WORD, STABLE,
+    SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, DIGEST, WORD, LONG, st.booleans(), STABLE,
 )  # fmt: skip
 RECORD = RankRecord(0, True, 10**6, 4096, 7, bytes(16), 0, 0.1, 0.01, 0.02, 0.2, 0.5, 0.6, 0.0)
 

@@ -1,7 +1,7 @@
 """The near tier in Megatron's training loop: trackers, retention, and what a load brings home first.
 
-Megatron's tracker in --save names only what is published there. Megatron itself writes the one in the near tier,
-because a save is over for Megatron when it is published near; the drain writes the other one.
+Megatron's tracker in --save names only what is published there. Megatron itself writes the one in the near
+tier, because a save is over for Megatron when it is published near; the drain writes the other one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """The drain: brings what was published near into the directories of the checkpoints, in the background.
 
-On the rank that stores a node's manifests, one thread copies the node's data files, one save after the other.
-On rank 0 the thread also publishes: when all files of a save are in the checkpoint's directory, wherever they
-came from, it commits the manifest there. The shared directory is all that nodes need to know of each other: no
-collective call is made, and the trainer waits for nothing.
+On the rank that stores a node's manifests, one thread copies the node's data files, one save after the
+other. On rank 0 the thread also publishes: when all files of a save are in the checkpoint's directory,
+wherever they came from, it commits the manifest there. The shared directory is all that nodes need to know
+of each other: no collective call is made, and the trainer waits for nothing.
 
-A save is far when it is published in its checkpoint's directory. What fails is tried again for as long as the
-process lives; a source that is missing or damaged is given up. What is not far when a job ends is brought home
-by the next one (recovery.py).
+A save is far when it is published in its checkpoint's directory. What fails is tried again for as long as
+the process lives; a source that is missing or damaged is given up. What is not far when a job ends is
+brought home by the next one (recovery.py).
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ class Drain:
             left = [*self._to_copy, *self._to_commit]
         if left:
             logger.warning(
-                "%s: published in the near tiers only; the next job that loads from %s with --datastates-near "
-                "brings the newest one there before it resumes",
+                "%s: published in the near tiers only; the next job that loads from %s with "
+                "--datastates-near brings the newest one there before it resumes",
                 _names(left),
                 left[-1].far.parent,
             )
@@ -267,9 +267,11 @@ class Drain:
                 self._to_commit = [one for one in self._to_commit if one not in older]
             for one in older:
                 logger.warning(
-                    "%s is not published in %s: files are missing there, and %s is complete", one.name, one.far,
+                    "%s is not published in %s: files are missing there, and %s is complete",
+                    one.name,
+                    one.far,
                     save.name,
-                )  # fmt: skip
+                )
             try:
                 save.published(save.save_id)
             except Exception as error:

@@ -20,8 +20,9 @@ from pathlib import Path
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.files import MANIFEST_BYTES, read_regular
+from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.manifest import Manifest
-from megatron_datastates.format.values import MANIFEST_NAME, save_id_in_name
+from megatron_datastates.format.values import MANIFEST_NAME, is_data_file_name, save_id_in_name
 from megatron_datastates.pipeline.runs import is_published
 
 _HASH_DIGITS = 16
@@ -67,6 +68,17 @@ def manifest_in(folder: Path) -> Manifest | None:
         return Manifest.decode(read_regular(folder / MANIFEST_NAME, MANIFEST_BYTES), str(folder))
     except (OSError, FormatError):
         return None
+
+
+def near_iterations(run: Path) -> dict[int, int]:
+    """Returns the iterations that a run's folder in a near tier holds, each with its number of data files."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for folder in run.iterdir():
+            number = iteration_in_name(folder.name)
+            if number is not None and is_published(folder):
+                found[number] = sum(map(is_data_file_name, os.listdir(folder)))
+    return dict(sorted(found.items()))
 
 
 def remove_folder(folder: Path) -> None:
