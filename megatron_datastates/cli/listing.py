@@ -50,9 +50,7 @@ def list_checkpoints(
     Exit codes: 0 listed; 2 nothing to list.
 
     \b
-    Examples:
-        datastates ls runs/gpt
-        datastates ls runs/gpt --near /local/checkpoints
+    Example: datastates ls runs/gpt
     """
     from megatron_datastates.convert.look import look_at_run
     from megatron_datastates.pipeline.runs import is_published
