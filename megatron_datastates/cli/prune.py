@@ -20,9 +20,10 @@ from megatron_datastates.cli.shared import (
     size_text,
 )
 from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.format.directory import TORCH_DIST, TORCH_DIST_INDEX
 
 if TYPE_CHECKING:
-    from megatron_datastates.pipeline.prune import PrunePlan, RetentionRules
+    from megatron_datastates.pipeline.prune import OtherFormats, PrunePlan, RetentionRules
     from megatron_datastates.pipeline.runs import Iteration
 
 _MIN_AGE_MINUTES = 60.0
@@ -51,24 +52,26 @@ def prune(
 ) -> None:
     """Remove old checkpoints of a run. Without --yes, only list what would be removed.
 
-    Never removed: the newest complete checkpoint, the one that Megatron's tracker names, damaged and
-    unreadable ones, other formats, and directories that a save may be writing to. Also removed, beside
-    checkpoints that are kept: files that killed saves left and that no manifest names. If prune itself is
-    killed, every remaining checkpoint is whole, and the next call removes the rest.
+    Checkpoints of datastates and of torch_dist go by the same rules. Never removed: the newest complete
+    checkpoint, the one that Megatron's tracker names, damaged and unreadable ones, other formats, and
+    directories that a save may be writing to. Also removed, beside checkpoints of datastates that are kept:
+    files that killed saves left and that no manifest names. If prune itself is killed, every remaining
+    checkpoint is whole, and the next call removes the rest.
 
     Exit codes: 0 removed, or listed; 2 it cannot be done.
 
     \b
     Example: datastates prune runs/gpt --keep-last 3 --keep-every 1000 --yes
     """
-    from megatron_datastates.pipeline.prune import RetentionRules, plan_prune, remove_left_overs
+    from megatron_datastates.pipeline.left_overs import remove_left_overs
+    from megatron_datastates.pipeline.prune import RetentionRules, plan_prune
     from megatron_datastates.pipeline.runs import stored_bytes
 
     if keep_last is None and keep_every is None:
         cannot(OptionError("give --keep-last N, --keep-every N, or both: prune needs to know what to keep"))
     try:
         rules = RetentionRules(keep_last, keep_every, min_age * 60)
-        plan = plan_prune(root, rules)
+        plan = plan_prune(root, rules, _formats())
         sizes = {one.path: stored_bytes(one.path) for one in plan.removed}
         if not as_json:
             _print_plan(plan, sizes, yes)
@@ -87,6 +90,14 @@ def prune(
         say("Nothing was removed. Add --yes to remove.")
 
 
+def _formats() -> OtherFormats:
+    """Returns what prune needs to know of torch_dist."""
+    from megatron_datastates.convert.look import fault_of_torch_dist
+    from megatron_datastates.pipeline.prune import OtherFormat
+
+    return {TORCH_DIST: OtherFormat(TORCH_DIST_INDEX, ".distcp", fault_of_torch_dist)}
+
+
 def _prune_with_progress(root: Path, rules: RetentionRules, sizes: dict[Path, int]) -> list[Iteration]:
     from megatron_datastates.pipeline.prune import prune as prune_run
 
@@ -95,6 +106,7 @@ def _prune_with_progress(root: Path, rules: RetentionRules, sizes: dict[Path, in
         return prune_run(
             root,
             rules,
+            _formats(),
             progress=lambda one: progress.advance(task, sizes.get(one.path, 0)),
             stays=lambda one, why: note(f"keep  {one.path}  ({why})"),
         )
@@ -105,7 +117,7 @@ def _and_files(done: int, planned: int) -> str:
 
 
 def _print_plan(plan: PrunePlan, sizes: dict[Path, int], yes: bool) -> None:
-    from megatron_datastates.pipeline.prune import age_text
+    from megatron_datastates.pipeline.left_overs import age_text
 
     remove = "remove" if yes else "would remove"
     for one, why in plan.kept:

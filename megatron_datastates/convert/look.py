@@ -30,6 +30,7 @@ from megatron_datastates.format.directory import (
     COMMON_FILE,
     COMMON_STATE_KEY,
     METADATA_NAME,
+    REMOVAL_NAME,
     TORCH_DIST,
     TORCH_DIST_INDEX,
     iteration_in_name,
@@ -38,7 +39,7 @@ from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, is_index_name
 from megatron_datastates.pipeline.presence import missing_files
 from megatron_datastates.pipeline.run_folders import checkpoint_directories, tracked_name
-from megatron_datastates.pipeline.runs import format_seen, stored_backend, stored_bytes
+from megatron_datastates.pipeline.runs import format_seen, metadata_members, stored_backend, stored_bytes
 
 COMPLETE, UNFINISHED, DAMAGED, UNREADABLE = "complete", "unfinished", "damaged", "unreadable"
 _MOST_PARSED_BYTES = 16 << 20  # of `.metadata`, which takes a second for 7 MB; of a larger one only names
@@ -117,24 +118,56 @@ def _unpublished(path: Path) -> str:
     return "its save did not finish"
 
 
-def _look_at_torch_dist(look: Look) -> None:
+def fault_of_torch_dist(path: Path) -> str | None:
+    """Returns what is wrong with a checkpoint of torch_dist, as far as names and sizes of its files show.
+
+    Compares the sizes of all files, however large `.metadata` is.
+
+    Raises:
+        FormatError: its index is damaged.
+        OSError: something cannot be read.
+    """
+    try:
+        _look_at_torch_dist(Look(path, None, TORCH_DIST, COMPLETE, 0, ""), METADATA_BYTES)
+    except _FoundError as found:
+        return f"{found.args[0]}: {found.args[1]}"
+    return None
+
+
+def _look_at_torch_dist(look: Look, most_parsed_bytes: int | None = None) -> None:
     index, is_marked = look.path / TORCH_DIST_INDEX, stored_backend(look.path) is not None
     size = _size(index)
     if size is None:
-        why = f"{TORCH_DIST_INDEX} is missing" if is_marked else "its save did not finish"
-        raise _FoundError(DAMAGED if is_marked else UNFINISHED, why)
-    if size > _MOST_PARSED_BYTES:
+        raise _FoundError(*_without_index(look.path, is_marked))
+    if size > (_MOST_PARSED_BYTES if most_parsed_bytes is None else most_parsed_bytes):
         _require_named_files(look, index)
     else:
         records = _records(index)
         _require_sizes(look, required_bytes(one for found in records.values() for one in found.values()))
-        _describe(look, next(iter(records.get(COMMON_STATE_KEY, {}).values()), None))
+        common = next(iter(records.get(COMMON_STATE_KEY, {}).values()), None)
+        if common is None:
+            _require_common_file(look.path)
+        _describe(look, common)
     if not is_marked:
         raise _FoundError(
             UNFINISHED,
             f"only {METADATA_NAME} is missing, without which Megatron does not load it: "
             f'{{"sharded_backend": "{TORCH_DIST}", "sharded_backend_version": 1}}',
         )
+
+
+def _without_index(path: Path, is_marked: bool) -> tuple[str, str]:
+    if (path / REMOVAL_NAME).exists():
+        return UNFINISHED, "`datastates prune` was ended while it removed it: call that again"
+    if is_marked:
+        return DAMAGED, f"{TORCH_DIST_INDEX} is missing"
+    return UNFINISHED, "its save did not finish"
+
+
+def _require_common_file(path: Path) -> None:
+    """Requires the file of the common state, if Megatron says that it wrote one, as before 0.19."""
+    if "common_backend" in metadata_members(path) and not (path / COMMON_FILE).is_file():
+        raise _FoundError(DAMAGED, f"{COMMON_FILE} is missing")
 
 
 def _records(index: Path) -> dict[str, dict[tuple[int, ...], Record]]:

@@ -1,11 +1,12 @@
 """Removes old checkpoints of a run, by rules, and files of killed saves from the directories of others.
 
-Always kept: the newest complete checkpoint; the one that the tracker names; directories in another format,
-damaged ones, links, and what a link points to; and every directory that a save may be writing to. Those
-are directories with files of ours that no manifest names and that are younger than MIN_AGE_SECONDS, empty
-ones that are younger, and directories without a manifest of any age, unless both the tracker and a
-complete checkpoint are newer: then a crash left them. Even of these, one with an index is kept: the index
-is written after all ranks are durable, so perhaps only the manifest is lost, which `repair` rebuilds.
+Always kept: the newest complete checkpoint; the one that the tracker names; directories in a format that
+the caller does not describe (OtherFormat), damaged ones, links, and what a link points to; and every
+directory that a save may be writing to. Those are directories with files of ours that no manifest names and
+that are younger than MIN_AGE_SECONDS, empty ones that are younger, and directories without a manifest of any
+age, unless both the tracker and a complete checkpoint are newer: then a crash left them. Even of these, one
+with an index is kept: the index is written after all ranks are durable, so perhaps only the manifest is lost,
+which `repair` rebuilds.
 
 Protocol, for each directory, oldest first:
   1. list it and read its manifest; then decide again whether it may be removed. A save that begins after
@@ -19,46 +20,48 @@ A kill leaves a complete checkpoint, or an incomplete directory that a later cal
 a crash of the machine) within step 2, while a save publishes at that moment, loses what that save has
 published: its files are kept until they are MIN_AGE_SECONDS old, and `repair` rebuilds its manifest.
 
-Left-overs are in the directory of a complete checkpoint that is kept: data files, indexes and temporary
-files of saves that its manifest does not name. They are removed if nothing of their save is younger than
-MIN_AGE_SECONDS:
-  1. read the manifest, then sync the directory: a crash must not bring back an older one that names them;
-  2. right before each file is removed, check again that the manifest is the same, and how old the file is.
-A save checks before and after it writes its manifest that all its files are there. So a save that was
-silent for longer than MIN_AGE_SECONDS and continues just then fails rather than lose files unseen (except
-between the check of step 2 and the removal). Ages are by this machine's clock and the file system's.
-tests/model/ searches all interleavings of these protocols with saves.
+Left-overs in directories that are kept: left_overs.py.
+tests/model/ searches all interleavings of these protocols with saves of ours.
+
+Checkpoints of other formats go by the same protocol, with the format's index (`.metadata`) in place of the
+manifest. Their saves give files the same names again, so what shows that one is under way are files that are
+younger than MIN_AGE_SECONDS, in a directory without an index, or younger than the index; and step 4 stops at
+a file that is not the one that was listed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import (
     DataStatesError,
-    FormatError,
     NotACheckpointError,
     OptionError,
     StorageError,
 )
-from megatron_datastates.files import changed_at, is_denied
-from megatron_datastates.format.directory import BACKEND, TRACKER_NAME, iteration_name
-from megatron_datastates.format.manifest import Manifest
-from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name, save_id_in_name
+from megatron_datastates.files import is_denied
+from megatron_datastates.format.directory import BACKEND, REMOVAL_NAME, TRACKER_NAME, iteration_name
+from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
+from megatron_datastates.pipeline.left_overs import (
+    MIN_AGE_SECONDS,
+    UnnamedFile,
+    age_text,
+    content_of,
+    unnamed_files,
+)
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.runs import Iteration, find_iterations, require_tracked
 
-REMOVAL_NAME = ".datastates-removal.tmp"  # what was the manifest of a checkpoint that is being removed
 _UNREADABLE = "it cannot be read: "
-MIN_AGE_SECONDS = 3600.0  # of files that no manifest names, before they count as left by a save that is dead
+_Status = tuple[int, int, int]  # inode, bytes, time of the last change in ns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,12 +81,16 @@ class RetentionRules:
 
 
 @dataclasses.dataclass(frozen=True)
-class UnnamedFile:
-    """A file in our format that no manifest names."""
+class OtherFormat:
+    """What removing checkpoints of another format needs to know of it."""
 
-    path: Path
-    bytes: int
-    age_seconds: float  # of the youngest file of its save in its directory
+    index_name: str  # without this file, a directory is no checkpoint
+    data_suffix: str  # of its data files, which are written before the index
+    find_fault: Callable[[Path], str | None]  # says why a checkpoint is not whole; raises what cannot be read
+
+
+OtherFormats = Mapping[str, OtherFormat]  # by name
+NO_OTHERS: OtherFormats = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +102,13 @@ class PrunePlan:
     left_overs: list[UnnamedFile]  # removed from directories that are kept
 
 
-def plan_prune(root: str | os.PathLike[str], rules: RetentionRules) -> PrunePlan:
+def plan_prune(
+    root: str | os.PathLike[str], rules: RetentionRules, others: OtherFormats = NO_OTHERS
+) -> PrunePlan:
     """Decides about all iterations directly under `root`.
+
+    Args:
+        others: the formats, besides ours, whose checkpoints the rules apply to.
 
     Raises:
         StorageError: `root` cannot be listed, or its tracker cannot be read.
@@ -105,38 +117,72 @@ def plan_prune(root: str | os.PathLike[str], rules: RetentionRules) -> PrunePlan
     """
     path = Path(root)
     try:
-        found = find_iterations(path)
+        found = [_seen(one, others) for one in find_iterations(path)]
         linked = _link_targets(path)
     except OSError as error:
         raise StorageError(f"{path} cannot be listed: {error.strerror}") from error
     if not found:
         raise NotACheckpointError(f"{path} holds no checkpoint (no directory iter_*)")
     tracked = require_tracked(path / TRACKER_NAME)
-    complaints = {one.path: _complaint(one) for one in found}
+    complaints = {one.path: _complaint(one, others) for one in found}
     whole = [one.number for one in found if one.complete and complaints[one.path] is None]
     plan = PrunePlan([], [], [])
     for one in found:
-        why = complaints[one.path] or _reason(one, whole, tracked, rules) or _link_to(one, linked)
-        is_ours = (
-            one.format == BACKEND and not one.path.is_symlink() and not (why or "").startswith(_UNREADABLE)
-        )
-        unnamed = _unnamed(one.path) if is_ours else []
+        why = complaints[one.path] or _reason(one, whole, tracked, rules, others) or _link_to(one, linked)
+        unnamed = _unnamed(one, why or "", others)
         why = why or _under_way(unnamed, rules) or _just_made(one, rules)
         if why is None:
             plan.removed.append(one)
             continue
         plan.kept.append((one, why))
-        if one.complete and complaints[one.path] is None:
+        if one.format == BACKEND and one.complete and complaints[one.path] is None:
             plan.left_overs.extend(file for file in unnamed if file.age_seconds >= rules.min_age_seconds)
     return plan
+
+
+def _seen(one: Iteration, others: OtherFormats) -> Iteration:
+    """Returns a checkpoint of another format as incomplete if a removal of it has begun."""
+    if one.format not in others or not one.complete:
+        return one
+    index = one.path / others[one.format].index_name
+    is_removed = (one.path / REMOVAL_NAME).exists() and not index.exists()
+    return dataclasses.replace(one, complete=not is_removed)
+
+
+def _unnamed(one: Iteration, why: str, others: OtherFormats) -> list[UnnamedFile]:
+    """Returns the files that may be those of a save that is under way.
+
+    Args:
+        why: why the directory is kept; of one that cannot be read, nothing is looked at.
+    """
+    if one.path.is_symlink() or why.startswith(_UNREADABLE):
+        return []
+    if one.format == BACKEND:
+        return unnamed_files(one.path)
+    if one.format not in others:
+        return []
+    return unnamed_files(one.path) + _newer_than_index(one, others[one.format])
+
+
+def _newer_than_index(one: Iteration, format: OtherFormat) -> list[UnnamedFile]:
+    """Returns the data files that were written after the index; where that is missing, all files."""
+    with os.scandir(one.path) as entries:
+        status = {e.name: e.stat(follow_symlinks=False) for e in entries if e.name != REMOVAL_NAME}
+    published, now = status.get(format.index_name) if one.complete else None, time.time()
+    return [
+        UnnamedFile(one.path / name, each.st_size, now - each.st_mtime)
+        for name, each in sorted(status.items())
+        if published is None or (name.endswith(format.data_suffix) and each.st_mtime > published.st_mtime)
+    ]
 
 
 def _under_way(unnamed: Sequence[UnnamedFile], rules: RetentionRules) -> str | None:
     young = min(unnamed, key=lambda file: file.age_seconds, default=None)
     if young is None or young.age_seconds >= rules.min_age_seconds:
         return None
+    which = "no manifest names" if is_own_file_name(young.path.name) else "is newer than its index"
     return (
-        f"a save into it may be under way: {young.path.name}, which no manifest names, is "
+        f"a save into it may be under way: {young.path.name}, which {which}, is "
         f"{age_text(young.age_seconds)} old"
     )
 
@@ -147,42 +193,6 @@ def _just_made(one: Iteration, rules: RetentionRules) -> str | None:
     if one.complete or age >= rules.min_age_seconds or any(one.path.iterdir()):
         return None
     return f"a save into it may be under way: it is empty, and was made {age_text(age)} ago"
-
-
-def age_text(seconds: float) -> str:
-    """Returns an age for people. An age below 0, by the clock of another machine, counts as 0 s."""
-    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * unit:
-            return f"{seconds / unit:.0f} {name}"
-    return f"{max(seconds, 0.0):.0f} s"
-
-
-def _unnamed(path: Path) -> list[UnnamedFile]:
-    """Returns the files in our format that a directory's manifest does not name; all if it has none."""
-    named = {REMOVAL_NAME} | _named_by(path / MANIFEST_NAME)
-    found: list[tuple[os.DirEntry[str], os.stat_result]] = []
-    with os.scandir(path) as entries:
-        for entry in entries:
-            if is_own_file_name(entry.name) and entry.name not in named:
-                with contextlib.suppress(FileNotFoundError):
-                    found.append((entry, entry.stat(follow_symlinks=False)))
-    last_change: dict[SaveId | str, float] = {}
-    for entry, status in found:
-        save = save_id_in_name(entry.name) or entry.name
-        last_change[save] = max(last_change.get(save, 0.0), changed_at(status))
-    now = time.time()
-    return [
-        UnnamedFile(path / name, status.st_size, now - last_change[save_id_in_name(name) or name])
-        for name, status in sorted((entry.name, status) for entry, status in found)
-    ]
-
-
-def _named_by(manifest_path: Path) -> set[str]:
-    try:
-        manifest = Manifest.decode(manifest_path.read_bytes(), os.fspath(manifest_path))
-    except (OSError, FormatError):
-        return set()
-    return manifest.names
 
 
 def _link_targets(root: Path) -> dict[str, str]:
@@ -198,7 +208,7 @@ def _link_to(one: Iteration, linked: dict[str, str]) -> str | None:
     return f"the link {names[0]} points to it" if names else None
 
 
-def _complaint(one: Iteration) -> str | None:
+def _complaint(one: Iteration, others: OtherFormats) -> str | None:
     """Returns why the rules do not apply to this directory, or None."""
     if one.path.is_symlink():
         return "a link"
@@ -208,26 +218,30 @@ def _complaint(one: Iteration) -> str | None:
         is_empty = not any(one.path.iterdir())
     except OSError as error:
         return f"{_UNREADABLE}{error.strerror}"
-    if one.format != BACKEND and not is_empty:  # an empty one may be what a kill has left
-        return "not a datastates checkpoint"
-    return _damage(one.path) if one.complete else None
+    if one.format != BACKEND and one.format not in others and not is_empty:  # empty: what a kill has left
+        return f"its format is {one.format}"
+    if not one.complete:
+        return None
+    try:
+        return (_damage if one.format == BACKEND else others[one.format].find_fault)(one.path)
+    except (DataStatesError, OSError) as error:
+        return f"{_UNREADABLE}{error}" if is_denied(error) else "damaged: see datastates verify"
 
 
 def _damage(path: Path) -> str | None:
     """Returns what is damaged, as far as it shows without reading data; files of Megatron's are read."""
-    try:
-        checkpoint = Checkpoint.open(path)
-        sizes = {entry.name: entry.bytes for entry in checkpoint.manifest.files}
-        if any((path / name).stat().st_size != size for name, size in sizes.items()):
-            return "damaged: see datastates verify"
-        for other in checkpoint.manifest.others:
-            checkpoint.read_other(other.name)
-    except (DataStatesError, OSError) as error:
-        return f"{_UNREADABLE}{error}" if is_denied(error) else "damaged: see datastates verify"
+    checkpoint = Checkpoint.open(path)
+    sizes = {entry.name: entry.bytes for entry in checkpoint.manifest.files}
+    if any((path / name).stat().st_size != size for name, size in sizes.items()):
+        return "damaged: see datastates verify"
+    for other in checkpoint.manifest.others:
+        checkpoint.read_other(other.name)
     return None
 
 
-def _reason(one: Iteration, whole: list[int], tracked: int | None, rules: RetentionRules) -> str | None:
+def _reason(
+    one: Iteration, whole: list[int], tracked: int | None, rules: RetentionRules, others: OtherFormats
+) -> str | None:
     """Returns why this is kept, or None. `whole`: complete iterations, ascending."""
     if one.number == tracked:
         return "the tracker names it"
@@ -235,6 +249,9 @@ def _reason(one: Iteration, whole: list[int], tracked: int | None, rules: Retent
         is_left_over = whole and tracked is not None and one.number < min(whole[-1], tracked)
         if not is_left_over:
             return "incomplete: its save may be under way"
+        if one.format in others:
+            index = others[one.format].index_name
+            return f"only metadata.json is missing, beside {index}" if (one.path / index).exists() else None
         return "its manifest is lost: see datastates repair" if _may_be_whole(one.path) else None
     if one.number == whole[-1]:
         return "the newest complete one"
@@ -254,6 +271,7 @@ def _may_be_whole(path: Path) -> bool:
 def prune(
     root: str | os.PathLike[str],
     rules: RetentionRules,
+    others: OtherFormats = NO_OTHERS,
     *,
     progress: Callable[[Iteration], None] = lambda removed: None,
     stays: Callable[[Iteration, str], None] = lambda one, why: None,
@@ -268,14 +286,17 @@ def prune(
         DataStatesError: as `plan_prune`.
     """
     points, gone = Faults(faults), []
-    for one in plan_prune(root, rules).removed:
+    for one in plan_prune(root, rules, others).removed:
+        index_name = others[one.format].index_name if one.format in others else MANIFEST_NAME
         try:
-            names, manifest = _listed(one.path), _content(one.path / MANIFEST_NAME)
-            if one not in plan_prune(root, rules).removed:
+            removal = _Removal(one.path, index_name, points)
+            if one not in plan_prune(root, rules, others).removed:
                 continue
-            why = _remove(one.path, names, manifest, points)
+            why = removal.run()
         except OSError as error:
-            raise StorageError(f"{one.path} was not removed: {error}. {_state(one.path)}") from error
+            raise StorageError(
+                f"{one.path} was not removed: {error}. {_state(one.path / index_name)}"
+            ) from error
         if why is not None:
             stays(one, why)
             continue
@@ -284,23 +305,78 @@ def prune(
     return gone
 
 
-def _state(path: Path) -> str:
-    return "It is still complete" if (path / MANIFEST_NAME).exists() else "It is not a checkpoint any more"
+def _state(index: Path) -> str:
+    return "It is still complete" if index.exists() else "It is not a checkpoint any more"
 
 
-def _listed(path: Path) -> list[str]:
+class _Removal:
+    """Removes one directory. Step 1 of the protocol is making this.
+
+    Args:
+        index_name: the file without which the directory is no checkpoint: our manifest, or DCP's index.
+    """
+
+    def __init__(self, path: Path, index_name: str, faults: Faults) -> None:
+        self._path, self._index, self._faults = path, path / index_name, faults
+        self._is_ours = index_name == MANIFEST_NAME
+        self._listed = _listed(path)
+        self._content = content_of(self._index)
+        self._seen = {*self._listed, REMOVAL_NAME}
+
+    def run(self) -> str | None:
+        """Does steps 2 to 4 for what was listed and read in step 1; returns why the rest stays."""
+        self._faults.point("remove manifest")
+        if _rename(self._index) and content_of(self._path / REMOVAL_NAME) != self._content:
+            _put_back(self._index)
+            return "a save has published into it meanwhile"
+        self._faults.point("sync removal of manifest")
+        sync_directory(self._path)
+        for name in [name for name in self._listed if name not in (self._index.name, REMOVAL_NAME)]:
+            self._faults.point("remove file")
+            if self._is_overwritten(name):
+                return "the old checkpoint is gone; a save into it has begun meanwhile"
+            if (self._is_ours and is_own_file_name(name)) or not self._has_begun():
+                _remove_entry(self._path / name)
+        if REMOVAL_NAME in self._listed or self._content is not None:
+            self._faults.point("remove file")
+            _remove_entry(self._path / REMOVAL_NAME)
+        self._faults.point("remove directory")
+        try:
+            self._path.rmdir()
+        except OSError:
+            if self._has_begun():
+                return "the old checkpoint is gone; a save into it has begun meanwhile"
+            raise
+        sync_directory(self._path.parent)
+        return None
+
+    def _is_overwritten(self, name: str) -> bool:
+        """Returns whether a file of another format, whose name a save uses again, is another one by now."""
+        return not self._is_ours and _status(self._path / name) not in (None, self._listed[name])
+
+    def _has_begun(self) -> bool:
+        """Returns whether a save has made files since the directory was listed; they have new names."""
+        names = set(os.listdir(self._path))
+        if self._index.name in names:
+            return True
+        return any(is_own_file_name(name) or not self._is_ours for name in names - self._seen)
+
+
+def _listed(path: Path) -> dict[str, _Status | None]:
     """Returns the names to remove, in order; none if another call has removed the directory."""
     try:
-        return sorted(os.listdir(path), key=_turn)
+        return {name: _status(path / name) for name in sorted(os.listdir(path), key=_turn)}
     except FileNotFoundError:
-        return []
+        return {}
 
 
-def _content(path: Path) -> bytes | None:
+def _status(path: Path) -> _Status | None:
+    """Returns what shows that a file was not written to again; None if it is gone."""
     try:
-        return path.read_bytes()
+        found = path.lstat()
     except FileNotFoundError:
         return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _turn(name: str) -> tuple[bool, bool, str]:
@@ -308,58 +384,26 @@ def _turn(name: str) -> tuple[bool, bool, str]:
     return (name == REMOVAL_NAME, is_own_file_name(name), name)
 
 
-def _remove(path: Path, names: Sequence[str], manifest: bytes | None, faults: Faults) -> str | None:
-    """Steps 2 to 4 of the protocol, for what was listed and read in step 1; returns why the rest stays."""
-    faults.point("remove manifest")
-    if _rename_manifest(path) and _content(path / REMOVAL_NAME) != manifest:
-        _put_back(path)
-        return "a save has published into it meanwhile"
-    faults.point("sync removal of manifest")
-    sync_directory(path)
-    seen = {*names, REMOVAL_NAME}
-    for name in [name for name in names if name not in (MANIFEST_NAME, REMOVAL_NAME)]:
-        faults.point("remove file")
-        if is_own_file_name(name) or not _has_begun(path, seen):
-            _remove_entry(path / name)
-    if REMOVAL_NAME in names or manifest is not None:
-        faults.point("remove file")
-        _remove_entry(path / REMOVAL_NAME)
-    faults.point("remove directory")
+def _rename(index: Path) -> bool:
     try:
-        path.rmdir()
-    except OSError:
-        if _has_begun(path, seen):
-            return "the old checkpoint is gone; a save into it has begun meanwhile"
-        raise
-    sync_directory(path.parent)
-    return None
-
-
-def _rename_manifest(path: Path) -> bool:
-    try:
-        (path / MANIFEST_NAME).rename(path / REMOVAL_NAME)
+        index.rename(index.with_name(REMOVAL_NAME))
     except FileNotFoundError:
         return False
     return True
 
 
-def _put_back(path: Path) -> None:
-    """Renames the manifest back, unless a newer one is in its place, which a link never replaces."""
+def _put_back(index: Path) -> None:
+    """Renames the index back, unless a newer one is in its place, which a link never replaces."""
+    removed = index.with_name(REMOVAL_NAME)
     try:
-        os.link(path / REMOVAL_NAME, path / MANIFEST_NAME)
+        os.link(removed, index)
     except FileExistsError:
         pass
     except OSError:  # a file system without links
-        if not (path / MANIFEST_NAME).exists():
-            (path / REMOVAL_NAME).rename(path / MANIFEST_NAME)
-    (path / REMOVAL_NAME).unlink(missing_ok=True)
-    sync_directory(path)
-
-
-def _has_begun(path: Path, seen: set[str]) -> bool:
-    """Returns whether a save has made files since the directory was listed; they have new names."""
-    names = set(os.listdir(path))
-    return MANIFEST_NAME in names or any(is_own_file_name(name) for name in names - seen)
+        if not index.exists():
+            removed.rename(index)
+    removed.unlink(missing_ok=True)
+    sync_directory(index.parent)
 
 
 def _remove_entry(path: Path) -> None:
@@ -367,39 +411,3 @@ def _remove_entry(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def remove_left_overs(
-    left_overs: Sequence[UnnamedFile], min_age_seconds: float = MIN_AGE_SECONDS, *, faults: str = ""
-) -> list[UnnamedFile]:
-    """Removes what `PrunePlan.left_overs` lists, unless it has changed since; returns what is gone.
-
-    Raises:
-        StorageError: something cannot be removed. What was removed before stays so.
-    """
-    points, gone = Faults(faults), []
-    for directory in dict.fromkeys(file.path.parent for file in left_overs):
-        try:
-            manifest = _content(directory / MANIFEST_NAME)
-            still = {file.path for file in _unnamed(directory) if file.age_seconds >= min_age_seconds}
-            sync_directory(directory)
-            for file in left_overs:
-                if file.path.parent == directory and file.path in still:
-                    points.point("look at left-over")
-                    if _may_go(file.path, manifest, min_age_seconds):
-                        points.point("remove left-over")
-                        file.path.unlink()
-                        gone.append(file)
-        except OSError as error:
-            raise StorageError(f"left-overs were not removed from {directory}: {error}") from error
-    return gone
-
-
-def _may_go(path: Path, manifest: bytes | None, min_age_seconds: float) -> bool:
-    """Returns, right before a removal, whether the manifest is unchanged and the file is old enough."""
-    if manifest is None or _content(path.parent / MANIFEST_NAME) != manifest:
-        return False
-    try:
-        return time.time() - changed_at(path.lstat()) >= min_age_seconds
-    except FileNotFoundError:
-        return False

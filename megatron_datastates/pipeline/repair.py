@@ -44,6 +44,7 @@ from megatron_datastates.format.directory import (
     COMMON_FILE,
     COMMON_STATE_KEY,
     METADATA_NAME,
+    REMOVAL_NAME,
     iteration_in_name,
 )
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
@@ -58,7 +59,6 @@ from megatron_datastates.format.values import (
     save_id_in_name,
 )
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.prune import REMOVAL_NAME
 from megatron_datastates.pipeline.runs import metadata_members, stored_backend
 from megatron_datastates.pipeline.verify import Progress, extra_names, verify_checkpoint
 from megatron_datastates.providers.members import check_archive

@@ -10,16 +10,11 @@ import torch
 
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError
+from megatron_datastates.format.directory import REMOVAL_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline import presence
-from megatron_datastates.pipeline.prune import (
-    REMOVAL_NAME,
-    RetentionRules,
-    _put_back,
-    plan_prune,
-    prune,
-    remove_left_overs,
-)
+from megatron_datastates.pipeline.left_overs import remove_left_overs
+from megatron_datastates.pipeline.prune import RetentionRules, _put_back, plan_prune, prune
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.repair import repair
 from tests.unit.pruning import NUMBERS, age, complete, lose, place, put, reasons, removed
@@ -217,7 +212,7 @@ def test_a_manifest_that_was_taken_is_put_back_but_not_over_a_newer_one(root):
     for newer in (b"newer", None):
         (path / REMOVAL_NAME).write_bytes(b"taken")
         (path / MANIFEST_NAME).write_bytes(newer) if newer else (path / MANIFEST_NAME).unlink()
-        _put_back(path)
+        _put_back(path / MANIFEST_NAME)
         assert (path / MANIFEST_NAME).read_bytes() == (newer or b"taken")
         assert not (path / REMOVAL_NAME).exists()
 

@@ -22,7 +22,7 @@ from megatron_datastates.config import MIB, Options
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
-from megatron_datastates.pipeline import prune
+from megatron_datastates.pipeline import left_overs, prune
 from tests.faults.campaign import oracle
 
 POLL_SECONDS = 0.003
@@ -164,7 +164,7 @@ def write_verdict(note: Notes, event: str, number: int, verdict: oracle.Verdict)
 def sweep(root: Path) -> None:
     """Removes what killed saves have left; no save is alive."""
     plan = prune.plan_prune(root, prune.RetentionRules(keep_last=1000, min_age_seconds=0.0))
-    prune.remove_left_overs(plan.left_overs, 0.0)
+    left_overs.remove_left_overs(plan.left_overs, 0.0)
 
 
 def prune_until_killed(recipe: dict[str, Any], folder: str) -> None:
@@ -175,7 +175,7 @@ def prune_until_killed(recipe: dict[str, Any], folder: str) -> None:
         try:
             for one in prune.prune(root, rules, faults=recipe["plan"]):
                 note("removed", one.number, 0)
-            prune.remove_left_overs(prune.plan_prune(root, rules).left_overs)
+            left_overs.remove_left_overs(prune.plan_prune(root, rules).left_overs)
         except DataStatesError as error:
             note("prune refused", 0, 0, str(error))
         except OSError as error:

@@ -1,0 +1,119 @@
+"""Files that killed saves have left beside a checkpoint that is kept, and their removal.
+
+Left-overs are in the directory of a complete checkpoint that is kept: data files, indexes and temporary
+files of saves that its manifest does not name. They are removed if nothing of their save is younger than
+MIN_AGE_SECONDS:
+  1. read the manifest, then sync the directory: a crash must not bring back an older one that names them;
+  2. right before each file is removed, check again that the manifest is the same, and how old the file is.
+A save checks before and after it writes its manifest that all its files are there. So a save that was
+silent for longer than MIN_AGE_SECONDS and continues just then fails rather than lose files unseen (except
+between the check of step 2 and the removal). Ages are by this machine's clock and the file system's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_datastates.engine.atomic_files import sync_directory
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import FormatError, StorageError
+from megatron_datastates.files import changed_at
+from megatron_datastates.format.directory import REMOVAL_NAME
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name, save_id_in_name
+
+MIN_AGE_SECONDS = 3600.0  # of files that no manifest names, before they count as left by a save that is dead
+
+
+@dataclasses.dataclass(frozen=True)
+class UnnamedFile:
+    """A file in our format that no manifest names."""
+
+    path: Path
+    bytes: int
+    age_seconds: float  # of the youngest file of its save in its directory
+
+
+def age_text(seconds: float) -> str:
+    """Returns an age for people. An age below 0, by the clock of another machine, counts as 0 s."""
+    for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{max(seconds, 0.0):.0f} s"
+
+
+def unnamed_files(path: Path) -> list[UnnamedFile]:
+    """Returns the files in our format that a directory's manifest does not name; all if it has none."""
+    named = {REMOVAL_NAME} | _named_by(path / MANIFEST_NAME)
+    found: list[tuple[os.DirEntry[str], os.stat_result]] = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if is_own_file_name(entry.name) and entry.name not in named:
+                with contextlib.suppress(FileNotFoundError):
+                    found.append((entry, entry.stat(follow_symlinks=False)))
+    last_change: dict[SaveId | str, float] = {}
+    for entry, status in found:
+        save = save_id_in_name(entry.name) or entry.name
+        last_change[save] = max(last_change.get(save, 0.0), changed_at(status))
+    now = time.time()
+    return [
+        UnnamedFile(path / name, status.st_size, now - last_change[save_id_in_name(name) or name])
+        for name, status in sorted((entry.name, status) for entry, status in found)
+    ]
+
+
+def _named_by(manifest_path: Path) -> set[str]:
+    try:
+        manifest = Manifest.decode(manifest_path.read_bytes(), os.fspath(manifest_path))
+    except (OSError, FormatError):
+        return set()
+    return manifest.names
+
+
+def content_of(path: Path) -> bytes | None:
+    """Returns the bytes of a file; None if it is missing."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def remove_left_overs(
+    left_overs: Sequence[UnnamedFile], min_age_seconds: float = MIN_AGE_SECONDS, *, faults: str = ""
+) -> list[UnnamedFile]:
+    """Removes what `PrunePlan.left_overs` lists, unless it has changed since; returns what is gone.
+
+    Raises:
+        StorageError: something cannot be removed. What was removed before stays so.
+    """
+    points, gone = Faults(faults), []
+    for directory in dict.fromkeys(file.path.parent for file in left_overs):
+        try:
+            manifest = content_of(directory / MANIFEST_NAME)
+            still = {file.path for file in unnamed_files(directory) if file.age_seconds >= min_age_seconds}
+            sync_directory(directory)
+            for file in left_overs:
+                if file.path.parent == directory and file.path in still:
+                    points.point("look at left-over")
+                    if _may_go(file.path, manifest, min_age_seconds):
+                        points.point("remove left-over")
+                        file.path.unlink()
+                        gone.append(file)
+        except OSError as error:
+            raise StorageError(f"left-overs were not removed from {directory}: {error}") from error
+    return gone
+
+
+def _may_go(path: Path, manifest: bytes | None, min_age_seconds: float) -> bool:
+    """Returns, right before a removal, whether the manifest is unchanged and the file is old enough."""
+    if manifest is None or content_of(path.parent / MANIFEST_NAME) != manifest:
+        return False
+    try:
+        return time.time() - changed_at(path.lstat()) >= min_age_seconds
+    except FileNotFoundError:
+        return False
