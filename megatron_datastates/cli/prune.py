@@ -38,6 +38,13 @@ def prune(
     keep_every: Annotated[
         int | None, typer.Option(metavar="N", help="Keep every iteration that is a multiple of N.")
     ] = None,
+    drop_optimizer: Annotated[
+        bool,
+        typer.Option(
+            "--drop-optimizer",
+            help="Remove no checkpoint, but only the optimizer's state of those that would be removed.",
+        ),
+    ] = False,
     min_age: Annotated[
         float,
         typer.Option(
@@ -58,11 +65,19 @@ def prune(
     files that killed saves left and that no manifest names. If prune itself is killed, every remaining
     checkpoint is whole, and the next call removes the rest.
 
-    Exit codes: 0 removed, or listed; 2 it cannot be done.
+    With --drop-optimizer, checkpoints that would be removed keep their weights, bit for bit, and all else but
+    the optimizer's state; Megatron loads them with --no-load-optim. Each is rewritten in its own directory,
+    which needs space for its weights, and becomes the new one at once.
+
+    Exit codes: 0 removed, or listed; 1 --drop-optimizer could not rewrite a checkpoint; 2 it cannot be done.
 
     \b
     Example: datastates prune runs/gpt --keep-last 3 --keep-every 1000 --yes
+
+    \b
+    Example: datastates prune runs/gpt --keep-last 3 --drop-optimizer --yes
     """
+    from megatron_datastates.cli.weights import drop_all, finish_drops
     from megatron_datastates.pipeline.left_overs import remove_left_overs
     from megatron_datastates.pipeline.prune import RetentionRules, plan_prune
     from megatron_datastates.pipeline.runs import stored_bytes
@@ -71,7 +86,11 @@ def prune(
         cannot(OptionError("give --keep-last N, --keep-every N, or both: prune needs to know what to keep"))
     try:
         rules = RetentionRules(keep_last, keep_every, min_age * 60)
-        plan = plan_prune(root, rules, _formats())
+        if yes:
+            finish_drops(root)
+        if drop_optimizer:
+            raise typer.Exit(drop_all(root, rules, other_formats(), yes, as_json))
+        plan = plan_prune(root, rules, other_formats())
         sizes = {one.path: stored_bytes(one.path) for one in plan.removed}
         if not as_json:
             _print_plan(plan, sizes, yes)
@@ -90,7 +109,7 @@ def prune(
         say("Nothing was removed. Add --yes to remove.")
 
 
-def _formats() -> OtherFormats:
+def other_formats() -> OtherFormats:
     """Returns what prune needs to know of torch_dist."""
     from megatron_datastates.convert.look import fault_of_torch_dist
     from megatron_datastates.pipeline.prune import OtherFormat
@@ -106,7 +125,7 @@ def _prune_with_progress(root: Path, rules: RetentionRules, sizes: dict[Path, in
         return prune_run(
             root,
             rules,
-            _formats(),
+            other_formats(),
             progress=lambda one: progress.advance(task, sizes.get(one.path, 0)),
             stays=lambda one, why: note(f"keep  {one.path}  ({why})"),
         )

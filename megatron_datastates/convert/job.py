@@ -13,7 +13,6 @@ before any begins the next.
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -21,10 +20,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from megatron_datastates.config import MIB, Options
+from megatron_datastates.config import MIB
 from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.planning import Plan
-from megatron_datastates.convert.sinks.datastates import DataStatesSink
+from megatron_datastates.convert.sinks.datastates import DataStatesSink, engine_options
 from megatron_datastates.convert.sinks.sink import Progress, Sink
 from megatron_datastates.convert.sinks.target import made_parents, named_as, sync_tree
 from megatron_datastates.convert.sinks.torch_dist import TorchDistSink
@@ -91,8 +90,6 @@ def _sink(plan: Plan, limits: Limits, save_id: SaveId, progress: Progress) -> Si
     window = limits.window_bytes(len(plan.files))
     if plan.format == TorchDistSink.format:
         return TorchDistSink(plan.source, plan.work_directory, window, progress)
-    options = dataclasses.replace(Options.from_environment(), staging_memory=0, slot_size=MIB)
-    options = dataclasses.replace(options, staging_memory=limits.staging_bytes)
     return DataStatesSink(
         plan.source,
         plan.work_directory,
@@ -100,7 +97,7 @@ def _sink(plan: Plan, limits: Limits, save_id: SaveId, progress: Progress) -> Si
         progress,
         save_id=save_id,
         world_size=len(plan.files),
-        options=options,
+        options=engine_options(limits.staging_bytes),
     )
 
 

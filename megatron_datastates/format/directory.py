@@ -18,6 +18,7 @@ OPTIMIZER_MAPS_NAME = "datastates-optimizer-maps.json"  # ours, in a converted c
 INTEGRITY_NAME = "integrity.json"  # Megatron's hashes of a checkpoint's files
 TRACKER_NAME = "latest_checkpointed_iteration.txt"  # Megatron's, beside the iterations of a run
 REMOVAL_NAME = ".datastates-removal.tmp"  # what was the manifest, or the index, of what prune removes
+JOURNAL_NAME = ".datastates-weights.tmp"  # what prune --drop-optimizer makes and replaces in a directory
 COMMON_FILE = "common.pt"  # of Megatron before 0.19; beside a common_state object it is a left-over
 COMMON_STATE_KEY = "common_state/shard_0_1"  # the same as an object
 # What a checkpoint of torch_dist consists of: not part of one that is published over it.

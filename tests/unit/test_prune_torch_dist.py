@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_datastates.cli.prune import _formats
+from megatron_datastates.cli.prune import other_formats
 from megatron_datastates.convert import look
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import REMOVAL_NAME
@@ -23,7 +23,7 @@ from tests.unit.pruning import age, place
 from tests.unit.trained import TRACKER, save_trained
 
 NUMBERS = [100, 200, 300, 400]
-FORMATS = _formats()
+FORMATS = other_formats()
 KEEP_ONE = RetentionRules(keep_last=1)
 
 
@@ -166,9 +166,9 @@ def test_a_kill_leaves_whole_checkpoints_and_remains_that_the_next_call_removes(
 ) -> None:
     shutil.rmtree(place(root, 200))
     code = (
-        "import sys; from megatron_datastates.cli.prune import _formats\n"
+        "import sys; from megatron_datastates.cli.prune import other_formats\n"
         "from megatron_datastates.pipeline.prune import RetentionRules, prune\n"
-        f"prune(sys.argv[1], RetentionRules(keep_last=2), _formats(), faults='{point}:{nth}:kill')"
+        f"prune(sys.argv[1], RetentionRules(keep_last=2), other_formats(), faults='{point}:{nth}:kill')"
     )
     done = subprocess.run([sys.executable, "-c", code, root], check=False)
     assert done.returncode == -signal.SIGKILL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_datastates.config import Options
+from megatron_datastates.config import MIB, Options
 from megatron_datastates.convert.sinks.sink import Bytes, Progress, Sink
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
@@ -71,6 +72,12 @@ class _Stream:
             raise AssertionError("the stream is longer than its entry says")
 
 
+def engine_options(staging_bytes: int) -> Options:
+    """Returns the options of an engine that writes within this much staging memory."""
+    options = dataclasses.replace(Options.from_environment(), staging_memory=0, slot_size=MIB)
+    return dataclasses.replace(options, staging_memory=staging_bytes)
+
+
 class DataStatesSink(Sink):
     """See Sink.
 
@@ -97,8 +104,12 @@ class DataStatesSink(Sink):
         self._faults = Faults(options.faults)
         self._check = partial(check_stored, trust=options.trust_objects)
 
-    def write(self, number: int, contents: RankContents) -> WrittenFile:
-        """See Sink. Raises UnsafeObjectError for an object that loading would refuse."""
+    def write(self, number: int, contents: RankContents, group: int = 0) -> WrittenFile:
+        """See Sink. Raises UnsafeObjectError for an object that loading would refuse.
+
+        Args:
+            group: which of the rank's data files it is.
+        """
         if not isinstance(self.source, DataStatesSource):
             for key in contents.objects:
                 self._check(self.source.read_object(key), key)
@@ -112,21 +123,22 @@ class DataStatesSink(Sink):
         ]
         tail, end = self._place_tail(contents, layout.tensor_end)
         streams = {key: _Stream(self.source.open_stream(key)) for key in contents.streams}
-        path = self.directory / self._save_id.data_file_name(number)
+        path = self.directory / self._save_id.data_file_name(number, group)
         file = StreamedFile(self._engine, path, end)
         try:
-            header = Header(self._save_id, number, self._world_size).encode()
+            header = Header(self._save_id, number, self._world_size, group=group).encode()
             for window in self._windows([*placed, *tail], streams, header, end):
                 file.put(window)
             for stream in streams.values():
                 stream.close()
-            footer = self._footer(number, layout, tail, end, file.checksums())
+            footer = self._footer((number, group), layout, tail, end, file.checksums())
             file.finish(footer)
         except BaseException:  # including an interrupt
             file.remove()
             raise
         _, _, crc = decode_trailer(footer[-TRAILER_BYTES:], path.name)
-        return WrittenFile(FileEntry(path.name, number, end + len(footer), end, crc), layout.index)
+        entry = FileEntry(path.name, number, end + len(footer), end, crc, group=group)
+        return WrittenFile(entry, layout.index)
 
     def _place_tail(self, contents: RankContents, begin: int) -> tuple[list[_Placed], int]:
         named = [(Kind.OBJECT, key, self.source.object_bytes(key)) for key in contents.objects]
@@ -167,14 +179,15 @@ class DataStatesSink(Sink):
         return sum(part.size for part in ranges)
 
     def _footer(
-        self, number: int, layout: Layout, tail: Sequence[_Placed], end: int, checksums: bytes
+        self, place: tuple[int, int], layout: Layout, tail: Sequence[_Placed], end: int, checksums: bytes
     ) -> bytes:
         entries = [
             TailEntry(one.kind, one.key, one.offset, one.size, one.size, sha256=self._sha256(one))
             for one in tail
         ]
+        rank, group = place
         return Footer(
-            self._save_id, number, self._world_size, end, layout.digest, entries, checksums
+            self._save_id, rank, self._world_size, end, layout.digest, entries, checksums, group=group
         ).encode()
 
     def _sha256(self, placed: _Placed) -> bytes:

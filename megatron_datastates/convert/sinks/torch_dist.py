@@ -6,8 +6,8 @@ import itertools
 import os
 import pickle
 import uuid
-from collections.abc import Sequence
-from typing import BinaryIO
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -68,24 +68,31 @@ class TorchDistSink(Sink):
             self.progress(fragment.bytes)
 
     def publish(self, written: Sequence[Written]) -> None:
-        records = {(key, number): record for part in written for key, number, record in part}
-        entries = {key: _tensor_metadata(entry) for key, entry in self.source.tensors.items()}
-        objects = {key: BytesStorageMetadata() for key, number in records if number is None}
-        metadata = Metadata(
-            entries | objects,
-            planner_data=self.source.planner_data,
-            storage_data=_storage_data(records, entries),
-            storage_meta=StorageMeta(checkpoint_id=None, save_id=str(uuid.uuid4())),
-        )
-        if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # not so in torch 2.6
-            metadata.version = filesystem.CURRENT_DCP_VERSION
-        index = pickle.dumps(metadata)
+        index = encode_index(self.source.tensors, written, self.source.planner_data)
         write_synced(self.directory / TORCH_DIST_INDEX, index)
         maps = {key: self.source.read_object(key) for key in filter(is_optimizer_map, self.source.objects)}
         if maps:
             write_synced(self.directory / OPTIMIZER_MAPS_NAME, encode_maps(maps, index))
         self.write_metadata()
         sync_directory(self.directory)
+
+
+def encode_index(
+    tensors: Mapping[str, SourceTensor], written: Iterable[Written], planner_data: Any = None
+) -> bytes:
+    """Returns the bytes of `.metadata` for these tensors, and for the objects that were written."""
+    records = {(key, number): record for part in written for key, number, record in part}
+    entries = {key: _tensor_metadata(entry) for key, entry in tensors.items()}
+    objects = {key: BytesStorageMetadata() for key, number in records if number is None}
+    metadata = Metadata(
+        entries | objects,
+        planner_data=planner_data,
+        storage_data=_storage_data(records, entries),
+        storage_meta=StorageMeta(checkpoint_id=None, save_id=str(uuid.uuid4())),
+    )
+    if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # not so in torch 2.6
+        metadata.version = filesystem.CURRENT_DCP_VERSION
+    return pickle.dumps(metadata)
 
 
 def _storage_data(

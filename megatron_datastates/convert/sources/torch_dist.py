@@ -11,7 +11,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -218,6 +218,14 @@ class TorchDistSource(Source):
             RankContents([(key, n) for _, _, key, n in sorted(fragments[rank])], objects[rank])
             for rank in sorted(fragments.keys() | objects.keys())
         ]
+
+    def records(self) -> Iterator[tuple[str, int | None, Record]]:
+        """Yields the key, number and place of each fragment; of each object, with None for the number."""
+        for key, entry in self._tensors.items():
+            for n in range(len(entry.records)):
+                yield key, n, self._place(key, n)
+        for key, record in self._objects.items():
+            yield key, None, record
 
     def _open(self, name: str) -> BinaryIO:
         try:

@@ -1,0 +1,104 @@
+"""datastates prune --drop-optimizer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_datastates.cli.shared import counted, note, progress_bar, say, size_text
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.format.directory import iteration_in_name
+
+if TYPE_CHECKING:
+    from megatron_datastates.convert.weights_only import DropPlan
+    from megatron_datastates.pipeline.prune import OtherFormats, RetentionRules
+    from megatron_datastates.pipeline.runs import Iteration
+
+
+def finish_drops(root: Path) -> None:
+    """Removes what killed calls have left beside whole checkpoints. Raises what finish_drop does."""
+    from megatron_datastates.format.directory import JOURNAL_NAME
+
+    for journal in sorted(root.glob(f"*/{JOURNAL_NAME}")):
+        if iteration_in_name(journal.parent.name) is not None and not journal.parent.is_symlink():
+            from megatron_datastates.convert.weights_only import finish_drop
+
+            finish_drop(journal.parent)
+
+
+def drop_all(root: Path, rules: RetentionRules, others: OtherFormats, yes: bool, as_json: bool) -> int:
+    """Drops the optimizer's state of all checkpoints that the rules do not keep; returns the exit code.
+
+    A checkpoint that cannot be rewritten does not keep the others from it.
+
+    Raises:
+        DataStatesError: as plan_prune.
+    """
+    from megatron_datastates.pipeline.prune import plan_prune
+
+    plan, call = plan_prune(root, rules, others), _Call(yes, quiet=as_json)
+    for one, why in plan.kept:
+        call.keep(one, why)
+    for one in plan.removed:
+        if not one.complete:
+            call.keep(one, "incomplete: without --drop-optimizer, prune removes it")
+        elif yes and one not in plan_prune(root, rules, others).removed:
+            call.keep(one, "a save into it may be under way")
+        else:
+            call.drop(one)
+    if as_json:
+        print(json.dumps(call.found))
+    else:
+        call.print_summary()
+    return 1 if call.found["failed"] else 0
+
+
+class _Call:
+    """What one call does, line by line."""
+
+    def __init__(self, yes: bool, quiet: bool) -> None:
+        self._yes, self._say = yes, (lambda text: None) if quiet else say
+        self.found: dict[str, list[dict[str, Any]]] = {"dropped": [], "kept": [], "failed": []}
+
+    def keep(self, one: Iteration, why: str) -> None:
+        self._say(f"keep  {one.path}  ({why})")
+        self.found["kept"].append({"iteration": one.number, "path": str(one.path), "why": why})
+
+    def drop(self, one: Iteration) -> None:
+        """Drops the optimizer's state of one checkpoint, or says what that would free."""
+        from megatron_datastates.convert.weights_only import plan_drop
+        from megatron_datastates.pipeline.runs import stored_bytes
+
+        before = stored_bytes(one.path)
+        try:
+            plan = plan_drop(one.path)
+            if plan is None:
+                self.keep(one, "it has no optimizer state")
+                return
+            freed = self._carry_out(plan) if self._yes else plan.dropped_bytes
+        except (DataStatesError, OSError) as error:
+            note(f"{one.path}: not changed: {error}")
+            self.found["failed"].append({"iteration": one.number, "path": str(one.path), "why": str(error)})
+            return
+        verb = "dropped the optimizer of" if self._yes else "would drop the optimizer of"
+        self._say(f"{verb}  {one.path}  {size_text(freed)} of {size_text(before)}")
+        self.found["dropped"].append(
+            {"iteration": one.number, "path": str(one.path), "bytes": before, "freed": freed}
+        )
+
+    def _carry_out(self, plan: DropPlan) -> int:
+        from megatron_datastates.convert.weights_only import drop_optimizer
+
+        with progress_bar("rewriting") as bar:
+            task = bar.add_task("", total=plan.written_bytes)
+            return drop_optimizer(plan, progress=lambda done: bar.advance(task, done))
+
+    def print_summary(self) -> None:
+        dropped, failed = self.found["dropped"], self.found["failed"]
+        freed = size_text(sum(one["freed"] for one in dropped))
+        of = f"{len(dropped)} of {counted(sum(map(len, self.found.values())), 'checkpoint')}"
+        lacking = f", {len(failed)} not changed" if failed else ""
+        say(f"{'freed' if self._yes else 'would free'} {freed} in {of}{lacking}")
+        if dropped and not self._yes:
+            say("Nothing was changed. Add --yes to drop.")

@@ -1,0 +1,240 @@
+"""Drops the optimizer's state from a checkpoint: what stays is rewritten in its own directory.
+
+Protocol:
+  1. write the journal, which names what will be made and what will be replaced, and lock it;
+  2. write data files of what stays, under names that are new; a file that holds no optimizer state stays;
+  3. once these are durable, replace the index (the manifest, or `.metadata`) by renaming: until then the
+     checkpoint is the old one, from then on the new one, and both are whole;
+  4. remove what the index does not name of what the journal names; then the journal.
+A call that finds a journal does step 4 first. So a kill leaves a whole checkpoint, and the next call removes
+what is left beside it. Whether a rule lets a checkpoint be rewritten at all: pipeline/prune.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_datastates.convert.limits import Limits
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.parts import is_weight
+from megatron_datastates.convert.rewriting import Rewriting, names_in_index, rewriting_of
+from megatron_datastates.convert.sinks.sink import Progress, write_synced
+from megatron_datastates.convert.sources.source import RankContents, Source
+from megatron_datastates.convert.workers import Workers
+from megatron_datastates.engine.atomic_files import sync_directory
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import FormatError, OptionError, StorageError
+from megatron_datastates.files import DOCUMENT_BYTES, read_regular
+from megatron_datastates.format.directory import JOURNAL_NAME
+from megatron_datastates.format.values import SaveId, is_optimizer_map, save_id_in_name
+from megatron_datastates.pipeline.runs import stored_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class DropPlan:
+    """What is dropped from a checkpoint, and what has to be written for that."""
+
+    source: Source
+    save_id: SaveId
+    kept: list[RankContents]  # what stays of each data file
+    changed: list[int]  # numbers of the files that do not stay as they are
+    dropped_bytes: int  # of tensors and objects
+
+    @property
+    def written(self) -> list[int]:
+        """Returns the numbers of the files that are written anew: what would hold nothing is left out."""
+        return [n for n in self.changed if _holds_anything(self.kept[n])]
+
+    @property
+    def written_bytes(self) -> int:
+        """Returns the bytes of tensors that are written anew."""
+        return sum(self.source.fragment(*one).bytes for n in self.written for one in self.kept[n].fragments)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Journal:
+    """The names in a directory that a rewriting makes and replaces."""
+
+    format: str
+    save_id: str
+    made: list[str]
+    replaced: list[str]  # data files, which only the old index names
+    beside: list[str]  # other files that go with these
+
+
+def plan_drop(directory: Path) -> DropPlan | None:
+    """Plans to drop the optimizer's state of a checkpoint; returns None if it has none. Writes nothing.
+
+    Raises:
+        DataStatesError: it cannot be read, is damaged, or holds nothing else.
+    """
+    source = open_source(directory)
+    source.require_files()
+    save_id = SaveId(secrets.randbits(63), 1)
+    before = rewriting_of(source, save_id).contents
+    kept = [_weights_of(contents) for contents in before]
+    changed = {n for n, each in enumerate(kept) if each != before[n]}
+    if not changed:
+        return None
+    if not any(each.fragments for each in kept):
+        raise OptionError(f"{directory} holds no weights, only the optimizer's state")
+    changed |= _coupled(source, kept, changed)
+    return DropPlan(source, save_id, kept, sorted(changed), _dropped(source, before))
+
+
+def _coupled(source: Source, kept: list[RankContents], changed: set[int]) -> set[int]:
+    """Returns the files with encoded tensors if one of them is written anew: what is written is decoded."""
+    encoded = {key for key, entry in source.tensors.items() if getattr(entry, "encoded", False)}
+    holders = {n for n, each in enumerate(kept) if any(key in encoded for key, _ in each.fragments)}
+    return holders if holders & changed else set()
+
+
+def _weights_of(contents: RankContents) -> RankContents:
+    return RankContents(
+        [one for one in contents.fragments if is_weight(one[0])],
+        [key for key in contents.objects if is_weight(key) and not is_optimizer_map(key)],
+        [key for key in contents.streams if is_weight(key)],
+    )
+
+
+def _dropped(source: Source, contents: list[RankContents]) -> int:
+    fragments = [one for each in contents for one in each.fragments if not is_weight(one[0])]
+    objects = {key for each in contents for key in each.objects} - {
+        key for each in contents for key in _weights_of(each).objects
+    }
+    return sum(source.fragment(*one).bytes for one in fragments) + sum(map(source.object_bytes, objects))
+
+
+def _holds_anything(contents: RankContents) -> bool:
+    return bool(contents.fragments or contents.objects or contents.streams)
+
+
+def drop_optimizer(
+    plan: DropPlan,
+    limits: Limits = Limits(),  # noqa: B008 - immutable
+    progress: Progress = lambda bytes_done: None,
+    faults: str = "",
+) -> int:
+    """Carries out a plan; returns by how many bytes the directory is smaller.
+
+    Args:
+        progress: called with how many more bytes of tensors were written, from any thread.
+
+    Raises:
+        StorageError: another call is rewriting the checkpoint.
+        DataStatesError, OSError: it failed. The checkpoint is whole, and as it was unless its new index was
+            in place already.
+    """
+    directory, points = plan.source.directory, Faults(faults)
+    before = stored_bytes(directory)
+    with _locked_journal(directory):
+        workers = Workers(limits.worker_count(len(plan.written) or 1), progress)
+        files = rewriting_of(plan.source, plan.save_id, workers.progress)
+        points.point("write journal")
+        _write_journal(directory, _journal_of(plan, files))
+        try:
+            files.begin(limits, len(plan.written) or 1)
+            _rewrite(plan, files, workers, points)
+        except BaseException:  # including an interrupt
+            with contextlib.suppress(Exception):
+                _finish(directory, Faults(""))
+            raise
+        finally:
+            files.close()
+        _finish(directory, points)
+    return before - stored_bytes(directory)
+
+
+def _rewrite(plan: DropPlan, files: Rewriting, workers: Workers, points: Faults) -> None:
+    """Does steps 2 and 3."""
+
+    def write(number: int) -> Any:
+        points.point("write weights")
+        return files.write(number, plan.kept[number])
+
+    written = dict(workers.run(plan.written, write, files.close)) if plan.written else {}
+    sync_directory(plan.source.directory)
+    same = [n for n in range(len(plan.kept)) if n not in set(plan.changed)]
+    files.publish(written, same, points)
+
+
+def _journal_of(plan: DropPlan, files: Rewriting) -> _Journal:
+    return _Journal(
+        plan.source.format,
+        str(plan.save_id),
+        [files.new_name(n) for n in plan.written],
+        [files.names[n] for n in plan.changed],
+        files.beside,
+    )
+
+
+def finish_drop(directory: Path) -> bool:
+    """Removes what a call that was killed has left in a directory; returns whether there was anything.
+
+    Raises:
+        StorageError: a call that is not dead is rewriting the checkpoint.
+        DataStatesError, OSError: it cannot be read, or not be removed.
+    """
+    if not (directory / JOURNAL_NAME).exists():
+        return False
+    with _locked_journal(directory):
+        _finish(directory, Faults(""))
+    return True
+
+
+@contextlib.contextmanager
+def _locked_journal(directory: Path) -> Iterator[None]:
+    """Makes the journal, empty if there is none, and locks it; removes an empty one at the end."""
+    path = directory / JOURNAL_NAME
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StorageError(
+                f"another call is rewriting {directory}: wait until it has finished, or stop it"
+            ) from None
+        except OSError:  # this file system has no locks
+            pass
+        if os.fstat(descriptor).st_nlink == 0:
+            raise StorageError(f"another call has just rewritten {directory}: call again")
+        yield
+        if path.exists() and path.stat().st_size == 0:
+            path.unlink()
+    finally:
+        os.close(descriptor)
+
+
+def _write_journal(directory: Path, journal: _Journal) -> None:
+    write_synced(directory / JOURNAL_NAME, json.dumps(dataclasses.asdict(journal)).encode())
+    sync_directory(directory)
+
+
+def _finish(directory: Path, points: Faults) -> None:
+    """Does step 4: removes the new files if the old index is in place, else the old ones."""
+    try:
+        journal = _Journal(**json.loads(read_regular(directory / JOURNAL_NAME, DOCUMENT_BYTES)))
+    except (ValueError, TypeError, RecursionError):  # a kill has ended its writing: nothing followed
+        (directory / JOURNAL_NAME).unlink(missing_ok=True)
+        return
+    named = names_in_index(directory, journal.format)
+    is_old = not named.isdisjoint(journal.replaced)
+    of_save = [name for name in os.listdir(directory) if str(save_id_in_name(name)) == journal.save_id]
+    names = [*journal.made, *of_save] if is_old else [*journal.replaced, *journal.beside]
+    for name in names:
+        if "/" in name or name in ("", ".", ".."):
+            raise FormatError(f"{directory / JOURNAL_NAME} is damaged: it names {name!r}")
+        if name not in named:
+            points.point("remove replaced")
+            (directory / name).unlink(missing_ok=True)
+    sync_directory(directory)
+    (directory / JOURNAL_NAME).unlink()
+    sync_directory(directory)

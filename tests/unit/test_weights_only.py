@@ -1,0 +1,263 @@
+"""prune --drop-optimizer: weights stay bit for bit, shared files stay shared, a kill leaves a whole one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+from megatron_datastates.config import MIB
+from megatron_datastates.convert import look, weights_only
+from megatron_datastates.convert.integrity import verify_source
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.parts import is_weight
+from megatron_datastates.convert.weights_only import drop_optimizer, finish_drop, plan_drop
+from megatron_datastates.errors import OptionError, StorageError
+from megatron_datastates.format.codecs import NONE
+from megatron_datastates.format.directory import JOURNAL_NAME
+from megatron_datastates.pipeline.verify import verify
+from megatron_datastates.providers.base import Mutability
+from megatron_datastates.providers.named import NamedState
+from tests.unit.command import run
+from tests.unit.converting import contents
+from tests.unit.encoded import builders, write_encoded
+from tests.unit.inspecting import output_of
+from tests.unit.pruning import age, place
+from tests.unit.states import OPTIONS, Chained, State, new_saver, random_tensor
+from tests.unit.trained import TRACKER, arguments
+
+FORMATS = ("datastates", "torch_dist")
+NUMBERS = (1, 2, 3)
+FROZEN = random_tensor(torch.uint8, (3 * MIB // 2,), 9)
+
+
+def tensors_of(number: int) -> dict[str, torch.Tensor]:
+    weight = random_tensor(torch.bfloat16, (3, 70, 33), number)
+    return {
+        "decoder.layers.mlp.weight": weight,
+        "embedding.weight": random_tensor(torch.float32, (4001,), number),
+        "optimizer.state.exp_avg.decoder.layers.mlp.weight": torch.full((3, 70, 33), number / 3),
+        "chained_1.optimizer.state.param.embedding.weight": torch.full((MIB // 2,), float(number)),
+    }
+
+
+def objects_of(number: int) -> dict[str, Any]:
+    common = [{"args": arguments(), "iteration": number, "optimizer": {"param_groups": [{"lr": 0.5}]}}]
+    return {
+        "common_state/shard_0_1": common,
+        "rng_state/shard_0_1": [number],
+        "optimizer.step/shard_0_1": [7],
+    }
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in each format. That of datastates shares a file of frozen weights."""
+    root, saver = tmp_path_factory.mktemp("both"), new_saver(link_from=MIB)
+    frozen = torch.nn.Parameter(FROZEN, requires_grad=False)
+    for number in NUMBERS:
+        ours, theirs = (place(root / format, number) for format in FORMATS)
+        weight = NamedState({"frozen.weight": frozen}, Mutability.NOW)
+        state = Chained(State(tensors_of(number), objects_of(number)), weight)
+        publication = saver.start(ours, state)
+        publication.wait()
+        planner = DefaultSavePlanner(flatten_state_dict=False)
+        whole = {**tensors_of(number), "frozen.weight": FROZEN, **objects_of(number)}
+        writer = dcp.FileSystemWriter(theirs, thread_count=2)
+        dcp.save(whole, storage_writer=writer, planner=planner, no_dist=True)
+        for path, format in zip((ours, theirs), FORMATS, strict=True):
+            (path / "metadata.json").write_text(f'{{"sharded_backend": "{format}"}}')
+    saver.close()
+    for format in FORMATS:
+        (root / format / TRACKER).write_text("3")
+    return root
+
+
+@pytest.fixture(params=FORMATS)
+def root(request: pytest.FixtureRequest, both: Path, tmp_path: Path) -> Path:
+    """A copy of a run, with its links."""
+    subprocess.run(["cp", "-a", both / request.param, tmp_path / "run"], check=True)
+    for path in (tmp_path / "run").rglob("*"):
+        age(path, 7200)
+    return tmp_path / "run"
+
+
+def weights(path: Path) -> dict[str, Any]:
+    found = contents(open_source(path))
+    return {key: value for key, value in found.items() if is_weight(key.removeprefix("object "))}
+
+
+def require_good(path: Path) -> None:
+    source = open_source(path)
+    found = verify(path, options=OPTIONS) if source.format == "datastates" else verify_source(source)
+    assert found.faults == [] and look.look_at(path).state == "complete"
+
+
+def drop(path: Path, **how: Any) -> int:
+    plan = plan_drop(path)
+    assert plan is not None
+    return drop_optimizer(plan, **how)
+
+
+def test_weights_and_objects_stay_bit_for_bit(root: Path) -> None:
+    path, done = place(root, 1), list[int]()
+    before, size = weights(path), sum(one.stat().st_size for one in path.iterdir())
+    plan = plan_drop(path)
+    assert plan is not None and plan.dropped_bytes > 4 * (MIB // 2) + 4 * 3 * 70 * 33
+    freed = drop_optimizer(plan, progress=done.append)
+    require_good(path)
+    assert contents(open_source(path)) == before
+    assert sum(done) >= plan.written_bytes > 0
+    assert freed == size - sum(one.stat().st_size for one in path.iterdir()) > 2 * MIB
+    assert not list(path.glob("*.tmp")) and plan_drop(path) is None
+    named = weights_only.names_in_index(path, open_source(path).format)
+    assert {one.name for one in path.iterdir() if one.suffix in (".bin", ".distcp")} <= named
+
+
+def test_shared_files_stay_shared(both: Path, tmp_path: Path) -> None:
+    subprocess.run(["cp", "-a", both / "datastates", tmp_path / "run"], check=True)
+    paths = [place(tmp_path / "run", number) for number in NUMBERS]
+    shared = {next(path.glob("data-00000.1-*.bin")).stat().st_ino for path in paths}
+    assert len(shared) == 1
+    for path in paths[:2]:
+        drop(path)
+    for path in paths:
+        require_good(path)
+        assert next(path.glob("data-00000.1-*.bin")).stat().st_ino in shared
+    assert open_source(paths[0]).read_tensor("frozen.weight").equal(FROZEN)
+
+
+def test_the_command_keeps_what_the_rules_keep(root: Path) -> None:
+    (root / TRACKER).write_text("2")
+    kept = {number: contents(open_source(place(root, number))) for number in (2, 3)}
+    before = weights(place(root, 1))
+    listed = output_of("prune", root, "--keep-last", 1, "--drop-optimizer")
+    assert f"would drop the optimizer of  {place(root, 1)}" in listed and "Nothing was changed" in listed
+    assert plan_drop(place(root, 1)) is not None
+    text = output_of("prune", root, "--keep-last", 1, "--drop-optimizer", "--yes")
+    assert [line.split("  ")[0] for line in text.splitlines()[:-1]] == [
+        "keep", "keep", "dropped the optimizer of",
+    ]  # fmt: skip
+    assert text.splitlines()[-1].startswith("freed 2.") and text.splitlines()[-1].endswith(
+        "1 of 3 checkpoints"
+    )
+    assert contents(open_source(place(root, 1))) == before
+    assert {number: contents(open_source(place(root, number))) for number in (2, 3)} == kept
+    found = json.loads(output_of("prune", root, "--keep-last", 1, "--drop-optimizer", "--yes", "--json"))
+    assert found["dropped"] == [] and found["kept"][-1]["why"] == "it has no optimizer state"
+
+
+def test_one_that_is_damaged_keeps_no_other_from_it(root: Path) -> None:
+    path = max(
+        (one for one in place(root, 1).iterdir() if one.suffix in (".bin", ".distcp")),
+        key=lambda one: one.stat().st_size,
+    )
+    if path.suffix == ".bin":
+        data = path.read_bytes()
+        at = data.index(tensors_of(1)["embedding.weight"].numpy().tobytes())
+        path.write_bytes(data[: at + 5] + bytes([data[at + 5] ^ 1]) + data[at + 6 :])
+        age(path, 7200)
+    else:
+        (place(root, 1) / ".metadata").unlink()
+    code, printed, reported = run("prune", root, "--keep-last", 1, "--drop-optimizer", "--yes")
+    assert f"dropped the optimizer of  {place(root, 2)}" in printed
+    if path.suffix == ".bin":
+        assert code == 1 and "not changed: " in reported and "1 not changed" in printed
+        assert not list(place(root, 1).glob("*.tmp")) and path.exists()
+        assert look.look_at(place(root, 1)).state == "complete"
+    else:
+        assert code == 0 and "damaged: .metadata is missing" in printed
+
+
+POINTS = [("write weights", 1), ("publish weights", 1), ("sync directory of", 1)]
+POINTS += [("remove replaced", 1), ("remove replaced", 2)]
+
+
+@pytest.mark.parametrize(("point", "nth"), POINTS)
+def test_a_kill_leaves_a_whole_checkpoint_and_the_next_call_cleans_up(
+    root: Path, point: str, nth: int
+) -> None:
+    if point == "sync directory of":  # right after the old index was replaced
+        point += " manifest" if open_source(place(root, 1)).format == "datastates" else " index"
+    path = place(root, 1)
+    whole, kept = contents(open_source(path)), weights(path)
+    names = {one.name for one in path.iterdir()}
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from megatron_datastates.convert.weights_only import drop_optimizer, plan_drop\n"
+        f"drop_optimizer(plan_drop(Path(sys.argv[1])), faults='{point}:{nth}:kill')"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path], check=False)
+    assert done.returncode == -signal.SIGKILL
+    left = contents(open_source(path))
+    assert left in (whole, kept) and look.look_at(path).state == "complete"
+    assert finish_drop(path) and not finish_drop(path)
+    assert contents(open_source(path)) == left
+    require_good(path)
+    if left == whole:
+        assert {one.name for one in path.iterdir()} == names
+        drop(path)
+    assert contents(open_source(path)) == kept
+    assert not list(path.glob("*.tmp")) and len(list(path.iterdir())) <= len(names)
+
+
+def test_the_next_prune_cleans_up_by_itself(root: Path) -> None:
+    path = place(root, 1)
+    (path / JOURNAL_NAME).write_bytes(b'{"format": "')  # a kill while it was written
+    output_of("prune", root, "--keep-last", 3, "--yes")
+    assert not (path / JOURNAL_NAME).exists()
+    require_good(path)
+
+
+@pytest.mark.parametrize("point", ["write weights", "publish weights", "write index"])
+def test_an_error_leaves_the_checkpoint_as_it_was(root: Path, point: str) -> None:
+    path = place(root, 1)
+    before, names = contents(open_source(path)), {one.name for one in path.iterdir()}
+    with pytest.raises(OSError, match="No space left"):
+        drop(path, faults=f"{point}:1:ENOSPC")
+    assert {one.name for one in path.iterdir()} == names and contents(open_source(path)) == before
+
+
+def test_a_journal_leads_to_no_other_directory(root: Path) -> None:
+    path = place(root, 1)
+    hostile = {"format": open_source(path).format, "save_id": "", "made": [], "beside": []}
+    (path / JOURNAL_NAME).write_text(json.dumps({**hostile, "replaced": [f"../{TRACKER}"]}))
+    with pytest.raises(Exception, match="is damaged: it names"):
+        finish_drop(path)
+    assert (root / TRACKER).exists()
+
+
+def test_two_calls_do_not_rewrite_the_same_checkpoint(root: Path) -> None:
+    with (
+        weights_only._locked_journal(place(root, 1)),
+        pytest.raises(StorageError, match="another call is rewriting"),
+    ):
+        drop(place(root, 1))
+    require_good(place(root, 1))
+
+
+def test_what_holds_only_an_optimizer_is_refused(tmp_path: Path) -> None:
+    saver = new_saver()
+    saver.start(tmp_path / "a", State({"optimizer.state.x": torch.ones(3)})).wait()
+    saver.close()
+    with pytest.raises(OptionError, match="holds no weights"):
+        plan_drop(tmp_path / "a")
+
+
+def test_compressed_weights_stay_where_one_of_their_files_is_rewritten(tmp_path: Path) -> None:
+    """A tensor is encoded in all of its files, or in none."""
+    parts = builders()
+    parts[1].add_fragment("optimizer.state.x", torch.arange(5), slice(0, None), NONE)
+    write_encoded(tmp_path / "a", parts)
+    before = weights(tmp_path / "a")
+    drop(tmp_path / "a")
+    assert contents(open_source(tmp_path / "a")) == before and len(before) == 6
+    assert verify(tmp_path / "a", options=OPTIONS).faults == []
