@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,11 +31,14 @@ from megatron_datastates.errors import CorruptDataError, DataStatesError, Option
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
+    from rich.progress import Task
 
     from megatron_datastates.convert.planning import Plan
     from megatron_datastates.convert.run import ConversionRequest, ConversionResult, RunConversion
     from megatron_datastates.convert.sinks.sink import Progress
-    from megatron_datastates.convert.team import Team
+    from megatron_datastates.convert.team import SharedCount, Team
+
+_REFRESHED_EVERY_SECONDS = 0.2
 
 
 @app.command()
@@ -112,7 +116,8 @@ def convert(
     With --all, a checkpoint that cannot be converted does not keep the others from it.
 
     Exit codes: 0 converted; 1 the source is corrupt, or --verify found a difference, or of a run some
-    checkpoints were not converted; 2 it cannot be converted; 130 interrupted.
+    checkpoints were not converted, or the one that the tracker names is missing; 2 it cannot be converted;
+    130 interrupted.
 
     \b
     Example: datastates convert runs/gpt/iter_0001000 converted/iter_0001000 --verify
@@ -153,29 +158,55 @@ def _one_of(source: Path, target: Path, iteration: int | None) -> tuple[Path, Pa
 
 
 class _Bars:
-    """One progress bar at a time, on rank 0: a conversion that is refused shows none."""
+    """One progress bar at a time, on rank 0, over the work of all ranks: one for each stage of a conversion.
 
-    def __init__(self, team: Team, factor: int) -> None:
-        self._team, self._factor = team, factor
+    A conversion that is refused shows none.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
         self._bar: Bar | None = None
+        self._count: SharedCount | None = None
+        self._stopped = threading.Event()
 
-    def start(self, plan: Plan) -> Progress:
-        """Shows a bar for a conversion; returns the function that advances it."""
-        bar = self._bar = progress_bar("converting", disable=self._team.rank > 0)
-        bar.start()
-        total = sum(plan.file_bytes[n] for n in plan.files_of(self._team)) * self._factor
-        task = bar.add_task("", total=total)
-        return lambda done: bar.advance(task, done)
+    @property
+    def task(self) -> Task | None:
+        """The bar's only task; None on other ranks."""
+        return None if self._bar is None else self._bar.tasks[0]
+
+    def start(self, plan: Plan, stage: str) -> Progress:
+        """Shows a bar for a stage in place of the last one; returns the function that advances it."""
+        self.stop()
+        self._count = self._team.new_count()
+        if self._team.rank == 0:
+            self._bar = progress_bar(stage)
+            self._bar.add_task("", total=sum(plan.file_bytes))
+            self._bar.start()
+            self._stopped = threading.Event()
+            threading.Thread(target=self._follow, args=(self._stopped,), daemon=True).start()
+        return self._count.add
+
+    def _follow(self, stopped: threading.Event) -> None:
+        while not stopped.wait(_REFRESHED_EVERY_SECONDS):
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Shows how far all ranks are."""
+        bar, count = self._bar, self._count
+        if bar is not None and count is not None:
+            bar.update(bar.tasks[0].id, completed=count.total())
 
     def stop(self) -> None:
+        """Removes the bar."""
+        self._stopped.set()
         if self._bar is not None:
             self._bar.stop()
         self._bar = None
 
 
 @contextmanager
-def _bars(request: ConversionRequest, team: Team) -> Iterator[_Bars]:
-    bars = _Bars(team, 2 if request.verify else 1)
+def _bars(team: Team) -> Iterator[_Bars]:
+    bars = _Bars(team)
     try:
         yield bars
     finally:
@@ -186,7 +217,7 @@ def _convert_one(source: Path, target: Path, request: ConversionRequest, team: T
     """Converts a checkpoint; returns False, as errors are raised."""
     from megatron_datastates.convert.run import convert_one
 
-    with _bars(request, team) as bars:
+    with _bars(team) as bars:
         found = convert_one(source, target, request, team, bars.start)
     if team.rank == 0 and as_json:
         print(json.dumps(dataclasses.asdict(found)))
@@ -197,10 +228,10 @@ def _convert_one(source: Path, target: Path, request: ConversionRequest, team: T
 
 
 def _convert_run(source: Path, target: Path, request: ConversionRequest, team: Team, as_json: bool) -> bool:
-    """Converts a run; returns whether something failed."""
+    """Converts a run; returns whether something failed, or the target lacks what the tracker names."""
     from megatron_datastates.convert.run import convert_run
 
-    with _bars(request, team) as bars:
+    with _bars(team) as bars:
 
         def finished(one: ConversionResult) -> None:
             bars.stop()
@@ -210,9 +241,11 @@ def _convert_run(source: Path, target: Path, request: ConversionRequest, team: T
         found = convert_run(source, target, request, team, bars.start, finished)
     if team.rank == 0 and as_json:
         print(json.dumps([dataclasses.asdict(one) for one in found.results]))
+        if found.lacks_tracked:
+            note(f"datastates: {found.next}")
     elif team.rank == 0:
         _print_summary(found)
-    return any(one.failed for one in found.results)
+    return found.lacks_tracked or any(one.failed for one in found.results)
 
 
 def _print_result(one: ConversionResult) -> None:

@@ -5,6 +5,7 @@ What belongs here: checks that need only a source's interface. Those of our own 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import zlib
 
@@ -89,10 +90,11 @@ def _check(source: Source, contents: RankContents, progress: Progress) -> Verdic
 def _check_fragment(source: Source, key: str, number: int, window: Bytes, progress: Progress) -> bool:
     """Returns whether the fragment has a checksum. Raises DataStatesError if that is wrong."""
     expected, crc = source.fragment_crc(key, number), 0
-    for part, data in stream_fragments(source, [(key, number)], window):
-        if expected is not None:
-            crc = zlib.crc32(data, crc)
-        progress(part.size)
+    with contextlib.closing(stream_fragments(source, [(key, number)], window)) as parts:
+        for part, data in parts:
+            if expected is not None:
+                crc = zlib.crc32(data, crc)
+            progress(part.size)
     if expected is not None and crc != expected[0]:
         raise CorruptDataError(f"{expected[1]}: it has CRC-32 {crc:08x}, expected {expected[0]:08x}")
     return expected is not None

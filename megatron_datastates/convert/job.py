@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ def convert(
     *,
     verify: bool = False,
     progress: Progress = no_progress,
+    start_verification: Callable[[], Progress] = lambda: no_progress,
     team: Team | None = None,
 ) -> None:
     """Carries out a plan. Every rank of `team` has to call it.
@@ -54,8 +55,8 @@ def convert(
     Args:
         verify: before the target appears, read everything again and compare it with the source; also check
             the checksums of the source that ordinary reading leaves unchecked.
-        progress: called with the number of bytes that were written (and, with `verify`, compared) since the
-            last call, from any thread.
+        progress: called with the number of bytes that were written since the last call, from any thread.
+        start_verification: called once all is written; returns what is called likewise with bytes compared.
 
     Raises:
         CorruptDataError: `verify` found a difference or a wrong checksum.
@@ -82,14 +83,16 @@ def convert(
             sink.close()
         if verify:
             window_bytes = limits.window_bytes(len(plan.files))
-            team.on_every_rank(lambda: verify_conversion(plan, window_bytes, numbers, workers))
+            readers = Workers(limits.worker_count(len(numbers)), start_verification())
+            team.on_every_rank(lambda: verify_conversion(plan, window_bytes, numbers, readers))
         team.on_rank_zero(lambda: rename_to_target(plan.work_directory, plan.target))
 
 
 def _sink(plan: Plan, limits: Limits, save_id: SaveId, progress: Progress) -> Sink:
     window = limits.window_bytes(len(plan.files))
     if plan.format == TorchDistSink.format:
-        return TorchDistSink(plan.source, plan.work_directory, window, progress)
+        options = engine_options(limits.staging_bytes)
+        return TorchDistSink(plan.source, plan.work_directory, window, progress, options=options)
     return DataStatesSink(
         plan.source,
         plan.work_directory,

@@ -24,6 +24,8 @@ from megatron_datastates.pipeline.run_folders import checkpoint_directories
 from megatron_datastates.pipeline.runs import is_complete
 
 FULLY_RESHARDABLE = "fully-reshardable"
+CONVERTING, VERIFYING = "converting", "verifying"  # the stages of a conversion
+Start = Callable[[Plan, str], Progress]  # of a stage; all ranks call it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +51,7 @@ class RunConversion:
 
     results: list[ConversionResult]
     next: str
+    lacks_tracked: bool  # the source's tracker names a checkpoint that is missing, or was not converted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,12 +66,12 @@ class ConversionRequest:
 
 
 def convert_one(
-    source: Path, target: Path, request: ConversionRequest, team: Team, start: Callable[[Plan], Progress]
+    source: Path, target: Path, request: ConversionRequest, team: Team, start: Start
 ) -> ConversionResult:
     """Converts one checkpoint. If the target has the name of an iteration, the run's tracker names it then.
 
     Args:
-        start: called with the plan before anything is written; returns the function to report progress to.
+        start: called with the plan before each stage; returns the function to report its progress to.
 
     Raises:
         what plan_conversion and convert raise.
@@ -78,13 +81,20 @@ def convert_one(
 
 
 def _convert(
-    source: Path, target: Path, request: ConversionRequest, team: Team, start: Callable[[Plan], Progress]
+    source: Path, target: Path, request: ConversionRequest, team: Team, start: Start
 ) -> ConversionResult:
     begin = time.monotonic()
     plan = team.on_every_rank(
         lambda: plan_conversion(_open(source, request), target, format=request.format, ranks=request.ranks)
     )
-    convert(plan, request.limits, verify=request.verify, progress=start(plan), team=team)
+    convert(
+        plan,
+        request.limits,
+        verify=request.verify,
+        progress=start(plan, CONVERTING),
+        start_verification=lambda: start(plan, VERIFYING),
+        team=team,
+    )
     found = plan.source
     counts = (len(plan.files), len(found.tensors), len(found.objects), sum(plan.file_bytes))
     return ConversionResult(
@@ -104,7 +114,7 @@ def convert_run(
     target: Path,
     request: ConversionRequest,
     team: Team,
-    start: Callable[[Plan], Progress],
+    start: Start,
     finished: Callable[[ConversionResult], None] = lambda one: None,
 ) -> RunConversion:
     """Converts each checkpoint in `source`, in order, and then copies Megatron's tracker file.
@@ -128,7 +138,7 @@ def convert_run(
             result = _not_converted(one, made, request, **outcome)
         found.append(result)
         finished(result)
-    return RunConversion(found, team.on_rank_zero(lambda: copy_tracker(source, target)))
+    return RunConversion(found, *team.on_rank_zero(lambda: copy_tracker(source, target)))
 
 
 def _not_converted(source: Path, target: Path, request: ConversionRequest, **why: str) -> ConversionResult:

@@ -31,18 +31,22 @@ def how_to_load(source: Path, target: Path) -> str:
     )
 
 
-def copy_tracker(source: Path, target: Path) -> str:
-    """Names in the target's tracker what the source's names, if it was converted; returns what came of it."""
+def copy_tracker(source: Path, target: Path) -> tuple[str, bool]:
+    """Names in the target's tracker what the source's names, if it was converted.
+
+    Returns what came of it, and whether the target lacks what the source's tracker names.
+    """
     name = tracked_name(source)
     if name is None:
-        return f"{source} has no {TRACKER_NAME} that names a checkpoint: pass --load {target} --ckpt-step N"
+        text = f"{source} has no {TRACKER_NAME} that names a checkpoint: pass --load {target} --ckpt-step N"
+        return text, False
     if not (target / name).is_dir():
         why = "was not converted" if (source / name).is_dir() else "is missing"
         return (
             f"{source / TRACKER_NAME} names {name}, which {why}: "
             f"choose another with --load {target} --ckpt-step N"
-        )
-    return _name_it(target, name, target)
+        ), True
+    return _name_it(target, name, target), False
 
 
 def _name_it(run: Path, name: str, shown: Path) -> str:

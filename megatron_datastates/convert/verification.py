@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import hashlib
 import zlib
@@ -44,29 +45,34 @@ def _difference(what: str) -> CorruptDataError:
 def _compare(
     source: Source, written: Source, contents: RankContents, window_bytes: int, progress: Progress
 ) -> None:
-    result = [(key, _find_fragment(source, written, key, number)) for key, number in contents.fragments]
-    windows = (np.empty(window_bytes, np.uint8), np.empty(window_bytes, np.uint8))
-    pairs = zip(
-        stream_fragments(source, contents.fragments, windows[0]),
-        stream_fragments(written, result, windows[1]),
-        strict=True,
-    )
-    expected: tuple[int, str] | None = None  # the fragment's CRC-32, and where it lies
-    crc = 0
-    for (part, before), (_, after) in pairs:
-        if part.begin == 0:
-            expected, crc = source.fragment_crc(part.key, part.fragment), 0
-        if expected is not None:
-            crc = zlib.crc32(before, crc)
-            if part.begin + part.size == source.fragment(part.key, part.fragment).bytes:
-                _check_crc(crc, *expected)
-        if not np.array_equal(before, after):
-            raise _difference(f"tensor {part.key!r}")
-        progress(part.size)
+    _compare_fragments(source, written, contents, window_bytes, progress)
     _compare_objects(source, written, contents.objects)
     for key in contents.streams:
         if _digest(source, key) != _digest(written, key):
             raise _difference(f"stream {key!r}")
+
+
+def _compare_fragments(
+    source: Source, written: Source, contents: RankContents, window_bytes: int, progress: Progress
+) -> None:
+    result = [(key, _find_fragment(source, written, key, number)) for key, number in contents.fragments]
+    windows = (np.empty(window_bytes, np.uint8), np.empty(window_bytes, np.uint8))
+    expected: tuple[int, str] | None = None  # the fragment's CRC-32, and where it lies
+    crc = 0
+    with (
+        contextlib.closing(stream_fragments(source, contents.fragments, windows[0])) as first,
+        contextlib.closing(stream_fragments(written, result, windows[1])) as second,
+    ):
+        for (part, before), (_, after) in zip(first, second, strict=True):
+            if part.begin == 0:
+                expected, crc = source.fragment_crc(part.key, part.fragment), 0
+            if expected is not None:
+                crc = zlib.crc32(before, crc)
+                if part.begin + part.size == source.fragment(part.key, part.fragment).bytes:
+                    _check_crc(crc, *expected)
+            if not np.array_equal(before, after):
+                raise _difference(f"tensor {part.key!r}")
+            progress(part.size)
 
 
 def _digest(source: Source, key: str) -> bytes:

@@ -6,6 +6,7 @@ like any other file. Does not belong here: the meaning of the bytes.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,65 @@ from megatron_datastates.format.values import ALIGNMENT
 
 _SLICE_SECONDS = 0.1  # native waits return this often, so that signals get through
 _POLL_SECONDS = 0.0005  # a buffer takes tens of milliseconds, and the pool keeps the writers busy
+
+
+class SequentialFile:
+    """A file of any bytes, written from the first to the last one, through the engine.
+
+    `write`, `tell` and `flush` are those of a binary file. All methods raise FailedCallError or OSError once
+    an error occurred; the caller then calls `remove`.
+
+    Args:
+        reserve_bytes: at most what will be written.
+        buffer_bytes: host memory besides the engine's, a multiple of 4 KiB.
+    """
+
+    def __init__(self, engine: StagingEngine, path: Path, reserve_bytes: int, buffer_bytes: int) -> None:
+        self._path, self._file = path, StreamedFile(engine, path, reserve_bytes)
+        self._buffer = np.empty(buffer_bytes, np.uint8)
+        self._begin = self._held = 0  # bytes that the engine has, and those in the buffer
+
+    def write(self, data: Any) -> int:
+        """Appends bytes; returns how many."""
+        rest = np.frombuffer(data, np.uint8)
+        size = len(rest)
+        while len(rest):
+            if self._held == len(self._buffer):
+                self._put(self._held)
+            part = rest[: len(self._buffer) - self._held]
+            self._buffer[self._held : self._held + len(part)] = part
+            self._held, rest = self._held + len(part), rest[len(part) :]
+        return size
+
+    def tell(self) -> int:
+        """Returns how many bytes were written."""
+        return self._begin + self._held
+
+    def flush(self) -> None:
+        """Does nothing: only `finish` makes the file complete."""
+
+    def _put(self, count: int) -> None:
+        self._file.put(self._buffer[:count])
+        self._begin, self._held = self._begin + count, self._held - count
+
+    def finish(self) -> None:
+        """Returns when the file is complete and durable."""
+        if self._begin == 0 and self._held < len(self._buffer):  # too little for the engine
+            with self._path.open("xb") as file:
+                file.write(self._buffer[: self._held])
+                file.flush()
+                os.fsync(file.fileno())
+            return
+        aligned = max(self._held - 1, 0) // ALIGNMENT * ALIGNMENT
+        last = self._buffer[aligned : self._held].tobytes()
+        if aligned:
+            self._put(aligned)
+        self._file.checksums()
+        self._file.finish(last)
+
+    def remove(self) -> None:
+        """Cancels the file, waits until nothing is in flight, and removes it."""
+        self._file.remove()
 
 
 class StreamedFile:

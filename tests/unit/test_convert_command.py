@@ -14,22 +14,28 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import megatron_datastates as ds
+from megatron_datastates.cli.convert import _Bars
 from megatron_datastates.convert.job import no_progress
 from megatron_datastates.convert.open import open_source
-from megatron_datastates.convert.run import ConversionRequest, convert_run
+from megatron_datastates.convert.planning import plan_conversion
+from megatron_datastates.convert.run import CONVERTING, VERIFYING, ConversionRequest, convert_run
 from megatron_datastates.convert.team import Team
 from megatron_datastates.errors import OptionError, StorageError
+from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.command import run
 from tests.unit.converting import LEAST, contents, convert_to, save_with_dcp
+from tests.unit.trained import save_trained
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def all_of(source: Path, target: Path, to: str = "") -> list[str]:
-    found = convert_run(source, target, ConversionRequest(to, limits=LEAST), Team(), lambda plan: no_progress)
+    request = ConversionRequest(to, limits=LEAST)
+    found = convert_run(source, target, request, Team(), lambda plan, stage: no_progress)
     return [one.failed or one.skipped for one in found.results]
 
 
@@ -148,7 +154,41 @@ def test_a_tracker_that_names_a_missing_iteration_is_said(tmp_path: Path) -> Non
     save_with_dcp(tmp_path / "run" / "iter_0000010", {"a": torch.ones(3)})
     (tmp_path / "run" / TRACKER).write_text("12")
     code, out, _ = run("convert", tmp_path / "run", tmp_path / "made", "--all")
-    assert code == 0 and "names iter_0000012, which is missing" in out
+    assert code == 1 and "1 checkpoint: 1 converted" in out
+    assert "names iter_0000012, which is missing" in out
+    code, _, err = run("convert", tmp_path / "run", tmp_path / "made", "--all", "--json")
+    assert code == 1 and "names iter_0000012, which is missing" in err
+    (tmp_path / "run" / TRACKER).unlink()
+    assert run("convert", tmp_path / "run", tmp_path / "made", "--all")[0] == 0
+
+
+def test_a_converted_manifest_has_the_sizes_that_the_arguments_say(tmp_path: Path) -> None:
+    save_trained(tmp_path / "iter_0000005", "torch_dist")
+    assert run("convert", tmp_path / "iter_0000005", tmp_path / "ours" / "iter_0000005")[0] == 0
+    manifest = Checkpoint.open(tmp_path / "ours" / "iter_0000005").manifest
+    assert manifest.parallel == {"tensor": 2, "pipeline": 1}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_bar_counts_all_ranks(ranks: int, tmp_path: Path) -> None:
+    save_with_dcp(tmp_path / "a", {"a": torch.ones(1000), "b": torch.ones(500)})
+    plan = plan_conversion(open_source(tmp_path / "a"), tmp_path / "b", ranks=2)
+    store = dist.HashStore() if ranks > 1 else None
+    teams = [Team(store) for _ in range(ranks)]
+    for rank, team in enumerate(teams):
+        team.rank = rank
+    bars = [_Bars(team) for team in teams]
+    for stage in (CONVERTING, VERIFYING):
+        starts = [each.start(plan, stage) for each in bars]
+        task = bars[0].task
+        assert task is not None and (task.total, task.completed) == (6000, 0)
+        for rank, progress in enumerate(starts):
+            progress(100 * (rank + 1))
+        bars[0].refresh()
+        assert task.completed == (300 if ranks > 1 else 100)
+        assert all(each.task is None for each in bars[1:])
+    for each in bars:
+        each.stop()
 
 
 def test_a_conversion_that_fails_leaves_no_parents_and_names_the_target(

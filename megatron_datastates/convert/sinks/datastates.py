@@ -16,10 +16,12 @@ from megatron_datastates.config import MIB, Options
 from megatron_datastates.convert.sinks.sink import Bytes, Progress, Sink
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
+from megatron_datastates.convert.stored_arguments import parallel_sizes, training_arguments
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.engine.streaming import StreamedFile
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
@@ -211,13 +213,20 @@ class DataStatesSink(Sink):
             index=index.entry,
             files=[entry for entry, _ in written],
             iteration=old.iteration if old else iteration_in_name(self.source.directory.name),
-            parallel=old.parallel if old else {},
+            parallel=old.parallel if old else self._parallel(),
             others=[other_file_entry(self.directory / name, self._check) for name in self.source.other_files],
             providers=old.providers if old else [],
             writer=releases(),
             compatible=COMPATIBLE_CHECKSUMS,
         )
         write_whole(self.directory / MANIFEST_NAME, manifest.encode(), self._faults, self._save_id)
+
+    def _parallel(self) -> dict[str, int]:
+        """Returns the sizes of the parallel groups that the source's training arguments have."""
+        try:
+            return parallel_sizes(training_arguments(self.source))
+        except DataStatesError:  # no arguments, which no conversion needs
+            return {}
 
     def close(self) -> None:
         self._engine.close()

@@ -6,10 +6,12 @@ are published at once. It writes to a directory that nobody reads yet: see job.p
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,29 +79,51 @@ def write_synced(path: Path, data: bytes) -> None:
 
 def stream_fragments(
     source: Source, fragments: Iterable[tuple[str, int]], window: Bytes
-) -> Iterator[tuple[FragmentRange, Bytes]]:
+) -> Generator[tuple[FragmentRange, Bytes], None, None]:
     """Reads (key, number) fragments in order through a window, and yields each range with its bytes.
 
     Each fragment has at least one range, if need be an empty one. The bytes are valid until the next range.
+    A thread reads into one half of the window while the caller works on the other half; `close` ends it.
     """
+    half = len(window) // 2
+    halves = itertools.cycle((window[:half], window[half : 2 * half]))
+
+    def read(batch: list[FragmentRange], view: Bytes) -> None:
+        source.read_ranges([part for part in batch if part.size], view)
+
+    batches = _batches(source, fragments, half)
+    last, view = next(batches, []), next(halves)
+    read(last, view)
+    with ThreadPoolExecutor(1) as reader:  # which has no thread for what fits into one half
+        for batch in batches:
+            other = next(halves)
+            reading = reader.submit(read, batch, other)
+            yield from _parts(last, view)
+            reading.result()
+            last, view = batch, other
+        yield from _parts(last, view)
+
+
+def _batches(
+    source: Source, fragments: Iterable[tuple[str, int]], capacity: int
+) -> Iterator[list[FragmentRange]]:
+    """Yields ranges of consecutive fragments that fill this many bytes."""
     batch: list[FragmentRange] = []
     at = 0
     for key, number in fragments:
         begin, size = 0, source.fragment(key, number).bytes
         while True:
-            batch.append(FragmentRange(key, number, begin, min(size - begin, len(window) - at), at))
+            batch.append(FragmentRange(key, number, begin, min(size - begin, capacity - at), at))
             begin, at = begin + batch[-1].size, at + batch[-1].size
-            if at == len(window):
-                yield from _read(source, batch, window)
+            if at == capacity:
+                yield batch
                 batch, at = [], 0
             if begin == size:
                 break
-    yield from _read(source, batch, window)
+    if batch:
+        yield batch
 
 
-def _read(
-    source: Source, batch: Sequence[FragmentRange], window: Bytes
-) -> Iterator[tuple[FragmentRange, Bytes]]:
-    source.read_ranges([part for part in batch if part.size], window)
+def _parts(batch: Sequence[FragmentRange], view: Bytes) -> Iterator[tuple[FragmentRange, Bytes]]:
     for part in batch:
-        yield part, window[part.at : part.at + part.size]
+        yield part, view[part.at : part.at + part.size]

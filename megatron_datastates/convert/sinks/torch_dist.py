@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 import os
 import pickle
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, BinaryIO
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,17 +26,21 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from megatron_datastates.config import MIB, Options
 from megatron_datastates.convert.optimizer_maps import encode_maps
-from megatron_datastates.convert.sinks.sink import Sink, stream_fragments, write_synced
+from megatron_datastates.convert.sinks.sink import Progress, Sink, stream_fragments, write_synced
 from megatron_datastates.convert.sources.archives import write_archive
 from megatron_datastates.convert.sources.dcp_index import Record
-from megatron_datastates.convert.sources.source import RankContents, SourceTensor
+from megatron_datastates.convert.sources.source import RankContents, Source, SourceTensor
 from megatron_datastates.convert.sources.torch_dist import TorchDistSource
 from megatron_datastates.engine.atomic_files import sync_directory
+from megatron_datastates.engine.staging import StagingEngine
+from megatron_datastates.engine.streaming import SequentialFile
 from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.values import is_optimizer_map
 from megatron_datastates.pipeline.load import torch_dtype
 
+_BUFFER_BYTES = 8 * MIB  # of each file that is being written
 Written = list[tuple[str, int | None, Record]]  # key and number of each fragment; number None for an object
 
 
@@ -42,30 +49,45 @@ class TorchDistSink(Sink):
 
     format = TorchDistSource.format
 
+    def __init__(
+        self, source: Source, directory: Path, window_bytes: int, progress: Progress, *, options: Options
+    ) -> None:
+        # Its checksums would go nowhere: archives have their own.
+        self._engine = StagingEngine(dataclasses.replace(options, checksums=False))
+        super().__init__(source, directory, window_bytes, progress)
+
     def write(self, number: int, contents: RankContents) -> Written:
         name = f"__{number}_0.distcp"
-        written: Written = []
-        with (self.directory / name).open("xb") as file:
+        path, written = self.directory / name, list[tuple[str, int | None, Record]]()
+        reserved = sum(self.source.fragment(*one).bytes for one in contents.fragments)
+        file = SequentialFile(self._engine, path, reserved, _BUFFER_BYTES)
+        try:
             for key in contents.objects:
                 if not is_optimizer_map(key):
                     begin = file.tell()
                     file.write(self.source.read_object(key))
                     written.append((key, None, Record(name, begin, file.tell() - begin)))
             self._write_fragments(file, contents, name, written)
-            file.flush()
-            os.fsync(file.fileno())
-            # Verification is to read from the disk, not from the page cache.
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            file.finish()
+        except BaseException:  # including an interrupt
+            file.remove()
+            raise
+        _forget(path)
         return written
 
-    def _write_fragments(self, file: BinaryIO, contents: RankContents, name: str, written: Written) -> None:
+    def close(self) -> None:
+        self._engine.close()
+
+    def _write_fragments(
+        self, file: SequentialFile, contents: RankContents, name: str, written: Written
+    ) -> None:
         window = np.empty(self.window_bytes, np.uint8)
-        parts = stream_fragments(self.source, contents.fragments, window)
-        for (key, number), group in itertools.groupby(parts, key=lambda part: part[0][:2]):
-            fragment, begin = self.source.fragment(key, number), file.tell()
-            write_archive(file, fragment.dtype, fragment.shape, (view for _, view in group))
-            written.append((key, number, Record(name, begin, file.tell() - begin)))
-            self.progress(fragment.bytes)
+        with contextlib.closing(stream_fragments(self.source, contents.fragments, window)) as parts:
+            for (key, number), group in itertools.groupby(parts, key=lambda part: part[0][:2]):
+                fragment, begin = self.source.fragment(key, number), file.tell()
+                write_archive(file, fragment.dtype, fragment.shape, (view for _, view in group))
+                written.append((key, number, Record(name, begin, file.tell() - begin)))
+                self.progress(fragment.bytes)
 
     def publish(self, written: Sequence[Written]) -> None:
         index = encode_index(self.source.tensors, written, self.source.planner_data)
@@ -75,6 +97,12 @@ class TorchDistSink(Sink):
             write_synced(self.directory / OPTIMIZER_MAPS_NAME, encode_maps(maps, index))
         self.write_metadata()
         sync_directory(self.directory)
+
+
+def _forget(path: Path) -> None:
+    """Lets verification read from the disk, where the file was not written directly, and is in memory."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def encode_index(

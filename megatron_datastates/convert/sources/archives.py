@@ -13,7 +13,7 @@ import mmap
 import os
 import zipfile
 from collections.abc import Iterable, Sequence
-from typing import BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -180,7 +180,17 @@ class _View(io.RawIOBase):
         return got
 
 
-def write_archive(file: BinaryIO, dtype: str, shape: Sequence[int], data: Iterable[Bytes]) -> None:
+class Appendable(Protocol):
+    """What an archive is written to."""
+
+    def write(self, data: Any, /) -> int: ...
+
+    def flush(self) -> None: ...
+
+    def tell(self) -> int: ...
+
+
+def write_archive(file: Appendable, dtype: str, shape: Sequence[int], data: Iterable[Bytes]) -> None:
     """Appends the archive that torch.save would write of a contiguous tensor, whose bytes come in order."""
     with zipfile.ZipFile(_Appended(file), "w") as archive:  # type: ignore[call-overload]
         archive.writestr(zipfile.ZipInfo("archive/data.pkl"), dump_tensor_record(dtype, shape))
@@ -194,18 +204,14 @@ def write_archive(file: BinaryIO, dtype: str, shape: Sequence[int], data: Iterab
 
 
 class _Appended:
-    """The rest of a file, presented as a file: offsets in an archive count from its start."""
+    """The rest of a file, presented as a file: offsets in an archive count from its start.
 
-    def __init__(self, file: BinaryIO) -> None:
+    It cannot seek, so checksums follow the data, as torch.save writes them, too.
+    """
+
+    def __init__(self, file: Appendable) -> None:
         self._file, self._begin = file, file.tell()
         self.write, self.flush = file.write, file.flush
 
     def tell(self) -> int:
         return self._file.tell() - self._begin
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        assert whence == os.SEEK_SET, "zipfile seeks from the start only"
-        return self._file.seek(self._begin + offset) - self._begin
-
-    def seekable(self) -> bool:
-        return True
