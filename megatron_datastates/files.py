@@ -59,6 +59,18 @@ def size_of(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_size
 
 
+def is_in_memory(path: Path, samples: int = 16) -> bool:
+    """Returns whether the page cache has a file, as far as samples show; False where that cannot be asked."""
+    try:
+        with open_regular(path, buffering=0) as file:
+            step, byte = max(size_of(file) // samples, 1), bytearray(1)
+            return all(
+                os.preadv(file.fileno(), [byte], at, os.RWF_NOWAIT) for at in range(0, size_of(file), step)
+            )
+    except (OSError, AttributeError):  # a page that is not there, or a system without this call
+        return False
+
+
 def changed_at(status: os.stat_result) -> float:
     """Returns when a file was written or, if it is in several directories, when it was linked last.
 

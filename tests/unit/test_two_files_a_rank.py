@@ -11,6 +11,7 @@ import torch
 from megatron_datastates.config import MIB
 from megatron_datastates.convert.diff import Difference, choose_comparison, diff
 from megatron_datastates.convert.open import open_source
+from megatron_datastates.convert.sources import datastates as source_module
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.verify import verify
@@ -78,6 +79,14 @@ def test_a_conversion_to_the_same_format_has_one_file_a_rank(run, tmp_path, rank
         (rank, 0, "") for rank in range(ranks or RANKS)
     ]
     assert verify(tmp_path / "made", options=OPTIONS).faults == []
+
+
+@pytest.mark.parametrize("is_near", [True, False])
+def test_what_the_page_cache_has_is_read_from_there(run, tmp_path, is_near, monkeypatch):
+    asked: list[Path] = []
+    monkeypatch.setattr(source_module, "is_in_memory", lambda path: asked.append(path) or is_near)
+    made = convert_to(run / "1", tmp_path / "made", format="torch_dist", verify=True)
+    assert contents(made) == contents(open_source(run / "1")) and asked
 
 
 def test_a_conversion_keeps_what_each_rank_stored(run, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +23,7 @@ from megatron_datastates.convert.sources.source import (
     fragment_with,
 )
 from megatron_datastates.engine.reader import Reader
+from megatron_datastates.files import is_in_memory
 from megatron_datastates.format.directory import is_of_a_format
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.plan.reads import ScheduledRead, plan_bytes
@@ -70,10 +73,18 @@ class DataStatesSource(Source):
 
     def reader(self) -> Reader:
         """Returns this thread's reader, which sources share: its memory is not made anew for every slice."""
-        if getattr(_readers, "options", None) != self._options:
-            _readers.reader, _readers.options = self.checkpoint.new_reader(), self._options
+        if getattr(_readers, "options", None) != self._read_options:
+            _readers.reader, _readers.options = Reader(self._read_options), self._read_options
         found: Reader = _readers.reader
         return found
+
+    @functools.cached_property
+    def _read_options(self) -> Options:
+        """The options, without direct I/O if the page cache has the first data file."""
+        files = self.checkpoint.manifest.files
+        if not files or not is_in_memory(self.checkpoint.file_path(0)):
+            return self._options
+        return dataclasses.replace(self._options, direct_io=False)
 
     def place(self, key: str, offset: Sequence[int]) -> tuple[str, int]:
         entry = self.checkpoint.index.tensor(key)

@@ -1,0 +1,63 @@
+"""Files of any size that are written through the engine, as conversions to torch_dist are."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_datastates.engine.staging import StagingEngine
+from megatron_datastates.engine.streaming import SequentialFile
+from megatron_datastates.files import is_in_memory
+from tests.unit.states import OPTIONS
+
+BUFFER = 8192
+SIZES = [0, 1, 4095, 4096, 4097, BUFFER - 1, BUFFER, BUFFER + 1, 3 * BUFFER, 3 * BUFFER + 4096, 100_001]
+
+
+@pytest.fixture
+def engine() -> Iterator[StagingEngine]:
+    found = StagingEngine(dataclasses.replace(OPTIONS, checksums=False))
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("piece", [1 << 20, 1000])
+def test_a_file_has_the_bytes_that_were_written(
+    engine: StagingEngine, tmp_path: Path, size: int, piece: int
+) -> None:
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    file = SequentialFile(engine, tmp_path / "file", size, BUFFER)
+    for begin in range(0, size, piece):
+        assert file.tell() == begin
+        assert file.write(data[begin : begin + piece].data) == min(piece, size - begin)
+    file.finish()
+    assert file.tell() == size and (tmp_path / "file").read_bytes() == data.tobytes()
+
+
+def test_more_than_was_reserved_is_written(engine: StagingEngine, tmp_path: Path) -> None:
+    file = SequentialFile(engine, tmp_path / "file", 10, BUFFER)
+    file.write(b"x" * 50_000)
+    file.finish()
+    assert (tmp_path / "file").read_bytes() == b"x" * 50_000
+
+
+def test_a_file_that_cannot_be_written_raises_and_is_removed(tmp_path: Path) -> None:
+    failing = StagingEngine(dataclasses.replace(OPTIONS, faults="write:1:ENOSPC"))
+    file = SequentialFile(failing, tmp_path / "file", 100_000, BUFFER)
+    with pytest.raises(Exception, match="No space left") as caught:
+        file.write(b"x" * 100_000)
+        file.finish()
+    assert getattr(caught.value, "code", errno.ENOSPC) == errno.ENOSPC
+    file.remove()
+    failing.close()
+    assert not (tmp_path / "file").exists()
+
+
+def test_what_cannot_be_asked_for_counts_as_not_in_memory(tmp_path: Path) -> None:
+    assert not is_in_memory(tmp_path / "missing") and not is_in_memory(tmp_path)
