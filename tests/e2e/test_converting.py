@@ -31,8 +31,8 @@ def test_run_resumes_exactly_from_a_converted_checkpoint_and_from_one_converted_
     stock = Checkpoints(tmp_path / "stock")
     saved = pretraining.run(*RUNS[name], "--ckpt-format", "torch_dist", "--save", stock.root)
     everything = ConversionRequest(verify=True)
-    convert_run(stock.root, tmp_path / "ours", everything, Team(), lambda plan: no_progress)
-    convert_run(tmp_path / "ours", tmp_path / "back", everything, Team(), lambda plan: no_progress)
+    convert_run(stock.root, tmp_path / "ours", everything, Team(), lambda plan, stage: no_progress)
+    convert_run(tmp_path / "ours", tmp_path / "back", everything, Team(), lambda plan, stage: no_progress)
 
     for root, ckpt_format in ((tmp_path / "ours", "datastates"), (tmp_path / "back", "torch_dist")):
         made = Checkpoints(root)
