@@ -9,7 +9,7 @@ import typer
 
 from benchmarks import machine
 from benchmarks.command import Result, choose, load_average, resume, run_command, scratch, write_results
-from benchmarks.training.measures import Rounds, measure_formats, measure_slow_disk
+from benchmarks.training.measures import Rounds, measure_formats, measure_near_tier, measure_slow_disk
 from benchmarks.training.runs import FORMATS, Model, Setting
 from benchmarks.training.table import markdown
 
@@ -17,9 +17,11 @@ _MODELS = {"small": Model(8, 128, 64), "large": Model(64, 192, 64)}
 _QUICK = Model(2, 32, 16)
 PARTS = {f"{name}, DP {ranks}": (name, ranks) for name in _MODELS for ranks in (1, 2)}
 _SLOW = "slow disk"
-_ALL = (*PARTS, _SLOW)
+_NEAR = "near tier"
+_ALL = (*PARTS, _SLOW, _NEAR)
 _INTERVALS = (1, 2, 5, 10)
 _SLOW_FACTORS = (0.5, 2.0, 5.0)  # iterations that writing one checkpoint takes
+_NEAR_FACTOR = 3.0
 
 
 def run(
@@ -54,6 +56,7 @@ def run(
       python -m benchmarks.training --only "large, DP 1" --out benchmarks/results/training.json
       python -m benchmarks.training --out benchmarks/results/training.json  # all others, 15 minutes each
       python -m benchmarks.training --only "slow disk" --repeats 1          # back-pressure
+      python -m benchmarks.training --only "near tier" --repeats 1          # before a slow disk
       python -m benchmarks.training --quick                                 # only to see that it works
     """
     chosen = choose(only, _ALL, [next(iter(PARTS))] if is_quick else _ALL, "part")
@@ -87,6 +90,8 @@ def _measure(
         intervals, factors = (1,), (5.0,)
     if part == _SLOW:
         return measure_slow_disk(setting, intervals[::2], rounds, folder, factors)
+    if part == _NEAR:
+        return measure_near_tier(setting, intervals[::2], rounds, folder, _NEAR_FACTOR)
     return measure_formats(setting, intervals, rounds, folder, formats)
 
 

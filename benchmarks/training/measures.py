@@ -52,6 +52,26 @@ def measure_slow_disk(
     return _described(setting) | {"iterations_a_write": names} | found
 
 
+def measure_near_tier(
+    setting: Setting, intervals: Sequence[int], rounds: Rounds, folder: Path, factor: float
+) -> Result:
+    """Measures a near tier before storage that needs `factor` iterations for a checkpoint.
+
+    That storage is imitated by a limit, of the drain or of the saves that go there right away.
+    """
+    probe = train(setting, Case("datastates async", setting.warm_up), folder)
+    plain = train(setting, _BASE, folder)
+    limit = int(
+        probe.checkpoint_bytes / setting.data_parallel / median(list(plain.iterations.values())) / factor
+    )
+    cases = [_BASE]
+    for interval in intervals:
+        rarely = max(setting.iterations // interval, 1)  # the last one only
+        cases += [Case("datastates async", interval, limit, every) for every in (0, 1, rarely)]
+    found = _measure(setting, list(dict.fromkeys(cases)), rounds, folder)
+    return _described(setting) | {"iterations_a_write": {str(factor): limit}} | found
+
+
 def _described(setting: Setting) -> Result:
     return {
         "date": time.strftime("%Y-%m-%d"),
@@ -94,6 +114,8 @@ def summary(setting: Setting, case: Case, runs: Sequence[Run], base: Sequence[Ru
     by_difference = [(r.seconds - b.seconds) / saves for r, b in zip(runs, base, strict=True)]
     return result | {
         "write_limit": case.write_limit,
+        "drain_every": case.drain_every,
+        "drained_after_s": round(median([run.drained for run in runs]), 3),
         "saves": saves,
         "checkpoint_bytes": sizes,
         "iteration_with_checkpoint_ms": _iterations(runs, case.interval, saved=True),

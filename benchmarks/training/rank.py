@@ -88,4 +88,9 @@ def run(place: tuple[int, int, int], arguments: Sequence[str], record: Path, for
     recorder = Recorder()
     recorder.attach()
     pretrain_tiny.main()
+    from megatron_datastates.pipeline.saver import close_all
+
+    begin = time.perf_counter()
+    close_all()  # as at the end of a program, which a forked process does not reach
+    recorder.spans["drain"] = [(begin, time.perf_counter())]
     record.write_text(json.dumps(recorder.spans))

@@ -54,17 +54,24 @@ FORMATS: dict[str, list[str]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What a run saves, and how often; `write_limit` is in bytes a second, 0 for none."""
+    """What a run saves, and how often.
+
+    Attributes:
+        write_limit: of the storage that checkpoints go to, in bytes a second; 0 for none.
+        drain_every: with a near tier, which is not limited: every which checkpoint goes on to that storage.
+    """
 
     format: str
     interval: int = 0  # iterations
     write_limit: int = 0
+    drain_every: int = 0  # 0: no near tier
 
     def __str__(self) -> str:
         if self.format == NONE:
             return "no checkpoints"
         limit = f", at most {self.write_limit / 1e6:.0f} MB/s" if self.write_limit else ""
-        return f"{self.format}, every {self.interval}{limit}"
+        near = f", near first, 1 of {self.drain_every} drained" if self.drain_every else ""
+        return f"{self.format}, every {self.interval}{near}{limit}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +99,7 @@ class Run:
     first_save: float  # seconds in save_checkpoint
     checkpoints: int
     checkpoint_bytes: int  # of the last one
+    drained: float = 0.0  # seconds after all that, until the near tier has no more to bring
 
 
 def train(setting: Setting, case: Case, folder: Path) -> Run:
@@ -100,14 +108,17 @@ def train(setting: Setting, case: Case, folder: Path) -> Run:
     try:
         records = _launch(setting, _arguments(setting, case, checkpoints), case, folder)
         complete = sorted(path.parent for path in checkpoints.glob("iter_*/metadata.json"))
-        expected = setting.iterations // case.interval if case.interval else 0
+        saves = setting.iterations // case.interval if case.interval else 0
+        expected = saves // case.drain_every + (saves % case.drain_every > 0) if case.drain_every else saves
         if len(complete) != expected:
             raise RuntimeError(f"{case}: expected {expected} complete checkpoints, found {len(complete)}")
         size = sum(path.stat().st_size for path in complete[-1].iterdir()) if complete else 0
         runs = [_measure(setting, record, len(complete), size) for record in records]
     finally:
         shutil.rmtree(checkpoints, ignore_errors=True)
-    longest = {name: max(getattr(run, name) for run in runs) for name in ("seconds", "blocked", "waited")}
+        shutil.rmtree(folder / "near", ignore_errors=True)
+    names = ("seconds", "blocked", "waited", "drained")
+    longest = {name: max(getattr(run, name) for run in runs) for name in names}
     return dataclasses.replace(runs[0], **longest)
 
 
@@ -117,8 +128,12 @@ def _arguments(setting: Setting, case: Case, checkpoints: Path) -> list[str]:
     arguments += ["--train-iters", iterations, "--lr-decay-iters", iterations, "--log-interval", "1000"]
     if case.format != NONE:
         arguments += ["--save", str(checkpoints), "--save-interval", str(case.interval)]
+    if case.drain_every:
+        arguments += ["--datastates-near", str(checkpoints.with_name("near"))]
+        arguments += ["--datastates-drain-every", str(case.drain_every)]
     if case.write_limit:
-        arguments += ["--datastates-write-limit", str(case.write_limit)]
+        limit = "--datastates-drain-limit" if case.drain_every else "--datastates-write-limit"
+        arguments += [limit, str(case.write_limit)]
     return arguments + FORMATS[case.format]
 
 
@@ -172,6 +187,7 @@ def _measure(setting: Setting, spans: dict[str, list[Span]], checkpoints: int, s
         first_save=spans["save"][0][1] - spans["save"][0][0] if spans["save"] else 0.0,
         checkpoints=checkpoints,
         checkpoint_bytes=size,
+        drained=sum(b - a for a, b in spans.get("drain", [])),
     )
 
 

@@ -16,6 +16,7 @@ _HEADINGS = (
     "goodput",
     "papers' throughput, GB/s",
     "first save, ms",
+    "drained after the end, s",
 )
 
 
@@ -43,5 +44,6 @@ def _row(name: str, one: Result) -> list[object]:
         one["goodput"],
         one.get("throughput_gb_per_s"),
         one.get("first_save_ms"),
+        one.get("drained_after_s"),
     ]
     return [name, *("" if value is None else value for value in values)]
