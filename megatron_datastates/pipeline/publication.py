@@ -324,8 +324,9 @@ class Publication:
         """Returns this rank's part of a durable save; from now on a manifest may name its files."""
         self._publishing = True
         layouts = self.save.plan.layouts() if self.save.plan is not None else []
-        indexes = tuple(layout.index for layout in layouts)
-        return SavedPart(self.save.context.save_id, self._record().encode(), indexes, self._providers[1])
+        record = self._record()  # a rank that stores nothing has a layout, and no data file
+        indexes = tuple(layout.index for layout in layouts[: len(record.layouts())])
+        return SavedPart(self.save.context.save_id, record.encode(), indexes, self._providers[1])
 
     def publish_parts(self, parts: Sequence[SavedPart], extras: PublicationExtras) -> None:
         """Publishes the parts of all ranks, in their order: step 4 of the protocol, on this thread.

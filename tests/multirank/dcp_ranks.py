@@ -280,6 +280,17 @@ def some_ranks(directory: str, folder: str) -> None:
     report(folder)
 
 
+def one_tensor(directory: str, folder: str) -> None:
+    """Saves what one rank alone has to store: DCP's planner leaves replicas out on the others."""
+    join()
+    dcp.save({"w": torch.arange(4.0)}, storage_writer=DataStatesWriter(directory))
+    into = {"w": torch.zeros(4)}
+    dcp.load(into, storage_reader=DataStatesReader(directory))
+    assert_same(into["w"], torch.arange(4.0))
+    assert sum(name.startswith("data-") for name in os.listdir(directory)) == 1
+    report(folder)
+
+
 def planners(directory: str, folder: str) -> None:
     """Saves with a planner that caches its plans, and with one that does not flatten."""
     join()

@@ -82,6 +82,10 @@ def test_a_group_of_ranks_saves_alone(world: World, tmp_path: Path) -> None:
     world.run("dcp_ranks:some_ranks", tmp_path / "c", ranks=3)
 
 
+def test_ranks_with_nothing_to_store_take_part(world: World, tmp_path: Path) -> None:
+    world.run("dcp_ranks:one_tensor", tmp_path / "c")
+
+
 def test_planners_that_cache_or_do_not_flatten_save(world: World, tmp_path: Path) -> None:
     reports = world.run("dcp_ranks:planners", tmp_path / "c")
     assert len(reports[0]["files"]) == 5, reports[0]["files"]

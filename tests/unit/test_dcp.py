@@ -156,6 +156,11 @@ def test_a_checkpoint_of_dcps_own_is_replaced(tmp_path: Path) -> None:
     assert_equal(load(blank(), tmp_path), state(2))
 
 
+def test_an_empty_state_is_a_checkpoint(tmp_path: Path) -> None:
+    save({}, tmp_path / "c")
+    assert DataStatesReader(tmp_path / "c").read_metadata().state_dict_metadata == {}
+
+
 def test_a_save_and_a_load_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "report.jsonl"
     dcp.save(state(), storage_writer=DataStatesWriter(tmp_path / "c", report_file=str(path)))
