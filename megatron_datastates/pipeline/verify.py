@@ -21,7 +21,13 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import Reader, read_header, read_small
 from megatron_datastates.errors import CorruptDataError, DataStatesError, StorageError, UnsafeObjectError
 from megatron_datastates.files import DOCUMENT_BYTES
-from megatron_datastates.format.directory import BACKEND, COMMON_FILE, METADATA_NAME, iteration_in_name
+from megatron_datastates.format.directory import (
+    BACKEND,
+    COMMON_FILE,
+    COMMON_STATE_KEY,
+    METADATA_NAME,
+    iteration_in_name,
+)
 from megatron_datastates.format.header import HEADER_BYTES
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.tables import Words
@@ -184,6 +190,8 @@ def _check_metadata(checkpoint: Checkpoint, verdict: Verdict) -> None:
         content = read_small(path, DOCUMENT_BYTES) if path.exists() else b""
         if not content:  # it may have been killed while it was written
             state = "empty" if path.exists() else "missing"
+            if state == "missing" and not _is_megatrons(checkpoint):
+                return
             verdict.notes.append(
                 f"{path} is {state}: the save was killed when its manifest was in place. The checkpoint loads"
             )
@@ -196,6 +204,12 @@ def _check_metadata(checkpoint: Checkpoint, verdict: Verdict) -> None:
     else:
         if backend != BACKEND:
             verdict.faults.append(f"{path} names the format {backend!r}, and the manifest is of {BACKEND!r}")
+
+
+def _is_megatrons(checkpoint: Checkpoint) -> bool:
+    """Returns whether it has Megatron's common state: no other program writes a metadata.json."""
+    others = (other.name for other in checkpoint.manifest.others)
+    return COMMON_STATE_KEY in checkpoint.index.objects or COMMON_FILE in others
 
 
 def _check_optimizer_maps(checkpoint: Checkpoint, verdict: Verdict) -> None:

@@ -348,7 +348,8 @@ def test_commands_read_it(tmp_path: Path) -> None:
     shown = json.loads(out)
     assert {row["key"] for row in shown["tensors"]} == {"model.w", "model.empty", "model.scalar"}
     assert "optim.groups.0.lr" in {row["key"] for row in shown["objects"]}
-    assert run("verify", first)[0] == 0
+    code, out, _ = run("verify", first)
+    assert code == 0 and "note" not in out
     assert run("diff", first, first)[0] == 0
     assert run("diff", first, second)[0] == 1
     assert run("prune", tmp_path / "run", "--keep-last", "2", "--min-age", "0", "--yes")[0] == 0

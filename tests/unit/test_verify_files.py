@@ -125,7 +125,9 @@ def test_metadata_and_manifest_have_to_agree(tmp_path, text, fault):
 
 def test_what_is_unusual_and_no_fault_is_noted(tmp_path):
     directory = tmp_path / "iter_0000007"
-    whole(directory, iteration=8)
+    others = [OtherFile("common.pt", len(OBJECT), hashlib.sha256(OBJECT).hexdigest())]
+    whole(directory, iteration=8, others=others)
+    (directory / "common.pt").write_bytes(OBJECT)
     (directory / "notes.txt").write_text("")
     (directory / SaveId(1, 1).data_file_name(0)).write_text("")
     verdict = verify(directory, options=OPTIONS)
