@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import threading
 import uuid
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ class _Assignment:
 class DataStatesWriter(StorageWriter):
     """Writes datastates checkpoints for `torch.distributed.checkpoint.save` and `async_save`.
 
-    One object serves any number of saves, one after the other. A save into a directory with a checkpoint
+    One object serves any number of saves, one after the other: a save that another one overtakes fails. A save into a directory with a checkpoint
     replaces it once the new one is complete.
     """
 
@@ -77,6 +78,9 @@ class DataStatesWriter(StorageWriter):
         # On the coordinator, from `prepare_global_plan` and from `write_data` to `finish`:
         self._save_id: SaveId | None = None
         self._publication: Publication | None = None
+        self._thread = (
+            threading.get_ident()
+        )  # of the last save that began: DCP makes all calls of a save on one
 
     @property
     def checkpoint_id(self) -> str:
@@ -92,14 +96,14 @@ class DataStatesWriter(StorageWriter):
         """Prepares for another save, into another directory if one is given."""
         if checkpoint_id:
             self._directory = directory_of(checkpoint_id)
-        self._name = uuid.uuid4().hex
+        self._name, self._thread = uuid.uuid4().hex, threading.get_ident()
 
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._name)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begins a save on this rank. Raises DataStatesError if the ranks are not to work together."""
-        self._save_id = self._publication = None
+        self._save_id, self._publication, self._thread = None, None, threading.get_ident()
         if not kwargs.get("use_collectives", True):
             raise DataStatesError(
                 "DataStatesWriter cannot save with use_collectives=False: without a manifest for all ranks "
@@ -122,7 +126,9 @@ class DataStatesWriter(StorageWriter):
 
         Raises:
             SaveFailedError: this rank failed. DCP raises its CheckpointException on all ranks.
+            DataStatesError: another save has begun with this object.
         """
+        self._require_own_turn()
         context = self._context(plan.storage_data)
         publication = part_saver_for(self._options).write(context, PlannedState(plan, planner))
         if self._save_id is not None:
@@ -151,7 +157,9 @@ class DataStatesWriter(StorageWriter):
         Raises:
             SaveFailedError: nothing was published, unless its text says otherwise.
             UnsafeObjectError, OSError: DCP's facts cannot be stored; nothing was published.
+            DataStatesError: another save has begun with this object.
         """
+        self._require_own_turn()
         publication, self._publication = self._publication, None
         assert publication is not None, "DCP calls write_data on the coordinator before finish"
         parts = [result.storage_data for written in results for result in written]
@@ -168,6 +176,15 @@ class DataStatesWriter(StorageWriter):
                 with contextlib.suppress(OSError):
                     facts.unlink()
             raise
+
+    def _require_own_turn(self) -> None:
+        # The save that began last has set the directory: this one would write to it.
+        if self._thread != threading.get_ident():
+            raise DataStatesError(
+                f"the DataStatesWriter of this save began another one, to {self._directory}, before this one was "
+                "over: nothing was published. Wait for the future of async_save, or give each save a writer of "
+                "its own"
+            )
 
     def _write_facts(self, path: Path, metadata: Metadata, save_id: SaveId) -> None:
         found = Facts.of(metadata, self.storage_meta())

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,23 @@ def test_saves_without_collectives_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataStatesError, match="cannot save with use_collectives=False"):
         save(state(), tmp_path / "c", use_collectives=False)
     assert not (tmp_path / "c").exists()
+
+
+def test_a_save_that_another_of_the_same_writer_overtakes_fails(tmp_path: Path) -> None:
+    class Overtaken(dcp.DefaultSavePlanner):
+        def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+            thread = threading.Thread(target=dcp.save, args=[state(2)], kwargs=second)
+            thread.start()
+            thread.join()
+            return super().finish_plan(new_plan)
+
+    writer = DataStatesWriter(tmp_path / "first", **SMALL)
+    second = {"storage_writer": writer, "checkpoint_id": tmp_path / "second"}
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state(1), storage_writer=writer, planner=Overtaken())
+    assert f"began another one, to {tmp_path / 'second'}" in str(cause_of(caught))
+    assert not (tmp_path / "first").exists()
+    assert_equal(load(blank(), tmp_path / "second"), state(2))
 
 
 def test_only_directories_are_accepted(tmp_path: Path) -> None:
