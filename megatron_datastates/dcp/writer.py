@@ -57,8 +57,8 @@ class _Assignment:
 class DataStatesWriter(StorageWriter):
     """Writes datastates checkpoints for `torch.distributed.checkpoint.save` and `async_save`.
 
-    One object serves any number of saves, one after the other: a save that another one overtakes fails. A save into a directory with a checkpoint
-    replaces it once the new one is complete.
+    One object serves any number of saves, one after the other; a save that another one overtakes fails.
+    A save into a directory with a checkpoint replaces it once the new one is complete.
     """
 
     def __init__(self, path: str | os.PathLike[str], **options: Any) -> None:
@@ -181,9 +181,9 @@ class DataStatesWriter(StorageWriter):
         # The save that began last has set the directory: this one would write to it.
         if self._thread != threading.get_ident():
             raise DataStatesError(
-                f"the DataStatesWriter of this save began another one, to {self._directory}, before this one was "
-                "over: nothing was published. Wait for the future of async_save, or give each save a writer of "
-                "its own"
+                f"the DataStatesWriter of this save began another one, to {self._directory}, before this one "
+                "was over: nothing was published. Wait for the future of async_save, or give each save a "
+                "writer of its own"
             )
 
     def _write_facts(self, path: Path, metadata: Metadata, save_id: SaveId) -> None:
