@@ -240,6 +240,17 @@ def not_imported(folder: Path, run_directory: Path) -> str:
         ({"mlp_bias": True}, "mlp_bias is True, not False"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', not 'silu'"),
         ({"sliding_window": 16}, "sliding_window is 16, not None"),
+        ({"rope_theta": 10000.5}, "rope_theta is 10000.5: Megatron takes whole numbers"),
+        ({"rope_theta": float("inf")}, "rope_theta is inf: Megatron takes whole numbers"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.5}}, "the factor of rope_scaling is 2.5: Megatron"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_theta": 5}}},
+            "Megatron has no rotary embeddings with",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "Megatron has no rotary embeddings with"),
+        ({"rms_norm_eps": None}, "norm_epsilon is None, expected a number"),
+        ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1099511627776, expected at most 65536"),
+        ({"num_hidden_layers": 1 << 16}, "lacks tensors: it has 21, and config.json asks for at least 65536"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "Megatron has no rotary embeddings with"),
         ({"quantization_config": {}}, "quantization_config is {}, not 'absent'"),
         ({"num_hidden_layers": None}, "num_layers is None, expected a positive integer"),
@@ -298,6 +309,23 @@ def test_an_index_that_leads_elsewhere_is_refused(folder: Path, tmp_path: Path) 
     index = {"weight_map": {"model.norm.weight": "../ck/model.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "no weight_map of file names" in not_imported(folder, tmp_path / "run")
+
+
+def test_files_that_do_not_agree_on_where_a_tensor_is_are_refused(folder: Path, tmp_path: Path) -> None:
+    whole, index = load_file(folder / "model.safetensors"), folder / "model.safetensors.index.json"
+    names = sorted(whole)
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    save_file({names[0]: torch.zeros_like(whole[names[0]])}, folder / "b.safetensors")
+    places = dict.fromkeys(names, "a.safetensors")
+    index.write_text(json.dumps({"weight_map": places | {names[0]: "b.safetensors"}}))
+    assert "is in a.safetensors and in b.safetensors" in not_imported(folder, tmp_path / "run")
+    save_file({name: whole[name] for name in names[1:]}, folder / "a.safetensors")
+    index.write_text(json.dumps({"weight_map": places | {names[1]: "b.safetensors"}}))
+    assert f"'{names[0]}' is in b.safetensors, and " in not_imported(folder, tmp_path / "run")
+    index.write_text(json.dumps({"weight_map": places | {names[0]: "b.safetensors"}}))
+    assert run("import", folder, tmp_path / "good")[0] == 0
+    save_file(whole, folder / "model.safetensors")
+    assert "remove the one that is not the model's" in not_imported(folder, tmp_path / "run")
 
 
 def test_a_run_that_has_checkpoints_is_left_alone(folder: Path, tmp_path: Path) -> None:

@@ -59,6 +59,9 @@ PLAIN: Mapping[str, Any] = {
 _SIZED_BY_ARGUMENT = (None, "NullTokenizer", "NullMultimodalTokenizer", "TikTokenizer")
 
 
+MOST_LAYERS = 1 << 16  # and heads: a table has a row for each, whatever the tensors are
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
     """What the tables of architectures look at, with the values that Megatron settles on."""
@@ -96,6 +99,9 @@ class Arguments:
 
     def __post_init__(self) -> None:
         """Raises FormatError if a size is none, or does not fit another."""
+        epsilon: Any = self.norm_epsilon
+        if not isinstance(epsilon, int | float) or not 0 <= epsilon < 1:
+            raise FormatError(f"norm_epsilon is {epsilon!r}, expected a number from 0 to 1")
         sizes = [field.name for field in dataclasses.fields(self) if field.type == "int"]
         if self.num_experts is not None:
             sizes += ["num_experts", "moe_ffn_hidden_size"]
@@ -183,6 +189,8 @@ def _number(stored: Mapping[str, Any], name: str) -> int:
     value = stored.get(name)
     if not isinstance(value, int) or value < 1:
         raise FormatError(f"the stored argument {name} is {value!r}, expected a positive number")
+    if name in ("num_layers", "num_attention_heads") and value > MOST_LAYERS:
+        raise FormatError(f"the stored argument {name} is {value}, expected at most {MOST_LAYERS}")
     return value
 
 

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megatron_datastates.convert.hf.arguments import Arguments, unusual
+from megatron_datastates.convert.hf.arguments import MOST_LAYERS, Arguments, unusual
 from megatron_datastates.errors import FormatError, UnsupportedFormatError
 
 Config = dict[str, Any]
@@ -75,19 +75,29 @@ def _rope(a: Arguments) -> Config:
     return {"rope_theta": float(a.rotary_base), "rope_scaling": scaling}
 
 
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0 or value % 1 != 0:
+        raise UnsupportedFormatError(
+            f"config.json: {name} is {value!r}: Megatron takes whole numbers above 0"
+        )
+    return int(value)
+
+
 def _read_rope(config: Config) -> Mapping[str, Any]:
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise FormatError(f"config.json: rope_scaling is {scaling!r}, expected an object")
     base: Any = scaling.get("rope_theta", config.get("rope_theta", config.get("_default_rope_theta", 10000)))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    found: dict[str, Any] = {"rotary_base": int(base)}
-    if kind == "default":
-        return found
-    if kind == "linear":
-        return found | {"rotary_seq_len_interpolation_factor": int(scaling["factor"])}
+    found: dict[str, Any] = {"rotary_base": _whole("rope_theta", base)}
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    if kind == "llama3" and all(scaling.get(name) == value for name, value in fixed.items()):
+    known = scaling.keys() <= {"rope_theta", "rope_type", "type", "factor", *fixed}
+    if kind == "default" and known:
+        return found
+    if kind == "linear" and known:
+        factor = _whole("the factor of rope_scaling", scaling["factor"])
+        return found | {"rotary_seq_len_interpolation_factor": factor}
+    if kind == "llama3" and known and all(scaling.get(name) == value for name, value in fixed.items()):
         return found | {"use_rope_scaling": True, "rope_scaling_factor": float(scaling["factor"])}
     raise UnsupportedFormatError(
         f"config.json: Megatron has no rotary embeddings with rope_scaling {scaling!r}: expected linear, or "
@@ -355,6 +365,8 @@ FAMILIES = (
 )
 # Other names of an architecture in config.json.
 _SAME_AS = {"mistral": "llama"}
+# What tables are made as long as.
+_COUNTS = ("num_hidden_layers", "n_layer", "num_attention_heads", "n_head", "num_key_value_heads")
 _DEFAULT_ROPE_THETA = {"mixtral": 1000000}
 
 
@@ -400,6 +412,9 @@ def read_config(config: Config) -> tuple[Family, Arguments]:
         raise UnsupportedFormatError(
             f"config.json: model_type is {kind!r}, which is not known: expected one of {known}"
         )
+    for name in _COUNTS:
+        if isinstance(config.get(name), int) and config[name] > MOST_LAYERS:
+            raise FormatError(f"config.json: {name} is {config[name]}, expected at most {MOST_LAYERS}")
     default = {"_default_rope_theta": _DEFAULT_ROPE_THETA.get(family.model_type, 10000)}
     try:
         a = Arguments(**family.read(config | default), vocab_size=config["vocab_size"])

@@ -83,11 +83,27 @@ def find_tensors(directory: Path) -> dict[str, Stored]:
         raise NotACheckpointError(
             f"{directory} has neither {_ONE_FILE} nor {INDEX_NAME}: save the model with safetensors"
         )
-    files = sorted(set(places.values())) if places is not None else [_ONE_FILE]
-    found = {name: one for file in files for name, one in _tensors_of(directory / file).items()}
-    missing = sorted(set(places or ()) - found.keys())
-    if missing:
-        raise FormatError(f"{directory} lacks {missing[0]!r}, which {INDEX_NAME} names")
+    if places is None:
+        return _tensors_of(directory / _ONE_FILE)
+    files = sorted(set(places.values()))
+    if _ONE_FILE not in files and (directory / _ONE_FILE).exists():  # transformers would load that one
+        raise FormatError(
+            f"{directory} has both {_ONE_FILE} and an {INDEX_NAME} that does not name it: remove the one "
+            "that is not the model's"
+        )
+    found: dict[str, Stored] = {}
+    for file in files:
+        for name, one in _tensors_of(directory / file).items():
+            if name in found:
+                raise FormatError(f"{directory}: {name!r} is in {found[name].path.name} and in {file}")
+            found[name] = one
+    for name, file in places.items():
+        if name not in found:
+            raise FormatError(f"{directory} lacks {name!r}, which {INDEX_NAME} names")
+        if found[name].path.name != file:
+            raise FormatError(
+                f"{directory}: {name!r} is in {found[name].path.name}, and {INDEX_NAME} says in {file}"
+            )
     return found
 
 

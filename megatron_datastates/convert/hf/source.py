@@ -99,7 +99,8 @@ class HuggingFaceSource(Source):
         self._impl = transformer_impl
         self._made = tempfile.TemporaryDirectory()  # holds the common state
         self._write_common(Path(self._made.name, COMMON_FILE))
-        table = entries(self.family.model_type, self.arguments)
+        self._require_enough()
+        table = list(entries(self.family.model_type, self.arguments))
         self._require_no_others(table)
         self._tensors = self._megatron_tensors(table)
         self._objects = sorted({key for place, _ in table for key in self._extra_states(place)})
@@ -115,6 +116,16 @@ class HuggingFaceSource(Source):
             "iteration": 0,
         }
         torch.save(common, path)
+
+    def _require_enough(self) -> None:
+        """Raises FormatError for fewer tensors than layers and experts: the table has a row for each."""
+        a = self.arguments
+        least = a.num_layers + sum(a.has_experts) * (a.num_experts or 0)
+        if len(self._stored) < least:
+            raise FormatError(
+                f"{self.directory} lacks tensors: it has {len(self._stored)}, and config.json asks for at "
+                f"least {least}"
+            )
 
     def _require_no_others(self, table: Sequence[Entry]) -> None:
         known = {rows.name for _, made in table for rows in made}

@@ -231,7 +231,7 @@ def _gpt2(a: Arguments) -> Iterator[Rule]:
     yield from _around(a, "transformer.wte.weight", "transformer.ln_f")
 
 
-def entries(model_type: str, a: Arguments) -> list[Entry]:
-    """Returns, for each tensor of Megatron's model, the tensors of Hugging Face's that its rows make."""
+def entries(model_type: str, a: Arguments) -> Iterator[Entry]:
+    """Yields, for each tensor of Megatron's model, the tensors of Hugging Face's that its rows make."""
     rules = _gpt2(a) if model_type == "gpt2" else _llama_like(a, mixtral=model_type == "mixtral")
-    return [rule.entry(a) for rule in rules]
+    return (rule.entry(a) for rule in rules)
