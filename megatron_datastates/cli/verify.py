@@ -88,7 +88,12 @@ def _checkpoints(directories: list[Path], every: bool, iteration: int | None) ->
     found = []
     for directory in directories:
         if every and is_run(directory):
-            found += checkpoint_directories(directory)
+            of_run = checkpoint_directories(directory)
+            if not of_run:
+                raise NotACheckpointError(
+                    f"--all: {directory} holds no checkpoint: it has no directory iter_*"
+                )
+            found += of_run
         elif every:
             raise NotACheckpointError(f"--all: {directory} is not the directory of a run")
         else:

@@ -168,6 +168,11 @@ def test_a_run_without_a_choice_is_refused(a_run: Path):
     assert "choose one by --iteration; it has 5, 10" in refused("show", a_run)
 
 
+def test_a_run_without_checkpoints_is_not_good(tmp_path: Path):
+    (tmp_path / TRACKER).write_text("5")
+    assert f"--all: {tmp_path} holds no checkpoint" in refused("verify", "--all", tmp_path)
+
+
 def test_many_checkpoints_and_all_of_a_run_are_verified(both: Path, tmp_path: Path):
     root = Path(shutil.copytree(both / "datastates", tmp_path / "run"))
     paths = sorted(root.glob("iter_*"))
