@@ -6,6 +6,7 @@ import what they need when they run: the package's heavy parts take seconds, hel
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -44,12 +45,21 @@ def _load() -> Callable[[], Any]:
 
 
 def run(load: Callable[[], Callable[[], Any]]) -> None:
-    """Calls what `load` returns. After an interrupt, prints one line and raises SystemExit with code 130."""
+    """Calls what `load` returns. After an interrupt, prints one line and raises SystemExit with code 130.
+
+    An OSError that no command has expected, such as a full disk for the output, is one line and code 2.
+    """
     # Where SIGINT is ignored, as in the background of a shell's script, it stays so.
     interrupts = _Interrupts() if signal.getsignal(signal.SIGINT) is signal.default_int_handler else None
     try:
-        load()()
-    except BaseException:  # an interrupted import may raise anything
+        try:
+            load()()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where an error can be reported
+    except BaseException as error:  # an interrupted import may raise anything
+        if isinstance(error, OSError) and (interrupts is None or not interrupts.came):
+            _end_without_output(error)
         if interrupts is None or not interrupts.came:
             raise
         print("datastates: interrupted", file=sys.stderr)
@@ -57,3 +67,12 @@ def run(load: Callable[[], Callable[[], Any]]) -> None:
     finally:
         if interrupts is not None:
             interrupts.end()
+
+
+def _end_without_output(error: OSError) -> None:
+    # What is still in the buffer would fail again, at the end of the interpreter.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    place = f"{error.filename}: " if error.filename is not None else "the output cannot be written: "
+    print(f"datastates: {place}{error.strerror}", file=sys.stderr)
+    sys.exit(2)

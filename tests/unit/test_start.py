@@ -160,3 +160,11 @@ def test_an_ignored_sigint_stays_ignored():
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
     assert signal.SIGINT.value + 128 == 130
+
+
+def test_an_output_that_cannot_be_written_is_one_line_and_not_a_faulty_checkpoint():
+    command = [sys.executable, "-m", "megatron_datastates", "verify", str(GOLDEN)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    text = "datastates: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, text)
