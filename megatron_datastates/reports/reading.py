@@ -7,6 +7,7 @@ the same line. What cannot be read is skipped and noted; a file without any repo
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron_datastates.errors import StorageError, UnsupportedFormatError
 _BEGIN = '{"event": '  # of every line, as pipeline/report.py writes it
 _MOST_NOTES = 5  # for each file; a damaged one may have thousands
 _WRITTEN_BY = "expected the lines of JSON that --datastates-report-file writes"
+_MOST_BYTES = 1 << 30  # of a file, which is read whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +153,11 @@ def _with_drain(save: Save, drain: Drain | None) -> Save:
 
 def _reports(path: Path, notes: list[str]) -> list[Save | Load | Drain]:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with open(path, "rb") as file:  # a pipe will do
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {_MOST_BYTES} bytes")
+        text = data.decode(errors="replace").replace("\r\n", "\n")
     except OSError as error:
         raise StorageError(
             f"{path}: {error.strerror}: give a file that --datastates-report-file has written",

@@ -141,6 +141,11 @@ def test_a_file_without_reports_is_one_line_and_exit_code_2(
         read_reports([path])
 
 
+def test_a_file_without_an_end_is_refused() -> None:
+    code, _, err = run("report", "/dev/zero")
+    assert code == 2 and "/dev/zero: it has more than" in err
+
+
 def test_intervals_end_with_their_run() -> None:
     saves = read_reports([RUN]).saves
     known = intervals(saves)
