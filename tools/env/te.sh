@@ -23,16 +23,18 @@ find_toolkit() { # prints the folder of a toolkit with headers
 }
 
 if [[ ! -e $folder/complete ]]; then
-  rm -rf "$folder"
-  install=("$python" -m pip install -q --no-deps --target "$folder")
-  "${install[@]}" "transformer_engine==$release" "transformer_engine_cu13==$release" "nvidia-cublas==$cublas" \
-    onnxscript==0.7.2 onnx==1.23.2 onnx-ir==1.1.0 ml_dtypes==0.6.0 einops==0.8.2 pydantic==2.14.3 \
-    pydantic-core==2.50.4 annotated-types==0.8.0 typing-inspection==0.4.5 protobuf==7.36.2 nvdlfw-inspect==0.2.2
   echo "[te] building transformer_engine_torch $release"
+  rm -rf "$folder" "$folder.wheel"
   toolkit=$(find_toolkit)
   CUDA_HOME=$toolkit CPATH=$toolkit/include:$nvidia/cu13/include:$nvidia/cudnn/include:$nvidia/nccl/include \
     NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS=${MAX_JOBS:-2} PATH=$PWD/.venv/bin:$PATH \
-    "${install[@]}" --no-build-isolation --upgrade "transformer_engine_torch==$release"
+    "$python" -m pip wheel -q --no-deps --no-build-isolation --wheel-dir "$folder.wheel" \
+    "transformer_engine_torch==$release"
+  # All at once: a second `pip install --target` would replace the folder that three of these share, or leave it alone.
+  "$python" -m pip install -q --no-deps --target "$folder" "$folder.wheel"/*.whl \
+    "transformer_engine==$release" "transformer_engine_cu13==$release" "nvidia-cublas==$cublas" \
+    onnxscript==0.7.2 onnx==1.23.2 onnx-ir==1.1.0 ml_dtypes==0.6.0 einops==0.8.2 pydantic==2.14.3 \
+    pydantic-core==2.50.4 annotated-types==0.8.0 typing-inspection==0.4.5 protobuf==7.36.2 nvdlfw-inspect==0.2.2
   touch "$folder/complete"
 fi
 
