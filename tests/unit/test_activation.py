@@ -85,9 +85,9 @@ def test_hook_is_installed_by_hand_where_torch_does_not_load_backends() -> None:
 
 def test_modules_of_megatron_that_are_loaded_already_are_attached() -> None:
     code = (
-        "import torch, megatron.core.dist_checkpointing as d, megatron_datastates.mcore; "
-        "s = __import__('sys').modules['megatron.core.dist_checkpointing.strategies.torch']; "
-        "print(s._get_filesystem_reader._is_datastates_hook, d.load_common_state_dict._is_datastates_hook)"
+        "import torch, megatron.core.dist_checkpointing as d; "
+        "import megatron.core.dist_checkpointing.strategies.torch as s, megatron_datastates.mcore; "
+        "print(s._get_filesystem_reader._is_datastates_hook, d.load._is_datastates_hook)"
     )
     assert run(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "True True"
 
