@@ -134,6 +134,7 @@ def abandon(nodes: Nodes) -> None:
     for saver in nodes.ranks.savers:
         if saver.near is not None:
             saver.near.drain.close(abandon=True)
+    nodes.ranks.close()
 
 
 def test_a_failed_copy_is_made_again(tmp_path: Path) -> None:

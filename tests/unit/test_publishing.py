@@ -18,9 +18,9 @@ from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline import commit as commit_module
 from megatron_datastates.pipeline import load as load_module
 from megatron_datastates.pipeline import presence
-from megatron_datastates.pipeline import publication as publication_module
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication, PublicationExtras
 from megatron_datastates.pipeline.runs import metadata_members
@@ -49,13 +49,13 @@ def data_files(directory: Path) -> list[Path]:
 
 def meanwhile(monkeypatch, change) -> None:
     """Calls a function when all ranks are durable, right before rank 0 looks."""
-    look = publication_module.require_files
+    look = commit_module.require_files
 
     def late(directory, manifest):
         change(directory)
         look(directory, manifest)
 
-    monkeypatch.setattr(publication_module, "require_files", late)
+    monkeypatch.setattr(commit_module, "require_files", late)
 
 
 def remove_a_file(directory: Path) -> None:
@@ -271,7 +271,9 @@ def test_an_empty_metadata_json_is_a_missing_one(tmp_path):
 def test_files_stay_once_a_manifest_named_them_though_another_one_is_in_its_place(runs, monkeypatch):
     """The other run's manifest is not durable yet: a crash would bring the first one back."""
     first = runs.start(0, 1)
-    monkeypatch.setattr(Publication, "_write_metadata", lambda *args: replaced_and_then_failing(runs))
+    monkeypatch.setattr(
+        commit_module.Commit, "_write_metadata", lambda *args: replaced_and_then_failing(runs)
+    )
     assert first.wait() is Outcome.FAILED
     assert "No space left" in str(first.error) and "its files were kept" in str(first.error)
     (runs.directory / "first").rename(runs.directory / MANIFEST_NAME)  # as a crash may
@@ -294,14 +296,14 @@ def test_a_failed_save_leaves_no_index(tmp_path, monkeypatch):
 
 def test_saves_of_one_run_that_overlap_are_published_one_after_the_other(tmp_path, monkeypatch):
     """The later one removes what the earlier has left: not between the earlier one's look and its rename."""
-    later_is_published, look = threading.Event(), publication_module.require_files
+    later_is_published, look = threading.Event(), commit_module.require_files
 
     def dawdling(directory, manifest):
         look(directory, manifest)
         if manifest.ordinal == 1:
             later_is_published.wait(1.0)
 
-    monkeypatch.setattr(publication_module, "require_files", dawdling)
+    monkeypatch.setattr(commit_module, "require_files", dawdling)
     saver = new_saver()
     first, second = (saver.start(tmp_path, State(tensors(number))) for number in (1, 2))
     while first._publisher is None:
@@ -315,11 +317,11 @@ def test_saves_of_one_run_that_overlap_are_published_one_after_the_other(tmp_pat
 
 def test_what_is_taken_away_after_the_look_is_reported(tmp_path, monkeypatch):
     """Nobody may believe in a checkpoint that prune has removed while it was being published."""
-    sync_above = publication_module.sync_above
+    sync_above = commit_module.sync_above
     for remove in (remove_a_file, remove_the_index):
         with monkeypatch.context() as patch:
             patch.setattr(
-                publication_module,
+                commit_module,
                 "sync_above",
                 lambda path, remove=remove: (sync_above(path), remove(path)),
             )
@@ -331,13 +333,13 @@ def test_what_is_taken_away_after_the_look_is_reported(tmp_path, monkeypatch):
 
 
 def test_a_manifest_that_is_taken_away_is_reported_and_its_files_stay(tmp_path, monkeypatch):
-    check = publication_module.require_published
+    check = commit_module.require_published
 
     def late(directory, *args):
         (directory / MANIFEST_NAME).rename(directory / "taken")
         check(directory, *args)
 
-    monkeypatch.setattr(publication_module, "require_published", late)
+    monkeypatch.setattr(commit_module, "require_published", late)
     saver = new_saver()
     publication = save(saver, tmp_path, tensors(1))
     saver.close()

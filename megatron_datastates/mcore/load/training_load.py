@@ -6,6 +6,7 @@ They never load a checkpoint other than the requested one.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ from megatron_datastates.format.directory import iteration_name
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement, is_damage
 from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint
-from megatron_datastates.mcore.training.arguments import options_of
-from megatron_datastates.mcore.training.near import bring_home_before
+from megatron_datastates.mcore.training.arguments import is_selected, options_of
 from megatron_datastates.pipeline.runs import may_be_ours
 
+logger = logging.getLogger(__name__)
 _SHARDING = "distrib_optim_sharding_type"  # in the content metadata
 _REFUSAL = "not supported for DistributedOptimizer with sharding type dp_reshardable"
 _WITHOUT_MAP = (
@@ -42,7 +43,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         FENCE.wait("a load")
         purpose = signature.bind(*args, **kwargs).arguments.get("load_arg", "load")
         facts: dict[str, Any] = {"options": _options, "restores_providers": lambda: _is_resume(purpose)}
-        bring_home_before(purpose)
+        _bring_home(purpose)
         with state.opened(**facts, in_training_loop=True, failed_on_all_ranks=False) as load:
             try:
                 return original(*args, **kwargs)
@@ -56,6 +57,24 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise RuntimeError(f"{error} {_WITHOUT_MAP.format(load.directory)}") from error
 
     return load_checkpoint
+
+
+def _bring_home(purpose: str) -> None:
+    """Brings a newer checkpoint from the near tiers to the directory of a load that resumes a run.
+
+    Collective. Not for a load of a chosen iteration (--ckpt-step).
+    """
+    import torch.distributed as dist
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    if not is_selected(args) or not _is_resume(purpose) or getattr(args, "ckpt_step", None) is not None:
+        return
+    options = _options()
+    if options.near and getattr(args, "load", None) and dist.is_initialized():
+        from megatron_datastates.pipeline.near.recovery import bring_home
+
+        bring_home(Path(args.load), options, logger.warning)
 
 
 def _is_resume(purpose: str) -> bool:

@@ -1,4 +1,4 @@
-"""The near tier in Megatron's training loop: trackers, retention, and what a load brings home first.
+"""The near tier in Megatron's training loop: trackers and retention.
 
 Megatron's tracker in --save names only what is published there. Megatron itself writes the one in the near
 tier, because a save is over for Megatron when it is published near; the drain writes the other one.
@@ -20,11 +20,11 @@ from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.mcore.training.arguments import is_selected, options_of
 from megatron_datastates.pipeline.near.places import near_root, near_run
 from megatron_datastates.pipeline.runs import is_complete, tracked_iteration
 
 logger = logging.getLogger(__name__)
+_is_on = False  # as of the last save
 _tracked: dict[Path, SaveId] = {}  # by run: the save that its tracker names, if this process has written it
 
 
@@ -33,7 +33,9 @@ def saving(options: Options) -> Iterator[None]:
     """Wraps a `save_checkpoint`: the tracker that it is going to write is the one in the near tier."""
     from megatron.training import checkpointing
 
-    if not options.near:
+    global _is_on
+    _is_on = bool(options.near)
+    if not _is_on:
         yield
         return
     original = checkpointing.get_checkpoint_tracker_filename
@@ -47,6 +49,11 @@ def saving(options: Options) -> Iterator[None]:
         yield
     finally:
         checkpointing.get_checkpoint_tracker_filename = original
+
+
+def is_on() -> bool:
+    """Returns whether saves of this process go to a near tier first."""
+    return _is_on
 
 
 def _near_tracker(options: Options, save: str) -> str:
@@ -85,27 +92,3 @@ def _track(run: Path, iteration: int, save_id: SaveId, retain_interval: int | No
         shutil.rmtree(directory)
     except OSError as error:
         logger.warning("%s was not deleted (--save-retain-interval): %s", directory, error)
-
-
-def bring_home_before(purpose: str) -> None:
-    """Brings a newer checkpoint from the near tiers to the directory of a load that resumes a run.
-
-    Collective. Does nothing for a load of a chosen iteration (--ckpt-step).
-    """
-    import torch.distributed as dist
-    from megatron.training.global_vars import get_args
-
-    args = get_args()
-    run, options = getattr(args, "load", None), options_of(args)
-    chosen = getattr(args, "ckpt_step", None) is not None or getattr(args, "finetune", False)
-    if (
-        is_selected(args)
-        and options.near
-        and run
-        and purpose == "load"
-        and not chosen
-        and dist.is_initialized()
-    ):
-        from megatron_datastates.pipeline.near.recovery import bring_home
-
-        bring_home(Path(run), options, logger.warning)

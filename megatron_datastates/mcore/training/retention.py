@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
-from megatron_datastates.mcore.training.arguments import options_of
+from megatron_datastates.mcore.training import near
 from megatron_datastates.mcore.training.tracker import mend
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs import find_iterations, is_complete, tracked_iteration
@@ -85,12 +85,6 @@ def deletable(root: Path, leave: int) -> list[Path]:
     ]
 
 
-def _is_near_on() -> bool:
-    from megatron.training.global_vars import get_args
-
-    return bool(options_of(get_args()).near)
-
-
 def _is_being_written(path: Path, iteration: int) -> bool:
     if iteration in _about_to_save:
         return True
@@ -151,7 +145,7 @@ def wrap_async_delete_checkpoint_impl(original: Callable[..., Any]) -> Callable[
         _deletions[directory] = threading.current_thread()
         try:
             tracked = tracked_iteration(root / TRACKER_NAME)
-            if _is_near_on():
+            if near.is_on():
                 pass  # the drain deletes, once a newer checkpoint is published there (near.py)
             elif tracked == iteration_to_delete:
                 logger.warning("%s is not deleted: it is the latest checkpoint there", directory)
