@@ -26,8 +26,6 @@ from megatron_datastates.cli.shared import (
 from megatron_datastates.errors import DataStatesError, MissingKeyError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from megatron_datastates.convert.contents import Content, Statistics
     from megatron_datastates.convert.sources.source import Source
 
@@ -121,23 +119,15 @@ def _streams(source: Source, pattern: str) -> list[dict[str, Any]]:
 
 
 def _statistics(tensors: list[Content], quiet: bool) -> list[Statistics | None]:
+    from megatron_datastates.convert.contents import statistics
+
     with progress_bar("reading", disable=quiet) as progress:
         task = progress.add_task("", total=sum(content.bytes for content in tensors))
-        return [_statistics_of(content, progress, task) for content in tensors]
+        return statistics(tensors, lambda done: progress.advance(task, done))
 
 
 def _no_statistics(tensors: list[Content]) -> list[Statistics | None]:
     return [None for _ in tensors]
-
-
-def _statistics_of(content: Content, progress: Progress, task: Any) -> Statistics | None:
-    """Reads a tensor's statistics; returns None for a dtype that torch cannot convert to float64."""
-    from megatron_datastates.convert.contents import statistics
-
-    try:
-        return statistics(content, lambda done: progress.advance(task, done))
-    except NotImplementedError:
-        return None
 
 
 def _numbers(found: Statistics | None) -> dict[str, float | int | None]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
 PART_BYTES = 16 << 20  # of a tensor, read in one go
+_AHEAD = 2  # parts that are read, or being read, while another is computed
 Read = Callable[[Sequence[int], Sequence[int]], "torch.Tensor"]  # takes an offset and a shape
 
 
@@ -218,16 +221,38 @@ def _state_content(state: StateTensor) -> Content:
     return Content(state.key, state.dtype, state.global_shape, offsets, shapes, len(files), state.read)
 
 
-def statistics(content: Content, progress: Callable[[int], None] = lambda bytes_done: None) -> Statistics:
-    """Computes the statistics of a tensor, reading it box by box as it is stored.
+def statistics(
+    contents: Sequence[Content], progress: Callable[[int], None] = lambda bytes_done: None
+) -> list[Statistics | None]:
+    """Computes the statistics of tensors; reads the next parts meanwhile, box by box as they are stored.
 
-    Calls `progress` with the number of bytes read since the last call.
+    Calls `progress` with the number of bytes that are done since the last call.
+
+    Returns:
+        Those of each tensor; None for a dtype that torch cannot convert to float64.
     """
-    found = Statistics()
-    for offset, shape in zip(content.offsets.tolist(), content.shapes.tolist(), strict=True):
-        for at, lengths in cut_box(offset, shape, PART_BYTES // element_bytes(content.dtype)):
-            found.add(content.read(at, lengths))
-            progress(math.prod(lengths) * element_bytes(content.dtype))
+    found: list[Statistics | None] = [Statistics() for _ in contents]
+    with ThreadPoolExecutor(1) as reader:
+        pending: deque[tuple[int, Future[torch.Tensor]]] = deque()
+
+        def settle(most: int) -> None:
+            while len(pending) > most:
+                number, part = pending.popleft()
+                values, sum_of = part.result(), found[number]
+                try:
+                    if sum_of is not None:
+                        sum_of.add(values)
+                except NotImplementedError:
+                    found[number] = None
+                progress(values.numel() * values.element_size())
+
+        for number, content in enumerate(contents):
+            most = PART_BYTES // element_bytes(content.dtype)
+            for offset, shape in zip(content.offsets.tolist(), content.shapes.tolist(), strict=True):
+                for at, lengths in cut_box(offset, shape, most):
+                    pending.append((number, reader.submit(content.read, at, lengths)))
+                    settle(_AHEAD)
+        settle(0)
     return found
 
 

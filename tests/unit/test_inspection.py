@@ -99,14 +99,13 @@ def test_statistics_do_not_depend_on_parts(name, monkeypatch):
 
     content = Content("t", name, (7, 5, 3), whole[:1], whole[1:], None, read)
     if "float4" in name:
-        with pytest.raises(NotImplementedError):
-            statistics(content)
+        assert statistics([content]) == [None]
         return
     expected = Statistics()
     expected.add(tensor)
     for most in (1, 4, 16, 1000):
         monkeypatch.setattr(contents, "PART_BYTES", most * tensor.itemsize)
-        found = statistics(content)
+        (found,) = statistics([content])
         for field in ("finite", "nans", "infinities", "minimum", "maximum"):
             assert getattr(found, field) == getattr(expected, field), field
         assert math.isclose(found.squares, expected.squares, rel_tol=1e-9)
