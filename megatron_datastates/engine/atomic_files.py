@@ -19,6 +19,7 @@ import contextlib
 import errno
 import fnmatch
 import os
+import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
@@ -45,7 +46,9 @@ def write_whole(
         OSError: with the name of the file. `path` holds what it held before, or (if its directory could not
             be synced) `data`.
     """
-    temporary = path.parent / f".datastates-{path.name}-{save_id}.tmp"
+    # A name of this call's own: another process may write the same file of the same save, as a job that is
+    # not quite dead does with a checkpoint that the next job brings home.
+    temporary = path.parent / f".datastates-{path.name}-{secrets.token_hex(4)}-{save_id}.tmp"
     try:
         _write_whole(path, data, faults, temporary, on_renamed)
     except OSError as error:

@@ -61,7 +61,7 @@ class Nodes:
         return near_folder(self.roots[node], self.directory(iteration))
 
     def kept(self, node: int) -> list[str]:
-        return sorted(path.name for path in near_run(self.roots[node], self.run).iterdir())
+        return sorted(path.name for path in near_run(self.roots[node], self.run).glob("iter_*"))
 
     def save(self, iteration: int) -> Publication:
         return self.ranks.save(self.directory(iteration), states_of(iteration))

@@ -1,7 +1,7 @@
 """The near tier in Megatron's training loop: trackers and retention.
 
-Megatron's tracker in --save names only what is published there. Megatron itself writes the one in the near
-tier, because a save is over for Megatron when it is published near; the drain writes the other one.
+Megatron's tracker in --save names only what is published there, so the drain writes it. A save is over for
+Megatron when it is published near; what Megatron itself then writes goes to a file in memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,17 @@ from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.near.places import near_root, near_run
 from megatron_datastates.pipeline.runs import is_complete, tracked_iteration
 
 logger = logging.getLogger(__name__)
 _is_on = False  # as of the last save
+_memory_file: int | None = None  # descriptor
 _tracked: dict[Path, SaveId] = {}  # by run: the save that its tracker names, if this process has written it
 
 
 @contextlib.contextmanager
 def saving(options: Options) -> Iterator[None]:
-    """Wraps a `save_checkpoint`: the tracker that it is going to write is the one in the near tier."""
+    """Wraps a `save_checkpoint`: the tracker that it is going to write is none of --save's."""
     from megatron.training import checkpointing
 
     global _is_on
@@ -42,7 +41,7 @@ def saving(options: Options) -> Iterator[None]:
     save = checkpointing.get_args().save
 
     def get_checkpoint_tracker_filename(checkpoints_path: Any) -> Any:
-        return _near_tracker(options, save) if checkpoints_path == save else original(checkpoints_path)
+        return _unused_tracker() if checkpoints_path == save else original(checkpoints_path)
 
     checkpointing.get_checkpoint_tracker_filename = get_checkpoint_tracker_filename
     try:
@@ -56,13 +55,17 @@ def is_on() -> bool:
     return _is_on
 
 
-def _near_tracker(options: Options, save: str) -> str:
-    folder = near_run(near_root(options.near), Path(save))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # this node has no near tier; its tracker is of no use, but Megatron has to write it
-        return os.path.join(tempfile.gettempdir(), f"datastates-{os.getpid()}-{TRACKER_NAME}")  # noqa: PTH118
-    return str(folder / TRACKER_NAME)
+def _unused_tracker() -> str:
+    """Returns a file in memory. Megatron writes it on rank 0 alone, where an error would end the job.
+
+    It names iteration 0, of which Megatron's retention deletes nothing.
+    """
+    global _memory_file
+    if _memory_file is None:
+        _memory_file = os.memfd_create(TRACKER_NAME)
+    os.pwrite(_memory_file, b"0", 0)
+    os.ftruncate(_memory_file, 1)
+    return f"/proc/self/fd/{_memory_file}"
 
 
 def far_published(checkpoint: Path) -> Callable[[SaveId], None] | None:

@@ -26,14 +26,14 @@ from typing import Any
 from megatron_datastates.config import Options
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import DataStatesError
+from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
-from megatron_datastates.pipeline.near.places import leftovers, manifest_in, remove_folder
+from megatron_datastates.pipeline.near.places import leftovers, manifest_in, remove_folder, run_ids_in
 from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class NearSave:
     is_drained: bool  # brought far now; else it stays near until the job ends
     published: Callable[[SaveId], None] = lambda save_id: None  # called once it is far
     near_since: float = dataclasses.field(default_factory=time.monotonic)
-    attempts: int = 0  # to copy
+    attempts: int = 0  # to copy it, then to publish it
     missing: int = -1  # files, when rank 0 looked last
     copied_bytes: int = 0
     copied_seconds: float = 0.0
@@ -92,6 +92,8 @@ class Drain:
         self._to_copy: deque[NearSave] = deque()
         self._to_commit: list[NearSave] = []  # on rank 0, oldest first
         self._kept: list[NearSave] = []  # all that are still near, oldest first
+        self._failed: deque[Path] = deque()  # folders of failed saves
+        self._earlier: frozenset[int] | None = None  # run ids of jobs before this one, once it has published
         self._thread: BackgroundThread | None = None
         self._closing = False
         self._abandoned = False
@@ -101,6 +103,8 @@ class Drain:
 
     def add(self, save: NearSave) -> None:
         """Takes over a save that was just published near. Never raises."""
+        if save.near is not None and self._earlier is None:
+            self._earlier = run_ids_in(save.near.parent) - {save.save_id.run_id}
         with self._changed:
             self._kept.append(save)
             if save.is_drained:
@@ -114,6 +118,10 @@ class Drain:
                 logger.error("%s stays in the near tier: no thread could be started (%s)", save.name, error)
                 return
             self._thread = thread
+
+    def note_failed(self, near: Path) -> None:
+        """Takes note of a folder of a failed save that may hold files; removed after the next save."""
+        self._failed.append(near)
 
     def is_pending(self, directory: Path) -> bool:
         """Returns whether a checkpoint's directory is still to be filled."""
@@ -161,9 +169,10 @@ class Drain:
         while True:
             with self._changed:
                 save = self._to_copy[0] if self._to_copy else None
-                if self._abandoned or (save is None and not self._to_commit and self._closing):
+                if self._abandoned or (self._closing and self._is_done()):
                     return
             try:
+                self._evict()  # before a copy, which may take long
                 if save is not None:
                     self._copy_or_pause(save)
                 self._commit_what_is_complete()
@@ -172,8 +181,8 @@ class Drain:
                 logger.exception("the drain met an error that it did not expect, and goes on")
                 time.sleep(_LOOK_SECONDS)
             with self._changed:
-                if not self._to_copy and not (self._closing and not self._to_commit):
-                    self._changed.wait(_LOOK_SECONDS if self._to_commit else None)
+                if not self._to_copy and not (self._closing and self._is_done()):
+                    self._changed.wait(_LOOK_SECONDS if self._to_commit or self._closing else None)
 
     def _copy_or_pause(self, save: NearSave) -> None:
         try:
@@ -182,7 +191,12 @@ class Drain:
             if self._abandoned:
                 return
             save.attempts += 1
-            is_lost = isinstance(error, SourceError)
+            is_lost = isinstance(error, SourceError) or (
+                # Unreadable for a while. Later saves must not wait for it for ever.
+                isinstance(error, StorageError)
+                and save.attempts >= _REPORTED_ATTEMPT
+                and len(self._to_copy) > 1
+            )
             if is_lost or save.attempts == _REPORTED_ATTEMPT:
                 logger.error(
                     "%s was not brought from %s to %s: %s%s",
@@ -201,6 +215,7 @@ class Drain:
             return
         with self._changed:
             self._to_copy.remove(save)
+            save.attempts = 0
             if save.commit is not None:
                 self._to_commit.append(save)
 
@@ -251,16 +266,21 @@ class Drain:
 
     def _commit_what_is_complete(self) -> None:
         for save in list(self._to_commit):
-            missing = missing_data_files(save.far, save.small_files.manifest)
-            if len(missing) != save.missing:
-                save.missing, self._progress = len(missing), time.monotonic()
-            if missing:
-                continue
             try:
+                missing = missing_data_files(save.far, save.small_files.manifest)
+                if len(missing) != save.missing:
+                    save.missing, self._progress = len(missing), time.monotonic()
+                if missing:
+                    continue
                 self._commit(save)
-            except (OSError, DataStatesError) as error:
+                save.published(save.save_id)
+            except Exception as error:
                 logger.error("%s is not published in %s yet: %s", save.name, save.far, error)
+                save.attempts += 1
+                with self._changed:
+                    self._changed.wait(_PAUSES[min(save.attempts, len(_PAUSES)) - 1])
                 return
+            save.attempts = 0
             with self._changed:
                 self._to_commit.remove(save)
                 older = [one for one in self._to_commit if one.save_id.ordinal < save.save_id.ordinal]
@@ -272,10 +292,6 @@ class Drain:
                     one.far,
                     save.name,
                 )
-            try:
-                save.published(save.save_id)
-            except Exception as error:
-                logger.error("%s is published in %s, but: %s", save.name, save.far, error)
             self._report(_report_of(save))
 
     def _commit(self, save: NearSave) -> None:
@@ -294,10 +310,14 @@ class Drain:
             return
         newest, keep = self._kept[-1], self._options.near_keep
         if newest.near is not None:
-            published, others = leftovers(newest.near.parent, newest.save_id.run_id)
+            published, others = leftovers(newest.near.parent, self._earlier or frozenset())
             spare = max(len(published) + len(self._kept) - keep, 0)
             for folder in [*others, *published[:spare]]:
                 _remove(folder)
+        while self._failed:
+            failed = self._failed.pop()
+            if all(failed != one.near for one in self._kept):
+                _remove(failed)
         with self._changed:
             busy = [*self._to_copy, *self._to_commit]
         for save in self._kept[: max(len(self._kept) - keep, 0)]:
@@ -309,6 +329,10 @@ class Drain:
                 _remove(save.near)
             if save.commit is not None and not save.is_drained:
                 _remove_unused(save.far)
+
+    def _is_done(self) -> bool:
+        """Returns whether nothing is left: at a job's end, nodes wait for what rank 0 is to publish."""
+        return not (self._to_copy or self._to_commit) and len(self._kept) <= self._options.near_keep
 
     def _is_far(self, save: NearSave) -> bool:
         """Returns whether a save, or a later one, is published in its checkpoint's directory."""

@@ -5,7 +5,7 @@
         latest_checkpointed_iteration.txt     what the node of rank 0 has published last
         iter_0000100/                         the node's data files, and manifest, index, metadata.json
 
-Two ranks share a near tier, and are of one node, if they see the same directory: same host, device and inode.
+Two ranks share a near tier, and are of one node, if they see the same directory: kernel, device, inode.
 Nothing here imports torch or the native module.
 """
 
@@ -22,10 +22,12 @@ from megatron_datastates.errors import FormatError
 from megatron_datastates.files import MANIFEST_BYTES, read_regular
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.manifest import Manifest
-from megatron_datastates.format.values import MANIFEST_NAME, is_data_file_name, save_id_in_name
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
 from megatron_datastates.pipeline.runs import is_published
 
 _HASH_DIGITS = 16
+_BLOCK_BYTES = 512  # in which the system counts what a file occupies
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def near_root(option: str) -> Path:
@@ -52,14 +54,33 @@ def near_folder(root: Path, checkpoint: Path) -> Path:
 def node_of(root: Path) -> int:
     """Returns a number that the ranks of one node share. Raises OSError if the directory is not there."""
     seen = root.stat()
-    name = f"{socket.gethostname()} {seen.st_dev} {seen.st_ino}"
+    name = f"{_kernel()} {seen.st_dev} {seen.st_ino}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") or 1
+
+
+def _kernel() -> str:
+    """Returns what tells this node's kernel from others': its containers may have several host names."""
+    try:
+        return _BOOT_ID.read_text()
+    except OSError:
+        return socket.gethostname()
 
 
 def free_bytes(root: Path) -> int:
     """Returns how many bytes may be written to a near tier. Raises OSError."""
     found = os.statvfs(root)
     return found.f_bavail * found.f_frsize
+
+
+def occupied_bytes(folder: Path, save_id: SaveId) -> int:
+    """Returns how many bytes the files of a save occupy in a folder, or have reserved. Raises OSError."""
+    total = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if save_id_in_name(entry.name) == save_id:
+                with contextlib.suppress(FileNotFoundError):
+                    total += entry.stat(follow_symlinks=False).st_blocks * _BLOCK_BYTES
+    return total
 
 
 def manifest_in(folder: Path) -> Manifest | None:
@@ -88,22 +109,53 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(folder)
 
 
-def leftovers(run: Path, own_run_id: int) -> tuple[list[Path], list[Path]]:
+def run_ids_in(run: Path) -> frozenset[int]:
+    """Returns which runs have files in a run's folder of a near tier: each job is a run of its own."""
+    with contextlib.suppress(OSError):
+        return frozenset(save_id.run_id for folder in _folders(run) for save_id in _save_ids(folder))
+    return frozenset()
+
+
+def leftovers(run: Path, earlier: frozenset[int]) -> tuple[list[Path], list[Path]]:
     """Returns the folders that earlier jobs left in a near tier: published ones, oldest first, and others.
 
-    Folders with any file of this job are not among them.
+    Folders with a file of any job but the `earlier` ones are not among them: it may still be running.
     """
     published: list[Path] = []
     others: list[Path] = []
     with contextlib.suppress(OSError):
-        for folder in sorted(run.iterdir()):
-            if not folder.is_dir() or folder.is_symlink():
-                continue
-            ids = [save_id for name in os.listdir(folder) if (save_id := save_id_in_name(name))]
-            if not ids or any(save_id.run_id == own_run_id for save_id in ids):
-                continue  # one without files may belong to a save that has just begun
-            (published if is_published(folder) else others).append(folder)
+        for folder in _folders(run):
+            ids = _save_ids(folder)
+            # One without files may belong to a save that has just begun.
+            if ids and all(save_id.run_id in earlier for save_id in ids):
+                (published if is_published(folder) else others).append(folder)
     return sorted(published, key=_published_at), others
+
+
+def leave_branch(run: Path, iteration: int, own_run_id: int) -> None:
+    """Makes what earlier jobs left of later iterations no checkpoint any more: a rolled back run went on.
+
+    Raises:
+        OSError: a manifest could not be removed.
+    """
+    for folder in _folders(run):
+        number, ids = iteration_in_name(folder.name), _save_ids(folder)
+        if number is None or number <= iteration or any(one.run_id == own_run_id for one in ids):
+            continue
+        with contextlib.suppress(FileNotFoundError):
+            (folder / MANIFEST_NAME).unlink()
+
+
+def _folders(run: Path) -> list[Path]:
+    return [folder for folder in sorted(run.iterdir()) if folder.is_dir() and not folder.is_symlink()]
+
+
+def _save_ids(folder: Path) -> set[SaveId]:
+    """Returns the saves that have files in a folder; none if it is gone."""
+    try:
+        return {save_id for name in os.listdir(folder) if (save_id := save_id_in_name(name))}
+    except FileNotFoundError:
+        return set()
 
 
 def _published_at(folder: Path) -> float:

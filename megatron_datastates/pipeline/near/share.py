@@ -8,6 +8,7 @@ import msgspec
 
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import OBJECT_BYTES, read_regular
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.manifest import FileEntry, Manifest
@@ -16,7 +17,7 @@ from megatron_datastates.pipeline.agreement import Collectives, PollableResult
 from megatron_datastates.pipeline.commit import SmallFiles
 from megatron_datastates.pipeline.layouts import LayoutStore
 from megatron_datastates.pipeline.milestones import SaveContext
-from megatron_datastates.pipeline.presence import holds_exactly
+from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
 from megatron_datastates.pipeline.records import RankRecord
 
 
@@ -112,6 +113,7 @@ class NearShare:
 
         Raises:
             OSError: a file could not be written.
+            DataStatesError: data files of this node are gone.
         """
         assert self._asked is not None
         assert self._context.near is not None
@@ -124,15 +126,21 @@ class NearShare:
         for name, content in contents.items():
             if content and not holds_exactly(folder / name, content):
                 write_whole(folder / name, content, self._faults, save_id)
+        node = self._records[self._context.rank].node
+        near = {record.rank for record in self._records if record.is_near and record.node == node}
+        self.files = [file for file in manifest.files if file.rank in near]
+        wrong = missing_data_files(folder, msgspec.structs.replace(manifest, files=self.files))
+        if wrong:
+            raise DataStatesError(
+                f"files that ranks have written are not to be found in {folder}: {', '.join(wrong[:3])}: "
+                "does something clean up there?"
+            )
         path = folder / MANIFEST_NAME
         try:
             write_whole(path, offer.manifest, self._faults, save_id, self._note_renamed)
         except OSError:
             self.is_in_place = self.is_in_place or holds_exactly(path, offer.manifest)
             raise
-        node = self._records[self._context.rank].node
-        near = {record.rank for record in self._records if record.is_near and record.node == node}
-        self.files = [file for file in manifest.files if file.rank in near]
 
     def _note_renamed(self) -> None:
         self.is_in_place = True

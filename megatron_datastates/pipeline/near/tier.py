@@ -5,6 +5,7 @@ Used by the trainer's thread only.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from collections.abc import Callable
@@ -14,10 +15,20 @@ from typing import Any
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.memory import local_ranks
+from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.near.drain import Drain, NearSave
-from megatron_datastates.pipeline.near.places import free_bytes, near_folder, near_root, node_of
+from megatron_datastates.pipeline.near.places import (
+    free_bytes,
+    leave_branch,
+    near_folder,
+    near_root,
+    node_of,
+    occupied_bytes,
+)
 from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.runs import tracked_iteration
 
 logger = logging.getLogger(__name__)
 _SPARE_BYTES = 64 * MIB  # of a near tier that are left free
@@ -38,6 +49,9 @@ class NearTier:
         self._ranks = local_ranks()  # of the node, as far as known
         self._has_failed = False  # the last save, in the near tier
         self._is_warned = False
+        self._is_ahead = False  # of what the tracker in --save names, as every later save is then
+        self._published = 0  # saves, in near tiers
+        self._has_branched = False
         self.drain = Drain(options, faults, report)
 
     def choose(self, publication: Publication, wanted_bytes: int) -> Path | None:
@@ -52,11 +66,17 @@ class NearTier:
             publication.node = self._node
             folder = near_folder(self.root, publication.save.context.directory)
             folder.mkdir(parents=True, exist_ok=True)
+            # What other ranks of the node have taken for this save already is part of what is wanted.
+            taken = occupied_bytes(folder, publication.save.context.save_id)
             free = free_bytes(self.root)
+            is_behind = self._is_behind(folder, publication.save.context.directory)
         except OSError as error:
             self._fall_back(f"it cannot be used: {error.strerror}")
             return None
+        if is_behind:
+            return None
         wanted = wanted_bytes * self._ranks + _SPARE_BYTES
+        free += taken
         if free < wanted:
             self._fall_back(
                 f"{free >> 20} MiB are free, {wanted >> 20} MiB are needed for {self._ranks} ranks"
@@ -68,6 +88,17 @@ class NearTier:
             return None
         self._is_warned = False
         return folder
+
+    def _is_behind(self, folder: Path, checkpoint: Path) -> bool:
+        """Returns whether the tracker in --save names this iteration or a later one: the run was rolled back.
+
+        A load would prefer that checkpoint to a near one, so saves go to --save until one has replaced it.
+        """
+        iteration = iteration_in_name(checkpoint.name)
+        if not self._is_ahead and iteration is not None:
+            tracked = tracked_iteration(checkpoint.parent / TRACKER_NAME)
+            self._is_ahead = tracked is None or tracked < iteration
+        return not self._is_ahead and iteration is not None
 
     def _fall_back(self, reason: str) -> None:
         if not self._is_warned:
@@ -86,12 +117,18 @@ class NearTier:
         is_first = publication.collectives.rank == 0
         if publication.outcome is not Outcome.PUBLISHED:
             self._has_failed = context.near is not None and publication.save.failure is not None
+            if context.near is not None and near is not None and near.stores:
+                self.drain.note_failed(context.near)
             return
+        self._leave_branch(context)
         if near is None:
             if is_first:
                 far_published(context.save_id)
             return
         near.note_published()
+        self._published += 1
+        if is_first:
+            self._track(context)
         self._ranks = max(sum(record.node == self._node for record in publication.records), 1)
         if near.small_files is None or not (near.stores or is_first):
             return
@@ -107,10 +144,34 @@ class NearTier:
                 others=near.others,
                 commit=publication.commit_of(near.small_files) if is_first else None,
                 publishing=publication.layouts.publishing,
-                is_drained=near.needs_drain or context.save_id.ordinal % every == 0,
+                is_drained=near.needs_drain or self._published % every == 0,
                 published=far_published,
             )
         )
+
+    def _leave_branch(self, context: SaveContext) -> None:
+        """With the first save: what the near tier holds of later iterations is not to be resumed from."""
+        iteration = iteration_in_name(context.directory.name)
+        if self._has_branched or iteration is None:
+            return
+        self._has_branched = True
+        run = near_folder(self.root, context.directory).parent
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                leave_branch(run, iteration, context.save_id.run_id)
+            except OSError as error:
+                logger.warning("%s was not removed from the near tier: %s", run, error)
+
+    def _track(self, context: SaveContext) -> None:
+        """Writes the tracker of the near tier, which is for people: loads look at manifests."""
+        iteration = iteration_in_name(context.directory.name)
+        if context.near is None or iteration is None:
+            return
+        tracker = context.near.parent / TRACKER_NAME
+        with contextlib.suppress(OSError):
+            replacement = tracker.with_name(f".{TRACKER_NAME}-{context.save_id}")
+            replacement.write_text(str(iteration))
+            replacement.replace(tracker)
 
     def close(self) -> None:
         """Drains what is left, unless the program ends with an error: then the next job does it."""

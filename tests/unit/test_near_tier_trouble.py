@@ -1,0 +1,233 @@
+"""The near tier in trouble: rollbacks, jobs that are not quite dead, full or failing disks, lost files."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_datastates.engine.atomic_files import write_whole
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.format.directory import TRACKER_NAME
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.mcore.training.near import saving
+from megatron_datastates.pipeline.near import share, tier
+from megatron_datastates.pipeline.near.places import manifest_in, near_run
+from megatron_datastates.pipeline.publication import Outcome
+from tests.unit.states import OPTIONS
+from tests.unit.test_near_tier import Nodes, abandon, killed, recover, states_of
+
+PATIENCE_SECONDS = 60.0
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def next_job(root: Path, run_id: int = 5, **changes: Any) -> Nodes:
+    nodes = Nodes(root, **changes)
+    for saver in nodes.ranks.savers:
+        saver.session._run_id = run_id
+    return nodes
+
+
+# -- rollbacks -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_a_rolled_back_branch_is_not_brought_home(keep: int, tmp_path: Path) -> None:
+    nodes = killed(tmp_path)  # with iteration 3 near
+    again = next_job(tmp_path, near_keep=keep, faults="drain write:0:EIO")
+    again.save(2)
+    abandon(again)
+    assert manifest_in(nodes.near(0, 2)) is not None
+    for path in nodes.near(1, 2).glob("data-*"):
+        (nodes.near(0, 2) / path.name).write_bytes(path.read_bytes())
+    iteration, said = recover(nodes)
+    assert iteration == 2, said
+
+
+def test_a_save_of_a_run_that_was_rolled_back_is_far_before_it_counts(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    nodes.save(3)
+    nodes.close()
+    (nodes.run / TRACKER_NAME).write_text("3")
+    again = next_job(tmp_path, faults="drain write:0:EIO")
+    publication = again.save(2)
+    assert publication.outcome is Outcome.PUBLISHED
+    assert again.is_far(2), "else the next job would resume from iteration 3, which --save names"
+    assert again.ranks.far == [publication.save.context.save_id]
+    (nodes.run / TRACKER_NAME).write_text("2")  # as Megatron's loop does
+    assert recover(nodes) == (None, ""), "iteration 3 is of another branch"
+    assert all(record.is_near for record in again.save(4).records)
+    abandon(again)
+
+
+# -- two jobs --------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_is_not_quite_dead_removes_nothing_of_its_successor(tmp_path: Path) -> None:
+    old = Nodes(tmp_path)
+    old.save(1)
+    new = next_job(tmp_path, faults="drain write:0:EIO")
+    new.save(2)
+    writing = new.near(0, 5)
+    writing.mkdir()
+    (begun,) = new.near(0, 2).glob("data-*")
+    (writing / begun.name).write_bytes(b"half of it")
+    old.save(3)
+    old.close()
+    assert old.is_far(3)
+    assert manifest_in(new.near(0, 2)) is not None and begun.exists()
+    assert list(writing.iterdir())
+    abandon(new)
+
+
+def test_two_jobs_write_the_same_small_file_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, save_id = tmp_path / MANIFEST_NAME, SaveId(5, 1)
+
+    class Interrupted(Faults):
+        def point(self, name: str) -> None:
+            if name == "rename manifest":
+                write_whole(path, b"{}", Faults(""), save_id)
+
+    write_whole(path, b"{}", Interrupted(""), save_id)
+    assert path.read_bytes() == b"{}" and list(tmp_path.iterdir()) == [path]
+
+
+# -- room ------------------------------------------------------------------------------------------------
+
+
+def test_room_that_other_ranks_of_the_node_have_taken_for_this_save_counts_as_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near = tmp_path / "near"
+    nodes = Nodes(tmp_path, {"near": str(near)}, {"near": str(near)})
+    states, directory = states_of(1), nodes.directory(1)
+    monkeypatch.setattr(tier, "local_ranks", lambda: 2)
+    monkeypatch.setattr(tier, "_SPARE_BYTES", 1 << 20)
+
+    def stored() -> int:
+        return sum(path.stat().st_blocks * 512 for path in near.rglob("data-*"))
+
+    monkeypatch.setattr(tier, "free_bytes", lambda root: (6 << 20) - stored())
+    for saver in nodes.ranks.savers:
+        assert saver.near is not None
+        saver.near._ranks = 2
+    first = nodes.ranks.savers[0].start(directory, states[0], far_published=nodes.ranks.far.append)
+    wait_for(lambda: stored() > 1_900_000)
+    second = nodes.ranks.savers[1].start(directory, states[1], far_published=nodes.ranks.far.append)
+    assert first.save.context.near is not None and second.save.context.near is not None
+    for saver in nodes.ranks.savers:
+        saver.close()
+
+
+def test_what_failed_saves_left_makes_room(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, {}, {"faults": "rename manifest:1:EIO"})
+    assert nodes.save(1).outcome is Outcome.FAILED
+    for iteration in (2, 3):
+        nodes.save(iteration)
+    nodes.close()
+    nodes.check(3)
+    for node in (0, 1):
+        full = [path.parent.name for path in nodes.roots[node].glob("*/iter_*/data-*")]
+        assert full == ["iter_0000003"]
+
+
+# -- the drain -------------------------------------------------------------------------------------------
+
+
+def test_each_nth_is_counted_among_the_saves_of_the_near_tier(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, drain_every=2)
+    for iteration in (1, 2, 3, 4):
+        for saver in nodes.ranks.savers:
+            saver.session.next_id()  # of a save that no near tier sees, such as a non-persistent one
+        nodes.save(iteration)
+    wait_for(lambda: nodes.is_far(4))
+    assert [iteration for iteration in (1, 2, 3, 4) if nodes.is_far(iteration)] == [2, 4]
+    nodes.close()
+
+
+def test_a_file_that_cannot_be_read_does_not_keep_later_saves_from_save(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path, {"faults": "drain write:1:EIO"}, {})
+    nodes.save(1)
+    (path,) = nodes.near(0, 1).glob("data-*")
+    path.unlink()
+    path.mkdir()  # any error but a missing file
+    nodes.save(2)
+    wait_for(lambda: nodes.is_far(2))
+    nodes.close()
+    nodes.check(2)
+    assert not nodes.is_far(1)
+
+
+def test_a_tracker_that_could_not_be_written_is_written_later(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+
+    class FailsOnce(list[SaveId]):
+        failed = False
+
+        def append(self, value: SaveId) -> None:
+            if not self.failed:
+                self.failed = True
+                raise OSError(28, "No space left on device")
+            super().append(value)
+
+    nodes.ranks.far = FailsOnce()
+    publication = nodes.save(1)
+    nodes.close()
+    assert nodes.ranks.far == [publication.save.context.save_id]
+
+
+# -- lost files ------------------------------------------------------------------------------------------
+
+
+def test_a_save_whose_near_files_were_removed_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = Nodes(tmp_path)
+    store = share.NearShare.store
+
+    def store_after_a_clean_up(self: share.NearShare) -> None:
+        for path in list(nodes.near(1, 1).glob("data-*")):
+            path.unlink()
+        store(self)
+
+    monkeypatch.setattr(share.NearShare, "store", store_after_a_clean_up)
+    failed = nodes.save(1)
+    assert failed.outcome is Outcome.FAILED and "data-00001-" in (failed.error or "")
+    abandon(nodes)
+
+
+def test_the_near_tier_has_a_tracker(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    nodes.save(1)
+    nodes.save(2)
+    assert (near_run(nodes.roots[0], nodes.run) / TRACKER_NAME).read_text() == "2"
+    nodes.close()
+
+
+def test_megatron_writes_no_tracker_where_it_could_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpointing = pytest.importorskip("megatron.training.checkpointing")
+    near = tmp_path / "near"
+    arguments = SimpleNamespace(save=str(tmp_path / "far"))
+    monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
+    for iteration in (1, 2):
+        with saving(dataclasses.replace(OPTIONS, near=str(near))):
+            tracker = Path(checkpointing.get_checkpoint_tracker_filename(arguments.save))
+        near.mkdir(exist_ok=True)
+        near.rename(tmp_path / f"gone{iteration}")  # before the save is over
+        assert int(tracker.read_text()) == 0, "Megatron's retention has nothing to delete"
+        tracker.write_text(str(iteration))
