@@ -363,18 +363,23 @@ class Publication:
             self._manifest_in_place = False
             self.save.fail(error)
             return
+        if self.near is not None:
+            self._offer(self.near)  # changes nothing in --save: waits for no drain that publishes there
+            return
         with self.layouts.publishing:
             self._publish_alone()
+
+    def _offer(self, near: NearShare) -> None:
+        self._manifest_in_place = False  # until this rank stores it
+        try:
+            near.offer(self._small_files())
+        except Exception as error:
+            self.save.fail(error)
 
     def _publish_alone(self) -> None:
         commit: Commit | None = None
         try:
-            files = self._small_files()
-            if self.near is not None:
-                self._manifest_in_place = False  # until this rank stores it
-                self.near.offer(files)
-                return
-            commit = self.commit_of(files)
+            commit = self.commit_of(self._small_files())
             commit.publish()
             self.published_at = time.perf_counter()
         except Exception as error:

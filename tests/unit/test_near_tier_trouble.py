@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import megatron_datastates as ds
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import StorageError, UnsupportedFormatError
 from megatron_datastates.format.directory import TRACKER_NAME
+from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training.near import saving
 from megatron_datastates.pipeline.near import share, tier
 from megatron_datastates.pipeline.near.places import manifest_in, near_run
+from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome
-from tests.unit.states import OPTIONS
+from tests.unit.states import OPTIONS, SMALL
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover, states_of
 
 PATIENCE_SECONDS = 60.0
@@ -231,3 +239,68 @@ def test_megatron_writes_no_tracker_where_it_could_fail(
         near.rename(tmp_path / f"gone{iteration}")  # before the save is over
         assert int(tracker.read_text()) == 0, "Megatron's retention has nothing to delete"
         tracker.write_text(str(iteration))
+
+
+# -- loads -----------------------------------------------------------------------------------------------
+
+
+def test_a_tracker_that_cannot_be_read_is_not_written_over(tmp_path: Path) -> None:
+    nodes = killed(tmp_path)
+    ds.save({"w": torch.ones(3)}, nodes.directory(9), **SMALL)
+    tracker = nodes.run / TRACKER_NAME
+    tracker.write_text("")  # a kill in the middle of writing it
+    assert recover(nodes) == (None, ""), "a load falls back to iteration 9"
+    tracker.unlink()
+    tracker.mkdir()  # any error but a missing file
+    with pytest.raises(StorageError, match=r"the tracker .* cannot be read"):
+        recover(nodes)
+    assert not nodes.is_far(3)
+
+
+def test_what_cannot_be_written_now_does_not_cost_a_checkpoint(tmp_path: Path) -> None:
+    nodes = killed(tmp_path)
+    options = dataclasses.replace(OPTIONS, near=str(nodes.roots[0]), faults="drain write:1:ENOSPC")
+    with pytest.raises(StorageError, match="No space left on device"):
+        bring_home(nodes.run, options)
+    assert recover(nodes)[0] == 3
+
+
+def test_a_folder_of_a_later_release_or_without_permission_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = killed(tmp_path)
+    for name in ("iter_0000007", "iter_0000008"):
+        shutil.copytree(nodes.near(0, 3), nodes.near(0, 3).with_name(name))
+    later = nodes.near(0, 7) / MANIFEST_NAME
+    decode, listdir = Manifest.decode, os.listdir
+
+    def decode_as_earlier_release(data: bytes, where: str) -> Manifest:
+        if where.endswith("iter_0000007"):
+            raise UnsupportedFormatError("a later release wrote it")
+        return decode(data, where)
+
+    def refuse(path: Path) -> list[str]:
+        if Path(path).name == "iter_0000008":
+            raise PermissionError(13, "Permission denied")
+        return listdir(path)
+
+    (nodes.near(0, 8) / MANIFEST_NAME).unlink()
+    monkeypatch.setattr(Manifest, "decode", decode_as_earlier_release)
+    monkeypatch.setattr(os, "listdir", refuse)
+    assert recover(nodes)[0] == 3
+    assert later.exists()
+
+
+def test_a_save_is_published_near_while_the_drain_hangs_in_save(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    publishing = nodes.ranks.savers[0].session.layouts.publishing
+    with publishing, ThreadPoolExecutor(1) as thread:  # as while a manifest is written there
+        save = thread.submit(nodes.save, 1)
+        try:
+            assert save.result(10.0).outcome is Outcome.PUBLISHED
+        finally:
+            publishing.release()
+            save.result()
+            publishing.acquire()
+    nodes.close()
+    nodes.check(1)

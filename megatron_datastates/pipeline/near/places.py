@@ -18,7 +18,7 @@ import shutil
 import socket
 from pathlib import Path
 
-from megatron_datastates.errors import FormatError
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import MANIFEST_BYTES, read_regular
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.manifest import Manifest
@@ -87,7 +87,7 @@ def manifest_in(folder: Path) -> Manifest | None:
     """Returns the manifest in a folder; None if there is none that can be read."""
     try:
         return Manifest.decode(read_regular(folder / MANIFEST_NAME, MANIFEST_BYTES), str(folder))
-    except (OSError, FormatError):
+    except (OSError, DataStatesError):  # also of a later release
         return None
 
 

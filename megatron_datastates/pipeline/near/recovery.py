@@ -24,6 +24,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.reader import read_small
+from megatron_datastates.errors import DataStatesError, FormatError, StorageError
 from megatron_datastates.files import DOCUMENT_BYTES, INDEX_BYTES, OBJECT_BYTES
 from megatron_datastates.format.directory import (
     FILES_OF_TORCH_DIST,
@@ -36,9 +37,9 @@ from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import SaveId, is_data_file_name, save_id_in_name
 from megatron_datastates.pipeline.agreement import Collectives, gather_objects
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
-from megatron_datastates.pipeline.near.copying import Copier, Limit, is_whole
+from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError, is_whole
 from megatron_datastates.pipeline.near.places import manifest_in, near_root, near_run, node_of
-from megatron_datastates.pipeline.runs import is_complete, tracked_iteration
+from megatron_datastates.pipeline.runs import find_iterations, is_complete, require_tracked
 
 logger = logging.getLogger(__name__)
 Shared = TypeVar("Shared")
@@ -67,7 +68,8 @@ class _Node:
 
     node: int  # 0: it has no near tier
     held: tuple[_Held, ...]
-    tracked: int | None  # iteration that is published in the run's directory, as this rank sees it
+    tracked: int | None  # iteration that would be resumed from, as this rank sees the run's directory
+    error: str = ""  # why nobody knows that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +92,15 @@ def bring_home(run: Path, options: Options, tell: Callable[[str], None] = logger
 
     Returns:
         Its iteration; None if there is none.
+
+    Raises:
+        StorageError: `run` cannot be read, or the checkpoint cannot be written there. On all ranks.
     """
     recovery = _Recovery(run, options)
     nodes = recovery.look()
     tracked = nodes[0].tracked
+    if nodes[0].error:
+        raise StorageError(nodes[0].error)
     for name, save_id in _candidates(nodes, tracked):
         outcome = recovery.bring(name, save_id, nodes)
         iteration = iteration_in_name(name)
@@ -151,9 +158,10 @@ class _Recovery:
         return nodes
 
     def _look(self) -> _Node:
-        tracked = tracked_iteration(self._run / TRACKER_NAME)
-        if tracked is not None and not is_complete(self._run / iteration_name(tracked)):
-            tracked = None
+        try:
+            tracked = _resumable(self._run)
+        except StorageError as error:
+            return _Node(0, (), None, str(error))
         try:
             folders = sorted(self._folder.iterdir())
             return _Node(
@@ -176,25 +184,44 @@ class _Recovery:
             more = f" and {len(plan.lost) - _NAMED} more" if len(plan.lost) > _NAMED else ""
             lost = f"{', '.join(plan.lost[:_NAMED])}{more}"
             return _Outcome(False, f"is left: no near tier has {lost}, nor has its directory")
-        error = plan.error or self._together(lambda: self._copy(name, plan))
-        error = error or self._together(lambda: self._publish(name, plan) if self.rank == publisher else "")
-        if error:
+        try:
+            self._together(lambda: self._copy(name, plan))
+            self._together(lambda: self._publish(name, plan) if self.rank == publisher else None)
+        except SourceError as error:
             return _Outcome(False, f"could not be brought there from the near tiers: {error}")
         copied = sum(map(len, plan.copies.values()))
         return _Outcome(
             True, f"was brought there from {len(holders)} near tiers: {copied} files were missing"
         )
 
-    def _together(self, work: Callable[[], str]) -> str:
-        """Returns the first error of all ranks' work; empty if there is none.
+    def _together(self, work: Callable[[], None]) -> None:
+        """Does all ranks' work, on threads while ranks poll: no collective call waits for a disk.
 
-        The work is done on a thread while ranks poll: no collective call waits for a disk.
+        Raises:
+            SourceError: of some rank: a near tier has lost something. On all ranks.
+            StorageError: any other error of some rank: nothing is lost yet, so nothing older is loaded.
         """
+
+        def outcome() -> tuple[str, bool]:
+            try:
+                work()
+            except Exception as error:  # which the other ranks have to know
+                return f"rank {self.rank}: {error}", isinstance(error, SourceError)
+            return "", False
+
         with ThreadPoolExecutor(1, "datastates-recovery") as thread:
-            share = thread.submit(work)
+            share = thread.submit(outcome)
             while self._collectives.start_sum([int(share.done())]).result()[0] < self._collectives.size:
                 time.sleep(_POLL_SECONDS)
-        return next(filter(None, self._share(share.result())), "")
+        failed = [one for one in self._share(share.result()) if one[0]]
+        lost = [text for text, is_lost in failed if is_lost]
+        if lost:
+            raise SourceError(lost[0])
+        if failed:
+            raise StorageError(
+                f"what the near tiers hold could not be brought to {self._run}: {failed[0][0]}: see to that, "
+                "or leave out --datastates-near to load what is there"
+            )
 
     def _plan(self, name: str, holders: Mapping[int, _Held]) -> _Plan:
         manifest = manifest_in(self._folder / name)
@@ -211,42 +238,71 @@ class _Recovery:
                 plan.copies.setdefault(who, []).append(file)
         return plan
 
-    def _copy(self, name: str, plan: _Plan) -> str:
-        """Copies this rank's share; returns what went wrong, or nothing."""
+    def _copy(self, name: str, plan: _Plan) -> None:
+        """Copies this rank's share."""
         near, far, manifest = self._folder / name, self._run / name, plan.manifest
-        try:
-            assert manifest is not None
-            with ThreadPoolExecutor(_COPIES) as threads:
-                for _ in threads.map(
-                    lambda file: self._copier.copy(near / file.name, far / file.name, manifest, file),
-                    plan.copies.get(self.rank, []),
-                ):
-                    pass
-        except Exception as error:  # which the other ranks have to know
-            return f"rank {self.rank}: {error}"
-        return ""
+        if manifest is None:
+            raise SourceError(plan.error)
 
-    def _publish(self, name: str, plan: _Plan) -> str:
+        def copy(file: FileEntry) -> None:
+            try:
+                self._copier.copy(near / file.name, far / file.name, manifest, file)
+            except StorageError as error:  # of reading: see Copier.copy
+                raise SourceError(str(error)) from error
+
+        with ThreadPoolExecutor(_COPIES) as threads:
+            for _ in threads.map(copy, plan.copies.get(self.rank, [])):
+                pass
+
+    def _publish(self, name: str, plan: _Plan) -> None:
         near, far, manifest = self._folder / name, self._run / name, plan.manifest
+        assert manifest is not None
         try:
-            assert manifest is not None
-            far.mkdir(parents=True, exist_ok=True)
-            for other in manifest.others:
-                content = read_small(near / other.name, OBJECT_BYTES)
-                write_whole(far / other.name, content, self._faults, manifest.save_id)
+            others = {other.name: read_small(near / other.name, OBJECT_BYTES) for other in manifest.others}
             index = read_small(near / manifest.index.name, INDEX_BYTES)
             path = near / METADATA_NAME
             metadata = read_small(path, DOCUMENT_BYTES) if path.exists() else b""
-            small = SmallFiles(manifest, index, metadata)
-            Commit(far, manifest.save_id, small, self._faults, FILES_OF_TORCH_DIST).publish()
-            tracked = str(iteration_in_name(name)).encode()
-            write_whole(self._run / TRACKER_NAME, tracked, self._faults, manifest.save_id)
-        except Exception as error:  # which the other ranks have to know
-            return f"rank {self.rank}: {error}"
-        return ""
+        except (OSError, DataStatesError) as error:
+            raise SourceError(str(error)) from error
+        far.mkdir(parents=True, exist_ok=True)
+        for other, content in others.items():
+            write_whole(far / other, content, self._faults, manifest.save_id)
+        small = SmallFiles(manifest, index, metadata)
+        Commit(far, manifest.save_id, small, self._faults, FILES_OF_TORCH_DIST).publish()
+        tracked = str(iteration_in_name(name)).encode()
+        write_whole(self._run / TRACKER_NAME, tracked, self._faults, manifest.save_id)
+
+
+def _resumable(run: Path) -> int | None:
+    """Returns the iteration that a load resumes from: the tracked one, or the newest complete one.
+
+    The latter is used if the tracker is damaged (see mcore/training/tracker.py) or names what is not there.
+
+    Raises:
+        StorageError: the run's directory is there and cannot be read.
+    """
+    try:
+        tracked = require_tracked(run / TRACKER_NAME)
+        if tracked is None or is_complete(run / iteration_name(tracked)):
+            return tracked
+    except FormatError:
+        pass
+    try:
+        return max((one.number for one in find_iterations(run) if one.complete), default=None)
+    except OSError as error:
+        raise StorageError(f"{run} cannot be listed: {error.strerror}") from error
 
 
 def _held_in(folder: Path) -> list[_Held]:
+    """Returns what a folder holds; nothing if it cannot be read."""
+    try:
+        return _found_in(folder)
+    except OSError as error:
+        logger.warning("%s in the near tier is left out: %s", folder, error)
+        return []
+
+
+def _found_in(folder: Path) -> list[_Held]:
     """Returns what a folder holds, by save: a save may have begun where another one was published."""
     if iteration_in_name(folder.name) is None or not folder.is_dir():
         return []
