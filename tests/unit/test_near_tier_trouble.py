@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import megatron_datastates as ds
+from megatron_datastates.config import MIB
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import StorageError, UnsupportedFormatError
@@ -23,11 +24,12 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training.near import saving
-from megatron_datastates.pipeline.near import share, tier
-from megatron_datastates.pipeline.near.places import manifest_in, near_run
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.near import drain, recovery, share, tier
+from megatron_datastates.pipeline.near.places import manifest_in, near_folder, near_run
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome
-from tests.unit.states import OPTIONS, SMALL
+from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, random_tensor
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover, states_of
 
 PATIENCE_SECONDS = 60.0
@@ -304,3 +306,44 @@ def test_a_save_is_published_near_while_the_drain_hangs_in_save(tmp_path: Path) 
             publishing.acquire()
     nodes.close()
     nodes.check(1)
+
+
+def test_rank_0_waits_at_the_end_while_a_large_file_of_another_node_arrives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(drain, "_STALLED_SECONDS", 2.5)
+    nodes = Nodes(tmp_path, {}, {"drain_limit": 16 * MIB})  # a piece a second
+    states = states_of(1)
+    states[1] = State({"w1": torch.zeros(80 * MIB, dtype=torch.uint8)})
+    nodes.ranks.save(nodes.directory(1), states)
+    nodes.close()
+    assert nodes.is_far(1) and "in the near tiers only" not in caplog.text
+
+
+def test_a_node_without_the_manifest_brings_files_of_earlier_saves(tmp_path: Path) -> None:
+    folder = tmp_path / "iter_0000007"
+    folder.mkdir()
+    names = [SaveId(5, 7).data_file_name(1), SaveId(5, 3).data_file_name(1, 1)]
+    for name in names:
+        (folder / name).write_bytes(b"")
+    held = {one.save_id: one.files for one in recovery._held_in(folder)}
+    assert held[SaveId(5, 7)] == frozenset(names)
+
+
+@pytest.mark.parametrize("compress", [0, 3])
+def test_whatever_is_damaged_near_is_read_in_save(compress: int, tmp_path: Path) -> None:
+    directory = tmp_path / "run" / "iter_0000001"
+    data = bytes(range(256)) * 8192
+    state = {"w": random_tensor(torch.float32, (500_000,), 1), "o": {"data": data}}
+    ds.save(state, directory, **SMALL, **({"compress": compress} if compress else {}))
+    near = near_folder(tmp_path / "near", directory)
+    shutil.copytree(directory, near)
+    (path,) = data_files(near)
+    damaged = bytearray(path.read_bytes())
+    for at in range(5000, len(damaged) - 6000, 100_000):
+        damaged[at] ^= 1
+    path.write_bytes(damaged)
+    options = dataclasses.replace(OPTIONS, near=str(tmp_path / "near"))
+    assert Checkpoint.open(directory, options).read_object("o.data") == data
+    assert bits(Checkpoint.open(directory, options).read_tensor("w")) == bits(state["w"])
+    assert ds.load(directory, near=str(tmp_path / "near"))["o.data"] == data

@@ -33,7 +33,13 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
-from megatron_datastates.pipeline.near.places import leftovers, manifest_in, remove_folder, run_ids_in
+from megatron_datastates.pipeline.near.places import (
+    arrived_bytes,
+    leftovers,
+    manifest_in,
+    remove_folder,
+    run_ids_in,
+)
 from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
 
 logger = logging.getLogger(__name__)
@@ -61,7 +67,7 @@ class NearSave:
     published: Callable[[SaveId], None] = lambda save_id: None  # called once it is far
     near_since: float = dataclasses.field(default_factory=time.monotonic)
     attempts: int = 0  # to copy it, then to publish it
-    missing: int = -1  # files, when rank 0 looked last
+    seen: tuple[int, int] = (-1, 0)  # by rank 0: missing files, and bytes that have arrived, also of others
     copied_bytes: int = 0
     copied_seconds: float = 0.0
 
@@ -268,8 +274,9 @@ class Drain:
         for save in list(self._to_commit):
             try:
                 missing = missing_data_files(save.far, save.small_files.manifest)
-                if len(missing) != save.missing:
-                    save.missing, self._progress = len(missing), time.monotonic()
+                there = arrived_bytes(save.far, save.save_id) if self._closing else 0
+                if (len(missing), there) != save.seen:
+                    save.seen, self._progress = (len(missing), there), time.monotonic()
                 if missing:
                     continue
                 self._commit(save)

@@ -16,6 +16,7 @@ import hashlib
 import os
 import shutil
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_datastates.errors import DataStatesError
@@ -74,13 +75,20 @@ def free_bytes(root: Path) -> int:
 
 def occupied_bytes(folder: Path, save_id: SaveId) -> int:
     """Returns how many bytes the files of a save occupy in a folder, or have reserved. Raises OSError."""
-    total = 0
+    return sum(file.st_blocks * _BLOCK_BYTES for file in _files_of(folder, save_id))
+
+
+def arrived_bytes(folder: Path, save_id: SaveId) -> int:
+    """Returns the sizes of all files of a save in a folder, also of unfinished copies. Raises OSError."""
+    return sum(file.st_size for file in _files_of(folder, save_id)) if folder.is_dir() else 0
+
+
+def _files_of(folder: Path, save_id: SaveId) -> Iterator[os.stat_result]:
     with os.scandir(folder) as entries:
         for entry in entries:
             if save_id_in_name(entry.name) == save_id:
                 with contextlib.suppress(FileNotFoundError):
-                    total += entry.stat(follow_symlinks=False).st_blocks * _BLOCK_BYTES
-    return total
+                    yield entry.stat(follow_symlinks=False)
 
 
 def manifest_in(folder: Path) -> Manifest | None:
