@@ -142,6 +142,18 @@ def test_room_that_other_ranks_of_the_node_have_taken_for_this_save_counts_as_fr
         saver.close()
 
 
+def test_a_variable_that_a_node_lacks_makes_no_directory_of_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("NODE_DISK", raising=False)
+    nodes = Nodes(tmp_path, {}, {"near": "$NODE_DISK/checkpoints"})
+    assert [record.is_near for record in nodes.save(1).records] == [True, False]
+    assert "a variable in its name is not set" in caplog.text and not list(tmp_path.glob("$*"))
+    nodes.close()
+    nodes.check(1)
+
+
 def test_what_failed_saves_left_makes_room(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path, {}, {"faults": "rename manifest:1:EIO"})
     assert nodes.save(1).outcome is Outcome.FAILED

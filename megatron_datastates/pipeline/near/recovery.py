@@ -310,7 +310,7 @@ def _found_in(folder: Path) -> list[_Held]:
     if manifest is not None:
         names = {file.name for file in manifest.files if is_whole(folder / file.name, manifest, file)}
         return [_Held(folder.name, manifest.save_id, True, frozenset(names))]
-    names = frozenset(filter(is_data_file_name, os.listdir(folder)))
-    ids = {save_id for name in names if (save_id := save_id_in_name(name))}
+    present = frozenset(filter(is_data_file_name, os.listdir(folder)))
+    ids = {save_id for name in present if (save_id := save_id_in_name(name))}
     # Each may have files of earlier ones, too: a manifest says which.
-    return [_Held(folder.name, save_id, False, names) for save_id in ids]
+    return [_Held(folder.name, save_id, False, present) for save_id in ids]

@@ -6,7 +6,9 @@ Used by the trainer's thread only.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +63,8 @@ class NearTier:
             wanted_bytes: of this rank's data files.
         """
         try:
+            if "$" in os.fspath(self.root):  # else it would be made in the working directory
+                raise OSError(errno.ENOENT, "a variable in its name is not set on this node")
             self.root.mkdir(parents=True, exist_ok=True)
             self._node = self._node or node_of(self.root)
             publication.node = self._node
