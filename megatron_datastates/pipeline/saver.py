@@ -147,7 +147,10 @@ class Saver:
 
     def _choose_tier(self, publication: Publication, plan: StatePlan) -> None:
         if self.near is not None:
-            wanted = sum(layout.tensor_end for layout in plan.layouts()) + plan.tail_bytes
+            # Before the first save has shown it: encoded tensors become less than they are.
+            encoded = (item.fragment.bytes for item in plan.tail if item.fragment is not None)
+            tail = plan.tail_bytes or sum(encoded)
+            wanted = sum(layout.tensor_end for layout in plan.layouts()) + tail
             near = self.near.choose(publication, wanted)
             publication.save.context = dataclasses.replace(publication.save.context, near=near)
 

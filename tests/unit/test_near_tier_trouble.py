@@ -142,6 +142,15 @@ def test_room_that_other_ranks_of_the_node_have_taken_for_this_save_counts_as_fr
         saver.close()
 
 
+def test_room_for_encoded_tensors_is_wanted_before_their_size_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier, "free_bytes", lambda root: 65 * MIB)  # 64 MiB are to be left
+    nodes = Nodes(tmp_path, compress=1)
+    assert [record.is_near for record in nodes.save(1).records] == [False, False]
+    nodes.close()
+
+
 def test_a_variable_that_a_node_lacks_makes_no_directory_of_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
