@@ -60,7 +60,7 @@ def node_of(root: Path) -> int:
 
 
 def _kernel() -> str:
-    """Returns what tells this node's kernel from others': its containers may have several host names."""
+    """Returns an identifier of this node's kernel: its containers may have several host names."""
     try:
         return _BOOT_ID.read_text()
     except OSError:
