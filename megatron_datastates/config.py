@@ -289,7 +289,7 @@ class Options:
     # Bytes of stable tensors from which on a rank stores them apart. Below, one more file for each rank and
     # checkpoint, with its creation and its sync, costs more than writing them.
     link_from: int = dataclasses.field(default=16 * MIB, metadata={"parse": parse_bytes})
-    # Seconds until lazy copies from a device begin in a loop that neither polls nor fences.
+    # Seconds until lazy copies begin in a loop that neither polls nor fences.
     lazy_delay: float = dataclasses.field(default=0.1, metadata={"parse": _seconds})
 
     def __post_init__(self) -> None:

@@ -67,9 +67,9 @@ class Engine {
 
   // Begins a data file at `path` with `batch`; `reserve_bytes` are reserved on disk before the first copy.
   // Takes samples of lazy spans and returns at once. Device spans need `trainer`, the stream that last wrote
-  // their sources; the calling thread's CUDA context is used. Lazy copies from a device begin after
-  // `lazy_seconds`, or as AllowLazyCopies says: a trainer that synchronizes the device right after the save
-  // would wait for every copy enqueued by then. Throws Failure only for invalid arguments and a missing
+  // their sources; the calling thread's CUDA context is used. Lazy copies begin after `lazy_seconds`, or as
+  // AllowLazyCopies says: a trainer that synchronizes the device right after the save would wait for every
+  // copy enqueued by then, and one that waits for another thread would wait for a core. Throws Failure only for invalid arguments and a missing
   // driver. With Output::kDigests nothing is made at `path`, which only names the job in errors.
   std::shared_ptr<SaveJob> Start(const std::string& path, uint64_t reserve_bytes, Batch batch, Output output,
                                  CuStream trainer, double lazy_seconds);
@@ -96,7 +96,7 @@ class Engine {
     std::shared_ptr<const Batch> batch;
     size_t next = 0;
     uint64_t reserve_bytes = 0;
-    Clock::time_point lazy_from{};  // when lazy chunks may be copied from a device
+    Clock::time_point lazy_from{};  // when lazy chunks may be copied
     bool opens = false;             // the file has yet to be opened, before the first chunk
     bool looks = false;             // the tripwire's second look is due, before the first lazy chunk
     bool busy = false;              // a thread opens the file or looks; others take the next batch

@@ -40,7 +40,7 @@ Engine::Task Engine::NextOf(const QueuedBatch& queued) {
 bool Engine::MustWait(const QueuedBatch& queued) const {
   if (NextOf(queued) != Task::kStage || queued.first_pass) return false;
   const Batch::Chunk& chunk = queued.batch->chunks()[queued.next];
-  return chunk.device && !chunk.eager && Clock::now() < queued.lazy_from && !queued.job->failed();
+  return !chunk.eager && Clock::now() < queued.lazy_from && !queued.job->failed();
 }
 
 // Returns the batch whose next chunk, or the task that comes before it, is due; the end of the queue if none

@@ -76,7 +76,7 @@ class StagingEngine:
             addresses: current addresses of the fragments; a stale one would save other bytes.
             owners: objects that own that memory; kept until it is staged.
             tail_bytes: an estimate of the bytes of the tail, for reserving space.
-            lazy_seconds: seconds after this returns until lazy copies from a device may begin; see
+            lazy_seconds: seconds after this returns until lazy copies may begin; see
                 FileSave.allow_lazy_copies.
             output: what becomes of the copies. With DIGESTS nothing is made at `path`.
 
@@ -237,13 +237,12 @@ class FileSave:
                 self.cancel(f"not everything was copied within {seconds:g} s")
 
     def allow_lazy_copies(self, seconds: float = 0.0) -> None:
-        """Lets lazy copies from a device begin at the latest `seconds` from now.
+        """Lets lazy copies begin at the latest `seconds` from now.
 
         They do not begin with the save: Megatron's timers synchronize the device right after it, and would
-        wait for every copy enqueued by then.
+        wait for every copy enqueued by then; and other threads of the trainer's would wait for a core.
         """
-        if self._on_device:
-            self._engine.native.allow_lazy_copies(self._job, seconds)
+        self._engine.native.allow_lazy_copies(self._job, seconds)
 
     def fence(self, seconds: float) -> bool:
         """Waits until the trainer may change every source; returns False after `seconds`.

@@ -36,7 +36,6 @@ from megatron_datastates.providers.objects import check_saved
 
 logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.1
-_YIELD_SECONDS = 0.001
 _AWAITED_SECONDS = 0.01
 _HELD_SECONDS = 60.0  # longer than a call that saves holds the trainer
 
@@ -46,7 +45,7 @@ class RankSave:
 
     Args:
         fence_deadline: seconds after which a fence returns although copies are not done, and the save fails.
-        lazy_delay: seconds after which lazy copies from a device begin by themselves. They begin at the first
+        lazy_delay: seconds after which lazy copies begin by themselves. They begin at the first
             poll or fence, if that comes earlier. They do not begin at once: a trainer that synchronizes the
             device after the call that saves (Megatron's timers do) would wait for them.
         trust_objects: whether to store objects that a load would refuse.
@@ -71,6 +70,8 @@ class RankSave:
         self._released_at: float | None = (
             None  # set from the return of the call that saves until the next poll or fence
         )
+        self._resumed = threading.Event()  # set by the first poll or fence: work may begin beside the trainer
+        self._begins_by = 0.0  # by time.monotonic: when it begins without one
         self.held = HeldTime()
         self.fence_seconds = 0.0
         self.plan: StatePlan | None = None
@@ -136,6 +137,7 @@ class RankSave:
 
     def _begin(self, engine: StagingEngine, plan: StatePlan, memory: Memory, link: Link | None) -> None:
         self._started_at = time.perf_counter()
+        self._begins_by = time.monotonic() + self._delay
         self._save = self._begin_file(engine, plan.first, memory.of(plan.first.members), 0, plan.tail_bytes)
         self._files.append(self._save)
         if plan.stable is None:
@@ -164,9 +166,13 @@ class RankSave:
             memory.addresses,
             memory.owners,
             tail_bytes,
-            _HELD_SECONDS if self._in_interval else self._lazy_delay,
+            self._delay,
             output,
         )
+
+    @property
+    def _delay(self) -> float:
+        return _HELD_SECONDS if self._in_interval else self._lazy_delay
 
     def _settle(self) -> None:
         """Waits until stable tensors that may change at once are not needed any more."""
@@ -177,6 +183,7 @@ class RankSave:
             raise self.stable.failure
 
     def _cancel(self, reason: str) -> None:
+        self._resumed.set()
         for file in self._files:
             file.cancel(reason)
 
@@ -216,6 +223,7 @@ class RankSave:
         if self._save is None or self._confirmed.is_set():
             return
         self._released_at = None
+        self._resumed.set()
         begin = time.perf_counter()
         with trainer_held("fence", self):
             waits: list[Callable[[float], bool]] = [file.fence for file in self._files]
@@ -232,6 +240,7 @@ class RankSave:
         """Waits until the save reads no memory of the trainer, which may then be unmapped. Never raises."""
         if self._save is None:
             return
+        self._resumed.set()
         begin = time.perf_counter()
         with trainer_held("fence", self):
             for file in self._files:
@@ -274,9 +283,10 @@ class RankSave:
         return bool(failures)
 
     def on_poll(self) -> None:
-        """Starts postponed lazy copies and charges the time since the call that saves returned."""
+        """Starts postponed work and charges the time since the call that saves returned."""
         # Megatron polls at the top of its next iteration. The save makes it wait for what comes before that:
         # timers that synchronize the device, and a barrier.
+        self._resumed.set()
         for file in self._files:
             file.allow_lazy_copies()
         if self._released_at is not None and "save_checkpoint" in self.held.parts:
@@ -314,6 +324,7 @@ class RankSave:
         if self._in_interval:
             self._in_interval = False
             self._released_at = time.perf_counter()
+            self._begins_by = time.monotonic() + self._lazy_delay
             for file in self._files:
                 file.allow_lazy_copies(self._lazy_delay)
         self.released_callback()
@@ -365,9 +376,7 @@ class RankSave:
 
     def _finish(self, save: FileSave, plan: StatePlan) -> None:
         try:
-            # The trainer's thread has just started this one and needs the GIL; serializing would hold it for
-            # milliseconds.
-            time.sleep(_YIELD_SECONDS)
+            self._await_trainer()
             if self.stable is not None:
                 self.stable.make_link()
             self.tail.write_later(save.tail)
@@ -386,6 +395,15 @@ class RankSave:
         self.tail.close()
         if self._removal_wanted.is_set():
             self._remove()
+
+    def _await_trainer(self) -> None:
+        """Waits, as lazy copies do, until the trainer has returned to its work.
+
+        What it does until its next poll counts as held, and often needs the GIL, or a core for another thread.
+        """
+        while (left := self._begins_by - time.monotonic()) > 0.0:
+            if self._resumed.wait(min(left, _WAIT_SECONDS)):
+                return
 
     def _seal(
         self, save: FileSave, data_end: int, entries: Sequence[TailEntry] = (), group: int = 0
