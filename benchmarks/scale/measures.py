@@ -19,7 +19,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from benchmarks import machine
 from benchmarks.scale.loads import enter_world, plan_load, request_of
@@ -31,6 +31,7 @@ from megatron_datastates.format.values import MANIFEST_NAME, Fragment, SaveId
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.layouts import LayoutStore, encode_providers
 from megatron_datastates.pipeline.milestones import SaveContext
+from megatron_datastates.pipeline.polls import Polls
 from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.records import RankRecord
 from megatron_datastates.pipeline.save import RankSave
@@ -226,7 +227,7 @@ def _make_files(directory: Path, records: Sequence[RankRecord], ordinal: int) ->
 def _publish(store: LayoutStore, encoded: Sequence[bytes], directory: Path, ordinal: int) -> None:
     """Goes from the records of all ranks to a manifest in place, by rank 0's own code."""
     save = RankSave(SaveContext(SaveId(1, ordinal), directory, 0, len(encoded), iteration=ordinal), 60.0)
-    publication = Publication(save, cast(Collectives, None), store, Faults(""))  # nothing here is collective
+    publication = Publication(save, Polls(Collectives()), store, Faults(""))  # nothing here is collective
     publication.records = [RankRecord.decode(data) for data in encoded]
     publication._publish()
     if save.failure is not None:

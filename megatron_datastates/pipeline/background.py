@@ -16,7 +16,7 @@ class BackgroundThread:
     """
 
     def __init__(self, function: Callable[[], None]) -> None:
-        self._function = function
+        self._function: Callable[[], None] | None = function
         self._ended = threading.Event()
         self._process = os.getpid()
 
@@ -32,7 +32,10 @@ class BackgroundThread:
         return os.getpid() != self._process or self._ended.wait(seconds)
 
     def _run(self) -> None:
+        function, self._function = self._function, None  # what it refers to goes when it ends
         try:
-            self._function()
+            assert function is not None
+            function()
         finally:
+            del function
             self._ended.set()

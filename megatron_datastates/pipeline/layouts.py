@@ -17,10 +17,12 @@ import msgspec
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import Index, index_entry, merge_indexes
 from megatron_datastates.format.manifest import IndexEntry, ProviderEntry
+from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.records import RankRecord
 from megatron_datastates.plan.coverage import coverage_faults
 
 _KEPT_INDEXES = 2  # persistent and non-persistent saves alternate
+_KEPT_NEAR = 4  # while other saves are published, an index that a rank counts on must not be forgotten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +45,10 @@ class LayoutStore:
         # One at a time: a save removes what earlier ones of its process have left, and must not do so between
         # the check and the rename of one of them.
         self.publishing = threading.Lock()
-        # The index of the last save that was published near (near/share.py): its digest and the ranks that
-        # store it; its bytes on rank 0 and those ranks.
-        self.sent_near: tuple[str, tuple[int, ...]] = ("", ())
-        self.near_index = b""
+        self.publisher: BackgroundThread | None = None  # of the last save: the next one's follows it
+        # The indexes of the last saves that were published near (near/share.py), by digest and the ranks that
+        # store them; on rank 0 and those ranks.
+        self._near: dict[tuple[str, tuple[int, ...]], bytes] = {}
         self._parts: dict[tuple[int, bytes], bytes] = {}
         self._providers: dict[bytes, list[ProviderEntry]] = {}  # one list for all ranks that have the same
         self._merged: dict[tuple[tuple[int, bytes], ...], MergedIndex] = {}
@@ -78,6 +80,15 @@ class LayoutStore:
         kept = list(self._merged.items())[1 - _KEPT_INDEXES :]
         self._merged = dict([*kept, (wanted, found)])
         return found
+
+    def near_index(self, digest: str, ranks: tuple[int, ...]) -> bytes | None:
+        """Returns the index that these ranks have stored near; None if they do not know it any more."""
+        return self._near.get((digest, ranks))
+
+    def keep_near_index(self, digest: str, ranks: tuple[int, ...], index: bytes) -> None:
+        """Remembers an index that all of these ranks have."""
+        kept = [item for item in self._near.items() if item[0] != (digest, ranks)]
+        self._near = dict([*kept[1 - _KEPT_NEAR :], ((digest, ranks), index)])
 
     def _merge(self, wanted: tuple[tuple[int, bytes], ...]) -> MergedIndex:
         return merge_layouts((key[0], self._parts[key]) for key in wanted)

@@ -20,6 +20,7 @@ from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.milestones import SaveContext
+from megatron_datastates.pipeline.polls import Polls
 from megatron_datastates.pipeline.publication import Outcome, Publication, PublicationExtras
 from megatron_datastates.pipeline.records import SavedPart
 from megatron_datastates.pipeline.save import RankSave
@@ -57,7 +58,7 @@ class PartSaver(Saver):
             context, self.options.fence_deadline, trust_objects=self.options.trust_objects, awaited=True
         )
         ranks = _GivenRanks(context.rank, context.world_size)
-        publication = Publication(save, ranks, self.session.layouts, self._faults)
+        publication = Publication(save, Polls(ranks), self.session.layouts, self._faults)
         with self._lock:
             self._unfinished.append(publication)
         try:

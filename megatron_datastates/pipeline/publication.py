@@ -1,15 +1,17 @@
 """From durable files on every rank to one published checkpoint, or to one agreed failure.
 
 Protocol (everything on the trainer's thread, except step 4):
-  1. Every poll starts a sum of flags (not durable, failed, manifest in place) over all ranks and reads the
-     sum that the previous poll started. All ranks read the same sums, so all take the same next step. What a
-     step gathers is read at the next poll as well: no poll reads what it has started itself.
+  1. Every poll (polls.py: it is one for all unfinished saves) starts a sum of flags (not durable, failed,
+     manifest in place) over all ranks and reads the sum that the previous poll started. All ranks read the
+     same sums, so all take the same next step. What a step gathers is read at the next poll as well: no poll
+     reads what it has started itself.
   2. Any failure: every rank's error is gathered, and one last poll reads the errors; all ranks report the
      same text. Each rank removes its file, unless a manifest that names it may be in place (rank 0 is about
      to write it, or could not sync it).
-  3. All ranks durable: one record per rank is gathered on all ranks. The next poll reads them, unless a rank
-     has failed meanwhile, which shows in the sum that was started with them. Then the ranks' own indexes and
-     lists of state providers are gathered on rank 0, as far as they are new.
+  3. All ranks durable, and every earlier save as far as this step: one record per rank is gathered on all
+     ranks. The next poll reads them, unless a rank has failed meanwhile, which shows in the sum that was
+     started with them. Then the ranks' own indexes and lists of state providers are gathered on rank 0, as
+     far as they are new.
   4. Rank 0's publishing thread waits for those indexes (polls notice their arrival) and writes the index. It
      checks that every file that the manifest will name is in the directory with the expected size. Then it
      writes the manifest (engine/atomic_files.py), checks once more, writes Megatron's metadata.json, and
@@ -37,18 +39,18 @@ from collections.abc import Callable, Sequence
 from importlib import metadata
 
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError, SaveFailedError
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.manifest import Manifest, OtherFile
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.agreement import Collectives, PendingResult, PollableResult
+from megatron_datastates.pipeline.agreement import PendingResult, PollableResult
 from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
 from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.layouts import LayoutStore, encode_providers
 from megatron_datastates.pipeline.milestones import State
 from megatron_datastates.pipeline.near.share import NearShare
+from megatron_datastates.pipeline.polls import Polls
 from megatron_datastates.pipeline.presence import named_after_save, other_file_entry
 from megatron_datastates.pipeline.records import (
     RankRecord,
@@ -94,7 +96,7 @@ class Publication:
     def __init__(
         self,
         save: RankSave,
-        collectives: Collectives,
+        polls: Polls,
         layouts: LayoutStore,
         faults: Faults,
         extras: PublicationExtras | None = None,
@@ -108,12 +110,12 @@ class Publication:
         self.is_reported = False
         self.published_at: float | None = None  # by perf_counter: on rank 0 in place, elsewhere known to be
         self.ended_callback: Callable[[], None] = lambda: None
-        self.collectives = collectives
+        self.collectives = polls.collectives
         self.layouts = layouts
+        self._polls = polls
         self._faults = faults
         self._extras = extras or PublicationExtras()
-        # What the next poll reads: flags, or only errors; and records once ranks have sent theirs.
-        self._flags_asked: PendingResult[list[int]] | None = None
+        # What the next poll reads instead of flags, or beside them.
         self._errors_asked: PendingResult[list[bytes]] | None = None
         self._records_asked: PendingResult[list[bytes]] | None = None
         self._indexes_asked: PollableResult[list[bytes]] | None = None  # read by rank 0's publishing thread
@@ -144,23 +146,17 @@ class Publication:
     # -- polls ------------------------------------------------------------------------------------------
 
     def poll(self) -> Outcome:
-        """Takes one step of the protocol. Collective: every rank calls it equally often.
+        """Takes one step of the protocol, for this and all other unfinished saves.
 
-        Waits only for ranks that are a whole poll late, and for the previous poll's call on the device.
+        Collective: every rank calls it equally often, for any of the saves. Waits only for ranks that are a
+        whole poll late, and for the previous poll's call on the device.
         """
-        if self.outcome is not Outcome.PENDING:
-            return self.outcome
-        with trainer_held("polls", self.save):
-            FENCE.on_poll()
-            self.save.advance()
-            self._look_for_indexes()
-            self._look_for_offer()
-            if self._errors_asked is not None:
-                self._fail(self._errors_asked.result())
-            elif self._flags_asked is not None:
-                self._act(*self._flags_asked.result())
-            if self.outcome is Outcome.PENDING and self._errors_asked is None:
-                self._flags_asked = self.collectives.start_sum(self._flags())
+        if self.outcome is Outcome.PENDING:
+            with trainer_held("polls", self.save):
+                over = self._polls.poll()
+            for other in over:
+                if other is not self and isinstance(other, Publication):
+                    other.save.on_trainer_released()
         return self.outcome
 
     def wait(self) -> Outcome:
@@ -169,14 +165,38 @@ class Publication:
             time.sleep(_BLOCKING_POLL_SECONDS)
         return self.outcome
 
-    def _flags(self) -> list[int]:
+    @property
+    def is_over(self) -> bool:
+        """Returns whether the outcome is known; the same on every rank."""
+        return self.outcome is not Outcome.PENDING
+
+    @property
+    def sums_flags(self) -> bool:
+        """Returns whether the next poll reads flags, and not errors."""
+        return self._errors_asked is None
+
+    def flags(self) -> list[int]:
+        """Returns what this rank adds to the sum."""
         save = self.save
         is_done = self._published.is_set() if self._publishing else save.is_durable
         offered = 0 if self.near is None else self.near.offered_bytes
         failed, in_place = save.failure is not None, self._manifest_in_place
         return [int(not is_done), int(failed), int(in_place), offered]
 
-    def _act(self, unfinished: int, failed: int, in_place: int, offered: int) -> None:
+    def step(self, sums: Sequence[int] | None, *, is_first: bool, may_publish: bool) -> bool:
+        """Takes one step of the protocol; see polls.Polled."""
+        self.save.advance()
+        self._look_for_indexes()
+        self._look_for_offer()
+        if self._errors_asked is not None:
+            self._fail(self._errors_asked.result())
+        elif sums is not None:
+            self._act(*sums, is_first=is_first, may_publish=may_publish)
+        return self._publishing or self.is_over
+
+    def _act(
+        self, unfinished: int, failed: int, in_place: int, offered: int, *, is_first: bool, may_publish: bool
+    ) -> None:
         if failed:
             self._keep_file = in_place > 0
             self._errors_asked = self.collectives.start_gather(encode_failure(self.save.failure))
@@ -188,8 +208,9 @@ class Publication:
         elif unfinished:
             return
         elif self._publishing:
-            self._end(Outcome.PUBLISHED)
-        else:
+            if is_first:
+                self._end(Outcome.PUBLISHED)
+        elif may_publish:
             self._publishing = True
             self._records_asked = self.collectives.start_gather(self._record().encode())
 
@@ -236,14 +257,7 @@ class Publication:
             self._look_for_indexes()
         if self.collectives.rank == 0:
             self.layouts.add_providers(*self._providers)
-            publisher = BackgroundThread(self._publish)
-            try:
-                self._manifest_in_place = True  # until the thread reports that it is not
-                publisher.start()
-                self._publisher = publisher
-            except RuntimeError as error:  # no thread could be started, on this rank only
-                self._manifest_in_place = False
-                self.save.fail(error)
+            self._start_publisher(self._publish)
 
     def _look_for_indexes(self) -> None:
         # On the trainer's thread only: see PollableResult.
@@ -258,12 +272,23 @@ class Publication:
         if not near.stores:
             self._published.set()
             return
-        publisher = BackgroundThread(functools.partial(self._store_near, near))
+        self._start_publisher(functools.partial(self._store_near, near))
+
+    def _start_publisher(self, function: Callable[[], None]) -> None:
+        """Runs a part of publishing beside the trainer, and after those of earlier saves."""
+        earlier = self.layouts.publisher
+
+        def publish() -> None:
+            if earlier is not None:
+                earlier.join()
+            function()
+
+        publisher = BackgroundThread(publish)
         try:
             self._manifest_in_place = True  # until the thread reports that it is not
             publisher.start()
-            self._publisher = publisher
-        except RuntimeError as error:
+            self._publisher = self.layouts.publisher = publisher
+        except RuntimeError as error:  # no thread could be started, on this rank only
             self._manifest_in_place = False
             self.save.fail(error)
 

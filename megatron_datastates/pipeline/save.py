@@ -399,7 +399,7 @@ class RankSave:
     def _await_trainer(self) -> None:
         """Waits, as lazy copies do, until the trainer has returned to its work.
 
-        What it does until its next poll counts as held, and often needs the GIL, or a core for another thread.
+        What it does until its next poll counts as held, and needs the GIL, or a core for another thread.
         """
         while (left := self._begins_by - time.monotonic()) > 0.0:
             if self._resumed.wait(min(left, _WAIT_SECONDS)):

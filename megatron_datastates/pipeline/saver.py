@@ -28,6 +28,7 @@ from megatron_datastates.pipeline.links import Link, Links
 from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.near.tier import NearTier
 from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan, tail_item
+from megatron_datastates.pipeline.polls import Polls
 from megatron_datastates.pipeline.publication import Outcome, Publication, PublicationExtras
 from megatron_datastates.pipeline.report import Reporter, save_report
 from megatron_datastates.pipeline.save import RankSave
@@ -58,6 +59,7 @@ class SaveSession:
         self.plans = Plans(_KEPT_PLANS)
         self.links = Links()
         self.collectives = Collectives()
+        self._polls = Polls(self.collectives)
         self.memory_wait_reported = False  # logged once
         self._run_id: int | None = None
         self._ordinal = 0
@@ -71,6 +73,13 @@ class SaveSession:
         if not self.collectives.is_current():
             self.collectives, self.layouts = Collectives(), LayoutStore()
             self._run_id, self._ordinal, self.links = None, 0, Links()
+
+    @property
+    def polls(self) -> Polls:
+        """The unfinished saves of this world."""
+        if self._polls.collectives is not self.collectives:
+            self._polls = Polls(self.collectives)
+        return self._polls
 
     def next_id(self) -> SaveId:
         """Returns the next save id, the same on every rank. The first call is collective."""
@@ -129,7 +138,8 @@ class Saver:
         save = RankSave(
             context, options.fence_deadline, options.lazy_delay, trust_objects=options.trust_objects
         )
-        publication = Publication(save, ranks, session.layouts, self._faults, extras)
+        publication = Publication(save, session.polls, session.layouts, self._faults, extras)
+        session.polls.add(publication)
         publication.ended_callback = lambda: self._on_end(publication, far_published)
         save.released_callback = lambda: self._report_once(publication, mode)
         try:

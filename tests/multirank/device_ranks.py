@@ -183,8 +183,8 @@ def end_while_indexes_are_under_way(root: str, folder: str) -> None:
     publication = start(saver, Path(root, "bad"), 1)
     while not publication.records:
         if publication._records_asked is not None:
-            assert publication._flags_asked is not None
-            publication._flags_asked.result()  # so that everything enqueued before the next poll is done
+            assert publication._polls._asked is not None
+            publication._polls._asked.result()  # so that everything enqueued before the next poll is done
             device.hangs = True
         dist.barrier()
         publication.poll()

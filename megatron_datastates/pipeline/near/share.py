@@ -81,7 +81,7 @@ class NearShare:
         names = [other.name for other in files.manifest.others]
         self.others = {name: read_regular(self._context.directory / name, OBJECT_BYTES) for name in names}
         self.small_files = files
-        known = self._layouts.sent_near == (files.manifest.index.sha256, self._firsts)
+        known = self._layouts.near_index(files.manifest.index.sha256, self._firsts) is not None
         offer = _Offer(files.manifest.encode(), files.metadata, self.others, b"" if known else files.index)
         self._offer = msgspec.msgpack.encode(offer)
 
@@ -120,7 +120,9 @@ class NearShare:
         folder, save_id = self._context.near, self._context.save_id
         offer = _OFFER.decode(self._asked.result())
         manifest = Manifest.decode(offer.manifest, MANIFEST_NAME)
-        index = offer.index or self._layouts.near_index
+        index = offer.index or self._layouts.near_index(manifest.index.sha256, self._firsts)
+        if index is None:
+            raise DataStatesError("the index of an earlier save is not known any more on this rank")
         self.small_files, self.others = SmallFiles(manifest, index, offer.metadata), offer.others
         contents = {manifest.index.name: index, **offer.others, METADATA_NAME: offer.metadata}
         for name, content in contents.items():
@@ -148,5 +150,5 @@ class NearShare:
     def note_published(self) -> None:
         """Remembers, once the save is published near, that the nodes have its index."""
         if self.small_files is not None:
-            self._layouts.sent_near = (self.small_files.manifest.index.sha256, self._firsts)
-            self._layouts.near_index = self.small_files.index
+            digest = self.small_files.manifest.index.sha256
+            self._layouts.keep_near_index(digest, self._firsts, self.small_files.index)
