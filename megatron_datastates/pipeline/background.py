@@ -13,10 +13,14 @@ class BackgroundThread:
 
     threading.Thread.start returns when the thread runs. The thread then has the GIL, and the trainer waits
     until it lets go of it: milliseconds, in every save.
+
+    Args:
+        after: a started thread whose end the function waits for.
     """
 
-    def __init__(self, function: Callable[[], None]) -> None:
+    def __init__(self, function: Callable[[], None], after: BackgroundThread | None = None) -> None:
         self._function: Callable[[], None] | None = function
+        self._after = after
         self._ended = threading.Event()
         self._process = os.getpid()
 
@@ -32,10 +36,13 @@ class BackgroundThread:
         return os.getpid() != self._process or self._ended.wait(seconds)
 
     def _run(self) -> None:
-        function, self._function = self._function, None  # what it refers to goes when it ends
+        after, function = self._after, self._function
+        self._after = self._function = None  # a thread that has ended keeps nothing
         try:
+            if after is not None:
+                after.join()
             assert function is not None
             function()
         finally:
-            del function
+            del after, function
             self._ended.set()

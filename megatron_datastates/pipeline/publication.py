@@ -110,6 +110,8 @@ class Publication:
         self.is_reported = False
         self.published_at: float | None = None  # by perf_counter: on rank 0 in place, elsewhere known to be
         self.ended_callback: Callable[[], None] = lambda: None
+        # Called by rank 0's thread as the last act of publishing in the checkpoint's directory.
+        self.published_callback: Callable[[SaveId], None] = lambda save_id: None
         self.collectives = polls.collectives
         self.layouts = layouts
         self._polls = polls
@@ -276,14 +278,7 @@ class Publication:
 
     def _start_publisher(self, function: Callable[[], None]) -> None:
         """Runs a part of publishing beside the trainer, and after those of earlier saves."""
-        earlier = self.layouts.publisher
-
-        def publish() -> None:
-            if earlier is not None:
-                earlier.join()
-            function()
-
-        publisher = BackgroundThread(publish)
+        publisher = BackgroundThread(function, after=self.layouts.publisher)
         try:
             self._manifest_in_place = True  # until the thread reports that it is not
             publisher.start()
@@ -406,6 +401,7 @@ class Publication:
         try:
             commit = self.commit_of(self._small_files())
             commit.publish()
+            self.published_callback(self.save.context.save_id)
             self.published_at = time.perf_counter()
         except Exception as error:
             self._manifest_in_place = commit is not None and commit.is_in_place

@@ -125,8 +125,9 @@ class Saver:
         the returned publication a few times. Never raises: polls bring this rank's error to all ranks.
 
         Args:
-            far_published: allows a near tier, if the options name one. Then called on rank 0, on some thread,
-                once the checkpoint is published in `directory`, which may be after the save is published.
+            far_published: called on rank 0, on some thread, once the checkpoint is published in `directory`;
+                of a save that it raises an error for, nothing is removed. Allows a near tier, if the options
+                name one; the call then comes after the save is published.
         """
         session, options = self.session, self.options
         session.enter_world()
@@ -140,6 +141,8 @@ class Saver:
         )
         publication = Publication(save, session.polls, session.layouts, self._faults, extras)
         session.polls.add(publication)
+        if far_published is not None:
+            publication.published_callback = far_published
         publication.ended_callback = lambda: self._on_end(publication, far_published)
         save.released_callback = lambda: self._report_once(publication, mode)
         try:

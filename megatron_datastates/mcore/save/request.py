@@ -22,6 +22,10 @@ _QUEUES = (
 )
 
 
+# Megatron's function that writes metadata.json and waits for all ranks, on the trainer's thread.
+_METADATA = "save.<locals>.metadata_finalize_fn"
+
+
 class SaveHandle:
     """The `async_fn` of our requests: the queue's hook recognizes it; calling it waits for the save."""
 
@@ -40,7 +44,7 @@ def raise_if_failed(publication: Publication, outcome: Outcome) -> None:
 
 
 class _OnlyIfPublished(list[Callable[[], None]]):
-    """Finalize functions of a request: metadata.json, the tracker, retention. No-ops if the save failed.
+    """Finalize functions of a request: messages, retention, a tracker. No-ops if the save failed.
 
     Each is wrapped as it is appended, since Megatron may move them to another request.
     """
@@ -50,6 +54,9 @@ class _OnlyIfPublished(list[Callable[[], None]]):
         self._publication = publication
 
     def append(self, function: Callable[[], None]) -> None:
+        if getattr(function, "__qualname__", "") == _METADATA:
+            return  # publishing has written metadata.json, and the ranks have agreed on that
+
         def run_unless_failed() -> None:
             if self._publication.outcome is not Outcome.FAILED:
                 function()

@@ -1,7 +1,10 @@
-"""The near tier in Megatron's training loop: trackers and retention.
+"""The tracker in --save, which names only what is published there; and the near tier's retention.
 
-Megatron's tracker in --save names only what is published there, so the drain writes it. A save is over for
-Megatron when it is published near; what Megatron itself then writes goes to a file in memory.
+Publishing an asynchronous save ends with writing the tracker, whole or not at all, on a thread of rank 0 (of
+a near save: its drain's). Megatron would write it on the trainer's thread, which waits tens of milliseconds
+for a file system that is being synced, and a kill would leave it empty. What Megatron writes goes to a file
+in memory. Trackers of synchronous saves, and of runs in which Megatron deletes what its tracker named before,
+are Megatron's.
 """
 
 from __future__ import annotations
@@ -22,23 +25,27 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.runs import is_complete, tracked_iteration
 
 logger = logging.getLogger(__name__)
-_is_on = False  # as of the last save
+_is_on = False  # the near tier, as of the last save
+_is_ours = False  # the tracker, as of the last save
 _memory_file: int | None = None  # descriptor
 _tracked: dict[Path, SaveId] = {}  # by run: the save that its tracker names, if this process has written it
 
 
 @contextlib.contextmanager
 def saving(options: Options) -> Iterator[None]:
-    """Wraps a `save_checkpoint`: the tracker that it is going to write is none of --save's."""
+    """Wraps a `save_checkpoint`: if the tracker is ours, Megatron is going to write another one."""
     from megatron.training import checkpointing
 
-    global _is_on
+    global _is_on, _is_ours
+    args = checkpointing.get_args()
     _is_on = bool(options.near)
-    if not _is_on:
+    is_plain = getattr(args, "save_retain_interval", None) is None and not getattr(args, "enable_msc", False)
+    _is_ours = _is_on or (bool(getattr(args, "async_save", False)) and is_plain)
+    if not _is_ours:
         yield
         return
     original = checkpointing.get_checkpoint_tracker_filename
-    save = checkpointing.get_args().save
+    save = args.save
 
     def get_checkpoint_tracker_filename(checkpoints_path: Any) -> Any:
         return _unused_tracker() if checkpoints_path == save else original(checkpoints_path)
@@ -69,9 +76,14 @@ def _unused_tracker() -> str:
 
 
 def far_published(checkpoint: Path) -> Callable[[SaveId], None] | None:
-    """Returns what makes --save's tracker name a checkpoint; None for one that is not saved there."""
+    """Returns what makes --save's tracker name a checkpoint; None if that is not ours to do.
+
+    Raises OSError when called.
+    """
     from megatron.training.global_vars import get_args
 
+    if not _is_ours:
+        return None
     args, iteration = get_args(), iteration_in_name(checkpoint.name)
     if iteration is None or not args.save or checkpoint.absolute().parent != Path(args.save).absolute():
         return None

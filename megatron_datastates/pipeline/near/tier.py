@@ -126,8 +126,6 @@ class NearTier:
             return
         self._leave_branch(context)
         if near is None:
-            if is_first:
-                far_published(context.save_id)
             return
         near.note_published()
         self._published += 1

@@ -1,0 +1,80 @@
+"""Polls: one step of every unfinished save's protocol, with one sum over the ranks.
+
+A training loop polls once for each iteration, and a save takes about five polls to be published. So a poll
+advances all saves that are under way, whichever of them it is called for: a loop that saves in every
+iteration publishes as many checkpoints as it begins. They are published in the order in which they began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.pipeline.agreement import Collectives, PendingResult
+
+FLAGS = 4  # numbers that each save adds to the sum
+
+
+class Polled(Protocol):
+    """A save that polls advance."""
+
+    @property
+    def is_over(self) -> bool:
+        """Returns whether its outcome is known; the same on every rank."""
+        ...
+
+    @property
+    def sums_flags(self) -> bool:
+        """Returns whether the next poll reads its flags; the same on every rank."""
+        ...
+
+    def flags(self) -> list[int]:
+        """Returns this rank's FLAGS numbers."""
+        ...
+
+    def step(self, sums: Sequence[int] | None, *, is_first: bool, may_publish: bool) -> bool:
+        """Takes one step of the protocol.
+
+        Args:
+            sums: of all ranks' flags, as the previous poll asked for them; None if it did not.
+            is_first: no earlier save is unfinished.
+            may_publish: every earlier save is being published, or over.
+
+        Returns:
+            Whether a later save may be published.
+        """
+        ...
+
+
+class Polls:
+    """The unfinished saves of one world, in the order in which they began. On the trainer's thread only."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+        self._saves: list[Polled] = []
+        self._asked: PendingResult[list[int]] | None = None
+        self._asked_for: list[Polled] = []
+
+    def add(self, save: Polled) -> None:
+        """Adds a save that begins. Collective: every rank calls it for the same saves in the same order."""
+        self._saves.append(save)
+
+    def poll(self) -> list[Polled]:
+        """Advances every save by one step; returns those that are over now. Collective.
+
+        Waits only for ranks that are a whole poll late, and for the previous poll's call on the device.
+        """
+        FENCE.on_poll()
+        sums = self._asked.result() if self._asked is not None else []
+        found = {id(save): sums[at * FLAGS : (at + 1) * FLAGS] for at, save in enumerate(self._asked_for)}
+        is_first = may_publish = True
+        for save in self._saves:
+            may_publish &= save.step(found.get(id(save)), is_first=is_first, may_publish=may_publish)
+            is_first &= save.is_over
+        over = [save for save in self._saves if save.is_over]
+        self._saves = [save for save in self._saves if not save.is_over]
+        self._asked_for = [save for save in self._saves if save.sums_flags]
+        flags = [flag for save in self._asked_for for flag in save.flags()]
+        self._asked = self.collectives.start_sum(flags) if flags else None
+        return over
