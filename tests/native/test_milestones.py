@@ -208,7 +208,7 @@ def test_closing_in_mid_save_joins_soon(engines: Engines, tmp_path: Path, faults
     time.sleep(0.05)
     begin = time.monotonic()
     engine.close()
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 30, "all copies would take 50 s"
     assert "the engine was closed" in save.failure()
     save.job.remove()
     assert os.listdir(tmp_path) == []

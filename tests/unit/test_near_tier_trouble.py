@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import near as training_near
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.near import drain, recovery, share, tier
+from megatron_datastates.pipeline.near.copying import Copier
 from megatron_datastates.pipeline.near.places import manifest_in, near_folder, near_run
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome
@@ -220,6 +222,32 @@ def test_a_tracker_that_could_not_be_written_is_written_later(tmp_path: Path) ->
     assert nodes.ranks.far == [publication.save.context.save_id]
 
 
+def test_what_arrives_while_rank_0_looks_is_published_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 1's files of both saves arrive after one of them was found missing, and before the other look."""
+    nodes, may_copy = Nodes(tmp_path), threading.Event()
+    copy, look = Copier.copy, drain.missing_data_files
+    first_drain = nodes.ranks.savers[0].near.drain  # type: ignore[union-attr]
+
+    def copy_later(self: Copier, source: Path, target: Path, *more: Any) -> None:
+        assert not source.name.startswith("data-00001-") or may_copy.wait(PATIENCE_SECONDS)
+        copy(self, source, target, *more)
+
+    def arrive_meanwhile(directory: Path, manifest: Manifest) -> list[str]:
+        missing = look(directory, manifest)
+        if len(first_drain._to_commit) == 2 and not may_copy.is_set():
+            may_copy.set()
+            wait_for(lambda: all(len(data_files(nodes.directory(number))) == 2 for number in (1, 2)))
+        return missing
+
+    monkeypatch.setattr(Copier, "copy", copy_later)
+    monkeypatch.setattr(drain, "missing_data_files", arrive_meanwhile)
+    saves = [nodes.save(number).save.context.save_id for number in (1, 2)]
+    nodes.close()
+    assert may_copy.is_set() and nodes.ranks.far == saves
+
+
 # -- lost files ------------------------------------------------------------------------------------------
 
 
@@ -321,7 +349,7 @@ def test_a_save_is_published_near_while_the_drain_hangs_in_save(tmp_path: Path) 
     with publishing, ThreadPoolExecutor(1) as thread:  # as while a manifest is written there
         save = thread.submit(nodes.save, 1)
         try:
-            assert save.result(10.0).outcome is Outcome.PUBLISHED
+            assert save.result(PATIENCE_SECONDS).outcome is Outcome.PUBLISHED
         finally:
             publishing.release()
             save.result()

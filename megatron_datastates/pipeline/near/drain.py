@@ -271,21 +271,15 @@ class Drain:
         self._copier.copy(save.near / file.name, target, save.small_files.manifest, file, moved)
 
     def _commit_what_is_complete(self) -> None:
-        for save in list(self._to_commit):
+        # The newest is looked at first: each node copies its saves in order, so once a newer one is complete,
+        # what an older one still lacks never comes.
+        complete = [save for save in reversed(self._to_commit) if self._is_complete(save)]
+        for save in reversed(complete):
             try:
-                missing = missing_data_files(save.far, save.small_files.manifest)
-                there = arrived_bytes(save.far, save.save_id) if self._closing else 0
-                if (len(missing), there) != save.seen:
-                    save.seen, self._progress = (len(missing), there), time.monotonic()
-                if missing:
-                    continue
                 self._commit(save)
                 save.published(save.save_id)
             except Exception as error:
-                logger.error("%s is not published in %s yet: %s", save.name, save.far, error)
-                save.attempts += 1
-                with self._changed:
-                    self._changed.wait(_PAUSES[min(save.attempts, len(_PAUSES)) - 1])
+                self._pause(save, error)
                 return
             save.attempts = 0
             with self._changed:
@@ -300,6 +294,23 @@ class Drain:
                     save.name,
                 )
             self._report(_report_of(save))
+
+    def _is_complete(self, save: NearSave) -> bool:
+        try:
+            missing = missing_data_files(save.far, save.small_files.manifest)
+            there = arrived_bytes(save.far, save.save_id) if self._closing else 0
+        except Exception as error:
+            self._pause(save, error)
+            return False
+        if (len(missing), there) != save.seen:
+            save.seen, self._progress = (len(missing), there), time.monotonic()
+        return not missing
+
+    def _pause(self, save: NearSave, error: Exception) -> None:
+        logger.error("%s is not published in %s yet: %s", save.name, save.far, error)
+        save.attempts += 1
+        with self._changed:
+            self._changed.wait(_PAUSES[min(save.attempts, len(_PAUSES)) - 1])
 
     def _commit(self, save: NearSave) -> None:
         assert save.commit is not None
