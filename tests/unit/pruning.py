@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,20 @@ from megatron_datastates.pipeline.verify import verify
 from tests.unit.states import OPTIONS, SMALL, data_files
 
 NUMBERS = [100, 200, 300, 400, 500]
+
+
+def call_and_be_killed(work: Callable[[], object]) -> None:
+    """Calls `work` in a fork of this process, which must end by a SIGKILL: that of a fault plan."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # this process has threads; `work` needs none
+        child = os.fork()
+    if not child:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
 
 @pytest.fixture(scope="module")

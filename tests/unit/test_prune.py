@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,7 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.prune import RetentionRules, plan_prune, prune
 from megatron_datastates.pipeline.repair import repair
 from megatron_datastates.pipeline.runs import find_iterations
-from tests.unit.pruning import NUMBERS, age, complete, lose, place, reasons, removed
+from tests.unit.pruning import NUMBERS, age, call_and_be_killed, complete, lose, place, reasons, removed
 from tests.unit.pruning import root as root
 from tests.unit.pruning import saved as saved
 from tests.unit.states import OPTIONS, data_files
@@ -191,12 +188,7 @@ POINTS = ["remove manifest", "sync removal of manifest", "remove file", "remove 
 def test_a_kill_leaves_whole_checkpoints_and_remains_that_the_next_call_removes(root, point, nth):
     (place(root, 100) / "a file of the user's").touch()
     (place(root, 200) / "z").touch()
-    code = (
-        "import sys; from megatron_datastates.pipeline.prune import RetentionRules, prune\n"
-        f"prune(sys.argv[1], RetentionRules(keep_last=2), faults='{point}:{nth}:kill')"
-    )
-    done = subprocess.run([sys.executable, "-c", code, root], check=False)
-    assert done.returncode == -signal.SIGKILL
+    call_and_be_killed(lambda: prune(root, RetentionRules(keep_last=2), faults=f"{point}:{nth}:kill"))
     whole = complete(root)
     assert {400, 500} <= set(whole)
     for one in find_iterations(root):

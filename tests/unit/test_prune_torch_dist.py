@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ from megatron_datastates.format.directory import REMOVAL_NAME
 from megatron_datastates.pipeline.prune import RetentionRules, plan_prune, prune
 from tests.unit.command import run
 from tests.unit.inspecting import output_of
-from tests.unit.pruning import age, place
+from tests.unit.pruning import age, call_and_be_killed, place
 from tests.unit.trained import TRACKER, save_trained
 
 NUMBERS = [100, 200, 300, 400]
@@ -165,13 +162,8 @@ def test_a_kill_leaves_whole_checkpoints_and_remains_that_the_next_call_removes(
     root: Path, point: str, nth: int
 ) -> None:
     shutil.rmtree(place(root, 200))
-    code = (
-        "import sys; from megatron_datastates.cli.prune import other_formats\n"
-        "from megatron_datastates.pipeline.prune import RetentionRules, prune\n"
-        f"prune(sys.argv[1], RetentionRules(keep_last=2), other_formats(), faults='{point}:{nth}:kill')"
-    )
-    done = subprocess.run([sys.executable, "-c", code, root], check=False)
-    assert done.returncode == -signal.SIGKILL
+    rules, faults = RetentionRules(keep_last=2), f"{point}:{nth}:kill"
+    call_and_be_killed(lambda: prune(root, rules, FORMATS, faults=faults))
     first = look.look_at(place(root, 100))
     assert first.state == ("complete" if point == "remove manifest" else "unfinished")
     age(place(root, 100), 9000)  # an empty one may be a save's that has just made it

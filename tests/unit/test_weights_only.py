@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ from tests.unit.command import run
 from tests.unit.converting import contents
 from tests.unit.encoded import builders, write_encoded
 from tests.unit.inspecting import output_of
-from tests.unit.pruning import age, place
+from tests.unit.pruning import age, call_and_be_killed, place
 from tests.unit.states import OPTIONS, Chained, State, new_saver, random_tensor
 from tests.unit.trained import TRACKER, arguments
 
@@ -190,13 +188,7 @@ def test_a_kill_leaves_a_whole_checkpoint_and_the_next_call_cleans_up(
     path = place(root, 1)
     whole, kept = contents(open_source(path)), weights(path)
     names = {one.name for one in path.iterdir()}
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from megatron_datastates.convert.weights_only import drop_optimizer, plan_drop\n"
-        f"drop_optimizer(plan_drop(Path(sys.argv[1])), faults='{point}:{nth}:kill')"
-    )
-    done = subprocess.run([sys.executable, "-c", code, path], check=False)
-    assert done.returncode == -signal.SIGKILL
+    call_and_be_killed(lambda: drop_optimizer(plan_drop(path), faults=f"{point}:{nth}:kill"))
     left = contents(open_source(path))
     assert left in (whole, kept) and look.look_at(path).state == "complete"
     assert finish_drop(path) and not finish_drop(path)
