@@ -2,14 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
+from tests.unit.command import run
 
 # The embedding and the MLPs of all layers.
 FROZEN = {"TINY_FROZEN": r"embedding|linear_fc", "MEGATRON_DATASTATES_LINK_FROM": "64KiB"}
@@ -25,9 +24,8 @@ def saves(report: Path) -> dict[int, dict[str, Any]]:
 
 
 def assert_whole(checkpoint: Path) -> None:
-    command = [sys.executable, "-m", "megatron_datastates", "verify", str(checkpoint)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert found.returncode == 0, found.stdout + found.stderr
+    code, printed, errors = run("verify", checkpoint)
+    assert code == 0, printed + errors
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2"])

@@ -14,7 +14,7 @@ from tests.support.ranks import RankForge
 from tests.support.tiny import LAYOUTS, Pretraining
 
 TARGETS = """
-import os, time, torch
+import atexit, os, sys, threading, time, torch
 
 def add_ranks():
     torch.distributed.init_process_group("gloo")
@@ -30,6 +30,13 @@ def fail_in_rank(rank):
 
 def sleep():
     time.sleep(60)
+
+def end(how):
+    atexit.register(lambda: print("hook", getattr(sys, "last_value", None)))
+    threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
+    if how == "error":
+        raise ValueError("meant to fail")
+    sys.exit(how)
 """
 
 
@@ -54,6 +61,17 @@ def test_runs_that_differ_in_their_seed_differ_in_their_state(
 def test_run_repeats_itself_to_the_last_bit(pretraining: Pretraining, reference: Reference) -> None:
     again = pretraining.run(*LAYOUTS["tp2"], "--train-iters", str(STEPS))
     assert again.differences(reference("tp2")) == []
+
+
+def test_a_rank_ends_as_python_does(plain: RankForge, tmp_path: Path) -> None:
+    """Threads are waited for, then exit hooks are called, which see the error that ended the program."""
+    for how, code in (("error", 1), (None, 0), (3, 3), ("a reason", 1)):
+        outcome = plain.run("targets:end", ranks=1, logs=tmp_path / str(how), arguments=[how])
+        assert outcome.exits == [code]
+        error = "meant to fail" if how == "error" else "None"
+        assert outcome.log.endswith(f"thread\nhook {error}\n")
+        assert ("ValueError: meant to fail" in outcome.log) == (how == "error")
+        assert ("a reason" in outcome.log) == (how == "a reason")
 
 
 def test_ranks_find_each_other(plain: RankForge, tmp_path: Path) -> None:

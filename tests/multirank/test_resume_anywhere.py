@@ -1,8 +1,6 @@
 """State of the default optimizer layout loads into any other, bit for bit, with nothing gathered at save."""
 
 import json
-import subprocess
-import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -24,6 +22,7 @@ from tests.multirank.layouts import (
     Layout,
 )
 from tests.support.world import World
+from tests.unit import command
 
 pytestmark = pytest.mark.conformance
 
@@ -214,10 +213,9 @@ def read_truth(place: Path) -> dict[str, torch.Tensor]:
 
 def datastates(*arguments: str | Path) -> str:
     """Runs the command and returns what it prints."""
-    command = [sys.executable, "-m", "megatron_datastates", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    code, printed, errors = command.run(*arguments)
+    assert code == 0, errors
+    return printed
 
 
 def run(world: World, folder: Path, what: str, *arguments: object, ranks: int) -> dict[str, list[object]]:

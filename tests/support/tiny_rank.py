@@ -5,6 +5,7 @@ them. What does not: launching and comparing (`tiny.py`). Digests are SHA-256 of
 floats are written in hex, so that two runs compare bit for bit.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,9 +21,13 @@ import numpy
 import pretrain_tiny
 import psutil
 import torch
+import torch._dynamo  # as the tokenizer below: here once, because each rank would spend 2 s on importing them
 from megatron.core import tensor_parallel
 from megatron.training import get_args
 from megatron.training import training as loop
+
+with contextlib.suppress(ImportError):  # not in every release
+    import megatron.core.tokenizers.text.text_tokenizer  # noqa: F401
 
 Digests = dict[str, str]
 FAULTS = "MEGATRON_DATASTATES_FAULTS"

@@ -13,6 +13,7 @@ An exit code is negative for a rank that a signal killed. Ranks still running ar
 ends, or when this process ends.
 """
 
+import atexit
 import contextlib
 import ctypes
 import faulthandler
@@ -23,7 +24,9 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -178,6 +181,34 @@ def preload(names: list[str]) -> None:
     gc.freeze()  # forks share the pages of these objects as long as no collection touches them
 
 
+def exit_code(run: Callable[[], None]) -> int:
+    """Calls `run` and returns the code that Python would exit with after it."""
+    try:
+        run()
+    except SystemExit as stop:
+        if stop.code is None or isinstance(stop.code, int):
+            return stop.code or 0
+        print(stop.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+def leave(code: int) -> None:
+    """Ends this process as Python does, but for the end of the interpreter itself.
+
+    That takes a rank a second, since it writes to most of the memory that it shares with its parent.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
 def main() -> None:
     """Preloads the modules named in argv, then serves."""
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answers:
@@ -187,7 +218,7 @@ def main() -> None:
         rank = serve(sys.stdin, answers)
     if rank is not None:
         rank.enter()
-        rank.run()
+        leave(exit_code(rank.run))
 
 
 if __name__ == "__main__":
