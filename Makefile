@@ -8,7 +8,7 @@ SEED := 1
 RANK_TESTS := tests/model tests/multirank tests/frameworks tests/e2e tests/faults tests/gpu
 NATIVE_SOURCES = $(shell find cuda tests tools -name '*.cc' -o -name '*.h')
 
-.PHONY: help env demo test test-ranks test-long test-faults test-versions test-main test-te test-frameworks test-native-sanitizers test-aarch64 lint format clean distclean
+.PHONY: help env demo test test-ranks test-long test-faults test-versions test-main test-te test-frameworks test-native-sanitizers test-aarch64 lint lint-ruff lint-native lint-locks lint-imports lint-types format clean distclean
 .DEFAULT_GOAL := help
 
 help: ## list these targets
@@ -66,12 +66,26 @@ test-native-sanitizers: env ## run tests/native under the sanitizers of g++
 test-aarch64: env ## build the native core for aarch64 and run its portable tests under qemu
 	@tools/env/aarch64.sh
 
+# Two at a time, each with its output in one piece.
+LINTERS := lint-types lint-locks lint-native lint-imports lint-ruff
 lint: env ## run ruff, clang-format, import-linter, mypy and the thread-safety analysis
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target $(LINTERS)
+
+lint-ruff:
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
+
+lint-native:
+	@echo "$(BIN)/clang-format --dry-run -Werror (all of cuda, tests and tools)"
+	@$(BIN)/clang-format --dry-run -Werror $(NATIVE_SOURCES)
+
+lint-locks:
 	tools/env/thread_safety.sh
+
+lint-imports:
 	$(BIN)/lint-imports
+
+lint-types:
 	$(BIN)/mypy
 
 format: env ## rewrite the sources with ruff and clang-format
