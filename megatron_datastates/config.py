@@ -259,6 +259,13 @@ class Options:
         "how many checkpoints the near tier keeps, beside those that are still to be brought to --save "
         "(default 1)",
     )
+    near_replicas: int = _option(
+        0,
+        _count,
+        "K",
+        "how many other nodes keep copies of a node's files in their near tiers, so that a lost node costs "
+        "no checkpoint; a save is published once they have them (default 0)",
+    )
     drain_every: int = _option(
         1,
         _positive,

@@ -20,11 +20,12 @@ from megatron_datastates.cli.shared import (
     size_text,
 )
 from megatron_datastates.errors import DataStatesError, NotACheckpointError
-from megatron_datastates.pipeline.near.places import near_iterations, near_root, near_run
+from megatron_datastates.pipeline.near.places import Holding, near_iterations, near_root, near_run
 
 if TYPE_CHECKING:
     from megatron_datastates.convert.look import Look
 
+_NAMED_NODES = 8
 _WORDS = {"complete": "yes", "unfinished": "no", "damaged": "DAMAGED", "unreadable": "unreadable"}
 
 
@@ -95,19 +96,38 @@ def _near_files(look: Look, root: Path, near: str) -> dict[str, Any]:
     if not near:
         return {}
     held = near_iterations(near_run(near_root(near), root))
-    return {"near_files": held.get(look.iteration, 0) if look.iteration is not None else 0}
+    holding = held.get(look.iteration) if look.iteration is not None else None
+    if holding is None:
+        return {"near_files": 0, "near_copies": 0, "near_nodes": []}
+    return {
+        "near_files": holding.files,
+        "near_copies": sum(holding.copies.values()),
+        "near_nodes": [name for name in (holding.own, *holding.elsewhere) if name],
+    }
 
 
-def _print_near(near: str, held: Mapping[int, int], looks: list[Look]) -> None:
+def _print_near(near: str, held: Mapping[int, Holding], looks: list[Look]) -> None:
     say(
         f"In the near tier {near_root(near)} of this node:"
         if held
         else f"The near tier {near_root(near)} has none"
     )
     complete = {look.iteration for look in looks if look.state == "complete"}
-    for iteration, files in held.items():
-        where = "" if iteration in complete else ", not in the directory of the run yet"
-        say(f"  iteration {iteration}: {files} data file{'' if files == 1 else 's'}{where}")
+    for iteration, holding in held.items():
+        where = "" if iteration in complete else "; not in the directory of the run yet"
+        say(f"  iteration {iteration}: {_holding_text(holding)}{where}")
+
+
+def _holding_text(holding: Holding) -> str:
+    text = f"{holding.files} data file{'' if holding.files == 1 else 's'}"
+    if holding.copies:
+        copies = ", ".join(f"{count} of {name}" for name, count in holding.copies.items())
+        text += f", with copies: {copies}"
+    if holding.elsewhere:
+        named = ", ".join(holding.elsewhere[:_NAMED_NODES])
+        left = len(holding.elsewhere) - _NAMED_NODES
+        text += f"; written on {holding.own}, here, and on {named}{f' and {left} more' if left > 0 else ''}"
+    return text
 
 
 def _print(root: Path, looks: list[Look]) -> None:

@@ -23,6 +23,7 @@ REMOVAL_OPERATIONS = ("remove manifest", "sync removal of manifest", "remove fil
 LEFT_OVER_OPERATIONS = ("look at left-over", "remove left-over")
 LINK_OPERATIONS = ("link", "sync link")
 DRAIN_OPERATIONS = ("drain read", "drain write", "drain sync", "drain rename")
+REPLICA_OPERATIONS = ("replica read", "replica sync", "replica rename")
 WEIGHTS_OPERATIONS = ("write journal", "write weights", "publish weights", "remove replaced")
 OPERATIONS = (
     *NATIVE_OPERATIONS,
@@ -31,6 +32,7 @@ OPERATIONS = (
     *LEFT_OVER_OPERATIONS,
     *LINK_OPERATIONS,
     *DRAIN_OPERATIONS,
+    *REPLICA_OPERATIONS,
     *WEIGHTS_OPERATIONS,
 )
 

@@ -20,8 +20,9 @@ Protocol (everything on the trainer's thread, except step 4):
   5. Polls continue until rank 0 reports that the checkpoint is published.
 If files of a rank are in a near tier, steps 4 and 5 are others. Rank 0's thread writes nothing: the next
 polls send index, manifest and what else belongs to the checkpoint to all ranks, and a thread of the first
-rank of each node stores them beside the node's data files. When all have, the save is published near. The
-nodes' drains bring everything into the checkpoint's directory (near/drain.py), without any collective call.
+rank of each node stores them beside the node's data files. Threads of all ranks then copy files of other
+nodes, if they are to (near/replicas.py). When all are done, the save is published near. The nodes' drains
+bring everything into the checkpoint's directory (near/drain.py), without any collective call.
 A directory without a manifest is not a checkpoint; one with a manifest is complete.
 tests/model/ searches all interleavings of this protocol between two runs, with crashes, failures and prune.
 """
@@ -49,6 +50,7 @@ from megatron_datastates.pipeline.commit import Commit, SmallFiles
 from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.layouts import LayoutStore, encode_providers
 from megatron_datastates.pipeline.milestones import State
+from megatron_datastates.pipeline.near.replicas import Replicas
 from megatron_datastates.pipeline.near.share import NearShare
 from megatron_datastates.pipeline.polls import Polls
 from megatron_datastates.pipeline.presence import named_after_save, other_file_entry
@@ -125,7 +127,10 @@ class Publication:
         self._keep_file = False  # even if the save fails
         self.refused = False  # it never began on any rank, and ends once the ranks have agreed on that
         self._abandoned = False
-        self.node = 0  # whose near tier this rank can use; set before the save starts
+        # Whose near tier this rank can use, what people call it, where the rank serves its files, and what
+        # makes copies of others': set before the save starts.
+        self.node, self.host, self.endpoint = 0, b"", b""
+        self.replicas: Replicas | None = None
         self.near: NearShare | None = None  # once records are known, if there are files in near tiers
         self._publishing = False  # records were sent: from now on a manifest may name this rank's file
         self._manifest_in_place = False  # by this rank: it is, or may yet be
@@ -248,7 +253,7 @@ class Publication:
 
     def _exchange(self, records: list[RankRecord]) -> None:
         self.records = records
-        self.near = NearShare.of(records, self.save.context, self.layouts, self._faults)
+        self.near = NearShare.of(records, self.save.context, self.layouts, self._faults, self.replicas)
         if self.near is None and self.collectives.rank != 0:
             self._published.set()  # all that is left is rank 0's
         sizes = [sum(record.sent_bytes(records[0])) for record in records]
@@ -271,25 +276,25 @@ class Publication:
         near = self.near
         if near is None or not near.has_arrived():
             return
-        if not near.stores:
+        if not near.has_part:
             self._published.set()
             return
-        self._start_publisher(functools.partial(self._store_near, near))
+        self._start_publisher(functools.partial(self._publish_near, near), near.stores)
 
-    def _start_publisher(self, function: Callable[[], None]) -> None:
+    def _start_publisher(self, function: Callable[[], None], writes_manifest: bool = True) -> None:
         """Runs a part of publishing beside the trainer, and after those of earlier saves."""
         publisher = BackgroundThread(function, after=self.layouts.publisher)
         try:
-            self._manifest_in_place = True  # until the thread reports that it is not
+            self._manifest_in_place = writes_manifest  # until the thread reports that it is not
             publisher.start()
             self._publisher = self.layouts.publisher = publisher
         except RuntimeError as error:  # no thread could be started, on this rank only
             self._manifest_in_place = False
             self.save.fail(error)
 
-    def _store_near(self, near: NearShare) -> None:
+    def _publish_near(self, near: NearShare) -> None:
         try:
-            near.store()
+            near.do_part(lambda: self._abandoned or self.outcome is not Outcome.PENDING)
         except Exception as error:
             self._manifest_in_place = near.is_in_place
             self.save.fail(error)
@@ -333,6 +338,8 @@ class Publication:
             providers_bytes=0 if digest in self.layouts.known else len(providers),
             node=self.node,
             is_near=save.context.near is not None,
+            host=self.host,
+            endpoint=self.endpoint,
             stable=stable_record(save.stable.shared, layouts[1].digest, sizes[1])
             if save.stable is not None and save.stable.shared is not None
             else StableRecord(),

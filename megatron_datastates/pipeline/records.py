@@ -8,7 +8,8 @@ import struct
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 
-_RECORD = struct.Struct("<I?QQI16sQ7d16sIQ? QQI16sQQ32s")
+HOST_BYTES, ENDPOINT_BYTES = 40, 34
+_RECORD = struct.Struct(f"<I?QQI16sQ7d16sIQ?{HOST_BYTES}s{ENDPOINT_BYTES}s QQI16sQQ32s")
 STABLE_GROUP = 1  # of the second data file
 _FAILURE_BYTES = 768
 _FAILURE = struct.Struct(f"<?H{_FAILURE_BYTES - 3}s")
@@ -58,6 +59,10 @@ class RankRecord:
     providers_bytes: int = 0  # of that list, if it is new; else 0
     node: int = 0  # whose near tier the rank can use; 0: none (near/places.py)
     is_near: bool = False  # its files are there, and not yet in the checkpoint's directory
+    host: bytes = bytes(HOST_BYTES)  # what people call the node, if the rank can use its near tier
+    endpoint: bytes = bytes(
+        ENDPOINT_BYTES
+    )  # where the rank serves its files; zeros: nowhere (near/serving.py)
     stable: StableRecord = StableRecord()
 
     def encode(self) -> bytes:
@@ -68,6 +73,11 @@ class RankRecord:
     def decode(cls, data: bytes) -> RankRecord:
         values = _RECORD.unpack(data)
         return cls(*[*values[:_OWN_FIELDS], StableRecord(*values[_OWN_FIELDS:])])
+
+    @property
+    def host_name(self) -> str:
+        """Returns what people call the node; nothing if the rank cannot use its near tier."""
+        return self.host.rstrip(b"\0").decode("ascii", "replace")
 
     def layouts(self) -> list[bytes]:
         """Returns the layout digests of the rank's data files, in the order of groups."""

@@ -74,11 +74,11 @@ def test_killed_run_resumes_from_what_only_the_near_tiers_have(
     assert nodes.far.published()[:2] == [2, newest] and nodes.far.tracked() == 12
 
 
-def newest_whole(nodes: Nodes) -> int:
-    """Returns the newest iteration with a manifest and a file of each rank, near or far."""
+def newest_whole(nodes: Nodes, left: tuple[int, ...] = (0, 1)) -> int:
+    """Returns the newest iteration with a manifest and a file of each rank, far or on a node that is left."""
     whole = [0]
     for iteration in range(2, 13, 2):
-        places = [nodes.far.at(iteration), *(nodes.near(node).at(iteration) for node in (0, 1))]
+        places = [nodes.far.at(iteration), *(nodes.near(node).at(iteration) for node in left)]
         manifests = [place / MANIFEST for place in places if (place / MANIFEST).exists()]
         named = {name for path in manifests for name in path.read_text().split('"') if name.endswith(".bin")}
         found = {path.name for place in places for path in place.glob("data-*.bin")}
@@ -102,6 +102,29 @@ def test_a_lost_node_costs_what_is_not_far(
     assert resumed.resumed_from(reference("tp2", 12)) == 2
     assert resumed.differences(reference("tp2", 12)) == []
     assert nodes.far.published() == [2, 4] and nodes.far.tracked() == 4
+
+
+@pytest.mark.parametrize("lost", [1, 0])
+def test_with_copies_on_other_nodes_a_lost_node_costs_nothing(
+    lost: int, pretraining: Pretraining, reference: Reference, tmp_path: Path
+) -> None:
+    nodes = Nodes(tmp_path)
+    how = nodes.arguments("--datastates-near-replicas", "1", steps=12)
+    killed = pretraining.start(*how, *SLOW, "--step-delay-ms", "300")
+    killed.job.wait_until(lambda: nodes.tracked_near() >= 4 and nodes.far.tracked() == 2, 60)
+    killed.job.kill()
+    newest = newest_whole(nodes, (1 - lost,))
+    assert newest >= 4 and nodes.far.published() == [2]
+    shutil.rmtree(f"{nodes.root}-{lost}")
+
+    resumed = pretraining.run(*how)
+
+    uninterrupted = reference("tp2", 12)
+    assert f"iteration {newest} is newer than what is in" in resumed.log
+    assert "1 of them taken from copies on other nodes" in resumed.log
+    assert resumed.resumed_from(uninterrupted) == newest
+    assert resumed.differences(uninterrupted) == []
+    assert nodes.far.tracked() == 12
 
 
 @pytest.mark.parametrize(

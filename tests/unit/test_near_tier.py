@@ -134,6 +134,8 @@ def abandon(nodes: Nodes) -> None:
     for saver in nodes.ranks.savers:
         if saver.near is not None:
             saver.near.drain.close(abandon=True)
+            if saver.near.drain._thread is not None:
+                saver.near.drain._thread.join()
     nodes.ranks.close()
 
 

@@ -255,14 +255,14 @@ def test_a_save_whose_near_files_were_removed_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = Nodes(tmp_path)
-    store = share.NearShare.store
+    store = share.NearShare._store
 
-    def store_after_a_clean_up(self: share.NearShare) -> None:
+    def store_after_a_clean_up(self: share.NearShare, *parts: Any) -> None:
         for path in list(nodes.near(1, 1).glob("data-*")):
             path.unlink()
-        store(self)
+        store(self, *parts)
 
-    monkeypatch.setattr(share.NearShare, "store", store_after_a_clean_up)
+    monkeypatch.setattr(share.NearShare, "_store", store_after_a_clean_up)
     failed = nodes.save(1)
     assert failed.outcome is Outcome.FAILED and "data-00001-" in (failed.error or "")
     abandon(nodes)

@@ -134,7 +134,7 @@ class Copier:
         reader = Reader(self._options)
         buffer = np.frombuffer(mmap.mmap(-1, _PIECE_BYTES), np.uint8)  # begins at a page, for direct I/O
         address = buffer.ctypes.data
-        with _output(temporary) as write:
+        with new_file(temporary) as write:
             for at in range(0, footer.data_bytes, _PIECE_BYTES):
                 size = min(_PIECE_BYTES, footer.data_bytes - at)
                 self._limit.take(size)
@@ -156,7 +156,7 @@ class Copier:
 
 
 @contextlib.contextmanager
-def _output(path: Path) -> Iterator[Callable[[memoryview, int], None]]:
+def new_file(path: Path) -> Iterator[Callable[[memoryview, int], None]]:
     """Makes a new file; yields what writes at an offset. Past the page cache where that is possible.
 
     The file is durable at the end.

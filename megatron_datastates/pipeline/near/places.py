@@ -3,7 +3,8 @@
     NEAR/                                     --datastates-near
       gpt-5f0c6e19a2b3c4d5/                   one run: the name and a hash of the path of its directory
         latest_checkpointed_iteration.txt     what the node of rank 0 has published last
-        iter_0000100/                         the node's data files, and manifest, index, metadata.json
+        iter_0000100/                         the node's data files, copies of other nodes' (replicas.py),
+                                              manifest, index, metadata.json, and nodes.json: whose they are
 
 Two ranks share a near tier, and are of one node, if they see the same directory: kernel, device, inode.
 Nothing here imports torch or the native module.
@@ -12,12 +13,15 @@ Nothing here imports torch or the native module.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+
+import msgspec
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import MANIFEST_BYTES, read_regular
@@ -28,7 +32,34 @@ from megatron_datastates.pipeline.runs import is_published
 
 _HASH_DIGITS = 16
 _BLOCK_BYTES = 512  # in which the system counts what a file occupies
+NODES_NAME = "nodes.json"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class NodeEntry(msgspec.Struct):
+    """One node that has files of a save in its near tier."""
+
+    name: str
+    ranks: list[int]  # whose files they are
+
+
+class Nodes(msgspec.Struct):
+    """Which nodes wrote a save to near tiers; stored with it on each."""
+
+    own: int  # which of them this node is
+    nodes: list[NodeEntry]
+
+    def encode(self) -> bytes:
+        return msgspec.json.encode(self)
+
+
+def nodes_in(folder: Path) -> Nodes | None:
+    """Returns which nodes wrote the save in a folder of a near tier; None if it does not say so."""
+    try:
+        nodes = msgspec.json.decode(read_regular(folder / NODES_NAME, MANIFEST_BYTES), type=Nodes)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return nodes if 0 <= nodes.own < len(nodes.nodes) else None
 
 
 def near_root(option: str) -> Path:
@@ -99,15 +130,41 @@ def manifest_in(folder: Path) -> Manifest | None:
         return None
 
 
-def near_iterations(run: Path) -> dict[int, int]:
-    """Returns the iterations that a run's folder in a near tier holds, each with its number of data files."""
+@dataclasses.dataclass(frozen=True)
+class Holding:
+    """What a node's near tier has of one checkpoint."""
+
+    files: int  # data files
+    copies: dict[str, int]  # those of them that are copies, by the name of the node that wrote them
+    own: str  # this node's name, as of the save; empty if that is not known
+    elsewhere: list[str]  # the names of the other nodes that wrote files of it near
+
+
+def near_iterations(run: Path) -> dict[int, Holding]:
+    """Returns what a run's folder in a near tier holds, by iteration."""
     found = {}
     with contextlib.suppress(OSError):
         for folder in run.iterdir():
             number = iteration_in_name(folder.name)
             if number is not None and is_published(folder):
-                found[number] = sum(map(is_data_file_name, os.listdir(folder)))
+                found[number] = _holding(folder)
     return dict(sorted(found.items()))
+
+
+def _holding(folder: Path) -> Holding:
+    names = set(filter(is_data_file_name, os.listdir(folder)))
+    nodes, manifest = nodes_in(folder), manifest_in(folder)
+    if nodes is None or manifest is None:
+        return Holding(len(names), {}, "", [])
+    ranks = [file.rank for file in manifest.files if file.name in names]
+    others = [node for n, node in enumerate(nodes.nodes) if n != nodes.own]
+    copies = {node.name: sum(rank in node.ranks for rank in ranks) for node in others}
+    return Holding(
+        len(names),
+        {name: count for name, count in copies.items() if count},
+        nodes.nodes[nodes.own].name,
+        [node.name for node in others],
+    )
 
 
 def remove_folder(folder: Path) -> None:

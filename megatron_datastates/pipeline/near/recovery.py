@@ -12,6 +12,7 @@ never mix in. Iterations are compared, not clocks.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import time
@@ -38,7 +39,7 @@ from megatron_datastates.format.values import SaveId, is_data_file_name, save_id
 from megatron_datastates.pipeline.agreement import Collectives, gather_objects
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError, is_whole
-from megatron_datastates.pipeline.near.places import manifest_in, near_root, near_run, node_of
+from megatron_datastates.pipeline.near.places import manifest_in, near_root, near_run, node_of, nodes_in
 from megatron_datastates.pipeline.runs import find_iterations, is_complete, require_tracked
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ Shared = TypeVar("Shared")
 _COPIES = 4  # files at a time
 _POLL_SECONDS = 0.05
 _NAMED = 3  # files in a message
+_Damaged = dict[tuple[int, str], str]  # by rank whose near tier has it, and data file: what is wrong with it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,7 @@ class _Held:
     save_id: SaveId
     has_manifest: bool
     files: frozenset[str]  # data files
+    copies: frozenset[str] = frozenset()  # those of them that are copies of other nodes' (replicas.py)
 
     @property
     def iteration(self) -> int:
@@ -179,42 +182,60 @@ class _Recovery:
             if (held.name, held.save_id) == (name, save_id)
         }
         publisher = next(rank for rank, held in holders.items() if held.has_manifest)
-        plan = self._share(self._plan(name, holders) if self.rank == publisher else _Plan())[publisher]
-        if plan.lost:
-            more = f" and {len(plan.lost) - _NAMED} more" if len(plan.lost) > _NAMED else ""
-            lost = f"{', '.join(plan.lost[:_NAMED])}{more}"
-            return _Outcome(False, f"is left: no near tier has {lost}, nor has its directory")
         try:
-            self._together(lambda: self._copy(name, plan))
-            self._together(lambda: self._publish(name, plan) if self.rank == publisher else None)
+            plan, outcome = self._bring_files(name, holders, publisher)
+            if outcome.is_far:
+                self._together(lambda: self._publish(name, plan) if self.rank == publisher else {})
         except SourceError as error:
             return _Outcome(False, f"could not be brought there from the near tiers: {error}")
-        copied = sum(map(len, plan.copies.values()))
-        return _Outcome(
-            True, f"was brought there from {len(holders)} near tiers: {copied} files were missing"
+        return outcome
+
+    def _bring_files(self, name: str, holders: Mapping[int, _Held], publisher: int) -> tuple[_Plan, _Outcome]:
+        """Copies all files that are missing; for a damaged one, another node's copy is taken."""
+        damaged: _Damaged = {}
+        copied = from_copies = 0
+        while True:
+            own = self._plan(name, holders, damaged) if self.rank == publisher else _Plan()
+            plan = self._share(own)[publisher]
+            if plan.lost:
+                return plan, _Outcome(False, _why_left(plan.lost, damaged))
+            found = self._together(functools.partial(self._copy, name, plan))
+            taken = [(rank, file.name) for rank, files in plan.copies.items() for file in files]
+            good = [(rank, file) for rank, file in taken if (rank, file) not in found]
+            copied += len(good)
+            from_copies += sum(file in holders[rank].copies for rank, file in good)
+            damaged |= found
+            if not found:
+                break
+        text = f"was brought there from {len(holders)} near tiers: {copied} files were missing"
+        return plan, _Outcome(
+            True, text + (f", {from_copies} of them taken from copies on other nodes" if from_copies else "")
         )
 
-    def _together(self, work: Callable[[], None]) -> None:
+    def _together(self, work: Callable[[], _Damaged]) -> _Damaged:
         """Does all ranks' work, on threads while ranks poll: no collective call waits for a disk.
+
+        Returns:
+            What all ranks' work has returned.
 
         Raises:
             SourceError: of some rank: a near tier has lost something. On all ranks.
             StorageError: any other error of some rank: nothing is lost yet, so nothing older is loaded.
         """
 
-        def outcome() -> tuple[str, bool]:
+        def outcome() -> tuple[str, bool, _Damaged]:
             try:
-                work()
+                return "", False, work()
             except Exception as error:  # which the other ranks have to know
-                return f"rank {self.rank}: {error}", isinstance(error, SourceError)
-            return "", False
+                return f"rank {self.rank}: {error}", isinstance(error, SourceError), {}
 
         with ThreadPoolExecutor(1, "datastates-recovery") as thread:
             share = thread.submit(outcome)
             while self._collectives.start_sum([int(share.done())]).result()[0] < self._collectives.size:
                 time.sleep(_POLL_SECONDS)
-        failed = [one for one in self._share(share.result()) if one[0]]
-        lost = [text for text, is_lost in failed if is_lost]
+        outcomes = self._share(share.result())
+        failed = [one for one in outcomes if one[0]]
+        lost = [text for text, is_lost, _ in failed if is_lost]
         if lost:
             raise SourceError(lost[0])
         if failed:
@@ -222,8 +243,9 @@ class _Recovery:
                 f"what the near tiers hold could not be brought to {self._run}: {failed[0][0]}: see to that, "
                 "or leave out --datastates-near to load what is there"
             )
+        return {key: text for _, _, damaged in outcomes for key, text in damaged.items()}
 
-    def _plan(self, name: str, holders: Mapping[int, _Held]) -> _Plan:
+    def _plan(self, name: str, holders: Mapping[int, _Held], damaged: _Damaged) -> _Plan:
         manifest = manifest_in(self._folder / name)
         if manifest is None:
             return _Plan(error=f"the manifest in {self._folder / name} cannot be read")
@@ -231,30 +253,35 @@ class _Recovery:
         for file in manifest.files:
             if is_whole(self._run / name / file.name, manifest, file):
                 continue
-            who = next((rank for rank, held in holders.items() if file.name in held.files), None)
-            if who is None:
+            have = [
+                (file.name in held.copies, len(plan.copies.get(rank, [])), rank)
+                for rank, held in holders.items()
+                if file.name in held.files and (rank, file.name) not in damaged
+            ]
+            if not have:
                 plan.lost.append(file.name)
-            else:
-                plan.copies.setdefault(who, []).append(file)
+            else:  # from the node that wrote it, else from one with little to do
+                plan.copies.setdefault(min(have)[2], []).append(file)
         return plan
 
-    def _copy(self, name: str, plan: _Plan) -> None:
-        """Copies this rank's share."""
+    def _copy(self, name: str, plan: _Plan) -> _Damaged:
+        """Copies this rank's share; returns what was damaged."""
         near, far, manifest = self._folder / name, self._run / name, plan.manifest
         if manifest is None:
             raise SourceError(plan.error)
 
-        def copy(file: FileEntry) -> None:
+        def copy(file: FileEntry) -> _Damaged:
             try:
                 self._copier.copy(near / file.name, far / file.name, manifest, file)
             except StorageError as error:  # of reading: see Copier.copy
-                raise SourceError(str(error)) from error
+                return {(self.rank, file.name): f"rank {self.rank}: {error}"}
+            return {}
 
         with ThreadPoolExecutor(_COPIES) as threads:
-            for _ in threads.map(copy, plan.copies.get(self.rank, [])):
-                pass
+            found = list(threads.map(copy, plan.copies.get(self.rank, [])))
+        return {key: text for damaged in found for key, text in damaged.items()}
 
-    def _publish(self, name: str, plan: _Plan) -> None:
+    def _publish(self, name: str, plan: _Plan) -> _Damaged:
         near, far, manifest = self._folder / name, self._run / name, plan.manifest
         assert manifest is not None
         try:
@@ -271,6 +298,15 @@ class _Recovery:
         Commit(far, manifest.save_id, small, self._faults, FILES_OF_TORCH_DIST).publish()
         tracked = str(iteration_in_name(name)).encode()
         write_whole(self._run / TRACKER_NAME, tracked, self._faults, manifest.save_id)
+        return {}
+
+
+def _why_left(lost: list[str], damaged: _Damaged) -> str:
+    texts = [text for (_, name), text in damaged.items() if name in lost]
+    if texts:
+        return f"could not be brought there from the near tiers: {texts[0]}"
+    more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
+    return f"is left: no near tier has {', '.join(lost[:_NAMED])}{more}, nor has its directory"
 
 
 def _resumable(run: Path) -> int | None:
@@ -308,8 +344,11 @@ def _found_in(folder: Path) -> list[_Held]:
         return []
     manifest = manifest_in(folder)
     if manifest is not None:
-        names = {file.name for file in manifest.files if is_whole(folder / file.name, manifest, file)}
-        return [_Held(folder.name, manifest.save_id, True, frozenset(names))]
+        files = [file for file in manifest.files if is_whole(folder / file.name, manifest, file)]
+        nodes = nodes_in(folder)
+        own = {file.rank for file in files} if nodes is None else set(nodes.nodes[nodes.own].ranks)
+        names, copies = ([f.name for f in files], [f.name for f in files if f.rank not in own])
+        return [_Held(folder.name, manifest.save_id, True, frozenset(names), frozenset(copies))]
     present = frozenset(filter(is_data_file_name, os.listdir(folder)))
     ids = {save_id for name in present if (save_id := save_id_in_name(name))}
     # Each may have files of earlier ones, too: a manifest says which.

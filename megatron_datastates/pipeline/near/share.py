@@ -1,8 +1,12 @@
-"""Publishing near: what rank 0 sends to all ranks, and what the first rank of each node stores of it."""
+"""Publishing near: what rank 0 sends to all ranks, and what the ranks of each node do with it.
+
+The first rank of a node stores it beside the node's files, the manifest last. Then the ranks make copies of
+other nodes' files, if the options ask for any (replicas.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -17,6 +21,8 @@ from megatron_datastates.pipeline.agreement import Collectives, PollableResult
 from megatron_datastates.pipeline.commit import SmallFiles
 from megatron_datastates.pipeline.layouts import LayoutStore
 from megatron_datastates.pipeline.milestones import SaveContext
+from megatron_datastates.pipeline.near.places import NODES_NAME, NodeEntry, Nodes
+from megatron_datastates.pipeline.near.replicas import Replicas, ring_of, share_of
 from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
 from megatron_datastates.pipeline.records import RankRecord
 
@@ -38,6 +44,7 @@ class NearShare:
 
     Attributes:
         stores: whether this rank stores small files: the first rank of its node whose data files are near.
+        has_part: whether there is anything to do for it once rank 0's bytes are here.
         files: once published, where this rank stores: the node's data files that are near.
         small_files: once rank 0 has them, or this rank has stored them.
         others: likewise, the content of the other files that the manifest names.
@@ -46,18 +53,25 @@ class NearShare:
     """
 
     def __init__(
-        self, records: Sequence[RankRecord], context: SaveContext, layouts: LayoutStore, faults: Faults
+        self,
+        records: Sequence[RankRecord],
+        context: SaveContext,
+        layouts: LayoutStore,
+        faults: Faults,
+        replicas: Replicas | None,
     ) -> None:
         self._records = records
         self._context = context
         self._layouts = layouts
         self._faults = faults
+        self._replicas = replicas if context.near is not None else None
         firsts: dict[int, int] = {}
         for record in records:
             if record.is_near:
                 firsts.setdefault(record.node, record.rank)
         self._firsts = tuple(sorted(firsts.values()))
         self.stores = context.rank in self._firsts
+        self.has_part = self.stores or self._replicas is not None
         self.files: list[FileEntry] = []
         self.small_files: SmallFiles | None = None
         self.others: dict[str, bytes] = {}
@@ -69,10 +83,16 @@ class NearShare:
 
     @classmethod
     def of(
-        cls, records: Sequence[RankRecord], context: SaveContext, layouts: LayoutStore, faults: Faults
+        cls,
+        records: Sequence[RankRecord],
+        context: SaveContext,
+        layouts: LayoutStore,
+        faults: Faults,
+        replicas: Replicas | None = None,
     ) -> NearShare | None:
         """Returns this rank's part; None if all files are in the checkpoint's directory."""
-        return cls(records, context, layouts, faults) if any(r.is_near for r in records) else None
+        is_near = any(record.is_near for record in records)
+        return cls(records, context, layouts, faults, replicas) if is_near else None
 
     # -- rank 0 -----------------------------------------------------------------------------------------
 
@@ -108,18 +128,29 @@ class NearShare:
         self._has_arrived = True
         return True
 
-    def store(self) -> None:
-        """Stores it beside the node's data files, the manifest last. On a thread of a rank that `stores`.
+    def do_part(self, is_over: Callable[[], bool]) -> None:
+        """Does what this rank has to do. On a thread of a rank that `has_part`.
+
+        Args:
+            is_over: whether the save has failed or was given up.
 
         Raises:
             OSError: a file could not be written.
             DataStatesError: data files of this node are gone.
         """
         assert self._asked is not None
-        assert self._context.near is not None
-        folder, save_id = self._context.near, self._context.save_id
         offer = _OFFER.decode(self._asked.result())
         manifest = Manifest.decode(offer.manifest, MANIFEST_NAME)
+        if self.stores:
+            self._store(offer, manifest)
+        if self._replicas is not None and self._context.near is not None:
+            share = share_of(self._context.rank, self._records, manifest, self._replicas.count)
+            self._replicas.fetch(share, self._context.near, manifest, is_over)
+
+    def _store(self, offer: _Offer, manifest: Manifest) -> None:
+        """Stores it beside the node's data files, the manifest last."""
+        assert self._context.near is not None
+        folder, save_id = self._context.near, self._context.save_id
         index = offer.index or self._layouts.near_index(manifest.index.sha256, self._firsts)
         if index is None:
             raise DataStatesError("the index of an earlier save is not known any more on this rank")
@@ -137,12 +168,19 @@ class NearShare:
                 f"files that ranks have written are not to be found in {folder}: {', '.join(wrong[:3])}: "
                 "does something clean up there?"
             )
+        write_whole(folder / NODES_NAME, self._nodes().encode(), self._faults, save_id)
         path = folder / MANIFEST_NAME
         try:
             write_whole(path, offer.manifest, self._faults, save_id, self._note_renamed)
         except OSError:
             self.is_in_place = self.is_in_place or holds_exactly(path, offer.manifest)
             raise
+
+    def _nodes(self) -> Nodes:
+        ring = ring_of(self._records)
+        own = next(n for n, node in enumerate(ring) if node[0].rank == self._context.rank)
+        nodes = [NodeEntry(node[0].host_name, [record.rank for record in node]) for node in ring]
+        return Nodes(own, nodes)
 
     def _note_renamed(self) -> None:
         self.is_in_place = True

@@ -29,6 +29,7 @@ from megatron_datastates.pipeline.near.places import (
     node_of,
     occupied_bytes,
 )
+from megatron_datastates.pipeline.near.replicas import Replicas, host_name
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs import tracked_iteration
 
@@ -54,6 +55,7 @@ class NearTier:
         self._is_ahead = False  # of what the tracker in --save names, as every later save is then
         self._published = 0  # saves, in near tiers
         self._has_branched = False
+        self.replicas = Replicas(options, faults) if options.near_replicas else None
         self.drain = Drain(options, faults, report)
 
     def choose(self, publication: Publication, wanted_bytes: int) -> Path | None:
@@ -67,7 +69,7 @@ class NearTier:
                 raise OSError(errno.ENOENT, "a variable in its name is not set on this node")
             self.root.mkdir(parents=True, exist_ok=True)
             self._node = self._node or node_of(self.root)
-            publication.node = self._node
+            publication.node, publication.host = self._node, host_name()
             folder = near_folder(self.root, publication.save.context.directory)
             folder.mkdir(parents=True, exist_ok=True)
             # What other ranks of the node have taken for this save already is part of what is wanted.
@@ -91,6 +93,9 @@ class NearTier:
             self._fall_back("the last save failed there")
             return None
         self._is_warned = False
+        if self.replicas is not None:
+            publication.replicas = self.replicas
+            publication.endpoint = self.replicas.offer(publication.save.context.save_id, folder)
         return folder
 
     def _is_behind(self, folder: Path, checkpoint: Path) -> bool:
@@ -118,6 +123,8 @@ class NearTier:
             far_published: called on rank 0, on some thread, once the save is published in its directory.
         """
         context, near = publication.save.context, publication.near
+        if self.replicas is not None:
+            self.replicas.withdraw(context.save_id)
         is_first = publication.collectives.rank == 0
         if publication.outcome is not Outcome.PUBLISHED:
             self._has_failed = context.near is not None and publication.save.failure is not None
@@ -178,3 +185,5 @@ class NearTier:
     def close(self) -> None:
         """Drains what is left, unless the program ends with an error: then the next job does it."""
         self.drain.close(abandon=getattr(sys, "last_value", None) is not None)
+        if self.replicas is not None:
+            self.replicas.close()

@@ -1,0 +1,266 @@
+"""Copies of a node's files in the near tiers of other nodes, so that one lost node costs no checkpoint.
+
+Protocol, once all ranks have the manifest of a save (share.py):
+  1. The nodes with files near are a ring, in the order of their first ranks. With K replicas, each node
+     fetches the files of the K nodes before it, into the folder of its own files. Its ranks share the work.
+  2. A file comes from the rank that wrote it (serving.py), to a temporary name. It is synced, and read again:
+     its footer has to be the one that the manifest names, and each block has to have its checksum.
+  3. It is renamed, and so counts: for a load it is as good as the original (recovery.py).
+  4. When all ranks are done, the save counts as published. The copies are removed with the folder.
+Before that, the checkpoint before it is kept everywhere. What fails here fails no save: there is a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import logging
+import mmap
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_datastates.config import MIB, Options
+from megatron_datastates.engine.atomic_files import sync_directory
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.engine.reader import Reader, read_footer
+from megatron_datastates.errors import CorruptDataError, DataStatesError
+from megatron_datastates.format.manifest import FileEntry, Manifest
+from megatron_datastates.format.values import Extent, SaveId
+from megatron_datastates.pipeline.near.copying import is_whole, new_file
+from megatron_datastates.pipeline.near.places import free_bytes, occupied_bytes
+from megatron_datastates.pipeline.near.serving import Endpoint, Server, download
+from megatron_datastates.pipeline.opening import check_identity
+from megatron_datastates.pipeline.records import HOST_BYTES, RankRecord
+from megatron_datastates.plan.reads import gather_spans, plan_extent
+
+logger = logging.getLogger(__name__)
+_PIECE_BYTES = 16 * MIB
+_SPARE_BYTES = 64 * MIB  # of a near tier that are left free
+_ATTEMPTS = 3
+_PAUSE_SECONDS = 0.5  # before the next one
+
+
+def host_name() -> bytes:
+    """Returns what people call this node; the end of a name that is too long for a record."""
+    return socket.gethostname().partition(".")[0].encode("ascii", "replace")[-HOST_BYTES:]
+
+
+def ring_of(records: Sequence[RankRecord]) -> list[list[RankRecord]]:
+    """Returns the nodes with files in near tiers, each with the records of its ranks that have some."""
+    nodes: dict[int, list[RankRecord]] = {}
+    for record in records:
+        if record.is_near:
+            nodes.setdefault(record.node, []).append(record)
+    return list(nodes.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The copies that one rank makes.
+
+    Attributes:
+        files: each with the record of the rank that has it.
+        own_bytes, node_bytes: of the node's own files, and of all copies that it makes.
+        nodes: how many have files near.
+        is_first: whether the rank is the first one of its node.
+    """
+
+    files: list[tuple[FileEntry, RankRecord]]
+    own_bytes: int
+    node_bytes: int
+    nodes: int
+    is_first: bool
+
+
+def share_of(rank: int, records: Sequence[RankRecord], manifest: Manifest, replicas: int) -> Share:
+    """Returns the part of a rank with files in a near tier."""
+    ring = ring_of(records)
+    ranks = [[record.rank for record in node] for node in ring]
+    own = next(n for n, one in enumerate(ranks) if rank in one)
+    before = [(own - step) % len(ring) for step in range(1, min(replicas, len(ring) - 1) + 1)]
+    origins = {record.rank: record for n in before for record in ring[n]}
+    wanted = [(file, origins[file.rank]) for file in manifest.files if file.rank in origins]
+    return Share(
+        files=wanted[ranks[own].index(rank) :: len(ranks[own])],
+        own_bytes=sum(file.bytes for file in manifest.files if file.rank in ranks[own]),
+        node_bytes=sum(file.bytes for file, _ in wanted),
+        nodes=len(ring),
+        is_first=rank == ranks[own][0],
+    )
+
+
+class _NoRoomError(Exception):
+    pass
+
+
+class Replicas:
+    """What this rank does for copies: serves its own files, and fetches those of others.
+
+    `offer` and `withdraw` are called by the trainer's thread, `fetch` by the thread of a save.
+    """
+
+    def __init__(self, options: Options, faults: Faults) -> None:
+        self.count = options.near_replicas
+        self._options = options
+        self._faults = faults
+        self._server: Server | None = None
+        self._is_warned = False
+
+    def offer(self, save_id: SaveId, folder: Path) -> bytes:
+        """Serves this rank's files of a save from now on; returns where, for its record.
+
+        Returns nothing but zeros if it cannot, with one warning.
+        """
+        try:
+            self._server = self._server or Server()
+        except (OSError, RuntimeError) as error:
+            self._warn("this rank cannot serve its files", error)
+            return b""
+        self._server.offer(save_id, folder)
+        return self._server.endpoint.encode()
+
+    def withdraw(self, save_id: SaveId) -> None:
+        """Takes note that a save is over."""
+        if self._server is not None:
+            self._server.withdraw(save_id)
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def fetch(self, share: Share, folder: Path, manifest: Manifest, is_over: Callable[[], bool]) -> None:
+        """Makes this rank's copies. Never raises: what cannot be copied now is left out, with one warning.
+
+        Args:
+            folder: of the save, in this node's near tier.
+            is_over: the save has failed or was given up, so that copies are of no use.
+        """
+        if share.nodes == 1 and share.is_first:
+            self._warn("all files in near tiers are of one node", None)
+        failure: tuple[str, Exception] | None = None
+        for file, origin in share.files:
+            try:
+                self._require_room(share, folder, manifest.save_id)
+                self._copy(file, origin, folder, manifest, is_over)
+            except _NoRoomError as error:
+                failure = (str(folder), error) if share.is_first else None
+                break
+            except Exception as error:
+                failure = failure or (f"{file.name} of {_node(origin)}", error)
+            if is_over():
+                return
+        if failure is not None:
+            self._warn(*failure)
+        elif share.files:
+            self._is_warned = False
+
+    def _warn(self, what: str, error: Exception | None) -> None:
+        if not self._is_warned:
+            logger.warning(
+                "copies on other nodes (--datastates-near-replicas) are left out: %s%s; if a node is lost, "
+                "so is what it has not brought to --save",
+                what,
+                f": {error}" if error is not None else "",
+            )
+        self._is_warned = True
+
+    def _require_room(self, share: Share, folder: Path, save_id: SaveId) -> None:
+        """Raises _NoRoomError unless the node has room for all of its copies; those that are there count."""
+        made = max(occupied_bytes(folder, save_id) - share.own_bytes, 0)
+        free = free_bytes(folder) + made
+        if free < share.node_bytes + _SPARE_BYTES:
+            raise _NoRoomError(
+                f"{free >> 20} MiB are free, {(share.node_bytes + _SPARE_BYTES) >> 20} MiB are needed"
+            )
+
+    def _copy(
+        self,
+        file: FileEntry,
+        origin: RankRecord,
+        folder: Path,
+        manifest: Manifest,
+        is_over: Callable[[], bool],
+    ) -> None:
+        target = folder / file.name
+        if is_whole(target, manifest, file) or (file.save_id and _link(target, manifest, file)):
+            return
+        endpoint = Endpoint.decode(origin.endpoint)
+        if endpoint is None:
+            raise DataStatesError("its rank serves nothing: see its log")
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._fetch(endpoint, target, manifest, file, is_over)
+                return
+            except (OSError, DataStatesError) as error:
+                is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+                if is_full or is_over() or attempt == _ATTEMPTS - 1:
+                    raise
+            time.sleep(_PAUSE_SECONDS)
+
+    def _fetch(
+        self,
+        endpoint: Endpoint,
+        target: Path,
+        manifest: Manifest,
+        file: FileEntry,
+        is_over: Callable[[], bool],
+    ) -> None:
+        own = f"{target.name}-{secrets.token_hex(4)}-{manifest.file_save_id(file)}"
+        temporary = target.parent / f".datastates-{own}.tmp"
+        memory = mmap.mmap(-1, _PIECE_BYTES)  # begins at a page, for direct I/O
+        try:
+            at = 0
+            with new_file(temporary) as write:
+                pieces = download(endpoint, manifest.save_id, file.name, file.bytes, memoryview(memory))
+                for count in pieces:
+                    self._faults.point("replica read")
+                    if is_over():
+                        raise DataStatesError("given up: the save is over")
+                    write(memoryview(memory)[:count], at)
+                    at += count
+                self._faults.point("replica sync")
+            self._check(temporary, manifest, file, memory)
+            self._faults.point("replica rename")
+            temporary.replace(target)
+            sync_directory(target.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def _check(self, path: Path, manifest: Manifest, file: FileEntry, memory: mmap.mmap) -> None:
+        """Reads a copy from where it is stored. Raises DataStatesError if it is not the manifest's file."""
+        footer = read_footer(path, file.bytes)
+        check_identity(manifest, file, footer, path)
+        reader = Reader(self._options)
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        for at in range(0, footer.data_bytes, _PIECE_BYTES):
+            box = plan_extent(Extent(0, at, min(_PIECE_BYTES, footer.data_bytes - at)))
+            outcome = reader.read([(path, footer)], gather_spans([box], [address], [False]))
+            if outcome.bad_blocks:
+                blocks = ", ".join(str(block) for _, block in outcome.bad_blocks)
+                raise CorruptDataError(
+                    f"what arrived is corrupt: the checksum of block {blocks} (1 MiB) differs"
+                )
+
+
+def _link(target: Path, manifest: Manifest, file: FileEntry) -> bool:
+    """Links a file of an earlier save from where this node has it; returns whether it could."""
+    with contextlib.suppress(OSError):
+        for folder in target.parent.parent.iterdir():
+            if is_whole(folder / file.name, manifest, file):
+                os.link(folder / file.name, target)
+                return True
+    return False
+
+
+def _node(record: RankRecord) -> str:
+    return f"node {record.host_name or '?'} (rank {record.rank})"

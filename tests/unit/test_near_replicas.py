@@ -1,0 +1,515 @@
+"""Copies in other nodes' near tiers: what is copied, what a lost node costs with them, and what fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_datastates.config import MIB
+from megatron_datastates.format.manifest import FileEntry, Manifest
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline.near import recovery, replicas, serving
+from megatron_datastates.pipeline.near.places import manifest_in, nodes_in
+from megatron_datastates.pipeline.near.recovery import bring_home
+from megatron_datastates.pipeline.near.replicas import Replicas, share_of
+from megatron_datastates.pipeline.near.serving import Endpoint, Server, download
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.records import RankRecord
+from tests.unit.command import run
+from tests.unit.states import OPTIONS, State, data_files, random_tensor
+from tests.unit.test_near_tier import Nodes, abandon
+
+ROOT = Path(__file__).parents[2]
+NEVER_FAR = "drain write:0:EIO"
+
+
+@pytest.fixture(autouse=True)
+def master(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+
+def copying(tmp_path: Path, *own: dict[str, Any], **changes: Any) -> Nodes:
+    return Nodes(tmp_path, *own, near_replicas=1, **changes)
+
+
+def ranks_of_files(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:10]) for path in data_files(folder))
+
+
+class Cluster:
+    """The ranks of the next job, each on a node and a thread of its own; collective calls between threads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, roots: Sequence[Path]) -> None:
+        self.roots = roots
+        self._rank = threading.local()
+        self._barrier = threading.Barrier(len(roots), timeout=60.0)
+        self._values: list[Any] = [None] * len(roots)
+        monkeypatch.setattr(recovery, "gather_objects", self._gather)
+        monkeypatch.setattr(recovery, "Collectives", self._collectives)
+
+    def _gather(self, value: Any) -> list[Any]:
+        self._values[self._rank.value] = value
+        self._barrier.wait()
+        found = list(self._values)
+        self._barrier.wait()
+        return found
+
+    def _collectives(self) -> Any:
+        rank, size = self._rank.value, len(self.roots)
+
+        class Threads:
+            distributed = True
+
+            def start_sum(inner, values: Sequence[int]) -> Any:
+                sums = [sum(values) for values in zip(*self._gather(list(values)), strict=True)]
+                return type("Sums", (), {"result": staticmethod(lambda: sums)})
+
+        made = Threads()
+        made.rank, made.size = rank, size  # type: ignore[attr-defined]
+        return made
+
+    def recover(self, run: Path) -> tuple[int | None, str]:
+        """Returns the iteration that was brought home, on all ranks, and what was said on rank 0."""
+        said: list[str] = []
+
+        def of_rank(rank: int) -> int | None:
+            self._rank.value = rank
+            return bring_home(run, dataclasses.replace(OPTIONS, near=str(self.roots[rank])), said.append)
+
+        with ThreadPoolExecutor(len(self.roots)) as threads:
+            found = set(threads.map(of_rank, range(len(self.roots))))
+        (iteration,) = found
+        return iteration, "\n".join(said)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+# -- what is copied --------------------------------------------------------------------------------------
+
+
+def test_each_node_has_a_copy_of_the_files_of_the_one_before_it(tmp_path: Path) -> None:
+    nodes = copying(tmp_path)
+    assert nodes.save(1).outcome is Outcome.PUBLISHED
+    for node in (0, 1):
+        assert ranks_of_files(nodes.near(node, 1)) == [0, 1]
+        assert not list(nodes.near(node, 1).glob(".datastates-*"))
+    for path in data_files(nodes.near(0, 1)):
+        assert path.read_bytes() == (nodes.near(1, 1) / path.name).read_bytes()
+    nodes.save(2)
+    nodes.close()
+    nodes.check(2)
+    assert nodes.kept(0) == nodes.kept(1) == ["iter_0000002"], "copies go with their save"
+
+
+def records_of(
+    nodes: Sequence[Sequence[int]], near: Callable[[int], bool] = lambda rank: True
+) -> list[RankRecord]:
+    """Returns records of ranks, by node."""
+    found = [(rank, number) for number, ranks in enumerate(nodes, 1) for rank in ranks]
+    return [
+        RankRecord(rank, True, 10, 5, 0, bytes(16), 0, *[0.0] * 7, node=node, is_near=near(rank))
+        for rank, node in sorted(found)
+    ]
+
+
+def manifest_of(ranks: int) -> Manifest:
+    names = [SaveId(5, 1).data_file_name(rank) for rank in range(ranks)]
+    index = Manifest.__struct_fields__ and None
+    return Manifest(
+        run_id=f"{5:016x}", ordinal=1, world_size=ranks, created="", index=index,  # type: ignore[arg-type]
+        files=[FileEntry(name, rank, 10 + rank, 5, 0) for rank, name in enumerate(names)],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "holders"), [(1, 1), (2, 2), (5, 2)])
+def test_every_file_is_copied_to_other_nodes_and_ranks_share_the_work(count: int, holders: int) -> None:
+    nodes = [[0, 3], [1, 4], [2, 5]]  # as ranks may be spread over nodes
+    records, manifest = records_of(nodes), manifest_of(6)
+    copied: dict[int, list[int]] = {rank: [] for rank in range(6)}
+    for rank in range(6):
+        share = share_of(rank, records, manifest, count)
+        assert len(share.files) == holders, "two ranks a node, two files of each node before it"
+        for file, origin in share.files:
+            assert origin.rank == file.rank
+            copied[file.rank].append(next(n for n, ranks in enumerate(nodes) if rank in ranks))
+        own = next(ranks for ranks in nodes if rank in ranks)
+        assert share.own_bytes == sum(10 + one for one in own) and share.is_first == (rank == own[0])
+    for rank, where in copied.items():
+        own_node = next(n for n, ranks in enumerate(nodes) if rank in ranks)
+        assert len(set(where)) == holders and own_node not in where
+
+
+def test_a_node_whose_files_are_not_near_is_left_out_of_the_ring() -> None:
+    records = records_of([[0], [1], [2]], near=lambda rank: rank != 1)
+    share = share_of(2, records, manifest_of(3), 1)
+    assert [file.rank for file, _ in share.files] == [0] and share.nodes == 2
+    assert [file.rank for file, _ in share_of(0, records, manifest_of(3), 1).files] == [2]
+
+
+def test_one_node_alone_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    near = str(tmp_path / "near")
+    nodes = copying(tmp_path, {"near": near}, {"near": near})
+    for iteration in (1, 2):
+        assert nodes.save(iteration).outcome is Outcome.PUBLISHED
+    nodes.close()
+    nodes.check(2)
+    assert (
+        len([one for one in caplog.records if "all files in near tiers are of one node" in one.message]) == 1
+    )
+
+
+def test_nodes_are_recorded_with_the_ranks_whose_files_they_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = iter(["gpu-17.cluster", "gpu-18.cluster"])
+    monkeypatch.setattr(socket, "gethostname", lambda: next(names))
+    nodes = Nodes(tmp_path)
+    nodes.save(1)
+    nodes.close()
+    for node in (0, 1):
+        found = nodes_in(nodes.near(node, 1))
+        assert found is not None and found.own == node
+        assert [(one.name, one.ranks) for one in found.nodes] == [("gpu-17", [0]), ("gpu-18", [1])]
+
+
+# -- lost nodes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_costs_no_checkpoint(lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = copying(tmp_path, faults=NEVER_FAR)
+    nodes.save(3)
+    abandon(nodes)
+    shutil.rmtree(nodes.roots[lost])
+    nodes.roots[lost].mkdir()  # of the node in its place
+    iteration, said = Cluster(monkeypatch, nodes.roots).recover(nodes.run)
+    assert iteration == 3
+    assert "2 files were missing, 1 of them taken from copies on other nodes" in said
+    nodes.check(3)
+
+
+def test_with_all_nodes_lost_the_checkpoint_in_save_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = copying(tmp_path, drain_every=2, near_keep=9)
+    for iteration in (1, 2, 3):
+        nodes.save(iteration)
+    for saver in nodes.ranks.savers:
+        assert saver.near is not None
+        while saver.near.drain.is_pending(nodes.directory(2)):
+            pass
+    abandon(nodes)
+    (nodes.run / "latest_checkpointed_iteration.txt").write_text("2")
+    for root in nodes.roots:
+        shutil.rmtree(root)
+    assert Cluster(monkeypatch, nodes.roots).recover(nodes.run) == (None, "")
+    nodes.check(2)
+
+
+def test_a_damaged_copy_is_refused_and_an_older_checkpoint_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = copying(tmp_path, faults=NEVER_FAR, near_keep=2)
+    nodes.save(2)
+    nodes.save(3)
+    abandon(nodes)
+    shutil.rmtree(nodes.roots[0])
+    nodes.roots[0].mkdir()
+    (copy,) = nodes.near(1, 3).glob("data-00000-*")
+    flip(copy, 50_000)
+    iteration, said = Cluster(monkeypatch, nodes.roots).recover(nodes.run)
+    assert iteration == 2 and not nodes.is_far(3)
+    assert "iteration 3" in said and "checksum" in said and "iteration 2 is newer" in said
+    nodes.check(2)
+
+
+@pytest.mark.parametrize("which", ["original", "copy"])
+def test_of_two_the_one_that_is_not_damaged_is_taken(
+    which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = copying(tmp_path, faults=NEVER_FAR)
+    nodes.save(3)
+    abandon(nodes)
+    (path,) = nodes.near(0 if which == "original" else 1, 3).glob("data-00000-*")
+    flip(path, 1_500_000)
+    iteration, said = Cluster(monkeypatch, nodes.roots).recover(nodes.run)
+    assert iteration == 3
+    assert ("1 of them taken from copies" in said) == (which == "original")
+    nodes.check(3)
+
+
+def test_leftovers_of_another_job_are_no_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = copying(tmp_path, faults=NEVER_FAR)
+    for saver in other.ranks.savers:
+        saver.session._run_id = 5
+    other.save(3)
+    abandon(other)
+    left = {path.name: path.read_bytes() for path in data_files(other.near(1, 3))}
+    for root in other.roots:
+        shutil.rmtree(root)
+    nodes = copying(tmp_path, faults=NEVER_FAR)
+    nodes.save(3)
+    abandon(nodes)
+    shutil.rmtree(nodes.roots[0])
+    nodes.roots[0].mkdir()
+    (copy,) = nodes.near(1, 3).glob("data-00000-*")
+    copy.write_bytes(next(data for name, data in left.items() if name.startswith("data-00000")))
+    for name, data in left.items():
+        (nodes.near(1, 3) / name).write_bytes(data)
+    iteration, said = Cluster(monkeypatch, nodes.roots).recover(nodes.run)
+    assert iteration is None and f"no near tier has {copy.name}" in said
+
+
+# -- trouble ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(serving, "TIMEOUT_SECONDS", 0.5)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("operation", ["replica read", "replica sync", "replica rename"])
+def test_what_cannot_be_copied_fails_no_save_and_is_said_once(
+    operation: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = copying(tmp_path, {"faults": f"{operation}:0:EIO"}, {})
+    for iteration in (1, 2):
+        assert nodes.save(iteration).outcome is Outcome.PUBLISHED
+    assert ranks_of_files(nodes.near(0, 2)) == [0] and ranks_of_files(nodes.near(1, 2)) == [0, 1]
+    assert not list(nodes.near(0, 2).glob(".datastates-*"))
+    nodes.close()
+    nodes.check(2)
+    (said,) = [one.message for one in caplog.records if "are left out" in one.message]
+    assert "data-00001-" in said and "(rank 1)" in said
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_failure_of_a_moment_is_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    nodes = copying(tmp_path, {"faults": "replica rename:1:EIO"}, {"faults": "replica read:1:EIO"})
+    nodes.save(1)
+    assert all(ranks_of_files(nodes.near(node, 1)) == [0, 1] for node in (0, 1))
+    nodes.close()
+    assert "are left out" not in caplog.text
+
+
+def test_a_full_tier_gets_no_copies_and_keeps_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = copying(tmp_path)
+    free = replicas.free_bytes
+    monkeypatch.setattr(
+        replicas, "free_bytes", lambda path: 65 * MIB if nodes.roots[1] in path.parents else free(path)
+    )
+    for iteration in (1, 2):
+        assert nodes.save(iteration).outcome is Outcome.PUBLISHED
+    assert ranks_of_files(nodes.near(1, 2)) == [1] and ranks_of_files(nodes.near(0, 2)) == [0, 1]
+    nodes.close()
+    assert len([one for one in caplog.records if "MiB are needed" in one.message]) == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_file_that_is_damaged_on_its_node_is_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = copying(tmp_path)
+    fetch = Replicas.fetch
+
+    def fetch_damaged(self: Replicas, share: Any, folder: Path, *rest: Any) -> None:
+        if folder == nodes.near(1, 1):
+            (path,) = nodes.near(0, 1).glob("data-00000-*")
+            flip(path, 70_000)
+        fetch(self, share, folder, *rest)
+
+    monkeypatch.setattr(Replicas, "fetch", fetch_damaged)
+    assert nodes.save(1).outcome is Outcome.PUBLISHED
+    assert ranks_of_files(nodes.near(1, 1)) == [1]
+    assert "the checksum of block 0" in caplog.text
+    abandon(nodes)
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("how", ["silent", "gone"])
+def test_a_node_that_does_not_answer_holds_nobody_for_ever(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:  # accepts, and says nothing
+        port = listening.getsockname()[1]
+        if how == "gone":
+            listening.close()
+        encode = Endpoint.encode
+        monkeypatch.setattr(
+            Endpoint, "encode", lambda endpoint: encode(dataclasses.replace(endpoint, port=port))
+        )
+        nodes = copying(tmp_path)
+        assert nodes.save(1).outcome is Outcome.PUBLISHED
+        nodes.close()
+    nodes.check(1)
+    assert f"port {port}" in caplog.text
+
+
+def test_copies_are_given_up_when_the_save_fails(tmp_path: Path) -> None:
+    nodes = copying(tmp_path, {"faults": "rename manifest:1:EIO"}, {"faults": "replica read:0:stall=300"})
+    failed = nodes.save(1)
+    assert failed.outcome is Outcome.FAILED
+    assert nodes.save(2).outcome is Outcome.PUBLISHED
+    nodes.close()
+    nodes.check(2)
+
+
+def test_a_save_that_begins_before_the_last_ones_copies_are_made(tmp_path: Path) -> None:
+    nodes = copying(tmp_path, {"faults": "replica read:1:stall=700"}, {})
+    ranks = nodes.ranks
+    under_way = []
+    for iteration in (1, 2):
+        states = [
+            State({f"w{n}": random_tensor(torch.float32, (500_000,), iteration + n)}, {f"o{n}": iteration})
+            for n in (0, 1)
+        ]
+        pairs = zip(ranks.savers, states, strict=True)
+        under_way.append(
+            [s.start(nodes.directory(iteration), state, far_published=ranks.far.append) for s, state in pairs]
+        )
+    while any(one.outcome is Outcome.PENDING for save in under_way for one in save):
+        for save in under_way:
+            for publication in reversed(save):
+                publication.poll()
+    assert all(one.outcome is Outcome.PUBLISHED for save in under_way for one in save)
+    for node in (0, 1):
+        assert ranks_of_files(nodes.near(node, 2)) == [0, 1]
+    nodes.close()
+    nodes.check(2)
+
+
+def save_and_be_killed(root: str) -> None:
+    copying(Path(root), {"faults": f"replica rename:1:kill,{NEVER_FAR}"}, {"faults": NEVER_FAR}).save(3)
+
+
+def test_a_kill_in_the_middle_of_copying_leaves_the_save_to_the_next_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import sys; from tests.unit import test_near_replicas as t; t.save_and_be_killed(sys.argv[1])"
+    ran = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, timeout=120.0)
+    assert ran.returncode == -signal.SIGKILL
+    nodes = copying(tmp_path)
+    assert list(nodes.near(0, 3).glob(".datastates-data-00001-*")), "killed before the rename"
+    assert manifest_in(nodes.near(0, 3)) is not None
+    iteration, said = Cluster(monkeypatch, nodes.roots).recover(nodes.run)
+    assert iteration == 3, said
+    nodes.check(3)
+
+
+# -- serving ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[Server, Path, SaveId]]:
+    folder, save_id = tmp_path / "iter_0000001", SaveId(5, 1)
+    folder.mkdir()
+    (folder / save_id.data_file_name(0)).write_bytes(bytes(range(256)) * 1000)
+    (folder / MANIFEST_NAME).write_bytes(b"not to be had")
+    server = Server()
+    server.offer(save_id, folder)
+    yield server, folder, save_id
+    server.close()
+
+
+def test_a_file_is_downloaded_in_pieces(served: tuple[Server, Path, SaveId]) -> None:
+    server, folder, save_id = served
+    name, buffer, found = save_id.data_file_name(0), bytearray(100_000), bytearray()
+    endpoint = Endpoint.decode(server.endpoint.encode())
+    assert endpoint == server.endpoint and endpoint.host == "127.0.0.1"
+    for count in download(endpoint, save_id, name, 256_000, memoryview(buffer)):
+        found += buffer[:count]
+    assert found == (folder / name).read_bytes()
+    with pytest.raises(OSError, match="expected 9 bytes"):
+        next(download(endpoint, save_id, name, 9, memoryview(buffer)))
+    server.withdraw(save_id)
+    with pytest.raises(OSError, match="404"):
+        next(download(endpoint, save_id, name, 256_000, memoryview(buffer)))
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("/{save}/{data}", None, 200),
+        ("/{save}/{data}", "", 403),
+        ("/{save}/{data}", "Bearer " + "0" * 32, 403),
+        ("/{save}/" + MANIFEST_NAME, None, 404),
+        ("/{save}/../iter_0000001/{data}", None, 404),
+        ("/{save}/%2e%2e", None, 404),
+        ("/other/{data}", None, 404),
+        ("/{data}", None, 404),
+        ("/", None, 404),
+    ],
+)
+def test_nothing_else_is_served(
+    path: str, key: str | None, status: int, served: tuple[Server, Path, SaveId]
+) -> None:
+    server, _, save_id = served
+    connection = http.client.HTTPConnection("127.0.0.1", server.endpoint.port, timeout=10)
+    authorization = f"Bearer {server.endpoint.key.hex()}" if key is None else key
+    target = path.format(save=save_id, data=save_id.data_file_name(0))
+    connection.request("GET", target, headers={"Authorization": authorization})
+    response = connection.getresponse()
+    assert response.status == status
+    response.read()
+    connection.close()
+
+
+def test_a_rank_that_cannot_serve_says_so_once_and_its_save_is_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
+    nodes = copying(tmp_path)
+    monkeypatch.setattr(replicas, "_PAUSE_SECONDS", 0.0)
+    for iteration in (1, 2):
+        assert nodes.save(iteration).outcome is Outcome.PUBLISHED
+    nodes.close()
+    nodes.check(2)
+    assert len([one for one in caplog.records if "are left out" in one.message]) == 2, "one of each rank"
+
+
+# -- datastates ls ---------------------------------------------------------------------------------------
+
+
+def test_ls_shows_on_which_nodes_each_iteration_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = iter(["gpu-17.cluster", "gpu-18.cluster"] * 2)
+    monkeypatch.setattr(replicas.socket, "gethostname", lambda: next(names))
+    nodes = copying(tmp_path, drain_every=2, near_keep=2)
+    nodes.save(1)
+    nodes.save(2)
+    nodes.close()
+    (copy,) = nodes.near(1, 1).glob("data-00000-*")
+    copy.unlink()
+    code, out, _ = run("ls", nodes.run, "--near", nodes.roots[1])
+    assert code == 0
+    assert "iteration 1: 1 data file; written on gpu-18, here, and on gpu-17; not in the directory" in out
+    assert (
+        "iteration 2: 2 data files, with copies: 1 of gpu-17; written on gpu-18, here, and on gpu-17\n" in out
+    )
+    rows = json.loads(run("ls", nodes.run, "--near", nodes.roots[1], "--json")[1])
+    assert next(row for row in rows if row["iteration"] == 2).items() >= {
+        "near_files": 2, "near_copies": 1, "near_nodes": ["gpu-18", "gpu-17"]
+    }.items()  # fmt: skip
