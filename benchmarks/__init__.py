@@ -6,6 +6,7 @@
 - `benchmarks.scale`: planning, publishing and opening checkpoints of up to 16,384 simulated ranks.
 - `benchmarks.peers`: saves and loads of one state by this package and by all others, in turns.
 - `benchmarks.training`: what checkpoints cost a run in Megatron's own loop, as the papers measure it.
+- `benchmarks.near_simulation`: 1,024 nodes that fail, by published rates: which tier restores, what is lost.
 - `benchmarks.gpu`: what a save costs a GPU that trains; `benchmarks/gpu/run.sh` prepares the machine.
 
 This folder holds what they share: interleaved rounds (`rounds`), the description of the machine (`machine`),

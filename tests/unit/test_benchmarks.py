@@ -44,7 +44,18 @@ def try_out(name: str, tmp_path: Path, *arguments: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "name",
-    ["ablation", "compression", "engine", "load", "scale", "gpu", "tripwire", "peers", "training"],
+    [
+        "ablation",
+        "compression",
+        "engine",
+        "load",
+        "scale",
+        "gpu",
+        "tripwire",
+        "peers",
+        "training",
+        "near_simulation",
+    ],
 )
 def test_help_has_examples_of_commands_that_exist(name: str) -> None:
     ran = run(name, "--help")

@@ -34,6 +34,7 @@ SETTINGS = {
     "fallback": ("3", 3),
     "near": ("/local/checkpoints", "/local/checkpoints"),
     "near_keep": ("2", 2),
+    "near_replicas": ("1", 1),
     "drain_every": ("5", 5),
     "drain_limit": ("1GB", 10**9),
     "trust_objects": ("on", True),

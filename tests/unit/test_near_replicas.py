@@ -157,6 +157,20 @@ def test_every_file_is_copied_to_other_nodes_and_ranks_share_the_work(count: int
         assert len(set(where)) == holders and own_node not in where
 
 
+@pytest.mark.parametrize(("nodes", "count"), [(2, 1), (8, 1), (9, 1), (9, 2), (4, 3), (4, 9)])
+def test_copies_are_far_apart_in_the_order_of_nodes(nodes: int, count: int) -> None:
+    records, manifest = records_of([[rank] for rank in range(nodes)]), manifest_of(nodes)
+    holders: dict[int, set[int]] = {rank: {rank} for rank in range(nodes)}
+    for rank in range(nodes):
+        for file, _ in share_of(rank, records, manifest, count).files:
+            holders[file.rank].add(rank)
+    rack = nodes // (min(count, nodes - 1) + 1)  # of neighbours that may be lost at once
+    for begin in range(nodes):
+        lost = {(begin + n) % nodes for n in range(rack)}
+        assert all(where - lost for where in holders.values())
+    assert all(len(where) == min(count, nodes - 1) + 1 for where in holders.values())
+
+
 def test_a_node_whose_files_are_not_near_is_left_out_of_the_ring() -> None:
     records = records_of([[0], [1], [2]], near=lambda rank: rank != 1)
     share = share_of(2, records, manifest_of(3), 1)

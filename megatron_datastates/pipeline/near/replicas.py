@@ -2,7 +2,8 @@
 
 Protocol, once all ranks have the manifest of a save (share.py):
   1. The nodes with files near are a ring, in the order of their first ranks. With K replicas, each node
-     fetches the files of the K nodes before it, into the folder of its own files. Its ranks share the work.
+     fetches the files of K others, which divide the ring into equal parts: nodes that are next to each other
+     are often in one rack, and lost together. Files go where its own are. Its ranks share the work.
   2. A file comes from the rank that wrote it (serving.py), to a temporary name. It is synced, and read again:
      its footer has to be the one that the manifest names, and each block has to have its checksum.
   3. It is renamed, and so counts: for a load it is as good as the original (recovery.py).
@@ -84,8 +85,9 @@ def share_of(rank: int, records: Sequence[RankRecord], manifest: Manifest, repli
     ring = ring_of(records)
     ranks = [[record.rank for record in node] for node in ring]
     own = next(n for n, one in enumerate(ranks) if rank in one)
-    before = [(own - step) % len(ring) for step in range(1, min(replicas, len(ring) - 1) + 1)]
-    origins = {record.rank: record for n in before for record in ring[n]}
+    count = min(replicas, len(ring) - 1)
+    fetched = [(own - step * (len(ring) // (count + 1))) % len(ring) for step in range(1, count + 1)]
+    origins = {record.rank: record for n in fetched for record in ring[n]}
     wanted = [(file, origins[file.rank]) for file in manifest.files if file.rank in origins]
     return Share(
         files=wanted[ranks[own].index(rank) :: len(ranks[own])],
