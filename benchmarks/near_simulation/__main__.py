@@ -22,7 +22,7 @@ def main(
     years: Annotated[float, typer.Option(help="How long the cluster is to run.")] = 100.0,
     quick: Annotated[bool, typer.Option("--quick", help="One year only.")] = False,
 ) -> None:
-    """Simulate 1,024 nodes that fail: which tier restores, and what work is lost.
+    r"""Simulates 1,024 nodes that fail: which tier restores, and what work is lost.
 
     \b
     Examples:
@@ -75,8 +75,10 @@ def _results(years: float) -> Result:
 def _lines(results: Result) -> list[str]:
     setting, shares = results["setting"], results["shares"]
     lost = ", ".join(f"{kind} {share:.1%}" for kind, share in shares.items())
-    headings = ("shared storage takes", "checkpoints in", "resumed from near tiers", "with copies")
-    headings += ("from shared storage", "work lost, min a day", "waited at restores, min a day")
+    headings = [
+        *("shared storage takes", "checkpoints in", "resumed from near tiers", "with copies"),
+        *("from shared storage", "work lost, min a day", "waited at restores, min a day"),
+    ]
     rows = [
         (
             f"{rate['far_gb_per_s']:g} GB/s ({rate['far_seconds'] / 60:.1f} min a checkpoint)",
@@ -90,12 +92,13 @@ def _lines(results: Result) -> list[str]:
         for rate in results["rates"]
         for name, one in rate["strategies"].items()
     ]
+    title = f"{results['nodes']:,} nodes of 8 GPUs, {results['failures_a_day']:.2f} failures a day"
     return [
-        f"### Simulation: {results['nodes']:,} nodes of 8 GPUs, {results['failures_a_day']:.2f} failures a day",
+        f"### Simulation: {title}",
         "",
         f"Failures as in {results['source']}. Lost with a failure: {lost} (the last one is assumed). "
-        f"Checkpoints of {setting['checkpoint_bytes'] / 1e12:.2f} TB: to shared storage one after the other, as "
-        f"fast as it takes them; with a near tier one each {setting['near_interval']:g} s, at "
+        f"Checkpoints of {setting['checkpoint_bytes'] / 1e12:.2f} TB: to shared storage one after the other, "
+        f"as fast as it takes them; with a near tier one each {setting['near_interval']:g} s, at "
         f"{setting['near_bytes_per_second'] / 1e9:g} GB/s a node, and copies at "
         f"{setting['network_bytes_per_second'] / 1e9:g} GB/s a node. {results['years']:g} years.",
         "",

@@ -56,7 +56,7 @@ class Setting:
 
     @property
     def far_seconds(self) -> float:
-        """Returns how long a checkpoint takes to shared storage, or from there: the interval that it sustains."""
+        """Returns how long a checkpoint takes to shared storage or from there: the interval sustained."""
         return self.checkpoint_bytes / self.far_bytes_per_second
 
     @property
