@@ -17,21 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_datastates.config import MIB
+from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.pipeline.near import recovery, replicas, serving
-from megatron_datastates.pipeline.near.places import manifest_in, nodes_in
+from megatron_datastates.pipeline.near.places import manifest_in, near_run, nodes_in
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.near.replicas import Replicas, share_of
 from megatron_datastates.pipeline.near.serving import Endpoint, Server, download
-from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.records import RankRecord
+from megatron_datastates.pipeline.publication import Outcome, Publication
+from megatron_datastates.pipeline.records import ENDPOINT_BYTES, RankRecord
 from tests.unit.command import run
-from tests.unit.states import OPTIONS, State, data_files, random_tensor
-from tests.unit.test_near_tier import Nodes, abandon
+from tests.unit.states import OPTIONS, data_files
+from tests.unit.test_near_tier import Nodes, abandon, states_of
 
 ROOT = Path(__file__).parents[2]
 NEVER_FAR = "drain write:0:EIO"
@@ -231,7 +231,7 @@ def test_with_all_nodes_lost_the_checkpoint_in_save_is_taken(
         while saver.near.drain.is_pending(nodes.directory(2)):
             pass
     abandon(nodes)
-    (nodes.run / "latest_checkpointed_iteration.txt").write_text("2")
+    (nodes.run / TRACKER_NAME).write_text("2")
     for root in nodes.roots:
         shutil.rmtree(root)
     assert Cluster(monkeypatch, nodes.roots).recover(nodes.run) == (None, "")
@@ -392,17 +392,7 @@ def test_copies_are_given_up_when_the_save_fails(tmp_path: Path) -> None:
 
 def test_a_save_that_begins_before_the_last_ones_copies_are_made(tmp_path: Path) -> None:
     nodes = copying(tmp_path, {"faults": "replica read:1:stall=700"}, {})
-    ranks = nodes.ranks
-    under_way = []
-    for iteration in (1, 2):
-        states = [
-            State({f"w{n}": random_tensor(torch.float32, (500_000,), iteration + n)}, {f"o{n}": iteration})
-            for n in (0, 1)
-        ]
-        pairs = zip(ranks.savers, states, strict=True)
-        under_way.append(
-            [s.start(nodes.directory(iteration), state, far_published=ranks.far.append) for s, state in pairs]
-        )
+    under_way = [started(nodes, iteration) for iteration in (1, 2)]
     while any(one.outcome is Outcome.PENDING for save in under_way for one in save):
         for save in under_way:
             for publication in reversed(save):
@@ -416,6 +406,25 @@ def test_a_save_that_begins_before_the_last_ones_copies_are_made(tmp_path: Path)
 
 def save_and_be_killed(root: str) -> None:
     copying(Path(root), {"faults": f"replica rename:1:kill,{NEVER_FAR}"}, {"faults": NEVER_FAR}).save(3)
+
+
+def started(nodes: Nodes, iteration: int) -> list[Publication]:
+    ranks = nodes.ranks
+    pairs = zip(ranks.savers, states_of(iteration), strict=True)
+    directory = nodes.directory(iteration)
+    return [saver.start(directory, state, far_published=ranks.far.append) for saver, state in pairs]
+
+
+def test_of_saves_that_end_in_another_order_the_later_one_is_kept(tmp_path: Path) -> None:
+    nodes = copying(tmp_path)
+    first, second = (started(nodes, iteration) for iteration in (1, 2))
+    for save in (second, first):
+        while any(one.outcome is Outcome.PENDING for one in save):
+            for publication in reversed(save):
+                publication.poll()
+    assert (near_run(nodes.roots[0], nodes.run) / TRACKER_NAME).read_text() == "2"
+    nodes.close()
+    assert nodes.kept(0) == nodes.kept(1) == ["iter_0000002"]
 
 
 def test_a_kill_in_the_middle_of_copying_leaves_the_save_to_the_next_job(
@@ -452,6 +461,7 @@ def test_a_file_is_downloaded_in_pieces(served: tuple[Server, Path, SaveId]) -> 
     name, buffer, found = save_id.data_file_name(0), bytearray(100_000), bytearray()
     endpoint = Endpoint.decode(server.endpoint.encode())
     assert endpoint == server.endpoint and endpoint.host == "127.0.0.1"
+    assert len(endpoint.encode()) == ENDPOINT_BYTES and Endpoint.decode(bytes(ENDPOINT_BYTES)) is None
     for count in download(endpoint, save_id, name, 256_000, memoryview(buffer)):
         found += buffer[:count]
     assert found == (folder / name).read_bytes()

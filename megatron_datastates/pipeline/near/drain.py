@@ -113,6 +113,7 @@ class Drain:
             self._earlier = run_ids_in(save.near.parent) - {save.save_id.run_id}
         with self._changed:
             self._kept.append(save)
+            self._kept.sort(key=lambda one: one.save_id.ordinal)  # a later one may have ended before it
             if save.is_drained:
                 self._to_copy.append(save)
             self._changed.notify_all()

@@ -21,6 +21,7 @@ import mmap
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -114,6 +115,7 @@ class Replicas:
         self._faults = faults
         self._server: Server | None = None
         self._is_warned = False
+        self._one_save = threading.Lock()  # held while copies of one save are made: the older one first
 
     def offer(self, save_id: SaveId, folder: Path) -> bytes:
         """Serves this rank's files of a save from now on; returns where, for its record.
@@ -147,6 +149,10 @@ class Replicas:
         """
         if share.nodes == 1 and share.is_first:
             self._warn("all files in near tiers are of one node", None)
+        with self._one_save:
+            self._fetch_all(share, folder, manifest, is_over)
+
+    def _fetch_all(self, share: Share, folder: Path, manifest: Manifest, is_over: Callable[[], bool]) -> None:
         failure: tuple[str, Exception] | None = None
         for file, origin in share.files:
             try:

@@ -8,6 +8,7 @@ Python's own library, as open to the network as NCCL and gloo are. The operating
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hmac
 import http.client
@@ -18,6 +19,7 @@ import socket
 import socketserver
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -31,11 +33,10 @@ from megatron_datastates.pipeline.background import BackgroundThread
 
 TIMEOUT_SECONDS = 30.0  # without a byte, on both sides
 _ENDPOINT = struct.Struct("<16sH16s")
-ENDPOINT_BYTES = _ENDPOINT.size
 _KEY_BYTES = 16
 _STRIDE_BYTES = 64 * MIB  # after which the page cache lets go of what was sent
 _ANY_PORT = 9  # no packet is sent to it
-_STOP_SECONDS = 0.5
+_PAUSE_SECONDS = 0.1  # when no connection can be taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,12 +96,17 @@ class Server:
         self._key = secrets.token_bytes(_KEY_BYTES)
         self._folders: dict[str, Path] = {}
         self._lock = threading.Lock()
+        self._is_closed = False
         self._http = _HttpServer(address.version, self._key, self._open)
         self.endpoint = Endpoint(mapped.packed, self._http.server_address[1], self._key)
         BackgroundThread(self._serve).start()
 
     def _serve(self) -> None:
-        self._http.serve_forever(_STOP_SECONDS)
+        while not self._is_closed:
+            try:
+                self._http.process_request(*self._http.get_request())  # starts a thread
+            except (OSError, RuntimeError):
+                time.sleep(_PAUSE_SECONDS)
 
     def offer(self, save_id: SaveId, folder: Path) -> None:
         """Serves the files in a folder, as those of a save, from now on."""
@@ -126,7 +132,9 @@ class Server:
 
     def close(self) -> None:
         """Ends serving."""
-        self._http.shutdown()
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._http.socket.shutdown(socket.SHUT_RDWR)  # ends the wait for connections
         self._http.server_close()
 
 

@@ -54,6 +54,7 @@ class NearTier:
         self._is_warned = False
         self._is_ahead = False  # of what the tracker in --save names, as every later save is then
         self._published = 0  # saves, in near tiers
+        self._tracked = 0  # ordinal of the save that the tracker names
         self._has_branched = False
         self.replicas = Replicas(options, faults) if options.near_replicas else None
         self.drain = Drain(options, faults, report)
@@ -176,6 +177,9 @@ class NearTier:
         iteration = iteration_in_name(context.directory.name)
         if context.near is None or iteration is None:
             return
+        if context.save_id.ordinal < self._tracked:
+            return  # a later save was published before this one
+        self._tracked = context.save_id.ordinal
         tracker = context.near.parent / TRACKER_NAME
         with contextlib.suppress(OSError):
             replacement = tracker.with_name(f".{TRACKER_NAME}-{context.save_id}")
