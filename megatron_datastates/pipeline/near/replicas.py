@@ -165,6 +165,8 @@ class Replicas:
                 failure = failure or (f"{file.name} of {_node(origin)}", error)
             if is_over():
                 return
+            if failure is not None and isinstance(failure[1], TimeoutError):
+                break  # the save waits for this
         if failure is not None:
             self._warn(*failure)
         elif share.files:
@@ -208,8 +210,7 @@ class Replicas:
                 self._fetch(endpoint, target, manifest, file, is_over)
                 return
             except (OSError, DataStatesError) as error:
-                is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-                if is_full or is_over() or attempt == _ATTEMPTS - 1:
+                if _is_final(error) or is_over() or attempt == _ATTEMPTS - 1:
                     raise
             time.sleep(_PAUSE_SECONDS)
 
@@ -268,6 +269,12 @@ def _link(target: Path, manifest: Manifest, file: FileEntry) -> bool:
                 os.link(folder / file.name, target)
                 return True
     return False
+
+
+def _is_final(error: Exception) -> bool:
+    """Returns whether it is of no use to try again at once."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in full)
 
 
 def _node(record: RankRecord) -> str:

@@ -188,7 +188,8 @@ def download(endpoint: Endpoint, save_id: SaveId, name: str, size: int, buffer: 
     """Yields after each piece of a file how many bytes of `buffer` it fills: all of it, but for the last one.
 
     Raises:
-        OSError: the other side cannot be reached, has another file, or says nothing for TIMEOUT_SECONDS.
+        TimeoutError: the other side says nothing for TIMEOUT_SECONDS.
+        OSError: it cannot be reached, or has another file.
     """
     connection = http.client.HTTPConnection(endpoint.host, endpoint.port, timeout=TIMEOUT_SECONDS)
     try:
@@ -213,6 +214,7 @@ def download(endpoint: Endpoint, save_id: SaveId, name: str, size: int, buffer: 
     except http.client.HTTPException as error:
         raise OSError(f"no answer that could be understood ({type(error).__name__})") from error
     except OSError as error:
-        raise OSError(f"{endpoint.host}, port {endpoint.port}: {error.strerror or error}") from error
+        kind = TimeoutError if isinstance(error, TimeoutError) else OSError
+        raise kind(f"{endpoint.host}, port {endpoint.port}: {error.strerror or error}") from error
     finally:
         connection.close()
