@@ -114,17 +114,21 @@ class Replicas:
         self._options = options
         self._faults = faults
         self._server: Server | None = None
+        self._can_serve = True
         self._is_warned = False
         self._one_save = threading.Lock()  # held while copies of one save are made: the older one first
 
     def offer(self, save_id: SaveId, folder: Path) -> bytes:
         """Serves this rank's files of a save from now on; returns where, for its record.
 
-        Returns nothing but zeros if it cannot, with one warning.
+        Returns nothing if it cannot, which it tries once.
         """
+        if not self._can_serve:
+            return b""
         try:
             self._server = self._server or Server()
         except (OSError, RuntimeError) as error:
+            self._can_serve = False
             self._warn("this rank cannot serve its files", error)
             return b""
         self._server.offer(save_id, folder)
@@ -136,6 +140,7 @@ class Replicas:
             self._server.withdraw(save_id)
 
     def close(self) -> None:
+        """Ends serving."""
         if self._server is not None:
             self._server.close()
             self._server = None
