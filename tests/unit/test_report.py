@@ -20,7 +20,14 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.held import HeldTime, trainer_held
 from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.publication import Outcome
-from megatron_datastates.pipeline.records import RankRecord, StableRecord, decode_failure, encode_failure
+from megatron_datastates.pipeline.records import (
+    ENDPOINT_BYTES,
+    HOST_BYTES,
+    RankRecord,
+    StableRecord,
+    decode_failure,
+    encode_failure,
+)
 from megatron_datastates.pipeline.report import save_report
 from megatron_datastates.pipeline.save import RankSave
 from megatron_datastates.providers.base import Mutability, TensorSource
@@ -31,10 +38,13 @@ from tests.unit.states import State, new_saver, save
 
 WORD, LONG, SECONDS = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.floats(0, 1e9)
 DIGEST, SHA256 = st.binary(min_size=16, max_size=16), st.binary(min_size=32, max_size=32)
+HOST = st.binary(min_size=HOST_BYTES, max_size=HOST_BYTES)
+ENDPOINT = st.binary(min_size=ENDPOINT_BYTES, max_size=ENDPOINT_BYTES)
 STABLE = st.builds(StableRecord, LONG, LONG, WORD, DIGEST, LONG, LONG, SHA256)
 RECORDS = st.builds(
     RankRecord, WORD, st.booleans(), LONG, LONG, WORD, DIGEST, LONG,
-    SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, DIGEST, WORD, LONG, st.booleans(), STABLE,
+    SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, DIGEST, WORD, LONG, st.booleans(),
+    HOST, ENDPOINT, STABLE,
 )  # fmt: skip
 RECORD = RankRecord(0, True, 10**6, 4096, 7, bytes(16), 0, 0.1, 0.01, 0.02, 0.2, 0.5, 0.6, 0.0)
 
