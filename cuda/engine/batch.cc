@@ -72,6 +72,7 @@ Batch::Batch(uint64_t begin, uint64_t end, uint64_t chunk_bytes, bool fenced, st
     // The next chunk begins with the first span that reaches beyond this one.
     while (span < spans_.size() && spans_[span].offset + spans_[span].bytes <= chunk_end) ++span;
     chunks_.push_back(chunk);
+    if (chunk.eager) eager_end_ = chunks_.size();
   }
 }
 

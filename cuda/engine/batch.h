@@ -34,6 +34,8 @@ class Batch {
   };
 
   const std::vector<Chunk>& chunks() const { return chunks_; }
+  // The number of chunks up to the last eager one. What precedes it, such as the header, is not postponed.
+  size_t eager_end() const { return eager_end_; }
   const std::vector<Span>& spans() const { return spans_; }
   // Samples of a fenced batch, chosen before spans are merged: each tensor has its own.
   const Samples& samples() const { return samples_; }
@@ -51,6 +53,7 @@ class Batch {
   Samples samples_;            // constant after construction
   std::vector<Span> spans_;    // constant after construction
   std::vector<Chunk> chunks_;  // constant after construction
+  size_t eager_end_ = 0;       // constant after construction
   const bool fenced_;
   const uint64_t seed_;
 };

@@ -69,8 +69,9 @@ class Engine {
   // Takes samples of lazy spans and returns at once. Device spans need `trainer`, the stream that last wrote
   // their sources; the calling thread's CUDA context is used. Lazy copies begin after `lazy_seconds`, or as
   // AllowLazyCopies says: a trainer that synchronizes the device right after the save would wait for every
-  // copy enqueued by then, and one that waits for another thread would wait for a core. Throws Failure only for invalid arguments and a missing
-  // driver. With Output::kDigests nothing is made at `path`, which only names the job in errors.
+  // copy enqueued by then, and one that waits for another thread would wait for a core. Throws Failure only
+  // for invalid arguments and a missing driver. With Output::kDigests nothing is made at `path`, which only
+  // names the job in errors.
   std::shared_ptr<SaveJob> Start(const std::string& path, uint64_t reserve_bytes, Batch batch, Output output,
                                  CuStream trainer, double lazy_seconds);
   // Lets the job's lazy copies begin at the latest `seconds` from now.

@@ -36,11 +36,10 @@ Engine::Task Engine::NextOf(const QueuedBatch& queued) {
   return looks ? Task::kLook : Task::kStage;
 }
 
-// Whether the next chunk is lazy and may not be copied yet.
+// Whether the next chunk and all that follow are lazy, and may not be copied yet.
 bool Engine::MustWait(const QueuedBatch& queued) const {
   if (NextOf(queued) != Task::kStage || queued.first_pass) return false;
-  const Batch::Chunk& chunk = queued.batch->chunks()[queued.next];
-  return !chunk.eager && Clock::now() < queued.lazy_from && !queued.job->failed();
+  return queued.next >= queued.batch->eager_end() && Clock::now() < queued.lazy_from && !queued.job->failed();
 }
 
 // Returns the batch whose next chunk, or the task that comes before it, is due; the end of the queue if none
