@@ -1,5 +1,7 @@
 """The entry point of the console script. An interrupt at any moment is one line and exit code 130.
 
+A reader of the output that goes early, such as `head`, ends a command without a word and with exit code 141.
+
 Importing this imports next to nothing, so that an interrupt while typer is imported is caught, too. Commands
 import what they need when they run: the package's heavy parts take seconds, help and completion do not wait.
 """
@@ -14,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 INTERRUPTED = 130  # the shells' convention: 128 plus the number of SIGINT
+NO_READER = 141  # likewise of SIGPIPE, which Python ignores
 
 
 class _Interrupts:
@@ -47,7 +50,8 @@ def _load() -> Callable[[], Any]:
 def run(load: Callable[[], Callable[[], Any]]) -> None:
     """Calls what `load` returns. After an interrupt, prints one line and raises SystemExit with code 130.
 
-    An OSError that no command has expected, such as a full disk for the output, is one line and code 2.
+    An OSError that no command has expected, such as a full disk for the output, is one line and code 2. Where
+    nobody reads the output any more, nothing is printed, and the code is 141.
     """
     # Where SIGINT is ignored, as in the background of a shell's script, it stays so.
     interrupts = _Interrupts() if signal.getsignal(signal.SIGINT) is signal.default_int_handler else None
@@ -58,9 +62,11 @@ def run(load: Callable[[], Callable[[], Any]]) -> None:
             if sys.stdout is not None:
                 sys.stdout.flush()  # here, where an error can be reported
     except BaseException as error:  # an interrupted import may raise anything
-        if isinstance(error, OSError) and (interrupts is None or not interrupts.came):
-            _end_without_output(error)
         if interrupts is None or not interrupts.came:
+            cause = error.__context__  # of a closed pipe, which typer turns into exit code 1
+            found = cause if isinstance(error, SystemExit) and isinstance(cause, BrokenPipeError) else error
+            if isinstance(found, OSError):
+                _end_without_output(found)
             raise
         print("datastates: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
@@ -73,6 +79,9 @@ def _end_without_output(error: OSError) -> None:
     # What is still in the buffer would fail again, at the end of the interpreter.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
+    if isinstance(error, BrokenPipeError):
+        os.dup2(nowhere, 2)
+        sys.exit(NO_READER)
     place = f"{error.filename}: " if error.filename is not None else "the output cannot be written: "
     print(f"datastates: {place}{error.strerror}", file=sys.stderr)
     sys.exit(2)

@@ -213,7 +213,13 @@ def checkpoint_of(directory: Path, iteration: int | None) -> Path:
 
 
 def cannot(error: Exception, code: int = 2) -> NoReturn:
-    """Ends the command with an exit code, after one line on standard error that says why."""
+    """Ends the command with an exit code, after one line on standard error that says why.
+
+    Raises:
+        BrokenPipeError: that is the error; entry.py ends the command.
+    """
+    if isinstance(error, BrokenPipeError):
+        raise error
     note(f"datastates: {describe_error(error)}")
     raise typer.Exit(code)
 

@@ -168,3 +168,16 @@ def test_an_output_that_cannot_be_written_is_one_line_and_not_a_faulty_checkpoin
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     text = "datastates: the output cannot be written: No space left on device\n"
     assert (done.returncode, done.stderr) == (2, text)
+
+
+@pytest.mark.parametrize(
+    "line", ["--help", "options", "ls {root}", "ls {root}/none 2>&1", "verify --quick {root}/iter_0000005"]
+)
+def test_a_reader_that_has_gone_ends_a_command_quietly(line: str, root: Path):
+    """As of `datastates ls RUN | head -1`: the exit code is that of a program that SIGPIPE ends."""
+    command = f"{sys.executable} -m megatron_datastates {line.format(root=root)}"
+    ours, theirs = os.pipe()
+    os.close(ours)
+    done = subprocess.run(["sh", "-c", command], stdout=theirs, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (141, "")
