@@ -141,10 +141,11 @@ def _checked(directory: Path, quick: bool) -> Verdict | Exception:
     from megatron_datastates.convert.open import open_source
     from megatron_datastates.convert.sources.datastates import DataStatesSource
     from megatron_datastates.pipeline.load import Checkpoint
-    from megatron_datastates.pipeline.runs import is_published
+    from megatron_datastates.pipeline.runs import is_published, require_readable
     from megatron_datastates.pipeline.verify import verify as verify_checkpoint
 
     try:
+        require_readable(directory)  # what is not readable is not called faulty
         with progress_bar("verifying", disable=quick) as progress:
             task = progress.add_task("")
 

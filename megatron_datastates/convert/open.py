@@ -11,7 +11,7 @@ from megatron_datastates.convert.sources.torch_dist import TorchDistSource
 from megatron_datastates.errors import NotACheckpointError
 from megatron_datastates.files import require_utf8
 from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST, TORCH_DIST_INDEX
-from megatron_datastates.pipeline.runs import format_of
+from megatron_datastates.pipeline.runs import format_of, require_readable
 
 
 def open_source(directory: str | os.PathLike[str]) -> Source:
@@ -19,7 +19,7 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
 
     Raises:
         NotACheckpointError: the directory holds no checkpoint of a known format.
-        StorageError: its name is not UTF-8.
+        StorageError: its name is not UTF-8, or it cannot be read.
         MissingPackageError: reading its format needs a package that is not installed.
     """
     path = Path(directory)
@@ -34,6 +34,7 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
         from megatron_datastates.convert.sources.zarr_legacy import LegacyZarrSource
 
         return LegacyZarrSource(path)
+    require_readable(path)
     known = f" (its {METADATA_NAME} says {format!r})" if format is not None else ""
     raise NotACheckpointError(
         f"{path} holds no checkpoint of a known format{known}: choose a directory such as CKPT/iter_0000100, "

@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.errors import FormatError, StorageError
-from megatron_datastates.files import DOCUMENT_BYTES, TRACKER_BYTES, read_regular
+from megatron_datastates.files import DOCUMENT_BYTES, TRACKER_BYTES, is_denied, open_regular, read_regular
 from megatron_datastates.format.directory import (
     BACKEND,
+    COMMON_FILE,
     METADATA_NAME,
     TORCH_DIST,
     TORCH_DIST_INDEX,
+    is_of_a_format,
     iteration_in_name,
 )
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
@@ -87,6 +89,26 @@ def format_of(directory: str | os.PathLike[str]) -> str | None:
     if os.path.exists(Path(directory, TORCH_DIST_INDEX)):  # noqa: PTH110 - which raises nothing
         return TORCH_DIST
     return BACKEND if is_published(directory) else backend
+
+
+def require_readable(directory: str | os.PathLike[str]) -> None:
+    """Checks that permissions let this process read a checkpoint: its directory, and all files of a format.
+
+    Raises:
+        StorageError: they do not.
+    """
+    path = Path(directory)
+    try:
+        for name in os.listdir(path):
+            if is_of_a_format(name) or name == COMMON_FILE:
+                open_regular(path / name).close()
+    except OSError as error:
+        if not is_denied(error):
+            return
+        where = error.filename or path
+        raise StorageError(
+            f"{where} cannot be read: {error.strerror}", code=error.errno or 0, path=str(where)
+        ) from error
 
 
 def is_ours(directory: str | os.PathLike[str]) -> bool:
@@ -176,12 +198,12 @@ def _named_in(text: bytes) -> int | None:
 
 
 def stored_bytes(directory: Path) -> int:
-    """Returns the bytes of all files below a directory. Files that vanish meanwhile are not counted."""
+    """Returns the bytes of all files below a directory, without those that vanish or cannot be looked at."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
             try:
                 total += os.lstat(Path(folder) / name).st_size
-            except FileNotFoundError:
+            except (FileNotFoundError, PermissionError):
                 continue
     return total

@@ -1,0 +1,58 @@
+"""What permissions hide is not called damaged, or of no known format: it cannot be read, and that is said."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.capabilities import bound_by_permissions
+from tests.unit.command import run
+from tests.unit.trained import save_run_of
+
+DENIED = "cannot be read: Permission denied"
+INDEX = {"datastates": "datastates.manifest", "torch_dist": ".metadata"}
+FORMATS = ("datastates", "torch_dist")
+
+
+@pytest.fixture(params=FORMATS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """The second of two checkpoints of a run, whose permissions may change."""
+    path = save_run_of(tmp_path / "run", request.param) / "iter_0000010"
+    run("ls", tmp_path / "run")  # what is imported by a command is imported with all rights
+    with bound_by_permissions():
+        yield path
+    path.chmod(0o755)
+
+
+@pytest.mark.parametrize("mode", [0o444, 0o111, 0o000])
+def test_a_directory_that_cannot_be_read_is_said(checkpoint: Path, mode: int) -> None:
+    checkpoint.chmod(mode)
+    for command in ("verify", "show", "args"):
+        code, printed, said = run(command, checkpoint)
+        assert code == 2 and not printed, said
+        assert "ermission denied" in said or "not readable" in said, (command, said)
+    code, printed, said = run("verify", "--all", checkpoint.parent)
+    assert code == 2 and "2 checkpoints: 1 good, 0 faulty, 1 could not be checked" in printed
+    assert f"{checkpoint}: cannot be checked: " in said and DENIED in said
+
+
+def test_a_file_that_cannot_be_read_is_said(checkpoint: Path) -> None:
+    data = next(path for path in checkpoint.iterdir() if path.suffix in (".bin", ".distcp"))
+    index = checkpoint / next(name for name in INDEX.values() if (checkpoint / name).exists())
+    for file in (data, index, checkpoint / "metadata.json"):
+        file.chmod(0)
+        code, printed, said = run("verify", checkpoint)
+        assert code == 2 and not printed
+        assert said == f"datastates: {file} {DENIED}\n"
+        file.chmod(0o644)
+    assert run("verify", checkpoint)[0] == 0
+
+
+def test_a_hidden_checkpoint_ends_neither_ls_nor_prune(checkpoint: Path) -> None:
+    checkpoint.chmod(0o444)
+    code, printed, _ = run("ls", checkpoint.parent)
+    assert code == 0 and "unreadable" in printed and "Permission denied" in printed
+    code, printed, _ = run("prune", checkpoint.parent, "--keep-last", "1")
+    assert code == 0 and f"keep  {checkpoint}" in printed
