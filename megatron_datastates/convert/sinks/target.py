@@ -1,7 +1,7 @@
 """Publishes what a command writes: complete or not at all.
 
 Protocol:
-  1. a target that exists is refused before anything is written;
+  1. a target that exists, or lies inside a checkpoint, is refused before anything is written;
   2. everything is written under a temporary name in the same directory, and synced;
   3. the temporary name is renamed to the target's, and the parent directory is synced.
 """
@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.errors import DataStatesError, StorageError
+from megatron_datastates.pipeline.runs import format_of
 
 
 def refuse_target(target: Path, needed_bytes: int = 0, *, makes_parents: bool = False) -> None:
@@ -26,9 +27,10 @@ def refuse_target(target: Path, needed_bytes: int = 0, *, makes_parents: bool = 
         makes_parents: the caller creates missing parent directories.
 
     Raises:
-        StorageError: it exists, its parent directory is missing or not writable, or fewer than `needed_bytes`
-            are free there.
+        StorageError: it exists, it lies inside a checkpoint, its parent directory is missing or not writable,
+            or fewer than `needed_bytes` are free there.
     """
+    refuse_inside_checkpoint(target)
     if target.exists() or target.is_symlink():
         raise StorageError(f"{target} exists: choose another target, or remove it first")
     if not makes_parents and not target.parent.is_dir():
@@ -42,6 +44,13 @@ def refuse_target(target: Path, needed_bytes: int = 0, *, makes_parents: bool = 
             f"{around} has {free / 1e6:.1f} MB free, and {needed_bytes / 1e6:.1f} MB are needed: free some "
             "space, or choose another target"
         )
+
+
+def refuse_inside_checkpoint(target: Path) -> None:
+    """Raises StorageError if `target` would become a part of a checkpoint, such as the one that is read."""
+    for parent in target.resolve().parents:
+        if format_of(parent) is not None:
+            raise StorageError(f"{target} lies inside the checkpoint {parent}: choose another target")
 
 
 @contextlib.contextmanager
