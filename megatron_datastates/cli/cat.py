@@ -188,7 +188,7 @@ def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as
         )
     values = content.read(wanted.offset, wanted.shape).reshape(wanted.kept_shape)
     if dtype is not None:
-        values = convert_dtype(values, dtype)
+        values = convert_dtype(values, dtype, content.key)
     if as_json:
         name = str(values.dtype).removeprefix("torch.")
         row = {

@@ -256,8 +256,12 @@ def statistics(
     return found
 
 
-def convert_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Converts to `dtype`. Raises MismatchError where torch cannot, or an imaginary part would be lost."""
+def convert_dtype(values: torch.Tensor, dtype: torch.dtype, key: str) -> torch.Tensor:
+    """Converts elements of the tensor `key` to `dtype`.
+
+    Raises:
+        MismatchError: torch cannot, or an imaginary part would be lost.
+    """
     try:
         if not values.is_complex():
             return values.to(dtype)
@@ -265,5 +269,6 @@ def convert_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         pass
     name, wanted = (str(one).removeprefix("torch.") for one in (values.dtype, dtype))
     raise MismatchError(
-        f"{name} cannot be converted to {wanted}: leave out the conversion, or choose another dtype"
+        f"tensor {key!r}: {name} cannot be converted to {wanted}: leave out the conversion, or choose "
+        "another dtype"
     )

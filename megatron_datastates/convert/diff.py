@@ -123,7 +123,7 @@ def diff(
         for batch in batches(dict.fromkeys(compared, first), compared, memory_bytes):
             slices = [cut.slice for cut in batch]
             left, right = first.read_tensors(slices), second.read_tensors(slices)
-            pending.append((batch, pool.submit(compare_all, left, right)))
+            pending.append((batch, pool.submit(compare_all, left, right, [cut.key for cut in batch])))
             settle(AHEAD)
         settle(0)
     return found

@@ -61,8 +61,11 @@ class Drift:
         self.squares_first += other.squares_first
 
 
-def compare(left: torch.Tensor, right: torch.Tensor) -> Drift:
+def compare(left: torch.Tensor, right: torch.Tensor, key: str = "") -> Drift:
     """Compares two tensors of the same shape as numbers, also if their dtypes differ.
+
+    Args:
+        key: their name, for messages.
 
     Raises:
         UnsupportedFormatError: elements differ, and torch cannot convert their dtype to float64.
@@ -71,9 +74,9 @@ def compare(left: torch.Tensor, right: torch.Tensor) -> Drift:
         return Drift(*compare_numbers(KINDS[left.dtype], raw_bytes(left), raw_bytes(right)))
     if left.dtype == right.dtype and np.array_equal(raw_bytes(left), raw_bytes(right)):
         with contextlib.suppress(UnsupportedFormatError):  # equal bits need no numbers
-            return Drift(squares_first=_squares(_numbers(left)))
+            return Drift(squares_first=_squares(_numbers(left, key)))
         return Drift()
-    one, other = _numbers(left).reshape(-1), _numbers(right).reshape(-1)
+    one, other = _numbers(left, key).reshape(-1), _numbers(right, key).reshape(-1)
     apart, changed = (one - other).abs(), _are_different(one, other)
     where, gaps = _rounded(left, right, one, other)
     apart[where], changed[where] = gaps, gaps != 0
@@ -92,9 +95,11 @@ def compare(left: torch.Tensor, right: torch.Tensor) -> Drift:
     )
 
 
-def compare_all(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> list[Drift]:
+def compare_all(
+    left: Sequence[torch.Tensor], right: Sequence[torch.Tensor], keys: Sequence[str]
+) -> list[Drift]:
     """Compares tensors pair by pair. Raises as compare."""
-    return [compare(one, other) for one, other in zip(left, right, strict=True)]
+    return [compare(*three) for three in zip(left, right, keys, strict=True)]
 
 
 def _are_different(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -139,11 +144,11 @@ def raw_bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
     return found
 
 
-def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+def _numbers(tensor: torch.Tensor, key: str) -> torch.Tensor:
     try:
         return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
     except (RuntimeError, NotImplementedError) as error:
         raise UnsupportedFormatError(
-            f"tensors of {tensor.dtype} differ, and torch cannot convert them to numbers: "
-            "exclude them with --keys"
+            f"tensor {key!r} differs, and torch cannot convert {str(tensor.dtype).removeprefix('torch.')} to "
+            "numbers: exclude it with --keys"
         ) from error

@@ -192,7 +192,8 @@ def follow(
             for cuts, others in ((both, after), (rest, before)):
                 if cuts:
                     sides = [before[cut] for cut in cuts], [others[cut] for cut in cuts]
-                    pending.append((number, cuts, others is after, pool.submit(compare_all, *sides)))
+                    drifts = pool.submit(compare_all, *sides, [cut.key for cut in cuts])
+                    pending.append((number, cuts, others is after, drifts))
             settle(AHEAD)
 
         for batch in batches(selection.newest, selection.parts, memory_bytes):

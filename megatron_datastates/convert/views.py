@@ -98,7 +98,7 @@ def _plan(
 ) -> tuple[torch.Tensor, list[ScheduledRead]]:
     import torch
 
-    target = torch.zeros(tuple(shape), dtype=torch_dtype(state.dtype))
+    target = torch.zeros(tuple(shape), dtype=torch_dtype(state.dtype, state.key))
     strides, reads = contiguous_strides(shape), []
     for piece in state.pieces:
         common = intersect(piece.shard.offset, piece.shard.shape, offset, shape)

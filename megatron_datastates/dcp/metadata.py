@@ -49,7 +49,7 @@ class StoredTensor(TensorStorageMetadata):
 
     def __init__(self, index: Index, key: str, boxes: Boxes) -> None:
         dtype, shape = index.describe(key)
-        self.properties = TensorProperties(dtype=torch_dtype(dtype))
+        self.properties = TensorProperties(dtype=torch_dtype(dtype, key))
         self.size = torch.Size(shape)
         self._index, self._key, self._boxes = index, key, boxes
         self._global_shape = shape  # `size` may be assigned
@@ -93,7 +93,7 @@ class StateInBuckets(StoredTensor):
     )
 
     def __init__(self, state: StateTensor, boxes: Boxes) -> None:
-        self.properties = TensorProperties(dtype=torch_dtype(state.dtype))
+        self.properties = TensorProperties(dtype=torch_dtype(state.dtype, state.key))
         self.size = torch.Size(state.global_shape)
         self._state, self._key, self._boxes = state, state.key, boxes
         self._global_shape = state.global_shape

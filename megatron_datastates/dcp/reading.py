@@ -143,6 +143,11 @@ class _Box:
     place: tuple[int, int]  # sorts reads in the order of the files: (file number, offset in bytes)
     encoded: bool
 
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The stored dtype. Raises FormatError if this torch lacks it."""
+        return torch_dtype(self.dtype, self.item.storage_index.fqn)
+
     def plan(
         self, start: Sequence[int], shape: Sequence[int], strides: Sequence[int]
     ) -> Iterator[BoxReads | FramedBox]:
@@ -170,7 +175,7 @@ class _Box:
                 f"tensor {self.item.storage_index.fqn!r}: the planner requested a slice of shape "
                 f"{tuple(self.item.lengths)} into a tensor of shape {tuple(target.size())}"
             )
-        memory = target if _fits_in_place(target, self.dtype, self.encoded) else None
+        memory = target if _fits_in_place(target, self.torch_dtype, self.encoded) else None
         return _Transfer(self, tuple(self.item.storage_offsets), target, target, memory)
 
 
@@ -233,7 +238,7 @@ class _Transfer:
             yield self
             return
         shape, origin = tuple(self.target.shape), (0,) * self.target.dim()
-        most = _TEMPORARY_BYTES // 2 // torch_dtype(self.box.dtype).itemsize
+        most = _TEMPORARY_BYTES // 2 // self.box.torch_dtype.itemsize
         boxes = list(cut_box(origin, shape, most)) or [(origin, shape)]
         for offset, lengths in boxes:
             target = self.target
@@ -245,11 +250,11 @@ class _Transfer:
 
     @property
     def bytes(self) -> int:
-        return self.target.numel() * torch_dtype(self.box.dtype).itemsize
+        return self.target.numel() * self.box.torch_dtype.itemsize
 
     def prepare(self) -> None:
         if self.memory is None:
-            self.memory = torch.empty(self.target.shape, dtype=torch_dtype(self.box.dtype))
+            self.memory = torch.empty(self.target.shape, dtype=self.box.torch_dtype)
 
     def scheduled(self) -> Iterator[ScheduledRead]:
         assert self.memory is not None
@@ -298,11 +303,11 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda
 
 
-def _fits_in_place(target: torch.Tensor, dtype: str, encoded: bool) -> bool:
+def _fits_in_place(target: torch.Tensor, dtype: torch.dtype, encoded: bool) -> bool:
     """Returns whether stored elements can be written to the target unchanged, without a temporary."""
     return (
         _is_plain(target)
-        and target.dtype == torch_dtype(dtype)
+        and target.dtype == dtype
         and not (encoded and _is_on_device(target))
         and target.layout is torch.strided
         and not (target.is_conj() or target.is_neg())

@@ -295,7 +295,7 @@ class Checkpoint:
         import torch  # here, so that commands that only look need none
 
         entry = self.index.tensor(key)
-        stored = torch_dtype(entry.dtype)
+        stored = torch_dtype(entry.dtype, key)
         if entry.global_shape != place.global_shape:
             raise MismatchError(
                 f"tensor {key!r} was saved with the shape {entry.global_shape}, "
@@ -320,7 +320,7 @@ class Checkpoint:
         entry = self.index.tensor(key)
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)
         reads = self._whole_reads(key, entry, offset, shape)
-        target = torch.empty(shape, dtype=torch_dtype(entry.dtype))
+        target = torch.empty(shape, dtype=torch_dtype(entry.dtype, key))
         return target, [ScheduledRead(part, target.data_ptr()) for part in reads]
 
     def _plan_slice(
@@ -447,11 +447,18 @@ class Checkpoint:
         return entries[key]
 
 
-def torch_dtype(name: str) -> torch.dtype:
-    """Returns `torch.bfloat16` for `bfloat16`. Raises FormatError if this torch has no such dtype."""
+def torch_dtype(name: str, key: str) -> torch.dtype:
+    """Returns `torch.bfloat16` for `bfloat16`.
+
+    Args:
+        key: of the tensor, for the message.
+
+    Raises:
+        FormatError: this torch has no such dtype.
+    """
     import torch
 
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise FormatError(f"the checkpoint holds {name}, which torch {torch.__version__} does not have")
+        raise FormatError(f"tensor {key!r} has dtype {name}, which torch {torch.__version__} does not have")
     return dtype

@@ -163,7 +163,7 @@ class StateTensor:
             MismatchError: the slice leaves the tensor.
             FormatError: a part of a bucket is not stored, or stored twice.
         """
-        item = torch_dtype(self.dtype).itemsize
+        item = torch_dtype(self.dtype, self.key).itemsize
         reads: list[BoxReads | FramedBox] = []
         for box in self.sources(offset, shape):
             shift = item * sum(o * s for o, s in zip(box.offset, target_strides, strict=True))
@@ -183,7 +183,7 @@ class StateTensor:
 
         offset, shape = self._slice(offset, shape)
         self.sources(offset, shape)  # raises before memory is asked for: a hostile map has any shape
-        target = torch.empty(shape, dtype=torch_dtype(self.dtype))
+        target = torch.empty(shape, dtype=torch_dtype(self.dtype, self.key))
         reads = self.plan(offset, shape, contiguous_strides(shape))
         self.checkpoint.read([ScheduledRead(part, target.data_ptr()) for part in reads])
         return target

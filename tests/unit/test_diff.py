@@ -316,3 +316,17 @@ def test_bad_input_is_one_line(pair, tmp_path):
         code, printed, reported = run("diff", *arguments)
         assert (code, printed, reported.count("\n")) == (2, "", 1), reported
         assert expected in reported
+
+
+@pytest.mark.parametrize("command", ["diff", "trend"])
+def test_a_tensor_that_cannot_be_compared_is_named(command: str, pair):
+    odd = [random_tensor(torch.float4_e2m1fn_x2, (3,), seed) for seed in (1, 2)]
+    one, other = pair({"w": odd[0], "x": torch.ones(1)}, {"w": odd[1], "x": torch.ones(1)})
+    words = [one, other]
+    if command == "trend":
+        for number, path in enumerate(words, 1):
+            path.rename(one.parent / f"iter_{number:07d}")
+        words = [one.parent]
+    code, _, said = run(command, *words)
+    assert code == 2
+    assert "tensor 'w' differs, and torch cannot convert float4_e2m1fn_x2 to numbers" in said

@@ -197,7 +197,7 @@ def test_a_missing_tensor_or_object_is_named(grid):
 
 def test_a_dtype_that_this_torch_lacks_is_named(grid, monkeypatch):
     monkeypatch.delattr(torch, "int16")
-    with pytest.raises(FormatError, match=r"int16, which torch .* does not have"):
+    with pytest.raises(FormatError, match=r"tensor '.*' has dtype int16, which torch .* does not have"):
         grid[0].read_tensor("w")
 
 

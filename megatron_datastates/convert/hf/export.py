@@ -87,11 +87,11 @@ class HuggingFaceTensor:
             yield torch.cat(parts).t().contiguous()
 
     def _converted(self, data: torch.Tensor) -> torch.Tensor:
-        dtype = torch_dtype(self.dtype)
+        dtype = torch_dtype(self.dtype, self.name)
         wide = data.to(torch.float32) + 1 if self.zero_centered else data
         if wide.dtype == dtype:
             return wide
-        narrow = convert_dtype(wide, dtype)
+        narrow = convert_dtype(wide, dtype, self.name)
         if not torch.equal(torch.isfinite(narrow), torch.isfinite(wide)):
             raise MismatchError(
                 f"{self.name!r} has numbers that {self.dtype} cannot hold: choose another --dtype"

@@ -247,7 +247,7 @@ class HuggingFaceSource(Source):
             raise MissingKeyError(f"{self.directory} contains no tensor {key!r}")
         entry = self._tensors[key]
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)
-        dtype = torch_dtype(entry.dtype)
+        dtype = torch_dtype(entry.dtype, key)
         target = torch.empty(tuple(shape), dtype=dtype)
         boxes = zip(entry.offsets.tolist(), entry.shapes.tolist(), strict=True)
         for number, (begin, lengths) in enumerate(boxes):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from megatron_datastates.convert.contents import PART_BYTES, Content, convert_dtype
+from megatron_datastates.convert.sinks.target import refuse_inside_checkpoint
 from megatron_datastates.convert.slices import Slice
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.values import element_bytes
@@ -45,10 +46,12 @@ def write_npy(
         progress: called with the number of bytes of the tensor read since the last call.
 
     Raises:
-        StorageError: `path` exists or cannot be written; there is no partial file then.
+        StorageError: `path` exists, lies inside a checkpoint, or cannot be written; there is no partial file
+            then.
         DataStatesError: the tensor cannot be read.
     """
-    target = dtype or dtype_for_numpy(torch_dtype(content.dtype))
+    refuse_inside_checkpoint(path)
+    target = dtype or dtype_for_numpy(torch_dtype(content.dtype, content.key))
     item = element_bytes(content.dtype)
     # A unique name, because another process may be writing the same file.
     temporary = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
@@ -63,7 +66,7 @@ def write_npy(
             os.posix_fallocate(file.fileno(), 0, size)  # a full disk fails here, before anything is read
             for offset, lengths in cut_box(wanted.offset, wanted.shape, PART_BYTES // item):
                 values = content.read(offset, lengths)
-                values = values.view(target) if dtype is None else convert_dtype(values, dtype)
+                values = values.view(target) if dtype is None else convert_dtype(values, dtype, content.key)
                 file.write(values.contiguous().numpy().data)
                 progress(math.prod(lengths) * item)
         os.link(temporary, path)

@@ -110,7 +110,7 @@ def encode_index(
 ) -> bytes:
     """Returns the bytes of `.metadata` for these tensors, and for the objects that were written."""
     records = {(key, number): record for part in written for key, number, record in part}
-    entries = {key: _tensor_metadata(entry) for key, entry in tensors.items()}
+    entries = {key: _tensor_metadata(key, entry) for key, entry in tensors.items()}
     objects = {key: BytesStorageMetadata() for key, number in records if number is None}
     metadata = Metadata(
         entries | objects,
@@ -140,10 +140,10 @@ def _is_empty(entries: dict[str, TensorStorageMetadata], key: str, number: int |
     return number is not None and 0 in entries[key].chunks[number].sizes
 
 
-def _tensor_metadata(entry: SourceTensor) -> TensorStorageMetadata:
+def _tensor_metadata(key: str, entry: SourceTensor) -> TensorStorageMetadata:
     boxes = zip(entry.offsets.tolist(), entry.shapes.tolist(), strict=True)
     chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for offset, shape in boxes]
-    properties = TensorProperties(dtype=torch_dtype(entry.dtype))
+    properties = TensorProperties(dtype=torch_dtype(entry.dtype, key))
     return TensorStorageMetadata(properties, torch.Size(entry.global_shape), chunks)
 
 

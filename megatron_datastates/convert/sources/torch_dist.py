@@ -133,7 +133,7 @@ class TorchDistSource(Source):
             with self._open(record.file) as file:
                 self._open_archive(file, key, n, record).read_box(inner, target[place])
         data = torch.from_numpy(target.reshape(-1).view(np.uint8))
-        return data.view(torch_dtype(entry.dtype)).reshape(shape)
+        return data.view(torch_dtype(entry.dtype, key)).reshape(shape)
 
     def place(self, key: str, offset: Sequence[int]) -> tuple[str, int]:
         entry = self._tensor(key)

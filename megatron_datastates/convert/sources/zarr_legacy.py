@@ -214,7 +214,7 @@ class LegacyZarrSource(Source):
                 for o, n, c, k in zip(offset, shape, corner, tensor.chunk_shape, strict=True)
             ]
             target[_slices(begin, end, offset)] = tensor.chunk(cell)[_slices(begin, end, corner)]
-        return torch.from_numpy(target.reshape(-1)).view(torch_dtype(tensor.dtype)).reshape(shape)
+        return torch.from_numpy(target.reshape(-1)).view(torch_dtype(tensor.dtype, key)).reshape(shape)
 
     def read_ranges(self, ranges: Sequence[FragmentRange], window: npt.NDArray[np.uint8]) -> None:
         for key, number, begin, size, at in ranges:

@@ -47,15 +47,11 @@ def _tensor_mismatch(checkpoint: Checkpoint, item: Any, states: Mapping[str, Sta
             f"tensor {item.key!r} has global shape {shape} in this checkpoint, "
             f"and {tuple(item.global_shape)} in the model"
         )
-    if not _converts(dtype, item.dtype):
+    # Values keep their kind: as torch_dist converts, but no floats to integers.
+    if not torch.can_cast(torch_dtype(dtype, item.key), item.dtype):
         wanted = str(item.dtype).removeprefix("torch.")
         return f"tensor {item.key!r} is {dtype} in this checkpoint, and {wanted} in the model"
     return None
-
-
-def _converts(stored: str, wanted: Any) -> bool:
-    """Returns whether values keep their kind: as torch_dist converts, but no floats to integers."""
-    return torch.can_cast(torch_dtype(stored), wanted)
 
 
 def _similar(key: str, checkpoint: Checkpoint) -> str:
