@@ -50,8 +50,9 @@ def verify(
 ) -> None:
     """Check that checkpoints are complete and undamaged.
 
-    Checks every checksum, every extent, every element and every object, and lists all faults. (In torch_dist,
-    a tensor or an object has a checksum, and the index, .metadata, has none.) Of several checkpoints, one
+    Checks every checksum, every extent, every element and every object, and lists all faults. In torch_dist,
+    a tensor or an object has a checksum. The index, .metadata, has none: it is compared with the files and
+    with itself, so that what torch refuses is a fault, and the verdict says so. Of several checkpoints, one
     that cannot be checked does not keep the others from it.
 
     Exit codes: 0 all are good; 1 some are faulty; 2 some cannot be checked, and none is faulty.
@@ -171,10 +172,11 @@ def _print_verdict(directory: Path, verdict: Verdict) -> None:
         say_folded(f"note: {text}", 4)
     without = counted(verdict.unchecked_files, "file") + " without checksums"
     unchecked = f", {without}" if verdict.unchecked_files else ""
+    uncovered = f"; {verdict.uncovered}" if verdict.uncovered else ""
     streams = f" and {counted(verdict.streams, 'stream')}" if verdict.streams else ""
     say_folded(
         f"{directory}: {'good' if verdict.good else 'FAULTY'}: {counted(verdict.tensors, 'tensor')} and "
         f"{counted(verdict.objects, 'object')}{streams} in {counted(verdict.files, 'file')}, "
-        f"{size_text(verdict.bytes_checked)} checked{unchecked}",
+        f"{size_text(verdict.bytes_checked)} checked{unchecked}{uncovered}",
         4,
     )

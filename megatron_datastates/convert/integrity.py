@@ -6,8 +6,10 @@ What belongs here: checks that need only a source's interface. Those of our own 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import zlib
+from collections.abc import Callable
 
 import numpy as np
 
@@ -15,6 +17,8 @@ from megatron_datastates.convert.sinks.sink import Bytes, Progress, stream_fragm
 from megatron_datastates.convert.sources.source import RankContents, Source
 from megatron_datastates.convert.workers import Workers
 from megatron_datastates.errors import CorruptDataError, DataStatesError, UntrustedClassError
+from megatron_datastates.files import OBJECT_BYTES, read_regular
+from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.pipeline.verify import Verdict
 from megatron_datastates.plan.coverage import coverage_faults
 from megatron_datastates.providers.objects import check_stored
@@ -48,9 +52,15 @@ def verify_source(
         verdict.faults += coverage_faults(key, entry)
     ranks = source.stored_by_rank()
     verdict.files = len(ranks)
+    verdict.uncovered = source.uncovered
     try:
         source.require_files()
-    except DataStatesError as error:
+        verdict.notes += source.structure_notes()
+    except (DataStatesError, OSError) as error:
+        verdict.faults.append(str(error))
+    try:
+        verdict.faults += source.structure_faults()
+    except (DataStatesError, OSError) as error:
         verdict.faults.append(str(error))
     if not quick:
         workers = Workers(os.cpu_count() or 1, progress)
@@ -58,6 +68,10 @@ def verify_source(
             verdict.faults += [fault for fault in found.faults if fault not in verdict.faults]
             verdict.notes += found.notes
             verdict.bytes_checked += found.bytes_checked
+        if COMMON_FILE in source.other_files:
+            _check_object(
+                lambda: read_regular(source.other_path(COMMON_FILE), OBJECT_BYTES), COMMON_FILE, verdict
+            )
     return verdict
 
 
@@ -73,18 +87,22 @@ def _check(source: Source, contents: RankContents, progress: Progress) -> Verdic
         except (DataStatesError, OSError) as error:
             found.faults.append(str(error))
     for key in contents.objects:
-        try:
-            check_stored(source.read_object(key), key)
-        except UntrustedClassError as error:
-            found.notes.append(str(error))
-        except (DataStatesError, OSError) as error:
-            found.faults.append(str(error))
+        _check_object(functools.partial(source.read_object, key), key, found)
     if without:
         found.notes.append(
             f"{without} of {len(contents.fragments)} fragments beside {contents.fragments[0][0]!r} have "
             "no checksum of their own: they can be read, and nothing more is known of them"
         )
     return found
+
+
+def _check_object(read: Callable[[], bytes], key: str, found: Verdict) -> None:
+    try:
+        check_stored(read(), key)
+    except UntrustedClassError as error:
+        found.notes.append(str(error))
+    except (DataStatesError, OSError) as error:
+        found.faults.append(str(error))
 
 
 def _check_fragment(source: Source, key: str, number: int, window: Bytes, progress: Progress) -> bool:

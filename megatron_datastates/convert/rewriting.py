@@ -231,7 +231,7 @@ class _DcpFiles(Rewriting):
         parts += [written[file] for file in written]
         kept = {key for part in parts for key, n, _ in part if n is not None}
         tensors = {key: entry for key, entry in self._source.tensors.items() if key in kept}
-        index = encode_index(tensors, parts, self._source.planner_data)
+        index = encode_index(tensors, parts, self._source.dcp_facts)
         faults.point("publish weights")
         write_whole(self._source.directory / TORCH_DIST_INDEX, index, faults, self._save_id)
 

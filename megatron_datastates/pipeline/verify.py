@@ -62,6 +62,7 @@ class Verdict:
     faults: list[str] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)  # unusual, but no fault
     streams: int = 0
+    uncovered: str = ""  # what these checks cannot find; empty if a checksum covers everything
 
     @property
     def good(self) -> bool:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.planner import SavePlan, WriteItemType
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
@@ -412,3 +413,24 @@ def test_megatron_need_not_be_installed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WITHOUT_MEGATRON, str(tmp_path / "c")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_nested_state_stays_nested_through_conversions(tmp_path: Path) -> None:
+    dcp.save(state(), storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"), no_dist=True)
+    for source, target in (("theirs", "ours"), ("ours", "again"), ("again", "back")):
+        to = "datastates" if target == "again" else ""
+        code, _, said = run(
+            "convert", tmp_path / source, tmp_path / target, "--verify", *(["--to", to] if to else [])
+        )
+        assert code == 0, said
+    assert run("verify", tmp_path / "ours")[0] == run("verify", tmp_path / "back")[0] == 0
+    for name in ("ours", "again"):
+        assert_equal(load(blank(), tmp_path / name), state())
+    found = blank()
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path / "back"), no_dist=True)
+    assert_equal(found, state())
+    for name in ("theirs", "back"):
+        dcp_to_torch_save(tmp_path / name, tmp_path / f"{name}.pt")
+    assert_equal(torch.load(tmp_path / "back.pt"), torch.load(tmp_path / "theirs.pt"))
+    metadata = [dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("theirs", "back")]
+    assert metadata[0].planner_data == metadata[1].planner_data

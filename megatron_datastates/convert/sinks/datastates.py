@@ -17,6 +17,7 @@ from megatron_datastates.convert.sinks.sink import Bytes, Progress, Sink
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import FragmentRange, RankContents, Source
 from megatron_datastates.convert.stored_arguments import parallel_sizes, training_arguments
+from megatron_datastates.dcp.facts import Facts
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.staging import StagingEngine
@@ -104,7 +105,8 @@ class DataStatesSink(Sink):
         super().__init__(source, directory, align_up(window_bytes, self._engine.slot_bytes), progress)
         self._save_id, self._world_size = save_id, world_size
         self._faults = Faults(options.faults)
-        self._check = partial(check_stored, trust=options.trust_objects)
+        self._trust = options.trust_objects
+        self._check = partial(check_stored, trust=self._trust)
 
     def write(self, number: int, contents: RankContents, group: int = 0) -> WrittenFile:
         """See Sink. Raises UnsafeObjectError for an object that loading would refuse.
@@ -205,6 +207,7 @@ class DataStatesSink(Sink):
         index = merge_layouts((entry.rank, own) for entry, own in written)
         write_whole(self.directory / index.entry.name, index.encoded, self._faults, self._save_id)
         old = self.source.checkpoint.manifest if isinstance(self.source, DataStatesSource) else None
+        others = [*self.source.other_files, *self._write_facts()]
         manifest = Manifest(
             run_id=f"{self._save_id.run_id:016x}",
             ordinal=self._save_id.ordinal,
@@ -214,12 +217,22 @@ class DataStatesSink(Sink):
             files=[entry for entry, _ in written],
             iteration=old.iteration if old else iteration_in_name(self.source.directory.name),
             parallel=old.parallel if old else self._parallel(),
-            others=[other_file_entry(self.directory / name, self._check) for name in self.source.other_files],
+            others=[other_file_entry(self.directory / name, self._check) for name in others],
             providers=old.providers if old else [],
             writer=releases(),
             compatible=COMPATIBLE_CHECKSUMS,
         )
         write_whole(self.directory / MANIFEST_NAME, manifest.encode(), self._faults, self._save_id)
+
+    def _write_facts(self) -> list[str]:
+        """Writes what DCP knows of the checkpoint, such as its nesting; returns the name of the file."""
+        facts = self.source.dcp_facts
+        if facts is None or facts == Facts():
+            return []
+        name = self._save_id.dcp_file_name()
+        encoded = facts.encode(name, trust=self._trust)
+        write_whole(self.directory / name, encoded, self._faults, self._save_id)
+        return [name]
 
     def _parallel(self) -> dict[str, int]:
         """Returns the sizes of the parallel groups that the source's training arguments have."""

@@ -8,7 +8,7 @@ import itertools
 import os
 import pickle
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from megatron_datastates.convert.sources.archives import write_archive
 from megatron_datastates.convert.sources.dcp_index import Record
 from megatron_datastates.convert.sources.source import RankContents, Source, SourceTensor
 from megatron_datastates.convert.sources.torch_dist import TorchDistSource
+from megatron_datastates.dcp.facts import Facts
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.engine.streaming import SequentialFile
@@ -90,7 +91,7 @@ class TorchDistSink(Sink):
                 self.progress(fragment.bytes)
 
     def publish(self, written: Sequence[Written]) -> None:
-        index = encode_index(self.source.tensors, written, self.source.planner_data)
+        index = encode_index(self.source.tensors, written, self.source.dcp_facts)
         write_synced(self.directory / TORCH_DIST_INDEX, index)
         maps = {key: self.source.read_object(key) for key in filter(is_optimizer_map, self.source.objects)}
         if maps:
@@ -106,21 +107,30 @@ def _forget(path: Path) -> None:
 
 
 def encode_index(
-    tensors: Mapping[str, SourceTensor], written: Iterable[Written], planner_data: Any = None
+    tensors: Mapping[str, SourceTensor], written: Iterable[Written], facts: Facts | None = None
 ) -> bytes:
-    """Returns the bytes of `.metadata` for these tensors, and for the objects that were written."""
+    """Returns the bytes of `.metadata` for these tensors, and for the objects that were written.
+
+    Args:
+        facts: of the nesting of this state, or of a larger one.
+    """
     records = {(key, number): record for part in written for key, number, record in part}
     entries = {key: _tensor_metadata(key, entry) for key, entry in tensors.items()}
     objects = {key: BytesStorageMetadata() for key, number in records if number is None}
     metadata = Metadata(
         entries | objects,
-        planner_data=planner_data,
+        planner_data=_planner_data(facts, entries.keys() | objects.keys()),
         storage_data=_storage_data(records, entries),
         storage_meta=StorageMeta(checkpoint_id=None, save_id=str(uuid.uuid4())),
     )
     if hasattr(filesystem, "CURRENT_DCP_VERSION"):  # not so in torch 2.6
         metadata.version = filesystem.CURRENT_DCP_VERSION
     return pickle.dumps(metadata)
+
+
+def _planner_data(facts: Facts | None, keys: Set[str]) -> Any:
+    data = None if facts is None else facts.planner_data
+    return {key: path for key, path in data.items() if key in keys} if isinstance(data, dict) else data
 
 
 def _storage_data(

@@ -8,7 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,8 @@ from megatron_datastates.plan.reads import ScheduledRead, plan_bytes
 
 if TYPE_CHECKING:
     import torch
+
+    from megatron_datastates.dcp.facts import Facts
 
 
 _readers = threading.local()  # each thread's, with memory of its own, and the options that it was made with
@@ -58,10 +60,10 @@ class DataStatesSource(Source):
         return [o.name for o in self.checkpoint.manifest.others if not is_of_a_format(o.name)]
 
     @property
-    def planner_data(self) -> Any:
+    def dcp_facts(self) -> Facts | None:
         from megatron_datastates.dcp.facts import read_facts  # imports torch
 
-        return read_facts(self.checkpoint).planner_data
+        return read_facts(self.checkpoint)
 
     def read_tensor(
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None

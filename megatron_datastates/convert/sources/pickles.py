@@ -9,10 +9,13 @@ process. Nothing here imports torch, so that `datastates ls` starts at once; ten
 from __future__ import annotations
 
 import collections
+import enum
+import functools
 import io
 import mmap
 import pickle
 import pickletools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -44,6 +47,9 @@ class _Fields:
 class Metadata(_Fields):
     """DCP's metadata of a checkpoint."""
 
+    planner_data: Any = None
+    storage_meta: Any = None
+    version: Any = None
     state_dict_metadata: dict[Any, Any]  # TensorStorage or BytesStorage by key
     storage_data: dict[Any, Any]  # StorageInfo by Index
 
@@ -71,9 +77,11 @@ class Properties(_Fields):
     """DCP's properties of a tensor, which are pickled as a tuple."""
 
     dtype: Any
+    others: tuple[Any, ...]  # layout, requires_grad, memory_format, pin_memory
 
     def __setstate__(self, state: Any) -> None:
-        self.dtype, *_ = state
+        self.dtype, *others = state
+        self.others = tuple(others)
 
 
 class Index(_Fields):
@@ -81,6 +89,10 @@ class Index(_Fields):
 
     fqn: Any
     offset: Any = None
+
+
+class StorageMeta(_Fields):
+    """What the writer of a checkpoint says of itself."""
 
 
 class StorageInfo(_Fields):
@@ -99,6 +111,7 @@ _METADATA = {
     ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): Chunk,
     ("torch.distributed.checkpoint.metadata", "TensorProperties"): Properties,
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"): Index,
+    ("torch.distributed.checkpoint.metadata", "StorageMeta"): StorageMeta,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
 }
 
@@ -152,13 +165,36 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise UnsafeObjectError(f"it names {module}.{name}, which is not on the allow list")
 
 
+class _StrictUnpickler(_MetadataUnpickler):
+    """Refuses also what torch does not have, and what it would refuse to make."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("torch.distributed.checkpoint.") and (module, name) not in _METADATA:
+            import torch.distributed.checkpoint  # which imports its modules; no other is imported here
+
+            found = getattr(sys.modules.get(module), name, None)
+            if not isinstance(found, type):
+                raise UnsafeObjectError(f"it names {module}.{name}, which torch {torch.__version__} lacks")
+            if issubclass(found, enum.Enum):
+                return Function(functools.partial(_member, frozenset(one.value for one in found), name))
+        return super().find_class(module, name)
+
+
+def _member(values: frozenset[Any], name: str, value: Any) -> None:
+    if value not in values:
+        raise UnsafeObjectError(f"it has {value!r} for {name}, which has no such member")
+
+
 def _strided(name: str) -> None:
     if name != "torch.strided":
         raise UnsafeObjectError(f"it has a tensor of layout {name}, expected torch.strided")
 
 
-def load_metadata(path: Path) -> Metadata:
+def load_metadata(path: Path, *, strict: bool = False) -> Metadata:
     """Loads DCP's `.metadata`. Its values are not checked and may have any type.
+
+    Args:
+        strict: refuse what torch would refuse, also in parts that nothing here reads; imports torch.
 
     Raises:
         OSError: the file cannot be read.
@@ -169,7 +205,8 @@ def load_metadata(path: Path) -> Metadata:
         if size_of(file) == 0:
             raise FormatError(f"{path} is damaged: it is empty")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            found = load_pickle(_MetadataUnpickler, data, file, str(path))
+            unpickler = _StrictUnpickler if strict else _MetadataUnpickler
+            found = load_pickle(unpickler, data, file, str(path))
     if not isinstance(found, Metadata) or not all(
         isinstance(part, dict)
         for part in (getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None))

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,8 @@ from megatron_datastates.plan.coverage import StoredBoxes
 
 if TYPE_CHECKING:
     import torch
+
+    from megatron_datastates.dcp.facts import Facts
 
 
 class SourceTensor(StoredBoxes, Protocol):
@@ -60,6 +62,7 @@ class Source(ABC):
     """
 
     format: str  # as --ckpt-format names it
+    uncovered = ""  # what checks cannot find in this format
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -89,7 +92,7 @@ class Source(ABC):
         return self.directory / name
 
     @property
-    def planner_data(self) -> Any:
+    def dcp_facts(self) -> Facts | None:
         """Returns what PyTorch's distributed checkpoints know of the state's nesting, if known."""
         return None
 
@@ -150,6 +153,14 @@ class Source(ABC):
         Raises:
             StorageError, FormatError: a file is missing or truncated.
         """
+
+    def structure_faults(self) -> Iterable[str]:
+        """Returns what is wrong with the index, besides what keeps it from opening. Raises FormatError."""
+        return []
+
+    def structure_notes(self) -> Iterable[str]:
+        """Returns what is unusual there, and no fault. Raises OSError."""
+        return []
 
     def fragment_crc(self, key: str, number: int) -> tuple[int, str] | None:
         """Returns a fragment's CRC-32 and where it lies; None if reading checks it or none is stored."""

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.convert.optimizer_maps import read_maps
+from megatron_datastates.convert.sources.dcp_checks import UNCOVERED, index_faults, paths_of, unnamed_bytes
 from megatron_datastates.convert.sources.dcp_index import Record, records_of, required_bytes
 from megatron_datastates.convert.sources.pickles import BytesStorage, Metadata, TensorStorage, load_metadata
 from megatron_datastates.convert.sources.source import (
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_datastates.convert.sources.archives import Archive
+    from megatron_datastates.dcp.facts import Facts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +68,13 @@ class TorchDistSource(Source):
     """
 
     format = "torch_dist"
+    uncovered = UNCOVERED
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         path = directory / TORCH_DIST_INDEX
         metadata = load_metadata(path)
+        self._paths, self._version = paths_of(metadata), metadata.version
         self._tensors: dict[str, TorchDistTensor] = {}
         self._objects: dict[str, Record] = {}
         try:
@@ -101,6 +105,13 @@ class TorchDistSource(Source):
     @property
     def objects(self) -> Sequence[str]:
         return [*self._objects, *self._maps]
+
+    @property
+    def dcp_facts(self) -> Facts | None:
+        from megatron_datastates.dcp.facts import Facts  # imports torch
+
+        version = self._version if isinstance(self._version, str) else None
+        return None if self._paths is None else Facts(self._paths, version=version)
 
     @property
     def other_files(self) -> Sequence[str]:
@@ -218,6 +229,12 @@ class TorchDistSource(Source):
             RankContents([(key, n) for _, _, key, n in sorted(fragments[rank])], objects[rank])
             for rank in sorted(fragments.keys() | objects.keys())
         ]
+
+    def structure_faults(self) -> Iterator[str]:
+        return index_faults(self.directory, list(self.records()))
+
+    def structure_notes(self) -> Iterator[str]:
+        return unnamed_bytes(self.directory, self.records())
 
     def records(self) -> Iterator[tuple[str, int | None, Record]]:
         """Yields the key, number and place of each fragment; of each object, with None for the number."""
