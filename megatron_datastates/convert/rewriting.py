@@ -29,7 +29,7 @@ from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import OptionError, StorageError
 from megatron_datastates.files import MANIFEST_BYTES, open_regular, read_regular
-from megatron_datastates.format.directory import INTEGRITY_NAME, OPTIMIZER_MAPS_NAME, TORCH_DIST_INDEX
+from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.index import Index
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
@@ -98,7 +98,7 @@ class _OwnFiles(Rewriting):
         self._source, self._save_id, self._progress = source, save_id, progress
         self._old = source.checkpoint.manifest
         self.names = [file.name for file in self._old.files]
-        self.beside = [self._old.index.name, INTEGRITY_NAME]
+        self.beside = [self._old.index.name]
         self.contents = _contents_of_own(source)
         self._sink: DataStatesSink | None = None
 
@@ -189,7 +189,7 @@ class _DcpFiles(Rewriting):
             )
             for place in self._places
         ]
-        self.beside = [OPTIMIZER_MAPS_NAME, INTEGRITY_NAME]
+        self.beside = [OPTIMIZER_MAPS_NAME]
         self._new_names = _new_names(self.names, os.listdir(source.directory))
 
     def new_name(self, number: int) -> str:

@@ -5,7 +5,8 @@ Protocol:
   2. write data files of what stays, under names that are new; a file that holds no optimizer state stays;
   3. once these are durable, replace the index (the manifest, or `.metadata`) by renaming: until then the
      checkpoint is the old one, from then on the new one, and both are whole;
-  4. remove what the index does not name of what the journal names; then the journal.
+  4. remove what the index does not name of what the journal names; write the sums of the new files to
+     Megatron's integrity.json, if there is one; then remove the journal.
 A call that finds a journal does step 4 first. So a kill leaves a whole checkpoint, and the next call removes
 what is left beside it. Whether a rule lets a checkpoint be rewritten at all: pipeline/prune.py.
 """
@@ -18,10 +19,11 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_datastates.convert.integrity_file import renewed_sums, require_sums, stored_sums
 from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.parts import is_weight
@@ -33,8 +35,8 @@ from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import FormatError, OptionError, StorageError
 from megatron_datastates.files import DOCUMENT_BYTES, read_regular
-from megatron_datastates.format.directory import JOURNAL_NAME
-from megatron_datastates.format.values import SaveId, is_optimizer_map, save_id_in_name
+from megatron_datastates.format.directory import BACKEND, INTEGRITY_NAME, JOURNAL_NAME, TORCH_DIST_INDEX
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_optimizer_map, save_id_in_name
 from megatron_datastates.pipeline.runs import stored_bytes
 
 
@@ -138,6 +140,7 @@ def drop_optimizer(
     with _locked_journal(directory):
         workers = Workers(limits.worker_count(len(plan.written) or 1), progress)
         files = rewriting_of(plan.source, plan.save_id, workers.progress)
+        require_sums(directory, stored_sums(directory) or {}, [*_replaced(plan, files), *_indexes(plan)])
         points.point("write journal")
         _write_journal(directory, _journal_of(plan, files))
         try:
@@ -171,9 +174,17 @@ def _journal_of(plan: DropPlan, files: Rewriting) -> _Journal:
         plan.source.format,
         str(plan.save_id),
         [files.new_name(n) for n in plan.written],
-        [files.names[n] for n in plan.changed],
+        _replaced(plan, files),
         files.beside,
     )
+
+
+def _replaced(plan: DropPlan, files: Rewriting) -> list[str]:
+    return [files.names[n] for n in plan.changed]
+
+
+def _indexes(plan: DropPlan) -> list[str]:
+    return [MANIFEST_NAME if plan.source.format == BACKEND else TORCH_DIST_INDEX]
 
 
 def finish_drop(directory: Path) -> bool:
@@ -235,6 +246,18 @@ def _finish(directory: Path, points: Faults) -> None:
         if name not in named:
             points.point("remove replaced")
             (directory / name).unlink(missing_ok=True)
+    if not is_old:
+        index = MANIFEST_NAME if journal.format == BACKEND else TORCH_DIST_INDEX
+        _renew_sums(directory, {index, *named.intersection([*journal.made, *of_save])}, points)
     sync_directory(directory)
     (directory / JOURNAL_NAME).unlink()
     sync_directory(directory)
+
+
+def _renew_sums(directory: Path, renewed: Collection[str], points: Faults) -> None:
+    sums = stored_sums(directory)
+    if sums is not None:
+        points.point("renew sums")
+        temporary = directory / f".{INTEGRITY_NAME}.tmp"
+        write_synced(temporary, renewed_sums(directory, sums, renewed))
+        temporary.rename(directory / INTEGRITY_NAME)

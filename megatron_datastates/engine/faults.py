@@ -24,7 +24,7 @@ LEFT_OVER_OPERATIONS = ("look at left-over", "remove left-over")
 LINK_OPERATIONS = ("link", "sync link")
 DRAIN_OPERATIONS = ("drain read", "drain write", "drain sync", "drain rename")
 REPLICA_OPERATIONS = ("replica read", "replica sync", "replica rename")
-WEIGHTS_OPERATIONS = ("write journal", "write weights", "publish weights", "remove replaced")
+WEIGHTS_OPERATIONS = ("write journal", "write weights", "publish weights", "remove replaced", "renew sums")
 OPERATIONS = (
     *NATIVE_OPERATIONS,
     *SMALL_FILE_OPERATIONS,

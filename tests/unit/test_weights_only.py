@@ -18,7 +18,7 @@ from megatron_datastates.convert.integrity import verify_source
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.parts import is_weight
 from megatron_datastates.convert.weights_only import drop_optimizer, finish_drop, plan_drop
-from megatron_datastates.errors import OptionError, StorageError
+from megatron_datastates.errors import CorruptDataError, OptionError, StorageError
 from megatron_datastates.format.codecs import NONE
 from megatron_datastates.format.directory import JOURNAL_NAME
 from megatron_datastates.pipeline.verify import verify
@@ -253,3 +253,34 @@ def test_compressed_weights_stay_where_one_of_their_files_is_rewritten(tmp_path:
     drop(tmp_path / "a")
     assert contents(open_source(tmp_path / "a")) == before and len(before) == 6
     assert verify(tmp_path / "a", options=OPTIONS).faults == []
+
+
+@pytest.mark.parametrize("killed_at", ["", "remove replaced:1", "renew sums:1"])
+def test_megatrons_sums_of_files_hold_for_what_is_left(root: Path, killed_at: str) -> None:
+    path = place(root, 1)
+    hashes = pytest.importorskip("megatron.core.dist_checkpointing.validation")
+    if not hasattr(hashes, "save_integrity_manifest"):
+        pytest.skip("integrity.json is new in 0.19")
+    hashes.save_integrity_manifest(str(path))
+    drop_in = f"drop_optimizer(plan_drop(Path(sys.argv[1])), faults='{killed_at}:kill')"
+    if killed_at:
+        code = "import sys; from pathlib import Path\n"
+        code += f"from megatron_datastates.convert.weights_only import drop_optimizer, plan_drop\n{drop_in}"
+        assert subprocess.run([sys.executable, "-c", code, path], check=False).returncode == -signal.SIGKILL
+        assert finish_drop(path)
+    else:
+        drop(path)
+    hashes._verify_integrity_manifest_impl(str(path))
+    sums = json.loads((path / "integrity.json").read_text())["files"]
+    assert set(sums) == {one.name for one in path.iterdir()} - {"integrity.json"}
+    require_good(path)
+
+
+def test_a_file_that_differs_from_megatrons_sum_gets_no_other(root: Path) -> None:
+    path = place(root, 1)
+    before = {one.name: one.read_bytes() for one in path.iterdir()}
+    sums = {"algorithm": "sha256", "files": dict.fromkeys(before, "0" * 64)}
+    (path / "integrity.json").write_text(json.dumps(sums))
+    with pytest.raises(CorruptDataError, match=r"has SHA-256 .*, expected 0000"):
+        drop(path)
+    assert {name: (path / name).read_bytes() for name in before} == before

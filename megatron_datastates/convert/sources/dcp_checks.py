@@ -18,6 +18,7 @@ from megatron_datastates.convert.sources.pickles import (
     BytesStorage,
     Chunk,
     Index,
+    Member,
     Metadata,
     Properties,
     StorageInfo,
@@ -50,7 +51,7 @@ _ATTRIBUTES: dict[type, tuple[set[str], set[str]]] = {
 _MEGATRONS = {"mcore_data", "all_local_plans"}  # which some releases of Megatron add to Metadata
 _SHARD = re.compile(r"(?P<key>.*)/shard_(?P<at>\d+(\.\d+)*)_(?P<of>\d+(\.\d+)*)", re.ASCII | re.DOTALL)
 _VERSION = re.compile(r"\d+(\.\d+)*", re.ASCII)
-_CONFIG = ({"sharded_backend", "sharded_backend_version"}, {"common_backend", "common_backend_version"})
+_COMMON = {"common_backend", "common_backend_version"}  # both or none, by Megatron's release
 
 
 def index_faults(directory: Path, records: Iterable[tuple[str, int | None, Record]]) -> Iterator[str]:
@@ -122,7 +123,8 @@ def _attribute_faults(value: Any) -> Iterator[str]:
 
 def _property_faults(key: str, properties: Any) -> Iterator[str]:
     others = properties.others if isinstance(properties, Properties) else ()
-    if len(others) != 4 or not isinstance(others[1], bool) or not isinstance(others[3], bool):
+    kinds = [one.of if isinstance(one, Member) else type(one) for one in others]
+    if kinds != ["layout", bool, "_MEM_FORMAT_ENCODING", bool]:
         yield f"tensor {key!r} has properties {others}, expected DCP's five"
 
 
@@ -151,6 +153,10 @@ def _at(offset: Any) -> str:
 
 def _planner_faults(metadata: Metadata) -> Iterator[str]:
     """Yields where DCP's own planner names a key otherwise than by the path to it in the saved state."""
+    data = metadata.planner_data
+    odd = [key for key in data if not isinstance(key, str)] if isinstance(data, dict) else []
+    if odd:
+        yield f"its planner has a path of {odd[0]!r}, expected a key"
     for key, path in (paths_of(metadata) or {}).items():
         if key not in metadata.state_dict_metadata or ".".join(map(str, path)) != key:
             yield f"its planner has the path {path} of {key!r}, which is not in the checkpoint"
@@ -211,15 +217,13 @@ def _config_faults(directory: Path, has_common_state: bool) -> Iterator[str]:
     members = metadata_members(directory)
     if not members:
         return
-    required, others = _CONFIG
-    missing, unknown = required - members.keys(), members.keys() - required - others
-    halved = bool(members.keys() & others) and not members.keys() >= others
-    if missing or (unknown and halved):
-        yield (
-            f"{directory / METADATA_NAME} has {', '.join(map(repr, sorted(members)))}, expected "
-            f"{', '.join(map(repr, sorted(required)))}"
-        )
+    unknown = members.keys() - _COMMON - {"sharded_backend", "sharded_backend_version"}
+    is_whole = "sharded_backend_version" in members and members.keys() & _COMMON in (set(), _COMMON)
+    if unknown and not is_whole:  # an unknown one beside all known is of a later release
+        names = ", ".join(map(repr, sorted(unknown)))
+        yield f"{directory / METADATA_NAME} has {names}, which Megatron refuses"
     if "common_backend" in members and not has_common_state and not (directory / COMMON_FILE).is_file():
         yield f"{directory / COMMON_FILE} is missing"
-    if not missing and (members["sharded_backend"], members["sharded_backend_version"]) != (TORCH_DIST, 1):
-        yield f"{directory / METADATA_NAME} names version {members['sharded_backend_version']}, expected 1"
+    format = members.get("sharded_backend"), members.get("sharded_backend_version", 1)
+    if format != (TORCH_DIST, 1):
+        yield f"{directory / METADATA_NAME} names {format}, expected {(TORCH_DIST, 1)}"

@@ -40,6 +40,8 @@ class Unread:
 class _Fields:
     """Substitute for a class of DCP. Its attributes come from the pickle and are not checked here."""
 
+    __hash__ = None  # type: ignore[assignment]  # as of torch's: a pickle with such a key does not load
+
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state)
 
@@ -69,6 +71,8 @@ class BytesStorage(_Fields):
 class Chunk(_Fields):
     """One of a tensor's fragments."""
 
+    __hash__ = object.__hash__
+
     offsets: Any
     sizes: Any
 
@@ -86,6 +90,8 @@ class Properties(_Fields):
 
 class Index(_Fields):
     """Identifies an object by its key, or a fragment by its key and offset."""
+
+    __hash__ = object.__hash__
 
     fqn: Any
     offset: Any = None
@@ -180,14 +186,28 @@ class _StrictUnpickler(_MetadataUnpickler):
         return super().find_class(module, name)
 
 
-def _member(values: frozenset[Any], name: str, value: Any) -> None:
+class Member:
+    """Substitute for a member of an enumeration, or for the one layout that is known."""
+
+    __slots__ = ("of",)
+
+    def __init__(self, of: str) -> None:
+        self.of = of
+
+    def __setstate__(self, state: Any) -> None:
+        raise UnsafeObjectError("it would change a constant")
+
+
+def _member(values: frozenset[Any], name: str, value: Any) -> Member:
     if value not in values:
         raise UnsafeObjectError(f"it has {value!r} for {name}, which has no such member")
+    return Member(name)
 
 
-def _strided(name: str) -> None:
+def _strided(name: str) -> Member:
     if name != "torch.strided":
         raise UnsafeObjectError(f"it has a tensor of layout {name}, expected torch.strided")
+    return Member("layout")
 
 
 def load_metadata(path: Path, *, strict: bool = False) -> Metadata:

@@ -1,0 +1,210 @@
+"""DCP's index has no checksum: what contradicts something else in it, or is refused by torch, is a fault."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+from megatron_datastates.convert.integrity import verify_source
+from megatron_datastates.convert.open import open_source
+from megatron_datastates.errors import DataStatesError
+from tests.unit.command import run
+
+NESTED: dict[str, Any] = {
+    "model": {"w": torch.arange(12.0).reshape(3, 4), "v": torch.ones(5, dtype=torch.bfloat16)},
+    "optim": {"w": {"step": 3, "exp_avg": torch.zeros(3, 4)}},
+    "list": [1, torch.arange(3)],
+}
+OBJECTS = {f"rng_state/shard_{n}_2": [n] for n in range(2)} | {"common_state/shard_0_1": [{"iteration": 5}]}
+
+
+@pytest.fixture
+def nested(tmp_path: Path) -> Path:
+    """A checkpoint as DCP writes it, of two files."""
+    writer = dcp.FileSystemWriter(tmp_path / "nested", thread_count=2)
+    dcp.save(NESTED, storage_writer=writer, no_dist=True)
+    return tmp_path / "nested"
+
+
+@pytest.fixture
+def megatrons(tmp_path: Path) -> Path:
+    """A checkpoint as Megatron writes it."""
+    path = tmp_path / "iter_0000005"
+    state = {"a.weight": torch.ones(3, 4), "b.weight": torch.zeros(3, 4), **OBJECTS}
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(path), planner=planner, no_dist=True)
+    (path / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    return path
+
+
+def faults_of(path: Path) -> list[str]:
+    """Returns what verify finds, or why it cannot check anything."""
+    try:
+        return verify_source(open_source(path)).faults
+    except DataStatesError as error:
+        return [str(error)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [b"StorageMeta", b"_MEM_FORMAT_ENCODING", b"planner_data", b"version", b"storage_meta", b"chunks", b"fqn",
+     b"index", b"relative_path", b"checkpoint_id", b"BytesStorageMetadata"],
+)  # fmt: skip
+def test_another_name_in_dcps_classes_is_a_fault(nested: Path, name: bytes) -> None:
+    file = nested / ".metadata"
+    data = file.read_bytes()
+    at = data.index(name) + len(name) - 2
+    file.write_bytes(data[:at] + bytes([data[at] ^ 2]) + data[at + 1 :])
+    assert faults_of(nested)
+
+
+def _without_a_part(metadata: Any) -> None:
+    del metadata.state_dict_metadata["rng_state/shard_1_2"]
+    del metadata.storage_data[MetadataIndex("rng_state/shard_1_2")]
+
+
+def _beyond_its_parts(metadata: Any) -> None:
+    for part in (metadata.state_dict_metadata, metadata.storage_data):
+        key = (
+            "rng_state/shard_0_2"
+            if part is metadata.state_dict_metadata
+            else MetadataIndex("rng_state/shard_0_2")
+        )
+        new = "rng_state/shard_4_2" if isinstance(key, str) else MetadataIndex("rng_state/shard_4_2")
+        part[new] = part.pop(key)
+
+
+def _in_the_place_of_another(metadata: Any) -> None:
+    one, other = (MetadataIndex(f"{name}.weight", torch.Size([0, 0])) for name in "ab")
+    metadata.storage_data[one] = metadata.storage_data[other]
+
+
+def _a_place_of_nothing(metadata: Any) -> None:
+    key = MetadataIndex("a.weight", torch.Size([0, 0]))
+    metadata.storage_data[MetadataIndex("c.weight", torch.Size([0, 0]))] = metadata.storage_data[key]
+
+
+def _a_control_character(metadata: Any) -> None:
+    index = MetadataIndex("a.weight", torch.Size([0, 0]))
+    metadata.state_dict_metadata["a\x0eweight"] = metadata.state_dict_metadata.pop("a.weight")
+    metadata.storage_data[MetadataIndex("a\x0eweight", index.offset)] = metadata.storage_data.pop(index)
+
+
+def _an_odd_version(metadata: Any) -> None:
+    metadata.version = "1.0/0"
+
+
+def _an_odd_property(metadata: Any) -> None:
+    metadata.state_dict_metadata["a.weight"].properties.pin_memory = 7
+
+
+CHANGES: list[tuple[Callable[[Any], None], str]] = [
+    (_without_a_part, "'rng_state' has 1 of its 2 parts"),
+    (_beyond_its_parts, "is beyond the number of its parts"),
+    (_in_the_place_of_another, "overlaps 'a.weight'"),
+    (_a_place_of_nothing, "there is a place for 'c.weight' at (0, 0), which is not in the checkpoint"),
+    (_a_control_character, "has control characters"),
+    (_an_odd_version, "its version is '1.0/0'"),
+    (_an_odd_property, "tensor 'a.weight' has properties"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), CHANGES, ids=lambda value: getattr(value, "__name__", ""))
+def test_what_contradicts_something_else_is_a_fault(
+    megatrons: Path, change: Callable[[Any], None], text: str
+) -> None:
+    assert faults_of(megatrons) == []
+    metadata = pickle.loads((megatrons / ".metadata").read_bytes())
+    change(metadata)
+    (megatrons / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert text in " ".join(faults_of(megatrons))
+
+
+def test_a_path_of_the_planner_that_is_not_its_key_is_a_fault(nested: Path) -> None:
+    metadata = pickle.loads((nested / ".metadata").read_bytes())
+    metadata.planner_data["model.w"] = ("model", "u")
+    (nested / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "('model', 'u') of 'model.w'" in " ".join(faults_of(nested))
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"sharded_backend": "torch_dist", "sharded_backend_versiom": 1}, "'sharded_backend_versiom', which"),
+        ({"sharded_backend": "torch_dist", "sharded_backend_version": 3}, "('torch_dist', 3), expected"),
+        ({"sharded_backend": "torch_dist", "common_backend": "torch", "common_backend_version": 1}, ""),
+    ],
+)
+def test_metadata_json_that_megatron_refuses_is_a_fault(
+    megatrons: Path, config: dict[str, Any], text: str
+) -> None:
+    (megatrons / "metadata.json").write_text(json.dumps(config))
+    assert text in " ".join(faults_of(megatrons)) and bool(faults_of(megatrons)) == bool(text)
+
+
+def test_a_later_release_may_add_attributes_and_settings(megatrons: Path) -> None:
+    metadata = pickle.loads((megatrons / ".metadata").read_bytes())
+    metadata.added_later, metadata.mcore_data = 1, {}
+    (megatrons / ".metadata").write_bytes(pickle.dumps(metadata))
+    config = json.loads((megatrons / "metadata.json").read_text())
+    (megatrons / "metadata.json").write_text(json.dumps(config | {"added_later": 1}))
+    if hasattr(metadata, "version"):  # since torch 2.8
+        assert faults_of(megatrons) == []
+
+
+def test_a_damaged_common_pt_is_a_fault(megatrons: Path) -> None:
+    torch.save({"iteration": 5, "text": "mark"}, megatrons / "common.pt")
+    assert faults_of(megatrons) == []
+    data = (megatrons / "common.pt").read_bytes()
+    (megatrons / "common.pt").write_bytes(data.replace(b"mark", b"marl"))
+    assert "common.pt" in " ".join(faults_of(megatrons))
+
+
+def test_the_verdict_says_what_it_does_not_cover(megatrons: Path) -> None:
+    code, printed, _ = run("verify", megatrons)
+    assert code == 0 and printed.endswith(
+        "checked; index: no checksum in this format, its structure was checked\n"
+    )
+    code, printed, _ = run("verify", megatrons, "--json")
+    assert json.loads(printed)["uncovered"].startswith("index: no checksum")
+
+
+def test_bytes_that_the_index_does_not_name_are_noted(megatrons: Path) -> None:
+    with next(megatrons.glob("*.distcp")).open("ab") as file:
+        file.write(b"abc")
+    verdict = verify_source(open_source(megatrons))
+    assert verdict.good and "has 3 bytes that .metadata does not name" in verdict.notes[0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_torch_refuses_after_a_flipped_bit_is_never_called_good(nested: Path) -> None:
+    """As a run loads it: into the keys and shapes that it was saved with."""
+    known = dcp.FileSystemReader(nested).read_metadata().state_dict_metadata
+    file, random_bits = nested / ".metadata", random.Random(5)
+    good, refused, called_good = file.read_bytes(), 0, 0
+    for _ in range(60):
+        data = bytearray(good)
+        data[random_bits.randrange(len(good))] ^= 1 << random_bits.randrange(8)
+        file.write_bytes(data)
+        state = {
+            key: torch.zeros(one.size, dtype=one.properties.dtype) if hasattr(one, "size") else 0
+            for key, one in known.items()
+        }
+        try:
+            reader = dcp.FileSystemReader(nested)
+            planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+        except BaseException:  # what a damaged pickle raises may be anything
+            refused += 1
+            called_good += not faults_of(nested)
+    assert refused > 20 and called_good == 0
