@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Sequence
 from pathlib import Path
 
 COLUMNS = 80
@@ -22,14 +23,27 @@ def in_terminal(words: str, directory: Path) -> tuple[int, list[str]]:
 
     Returns its exit code, and all lines that it writes, without progress bars, which are erased.
     """
+    code, text = written_to_terminal(
+        [sys.executable, "-m", "megatron_datastates", *shlex.split(words)], directory
+    )
+    return code, lines_of(text)
+
+
+def written_to_terminal(command: Sequence[str], directory: Path, **variables: str) -> tuple[int, str]:
+    """Runs a command in a terminal of 80 columns and 24 lines.
+
+    Args:
+        variables: of the environment.
+
+    Returns its exit code, and all that it writes, with escape sequences.
+    """
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     path = os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    command = [sys.executable, "-m", "megatron_datastates", *shlex.split(words)]
     running = subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, cwd=directory,
-        env=environment | {"PYTHONPATH": path, "TERM": "xterm"},
+        env=environment | {"PYTHONPATH": path, "TERM": "xterm"} | variables,
     )  # fmt: skip
     os.close(theirs)
     seen = b""
@@ -40,7 +54,12 @@ def in_terminal(words: str, directory: Path) -> tuple[int, list[str]]:
         pass
     finally:
         os.close(ours)
+    return running.wait(), seen.decode()
+
+
+def lines_of(written: str) -> list[str]:
+    """Returns the lines that are left in a terminal, without progress bars, which are erased."""
     # A bar is erased: up by one line, and all of that is cleared.
-    text = re.sub(r"[^\n]*\n(\x1b\[\?25h)?\r?\x1b\[1A\x1b\[2K", "", seen.decode().replace("\r\n", "\n"))
+    text = re.sub(r"[^\n]*\n(\x1b\[\?25h)?\r?\x1b\[1A\x1b\[2K", "", written.replace("\r\n", "\n"))
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
-    return running.wait(), [line.rpartition("\r")[2] for line in plain.split("\n")]
+    return [line.rpartition("\r")[2] for line in plain.split("\n")]
