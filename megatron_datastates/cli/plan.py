@@ -14,6 +14,7 @@ from megatron_datastates.cli.shared import (
     AsJson,
     app,
     cannot,
+    counted,
     parse_size,
     print_json,
     say,
@@ -170,7 +171,7 @@ def _rows(made: Plan) -> list[tuple[str, str]]:
     shares = ", ".join(f"{size_text(count)} {name}" for count, name in parts)
     return [
         ("parameters", f"{made.parameters:,}"),
-        ("ranks", f"{made.ranks:,} on {made.nodes:,} nodes"),
+        ("ranks", f"{made.ranks:,} on {counted(made.nodes, 'node')}"),
         ("a checkpoint", f"{size_text(made.checkpoint_bytes)} ({shares})"),
         ("files", f"{made.files:,}: one for each rank, index, manifest, metadata.json"),
         (

@@ -231,6 +231,5 @@ def _plan(
 
 
 def _owner(storage: Storage) -> str:
-    return {"rank": "each rank", "node": f"each node of {storage.ranks_per_node} ranks", "all": "all ranks"}[
-        storage.per
-    ]
+    of_node = f"{storage.ranks_per_node} rank{'s' if storage.ranks_per_node > 1 else ''}"
+    return {"rank": "each rank", "node": f"each node of {of_node}", "all": "all ranks"}[storage.per]

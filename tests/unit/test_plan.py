@@ -207,3 +207,8 @@ def test_the_plan_says_what_to_set_and_what_it_assumes() -> None:
         "an assumption",
     ):
         assert text in out
+
+
+def test_one_node_and_one_rank_are_singular() -> None:
+    _, printed, _ = run("plan", "--params", "1B", "--dp", "1", "--ranks-per-node", "1")
+    assert "ranks           1 on 1 node\n" in printed and "each node of 1 rank," in printed
