@@ -104,3 +104,10 @@ def test_the_command_checks_torch_dist_too(theirs: Path) -> None:
     code, printed, _ = run("verify", theirs)
     assert code == 1 and "FAULTY" in printed and "fault: " in printed
     assert run("verify", "--quick", theirs)[0] == 0
+
+
+def test_an_index_that_is_missing_is_named(theirs: Path) -> None:
+    (theirs / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    (theirs / ".metadata").unlink()
+    code, _, said = run("verify", theirs)
+    assert code == 2 and "holds a torch_dist checkpoint whose .metadata is missing" in said
