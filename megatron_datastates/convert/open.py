@@ -37,8 +37,8 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
     require_readable(path)
     if format == TORCH_DIST:
         raise NotACheckpointError(
-            f"{path} holds a torch_dist checkpoint whose {TORCH_DIST_INDEX} is missing: nothing else says where "
-            "its tensors are. Restore that file, or choose another checkpoint"
+            f"{path} holds a torch_dist checkpoint whose {TORCH_DIST_INDEX} is missing: nothing else says "
+            "where its tensors are. Restore that file, or choose another checkpoint"
         )
     known = f" (its {METADATA_NAME} says {format!r})" if format is not None else ""
     raise NotACheckpointError(

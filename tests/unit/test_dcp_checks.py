@@ -186,25 +186,27 @@ def test_bytes_that_the_index_does_not_name_are_noted(megatrons: Path) -> None:
     assert verdict.good and "has 3 bytes that .metadata does not name" in verdict.notes[0]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_what_torch_refuses_after_a_flipped_bit_is_never_called_good(nested: Path) -> None:
-    """As a run loads it: into the keys and shapes that it was saved with."""
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_is_called_good_after_a_flipped_bit_is_loaded_by_torch(nested: Path) -> None:
+    """As a run loads it: into the keys and shapes that it was saved with.
+
+    What is refused is not given to torch: a flipped length could take all memory.
+    """
     known = dcp.FileSystemReader(nested).read_metadata().state_dict_metadata
-    file, random_bits = nested / ".metadata", random.Random(5)
-    good, refused, called_good = file.read_bytes(), 0, 0
-    for _ in range(60):
-        data = bytearray(good)
-        data[random_bits.randrange(len(good))] ^= 1 << random_bits.randrange(8)
+    file, chance = nested / ".metadata", random.Random(5)
+    whole, good = file.read_bytes(), 0
+    for _ in range(600):
+        data = bytearray(whole)
+        data[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
         file.write_bytes(data)
+        if faults_of(nested):
+            continue
+        good += 1
         state = {
             key: torch.zeros(one.size, dtype=one.properties.dtype) if hasattr(one, "size") else 0
             for key, one in known.items()
         }
-        try:
-            reader = dcp.FileSystemReader(nested)
-            planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
-            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
-        except BaseException:  # what a damaged pickle raises may be anything
-            refused += 1
-            called_good += not faults_of(nested)
-    assert refused > 20 and called_good == 0
+        planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+        dcp.load(state, storage_reader=dcp.FileSystemReader(nested), planner=planner, no_dist=True)
+        assert torch.equal(state["model.w"], NESTED["model"]["w"]) and state["optim.w.step"] == 3
+    assert 0 < good < 100
