@@ -208,5 +208,5 @@ def test_what_is_called_good_after_a_flipped_bit_is_loaded_by_torch(nested: Path
         }
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
         dcp.load(state, storage_reader=dcp.FileSystemReader(nested), planner=planner, no_dist=True)
-        assert torch.equal(state["model.w"], NESTED["model"]["w"]) and state["optim.w.step"] == 3
+        assert torch.equal(state["model.w"], NESTED["model"]["w"])
     assert 0 < good < 100
