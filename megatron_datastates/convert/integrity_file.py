@@ -16,6 +16,7 @@ from megatron_datastates.files import DOCUMENT_BYTES, open_regular, read_regular
 from megatron_datastates.format.directory import INTEGRITY_NAME
 
 _ALGORITHM = "sha256"
+_READ_BYTES = 1 << 20
 
 
 def stored_sums(directory: Path) -> dict[str, str] | None:
@@ -76,4 +77,7 @@ def renewed_sums(directory: Path, sums: Mapping[str, str], renewed: Collection[s
 
 def _sum_of(path: Path) -> str:
     with open_regular(path) as file:
-        return hashlib.file_digest(file, _ALGORITHM).hexdigest()
+        digest = hashlib.new(_ALGORITHM)
+        while data := file.read(_READ_BYTES):
+            digest.update(data)
+    return digest.hexdigest()

@@ -40,7 +40,7 @@ class Unread:
 class _Fields:
     """Substitute for a class of DCP. Its attributes come from the pickle and are not checked here."""
 
-    __hash__ = None  # type: ignore[assignment]  # as of torch's: a pickle with such a key does not load
+    __hash__: Any = None  # as of torch's: a pickle with such a key does not load
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state)
