@@ -37,21 +37,24 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient, in place."""
+        """Updates every parameter that has a gradient, in place.
+
+        All parameters get states, as with Transformer Engine's: those without elements on this rank have no
+        gradient, and Megatron-FSDP's saves are collective calls for each state.
+        """
         if closure is not None:
             raise ValueError("this stand-in takes no closure; Megatron passes none")
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:
+                if not self.state[param]:
+                    self.state[param] = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
                 if param.grad is not None:
                     self._update(param, group)
         return None
 
     def _update(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(param)
-            state["exp_avg_sq"] = torch.zeros_like(param)
         assert param.grad is not None
         grad, (beta1, beta2) = param.grad.to(param.dtype), group["betas"]
         mean, square = state["exp_avg"], state["exp_avg_sq"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from megatron.core.dist_checkpointing.strategies import common
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import megatron_datastates as ds
+from megatron_datastates.dcp import DataStatesWriter
 from megatron_datastates.format.directory import BACKEND, COMMON_STATE_KEY
 from megatron_datastates.mcore.hooks import versions
 from tests.unit.states import SMALL, random_tensor
@@ -55,6 +57,20 @@ def test_dcps_reader_reads_another_directory_as_before(tmp_path):
     assert state["w"].tolist() == [0, 1, 2, 3, 4, 5]
     with pytest.raises(Exception, match=r"\.metadata"):
         dcp.FileSystemReader(tmp_path).read_metadata()
+
+
+@pytest.mark.skipif(versions.installed().first < (0, 17), reason="it has no training loop")
+def test_a_directory_that_dcp_saved_is_of_dcps_kind_to_megatrons_loop(ours, tmp_path):
+    """As with DCP's own files: Megatron-FSDP reads it, and no common state is looked for."""
+    checkpointing = importlib.import_module("megatron.training.checkpointing")
+    directory = tmp_path / "c"
+    dcp.save({"w": torch.arange(6.0)}, storage_writer=DataStatesWriter(directory))
+
+    def kind(directory, uses_fsdp):
+        return checkpointing._get_checkpoint_format(str(directory), Namespace(use_megatron_fsdp=uses_fsdp))
+
+    assert (kind(directory, True), kind(directory, False)) == ("fsdp_dtensor", "torch_dcp")
+    assert (kind(ours, True), kind(ours, False)) == ("torch_dist", "torch_dist")
 
 
 @pytest.mark.skipif(versions.installed().first < (0, 17), reason="its tools have no such function")

@@ -80,6 +80,7 @@ _LOADING = (
     Hook(_CHECKPOINTING, "load_checkpoint", "load.training_load.wrap_load_checkpoint"),
     Hook(_CHECKPOINTING, "save_checkpoint", "training.loop.wrap_save_checkpoint"),
     Hook(_CHECKPOINTING, "_load_base_checkpoint", "load.training_load.wrap_load_base_checkpoint"),
+    Hook(_CHECKPOINTING, "_get_checkpoint_format", "load.training_load.wrap_get_checkpoint_format"),
     Hook(
         _DIST + "serialization",
         "load_content_metadata",

@@ -14,6 +14,7 @@ from typing import Any
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.directory import iteration_name
+from megatron_datastates.format.values import is_dcp_file_name
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement, is_damage
 from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint
@@ -127,6 +128,22 @@ def wrap_load_base_checkpoint(original: Callable[..., Any]) -> Callable[..., Any
         return result
 
     return _load_base_checkpoint
+
+
+def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `_get_checkpoint_format`: a directory of ours that DCP saved is of DCP's kind to Megatron.
+
+    Else it would look for a common state there, which only its own saves have.
+    """
+
+    def _get_checkpoint_format(checkpoint_name: str, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        if is_ours(checkpoint_name):
+            others = open_checkpoint(checkpoint_name).manifest.others
+            if any(is_dcp_file_name(other.name) for other in others):
+                return "fsdp_dtensor" if getattr(args, "use_megatron_fsdp", False) else "torch_dcp"
+        return original(checkpoint_name, args, *rest, **kwargs)
+
+    return _get_checkpoint_format
 
 
 def wrap_load_content_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
