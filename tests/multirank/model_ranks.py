@@ -34,6 +34,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec,
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from other_models import BUILDERS
 from saving_rank import join, make_directory, report
 
 from megatron_datastates.mcore import DataStatesSaveStrategy
@@ -66,6 +67,7 @@ NOT_DISTRIBUTED = "not distributed"
 PRECISION_AWARE = "precision-aware "
 OFFLOADED = "half offloaded "
 LAYER_WISE = "layer-wise"
+MUON = "muon"
 
 
 @dataclass
@@ -115,8 +117,8 @@ class Training:
 def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], None]) -> Training:
     """Builds a model in this layout, fills all its tensors, and adds an optimizer.
 
-    `optimizer` is the sharding type of a distributed one, PRECISION_AWARE or OFFLOADED + that, LAYER_WISE or
-    NOT_DISTRIBUTED.
+    `optimizer` is the sharding type of a distributed one, PRECISION_AWARE or OFFLOADED + that, LAYER_WISE,
+    NOT_DISTRIBUTED, MUON, or LAYER_WISE + " " + MUON.
     """
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
@@ -125,12 +127,12 @@ def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], 
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
     # States follow the groups; the attention here, which never runs, would refuse context parallelism.
-    own = ("tied", "context_parallel_size", "split_qkv", "decoupled_lr", "bucket_size")
+    own = ("tied", "context_parallel_size", "split_qkv", "decoupled_lr", "bucket_size", "model")
     options = {name: value for name, value in layout.items() if name not in own}
     config = TransformerConfig(**(TINY | options))
     stages = layout.get("virtual_pipeline_model_parallel_size")
     chunks: list[Any] = [
-        build_chunk(config, None if stages is None else stage, layout.get("tied", False))
+        build_chunk(config, None if stages is None else stage, layout.get("tied", False), layout.get("model"))
         for stage in range(stages or 1)
     ]
     wrapped = [Float16Module(config, chunk) for chunk in chunks]
@@ -142,7 +144,8 @@ def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], 
     groups = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     if optimizer is None:
         return Training(chunks, None, metadata | groups)
-    is_distributed = optimizer not in (NOT_DISTRIBUTED, LAYER_WISE)
+    is_muon = optimizer.endswith(MUON)
+    is_distributed = optimizer not in (NOT_DISTRIBUTED, LAYER_WISE) and not is_muon
     kind: dict[str, Any] = {"use_distributed_optimizer": is_distributed}
     bucket_size = layout.get("bucket_size")  # Megatron makes one bucket if it does not overlap
     overlap = {"bucket_size": bucket_size, "overlap_grad_reduce": bucket_size is not None}
@@ -155,13 +158,18 @@ def build(layout: Layout, optimizer: str | None, fill: Callable[[torch.Tensor], 
         kind |= {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
         kind |= {"optimizer_offload_fraction": 0.5}
     kind |= {"decoupled_lr": layout.get("decoupled_lr"), "min_lr": 0.0}
-    adam = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, **kind)
+    if is_muon:
+        kind |= {"use_layer_wise_distributed_optimizer": optimizer.startswith(LAYER_WISE)}
+    name = MUON if is_muon else "adam"
+    config_of_optimizer = OptimizerConfig(
+        optimizer=name, lr=1e-2, bf16=True, params_dtype=torch.bfloat16, **kind
+    )
     wrapped = [DistributedDataParallel(config, ddp, chunk) for chunk in wrapped]
     if is_distributed:
         metadata["distrib_optim_sharding_type"] = optimizer
     if optimizer == LAYER_WISE:
-        return Training(chunks, layer_wise(adam, wrapped), metadata | groups)
-    made = get_megatron_optimizer(adam, wrapped)
+        return Training(chunks, layer_wise(config_of_optimizer, wrapped), metadata | groups)
+    made = get_megatron_optimizer(config_of_optimizer, wrapped)
     return Training(chunks, made, metadata | groups, layout.get("split_qkv", False))
 
 
@@ -195,19 +203,23 @@ def layer_wise(config: OptimizerConfig, wrapped: list[Any]) -> Any:
     return LayerWiseDistributedOptimizer([optimizer], config, own, [init_state], wrapped)
 
 
-def build_chunk(config: TransformerConfig, vp_stage: int | None, tied: bool) -> GPTModel:
+def build_chunk(config: TransformerConfig, vp_stage: int | None, tied: bool, model: str | None) -> Any:
+    """Builds a chunk of a GPT, or of another model of other_models.py."""
+    multiple = DIVISIBLE_BY * config.tensor_model_parallel_size
+    vocabulary = -(-VOCABULARY // multiple) * multiple
+    if model is not None:
+        return BUILDERS[model](config, vocabulary)
     layers = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
     mtp = None
     if config.mtp_num_layers:
         mtp = get_gpt_mtp_block_spec(config, layers, use_transformer_engine=False, vp_stage=vp_stage)
-    multiple = DIVISIBLE_BY * config.tensor_model_parallel_size
     virtual = {"ignore_virtual": False, "vp_stage": vp_stage}
     return GPTModel(
         config,
         layers,
-        vocab_size=-(-VOCABULARY // multiple) * multiple,
+        vocab_size=vocabulary,
         max_sequence_length=16,
         pre_process=parallel_state.is_pipeline_first_stage(**virtual),
         post_process=parallel_state.is_pipeline_last_stage(**virtual),
@@ -224,9 +236,18 @@ def random_values() -> Callable[[torch.Tensor], None]:
     return lambda tensor: tensor.copy_(torch.randn(tensor.shape, generator=generator))
 
 
-def step(training: Training) -> None:
-    """Takes one step with random gradients, so that the optimizer has moments."""
-    generator = torch.Generator().manual_seed(100 + dist.get_rank())
+def same_values() -> Callable[[torch.Tensor], None]:
+    """Returns a filler whose values are the same in all ranks, as those of replicas are in training."""
+    generator = torch.Generator().manual_seed(0)
+    return lambda tensor: tensor.copy_(torch.randn(tensor.shape, generator=generator))
+
+
+def step(training: Training, seed: int | None = None) -> None:
+    """Takes one step with random gradients, so that the optimizer has moments.
+
+    They differ between ranks, unless there is a `seed`.
+    """
+    generator = torch.Generator().manual_seed(100 + dist.get_rank() if seed is None else seed)
     for chunk in training.chunks:
         for param in chunk.parameters():
             param.main_grad.copy_(torch.randn(param.main_grad.shape, generator=generator))
@@ -298,6 +319,24 @@ def load_both(
     lines = [f"{path}: {ours.get(path)}, torch_dist loads {stock.get(path)}" for path in unequal]
     assert not unequal, f"loaded into {layout}: " + "\n".join(lines[:20])
     return stock
+
+
+def resume(root: str, layout: Layout, optimizer: str, folder: str) -> None:
+    """Takes two steps, saving ours after the first; a fresh training takes the second from what was saved."""
+    join()
+    whole = build(layout, optimizer, same_values())
+    step(whole, seed=1)
+    make_directory(Path(root))
+    dist.barrier()
+    dist_checkpointing.save(whole.sharded(), root, strategies("ours", False)[0])
+    step(whole, seed=2)
+    resumed = build(layout, optimizer, lambda tensor: tensor.fill_(3.0))
+    loaded = dist_checkpointing.load(resumed.sharded(is_loading=True), root, strategies("ours", False)[1])
+    resumed.accept(loaded)
+    step(resumed, seed=2)
+    truth, became = whole.leaves(), resumed.leaves()
+    unequal = sorted(key for key in truth.keys() | became.keys() if truth.get(key) != became.get(key))
+    report(folder, unequal=unequal, compared=sorted(truth))
 
 
 def reshard(root: str, pairs: list[tuple[Layout, list[Layout]]], optimizer: str | None, folder: str) -> None:
