@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,7 @@ def test_torchs_fsdp2_saves_and_resumes_as_torch_dist_does(pretraining: Pretrain
     assert [rank.begun_at for rank in endings[0][1].ranks] == [2, 2]
 
 
+@pytest.mark.skipif(not find_spec("einops"), reason="Megatron-FSDP needs einops")
 def test_megatrons_fsdp_resumes_from_what_dcp_saved_with_our_writer(
     fsdp_forge: RankForge, tmp_path: Path
 ) -> None:
