@@ -156,9 +156,7 @@ class Pretraining:
         """Starts a run with `recipes/tiny.args` and then these arguments, which win."""
         self._runs += 1
         folder = self._folder / f"run{self._runs}"
-        # Megatron accepts only one of each pair.
-        pairs = {"--fp16": "--bf16", "--use-torch-fsdp2": "--use-distributed-optimizer"}
-        instead = {pairs[name] for name in arguments if name in pairs}
+        instead = {"--bf16"} if "--fp16" in arguments else set()  # Megatron accepts only one of them
         everything = [name for name in self._arguments if name not in instead] + list(map(str, arguments))
         job = self._forge.start(
             self._target,
