@@ -2,17 +2,20 @@
 
 Every file of a checkpoint is opened here; the native module opens data files by the same rules
 (cuda/os/input_file.cc). A pipe or a device in a file's place is refused at once, where opening it could wait
-forever.
+forever. Objects of object stores are opened here, too (stores.py).
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
+from megatron_datastates import stores
 from megatron_datastates.errors import StorageError
 
 _MIB = 1 << 20
@@ -23,6 +26,40 @@ MANIFEST_BYTES = 256 * _MIB  # 3 MiB at 16,384 ranks
 INDEX_BYTES = 4 << 30  # about 100 bytes per fragment
 METADATA_BYTES = 4 << 30  # DCP's
 OBJECT_BYTES = 4 << 30  # common.pt
+_OBJECT_BUFFER_BYTES = _MIB  # the shortest read of an object that is not at its end
+
+
+def path_of(path: str | os.PathLike[str]) -> Path:
+    """Returns a Path for what a user or another program has given: of a file, or in an object store.
+
+    Raises:
+        OptionError: it is in an object store, and names no profile.
+    """
+    return stores.path_of(path)
+
+
+def is_object(path: str | os.PathLike[str]) -> bool:
+    """Returns whether a path is in an object store."""
+    return stores.is_object(path)
+
+
+def names_in(directory: str | os.PathLike[str]) -> list[str]:
+    """Returns the names in a directory, in no order. Raises OSError."""
+    return stores.names_below(stores.path_of(directory)) if is_object(directory) else os.listdir(directory)
+
+
+def folders_in(
+    directory: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda name: True
+) -> list[str]:
+    """Returns the names of the directories, or links to them, in a directory. Raises OSError.
+
+    Args:
+        wanted: says of a name whether it is looked at.
+    """
+    if is_object(directory):
+        return list(filter(wanted, stores.folders_below(stores.path_of(directory))))
+    with os.scandir(directory) as entries:
+        return [entry.name for entry in entries if wanted(entry.name) and entry.is_dir()]
 
 
 def open_regular(
@@ -33,29 +70,48 @@ def open_regular(
     Raises:
         OSError: the file cannot be opened, is not a regular file, or has more than `most_bytes` bytes.
     """
+    if stores.is_object(path):
+        return _open_object(path, most_bytes)
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):
             kind = errno.EISDIR if stat.S_ISDIR(found.st_mode) else errno.EINVAL
             raise OSError(kind, f"expected a regular file, found {_kind(found.st_mode)}", os.fspath(path))
-        if most_bytes is not None and found.st_size > most_bytes:
-            text = f"expected at most {most_bytes} bytes, found {found.st_size}"
-            raise OSError(errno.EFBIG, text, os.fspath(path))
+        _check_size(path, found.st_size, most_bytes)
         return os.fdopen(descriptor, "rb", buffering)
     except BaseException:
         os.close(descriptor)
         raise
 
 
+def _open_object(path: str | os.PathLike[str], most_bytes: int | None) -> BinaryIO:
+    file = stores.ObjectFile(stores.path_of(path))
+    _check_size(path, file.size, most_bytes)
+    return cast(BinaryIO, io.BufferedReader(file, _OBJECT_BUFFER_BYTES))
+
+
+def _check_size(path: str | os.PathLike[str], size: int, most_bytes: int | None) -> None:
+    if most_bytes is not None and size > most_bytes:
+        text = f"expected at most {most_bytes} bytes, found {size}"
+        raise OSError(errno.EFBIG, text, os.fspath(path))
+
+
 def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:
     """Reads a whole file. Raises OSError as `open_regular` does."""
+    if stores.is_object(path):
+        place = stores.path_of(path)
+        _check_size(path, stores.size_of_object(place), most_bytes)
+        return stores.read_whole(place)
     with open_regular(path, most_bytes) as file:
         return file.read(size_of(file))
 
 
 def size_of(file: BinaryIO) -> int:
     """Returns the size of an open file in bytes."""
+    raw = getattr(file, "raw", None)
+    if isinstance(raw, stores.ObjectFile):
+        return raw.size
     return os.fstat(file.fileno()).st_size
 
 

@@ -19,6 +19,7 @@ from megatron_datastates.cli.shared import (
     cannot,
     checkpoint_of,
     counted,
+    local_readable,
     note,
     parse_size,
     progress_bar,
@@ -58,7 +59,7 @@ def convert(
             metavar="TARGET",
             help="Directory to create, such as converted/iter_0001000. If SOURCE is a run, it becomes a run, "
             "too, and may exist.",
-            callback=readable,
+            callback=local_readable,
         ),
     ],
     to: Annotated[

@@ -20,6 +20,7 @@ from megatron_datastates.cli.shared import (
     cannot,
     checkpoint_of,
     counted,
+    local,
     parse_memory,
     parse_size,
     progress_bar,
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 def export(
     directory: Directory,
     target: Annotated[
-        Path, typer.Argument(metavar="TARGET", help="Directory to create. It must not exist yet.")
+        Path,
+        typer.Argument(metavar="TARGET", help="Directory to create. It must not exist yet.", callback=local),
     ],
     keys: Keys = [],  # noqa: B006  typer copies it
     stacked: Annotated[

@@ -15,11 +15,11 @@ from megatron_datastates.cli.shared import (
     app,
     cannot,
     counted,
+    local_readable,
     note,
     parse_memory,
     parse_size,
     progress_bar,
-    readable,
     say,
     size_text,
 )
@@ -113,13 +113,13 @@ def import_hugging_face(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="FOLDER", help="Folder of Hugging Face's, with config.json.", callback=readable
+            metavar="FOLDER", help="Folder of Hugging Face's, with config.json.", callback=local_readable
         ),
     ],
     target: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN", help="Directory of the run to start, as given to --load.", callback=readable
+            metavar="RUN", help="Directory of the run to start, as given to --load.", callback=local_readable
         ),
     ],
     hf: Annotated[

@@ -14,12 +14,14 @@ from megatron_datastates.cli.shared import (
     app,
     cannot,
     counted,
+    local,
     note,
     progress_bar,
     say,
     size_text,
 )
 from megatron_datastates.errors import DataStatesError, OptionError
+from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TORCH_DIST, TORCH_DIST_INDEX
 
 if TYPE_CHECKING:
@@ -65,6 +67,9 @@ def prune(
     files that killed saves left and that no manifest names. If prune itself is killed, every remaining
     checkpoint is whole, and the next call removes the rest.
 
+    In an object store (msc://PROFILE/PATH), uploads that have not ended and are as old as that are aborted,
+    too. Checkpoints of torch_dist stay there.
+
     With --drop-optimizer, checkpoints that would be removed keep their weights, bit for bit, and all else but
     the optimizer's state; Megatron loads them with --no-load-optim. Each is rewritten in its own directory,
     which needs space for its weights, and becomes the new one at once.
@@ -82,15 +87,17 @@ def prune(
     from megatron_datastates.pipeline.prune import RetentionRules, plan_prune
     from megatron_datastates.pipeline.runs import stored_bytes
 
+    if drop_optimizer:
+        local(root)
     if keep_last is None and keep_every is None:
         cannot(OptionError("give --keep-last N, --keep-every N, or both: prune needs to know what to keep"))
     try:
         rules = RetentionRules(keep_last, keep_every, min_age * 60)
-        if yes:
+        if yes and not is_object(root):
             finish_drops(root)
         if drop_optimizer:
-            raise typer.Exit(drop_all(root, rules, other_formats(), yes, as_json))
-        plan = plan_prune(root, rules, other_formats())
+            raise typer.Exit(drop_all(root, rules, other_formats(root), yes, as_json))
+        plan = plan_prune(root, rules, other_formats(root))
         sizes = {one.path: stored_bytes(one.path) for one in plan.removed}
         if not as_json:
             _print_plan(plan, sizes, yes)
@@ -109,8 +116,10 @@ def prune(
         say("Nothing was removed. Add --yes to remove.")
 
 
-def other_formats() -> OtherFormats:
-    """Returns what prune needs to know of torch_dist."""
+def other_formats(root: Path) -> OtherFormats:
+    """Returns what prune needs to know of torch_dist, which it leaves alone in object stores."""
+    if is_object(root):
+        return {}
     from megatron_datastates.convert.look import fault_of_torch_dist
     from megatron_datastates.pipeline.prune import OtherFormat
 
@@ -125,7 +134,7 @@ def _prune_with_progress(root: Path, rules: RetentionRules, sizes: dict[Path, in
         return prune_run(
             root,
             rules,
-            other_formats(),
+            other_formats(root),
             progress=lambda one: progress.advance(task, sizes.get(one.path, 0)),
             stays=lambda one, why: note(f"keep  {one.path}  ({why})"),
         )
@@ -144,9 +153,15 @@ def _print_plan(plan: PrunePlan, sizes: dict[Path, int], yes: bool) -> None:
     for one in plan.removed:
         say(f"{remove}  {one.path}  {size_text(sizes[one.path])}")
     for file in plan.left_overs:
-        why = f"no manifest names it; {age_text(file.age_seconds)} old"
-        say(f"{remove}  {file.path}  {size_text(file.bytes)}  ({why})")
+        age = f"{age_text(file.age_seconds)} old"
+        if file.upload:
+            end = "abort" if yes else "would abort"
+            say(f"{end}  {file.path}  {size_text(file.bytes)}  (an upload that has not ended; {age})")
+        else:
+            say(f"{remove}  {file.path}  {size_text(file.bytes)}  (no manifest names it; {age})")
     total = len(plan.removed) + len(plan.kept)
+    if plan.note:
+        note(plan.note)
     whole = counted(total, "checkpoint")
     say(f"{remove} {len(plan.removed)} of {whole}, {size_text(sum(sizes.values()))}")
 
@@ -157,7 +172,12 @@ def _plain(plan: PrunePlan, sizes: dict[Path, int]) -> dict[str, Any]:
             {"iteration": one.number, "path": str(one.path), "bytes": sizes[one.path]} for one in plan.removed
         ],
         "left_overs": [
-            {"path": str(file.path), "bytes": file.bytes, "age_seconds": round(file.age_seconds)}
+            {
+                "path": str(file.path),
+                "bytes": file.bytes,
+                "age_seconds": round(file.age_seconds),
+                "is_upload": file.upload is not None,
+            }
             for file in plan.left_overs
         ],
         "kept": [{"iteration": one.number, "path": str(one.path), "why": why} for one, why in plan.kept],

@@ -14,6 +14,7 @@ from megatron_datastates.cli.shared import (
     cannot,
     checkpoint_of,
     counted,
+    local,
     progress_bar,
     say_folded,
     size_text,
@@ -37,6 +38,7 @@ def repair(directory: Directory, iteration: Iteration = None, as_json: AsJson = 
     \b
     Example: datastates repair runs/gpt/iter_0001000
     """
+    local(directory)
     try:
         path = checkpoint_of(directory, iteration)
         done = _repair_with_progress(path)

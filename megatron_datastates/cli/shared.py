@@ -19,7 +19,8 @@ import typer
 
 from megatron_datastates.config import MIB, parse_bytes
 from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError, printable
-from megatron_datastates.files import require_utf8
+from megatron_datastates.files import is_object, path_of, require_utf8
+from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.run_folders import choose_checkpoint
 
 if TYPE_CHECKING:
@@ -32,13 +33,41 @@ _GROUPS = {"tensor": "TP", "pipeline": "PP", "data": "DP", "context": "CP", "exp
 _LEAST_MEMORY_BYTES = MIB  # with less, a tensor would be read in a vast number of tiny pieces
 
 
+def placed(directory: Path) -> Path:
+    """Returns the path that an argument names, in an object store (`msc://PROFILE/PATH`), too."""
+    if directory is None:  # an optional one
+        return directory
+    try:
+        return path_of(directory)
+    except OptionError as error:
+        cannot(error)
+
+
 def readable(directory: Path) -> Path:
-    """Checks a directory argument: ends the command with exit code 2 if its path is not valid UTF-8."""
+    """Returns the same, and ends the command with exit code 2 if the path is not valid UTF-8."""
     try:
         require_utf8(directory)
     except StorageError as error:
         cannot(error)
+    return placed(directory)
+
+
+def local(directory: Path) -> Path:
+    """Checks an argument that has to be in a file system: ends the command with exit code 2 if it is not."""
+    if is_object(directory):
+        where = placed(directory)
+        cannot(
+            OptionError(
+                f"{where} is in an object store: expected a directory of a file system. Use one, and copy it "
+                f"from or to the store, {MANIFEST_NAME} last"
+            )
+        )
     return directory
+
+
+def local_readable(directory: Path) -> Path:
+    """Checks both."""
+    return readable(local(directory))
 
 
 def readable_all(directories: list[Path]) -> list[Path]:
@@ -63,7 +92,10 @@ AnyFormat = Annotated[
         callback=readable,
     ),
 ]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="Directory of a training run, as given to --save.")]
+Run = Annotated[
+    Path,
+    typer.Argument(metavar="RUN", help="Directory of a training run, as given to --save.", callback=placed),
+]
 Iteration = Annotated[
     int | None,
     typer.Option(
@@ -204,7 +236,8 @@ def checkpoint_of(directory: Path, iteration: int | None) -> Path:
     Raises:
         OptionError, NotACheckpointError, StorageError: see choose_checkpoint.
     """
-    if not directory.is_dir():  # said at once: to open a checkpoint, some commands import torch
+    # Said at once: to open a checkpoint, some commands import torch.
+    if not is_object(directory) and not directory.is_dir():
         raise NotACheckpointError(f"{directory} is not a directory")
     found = choose_checkpoint(directory, iteration)
     if found.how:

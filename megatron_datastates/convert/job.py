@@ -33,7 +33,7 @@ from megatron_datastates.convert.verification import verify_conversion
 from megatron_datastates.convert.work_directory import locked_work_directory, rename_to_target
 from megatron_datastates.convert.workers import Workers
 from megatron_datastates.engine.atomic_files import sync_directory
-from megatron_datastates.files import open_regular
+from megatron_datastates.files import is_object, open_regular
 from megatron_datastates.format.values import SaveId
 
 
@@ -121,7 +121,8 @@ def _copy_regular(source: str | Path, copy: str | Path) -> None:
     """Copies a regular file. Raises OSError, also for a device or a pipe, which might have no end."""
     with open_regular(source) as opened, open(copy, "xb") as target:
         shutil.copyfileobj(opened, target, MIB)
-    shutil.copymode(source, copy)
+    if not is_object(source):
+        shutil.copymode(source, copy)
 
 
 def _other_names(source: Source) -> list[str]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import os
 import re
 from pathlib import Path
 
+from megatron_datastates import stores
 from megatron_datastates.convert.sources.dcp_index import Record, records_of, required_bytes
 from megatron_datastates.convert.sources.pickles import load_metadata
 from megatron_datastates.convert.stored_arguments import arguments_in, parallel_sizes
@@ -22,6 +22,8 @@ from megatron_datastates.files import (
     METADATA_BYTES,
     OBJECT_BYTES,
     is_denied,
+    is_object,
+    names_in,
     open_regular,
     read_regular,
 )
@@ -85,7 +87,7 @@ def look_at(path: Path, *, tracked: bool = False) -> Look:
     look = Look(path, number, format, COMPLETE, stored_bytes(path), _changed(path), tracked)
     kinds = {BACKEND: _look_at_ours, TORCH_DIST: _look_at_torch_dist}
     try:
-        os.listdir(path)  # an error is a permission that lacks
+        names_in(path)  # an error is a permission that lacks
         kinds.get(format, _look_at_other)(look)
     except _FoundError as found:
         look.state, look.problem = found.args
@@ -113,7 +115,7 @@ def _look_at_ours(look: Look) -> None:
 
 
 def _unpublished(path: Path) -> str:
-    if any(is_index_name(name) for name in os.listdir(path)):
+    if any(is_index_name(name) for name in names_in(path)):
         return f"it has no {MANIFEST_NAME}: `datastates repair {path}` makes it if all data is there"
     return "its save did not finish"
 
@@ -191,7 +193,7 @@ def _require_sizes(look: Look, wanted: dict[str, int]) -> None:
 def _require_named_files(look: Look, index: Path) -> None:
     """Looks for the files that a large `.metadata` names, without parsing it."""
     names = {name.decode() for name in _DISTCP_NAMES.findall(read_regular(index, METADATA_BYTES))}
-    missing = sorted(names - set(os.listdir(look.path)))
+    missing = sorted(names - set(names_in(look.path)))
     if missing:
         raise _FoundError(DAMAGED, f"missing: {_some(missing)}")
     look.note = f"sizes were not compared, as {TORCH_DIST_INDEX} is large"
@@ -224,16 +226,20 @@ def _look_at_other(look: Look) -> None:
 def _changed(path: Path) -> str:
     """Returns when a checkpoint was finished: metadata.json is written last."""
     try:
-        status = (path / METADATA_NAME).stat()
+        at = (path / METADATA_NAME).stat().st_mtime
     except OSError:
-        status = path.stat()
-    when = datetime.datetime.fromtimestamp(status.st_mtime, datetime.UTC)
+        at = _newest_object(path) if is_object(path) else path.stat().st_mtime
+    when = datetime.datetime.fromtimestamp(at, datetime.UTC)
     return when.isoformat(timespec="seconds")
+
+
+def _newest_object(path: Path) -> float:
+    return max((one.changed_at for one in stores.objects_below(path)), default=0.0)
 
 
 def _size(path: Path) -> int | None:
     try:
-        return os.lstat(path).st_size
+        return path.lstat().st_size
     except FileNotFoundError:
         return None
 

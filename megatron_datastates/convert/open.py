@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.sources.torch_dist import TorchDistSource
 from megatron_datastates.errors import NotACheckpointError
-from megatron_datastates.files import require_utf8
+from megatron_datastates.files import is_object, path_of, require_utf8
 from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST, TORCH_DIST_INDEX
 from megatron_datastates.pipeline.runs import format_of, require_readable
 
@@ -22,11 +21,16 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
         StorageError: its name is not UTF-8, or it cannot be read.
         MissingPackageError: reading its format needs a package that is not installed.
     """
-    path = Path(directory)
+    path = path_of(directory)
     require_utf8(path)
     format = format_of(path)
-    if format == BACKEND or not path.is_dir():
+    if format == BACKEND or (format is None and is_object(path)) or not path.is_dir():
         return DataStatesSource(path)  # raises an error that says what is missing
+    if is_object(path):
+        raise NotACheckpointError(
+            f"{path} holds a checkpoint of the format {format}, which is not read from object stores: "
+            "expected one of datastates, or a copy of it in a file system"
+        )
     if format == TORCH_DIST and (path / TORCH_DIST_INDEX).is_file():
         return TorchDistSource(path)
     if format == "zarr":

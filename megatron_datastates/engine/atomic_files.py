@@ -10,6 +10,8 @@ of the manifest.
 Two runs may save into one directory at once: a job that was requeued, and one that is not quite dead. So all
 names but those of the manifest and metadata.json are a save's own, and a save removes nothing but what the
 manifest has named in whose place its own is now, and what earlier saves of its own run have left.
+In an object store an object appears whole by itself: one request takes the place of steps 1 to 3. Nothing is
+removed there but what the manifest named before, because listings are not relied on.
 (Protocol as in TensorStore's kvstore/file/file_key_value_store.cc and LevelDB's SetCurrentFile.)
 """
 
@@ -23,9 +25,10 @@ import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
+from megatron_datastates import stores
 from megatron_datastates.engine import native
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.files import OBJECT_BYTES, open_regular, size_of
+from megatron_datastates.files import OBJECT_BYTES, is_object, open_regular, read_regular, size_of
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 
@@ -46,6 +49,12 @@ def write_whole(
         OSError: with the name of the file. `path` holds what it held before, or (if its directory could not
             be synced) `data`.
     """
+    if is_object(path):
+        faults.point(f"write {_kind(path)}")
+        stores.write(path, data)
+        on_renamed()
+        faults.point(f"durable {_kind(path)}")
+        return
     # A name of this call's own: another process may write the same file of the same save, as a job that is
     # not quite dead does with a checkpoint that the next job brings home.
     temporary = path.parent / f".datastates-{path.name}-{secrets.token_hex(4)}-{save_id}.tmp"
@@ -96,6 +105,8 @@ def sync_directory(directory: Path) -> None:
 
 def sync_file(path: Path) -> bytes:
     """Makes a file of somebody else's durable; returns its bytes."""
+    if is_object(path):
+        return read_regular(path, OBJECT_BYTES)
     with open_regular(path, OBJECT_BYTES) as file:
         native.close_in_forked_child(file.fileno())
         try:
@@ -131,10 +142,9 @@ def remove_replaced(
         superseded: patterns of files of a checkpoint in another format.
     """
     removed = []
-    for name in os.listdir(directory):
+    for name in replaced if is_object(directory) else os.listdir(directory):
         ours = name in replaced or published.follows(name)
         if name not in keep and (ours or any(fnmatch.fnmatchcase(name, p) for p in superseded)):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(directory / name)
+            (directory / name).unlink(missing_ok=True)
             removed.append(name)
     return removed

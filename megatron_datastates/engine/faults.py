@@ -20,6 +20,7 @@ SMALL_FILE_OPERATIONS = tuple(
     f"{step} {file}" for file in SMALL_FILES for step in ("write", "rename", "sync directory of", "durable")
 )
 REMOVAL_OPERATIONS = ("remove manifest", "sync removal of manifest", "remove file", "remove directory")
+OBJECT_REMOVAL_OPERATIONS = ("write removal",)  # what precedes those in an object store
 LEFT_OVER_OPERATIONS = ("look at left-over", "remove left-over")
 LINK_OPERATIONS = ("link", "sync link")
 DRAIN_OPERATIONS = ("drain read", "drain write", "drain sync", "drain rename")
@@ -29,6 +30,7 @@ OPERATIONS = (
     *NATIVE_OPERATIONS,
     *SMALL_FILE_OPERATIONS,
     *REMOVAL_OPERATIONS,
+    *OBJECT_REMOVAL_OPERATIONS,
     *LEFT_OVER_OPERATIONS,
     *LINK_OPERATIONS,
     *DRAIN_OPERATIONS,

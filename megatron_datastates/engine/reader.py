@@ -12,8 +12,9 @@ import numpy as np
 
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.engine import native
+from megatron_datastates.engine.fetching import read_through_windows
 from megatron_datastates.errors import FormatError, StorageError
-from megatron_datastates.files import INDEX_BYTES, open_regular, read_regular, size_of
+from megatron_datastates.files import INDEX_BYTES, is_object, open_regular, read_regular, size_of
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import HEADER_BYTES, Header
 from megatron_datastates.plan.reads import ReadSpans
@@ -72,6 +73,33 @@ class Reader:
             StorageError: a file cannot be read, or ends early.
             EngineError: there is no memory, thread or driver, or the device failed.
         """
+        objects = np.array([is_object(path) for path, _ in sources], np.bool_)
+        if not objects.any():
+            return self._read_files(sources, spans, progress)
+        of_objects = objects[spans.files]
+        found = ReadOutcome(0, [])
+        if not of_objects.all():
+            found = self._read_files(sources, spans.take(np.flatnonzero(~of_objects)), progress)
+        bad_blocks = set(found.bad_blocks)
+
+        def deliver(path: Path, file: int, part: ReadSpans) -> None:
+            outcome = self._read_files([(path, sources[file][1])], part, lambda bytes_read: None)
+            bad_blocks.update((file, block) for _, block in outcome.bad_blocks)
+
+        bytes_read = read_through_windows(
+            [(path, footer.data_bytes) for path, footer in sources],
+            spans.take(np.flatnonzero(of_objects)),
+            deliver,
+            progress,
+        )
+        return ReadOutcome(found.bytes_read + bytes_read, sorted(bad_blocks))
+
+    def _read_files(
+        self,
+        sources: Sequence[tuple[Path, Footer]],
+        spans: ReadSpans,
+        progress: Callable[[int], None],
+    ) -> ReadOutcome:
         checked = self._options.checksums
         files = [(str(path), f.data_bytes, f.block_checksums if checked else b"") for path, f in sources]
         with native.errors_for_users():  # before any file is opened

@@ -1,6 +1,7 @@
 """The commit of a checkpoint: index, manifest and metadata.json beside data files that are durable already.
 
-In the order that makes the manifest the last thing that a checkpoint needs; see engine/atomic_files.py.
+In the order that makes the manifest the last thing that a checkpoint needs; see engine/atomic_files.py. In an
+object store it is also the last object that is written: metadata.json precedes it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from megatron_datastates.engine.atomic_files import remove_replaced, write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError
+from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import METADATA_NAME
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
@@ -71,17 +73,20 @@ class Commit:
         try:
             if not manifest.files:
                 directory.mkdir(parents=True, exist_ok=True)  # no rank had anything to write
-            elif not directory.is_dir():
+            elif not is_object(directory) and not directory.is_dir():
                 raise DataStatesError(
                     f"{directory} is gone, with all files that the ranks wrote: did something remove it?"
                 )
             write_whole(own_index, self._files.index, self._faults, self._save_id)
             require_files(directory, manifest)
+            if is_object(directory):
+                self._write_metadata(directory / METADATA_NAME)
             replaced = files_in_manifest(path)
             sync_above(directory)
             write_whole(path, encoded, self._faults, self._save_id, self._note_renamed)
             require_published(directory, manifest, encoded)
-            self._write_metadata(directory / METADATA_NAME)
+            if not is_object(directory):
+                self._write_metadata(directory / METADATA_NAME)
         except Exception:
             self.is_in_place = self.is_in_place or holds_exactly(path, encoded)
             if not self.is_in_place:

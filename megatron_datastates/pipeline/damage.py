@@ -5,7 +5,6 @@ Belongs here: texts of errors. Does not belong here: finding that something is w
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.errors import DataStatesError
+from megatron_datastates.files import names_in
 from megatron_datastates.format.directory import TORCH_DIST_INDEX
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index, TensorEntry
@@ -117,7 +117,7 @@ def stored_extents(
 def why_no_checkpoint(path: Path) -> str:
     """Says what is in a directory that has no manifest."""
     try:
-        names = os.listdir(path)
+        names = names_in(path)
     except (FileNotFoundError, NotADirectoryError):
         return f"{path} is not a directory"
     except OSError as error:

@@ -8,21 +8,26 @@ MIN_AGE_SECONDS:
 A save checks before and after it writes its manifest that all its files are there. So a save that was
 silent for longer than MIN_AGE_SECONDS and continues just then fails rather than lose files unseen (except
 between the check of step 2 and the removal). Ages are by this machine's clock and the file system's.
+
+In an object store, uploads in parts that have not ended are left-overs, too: they are aborted, wherever below
+the run they are. A drain whose upload is aborted begins again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron_datastates import stores
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import FormatError, StorageError
-from megatron_datastates.files import changed_at
+from megatron_datastates.files import changed_at, is_object
 from megatron_datastates.format.directory import REMOVAL_NAME
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name, save_id_in_name
@@ -37,6 +42,7 @@ class UnnamedFile:
     path: Path
     bytes: int
     age_seconds: float  # of the youngest file of its save in its directory
+    upload: stores.Upload | None = None  # that has not ended: there is no such object
 
 
 def age_text(seconds: float) -> str:
@@ -50,27 +56,77 @@ def age_text(seconds: float) -> str:
 def unnamed_files(path: Path) -> list[UnnamedFile]:
     """Returns the files in our format that a directory's manifest does not name; all if it has none."""
     named = {REMOVAL_NAME} | _named_by(path / MANIFEST_NAME)
-    found: list[tuple[os.DirEntry[str], os.stat_result]] = []
-    with os.scandir(path) as entries:
-        for entry in entries:
-            if is_own_file_name(entry.name) and entry.name not in named:
-                with contextlib.suppress(FileNotFoundError):
-                    found.append((entry, entry.stat(follow_symlinks=False)))
+    found = {name: one for name, one in _own_files(path).items() if name not in named}
     last_change: dict[SaveId | str, float] = {}
-    for entry, status in found:
-        save = save_id_in_name(entry.name) or entry.name
-        last_change[save] = max(last_change.get(save, 0.0), changed_at(status))
+    for name, (_, at) in found.items():
+        save = save_id_in_name(name) or name
+        last_change[save] = max(last_change.get(save, 0.0), at)
     now = time.time()
     return [
-        UnnamedFile(path / name, status.st_size, now - last_change[save_id_in_name(name) or name])
-        for name, status in sorted((entry.name, status) for entry, status in found)
+        UnnamedFile(path / name, size, now - last_change[save_id_in_name(name) or name])
+        for name, (size, _) in sorted(found.items())
     ]
+
+
+def _own_files(path: Path) -> dict[str, tuple[int, float]]:
+    """Returns the bytes, and the time of the last change, of files in our format."""
+    if is_object(path):
+        listed = stores.objects_below(path)
+        return {one.name: (one.bytes, one.changed_at) for one in listed if is_own_file_name(one.name)}
+    found = {}
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if is_own_file_name(entry.name):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    found[entry.name] = status.st_size, changed_at(status)
+    return found
+
+
+def unfinished_uploads(run: Path) -> tuple[list[UnnamedFile], str]:
+    """Returns the uploads of files in our format, to a run's directories, that have not ended.
+
+    Also returns a note if this kind of store does not show them. Raises OSError.
+    """
+    now = time.time()
+    try:
+        uploads = stores.uploads_below(run)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        return [], (
+            f"{run}: uploads that have not ended can be looked for in S3 alone; let a rule of the bucket "
+            "abort them after some days"
+        )
+    return [
+        UnnamedFile(one.path, one.bytes, now - one.changed_at, one)
+        for one in uploads
+        if is_own_file_name(one.path.name) and one.path.parent.parent == run
+    ], ""
+
+
+def under_way(unnamed: Sequence[UnnamedFile], min_age_seconds: float) -> str | None:
+    """Returns why a directory with these files is kept, or None if they are old enough."""
+    young = min(unnamed, key=lambda file: file.age_seconds, default=None)
+    if young is None or young.age_seconds >= min_age_seconds:
+        return None
+    which = "no manifest names" if is_own_file_name(young.path.name) else "is newer than its index"
+    if young.upload:
+        which = "is being uploaded"
+    return (
+        f"a save into it may be under way: {young.path.name}, which {which}, is "
+        f"{age_text(young.age_seconds)} old"
+    )
 
 
 def _named_by(manifest_path: Path) -> set[str]:
     try:
         manifest = Manifest.decode(manifest_path.read_bytes(), os.fspath(manifest_path))
-    except (OSError, FormatError):
+    except FormatError:
+        return set()
+    except OSError as error:
+        if is_object(manifest_path) and not isinstance(error, FileNotFoundError):
+            raise  # a store that does not answer has not said that there is none
         return set()
     return manifest.names
 
@@ -93,12 +149,17 @@ def remove_left_overs(
     """
     points, gone = Faults(faults), []
     for directory in dict.fromkeys(file.path.parent for file in left_overs):
+        files = [file for file in left_overs if file.path.parent == directory]
         try:
+            gone += _abort([file for file in files if file.upload], min_age_seconds, points)
+            if all(file.upload for file in files):
+                continue
             manifest = content_of(directory / MANIFEST_NAME)
             still = {file.path for file in unnamed_files(directory) if file.age_seconds >= min_age_seconds}
-            sync_directory(directory)
-            for file in left_overs:
-                if file.path.parent == directory and file.path in still:
+            if not is_object(directory):
+                sync_directory(directory)
+            for file in files:
+                if not file.upload and file.path in still:
                     points.point("look at left-over")
                     if _may_go(file.path, manifest, min_age_seconds):
                         points.point("remove left-over")
@@ -106,6 +167,24 @@ def remove_left_overs(
                         gone.append(file)
         except OSError as error:
             raise StorageError(f"left-overs were not removed from {directory}: {error}") from error
+    return gone
+
+
+def _abort(uploads: Sequence[UnnamedFile], min_age_seconds: float, points: Faults) -> list[UnnamedFile]:
+    """Ends uploads unless parts of them have come meanwhile; returns those that are over."""
+    if not uploads:
+        return []
+    now, gone = time.time(), []
+    young = {
+        one.upload_id
+        for one in stores.uploads_below(uploads[0].path.parent)
+        if now - one.changed_at < min_age_seconds
+    }
+    for file in uploads:
+        if file.upload is not None and file.upload.upload_id not in young:
+            points.point("remove left-over")
+            stores.abort(file.upload)
+            gone.append(file)
     return gone
 
 

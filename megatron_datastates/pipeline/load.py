@@ -29,7 +29,7 @@ from megatron_datastates.errors import (
     MissingKeyError,
     StorageError,
 )
-from megatron_datastates.files import OBJECT_BYTES
+from megatron_datastates.files import OBJECT_BYTES, path_of
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.manifest import Manifest
@@ -84,7 +84,7 @@ class Checkpoint:
             FormatError, UnsupportedFormatError, StorageError: it, or the index, cannot be used.
         """
         begin = time.perf_counter()
-        path = Path(directory)
+        path = path_of(directory)
         manifest = read_manifest(path)
         while True:
             try:

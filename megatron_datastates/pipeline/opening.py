@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import weakref
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from pathlib import Path
 
 from megatron_datastates.engine.reader import read_ranges, read_small
 from megatron_datastates.errors import DataStatesError, FormatError, NotACheckpointError, StorageError
-from megatron_datastates.files import MANIFEST_BYTES
+from megatron_datastates.files import MANIFEST_BYTES, is_object
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import DecodedEntries, Index
 from megatron_datastates.format.manifest import FileEntry, Manifest
@@ -46,12 +47,28 @@ def read_manifest(path: Path) -> Manifest:
         NotACheckpointError: there is none.
         FormatError, UnsupportedFormatError, StorageError: it cannot be read.
     """
+    if is_object(path):
+        return _read_manifest_object(path)
     if not is_published(path):
         reason = why_no_checkpoint(path)
         if not is_published(path):  # a save may have published it just now
             raise NotACheckpointError(reason)
     data = read_small(path / MANIFEST_NAME, MANIFEST_BYTES)
     return Manifest.decode(data, str(path / MANIFEST_NAME))
+
+
+def _read_manifest_object(path: Path) -> Manifest:
+    """Asks once: what an object store refuses is no answer to the question whether there is a manifest."""
+    manifest = path / MANIFEST_NAME
+    try:
+        data = read_small(manifest, MANIFEST_BYTES)
+    except StorageError as error:
+        if error.code != errno.ENOENT:
+            raise
+        raise NotACheckpointError(
+            f"{path} holds no published datastates checkpoint: there is no object {manifest}"
+        ) from error
+    return Manifest.decode(data, str(manifest))
 
 
 def open_index(path: Path, manifest: Manifest, reuse: bool) -> Index:

@@ -6,19 +6,22 @@ import contextlib
 import hashlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 
+from megatron_datastates import stores
 from megatron_datastates.engine.atomic_files import sync_directory, sync_file
 from megatron_datastates.errors import DataStatesError, FormatError
-from megatron_datastates.files import MANIFEST_BYTES, read_regular
+from megatron_datastates.files import MANIFEST_BYTES, is_object, read_regular
 from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.manifest import IndexEntry, Manifest, OtherFile
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name
 
 _VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0
+_OBJECT_THREADS = 16  # each waits for one answer at a time
 
 
 def named_after_save(entry: IndexEntry, save_id: SaveId) -> IndexEntry:
@@ -57,7 +60,7 @@ def require_published(directory: Path, manifest: Manifest, encoded: bytes) -> No
     """
     wrong = missing_files(directory, manifest)
     try:
-        found = (directory / MANIFEST_NAME).read_bytes()
+        found = read_regular(directory / MANIFEST_NAME, MANIFEST_BYTES)
     except FileNotFoundError:
         raise DataStatesError(
             f"the manifest of {directory} was taken away right after it was written: does "
@@ -75,9 +78,19 @@ def missing_files(directory: Path, manifest: Manifest) -> list[str]:
     return _missing(directory, _data_files(manifest) | {manifest.index.name: (manifest.index.bytes, "")})
 
 
-def missing_data_files(directory: Path, manifest: Manifest) -> list[str]:
-    """Describes the same of data files alone."""
-    return _missing(directory, _data_files(manifest))
+def missing_data_files(directory: Path, manifest: Manifest, seen: set[str] | None = None) -> list[str]:
+    """Describes the same of data files alone.
+
+    Args:
+        seen: names of objects that were there before, which are not asked for again; gets new ones.
+    """
+    if not is_object(directory):
+        return _missing(directory, _data_files(manifest))
+    seen = set() if seen is None else seen
+    wanted = {name: one for name, one in _data_files(manifest).items() if name not in seen}
+    sizes = _object_sizes(directory, wanted)
+    seen.update(name for name, (size, _) in wanted.items() if sizes.get(name) == size)
+    return [f"{name}{whose}" for name, (_, whose) in wanted.items() if name not in seen]
 
 
 def _data_files(manifest: Manifest) -> dict[str, tuple[int, str]]:
@@ -85,15 +98,7 @@ def _data_files(manifest: Manifest) -> dict[str, tuple[int, str]]:
 
 
 def _missing(directory: Path, wanted: dict[str, tuple[int, str]]) -> list[str]:
-    try:
-        with os.scandir(directory) as entries:
-            sizes = {
-                entry.name: entry.stat(follow_symlinks=False).st_size
-                for entry in entries
-                if entry.name in wanted and entry.is_file(follow_symlinks=False)
-            }
-    except FileNotFoundError:
-        sizes = {}
+    sizes = _object_sizes(directory, wanted) if is_object(directory) else _file_sizes(directory, wanted)
     wrong = []
     for name, (size, whose) in wanted.items():
         if name not in sizes:
@@ -101,6 +106,35 @@ def _missing(directory: Path, wanted: dict[str, tuple[int, str]]) -> list[str]:
         elif sizes[name] != size:
             wrong.append(f"{name}{whose} (has {sizes[name]} bytes, expected {size})")
     return wrong
+
+
+def _file_sizes(directory: Path, wanted: Collection[str]) -> dict[str, int]:
+    try:
+        with os.scandir(directory) as entries:
+            return {
+                entry.name: entry.stat(follow_symlinks=False).st_size
+                for entry in entries
+                if entry.name in wanted and entry.is_file(follow_symlinks=False)
+            }
+    except FileNotFoundError:
+        return {}
+
+
+def _object_sizes(directory: Path, wanted: Collection[str]) -> dict[str, int]:
+    """Asks for each object by its name. Raises OSError if the store does not answer."""
+
+    def size(name: str) -> int | None:
+        try:
+            return stores.size_of_object(directory / name)
+        except FileNotFoundError:
+            return None
+
+    try:
+        with ThreadPoolExecutor(_OBJECT_THREADS) as threads:
+            found = dict(zip(wanted, threads.map(size, wanted), strict=True))
+    except RuntimeError:  # no thread can be started: the interpreter is ending
+        found = {name: size(name) for name in wanted}
+    return {name: size for name, size in found.items() if size is not None}
 
 
 def files_in_manifest(path: Path) -> set[str]:
@@ -114,6 +148,8 @@ def files_in_manifest(path: Path) -> set[str]:
 
 def sync_above(directory: Path) -> None:
     """Makes the directory's own name durable, and its parent's: Megatron made them, and synced neither."""
+    if is_object(directory):
+        return
     for above in (directory.parent, directory.parent.parent):
         with contextlib.suppress(PermissionError):  # what cannot be opened, somebody else has made
             sync_directory(above)

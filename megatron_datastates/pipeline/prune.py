@@ -27,6 +27,8 @@ Checkpoints of other formats go by the same protocol, with the format's index (`
 manifest. Their saves give files the same names again, so what shows that one is under way are files that are
 younger than MIN_AGE_SECONDS, in a directory without an index, or younger than the index; and step 4 stops at
 a file that is not the one that was listed.
+
+Object stores: the same rules, for checkpoints of ours; the protocol is prune_objects.py's.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -47,7 +49,7 @@ from megatron_datastates.errors import (
     OptionError,
     StorageError,
 )
-from megatron_datastates.files import is_denied
+from megatron_datastates.files import is_denied, is_object, names_in, path_of
 from megatron_datastates.format.directory import BACKEND, REMOVAL_NAME, TRACKER_NAME, iteration_name
 from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
 from megatron_datastates.pipeline.left_overs import (
@@ -55,9 +57,13 @@ from megatron_datastates.pipeline.left_overs import (
     UnnamedFile,
     age_text,
     content_of,
+    under_way,
+    unfinished_uploads,
     unnamed_files,
 )
 from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.presence import missing_data_files
+from megatron_datastates.pipeline.prune_objects import ObjectRemoval
 from megatron_datastates.pipeline.runs import Iteration, find_iterations, require_tracked
 
 _UNREADABLE = "it cannot be read: "
@@ -99,7 +105,8 @@ class PrunePlan:
 
     removed: list[Iteration]
     kept: list[tuple[Iteration, str]]
-    left_overs: list[UnnamedFile]  # removed from directories that are kept
+    left_overs: list[UnnamedFile]  # removed from directories that are kept; and uploads that have not ended
+    note: str = ""  # what could not be looked for
 
 
 def plan_prune(
@@ -115,22 +122,25 @@ def plan_prune(
         FormatError: the tracker is damaged, so any checkpoint may be the one that it should name.
         NotACheckpointError: there is no iteration.
     """
-    path = Path(root)
+    path = path_of(root)
     try:
         found = [_seen(one, others) for one in find_iterations(path)]
         linked = _link_targets(path)
+        uploads, note = unfinished_uploads(path) if is_object(path) else ([], "")
     except OSError as error:
         raise StorageError(f"{path} cannot be listed: {error.strerror}") from error
-    if not found:
+    if not found and not uploads:
         raise NotACheckpointError(f"{path} holds no checkpoint (no directory iter_*)")
     tracked = require_tracked(path / TRACKER_NAME)
     complaints = {one.path: _complaint(one, others) for one in found}
     whole = [one.number for one in found if one.complete and complaints[one.path] is None]
-    plan = PrunePlan([], [], [])
+    old_uploads = [upload for upload in uploads if upload.age_seconds >= rules.min_age_seconds]
+    plan = PrunePlan([], [], old_uploads, note)
     for one in found:
         why = complaints[one.path] or _reason(one, whole, tracked, rules, others) or _link_to(one, linked)
         unnamed = _unnamed(one, why or "", others)
-        why = why or _under_way(unnamed, rules) or _just_made(one, rules)
+        own_uploads = [upload for upload in uploads if upload.path.parent == one.path]
+        why = why or under_way([*unnamed, *own_uploads], rules.min_age_seconds) or _just_made(one, rules)
         if why is None:
             plan.removed.append(one)
             continue
@@ -142,6 +152,9 @@ def plan_prune(
 
 def _seen(one: Iteration, others: OtherFormats) -> Iteration:
     """Returns a checkpoint of another format as incomplete if a removal of it has begun."""
+    if is_object(one.path) and one.format == BACKEND:
+        # A store that does not answer has not said that there is no manifest.
+        return dataclasses.replace(one, complete=content_of(one.path / MANIFEST_NAME) is not None)
     if one.format not in others or not one.complete:
         return one
     index = one.path / others[one.format].index_name
@@ -176,19 +189,10 @@ def _newer_than_index(one: Iteration, format: OtherFormat) -> list[UnnamedFile]:
     ]
 
 
-def _under_way(unnamed: Sequence[UnnamedFile], rules: RetentionRules) -> str | None:
-    young = min(unnamed, key=lambda file: file.age_seconds, default=None)
-    if young is None or young.age_seconds >= rules.min_age_seconds:
-        return None
-    which = "no manifest names" if is_own_file_name(young.path.name) else "is newer than its index"
-    return (
-        f"a save into it may be under way: {young.path.name}, which {which}, is "
-        f"{age_text(young.age_seconds)} old"
-    )
-
-
 def _just_made(one: Iteration, rules: RetentionRules) -> str | None:
     """Returns why an empty directory is kept: Megatron makes it a moment before the first file of a save."""
+    if is_object(one.path):
+        return None  # no object, no directory
     age = time.time() - one.path.stat().st_mtime
     if one.complete or age >= rules.min_age_seconds or any(one.path.iterdir()):
         return None
@@ -197,13 +201,15 @@ def _just_made(one: Iteration, rules: RetentionRules) -> str | None:
 
 def _link_targets(root: Path) -> dict[str, str]:
     """Returns, for all links directly under `root`, their names by what they point to."""
+    if is_object(root):
+        return {}
     with os.scandir(root) as entries:
         return {os.path.realpath(entry.path): entry.name for entry in entries if entry.is_symlink()}
 
 
 def _link_to(one: Iteration, linked: dict[str, str]) -> str | None:
     """Returns why a directory is kept if a link points to it, or to something in it."""
-    own = os.path.realpath(one.path)
+    own = os.path.realpath(one.path) if linked else ""
     names = [name for target, name in linked.items() if Path(target).is_relative_to(own)]
     return f"the link {names[0]} points to it" if names else None
 
@@ -233,7 +239,11 @@ def _damage(path: Path) -> str | None:
     """Returns what is damaged, as far as it shows without reading data; files of Megatron's are read."""
     checkpoint = Checkpoint.open(path)
     sizes = {entry.name: entry.bytes for entry in checkpoint.manifest.files}
-    if any((path / name).stat().st_size != size for name, size in sizes.items()):
+    if (
+        bool(missing_data_files(path, checkpoint.manifest))
+        if is_object(path)
+        else any((path / name).stat().st_size != size for name, size in sizes.items())
+    ):
         return "damaged: see datastates verify"
     for other in checkpoint.manifest.others:
         checkpoint.read_other(other.name)
@@ -265,7 +275,7 @@ def _reason(
 
 def _may_be_whole(path: Path) -> bool:
     """Returns whether there is an index that no earlier call of prune has left."""
-    names = os.listdir(path)
+    names = names_in(path)
     return REMOVAL_NAME not in names and any(name.startswith("index-") for name in names)
 
 
@@ -290,10 +300,13 @@ def prune(
     for one in plan_prune(root, rules, others).removed:
         index_name = others[one.format].index_name if one.format in others else MANIFEST_NAME
         try:
-            removal = _Removal(one.path, index_name, points)
-            if one not in plan_prune(root, rules, others).removed:
-                continue
-            why = removal.run()
+            if is_object(one.path):
+                why = ObjectRemoval(one, points).run(rules.min_age_seconds)
+            else:
+                removal = _Removal(one.path, index_name, points)
+                if one not in plan_prune(root, rules, others).removed:
+                    continue
+                why = removal.run()
         except OSError as error:
             raise StorageError(
                 f"{one.path} was not removed: {error}. {_state(one.path / index_name)}"

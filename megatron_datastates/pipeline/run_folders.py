@@ -6,11 +6,10 @@ Nothing here imports torch or the native module.
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 
 from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError
-from megatron_datastates.files import TRACKER_BYTES, read_regular
+from megatron_datastates.files import TRACKER_BYTES, folders_in, names_in, read_regular
 from megatron_datastates.format.directory import (
     RELEASE_NAME,
     TORCH_DIST_INDEX,
@@ -75,7 +74,7 @@ def is_run(directory: Path) -> bool:
         StorageError: it cannot be listed.
     """
     try:
-        names = os.listdir(directory)
+        names = names_in(directory)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
@@ -110,8 +109,7 @@ def checkpoint_directories(run: Path) -> list[Path]:
     Raises:
         OSError: the run cannot be listed.
     """
-    with os.scandir(run) as entries:
-        names = [entry.name for entry in entries if is_checkpoint_name(entry.name) and entry.is_dir()]
+    names = folders_in(run, is_checkpoint_name)
     numbers = {name: iteration_in_name(name) for name in names}
     return [
         run / name

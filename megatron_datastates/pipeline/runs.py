@@ -16,8 +16,19 @@ import re
 from pathlib import Path
 from typing import Any
 
+from megatron_datastates import stores
 from megatron_datastates.errors import FormatError, StorageError
-from megatron_datastates.files import DOCUMENT_BYTES, TRACKER_BYTES, is_denied, open_regular, read_regular
+from megatron_datastates.files import (
+    DOCUMENT_BYTES,
+    TRACKER_BYTES,
+    folders_in,
+    is_denied,
+    is_object,
+    names_in,
+    open_regular,
+    path_of,
+    read_regular,
+)
 from megatron_datastates.format.directory import (
     BACKEND,
     COMMON_FILE,
@@ -49,12 +60,11 @@ def find_iterations(root: str | os.PathLike[str]) -> list[Iteration]:
         OSError: `root` cannot be listed.
     """
     found = []
-    with os.scandir(root) as entries:
-        for entry in entries:
-            number = iteration_in_name(entry.name)
-            if number is not None and entry.is_dir():
-                path = Path(entry.path)
-                found.append(Iteration(number, path, format_seen(path), is_complete(path)))
+    for name in folders_in(root, lambda name: iteration_in_name(name) is not None):
+        number = iteration_in_name(name)
+        if number is not None:
+            path = path_of(root) / name
+            found.append(Iteration(number, path, format_seen(path), is_complete(path)))
     return sorted(found, key=lambda one: (one.number, one.path.name))
 
 
@@ -73,7 +83,7 @@ def format_seen(path: Path) -> str:
     if found is not None:
         return found
     try:
-        names = os.listdir(path)
+        names = names_in(path)
     except OSError:
         return "unknown"
     if any(name.endswith(".distcp") for name in names):
@@ -86,7 +96,8 @@ def format_of(directory: str | os.PathLike[str]) -> str | None:
     backend = stored_backend(directory)
     if backend not in (None, TORCH_DIST):
         return backend
-    if os.path.exists(Path(directory, TORCH_DIST_INDEX)):  # noqa: PTH110 - which raises nothing
+    index = path_of(directory) / TORCH_DIST_INDEX
+    if index.is_file() if is_object(index) else os.path.exists(index):  # noqa: PTH110 - which raises nothing
         return TORCH_DIST
     return BACKEND if is_published(directory) else backend
 
@@ -97,7 +108,9 @@ def require_readable(directory: str | os.PathLike[str]) -> None:
     Raises:
         StorageError: they do not.
     """
-    path = Path(directory)
+    path = path_of(directory)
+    if is_object(path):
+        return  # reading it says so
     try:
         for name in os.listdir(path):
             if is_of_a_format(name) or name == COMMON_FILE:
@@ -121,7 +134,7 @@ def may_be_ours(directory: str | os.PathLike[str]) -> bool:
     if is_ours(directory):
         return True
     try:
-        names = os.listdir(directory)
+        names = names_in(directory)
     except OSError:
         return False
     return TORCH_DIST_INDEX not in names and any(map(is_own_file_name, names))
@@ -129,7 +142,8 @@ def may_be_ours(directory: str | os.PathLike[str]) -> bool:
 
 def is_published(directory: str | os.PathLike[str]) -> bool:
     """Returns whether the directory has a manifest of ours; False where that cannot be looked at."""
-    return os.path.isfile(Path(directory, MANIFEST_NAME))  # noqa: PTH113 - which raises nothing
+    path = path_of(directory) / MANIFEST_NAME
+    return path.is_file() if is_object(path) else os.path.isfile(path)  # noqa: PTH113 - which raises nothing
 
 
 def is_complete(directory: str | os.PathLike[str]) -> bool:
@@ -153,7 +167,7 @@ def metadata_members(directory: str | os.PathLike[str]) -> dict[str, Any]:
         FormatError: it is damaged.
         OSError: it cannot be read.
     """
-    path = Path(directory, METADATA_NAME)
+    path = path_of(directory) / METADATA_NAME
     try:
         members = json.loads(read_regular(path, DOCUMENT_BYTES) or b"{}")
     except FileNotFoundError:
@@ -199,6 +213,8 @@ def _named_in(text: bytes) -> int | None:
 
 def stored_bytes(directory: Path) -> int:
     """Returns the bytes of all files below a directory, without those that vanish or cannot be looked at."""
+    if is_object(directory):
+        return sum(one.bytes for one in stores.all_below(directory))
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import importlib
 import logging
 import os
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +23,7 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.fence import FENCE, Fenced
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.errors import DataStatesError
+from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.values import BLOCK_BYTES, SaveId
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.layouts import LayoutStore
@@ -134,7 +137,7 @@ class Saver:
         self._abandon_old_world()
         ranks = session.collectives
         context = SaveContext(
-            session.next_id(), Path(directory).absolute(), ranks.rank, ranks.size, iteration
+            session.next_id(), path_of(directory).absolute(), ranks.rank, ranks.size, iteration
         )
         save = RankSave(
             context, options.fence_deadline, options.lazy_delay, trust_objects=options.trust_objects
@@ -150,6 +153,9 @@ class Saver:
             plan, memory, state = self._plan(providers)
             if far_published is not None:
                 self._choose_tier(publication, plan)
+            _refuse_without_near(publication.save.context)
+            if is_object(publication.save.context.directory):
+                _close_before_pools()
             save.start(self._get_engine(), plan, memory, state, self._link(plan, save.context.folder))
             if await_copies or not options.lazy:
                 save.await_copies()
@@ -376,6 +382,18 @@ AnySaver = TypeVar("AnySaver", bound=Saver)
 _sessions: list[SaveSession] = []  # at most one
 
 
+_closes_early = False
+
+
+def _refuse_without_near(context: SaveContext) -> None:
+    """Raises DataStatesError if a data file would be written into an object store."""
+    if context.near is None and is_object(context.directory):
+        raise DataStatesError(
+            f"{context.directory} is in an object store, which saves reach through a near tier alone "
+            "(--datastates-near, in Megatron's training loop), and this rank has none or no room in it"
+        )
+
+
 def _forget() -> None:
     """Forgets all savers, in a forked child: their engines and files belong to the parent."""
     _savers.clear()
@@ -401,6 +419,26 @@ def kept_saver(kind: type[AnySaver], options: Options, session: SaveSession) -> 
     if not isinstance(found, kind):
         found = _savers[kind, options] = kind(options, session)
     return found
+
+
+def _close_before_pools() -> None:
+    """Has close_all called while pools of threads still work, which clients of object stores need to drain.
+
+    The functions of `atexit` come after concurrent.futures has ended its pools. Hooks of `threading` are
+    called in the opposite order of their registration, so this one comes before that of concurrent.futures.
+    """
+    global _closes_early
+    if not _closes_early:
+        importlib.import_module("concurrent.futures.thread")
+        threading.__dict__["_register_atexit"](close_all)
+        _closes_early = True
+
+
+def finish_objects() -> None:
+    """Waits until what goes to object stores is there. Near tiers say what is not."""
+    for saver in _savers.values():
+        if saver.near is not None:
+            saver.near.finish_objects()
 
 
 def close_all() -> None:

@@ -20,7 +20,7 @@ import numpy as np
 from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import Reader, read_header, read_small
 from megatron_datastates.errors import CorruptDataError, DataStatesError, StorageError, UnsafeObjectError
-from megatron_datastates.files import DOCUMENT_BYTES
+from megatron_datastates.files import DOCUMENT_BYTES, names_in
 from megatron_datastates.format.directory import (
     BACKEND,
     COMMON_FILE,
@@ -182,7 +182,7 @@ def extra_names(checkpoint: Checkpoint) -> list[str]:
     manifest = checkpoint.manifest
     known = {MANIFEST_NAME, METADATA_NAME, manifest.index.name}
     known |= {file.name for file in manifest.files} | {other.name for other in manifest.others}
-    return sorted(set(os.listdir(checkpoint.directory)) - known)
+    return sorted(set(names_in(checkpoint.directory)) - known)
 
 
 def _check_metadata(checkpoint: Checkpoint, verdict: Verdict) -> None:

@@ -69,6 +69,14 @@ class ReadSpans:
         """Returns where each span ends in its file."""
         return self.offsets + (self.rows - np.uint64(1)) * self.file_steps + self.row_bytes
 
+    def take(self, which: npt.NDArray[np.intp]) -> ReadSpans:
+        """Returns some of the spans, by their numbers."""
+        return ReadSpans(*(getattr(self, field.name)[which] for field in dataclasses.fields(self)))
+
+    def of_file(self, file: int) -> ReadSpans:
+        """Returns the same spans, all of that file."""
+        return dataclasses.replace(self, files=np.full_like(self.files, file))
+
 
 def gather_spans(boxes: Sequence[BoxReads], addresses: Sequence[int], on_device: Sequence[bool]) -> ReadSpans:
     """Returns all spans of `boxes`, whose destinations are at `addresses`."""

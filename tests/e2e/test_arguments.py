@@ -61,11 +61,17 @@ def test_help_lists_the_format_and_its_options(forge: RankForge, tmp_path: Path)
     assert "--datastates-staging-memory SIZE" in shown and "25% of the free memory" in shown
 
 
-@pytest.mark.parametrize("option", ["--save", "--load", "--non-persistent-global-ckpt-dir"])
-def test_object_store_is_refused(parse, option: str) -> None:
+@pytest.mark.parametrize("option", ["--save", "--load"])
+def test_object_store_needs_megatrons_option(parse, option: str) -> None:
     outcome = parse(option, "msc://bucket/run")
     assert outcome.exits == [1]
-    assert f"needs a file system path, found {option} msc://bucket/run" in outcome.log
+    assert f"{option} msc://bucket/run is in an object store: give --enable-msc, too" in outcome.log
+
+
+def test_object_store_is_refused_for_non_persistent_checkpoints(parse) -> None:
+    outcome = parse("--non-persistent-global-ckpt-dir", "msc://bucket/run")
+    assert outcome.exits == [1]
+    assert "non-persistent checkpoints are not saved to an object store (msc://bucket/run)" in outcome.log
 
 
 def test_last_format_given_wins(parse, tmp_path: Path) -> None:

@@ -55,6 +55,7 @@ def try_out(name: str, tmp_path: Path, *arguments: object) -> dict[str, Any]:
         "peers",
         "training",
         "near_simulation",
+        "object_store",
     ],
 )
 def test_help_has_examples_of_commands_that_exist(name: str) -> None:

@@ -20,7 +20,7 @@ from tests.unit.pruning import age, call_and_be_killed, place
 from tests.unit.trained import TRACKER, save_trained
 
 NUMBERS = [100, 200, 300, 400]
-FORMATS = other_formats()
+FORMATS = other_formats(Path())
 KEEP_ONE = RetentionRules(keep_last=1)
 
 

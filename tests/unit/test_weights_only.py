@@ -262,11 +262,9 @@ def test_megatrons_sums_of_files_hold_for_what_is_left(root: Path, killed_at: st
     if not hasattr(hashes, "save_integrity_manifest"):
         pytest.skip("integrity.json is new in 0.19")
     hashes.save_integrity_manifest(str(path))
-    drop_in = f"drop_optimizer(plan_drop(Path(sys.argv[1])), faults='{killed_at}:kill')"
     if killed_at:
-        code = "import sys; from pathlib import Path\n"
-        code += f"from megatron_datastates.convert.weights_only import drop_optimizer, plan_drop\n{drop_in}"
-        assert subprocess.run([sys.executable, "-c", code, path], check=False).returncode == -signal.SIGKILL
+        plan = plan_drop(path)
+        call_and_be_killed(lambda: drop_optimizer(plan, faults=f"{killed_at}:kill"))
         assert finish_drop(path)
     else:
         drop(path)

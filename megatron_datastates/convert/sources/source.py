@@ -7,7 +7,6 @@ torch.distributed.
 from __future__ import annotations
 
 import dataclasses
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.errors import MissingKeyError
+from megatron_datastates.files import folders_in
 from megatron_datastates.format.values import Fragment
 from megatron_datastates.plan.coverage import StoredBoxes
 
@@ -99,8 +99,7 @@ class Source(ABC):
     @property
     def other_directories(self) -> Sequence[str]:
         """Returns the names of directories that others have added to the checkpoint, such as ModelOpt's."""
-        with os.scandir(self.directory) as entries:
-            return sorted(entry.name for entry in entries if entry.is_dir())
+        return sorted(folders_in(self.directory))
 
     @abstractmethod
     def read_tensor(

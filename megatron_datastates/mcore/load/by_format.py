@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.files import DOCUMENT_BYTES, open_regular
+from megatron_datastates.files import DOCUMENT_BYTES, open_regular, path_of
 from megatron_datastates.format.directory import BACKEND, METADATA_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
@@ -41,8 +41,9 @@ def wrap_maybe_load_config(original: Callable[..., Any]) -> Callable[..., Any]:
         if (is_damaged or config is None) and checkpoint_dir and is_published(checkpoint_dir):
             return CheckpointingConfig(BACKEND, 1)
         if is_damaged and may_be_ours(checkpoint_dir):
+            metadata = path_of(checkpoint_dir) / METADATA_NAME
             raise CheckpointingException(
-                f"{Path(checkpoint_dir, METADATA_NAME)} is damaged ({type(problem).__name__}: {problem}), "
+                f"{metadata} is damaged ({type(problem).__name__}: {problem}), "
                 f"and there is no {MANIFEST_NAME}: the save was not published; load another checkpoint"
             ) from problem
         if config is None and problem is not None:
@@ -55,7 +56,7 @@ def wrap_maybe_load_config(original: Callable[..., Any]) -> Callable[..., Any]:
 def _cannot_be_read(directory: str | os.PathLike[str]) -> bool:
     """Returns whether metadata.json is a file that Megatron's read of it would hang on, such as a pipe."""
     try:
-        open_regular(Path(directory, METADATA_NAME), DOCUMENT_BYTES).close()
+        open_regular(path_of(directory) / METADATA_NAME, DOCUMENT_BYTES).close()
     except FileNotFoundError:
         return False
     except OSError:

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.files import path_of
 from megatron_datastates.format.directory import iteration_name
 from megatron_datastates.format.values import is_dcp_file_name
 from megatron_datastates.mcore.load import state
@@ -75,7 +76,7 @@ def _bring_home(purpose: str) -> None:
     if options.near and getattr(args, "load", None) and dist.is_initialized():
         from megatron_datastates.pipeline.near.recovery import bring_home
 
-        bring_home(Path(args.load), options, logger.warning)
+        bring_home(path_of(args.load), options, logger.warning)
 
 
 def _is_resume(purpose: str) -> bool:
@@ -197,8 +198,8 @@ def _advice(load: state.Load) -> str:
             "Start again with --datastates-fallback N to find the newest intact one of the N checkpoints "
             "before it; --ckpt-step loads that one."
         )
-    args, directory = get_args(), Path(load.directory or "")
-    root = Path(args.load) if directory.parent == _non_persistent(args) else directory.parent
+    args, directory = get_args(), path_of(load.directory or "")
+    root = path_of(args.load) if directory.parent == _non_persistent(args) else directory.parent
     found = find_older_checkpoint(directory, root, most, collectives, options)
     if found.iteration is None:
         looked = ", ".join(iteration_name(iteration) for iteration in found.damaged) or "none found"
@@ -213,4 +214,4 @@ def _advice(load: state.Load) -> str:
 def _non_persistent(args: Any) -> Path | None:
     if getattr(args, "non_persistent_ckpt_type", None) != "global" or not args.load:
         return None
-    return Path(args.non_persistent_global_ckpt_dir or Path(args.load, "non_persistent"))
+    return path_of(args.non_persistent_global_ckpt_dir or path_of(args.load) / "non_persistent")

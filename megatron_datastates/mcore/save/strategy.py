@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from megatron_datastates.config import Options
-from megatron_datastates.files import read_regular
+from megatron_datastates.files import path_of, read_regular
 from megatron_datastates.format.directory import (
     BACKEND,
     COMMON_FILE,
@@ -117,13 +117,13 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             return {"": state, **registered(self.options.providers)}
 
         publication = saver_for(self.options).start(
-            Path(checkpoint_dir),
+            path_of(checkpoint_dir),
             providers,
             iteration=_iteration(sharded_state_dict, checkpoint_dir),
             mode=mode,
             extras=_extras(CheckpointingConfig(self.backend, self.version)),
             await_copies=not self.is_lazy(),
-            far_published=self._far_published(Path(checkpoint_dir)),
+            far_published=self._far_published(path_of(checkpoint_dir)),
         )
         publication.is_prepared = sharded.is_thin
         _note_near(publication)
@@ -200,9 +200,9 @@ def wrap_save_config(original: Any) -> Any:
         if config.sharded_backend == BACKEND:
             content = _metadata_json(config)
             with contextlib.suppress(OSError):
-                if read_regular(Path(checkpoint_dir) / METADATA_NAME, len(content)) == content:
+                if read_regular(path_of(checkpoint_dir) / METADATA_NAME, len(content)) == content:
                     return
-            if Path(checkpoint_dir).absolute() in near_checkpoints:
+            if path_of(checkpoint_dir).absolute() in near_checkpoints:
                 return  # it belongs to a checkpoint that is not there yet
         original(config, checkpoint_dir)
 
@@ -213,7 +213,7 @@ def _iteration(sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
     common = getattr(sharded_state_dict.get("common_state"), "data", None)
     if isinstance(common, dict) and isinstance(common.get("iteration"), int):
         return int(common["iteration"])
-    return iteration_in_name(Path(checkpoint_dir).name)
+    return iteration_in_name(path_of(checkpoint_dir).name)
 
 
 def parallel_sizes() -> dict[str, int]:

@@ -10,15 +10,19 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import os
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 from megatron_datastates.config import Options, OptionSpec
 from megatron_datastates.errors import OptionError
+from megatron_datastates.files import is_object
 
 logger = logging.getLogger(__name__)
 FORMAT = "datastates"
-_DIRECTORIES = ("save", "load", "pretrained_checkpoint", "non_persistent_global_ckpt_dir")
+_IN_STORES = ("save", "load", "pretrained_checkpoint")  # arguments that may name object stores
+_NEAR_FOLDER = "datastates-near"  # of the node's directory for temporary files
 
 
 class _FormatAction(argparse._StoreAction):
@@ -90,7 +94,14 @@ def options_of(args: Any) -> Options:
     if getattr(args, "perform_rl_step", False):
         # Reinforcement learning moves weights between training and inference without a fence.
         options = dataclasses.replace(options, lazy=False)
+    if not options.near and is_object(getattr(args, "save", None) or ""):
+        options = dataclasses.replace(options, near=default_near())
     return options
+
+
+def default_near() -> str:
+    """Returns the near tier for saves to an object store, where no other one is given."""
+    return os.path.join(tempfile.gettempdir(), f"{_NEAR_FOLDER}-{os.getuid()}")  # noqa: PTH118
 
 
 def is_converting(args: Any) -> bool:
@@ -98,13 +109,51 @@ def is_converting(args: Any) -> bool:
     return getattr(args, "ckpt_convert_format", None) is not None
 
 
-def refuse_object_stores(args: Any) -> None:
-    """Raises OptionError if a directory of a save or load is in an object store."""
-    for name in _DIRECTORIES:
-        path = getattr(args, name, None)
-        if path is not None and str(path).startswith("msc://"):
-            flag = "--" + name.replace("_", "-")
-            raise OptionError(f"--ckpt-format datastates needs a file system path, found {flag} {path}")
+def check_object_stores(args: Any) -> None:
+    """Checks arguments that name object stores (`msc://PROFILE/PATH`), once Megatron has validated its own.
+
+    Raises:
+        OptionError: they need an option, or the store cannot be used for what they name.
+    """
+    named = [name for name in _IN_STORES if is_object(getattr(args, name, None) or "")]
+    if named and not msc_is_enabled():
+        how = (
+            "give --enable-msc, too, and install"
+            if hasattr(args, "enable_msc")
+            else "this release of Megatron has no --enable-msc; 0.16 uses the client wherever that is "
+            "installed, without --disable-msc. Install"
+        )
+        raise OptionError(
+            f"{_flag(named[0])} {getattr(args, named[0])} is in an object store: {how} "
+            "multi-storage-client with the extra of the store, such as multi-storage-client[boto3]"
+        )
+    place = getattr(args, "non_persistent_global_ckpt_dir", None)
+    if getattr(args, "non_persistent_ckpt_type", None) == "global":
+        place = place or getattr(args, "save", None)
+    if is_object(place or ""):
+        raise OptionError(
+            f"non-persistent checkpoints are not saved to an object store ({place}): expected "
+            "--non-persistent-global-ckpt-dir in a file system"
+        )
+    if "save" in named and getattr(args, "rank", 0) == 0 and options_of(args).near == default_near():
+        logger.info(
+            "--save is in an object store, so checkpoints are written to %s of each node first "
+            "(--datastates-near names another directory)",
+            default_near(),
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def msc_is_enabled() -> bool:
+    """Returns whether Megatron itself opens files through the multi-storage client."""
+    try:
+        from megatron.core.msc_utils import MultiStorageClientFeature
+    except ImportError:  # an older release
+        return False
+    return bool(MultiStorageClientFeature.is_enabled())
 
 
 def validate_without_worker(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:

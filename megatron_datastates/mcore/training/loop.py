@@ -15,9 +15,9 @@ from megatron_datastates.mcore.providers import find_functions, registered
 from megatron_datastates.mcore.training.arguments import (
     FORMAT,
     adopt,
+    check_object_stores,
     is_converting,
     options_of,
-    refuse_object_stores,
     settle,
     validate_without_worker,
 )
@@ -25,6 +25,7 @@ from megatron_datastates.pipeline.held import trainer_held
 
 logger = logging.getLogger(__name__)
 _LOOP = "megatron.training.training"
+_LAST_CALL = "maybe_finalize_async_save"  # of `pretrain`, with terminate=True; called elsewhere, too
 _options: Options | None = None  # of the last call of enable_saving
 _loops = 0  # calls of Megatron's `train` that have not returned
 _skipped = 0  # saves
@@ -53,6 +54,8 @@ def attach_to_train() -> None:
     loop = sys.modules.get(_LOOP)
     if loop is not None:
         replace(loop, "train", wrap_train)
+        if hasattr(loop, _LAST_CALL):  # without it, object stores are drained when the interpreter ends
+            replace(loop, _LAST_CALL, wrap_last_call)
 
 
 def is_training() -> bool:
@@ -76,10 +79,31 @@ def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
         _loops += 1
         try:
             return original(*args, **kwargs)
+        except SystemExit:  # as --exit-interval and signals end it
+            _finish_objects()
+            raise
         finally:
             _loops -= 1
 
     return train
+
+
+def wrap_last_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `maybe_finalize_async_save`: at the end of `pretrain`, object stores get what is left."""
+
+    def maybe_finalize_async_save(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if kwargs.get("terminate") and not is_training():
+            _finish_objects()
+        return result
+
+    return maybe_finalize_async_save
+
+
+def _finish_objects() -> None:
+    from megatron_datastates.pipeline.saver import finish_objects
+
+    finish_objects()
 
 
 def _require_restored_data(train_iterator: Any) -> None:
@@ -110,8 +134,8 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
             raise OptionError("Megatron ignores --dist-ckpt-format: use --ckpt-format datastates")
         if not adopt(args) or is_converting(args):
             return original(args, *rest, **kwargs)
-        refuse_object_stores(args)
         result = validate_without_worker(original, args, *rest, **kwargs)
+        check_object_stores(args)
         settle(args)
         options = options_of(args)
         find_functions(options.providers)  # a wrong name is an error now, not at the first save

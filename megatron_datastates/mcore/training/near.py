@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,18 @@ from typing import Any
 from megatron_datastates.config import Options
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
+from megatron_datastates.files import path_of
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.format.values import SaveId
+from megatron_datastates.mcore.training.arguments import msc_is_enabled
+from megatron_datastates.pipeline.near.places import remove_folder
 from megatron_datastates.pipeline.runs import is_complete, tracked_iteration
 
 logger = logging.getLogger(__name__)
 _is_on = False  # the near tier, as of the last save
 _is_ours = False  # the tracker, as of the last save
 _memory_file: int | None = None  # descriptor
+_unused: tempfile.TemporaryDirectory[str] | None = None
 _tracked: dict[Path, SaveId] = {}  # by run: the save that its tracker names, if this process has written it
 
 
@@ -63,11 +67,17 @@ def is_on() -> bool:
 
 
 def _unused_tracker() -> str:
-    """Returns a file in memory. Megatron writes it on rank 0 alone, where an error would end the job.
+    """Returns a file of no use. Megatron writes it on rank 0 alone, where an error would end the job.
 
-    It names iteration 0, of which Megatron's retention deletes nothing.
+    It names iteration 0, of which Megatron's retention deletes nothing. It is in memory, but for the
+    multi-storage client, which needs a directory.
     """
-    global _memory_file
+    global _memory_file, _unused
+    if msc_is_enabled():
+        _unused = _unused or tempfile.TemporaryDirectory(prefix="datastates-")
+        path = Path(_unused.name, TRACKER_NAME)
+        path.write_text("0")
+        return str(path)
     if _memory_file is None:
         _memory_file = os.memfd_create(TRACKER_NAME)
     os.pwrite(_memory_file, b"0", 0)
@@ -85,7 +95,7 @@ def far_published(checkpoint: Path) -> Callable[[SaveId], None] | None:
     if not _is_ours:
         return None
     args, iteration = get_args(), iteration_in_name(checkpoint.name)
-    if iteration is None or not args.save or checkpoint.absolute().parent != Path(args.save).absolute():
+    if iteration is None or not args.save or checkpoint.absolute().parent != path_of(args.save).absolute():
         return None
     interval = getattr(args, "save_retain_interval", None)
     return lambda save_id: _track(checkpoint.absolute().parent, iteration, save_id, interval)
@@ -104,6 +114,6 @@ def _track(run: Path, iteration: int, save_id: SaveId, retain_interval: int | No
     if directory.is_symlink() or not is_complete(directory):
         return
     try:
-        shutil.rmtree(directory)
+        remove_folder(directory)
     except OSError as error:
         logger.warning("%s was not deleted (--save-retain-interval): %s", directory, error)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_datastates.files import path_of
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
 from megatron_datastates.mcore.training import near
 from megatron_datastates.mcore.training.tracker import mend
@@ -55,10 +56,10 @@ def saving(iteration: int) -> Iterator[None]:
             thread.join()
     finalize = getattr(checkpointing, "finalize_deletion_processes", None)  # 0.16 deletes by itself
     # Path.exists would raise some errors, on one rank alone.
-    if finalize is not None and os.path.exists(Path(args.save, name)):  # noqa: PTH110
+    if finalize is not None and os.path.exists(path_of(args.save) / name):  # noqa: PTH110
         finalize(blocking=True)  # deletions by retention with --async-save
     if getattr(args, "save_retain_interval", None) is not None and args.rank == 0:
-        mend(Path(args.save, TRACKER_NAME))
+        mend(path_of(args.save) / TRACKER_NAME)
     _about_to_save.append(iteration)
     try:
         yield
@@ -102,7 +103,7 @@ def wrap_cleanup_old_non_persistent_checkpoint(original: Callable[..., Any]) -> 
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         try:
-            directories = deletable(Path(save_dir), leave_ckpt_num)
+            directories = deletable(path_of(save_dir), leave_ckpt_num)
         except OSError as error:
             logger.warning(
                 "non-persistent checkpoints in %s were not cleaned up: the directory cannot be listed: %s",
@@ -139,7 +140,7 @@ def wrap_async_delete_checkpoint_impl(original: Callable[..., Any]) -> Callable[
     def _async_delete_checkpoint_impl(
         save_path: str, iteration_to_delete: int, *args: Any, **kwargs: Any
     ) -> None:
-        root = Path(save_path)
+        root = path_of(save_path)
         directory = root / iteration_name(iteration_to_delete)
         # Noted before the checks: a later save waits, an earlier one is seen.
         _deletions[directory] = threading.current_thread()

@@ -22,10 +22,11 @@ from megatron_datastates.engine.atomic_files import opened, sync_directory
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.reader import Reader, read_footer
 from megatron_datastates.errors import DataStatesError, StorageError
-from megatron_datastates.files import open_regular
+from megatron_datastates.files import is_object, open_regular
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import Extent
+from megatron_datastates.pipeline.near.uploading import address_of, upload_checked
 from megatron_datastates.pipeline.opening import check_identity
 from megatron_datastates.plan.reads import gather_spans, plan_extent
 
@@ -88,11 +89,15 @@ class Copier:
         Raises:
             SourceError: the file is missing, damaged, or another one than the manifest names.
             StorageError: it could not be read.
-            OSError: the copy could not be written; nothing is left of it.
+            OSError: the copy could not be written; nothing is left of it, but perhaps parts of an object
+                (uploading.py).
         """
         if is_whole(target, manifest, entry):
             return
         footer, sealed = self._footer(source, manifest, entry)
+        if is_object(target):
+            self._upload(source, target, footer, sealed, moved)
+            return
         target.parent.mkdir(parents=True, exist_ok=True)
         # A name of its own: another job, not quite dead, may be copying the same file.
         own = f"{target.name}-{secrets.token_hex(4)}-{manifest.file_save_id(entry)}"
@@ -106,6 +111,32 @@ class Copier:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
+
+    def _upload(
+        self, source: Path, target: Path, footer: Footer, sealed: bytes, moved: Callable[[int], None]
+    ) -> None:
+        reader = Reader(self._options)
+
+        def read_into(at: int, view: memoryview) -> None:
+            self._limit.take(len(view))
+            data = view[: max(footer.data_bytes - at, 0)]
+            if data:
+                self._read_checked(reader, source, footer, Extent(0, at, len(data)), address_of(data))
+            begin = max(at - footer.data_bytes, 0)
+            view[len(data) :] = sealed[begin : begin + len(view) - len(data)]
+            self._faults.point("drain write")
+            moved(len(view))
+
+        upload_checked(target, footer.data_bytes + len(sealed), read_into)
+
+    def _read_checked(
+        self, reader: Reader, source: Path, footer: Footer, extent: Extent, address: int
+    ) -> None:
+        self._faults.point("drain read")
+        outcome = reader.read([(source, footer)], gather_spans([plan_extent(extent)], [address], [False]))
+        if outcome.bad_blocks:
+            blocks = ", ".join(str(block) for _, block in outcome.bad_blocks)
+            raise SourceError(f"{source} is corrupt: the checksum of block {blocks} (1 MiB) differs")
 
     def _footer(self, source: Path, manifest: Manifest, entry: FileEntry) -> tuple[Footer, bytes]:
         """Returns the footer of a file, decoded and as it is stored."""
@@ -138,12 +169,7 @@ class Copier:
             for at in range(0, footer.data_bytes, _PIECE_BYTES):
                 size = min(_PIECE_BYTES, footer.data_bytes - at)
                 self._limit.take(size)
-                self._faults.point("drain read")
-                box = plan_extent(Extent(0, at, size))
-                outcome = reader.read([(source, footer)], gather_spans([box], [address], [False]))
-                if outcome.bad_blocks:
-                    blocks = ", ".join(str(block) for _, block in outcome.bad_blocks)
-                    raise SourceError(f"{source} is corrupt: the checksum of block {blocks} (1 MiB) differs")
+                self._read_checked(reader, source, footer, Extent(0, at, size), address)
                 self._faults.point("drain write")
                 write(memoryview(buffer[:size]), at)
                 moved(size)

@@ -23,10 +23,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_datastates import stores
 from megatron_datastates.config import Options
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, StorageError
+from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
@@ -43,11 +45,14 @@ from megatron_datastates.pipeline.near.places import (
 from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
 
 logger = logging.getLogger(__name__)
-_COPIES = 4  # files at a time
+_COPIES = 5  # files at a time
+_UPLOADS = 2  # the same to an object store: the client sends several parts of each at once
 _LOOK_SECONDS = 0.5  # between two looks for other nodes' files
+_LOOK_SECONDS_OBJECTS = 2.0  # the same in an object store, which counts requests
 _PAUSES = (0.5, 2.0, 8.0, 30.0, 60.0)  # before the next attempt, in seconds; the last one from then on
 _REPORTED_ATTEMPT = 3
 _STALLED_SECONDS = 60.0  # at the end of a job: without any progress
+_STALLED_SECONDS_OBJECTS = 600.0  # the same while other nodes upload, which nobody sees
 
 
 @dataclasses.dataclass
@@ -68,6 +73,7 @@ class NearSave:
     near_since: float = dataclasses.field(default_factory=time.monotonic)
     attempts: int = 0  # to copy it, then to publish it
     seen: tuple[int, int] = (-1, 0)  # by rank 0: missing files, and bytes that have arrived, also of others
+    found: set[str] = dataclasses.field(default_factory=set)  # objects that rank 0 has seen
     copied_bytes: int = 0
     copied_seconds: float = 0.0
 
@@ -158,7 +164,7 @@ class Drain:
             logger.info("datastates: draining %s to %s", _names(pending), pending[-1].far.parent)
         self._progress = time.monotonic()
         while not abandon and not self._thread.join(_LOOK_SECONDS):
-            if time.monotonic() - self._progress > _STALLED_SECONDS:
+            if time.monotonic() - self._progress > self._stalled_seconds():
                 break
         with self._changed:
             left = [*self._to_copy, *self._to_commit]
@@ -169,6 +175,24 @@ class Drain:
                 _names(left),
                 left[-1].far.parent,
             )
+
+    def finish_objects(self) -> None:
+        """Does the same if checkpoints go to an object store, and takes further saves afterwards.
+
+        For the end of training: an interpreter that is ending starts no threads, so that clients of object
+        stores send one part at a time.
+        """
+        if not any(is_object(save.far) for save in self._kept):
+            return
+        self.close(abandon=False)
+        with self._changed:
+            if self._thread is not None and self._thread.join(0):
+                self._thread, self._closing = None, False
+
+    def _stalled_seconds(self) -> float:
+        with self._changed:
+            waiting = not self._to_copy and bool(self._to_commit) and is_object(self._to_commit[0].far)
+        return _STALLED_SECONDS_OBJECTS if waiting else _STALLED_SECONDS
 
     # -- the thread -------------------------------------------------------------------------------------
 
@@ -189,7 +213,14 @@ class Drain:
                 time.sleep(_LOOK_SECONDS)
             with self._changed:
                 if not self._to_copy and not (self._closing and self._is_done()):
-                    self._changed.wait(_LOOK_SECONDS if self._to_commit or self._closing else None)
+                    self._changed.wait(self._look_seconds())
+
+    def _look_seconds(self) -> float | None:
+        """Returns how long to wait for other nodes' files; None if there are none to wait for."""
+        if not self._to_commit and not self._closing:
+            return None
+        is_far = bool(self._to_commit) and is_object(self._to_commit[0].far)
+        return _LOOK_SECONDS_OBJECTS if is_far else _LOOK_SECONDS
 
     def _copy_or_pause(self, save: NearSave) -> None:
         try:
@@ -240,7 +271,8 @@ class Drain:
                     except Exception as error:
                         errors.append(error)
 
-        threads = [BackgroundThread(work) for _ in range(min(_COPIES, len(waiting)))]
+        copies = _UPLOADS if is_object(save.far) else _COPIES
+        threads = [BackgroundThread(work) for _ in range(min(copies - 1, len(waiting)))]
         started = []
         for thread in threads:
             with contextlib.suppress(RuntimeError):  # this thread does its work
@@ -260,7 +292,7 @@ class Drain:
             for earlier in reversed([kept for kept in self._kept if kept.save_id != save.save_id]):
                 with contextlib.suppress(OSError):
                     save.far.mkdir(parents=True, exist_ok=True)
-                    os.link(earlier.far / file.name, target)
+                    _link(earlier.far / file.name, target)
                     break
 
         def moved(count: int) -> None:
@@ -298,7 +330,7 @@ class Drain:
 
     def _is_complete(self, save: NearSave) -> bool:
         try:
-            missing = missing_data_files(save.far, save.small_files.manifest)
+            missing = missing_data_files(save.far, save.small_files.manifest, save.found)
             there = arrived_bytes(save.far, save.save_id) if self._closing else 0
         except Exception as error:
             self._pause(save, error)
@@ -357,6 +389,13 @@ class Drain:
         """Returns whether a save, or a later one, is published in its checkpoint's directory."""
         later = [one for one in self._kept if one.save_id.ordinal >= save.save_id.ordinal]
         return any((found := manifest_in(one.far)) and found.save_id == one.save_id for one in later)
+
+
+def _link(source: Path, target: Path) -> None:
+    if is_object(target):
+        stores.copy(source, target)
+    else:
+        os.link(source, target)
 
 
 def _remove(folder: Path) -> None:

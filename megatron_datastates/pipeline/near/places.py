@@ -24,11 +24,12 @@ from pathlib import Path
 import msgspec
 
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.files import MANIFEST_BYTES, read_regular
+from megatron_datastates.files import MANIFEST_BYTES, is_object, read_regular
 from megatron_datastates.format.directory import iteration_in_name
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
 from megatron_datastates.pipeline.runs import is_published
+from megatron_datastates.stores import remove_below
 
 _HASH_DIGITS = 16
 _BLOCK_BYTES = 512  # in which the system counts what a file occupies
@@ -72,7 +73,7 @@ def near_root(option: str) -> Path:
 
 def near_run(root: Path, run: Path) -> Path:
     """Returns the folder of a run in a near tier, by the directory that holds its checkpoints."""
-    real = os.path.realpath(run)
+    real = str(run) if is_object(run) else os.path.realpath(run)
     digest = hashlib.sha256(os.fsencode(real)).hexdigest()[:_HASH_DIGITS]
     return root / f"{Path(real).name}-{digest}"
 
@@ -111,7 +112,9 @@ def occupied_bytes(folder: Path, save_id: SaveId) -> int:
 
 def arrived_bytes(folder: Path, save_id: SaveId) -> int:
     """Returns the sizes of all files of a save in a folder, also of unfinished copies. Raises OSError."""
-    return sum(file.st_size for file in _files_of(folder, save_id)) if folder.is_dir() else 0
+    if is_object(folder) or not folder.is_dir():  # an object shows nothing of what has arrived
+        return 0
+    return sum(file.st_size for file in _files_of(folder, save_id))
 
 
 def _files_of(folder: Path, save_id: SaveId) -> Iterator[os.stat_result]:
@@ -168,10 +171,13 @@ def _holding(folder: Path) -> Holding:
 
 
 def remove_folder(folder: Path) -> None:
-    """Removes a checkpoint from a near tier, its manifest first. Raises OSError."""
+    """Removes a checkpoint's directory, its manifest first. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         (folder / MANIFEST_NAME).unlink()
-    shutil.rmtree(folder)
+    if is_object(folder):
+        remove_below(folder)
+    else:
+        shutil.rmtree(folder)
 
 
 def run_ids_in(run: Path) -> frozenset[int]:

@@ -17,6 +17,8 @@ from typing import Any
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.memory import local_ranks
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.milestones import SaveContext
@@ -64,7 +66,11 @@ class NearTier:
 
         Args:
             wanted_bytes: of this rank's data files.
+
+        Raises:
+            DataStatesError: likewise, for a checkpoint in an object store, which is reached from here alone.
         """
+        directory = publication.save.context.directory
         try:
             if "$" in os.fspath(self.root):  # else it would be made in the working directory
                 raise OSError(errno.ENOENT, "a variable in its name is not set on this node")
@@ -76,9 +82,9 @@ class NearTier:
             # What other ranks of the node have taken for this save already is part of what is wanted.
             taken = occupied_bytes(folder, publication.save.context.save_id)
             free = free_bytes(self.root)
-            is_behind = self._is_behind(folder, publication.save.context.directory)
+            is_behind = self._is_behind(folder, directory)
         except OSError as error:
-            self._fall_back(f"it cannot be used: {error.strerror}")
+            self._fall_back(directory, f"it cannot be used: {error.strerror}")
             return None
         if is_behind:
             return None
@@ -86,12 +92,12 @@ class NearTier:
         free += taken
         if free < wanted:
             self._fall_back(
-                f"{free >> 20} MiB are free, {wanted >> 20} MiB are needed for {self._ranks} ranks"
+                directory, f"{free >> 20} MiB are free, {wanted >> 20} MiB are needed for {self._ranks} ranks"
             )
             return None
-        if self._has_failed:
+        if self._has_failed and not is_object(directory):
             self._has_failed = False  # the next one tries again
-            self._fall_back("the last save failed there")
+            self._fall_back(directory, "the last save failed there")
             return None
         self._is_warned = False
         if self.replicas is not None:
@@ -102,15 +108,23 @@ class NearTier:
     def _is_behind(self, folder: Path, checkpoint: Path) -> bool:
         """Returns whether the tracker in --save names this iteration or a later one: the run was rolled back.
 
-        A load would prefer that checkpoint to a near one, so saves go to --save until one has replaced it.
+        A load would prefer that checkpoint to a near one, so saves go to --save until one has replaced it. An
+        object store is reached through the near tier alone: there the tracker follows with the next drain.
         """
+        if is_object(checkpoint):
+            return False
         iteration = iteration_in_name(checkpoint.name)
         if not self._is_ahead and iteration is not None:
             tracked = tracked_iteration(checkpoint.parent / TRACKER_NAME)
             self._is_ahead = tracked is None or tracked < iteration
         return not self._is_ahead and iteration is not None
 
-    def _fall_back(self, reason: str) -> None:
+    def _fall_back(self, directory: Path, reason: str) -> None:
+        if is_object(directory):
+            raise DataStatesError(
+                f"the near tier {self.root} cannot take the save to {directory}, which is in an object store "
+                f"and has no other way there: {reason}"
+            )
         if not self._is_warned:
             logger.warning(
                 "the near tier %s is left out, and saves go to --save right away: %s", self.root, reason
@@ -185,6 +199,10 @@ class NearTier:
             replacement = tracker.with_name(f".{TRACKER_NAME}-{context.save_id}")
             replacement.write_text(str(iteration))
             replacement.replace(tracker)
+
+    def finish_objects(self) -> None:
+        """Drains what is left to object stores, at the end of training."""
+        self.drain.finish_objects()
 
     def close(self) -> None:
         """Drains what is left, unless the program ends with an error: then the next job does it."""

@@ -1,0 +1,119 @@
+"""Reads objects in large pieces: threads fetch windows, the native reader checks and delivers each of them.
+
+A window's bytes are put into a file in memory, at the offsets that they have in the object. So blocks are
+checked, and spans delivered to hosts and devices, by the same code as from a disk.
+
+At most _IN_FLIGHT windows of _WINDOW_BYTES, and as much again for each thread, are in memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from megatron_datastates import stores
+from megatron_datastates.config import MIB
+from megatron_datastates.engine import native
+from megatron_datastates.errors import StorageError
+from megatron_datastates.plan.reads import ReadSpans
+from megatron_datastates.plan.windows import Window, cut_windows
+
+_WINDOW_BYTES = 16 * MIB  # the longest request, but for a block: long beside the time to its first byte
+_GAP_BYTES = 2 * MIB  # read through rather than asked for separately
+_THREADS = 8  # one connection moves some 100 MB/s
+_IN_FLIGHT = 12
+
+
+def read_through_windows(
+    sources: Sequence[tuple[Path, int]],
+    spans: ReadSpans,
+    deliver: Callable[[Path, int, ReadSpans], None],
+    progress: Callable[[int], None],
+) -> int:
+    """Reads spans of objects; returns how many bytes were fetched.
+
+    Args:
+        sources: objects, and how many bytes of data each has. `files` of the spans are indices of it.
+        deliver: called on this thread with a file that has a window's bytes, the number of the source, and
+            the window's spans, whose `files` are 0.
+        progress: called with the number of bytes fetched since its last call.
+
+    Raises:
+        StorageError: an object cannot be read.
+    """
+    sizes = np.array([size for _, size in sources], np.uint64)
+    windows = cut_windows(spans, sizes, window_bytes=_WINDOW_BYTES, gap_bytes=_GAP_BYTES)
+    waiting: deque[tuple[Window, Future[_Held]]] = deque()
+    fetched = 0
+    with ThreadPoolExecutor(_THREADS, "datastates-fetch") as threads:
+        try:
+            for window in windows:
+                waiting.append((window, threads.submit(_fetch, *sources[window.file], window)))
+                if len(waiting) >= _IN_FLIGHT:
+                    fetched += _finish(waiting, deliver, progress)
+            while waiting:
+                fetched += _finish(waiting, deliver, progress)
+        finally:  # after an error
+            for _, future in waiting:
+                future.cancel()
+            for _, future in waiting:
+                with contextlib.suppress(BaseException):
+                    future.result().close()
+    return fetched
+
+
+def _finish(
+    waiting: deque[tuple[Window, Future[_Held]]],
+    deliver: Callable[[Path, int, ReadSpans], None],
+    progress: Callable[[int], None],
+) -> int:
+    window, future = waiting.popleft()
+    with contextlib.closing(future.result()) as held:
+        deliver(held.path, window.file, window.spans.of_file(0))
+    count = sum(end - begin for begin, end in window.pieces)
+    progress(count)
+    return count
+
+
+class _Held:
+    """A file in memory, as long as an object but with holes."""
+
+    def __init__(self, size: int) -> None:
+        self._descriptor = os.memfd_create("datastates-window", os.MFD_CLOEXEC)
+        native.close_in_forked_child(self._descriptor)
+        os.truncate(self._descriptor, size)
+        self.path = Path(f"/proc/self/fd/{self._descriptor}")
+
+    def write(self, data: bytes, offset: int) -> None:
+        view = memoryview(data)
+        while view:
+            count = os.pwrite(self._descriptor, view, offset)
+            view, offset = view[count:], offset + count
+
+    def close(self) -> None:
+        native.forget_descriptor(self._descriptor)
+        os.close(self._descriptor)
+
+
+def _fetch(path: Path, data_bytes: int, window: Window) -> _Held:
+    held = _Held(data_bytes)
+    try:
+        for begin, end in window.pieces:
+            held.write(stores.read(path, begin, end - begin), begin)
+    except BaseException as error:
+        held.close()
+        if not isinstance(error, OSError):
+            raise
+        raise StorageError(
+            f"data file {path} cannot be read: {error.strerror}",
+            code=error.errno or 0,
+            path=str(path),
+            operation="read",
+        ) from error
+    return held

@@ -1,0 +1,75 @@
+"""Removes a checkpoint from an object store.
+
+Which one: prune.py decides, by the same rules as for directories. A listing shows what there is to decide
+about; what is complete, manifests and the objects that they name say, each asked for by its name. A store
+that does not answer ends the call: silence is no answer.
+
+Protocol, in place of that of prune.py, because a store has no renames and no directories:
+  1. list the objects and read the manifest; then decide again: the tracker does not name the checkpoint, and
+     nothing in it, uploads included, is younger than MIN_AGE_SECONDS that the manifest does not name;
+  2. write what the manifest holds as REMOVAL_NAME: it shows the next call why the manifest is missing, and
+     names what a late listing may not show;
+  3. read the manifest again. If it is not the one that was read, a save has published meanwhile: remove
+     REMOVAL_NAME, and keep the checkpoint. Otherwise remove the manifest: it is no checkpoint any more;
+  4. remove what was listed or is named, REMOVAL_NAME last.
+A kill leaves a complete checkpoint, or objects that a later call removes. Only a save that publishes between
+the two requests of step 3 loses its manifest; its data objects stay.
+"""
+
+from __future__ import annotations
+
+from megatron_datastates import stores
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.errors import FormatError
+from megatron_datastates.format.directory import METADATA_NAME, REMOVAL_NAME, TRACKER_NAME
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.values import MANIFEST_NAME, is_own_file_name
+from megatron_datastates.pipeline.left_overs import content_of, under_way, unfinished_uploads, unnamed_files
+from megatron_datastates.pipeline.runs import Iteration, require_tracked
+
+
+class ObjectRemoval:
+    """Removes one checkpoint. Step 1 of the protocol is making this, but for the second decision."""
+
+    def __init__(self, one: Iteration, faults: Faults | None = None) -> None:
+        self._one, self._path, self._faults = one, one.path, faults or Faults("")
+        self._names = {found.name for found in stores.all_below(one.path)}
+        self._content = content_of(one.path / MANIFEST_NAME)
+        self._names |= _named_by(self._content) | _named_by(content_of(one.path / REMOVAL_NAME))
+        self._names.add(METADATA_NAME)
+        self._names -= {MANIFEST_NAME, REMOVAL_NAME}
+
+    def run(self, min_age_seconds: float) -> str | None:
+        """Does the rest; returns why the checkpoint, or what is left of it, stays."""
+        if require_tracked(self._path.parent / TRACKER_NAME) == self._one.number:
+            return "the tracker names it"
+        uploads, _ = unfinished_uploads(self._path.parent)
+        own = [upload for upload in uploads if upload.path.parent == self._path]
+        if why := under_way([*unnamed_files(self._path), *own], min_age_seconds):
+            return why
+        marker, manifest = self._path / REMOVAL_NAME, self._path / MANIFEST_NAME
+        if self._content is not None:
+            self._faults.point("write removal")
+            stores.write(marker, self._content)
+        self._faults.point("remove manifest")
+        if content_of(manifest) != self._content:
+            stores.remove(marker)
+            return "a save has published into it meanwhile"
+        stores.remove(manifest)
+        self._faults.point("remove file")
+        own_names = [name for name in self._names if is_own_file_name(name)]
+        stores.remove_all(self._path, sorted(self._names.difference(own_names)))
+        self._faults.point("remove file")
+        stores.remove_all(self._path, sorted(own_names))
+        self._faults.point("remove directory")
+        stores.remove(marker)
+        return None
+
+
+def _named_by(manifest: bytes | None) -> set[str]:
+    if manifest is None:
+        return set()
+    try:
+        return Manifest.decode(manifest, MANIFEST_NAME).names
+    except FormatError:
+        return set()

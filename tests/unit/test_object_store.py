@@ -1,0 +1,399 @@
+"""Checkpoints in an object store: brought there by drains, read from there, and what happens where it fails.
+
+The store is moto's S3 behind a real HTTP server, reached through NVIDIA's multi-storage client.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("multistorageclient")
+pytest.importorskip("moto")
+
+from botocore.retries.standard import ExponentialBackoff
+
+import megatron_datastates as ds
+from megatron_datastates import stores
+from megatron_datastates.errors import (
+    CorruptDataError,
+    NotACheckpointError,
+    OptionError,
+    SaveFailedError,
+    StorageError,
+)
+from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.near import drain
+from megatron_datastates.pipeline.near.recovery import bring_home
+from megatron_datastates.pipeline.publication import Outcome
+from megatron_datastates.pipeline.verify import verify
+from tests.support.object_store import (
+    BUCKET,
+    EXPIRED,
+    RUN,
+    UNAVAILABLE,
+    ObjectStore,
+    configure,
+    s3,
+    served,
+    unfinished,
+)
+from tests.unit.command import run
+from tests.unit.states import OPTIONS, State, bits, data_files, random_tensor
+from tests.unit.test_near_tier import Nodes
+
+
+def long(*values: object) -> list[Any]:
+    """Returns cases that `make test` leaves out."""
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
+ROOT = Path(__file__).parents[2]  # of the sources
+ELEMENTS = 5_000_000  # 20 MB a rank: three parts
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectStore]:
+    store, address = served()
+    configure(tmp_path / "msc.json", address)
+    monkeypatch.setenv("MSC_CONFIG", str(tmp_path / "msc.json"))
+    monkeypatch.setattr(ExponentialBackoff, "delay_amount", lambda self, context: 0.01)
+    monkeypatch.chdir(tmp_path)
+    store.requests.clear()
+    store.log.clear()
+    store.sent_bytes = 0
+    yield store
+    store.heal()
+    while made:  # also of a test that failed: its drain would go on
+        abandon(made.pop())
+    client = s3(address)
+    for found in client.list_objects_v2(Bucket=BUCKET).get("Contents", []):
+        client.delete_object(Bucket=BUCKET, Key=found["Key"])
+    for upload in client.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []):
+        client.abort_multipart_upload(Bucket=BUCKET, Key=upload["Key"], UploadId=upload["UploadId"])
+    assert not list(tmp_path.glob("msc:*")), "nothing takes the path for a file's"
+
+
+made: list[FarNodes] = []  # in a test
+
+
+class FarNodes(Nodes):
+    """Two nodes whose far side is the object store."""
+
+    def __init__(self, root: Path, *own: dict[str, object], **changes: object) -> None:
+        super().__init__(root, *own, **changes)
+        self.run = stores.path_of(RUN)
+        made.append(self)
+
+
+def save(nodes: Nodes, iteration: int) -> Outcome:
+    states = [
+        State(
+            {f"w{rank}": random_tensor(torch.float32, (ELEMENTS,), iteration + rank)}, {f"o{rank}": iteration}
+        )
+        for rank in (0, 1)
+    ]
+    return nodes.ranks.save(nodes.directory(iteration), states).outcome
+
+
+def check(nodes: Nodes, iteration: int) -> None:
+    assert verify(nodes.directory(iteration)).faults == []
+    checkpoint = Checkpoint.open(nodes.directory(iteration), OPTIONS)
+    for rank in (0, 1):
+        expected = random_tensor(torch.float32, (ELEMENTS,), iteration + rank)
+        assert bits(checkpoint.read_tensor(f"w{rank}")) == bits(expected)
+        assert checkpoint.read_object(f"o{rank}") == iteration
+
+
+def test_a_checkpoint_becomes_far_and_is_read_from_there(store: ObjectStore, tmp_path: Path) -> None:
+    nodes = FarNodes(tmp_path)
+    assert save(nodes, 1) is Outcome.PUBLISHED
+    assert nodes.near(0, 1).is_dir() and data_files(nodes.near(0, 1))
+    nodes.close()
+    assert store.requests["POST uploads"] == 2 and store.requests["PUT part"] == 6
+    assert not store.requests["GET list"], "nothing is listed to publish"
+    check(nodes, 1)
+    assert len(nodes.ranks.far) == 1
+
+
+def test_only_what_is_needed_is_read(store: ObjectStore, tmp_path: Path) -> None:
+    nodes = FarNodes(tmp_path)
+    save(nodes, 1)
+    nodes.close()
+    checkpoint = Checkpoint.open(nodes.directory(1), OPTIONS)
+    store.sent_bytes = 0
+    store.requests.clear()
+    part = checkpoint.read_tensor("w1", [2_000_000], [1000])
+    assert bits(part) == bits(random_tensor(torch.float32, (ELEMENTS,), 2)[2_000_000:2_001_000])
+    assert store.sent_bytes <= (1 << 20) + (256 << 10) + (64 << 10), (
+        "a block, a footer and an index's section"
+    )
+    assert not store.requests["GET list"]
+
+
+def abandon(nodes: FarNodes) -> None:
+    """Closes as a program does that ends with an error, and waits for what is under way."""
+    for saver in nodes.ranks.savers:
+        if saver.near is not None:
+            saver.near.drain.close(abandon=True)
+            thread = saver.near.drain._thread
+            assert thread is None or thread.join(60)
+
+
+# -- failures ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drain, "_PAUSES", (0.05,))
+
+
+@pytest.mark.parametrize("kind", ["PUT part", *long("POST uploads", "POST upload ", "HEAD", "PUT /")])
+def test_a_request_that_fails_once_is_sent_again(
+    kind: str, store: ObjectStore, tmp_path: Path, impatient: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.fail(kind, UNAVAILABLE, 1)
+    nodes = FarNodes(tmp_path)
+    assert save(nodes, 1) is Outcome.PUBLISHED
+    nodes.close()
+    check(nodes, 1)
+
+
+@pytest.mark.parametrize("answer", [EXPIRED, *long(UNAVAILABLE)])
+def test_an_outage_is_waited_for_and_reported(
+    answer: tuple[str, str],
+    store: ObjectStore,
+    tmp_path: Path,
+    impatient: None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store.fail("PUT|POST", answer)
+    nodes = FarNodes(tmp_path)
+    assert save(nodes, 1) is Outcome.PUBLISHED
+    wait_for(lambda: "it is tried again" in caplog.text)
+    assert "was not brought from" in caplog.text and RUN in caplog.text
+    store.heal()
+    wait_for((nodes.directory(1) / MANIFEST_NAME).is_file)  # at its end, a job gives up after three attempts
+    nodes.close()
+    check(nodes, 1)
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_an_outage_while_the_manifest_is_written(
+    store: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.fail(f"PUT .*{MANIFEST_NAME}", UNAVAILABLE)
+    nodes = FarNodes(tmp_path)
+    save(nodes, 1)
+    wait_for(lambda: "is not published in" in caplog.text)
+    assert not (nodes.directory(1) / MANIFEST_NAME).is_file()
+    store.heal()
+    nodes.close()
+    check(nodes, 1)
+
+
+def test_the_manifest_is_the_last_object(store: ObjectStore, tmp_path: Path) -> None:
+    nodes = FarNodes(tmp_path)
+    save(nodes, 1)
+    nodes.close()
+    written = [path for kind, path in store.log if kind in ("PUT", "POST upload")]
+    assert written[-1].endswith(f"/{MANIFEST_NAME}")
+    names = {path.rpartition("/")[2] for path in written}
+    assert names == set(stores.names_below(nodes.directory(1)))
+
+
+def test_damage_in_the_near_tier_is_not_uploaded(
+    store: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.fail("POST uploads", 1.5, 2)  # seconds: time to do harm
+    nodes = FarNodes(tmp_path)
+    save(nodes, 1)
+    (path,) = data_files(nodes.near(1, 1))
+    with path.open("r+b") as file:
+        file.seek(12 << 20)
+        file.write(b"damage")
+    wait_for(lambda: "is corrupt: the checksum of block 12 (1 MiB) differs" in caplog.text)
+    abandon(nodes)
+    assert not (nodes.directory(1) / path.name).is_file()
+    assert not (nodes.directory(1) / MANIFEST_NAME).is_file()
+
+
+def test_damage_in_the_store_is_found(store: ObjectStore, tmp_path: Path) -> None:
+    nodes = FarNodes(tmp_path)
+    save(nodes, 1)
+    nodes.close()
+    checkpoint = Checkpoint.open(nodes.directory(1), OPTIONS)
+    path = nodes.directory(1) / checkpoint.manifest.files[1].name
+    data = bytearray(stores.read_whole(path))
+    data[5 << 20] ^= 1
+    stores.write(path, bytes(data))
+    (fault,) = verify(nodes.directory(1)).faults
+    assert fault == f"{path}: the block at byte offset {5 << 20} is corrupt; it holds data of 'w1'"
+    with pytest.raises(CorruptDataError, match="w1"):
+        checkpoint.read_tensor("w1")
+    assert bits(checkpoint.read_tensor("w1", [0], [1000])) == bits(
+        random_tensor(torch.float32, (ELEMENTS,), 2)[:1000]
+    )
+    stores.write(path, bytes(data[:-4096]))
+    with pytest.raises(StorageError, match="it was truncated or replaced"):
+        Checkpoint.open(nodes.directory(1), OPTIONS).read_tensor("w1")
+    stores.remove(path)
+    with pytest.raises(StorageError, match=f"{path}.*there is no such object"):
+        Checkpoint.open(nodes.directory(1), OPTIONS).read_tensor("w1")
+
+
+def test_reads_outlive_a_failure_and_slowness_and_name_what_they_cannot_read(
+    store: ObjectStore, tmp_path: Path
+) -> None:
+    nodes = FarNodes(tmp_path)
+    save(nodes, 1)
+    nodes.close()
+    expected = bits(random_tensor(torch.float32, (ELEMENTS,), 1))
+    store.fail("GET .*data-00000", UNAVAILABLE, 2)
+    store.fail("GET", 0.2, 3)
+    assert bits(Checkpoint.open(nodes.directory(1), OPTIONS).read_tensor("w0")) == expected
+    checkpoint = Checkpoint.open(nodes.directory(1), OPTIONS)
+    checkpoint.read_tensor("w0", [0], [1])
+    store.fail("GET", EXPIRED)
+    with pytest.raises(
+        StorageError, match=rf"{checkpoint.file_path(0)} cannot be read: the object store refuses"
+    ):
+        checkpoint.read_tensor("w0")
+    with pytest.raises(StorageError, match="the object store refuses it"):
+        Checkpoint.open(nodes.directory(1), OPTIONS)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from tests.unit.test_object_store import FarNodes, save
+nodes = FarNodes(Path(sys.argv[1]))
+save(nodes, 1)
+nodes.close()
+nodes = FarNodes(Path(sys.argv[1]), {{"faults": "{fault}"}}, {{}})
+save(nodes, 2)
+nodes.close()
+"""
+
+
+@pytest.mark.parametrize(
+    "fault", ["drain write:2:kill", *long("write index:2:kill", "write manifest:2:kill")]
+)
+def test_a_killed_drain_leaves_no_checkpoint_and_the_next_job_brings_it_home(
+    fault: str, store: ObjectStore, tmp_path: Path
+) -> None:
+    job = subprocess.run(
+        [sys.executable, "-c", KILLED.format(fault=fault), str(tmp_path)], cwd=Path(__file__).parents[2]
+    )
+    assert job.returncode == -signal.SIGKILL
+    nodes = FarNodes(tmp_path)
+    check(nodes, 1)
+    assert not (nodes.directory(2) / MANIFEST_NAME).is_file()
+    with pytest.raises(NotACheckpointError, match="there is no object"):
+        Checkpoint.open(nodes.directory(2), OPTIONS)
+    left = unfinished()
+    assert bool(left) == fault.startswith("drain write")
+    assert all(name.startswith("run/iter_0000002/data-") for name in left)
+    code, out, err = run("prune", RUN, "--keep-last", "1", "--min-age", "0", "--yes")
+    assert code == 0 and (not left or f"{len(left)} of {len(left)} left-over file" in out), err
+    assert unfinished() == []
+    check(nodes, 1)
+
+    for path in nodes.near(1, 2).glob("data-*"):  # in these tests one process looks for all nodes
+        shutil.copy(path, nodes.near(0, 2))
+    said: list[str] = []
+    options = dataclasses.replace(OPTIONS, near=str(nodes.roots[0]))
+    assert bring_home(nodes.run, options, said.append) == 2
+    assert f"iteration 2 is newer than what is in {RUN} (" in said[0]
+    check(nodes, 2)
+    assert bring_home(nodes.run, options, said.append) is None
+
+
+def test_drains_end_before_the_interpreter_does(store: ObjectStore, tmp_path: Path) -> None:
+    nodes = FarNodes(tmp_path)
+    for iteration in (1, 2):
+        save(nodes, iteration)
+        for saver in nodes.ranks.savers:
+            saver.near.finish_objects()
+        check(nodes, iteration)
+    nodes.close()
+
+
+def test_megatrons_loop_ends_drains_before_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_datastates.mcore.training import loop
+
+    calls: list[str] = []
+    monkeypatch.setattr("megatron_datastates.pipeline.saver.finish_objects", lambda: calls.append("drained"))
+    monkeypatch.setattr(loop, "_require_restored_data", lambda iterator: None)
+    last_call = loop.wrap_last_call(lambda *args, **kwargs: calls.append("finalized"))
+
+    def train(train_data_iterator: object) -> None:
+        last_call(blocking=True, terminate=True)  # as it does: a last save may follow in `pretrain`
+        sys.exit(train_data_iterator)
+
+    with pytest.raises(SystemExit):
+        loop.wrap_train(train)(0)
+    assert calls == ["finalized", "drained"]
+    last_call(blocking=False)
+    assert calls[2:] == ["finalized"]
+    last_call(blocking=True, terminate=True)
+    assert calls[3:] == ["finalized", "drained"]
+
+
+UPLOADED_LATE = """
+import atexit, io
+from megatron_datastates import stores
+target = stores.path_of("{target}")
+atexit.register(lambda: stores.upload(target, io.BytesIO(bytes(20 << 20))))
+"""
+
+
+def test_an_interpreter_that_is_ending_uploads_part_by_part(store: ObjectStore, tmp_path: Path) -> None:
+    target = stores.path_of(RUN) / "late"
+    code = UPLOADED_LATE.format(target=target)
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+    assert stores.size_of_object(target) == 20 << 20 and store.requests["PUT part"] == 3
+
+
+# -- what is refused --------------------------------------------------------------------------------------
+
+
+def test_a_save_without_a_near_tier_is_refused(store: ObjectStore) -> None:
+    with pytest.raises(SaveFailedError, match="is in an object store, which saves reach through a near tier"):
+        ds.save({"w": torch.ones(4)}, f"{RUN}/iter_0000001")
+
+
+def test_a_profile_that_is_not_configured_is_named(store: ObjectStore) -> None:
+    with pytest.raises(OptionError, match=r'msc://nobody/run.*Profile "nobody" not found'):
+        ds.open("msc://nobody/run/iter_0000001")
+    with pytest.raises(OptionError, match="expected msc://PROFILE/PATH"):
+        ds.open("msc://")
+
+
+def test_a_release_that_does_not_use_the_client_refuses_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_datastates.mcore.training import arguments
+
+    monkeypatch.setattr(arguments, "msc_is_enabled", lambda: False)
+    with pytest.raises(OptionError, match=f"--save {RUN} is in an object store: give --enable-msc, too"):
+        arguments.check_object_stores(argparse.Namespace(save=RUN, enable_msc=False))
+    with pytest.raises(OptionError, match="this release of Megatron has no --enable-msc"):
+        arguments.check_object_stores(argparse.Namespace(load=RUN))
+    arguments.check_object_stores(argparse.Namespace(save="run", load="run"))

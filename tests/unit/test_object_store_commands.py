@@ -1,0 +1,145 @@
+"""Commands on a run in an object store: they print what they print of the same run in a directory."""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("multistorageclient")
+pytest.importorskip("moto")
+
+from megatron_datastates import stores
+from megatron_datastates.format.directory import TRACKER_NAME
+from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline.load import Checkpoint
+from tests.support.object_store import RUN, UNAVAILABLE, ObjectStore
+from tests.unit.command import run
+from tests.unit.hf_models import LLAMA, arguments, state
+from tests.unit.hf_models import save as save_model
+from tests.unit.test_object_store import FarNodes, save
+from tests.unit.test_object_store import store as store
+
+ONE = f"{RUN}/iter_0000001"
+GOLDEN = Path(__file__).parents[1] / "golden"
+READING = [
+    ("show", "{run}/iter_0000001"),
+    ("show", "{run}", "*", "--stats"),
+    ("args", "{run}/iter_0000002"),
+    ("args", "{run}/iter_0000002", "{run}/iter_0000003"),
+    ("cat", "{run}/iter_0000001", "weight"),
+    ("verify", "--all", "{run}"),
+    ("diff", "{run}/iter_0000002", "{run}"),
+    ("trend", "{run}"),
+]
+
+
+def put(local: Path, target: str) -> None:
+    """Copies a directory to the store."""
+    for path in sorted(local.rglob("*"), key=lambda path: path.name == MANIFEST_NAME):
+        if path.is_file():
+            stores.write(stores.path_of(target) / str(path.relative_to(local)), path.read_bytes())
+
+
+@pytest.fixture
+def local(store: ObjectStore, tmp_path: Path) -> Path:
+    """A run of three checkpoints, the first of Megatron 0.18 (with a common.pt); the store has the same."""
+    folder = tmp_path / "run"
+    shutil.copytree(GOLDEN / "megatron-0.18", folder / "iter_0000001")
+    for number in (2, 3):
+        stored = arguments(LLAMA, seed=number)
+        save_model(folder / f"iter_000000{number}", stored, state(stored))
+    (folder / TRACKER_NAME).write_text("3")
+    put(folder, RUN)
+    return folder
+
+
+def without_times(text: str) -> str:
+    return re.sub(r"[\d.]+ (s|[kMG]?B/s)\b|\d{4}-\d\d-\d\d \d\d:\d\d(:\d\d)?", "-", text)
+
+
+@pytest.mark.parametrize("command", READING, ids=lambda command: command[0])
+def test_a_command_prints_the_same_as_of_a_directory(
+    command: tuple[str, ...],
+    local: Path,
+    store: ObjectStore,
+) -> None:
+    here = run(*(word.format(run=local) for word in command))
+    there = run(*(word.format(run=RUN) for word in command))
+    assert there[0] == here[0] in (0, 1), there
+    for ours, theirs in zip(here[1:], there[1:], strict=True):
+        assert without_times(theirs).split() == without_times(ours.replace(str(local), RUN)).split()
+
+
+def test_ls_lists_a_run_and_what_the_near_tier_has_of_it(
+    store: ObjectStore,
+    local: Path,
+    tmp_path: Path,
+) -> None:
+    code, out, err = run("ls", RUN)
+    assert (code, err) == (0, "") and out.count("datastates  yes") == 3 and "3 *" in out
+    code, out, _ = run("ls", RUN, "--json")
+    assert [one["complete"] for one in json.loads(out)] == [True] * 3
+    stores.remove(stores.path_of(ONE) / MANIFEST_NAME)
+    code, out, _ = run("ls", RUN)
+    assert re.search(r"1 +datastates +no", out) and "it has no datastates.manifest" in out
+
+    nodes = FarNodes(tmp_path)
+    save(nodes, 4)
+    nodes.close()
+    code, out, err = run("ls", RUN, "--near", nodes.roots[0])
+    assert code == 0 and "iteration 4: 1 data file" in out, err
+
+
+def test_export_and_convert_read_from_a_store(local: Path, tmp_path: Path) -> None:
+    for name, source in (("here", str(local / "iter_0000002")), ("there", f"{RUN}/iter_0000002")):
+        assert run("export", source, tmp_path / name, "--hf")[0] == 0
+        code, _, err = run("convert", source, tmp_path / f"{name}-converted" / "iter_0000002")
+        assert code == 0, err
+    (here,), (there,) = ((tmp_path / name).glob("*.safetensors") for name in ("here", "there"))
+    assert filecmp.cmp(here, there, shallow=False)
+    assert run("diff", local / "iter_0000002", tmp_path / "there-converted" / "iter_0000002")[0] == 0
+
+
+def test_a_damaged_checkpoint_is_told_from_a_store_that_does_not_answer(
+    local: Path,
+    store: ObjectStore,
+) -> None:
+    name = Checkpoint.open(local / "iter_0000001").manifest.files[0].name
+    store.fail(f"GET .*{name}", UNAVAILABLE)
+    assert "cannot be read: RetryableError: Service unavailable" in "".join(run("verify", ONE)[1:])
+    store.heal()
+    stores.remove(stores.path_of(ONE) / name)
+    code, out, err = run("verify", ONE)
+    assert code == 1 and "there is no such object" in out + err
+
+
+def test_commands_that_write_refuse_them_in_one_line(store: ObjectStore, tmp_path: Path) -> None:
+    refused = [
+        ("repair", ONE),
+        ("export", ONE, f"{RUN}/exported"),
+        ("convert", ONE, f"{RUN}/iter_0000009", "--to", "torch_dist"),
+        ("import", tmp_path, f"{RUN}/imported"),
+    ]
+    for command in refused:
+        code, out, err = run(*command)
+        assert (code, out) == (2, ""), command
+        assert err.count("\n") == 1 and "is in an object store: expected a directory of a file system" in err
+        assert "copy it from or to the store, datastates.manifest last" in err
+
+
+def test_what_is_not_there_is_said_in_one_line(store: ObjectStore) -> None:
+    for command in (
+        ("ls", RUN),
+        ("show", ONE),
+        ("verify", ONE),
+        ("cat", ONE, "w"),
+        ("prune", RUN, "--keep-last", "1"),
+        ("show", "msc://no/run"),
+    ):
+        code, out, err = run(*command)
+        assert (code, out) == (2, "") and err.count("\n") == 1, (command, out, err)
