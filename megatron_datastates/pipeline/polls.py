@@ -60,12 +60,23 @@ class Polls:
         """Adds a save that begins. Collective: every rank calls it for the same saves in the same order."""
         self._saves.append(save)
 
-    def poll(self) -> list[Polled]:
+    def discard(self, save: Polled) -> None:
+        """Forgets a save until it is polled itself. Collective, if others are polled later."""
+        self._saves = [other for other in self._saves if other is not save]
+        if not self._saves:
+            self._asked, self._asked_for = None, []
+
+    def poll(self, asked: Polled) -> list[Polled]:
         """Advances every save by one step; returns those that are over now. Collective.
 
         Waits only for ranks that are a whole poll late, and for the previous poll's call on the device.
+
+        Args:
+            asked: the save that a program asks for.
         """
         FENCE.on_poll()
+        if not any(save is asked for save in self._saves):
+            self._saves.append(asked)
         sums = self._asked.result() if self._asked is not None else []
         found = {id(save): sums[at * FLAGS : (at + 1) * FLAGS] for at, save in enumerate(self._asked_for)}
         is_first = may_publish = True

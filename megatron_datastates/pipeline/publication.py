@@ -160,7 +160,7 @@ class Publication:
         """
         if self.outcome is Outcome.PENDING:
             with trainer_held("polls", self.save):
-                over = self._polls.poll()
+                over = self._polls.poll(self)
             for other in over:
                 if other is not self and isinstance(other, Publication):
                     other.save.on_trainer_released()
@@ -248,6 +248,10 @@ class Publication:
         self._abandoned = True
         if self.outcome is Outcome.PENDING and not self._publishing:
             self.save.cancel_and_remove(reason)
+
+    def forget(self) -> None:
+        """Leaves the polls of other saves."""
+        self._polls.discard(self)
 
     # -- all ranks are durable --------------------------------------------------------------------------
 

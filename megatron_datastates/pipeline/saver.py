@@ -277,6 +277,7 @@ class Saver:
                 logger.warning("the save to %s was not published: it had only reached %s", directory, state)
                 publication.abandon("the program ended before the save was published")
             publication.join_publisher()
+            publication.forget()
         if self._preparing is not None:
             FENCE.discard(self._preparing)
         deadline = time.monotonic() + _CLOSING_SECONDS

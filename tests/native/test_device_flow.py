@@ -124,14 +124,22 @@ def test_copies_begin_as_soon_as_they_may(cuda: FakeCuda, device_engines: Engine
     assert min(waits) < 0.04
 
 
-def test_host_copies_do_not_wait_for_that_time(
-    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
-) -> None:
+def test_host_copies_wait_for_that_time_too(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
     engine = device_engines()
-    Save(engine, tmp_path / "device", [on_device(SLOT)], stream=cuda.new_stream(), lazy_seconds=NEVER)
-    host = Save(engine, tmp_path / "host", [Copy(random_bytes(5 * SLOT), 0)], lazy_seconds=NEVER)
+    device = Save(engine, tmp_path / "a", [on_device(SLOT)], stream=cuda.new_stream(), lazy_seconds=NEVER)
+    host = Save(engine, tmp_path / "b", [Copy(random_bytes(5 * SLOT), 0)], lazy_seconds=NEVER)
+    assert not host.reaches(Milestone.ENQUEUED, 0.1)
+    engine.allow_lazy_copies(host.job, 0)
     host.finish()  # also past a save that waits
     host.assert_stored()
+    assert not device.reaches(Milestone.ENQUEUED, 0.0)
+
+
+def test_what_precedes_an_eager_chunk_does_not_wait(engines: Engines, tmp_path: Path) -> None:
+    """The header, for one: nothing else of its chunk may be eager."""
+    lazy, eager = Copy(random_bytes(SLOT), 0), Copy(random_bytes(SLOT), SLOT, eager=True)
+    save = Save(engines(), tmp_path / "data", [lazy, eager], lazy_seconds=NEVER)
+    save.expect(Milestone.EAGER)
 
 
 @pytest.mark.parametrize("end", ["cancel", "error", "close"])
