@@ -33,8 +33,8 @@ from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME, TORCH_DIST
 from megatron_datastates.format.index import Index
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline.documents import releases
 from megatron_datastates.pipeline.layouts import merge_layouts
-from megatron_datastates.pipeline.publication import releases
 
 _COPIED_BYTES = 8 << 20  # of a file, in one go
 _DCP_FILE = re.compile(r"__(\d{1,9})_(\d{1,9})\.distcp", re.ASCII)

@@ -19,9 +19,10 @@ from megatron_datastates.config import Options
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.agreement import Collectives
+from megatron_datastates.pipeline.documents import PublicationExtras
 from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.polls import Polls
-from megatron_datastates.pipeline.publication import Outcome, Publication, PublicationExtras
+from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.records import SavedPart
 from megatron_datastates.pipeline.save import RankSave
 from megatron_datastates.pipeline.saver import Saver, SaveSession, kept_saver

@@ -29,41 +29,33 @@ tests/model/ searches all interleavings of this protocol between two runs, with 
 
 from __future__ import annotations
 
-import dataclasses
-import datetime
 import enum
 import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, SaveFailedError
-from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
-from megatron_datastates.format.manifest import Manifest, OtherFile
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.agreement import PendingResult, PollableResult
 from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
+from megatron_datastates.pipeline.documents import PublicationExtras, record_of, small_files
 from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.layouts import LayoutStore, encode_providers
 from megatron_datastates.pipeline.milestones import State
 from megatron_datastates.pipeline.near.replicas import Replicas
 from megatron_datastates.pipeline.near.share import NearShare
 from megatron_datastates.pipeline.polls import Polls
-from megatron_datastates.pipeline.presence import named_after_save, other_file_entry
 from megatron_datastates.pipeline.records import (
     RankRecord,
     SavedPart,
-    StableRecord,
     decode_failure,
     encode_failure,
-    file_entries,
 )
 from megatron_datastates.pipeline.save import RankSave
-from megatron_datastates.pipeline.stable import stable_record
 
 logger = logging.getLogger(__name__)
 _BLOCKING_POLL_SECONDS = 0.002
@@ -78,18 +70,6 @@ class Outcome(enum.Enum):
     PENDING = "pending"
     PUBLISHED = "published"
     FAILED = "failed"
-
-
-@dataclasses.dataclass(frozen=True)
-class PublicationExtras:
-    """What a manifest and its directory hold besides our data files."""
-
-    parallel: dict[str, int] = dataclasses.field(default_factory=dict)
-    # Written into the directory by others before the save; the manifest names them.
-    other_files: tuple[str, ...] = ()
-    # Patterns of files of a checkpoint in another format that this one replaces.
-    superseded: tuple[str, ...] = ()
-    metadata: bytes = b""  # of metadata.json; no such file is written if empty
 
 
 class Publication:
@@ -319,34 +299,18 @@ class Publication:
         return encode_providers(self.save.tail.providers())
 
     def _record(self) -> RankRecord:
-        save, file, times = self.save, self.save.file, self.save.times()
-        layouts = save.plan.layouts() if save.plan is not None else []
-        sizes = [0 if layout.digest in self.layouts.known else len(layout.index) for layout in layouts]
-        digest, providers = self._providers
-        return RankRecord(
+        layouts, (digest, listed) = self.layouts, self._providers
+        plans = self.save.plan.layouts() if self.save.plan is not None else []
+        return record_of(
+            self.save,
             rank=self.collectives.rank,
-            has_file=file is not None,
-            file_bytes=file.bytes if file else 0,
-            footer_offset=file.footer_offset if file else 0,
-            footer_crc=file.footer_crc if file else 0,
-            layout_digest=layouts[0].digest if layouts else bytes(16),
-            layout_bytes=sizes[0] if layouts else 0,
-            held=save.held.total,
-            fence=save.fence_seconds,
-            stream_wait=times["stream_wait"],
-            staging=times["staging"],
-            writing=times["writing"],
-            durable=times["durable"],
-            slot_wait=times["slot_wait"],
+            # Nothing of what rank 0 has already is sent.
+            index_bytes=[0 if plan.digest in layouts.known else len(plan.index) for plan in plans],
             providers_digest=digest,
-            providers_bytes=0 if digest in self.layouts.known else len(providers),
+            providers_bytes=0 if digest in layouts.known else len(listed),
             node=self.node,
-            is_near=save.context.near is not None,
             host=self.host,
             endpoint=self.endpoint,
-            stable=stable_record(save.stable.shared, layouts[1].digest, sizes[1])
-            if save.stable is not None and save.stable.shared is not None
-            else StableRecord(),
         )
 
     # -- where another program brings the ranks together (parts.py) -------------------------------------
@@ -403,14 +367,14 @@ class Publication:
     def _offer(self, near: NearShare) -> None:
         self._manifest_in_place = False  # until this rank stores it
         try:
-            near.offer(self._small_files())
+            near.offer(self._new_small_files())
         except Exception as error:
             self.save.fail(error)
 
     def _publish_alone(self) -> None:
         commit: Commit | None = None
         try:
-            commit = self.commit_of(self._small_files())
+            commit = self.commit_of(self._new_small_files())
             commit.publish()
             self.published_callback(self.save.context.save_id)
             self.published_at = time.perf_counter()
@@ -419,6 +383,9 @@ class Publication:
             self.save.fail(error)
             return
         self._published.set()  # last: no later save publishes while this one still removes files
+
+    def _new_small_files(self) -> SmallFiles:
+        return small_files(self.save, self.records, self.layouts, self._extras, self._written_as)
 
     def commit_of(self, files: SmallFiles) -> Commit:
         """Returns what publishes this save in the directory of its checkpoint."""
@@ -450,34 +417,6 @@ class Publication:
             if listed:
                 self.layouts.add_providers(record.providers_digest, data[first + second :])
 
-    def _small_files(self) -> SmallFiles:
-        context = self.save.context
-        index = self.layouts.merged(self.records)
-        files = [
-            entry
-            for record in self.records
-            for entry in file_entries(record, context.save_id, self._written_as.get(record.rank))
-        ]
-        manifest = Manifest(
-            run_id=f"{context.save_id.run_id:016x}",
-            ordinal=context.save_id.ordinal,
-            world_size=context.world_size,
-            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            index=named_after_save(index.entry, context.save_id),
-            files=files,
-            iteration=context.iteration,
-            parallel=self._extras.parallel,
-            others=self._others(),
-            writer=releases(),
-            compatible=COMPATIBLE_CHECKSUMS,
-            providers=self.layouts.providers(self.records),
-        )
-        return SmallFiles(manifest, index.encoded, self._extras.metadata)
-
-    def _others(self) -> list[OtherFile]:
-        paths = [self.save.context.directory / name for name in self._extras.other_files]
-        return [other_file_entry(path, self.save.check_object) for path in paths if path.is_file()]
-
     def join(self) -> None:
         """Waits until the threads of a save that is over have ended."""
         self.save.join()
@@ -487,14 +426,3 @@ class Publication:
         """Waits until a manifest that is being written is in place, or could not be written."""
         if self._publisher is not None:
             self._publisher.join()
-
-
-def releases() -> dict[str, str]:
-    """Returns the releases of the libraries involved, for the manifest."""
-    found = {}
-    for name in ("megatron-datastates", "megatron-core", "torch"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found

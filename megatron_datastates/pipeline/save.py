@@ -70,6 +70,7 @@ class RankSave:
         self._released_at: float | None = (
             None  # set from the return of the call that saves until the next poll or fence
         )
+        self._copied = False  # no source is read any more
         self._resumed = threading.Event()  # set by the first poll or fence: work may begin beside the trainer
         self._begins_by = 0.0  # by time.monotonic: when it begins without one
         self.held = HeldTime()
@@ -172,6 +173,8 @@ class RankSave:
 
     @property
     def _delay(self) -> float:
+        if self._resumed.is_set():
+            return 0.0
         return _HELD_SECONDS if self._in_interval else self._lazy_delay
 
     def _settle(self) -> None:
@@ -268,12 +271,14 @@ class RankSave:
         self.on_poll()
         if self._save is None:
             return
-        copied = [file.sources_copied() for file in self._files]  # each drops its own
-        if all(copied) and self.tail.wait_read(0.0):
-            # Observed on the trainer's thread, before any later statement of the program could change them.
-            self._confirmed.set()
-            FENCE.discard(self)
-            FENCE.discard_reader(self)
+        if not self._copied:
+            copied = [file.sources_copied() for file in self._files]  # each drops its own
+            self._copied = all(copied) and self.tail.wait_read(0.0)
+            if self._copied:
+                # Seen on the trainer's thread, before any later statement of the program could change them.
+                self._confirmed.set()
+                FENCE.discard(self)
+                FENCE.discard_reader(self)
         self._note_failure()
 
     def _note_failure(self) -> bool:
@@ -286,9 +291,10 @@ class RankSave:
         """Starts postponed work and charges the time since the call that saves returned."""
         # Megatron polls at the top of its next iteration. The save makes it wait for what comes before that:
         # timers that synchronize the device, and a barrier.
-        self._resumed.set()
-        for file in self._files:
-            file.allow_lazy_copies()
+        if not self._resumed.is_set():
+            self._resumed.set()
+            for file in self._files:
+                file.allow_lazy_copies()
         if self._released_at is not None and "save_checkpoint" in self.held.parts:
             self.held.add("until_poll", time.perf_counter() - self._released_at)
         self._released_at = None

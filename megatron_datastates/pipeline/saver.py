@@ -26,13 +26,14 @@ from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.values import BLOCK_BYTES, SaveId
 from megatron_datastates.pipeline.agreement import Collectives
+from megatron_datastates.pipeline.documents import PublicationExtras
 from megatron_datastates.pipeline.layouts import LayoutStore
 from megatron_datastates.pipeline.links import Link, Links
 from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.near.tier import NearTier
 from megatron_datastates.pipeline.plans import Memory, Plans, StatePlan, tail_item
 from megatron_datastates.pipeline.polls import Polls
-from megatron_datastates.pipeline.publication import Outcome, Publication, PublicationExtras
+from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import Reporter, save_report
 from megatron_datastates.pipeline.save import RankSave
 from megatron_datastates.providers.base import Mutability, StateProvider

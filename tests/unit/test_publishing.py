@@ -21,8 +21,9 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline import commit as commit_module
 from megatron_datastates.pipeline import load as load_module
 from megatron_datastates.pipeline import presence
+from megatron_datastates.pipeline.documents import PublicationExtras
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.publication import Outcome, Publication, PublicationExtras
+from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs import metadata_members
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.states import State, new_saver, save

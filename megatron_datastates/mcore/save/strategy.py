@@ -32,8 +32,9 @@ from megatron_datastates.mcore.save import mutability
 from megatron_datastates.mcore.save.mapping import ShardedStateProvider
 from megatron_datastates.mcore.save.prepared import mark_of
 from megatron_datastates.mcore.save.request import make_request, raise_if_failed
+from megatron_datastates.pipeline.documents import PublicationExtras
 from megatron_datastates.pipeline.held import trainer_held
-from megatron_datastates.pipeline.publication import Publication, PublicationExtras
+from megatron_datastates.pipeline.publication import Publication
 from megatron_datastates.pipeline.saver import saver_for
 from megatron_datastates.providers.base import StateProvider
 

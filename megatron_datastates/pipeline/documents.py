@@ -1,0 +1,137 @@
+"""What the data files of a save are published with: each rank's record, and the files that name them.
+
+What belongs here: making these from a finished save. What does not: sending them (publication.py) and writing
+them (commit.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+
+from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
+from megatron_datastates.format.manifest import Manifest, OtherFile
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.commit import SmallFiles
+from megatron_datastates.pipeline.layouts import LayoutStore
+from megatron_datastates.pipeline.presence import named_after_save, other_file_entry
+from megatron_datastates.pipeline.records import RankRecord, StableRecord, file_entries
+from megatron_datastates.pipeline.save import RankSave
+from megatron_datastates.pipeline.stable import stable_record
+
+
+@dataclasses.dataclass(frozen=True)
+class PublicationExtras:
+    """What a manifest and its directory hold besides our data files."""
+
+    parallel: dict[str, int] = dataclasses.field(default_factory=dict)
+    # Written into the directory by others before the save; the manifest names them.
+    other_files: tuple[str, ...] = ()
+    # Patterns of files of a checkpoint in another format that this one replaces.
+    superseded: tuple[str, ...] = ()
+    metadata: bytes = b""  # of metadata.json; no such file is written if empty
+
+
+def record_of(
+    save: RankSave,
+    *,
+    rank: int,
+    index_bytes: Sequence[int],
+    providers_digest: bytes,
+    providers_bytes: int,
+    node: int,
+    host: bytes,
+    endpoint: bytes,
+) -> RankRecord:
+    """Returns what this rank sends of its durable save.
+
+    Args:
+        index_bytes: of its own indexes, by data file; 0 for those that rank 0 has.
+        providers_bytes: of its list of state providers; 0 if rank 0 has it.
+        node: whose near tier it can use, as `host` and `endpoint` say where it serves files there.
+    """
+    file, times = save.file, save.times()
+    layouts = save.plan.layouts() if save.plan is not None else []
+    stable = save.stable.shared if save.stable is not None else None
+    return RankRecord(
+        rank=rank,
+        has_file=file is not None,
+        file_bytes=file.bytes if file else 0,
+        footer_offset=file.footer_offset if file else 0,
+        footer_crc=file.footer_crc if file else 0,
+        layout_digest=layouts[0].digest if layouts else bytes(16),
+        layout_bytes=index_bytes[0] if layouts else 0,
+        held=save.held.total,
+        fence=save.fence_seconds,
+        stream_wait=times["stream_wait"],
+        staging=times["staging"],
+        writing=times["writing"],
+        durable=times["durable"],
+        slot_wait=times["slot_wait"],
+        providers_digest=providers_digest,
+        providers_bytes=providers_bytes,
+        node=node,
+        is_near=save.context.near is not None,
+        host=host,
+        endpoint=endpoint,
+        stable=StableRecord() if stable is None else stable_record(stable, layouts[1].digest, index_bytes[1]),
+    )
+
+
+def small_files(
+    save: RankSave,
+    records: Sequence[RankRecord],
+    layouts: LayoutStore,
+    extras: PublicationExtras,
+    written_as: Mapping[int, SaveId],
+) -> SmallFiles:
+    """Returns the manifest and the index of all ranks' files. On rank 0.
+
+    Args:
+        written_as: the save ids of ranks' own files, if not the save's.
+
+    Raises:
+        FormatError: ranks disagree on a tensor, or their fragments leave holes in it or overlap.
+        UnsafeObjectError: a load would refuse a file that others have written.
+        OSError: such a file cannot be read.
+    """
+    context = save.context
+    index = layouts.merged(list(records))
+    files = [
+        entry
+        for record in records
+        for entry in file_entries(record, context.save_id, written_as.get(record.rank))
+    ]
+    manifest = Manifest(
+        run_id=f"{context.save_id.run_id:016x}",
+        ordinal=context.save_id.ordinal,
+        world_size=context.world_size,
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        index=named_after_save(index.entry, context.save_id),
+        files=files,
+        iteration=context.iteration,
+        parallel=extras.parallel,
+        others=_others(save, extras),
+        writer=releases(),
+        compatible=COMPATIBLE_CHECKSUMS,
+        providers=layouts.providers(records),
+    )
+    return SmallFiles(manifest, index.encoded, extras.metadata)
+
+
+def _others(save: RankSave, extras: PublicationExtras) -> list[OtherFile]:
+    paths = [save.context.directory / name for name in extras.other_files]
+    return [other_file_entry(path, save.check_object) for path in paths if path.is_file()]
+
+
+def releases() -> dict[str, str]:
+    """Returns the releases of the libraries involved, for the manifest."""
+    found = {}
+    for name in ("megatron-datastates", "megatron-core", "torch"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
