@@ -13,6 +13,7 @@ import torch
 
 from megatron_datastates.mcore.save.prepared import Preparation
 from megatron_datastates.mcore.save.survey import UnprovableError
+from megatron_datastates.mcore.save.thin_groups import groups_alone
 from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.providers.base import Tensors
 
@@ -81,7 +82,8 @@ def _generate_thin(original: Callable[..., Any], bound: inspect.BoundArguments, 
     with _noting():
         preparation.require_conditions(call)
         saving.thin = preparation
-        state = _with_models(original, bound, preparation.thin_models(leaves_out=saving.is_constant))
+        with groups_alone(call["optimizer"]):
+            state = _with_models(original, bound, preparation.thin_models(leaves_out=saving.is_constant))
         preparation.require_used()
         preparation.require_unchanged(call)
         return state

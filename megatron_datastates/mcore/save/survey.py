@@ -200,6 +200,11 @@ def _require_trusted(cls: type, functions: Iterable[Any]) -> None:
                 raise UnprovableError(f"{home}.{name} has a say in the state dict of {cls.__qualname__}")
 
 
+def code_of(function: Any) -> list[str]:
+    """Returns the names of the modules that a function, and what it wraps, were written in."""
+    return [_home(part) for part in _unwrapped(function)]
+
+
 def _unwrapped(function: Any) -> Iterator[Any]:
     """Yields a function and what it wraps, as far as `functools.wraps` has noted it, without our hooks."""
     while function is not None:

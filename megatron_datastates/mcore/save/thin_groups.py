@@ -1,0 +1,50 @@
+"""Parameter groups of torch optimizers without their states, while Megatron makes a thin state dict.
+
+Of its inner optimizer's state dict, a distributed optimizer stores the groups' plain values. torch would number
+every parameter for that, and Transformer Engine's FusedAdam convert every state to fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_datastates.mcore.save.survey import code_of, distributed_optimizers
+
+_TRUSTED = ("torch.", "transformer_engine.", "apex.")  # their state dicts leave groups as torch's does
+_HOOKS = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+
+
+@contextlib.contextmanager
+def groups_alone(optimizer: Any) -> Iterator[None]:
+    """Leaves the states out of the state dicts of the inner optimizers that are known to allow that.
+
+    Raises:
+        UnprovableError: there are others than distributed optimizers.
+    """
+    thin = [one.optimizer for one in distributed_optimizers(optimizer) if _may_be_thin(one.optimizer)]
+    for inner in thin:
+        inner.__dict__["state_dict"] = functools.partial(_groups_of, inner)
+    try:
+        yield
+    finally:
+        for inner in thin:
+            inner.__dict__.pop("state_dict", None)
+
+
+def _may_be_thin(inner: Any) -> bool:
+    from megatron.core.optimizer import distrib_optimizer
+
+    # Without a fused optimizer, Megatron asks each parameter's state for its step.
+    is_fused = getattr(distrib_optimizer, "HAVE_APEX_OR_TE", False)
+    is_own = "state_dict" in vars(inner) or any(getattr(inner, name, None) for name in _HOOKS)
+    return (
+        is_fused and not is_own and all(home.startswith(_TRUSTED) for home in code_of(type(inner).state_dict))
+    )
+
+
+def _groups_of(inner: Any) -> dict[str, Any]:
+    groups = [dict(group) | {"params": list(range(len(group["params"])))} for group in inner.param_groups]
+    return {"state": {}, "param_groups": groups}
