@@ -1,7 +1,7 @@
 """Parameter groups of torch optimizers without their states, while Megatron makes a thin state dict.
 
-Of its inner optimizer's state dict, a distributed optimizer stores the groups' plain values. torch would number
-every parameter for that, and Transformer Engine's FusedAdam convert every state to fp32.
+Of its inner optimizer's state dict, a distributed optimizer stores the groups' plain values. torch would
+number every parameter for that, and Transformer Engine's FusedAdam convert every state to fp32.
 """
 
 from __future__ import annotations
