@@ -222,7 +222,8 @@ def _complaint(one: Iteration, others: OtherFormats) -> str | None:
         return "not named as Megatron names iterations"
     try:
         is_empty = not any(one.path.iterdir())
-        os.lstat(f"{one.path}/.")  # fails where names can be listed, and nothing can be opened
+        if not is_object(one.path):
+            os.lstat(f"{one.path}/.")  # fails where names can be listed, and nothing can be opened
     except OSError as error:
         return f"{_UNREADABLE}{error.strerror}"
     if one.format != BACKEND and one.format not in others and not is_empty:  # empty: what a kill has left
