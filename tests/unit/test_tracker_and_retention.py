@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megatron_datastates.config import Options
 from megatron_datastates.format.directory import TRACKER_NAME
-from megatron_datastates.mcore.training import arguments, retention, tracker
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.mcore.training import arguments, near, retention, tracker
 
 OURS, OTHERS, UNFINISHED = "datastates.manifest", "metadata.json", "data-00000-0011223344556677-1.bin"
 
@@ -79,3 +83,44 @@ def test_parser_of_an_unknown_release_is_left_alone(caplog):
     with caplog.at_level(logging.WARNING):
         assert arguments.wrap_add_checkpointing_args(lambda parser: parser)(parser) is parser
     assert "no --ckpt-format" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_ours"),
+    [
+        ({}, True),
+        ({"async_save": False}, False),
+        ({"save_retain_interval": 10}, False),
+        ({"enable_msc": True}, False),
+        ({"is_release": True}, False),
+    ],
+)
+def test_whose_the_tracker_of_a_save_is(
+    root: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], is_ours: bool
+) -> None:
+    """Either publishing writes it, or Megatron does: never neither."""
+    checkpointing = pytest.importorskip("megatron.training.checkpointing")
+    changes = {"async_save": True, "save_retain_interval": None, "save": str(root)} | changes
+    is_release = changes.pop("is_release", False)
+    arguments = SimpleNamespace(**changes)
+    monkeypatch.setattr(checkpointing, "get_args", lambda: arguments)
+    monkeypatch.setattr("megatron.training.global_vars.get_args", lambda: arguments)
+    for name in ("_is_on", "_is_ours"):
+        monkeypatch.setattr(near, name, False)
+    with near.saving(Options(), is_release=is_release):
+        megatrons = Path(checkpointing.get_checkpoint_tracker_filename(arguments.save))
+        ours = near.far_published(root / "iter_0000100")
+    assert (ours is not None) == is_ours == (megatrons != root / TRACKER_NAME)
+    if ours is not None:
+        megatrons.write_text("100")
+        assert not (root / TRACKER_NAME).exists()
+        ours(SaveId(1, 1))
+        assert (root / TRACKER_NAME).read_text() == "100"
+        assert [path.name for path in root.glob("*tmp*")] == []
+
+
+def test_a_save_elsewhere_has_megatrons_tracker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near, "_is_ours", True)
+    arguments = SimpleNamespace(save=str(root))
+    monkeypatch.setattr("megatron.training.global_vars.get_args", lambda: arguments)
+    assert near.far_published(root / "non_persistent" / "iter_0000100") is None

@@ -168,7 +168,7 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         with (
             trainer_held("save_checkpoint"),
             retention.saving(iteration),
-            near.saving(_options),
+            near.saving(_options, is_release=bool(call.get("release"))),
             dataloader.saving(is_ours=not _is_local(call)),
             preparing.saving(
                 is_ours=not _is_local(call), is_on=_options.prepared, is_constant=_is_constant(call)

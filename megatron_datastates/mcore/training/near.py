@@ -36,15 +36,19 @@ _tracked: dict[Path, SaveId] = {}  # by run: the save that its tracker names, if
 
 
 @contextlib.contextmanager
-def saving(options: Options) -> Iterator[None]:
-    """Wraps a `save_checkpoint`: if the tracker is ours, Megatron is going to write another one."""
+def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
+    """Wraps a `save_checkpoint`: if the tracker is ours, Megatron is going to write another one.
+
+    Args:
+        is_release: it saves a `release`, of which the tracker does not name an iteration.
+    """
     from megatron.training import checkpointing
 
     global _is_on, _is_ours
     args = checkpointing.get_args()
     _is_on = bool(options.near)
     is_plain = getattr(args, "save_retain_interval", None) is None and not getattr(args, "enable_msc", False)
-    _is_ours = _is_on or (bool(getattr(args, "async_save", False)) and is_plain)
+    _is_ours = not is_release and (_is_on or (bool(getattr(args, "async_save", False)) and is_plain))
     if not _is_ours:
         yield
         return
