@@ -110,6 +110,8 @@ def fail_with_finalize_functions_taken_over(root: str, folder: str) -> None:
     faulty = DataStatesSaveStrategy(options=Options.from_environment({"on_failure": "warn"}))
     clear_faults()
     request = dist_checkpointing.save(state(2), str(bad), faulty, async_sharded_save=True, **MCORE_QUEUE)
+    called: list[int] = []
+    request.finalize_fns.append(lambda: called.append(1))
     moved = list(request.finalize_fns)
     request.finalize_fns.clear()
     queue = AsyncCallsQueue()
@@ -117,7 +119,7 @@ def fail_with_finalize_functions_taken_over(root: str, folder: str) -> None:
     queue.maybe_finalize_async_calls(blocking=True)
     for function in moved:
         function()
-    report(folder, moved=len(moved), left=sorted(os.listdir(bad)))
+    report(folder, moved=len(moved), called=called, left=sorted(os.listdir(bad)))
 
 
 BAD_OBJECTS = {"unpicklable": Unpicklable(), "untrusted": fractions.Fraction(1, 3)}

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import path_of
 from megatron_datastates.format.directory import iteration_name
 from megatron_datastates.format.values import is_dcp_file_name
@@ -138,13 +139,19 @@ def wrap_get_checkpoint_format(original: Callable[..., Any]) -> Callable[..., An
     """
 
     def _get_checkpoint_format(checkpoint_name: str, args: Any, *rest: Any, **kwargs: Any) -> Any:
-        if is_ours(checkpoint_name):
-            others = open_checkpoint(checkpoint_name).manifest.others
-            if any(is_dcp_file_name(other.name) for other in others):
-                return "fsdp_dtensor" if getattr(args, "use_megatron_fsdp", False) else "torch_dcp"
+        if is_ours(checkpoint_name) and _is_of_dcp(checkpoint_name):
+            return "fsdp_dtensor" if getattr(args, "use_megatron_fsdp", False) else "torch_dcp"
         return original(checkpoint_name, args, *rest, **kwargs)
 
     return _get_checkpoint_format
+
+
+def _is_of_dcp(directory: str) -> bool:
+    try:
+        others = open_checkpoint(directory).manifest.others
+    except (DataStatesError, OSError):
+        return False  # the load fails, where ranks agree on errors
+    return any(is_dcp_file_name(other.name) for other in others)
 
 
 def wrap_load_content_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
