@@ -150,9 +150,7 @@ def test_finalize_functions_of_a_failed_save_do_nothing_when_called_later(
     world: World, tmp_path: Path
 ) -> None:
     for each in world.run("fault_ranks:fail_with_finalize_functions_taken_over", tmp_path):
-        assert each["moved"] == 1, (
-            "not Megatron's own that writes metadata.json, which publishing has written"
-        )
+        assert each["moved"] == 1, "without Megatron's own, which writes metadata.json again"
         assert each["called"] == []
         assert "metadata.json" not in each["left"]
 
