@@ -129,8 +129,8 @@ class Engine {
   void AwaitLoop();
   void WriteLoop();
   enum class Task { kOpen, kLook, kStage };
-  bool TakeTask(QueuedBatch* taken, Task* task, bool* later) REQUIRES(mutex_);
-  std::deque<QueuedBatch>::iterator Choose(bool* later) REQUIRES(mutex_);
+  bool TakeTask(QueuedBatch* taken, Task* task, Clock::time_point* later) REQUIRES(mutex_);
+  std::deque<QueuedBatch>::iterator Choose(Clock::time_point* later) REQUIRES(mutex_);
   static Task NextOf(const QueuedBatch& queued);
   bool MustWait(const QueuedBatch& queued) const REQUIRES(mutex_);
   // Waits until none of these threads is in its loop; returns false if that takes too long.

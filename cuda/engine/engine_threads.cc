@@ -13,7 +13,7 @@
 namespace datastates {
 namespace {
 
-// How often a staging thread checks whether a lazy chunk may be copied.
+// How often a staging thread checks, at least, whether a lazy chunk may be copied.
 constexpr auto kPollInterval = std::chrono::milliseconds(100);
 
 // An aligned copy of the footer in memory of its own, so that sealing a file never waits for a slot.
@@ -46,8 +46,8 @@ bool Engine::MustWait(const QueuedBatch& queued) const {
 // is. That is the first in the queue, except that of lazy and appended chunks each kind is taken in turn: the
 // first ones hold up the next fence, the others the thread that serializes them. A job is passed over as long
 // as its file is being opened, its sources are being looked at, or its first pass is ending. If its next
-// chunk must wait (`later` then says so), only appended ones may overtake it.
-std::deque<Engine::QueuedBatch>::iterator Engine::Choose(bool* later) {
+// chunk must wait (at most until `later`), only appended ones may overtake it.
+std::deque<Engine::QueuedBatch>::iterator Engine::Choose(Clock::time_point* later) {
   std::vector<const SaveJob*> blocked;
   auto lazy = queue_.end(), appended = queue_.end();
   for (auto at = queue_.begin(); at != queue_.end(); ++at) {
@@ -55,7 +55,7 @@ std::deque<Engine::QueuedBatch>::iterator Engine::Choose(bool* later) {
     if (at->busy || (at->first_pass && at->next == at->batch->chunks().size())) {
       blocked.push_back(at->job.get());
     } else if (MustWait(*at)) {
-      *later = true;
+      *later = std::min(*later, at->lazy_from);
     } else if (at->appended) {
       if (appended == queue_.end()) appended = at;
     } else if (NextOf(*at) == Task::kStage && !at->first_pass && !at->batch->chunks()[at->next].eager) {
@@ -71,7 +71,7 @@ std::deque<Engine::QueuedBatch>::iterator Engine::Choose(bool* later) {
   return appended_next_ ? lazy : appended;
 }
 
-bool Engine::TakeTask(QueuedBatch* taken, Task* task, bool* later) {
+bool Engine::TakeTask(QueuedBatch* taken, Task* task, Clock::time_point* later) {
   const auto at = Choose(later);
   if (at == queue_.end()) return false;
   *task = NextOf(*at);
@@ -91,10 +91,10 @@ void Engine::StageLoop() {
   while (true) {
     QueuedBatch taken;
     Task task = Task::kStage;
-    bool later = false;
+    Clock::time_point later = Clock::time_point::max();
     if (!TakeTask(&taken, &task, &later)) {
-      if (later) {
-        stage_wake_.WaitUntil(mutex_, Clock::now() + kPollInterval);
+      if (later != Clock::time_point::max()) {
+        stage_wake_.WaitUntil(mutex_, std::min(later, Clock::now() + kPollInterval));
       } else if (stop_staging_) {
         break;
       } else {

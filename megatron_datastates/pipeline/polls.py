@@ -29,6 +29,14 @@ class Polled(Protocol):
         """Returns whether the next poll reads its flags; the same on every rank."""
         ...
 
+    def begin_poll(self) -> None:
+        """Takes note that the trainer polls."""
+        ...
+
+    def end_poll(self) -> None:
+        """Starts what was postponed until the trainer polls: the last act of a poll, as it takes cores."""
+        ...
+
     def flags(self) -> list[int]:
         """Returns this rank's FLAGS numbers."""
         ...
@@ -74,9 +82,10 @@ class Polls:
         Args:
             asked: the save that a program asks for.
         """
-        FENCE.on_poll()
         if not any(save is asked for save in self._saves):
             self._saves.append(asked)
+        for save in self._saves:
+            save.begin_poll()
         sums = self._asked.result() if self._asked is not None else []
         found = {id(save): sums[at * FLAGS : (at + 1) * FLAGS] for at, save in enumerate(self._asked_for)}
         is_first = may_publish = True
@@ -88,4 +97,7 @@ class Polls:
         self._asked_for = [save for save in self._saves if save.sums_flags]
         flags = [flag for save in self._asked_for for flag in save.flags()]
         self._asked = self.collectives.start_sum(flags) if flags else None
+        for save in self._saves:
+            save.end_poll()
+        FENCE.on_poll()
         return over

@@ -148,9 +148,18 @@ class Publication:
 
     def wait(self) -> Outcome:
         """Polls until the save is over. Collective: every rank calls it."""
+        self.save.on_poll(0.0)  # the trainer waits for it
         while self.poll() is Outcome.PENDING:
             time.sleep(_BLOCKING_POLL_SECONDS)
         return self.outcome
+
+    def begin_poll(self) -> None:
+        """Charges what the trainer has waited for until this poll."""
+        self.save.note_poll()
+
+    def end_poll(self) -> None:
+        """Starts what waits for a poll."""
+        self.save.on_poll()
 
     @property
     def is_over(self) -> bool:
@@ -172,7 +181,7 @@ class Publication:
 
     def step(self, sums: Sequence[int] | None, *, is_first: bool, may_publish: bool) -> bool:
         """Takes one step of the protocol; see polls.Polled."""
-        self.save.advance()
+        self.save.look()
         self._look_for_indexes()
         self._look_for_offer()
         if self._errors_asked is not None:

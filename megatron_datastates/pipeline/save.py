@@ -37,6 +37,7 @@ from megatron_datastates.providers.objects import check_saved
 logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.1
 _AWAITED_SECONDS = 0.01
+_AFTER_POLL_SECONDS = 0.002  # in which a poll ends: what it starts takes cores and the GIL
 _HELD_SECONDS = 60.0  # longer than a call that saves holds the trainer
 
 
@@ -72,6 +73,7 @@ class RankSave:
         )
         self._copied = False  # no source is read any more
         self._resumed = threading.Event()  # set by the first poll or fence: work may begin beside the trainer
+        self._pause = 0.0  # seconds after that
         self._begins_by = 0.0  # by time.monotonic: when it begins without one
         self.held = HeldTime()
         self.fence_seconds = 0.0
@@ -267,8 +269,12 @@ class RankSave:
         self.fail(DataStatesError(f"{reason}: its copies would mix values from before and after the change"))
 
     def advance(self) -> None:
-        """Confirms copies that are done, drops their sources, and records a failure of the engine."""
+        """Starts postponed work, and notes how far the save is."""
         self.on_poll()
+        self.look()
+
+    def look(self) -> None:
+        """Confirms copies that are done, drops their sources, and records a failure of the engine."""
         if self._save is None:
             return
         if not self._copied:
@@ -287,14 +293,19 @@ class RankSave:
             self.fail(failures[0])
         return bool(failures)
 
-    def on_poll(self) -> None:
-        """Starts postponed work and charges the time since the call that saves returned."""
+    def on_poll(self, delay: float = _AFTER_POLL_SECONDS) -> None:
+        """Starts postponed work, `delay` seconds from now."""
+        self.note_poll()
+        if not self._resumed.is_set():
+            for file in self._files:
+                file.allow_lazy_copies(delay)
+            self._pause = delay
+            self._resumed.set()
+
+    def note_poll(self) -> None:
+        """Charges the time since the call that saves returned."""
         # Megatron polls at the top of its next iteration. The save makes it wait for what comes before that:
         # timers that synchronize the device, and a barrier.
-        if not self._resumed.is_set():
-            self._resumed.set()
-            for file in self._files:
-                file.allow_lazy_copies()
         if self._released_at is not None and "save_checkpoint" in self.held.parts:
             self.held.add("until_poll", time.perf_counter() - self._released_at)
         self._released_at = None
@@ -409,6 +420,7 @@ class RankSave:
         """
         while (left := self._begins_by - time.monotonic()) > 0.0:
             if self._resumed.wait(min(left, _WAIT_SECONDS)):
+                time.sleep(self._pause)
                 return
 
     def _seal(
