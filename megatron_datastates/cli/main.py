@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import io
 import sys
 from typing import Annotated
@@ -51,6 +50,8 @@ __all__ = [
 
 def _print_version(wanted: bool) -> None:
     if wanted:
+        import importlib.metadata  # takes 40 ms, of every command
+
         print(f"datastates {importlib.metadata.version('megatron-datastates')}")
         raise typer.Exit
 

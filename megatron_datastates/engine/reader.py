@@ -12,7 +12,6 @@ import numpy as np
 
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.engine import native
-from megatron_datastates.engine.fetching import read_through_windows
 from megatron_datastates.errors import FormatError, StorageError
 from megatron_datastates.files import INDEX_BYTES, is_object, open_regular, read_regular, size_of
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
@@ -81,6 +80,8 @@ class Reader:
         if not of_objects.all():
             found = self._read_files(sources, spans.take(np.flatnonzero(~of_objects)), progress)
         bad_blocks = set(found.bad_blocks)
+
+        from megatron_datastates.engine.fetching import read_through_windows  # takes 20 ms, of every command
 
         def deliver(path: Path, file: int, part: ReadSpans) -> None:
             outcome = self._read_files([(path, sources[file][1])], part, lambda bytes_read: None)
