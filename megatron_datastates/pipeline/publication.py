@@ -148,7 +148,6 @@ class Publication:
 
     def wait(self) -> Outcome:
         """Polls until the save is over. Collective: every rank calls it."""
-        self.save.on_poll(0.0)  # the trainer waits for it
         while self.poll() is Outcome.PENDING:
             time.sleep(_BLOCKING_POLL_SECONDS)
         return self.outcome

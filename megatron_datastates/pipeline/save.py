@@ -37,7 +37,6 @@ from megatron_datastates.providers.objects import check_saved
 logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.1
 _AWAITED_SECONDS = 0.01
-_AFTER_POLL_SECONDS = 0.002  # in which a poll ends: what it starts takes cores and the GIL
 _HELD_SECONDS = 60.0  # longer than a call that saves holds the trainer
 
 
@@ -73,7 +72,6 @@ class RankSave:
         )
         self._copied = False  # no source is read any more
         self._resumed = threading.Event()  # set by the first poll or fence: work may begin beside the trainer
-        self._pause = 0.0  # seconds after that
         self._begins_by = 0.0  # by time.monotonic: when it begins without one
         self.held = HeldTime()
         self.fence_seconds = 0.0
@@ -293,13 +291,12 @@ class RankSave:
             self.fail(failures[0])
         return bool(failures)
 
-    def on_poll(self, delay: float = _AFTER_POLL_SECONDS) -> None:
-        """Starts postponed work, `delay` seconds from now."""
+    def on_poll(self) -> None:
+        """Starts postponed work."""
         self.note_poll()
         if not self._resumed.is_set():
             for file in self._files:
-                file.allow_lazy_copies(delay)
-            self._pause = delay
+                file.allow_lazy_copies()
             self._resumed.set()
 
     def note_poll(self) -> None:
@@ -420,7 +417,6 @@ class RankSave:
         """
         while (left := self._begins_by - time.monotonic()) > 0.0:
             if self._resumed.wait(min(left, _WAIT_SECONDS)):
-                time.sleep(self._pause)
                 return
 
     def _seal(
