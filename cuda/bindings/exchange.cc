@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -34,35 +35,54 @@ nb::object Call(nb::handle function, nb::handle argument) {
   return result;
 }
 
-void Append(std::string* text, const void* data, size_t bytes) {
-  text->append(static_cast<const char*>(data), bytes);
+// Returns the function that describes tensors; null if the table is of another version.
+auto Describer(const nb::capsule& api) {
+  const auto* table = static_cast<const ExchangeApi*>(api.data("dlpack_exchange_api"));
+  return table->header.major == kMajorVersion ? table->describe : nullptr;
+}
+
+// Describes a tensor. Returns false, and leaves no exception behind, if that is not possible.
+bool Describe(decltype(ExchangeApi::describe) describe, nb::handle tensor, nb::dlpack::dltensor* facts) {
+  if (describe(tensor.ptr(), facts) != 0) {
+    PyErr_Clear();
+    return false;
+  }
+  return facts->ndim == 0 || facts->strides != nullptr;
+}
+
+uint64_t Address(const nb::dlpack::dltensor& facts) {
+  return reinterpret_cast<uint64_t>(facts.data) + facts.byte_offset;
+}
+
+// Calls `visit` with each piece of what a tensor is. Stops, and returns false, where that returns false.
+template <typename Visit>
+bool VisitFacts(const nb::dlpack::dltensor& facts, Visit&& visit) {
+  return visit(&facts.device, sizeof facts.device) && visit(&facts.dtype, sizeof facts.dtype) &&
+         visit(&facts.ndim, sizeof facts.ndim) && visit(facts.shape, sizeof(int64_t) * facts.ndim) &&
+         visit(facts.strides, sizeof(int64_t) * facts.ndim);
 }
 
 }  // namespace
 
 nb::object DescribeTensors(const nb::capsule& api, const nb::list& tensors, nb::handle is_neg,
                            nb::handle storage_of) {
-  const auto* table = static_cast<const ExchangeApi*>(api.data("dlpack_exchange_api"));
-  if (table->header.major != kMajorVersion || table->describe == nullptr) return nb::none();
+  const auto describe = Describer(api);
+  if (describe == nullptr) return nb::none();
   std::vector<uint64_t> addresses;
   addresses.reserve(tensors.size());
   std::string description;
+  const auto append = [&](const void* data, size_t bytes) {
+    description.append(static_cast<const char*>(data), bytes);
+    return true;
+  };
   nb::list storages;
   bool has_complex = false, has_negative = false;
   for (nb::handle tensor : tensors) {
     nb::dlpack::dltensor facts;
-    if (table->describe(tensor.ptr(), &facts) != 0) {
-      PyErr_Clear();
-      return nb::none();
-    }
-    if (facts.ndim > 0 && facts.strides == nullptr) return nb::none();
-    addresses.push_back(reinterpret_cast<uint64_t>(facts.data) + facts.byte_offset);
+    if (!Describe(describe, tensor, &facts)) return nb::none();
+    addresses.push_back(Address(facts));
     has_complex |= facts.dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Complex);
-    Append(&description, &facts.device, sizeof facts.device);
-    Append(&description, &facts.dtype, sizeof facts.dtype);
-    Append(&description, &facts.ndim, sizeof facts.ndim);
-    Append(&description, facts.shape, sizeof(int64_t) * facts.ndim);
-    Append(&description, facts.strides, sizeof(int64_t) * facts.ndim);
+    VisitFacts(facts, append);
     const nb::object negative = Call(is_neg, tensor);
     if (!negative.is_valid()) return nb::none();
     has_negative |= negative.ptr() != Py_False;
@@ -74,6 +94,29 @@ nb::object DescribeTensors(const nb::capsule& api, const nb::list& tensors, nb::
   return nb::make_tuple(nb::bytes(addresses.data(), addresses.size() * sizeof(uint64_t)),
                         nb::bytes(description.data(), description.size()), has_complex, has_negative,
                         storages);
+}
+
+bool AreAsDescribed(const nb::capsule& api, const nb::list& tensors, const nb::bytes& addresses,
+                    const nb::bytes& description) {
+  const auto describe = Describer(api);
+  if (describe == nullptr || addresses.size() != tensors.size() * sizeof(uint64_t)) return false;
+  const char* address = addresses.c_str();
+  const char* expected = description.c_str();
+  const char* end = expected + description.size();
+  const auto matches = [&](const void* data, size_t bytes) {
+    if (static_cast<size_t>(end - expected) < bytes) return false;
+    if (bytes > 0 && std::memcmp(expected, data, bytes) != 0) return false;
+    expected += bytes;
+    return true;
+  };
+  for (nb::handle tensor : tensors) {
+    nb::dlpack::dltensor facts;
+    if (!Describe(describe, tensor, &facts)) return false;
+    const uint64_t found = Address(facts);
+    if (std::memcmp(address, &found, sizeof found) != 0 || !VisitFacts(facts, matches)) return false;
+    address += sizeof found;
+  }
+  return expected == end;
 }
 
 }  // namespace datastates

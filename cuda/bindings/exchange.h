@@ -14,4 +14,9 @@ namespace datastates {
 nanobind::object DescribeTensors(const nanobind::capsule& api, const nanobind::list& tensors,
                                  nanobind::handle is_neg, nanobind::handle storage_of);
 
+// Returns whether tensors have the addresses and the description that DescribeTensors returned. At half the
+// cost: asks neither for `is_neg` nor for storages.
+bool AreAsDescribed(const nanobind::capsule& api, const nanobind::list& tensors,
+                    const nanobind::bytes& addresses, const nanobind::bytes& description);
+
 }  // namespace datastates

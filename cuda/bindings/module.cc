@@ -225,7 +225,15 @@ void BindJob(nb::module_& module) {
       .value("FILE_AND_DIGESTS", Output::kFileAndDigests)
       .value("DIGESTS", Output::kDigests);
   nb::class_<SaveJob>(module, "SaveJob")
-      .def("wait", &SaveJob::Wait, "milestone"_a, "seconds"_a, nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "wait",
+          [](SaveJob& self, Milestone milestone, double seconds) {
+            // A look keeps the GIL: another thread could hold it for milliseconds.
+            if (seconds <= 0) return self.Wait(milestone, 0);
+            nb::gil_scoped_release release;
+            return self.Wait(milestone, seconds);
+          },
+          "milestone"_a, "seconds"_a)
       .def("close_input", &SaveJob::CloseInput)
       .def(
           "hold_back",
@@ -258,6 +266,7 @@ NB_MODULE(_native, module) {
   BindReader(module);
   BindNumbers(module);
   module.def("describe_tensors", &DescribeTensors, "api"_a, "tensors"_a, "is_neg"_a, "storage_of"_a.none());
+  module.def("are_as_described", &AreAsDescribed, "api"_a, "tensors"_a, "addresses"_a, "description"_a);
   nb::class_<Structure>(module, "Structure")
       .def(nb::init<const nb::list&, const nb::list&, const std::vector<std::string>&,
                     const std::vector<std::string>&, const std::vector<std::string>&>(),

@@ -86,6 +86,7 @@ bool Engine::TakeTask(QueuedBatch* taken, Task* task, Clock::time_point* later) 
 
 void Engine::StageLoop() {
   NameThread("ds-stage");
+  YieldToWakers();
   MutexLock lock(mutex_);
   ++staging_;
   while (true) {
@@ -273,6 +274,7 @@ void Engine::AwaitDevice(const SaveJob& job) {
 
 void Engine::AwaitLoop() {
   NameThread("ds-await");
+  YieldToWakers();
   MutexLock lock(mutex_);
   ++awaiting_;
   while (true) {
@@ -321,6 +323,7 @@ bool Engine::Await(const CopiedChunk& copied) {
 
 void Engine::WriteLoop() {
   NameThread("ds-write");
+  YieldToWakers();
   MutexLock lock(mutex_);
   ++writing_;
   while (true) {

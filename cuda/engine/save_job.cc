@@ -46,6 +46,7 @@ bool SaveJob::Reached(Milestone milestone) const {
 bool SaveJob::Wait(Milestone milestone, double seconds) {
   if (!home_.IsHere()) return true;
   MutexLock lock(mutex_);
+  if (seconds <= 0) return Reached(milestone);
   const auto deadline = DeadlineAfter(seconds);
   while (!Reached(milestone)) {
     if (!changed_.WaitUntil(mutex_, deadline)) return Reached(milestone);

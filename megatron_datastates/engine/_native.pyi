@@ -147,6 +147,8 @@ def describe_tensors(
 ) -> tuple[bytes, bytes, bool, bool, list[Any]] | None:
     """Returns (addresses, description, has_complex, has_negative, storages), see engine/exchange.py."""
 
+def are_as_described(api: object, tensors: list[Any], addresses: bytes, description: bytes) -> bool: ...
+
 class Structure:
     def __init__(
         self, owners: list[Any], roots: list[Any], *, attributes: list[str], own: list[str], opaque: list[str]

@@ -42,6 +42,12 @@ def facts_of(tensors: list[torch.Tensor]) -> Facts | None:
     return found[1] if found is not None else None
 
 
+def are_still(tensors: list[torch.Tensor], described: Described) -> bool:
+    """Returns whether tensors are where they were, and have the same dtypes, devices, shapes and strides."""
+    addresses, description = described.addresses.tobytes(), described.facts.description
+    return bool(native.are_as_described(_EXCHANGE, tensors, addresses, description))
+
+
 def _look(tensors: list[torch.Tensor], storage_of: object) -> tuple[bytes, Facts, list[Any]] | None:
     if _EXCHANGE is None:
         return None

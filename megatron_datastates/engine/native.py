@@ -27,6 +27,7 @@ Output = _native.Output
 SaveJob = _native.SaveJob
 crc32c = _native.crc32c
 describe_tensors = _native.describe_tensors
+are_as_described = _native.are_as_described
 Structure = _native.Structure
 Reader = _native.Reader
 EAGER_FLAG = _native.EAGER_FLAG

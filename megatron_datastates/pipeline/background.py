@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable
+
+# What a poll starts begins so much later. Until then the trainer is through with the poll and with what
+# Megatron does after it; the thread would take the GIL from it for milliseconds.
+AFTER_POLL_SECONDS = 0.01
 
 
 class BackgroundThread:
@@ -16,11 +22,15 @@ class BackgroundThread:
 
     Args:
         after: a started thread whose end the function waits for.
+        delay: seconds that pass before that.
     """
 
-    def __init__(self, function: Callable[[], None], after: BackgroundThread | None = None) -> None:
+    def __init__(
+        self, function: Callable[[], None], after: BackgroundThread | None = None, delay: float = 0.0
+    ) -> None:
         self._function: Callable[[], None] | None = function
         self._after = after
+        self._delay = delay
         self._ended = threading.Event()
         self._process = os.getpid()
 
@@ -39,6 +49,8 @@ class BackgroundThread:
         after, function = self._after, self._function
         self._after = self._function = None  # a thread that has ended keeps nothing
         try:
+            _yield_to_wakers()
+            time.sleep(self._delay)
             if after is not None:
                 after.join()
             assert function is not None
@@ -46,3 +58,10 @@ class BackgroundThread:
         finally:
             del after, function
             self._ended.set()
+
+
+def _yield_to_wakers() -> None:
+    """Lets the calling thread not take the core of a thread that wakes it (cuda/os/threads.h)."""
+    with contextlib.suppress(OSError):
+        if os.sched_getscheduler(0) == os.SCHED_OTHER:
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

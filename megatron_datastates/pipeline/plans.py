@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from operator import attrgetter, eq
 from typing import Any
@@ -277,10 +278,15 @@ def _plan_file(columns: tuple[list[Any], ...], members: list[int] | None, tail: 
     return FilePlan(members, layout, plan_copies(layout, spans, eager, devices), any(eager))
 
 
+@functools.lru_cache(maxsize=1 << 14)  # a model has objects for each layer, the same at every save
+def _named_item(kind: Kind, key: str) -> TailItem:
+    return TailItem(kind, key)
+
+
 def tail_item(key: str, source: TailSource) -> TailItem:
     """Returns what a layout has to know of an entry of the tail."""
     if source.kind is not Kind.FRAGMENT:
-        return TailItem(source.kind, key)
+        return _named_item(source.kind, key)
     place: Place = source.place  # type: ignore[attr-defined]
     dtype: torch.dtype = source.dtype  # type: ignore[attr-defined]
     return TailItem(Kind.FRAGMENT, key, Fragment(key, dtype_name(dtype), *place))

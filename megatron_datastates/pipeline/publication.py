@@ -40,7 +40,7 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, SaveFailedError
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.agreement import PendingResult, PollableResult
-from megatron_datastates.pipeline.background import BackgroundThread
+from megatron_datastates.pipeline.background import AFTER_POLL_SECONDS, BackgroundThread
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
 from megatron_datastates.pipeline.documents import PublicationExtras, record_of, small_files
 from megatron_datastates.pipeline.held import trainer_held
@@ -107,6 +107,7 @@ class Publication:
         self._keep_file = False  # even if the save fails
         self.refused = False  # it never began on any rank, and ends once the ranks have agreed on that
         self._abandoned = False
+        self._is_awaited = False  # the trainer does nothing but wait for this save
         # Whose near tier this rank can use, what people call it, where the rank serves its files, and what
         # makes copies of others': set before the save starts.
         self.node, self.host, self.endpoint = 0, b"", b""
@@ -148,6 +149,7 @@ class Publication:
 
     def wait(self) -> Outcome:
         """Polls until the save is over. Collective: every rank calls it."""
+        self._is_awaited = True
         while self.poll() is Outcome.PENDING:
             time.sleep(_BLOCKING_POLL_SECONDS)
         return self.outcome
@@ -275,7 +277,8 @@ class Publication:
 
     def _start_publisher(self, function: Callable[[], None], writes_manifest: bool = True) -> None:
         """Runs a part of publishing beside the trainer, and after those of earlier saves."""
-        publisher = BackgroundThread(function, after=self.layouts.publisher)
+        delay = 0.0 if self._is_awaited else AFTER_POLL_SECONDS
+        publisher = BackgroundThread(function, after=self.layouts.publisher, delay=delay)
         try:
             self._manifest_in_place = writes_manifest  # until the thread reports that it is not
             publisher.start()

@@ -22,7 +22,7 @@ from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.tail import TailEntry
-from megatron_datastates.pipeline.background import BackgroundThread
+from megatron_datastates.pipeline.background import AFTER_POLL_SECONDS, BackgroundThread
 from megatron_datastates.pipeline.held import HeldTime, charge_open_intervals, trainer_held
 from megatron_datastates.pipeline.links import Link
 from megatron_datastates.pipeline.milestones import SaveContext, State
@@ -72,6 +72,7 @@ class RankSave:
         )
         self._copied = False  # no source is read any more
         self._resumed = threading.Event()  # set by the first poll or fence: work may begin beside the trainer
+        self._pause = 0.0  # seconds that pass before the finishing thread does
         self._begins_by = 0.0  # by time.monotonic: when it begins without one
         self.held = HeldTime()
         self.fence_seconds = 0.0
@@ -297,6 +298,7 @@ class RankSave:
         if not self._resumed.is_set():
             for file in self._files:
                 file.allow_lazy_copies()
+            self._pause = 0.0 if self._awaited else AFTER_POLL_SECONDS
             self._resumed.set()
 
     def note_poll(self) -> None:
@@ -417,6 +419,7 @@ class RankSave:
         """
         while (left := self._begins_by - time.monotonic()) > 0.0:
             if self._resumed.wait(min(left, _WAIT_SECONDS)):
+                time.sleep(self._pause)
                 return
 
     def _seal(

@@ -24,6 +24,7 @@ from tests.native.harness import (
     expected_bytes,
     random_bytes,
     save_whole,
+    threads_named,
 )
 
 SLOT = 64 * KIB
@@ -33,6 +34,16 @@ ROOT = Path(__file__).parents[2]
 def slow_engine(engines: Engines, **options: object) -> native.Engine:
     """Copies ten slots a second."""
     return engines(slot_bytes=SLOT, most_slots=16, copy_threads=1, copy_limit=10 * SLOT, **options)
+
+
+def test_the_engines_threads_take_no_core_from_the_thread_that_wakes_them(
+    engines: Engines, tmp_path: Path
+) -> None:
+    engine = engines(slot_bytes=SLOT)
+    Save(engine, tmp_path / "data", [Copy(random_bytes(6 * SLOT), 0)]).finish()
+    tasks = [int(task.name) for name in ("ds-stage", "ds-write") for task in threads_named(name)]
+    assert {os.sched_getscheduler(task) for task in tasks} == {os.SCHED_BATCH}
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_start_returns_before_lazy_bytes_are_copied(engines: Engines, tmp_path: Path) -> None:

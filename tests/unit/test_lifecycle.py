@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.background import BackgroundThread
+from megatron_datastates.pipeline.background import AFTER_POLL_SECONDS, BackgroundThread
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.pipeline.verify import verify
@@ -115,6 +116,43 @@ def test_a_thread_of_the_parent_is_not_waited_for_in_a_forked_child() -> None:
     assert child.exitcode == 0
     ended.set()
     assert thread.join(LIMIT_SECONDS)
+
+
+def test_a_thread_in_the_background_takes_no_core_from_the_trainer_that_wakes_it() -> None:
+    policies: list[int] = []
+    thread = BackgroundThread(lambda: policies.append(os.sched_getscheduler(0)))
+    thread.start()
+    assert thread.join(LIMIT_SECONDS)
+    assert (policies, os.sched_getscheduler(0)) == ([os.SCHED_BATCH], os.SCHED_OTHER)
+
+
+def test_a_policy_that_may_not_be_set_changes_nothing(monkeypatch) -> None:
+    def denied(*args: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", denied)
+    ran = threading.Event()
+    thread = BackgroundThread(ran.set)
+    thread.start()
+    assert thread.join(LIMIT_SECONDS) and ran.is_set()
+
+
+def test_a_poll_starts_the_publisher_later_unless_the_trainer_waits(saver, tmp_path, monkeypatch) -> None:
+    slept: list[float] = []
+    init = BackgroundThread.__init__
+
+    def noting(thread, function, after=None, delay=0.0) -> None:
+        slept.append(delay)
+        init(thread, function, after, delay)
+
+    monkeypatch.setattr(BackgroundThread, "__init__", noting)
+    publication = saver.start(tmp_path / "polled", State(BIG))
+    FENCE.wait("the step")
+    while publication.poll() is Outcome.PENDING:
+        time.sleep(0.002)
+    assert slept == [0.0, AFTER_POLL_SECONDS]
+    save(saver, tmp_path / "awaited", BIG)
+    assert slept[2:] == [0.0, 0.0]
 
 
 # -- the end of the interpreter ---------------------------------------------------------------------------

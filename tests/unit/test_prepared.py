@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import io
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 
+from megatron_datastates.engine import exchange
 from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore.save import prepared
 from megatron_datastates.mcore.save.buckets import wrap_sharded_param_state_dp_reshardable
@@ -117,10 +119,66 @@ def test_other_memory_and_other_values_are_no_change_of_structure(change: Callab
     model = make()
     survey = Survey([model], no_optimizer())
     change(model)
-    tensors = survey.tensors_if_unchanged(no_optimizer())
-    described = survey.described_if_unchanged(tensors)
+    tensors, described = survey.tensors_if_unchanged(no_optimizer())
     assert any(tensor is model[0].weight for tensor in tensors)
     assert described is None or described.addresses.tolist() == [tensor.data_ptr() for tensor in tensors]
+
+
+def test_a_second_look_returns_what_the_first_found_if_it_still_holds() -> None:
+    model = make()
+    survey = Survey([model], no_optimizer())
+    found = survey.tensors_if_unchanged(no_optimizer())
+    assert found.described is None or survey.found_again(found) is found
+
+
+def test_memory_that_moves_between_the_two_looks_is_found_where_it_is_now() -> None:
+    model = make()
+    survey = Survey([model], no_optimizer())
+    found = survey.tensors_if_unchanged(no_optimizer())
+    set_data(model)
+    tensors, described = survey.found_again(found)
+    assert tensors is found.tensors
+    assert described is None or described.addresses.tolist() == [tensor.data_ptr() for tensor in tensors]
+    if described is not None:
+        assert [storage.data_ptr() for storage in described.storages] == [
+            tensor.untyped_storage().data_ptr() for tensor in tensors
+        ]
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (12,)])
+def test_another_shape_between_the_two_looks_is_noticed(shape: tuple[int, ...]) -> None:
+    model = make()
+    survey = Survey([model], no_optimizer())
+    found = survey.tensors_if_unchanged(no_optimizer())
+    model[0].weight.data = model[0].weight.data.reshape(-1)[: math.prod(shape)].view(shape)
+    with pytest.raises(UnprovableError, match="another shape"):
+        survey.found_again(found)
+
+
+def test_another_dtype_or_number_of_tensors_is_not_what_was_described() -> None:
+    tensors = [torch.zeros(4), torch.ones(2, 3)]
+    described = exchange.describe(tensors)
+    if described is None:
+        pytest.skip("this torch has no exchange API")
+    assert exchange.are_still(tensors, described)
+    for others in (
+        [tensors[0].view(torch.int32), tensors[1]],
+        tensors[:1],
+        [*tensors, tensors[0]],
+        tensors[::-1],
+    ):
+        assert not exchange.are_still(others, described)
+
+
+def test_other_strides_of_the_same_memory_are_noticed_between_the_two_looks() -> None:
+    model = make()
+    with torch.no_grad():
+        model[0].weight.data = torch.zeros(4, 4)
+    survey = Survey([model], no_optimizer())
+    found = survey.tensors_if_unchanged(no_optimizer())
+    model[0].weight.data = model[0].weight.data.t()
+    with pytest.raises(UnprovableError, match="memory layout"):
+        survey.found_again(found)
 
 
 def test_a_method_replaced_in_a_class_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

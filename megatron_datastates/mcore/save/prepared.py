@@ -29,7 +29,7 @@ from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.save.extra_states import ExtraState, extra_states
 from megatron_datastates.mcore.save.mutability import Classify
-from megatron_datastates.mcore.save.survey import Survey, UnprovableError, distributed_optimizers
+from megatron_datastates.mcore.save.survey import Found, Survey, UnprovableError, distributed_optimizers
 from megatron_datastates.pipeline.plans import has_unresolved_views
 from megatron_datastates.providers.base import Tensors
 from megatron_datastates.providers.objects import ObjectSource
@@ -104,7 +104,7 @@ class Preparation:
         self._columns = Tensors()  # without its tensors
         self._facts: Facts | None = None  # of the tensors as they were stored
         self._classified: Any = None  # what the mutability depends on
-        self._current: list[torch.Tensor] = []  # during a prepared save: those of the survey
+        self._current: Found | None = None  # during a prepared save: the tensors of the survey
         self._used: set[int] = set()
         self.is_complete = False
         self.is_taken = False  # during a prepared save: its tensors went to a strategy
@@ -241,7 +241,7 @@ class Preparation:
 
     def release(self) -> None:
         """Lets go of the tensors of a prepared save. If it did not take them, the next save is full."""
-        self._current = []
+        self._current = None
         self.is_complete = self.is_complete and self.is_taken
 
     def tensors(self, classifier: Callable[[], Classify], *, is_lazy: bool) -> Tensors:
@@ -253,9 +253,10 @@ class Preparation:
         Raises:
             SaveFailedError: one has changed since the survey.
         """
-        sources, columns = [*self._current, *self._padding], self._columns
+        found, columns = self._found_again(), self._columns
+        sources = [*found.tensors, *self._padding]
         tensors = [sources[at] if view is None else _view(sources[at], view) for at, view, _ in self._rows]
-        described = self._described_now()
+        described = self._rows_described(found.described)
         depends_on = self._classification(is_lazy, described)
         if depends_on is None or depends_on != self._classified:
             columns.mutability = list(map(classifier(), tensors))
@@ -263,16 +264,21 @@ class Preparation:
         self.is_taken = True
         return _copied(columns, tensors, described)
 
-    def _described_now(self) -> Described | None:
-        """Returns where the stored tensors are now, if torch has a fast way to that.
+    def _found_again(self) -> Found:
+        """Returns the tensors of the survey. Code of others has run since, and may have moved them.
 
-        Code of others runs between the survey and this, and may have moved them.
+        Raises:
+            SaveFailedError: one has changed.
         """
+        assert self._current is not None
         try:
-            described = self._survey.described_if_unchanged(self._current)
+            return self._survey.found_again(self._current)
         except UnprovableError as error:
             message = f"{error}, while Megatron made a state dict; use --datastates-prepared off"
             raise SaveFailedError(message) from error
+
+    def _rows_described(self, described: Described | None) -> Described | None:
+        """Returns where the stored tensors are, from where those of the survey are."""
         padding = describe(self._padding)
         if described is None or padding is None or self._facts is None:
             return None

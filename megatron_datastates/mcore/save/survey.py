@@ -14,12 +14,12 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_datastates.engine import native
-from megatron_datastates.engine.exchange import Described, Facts, describe, facts_of
+from megatron_datastates.engine.exchange import Described, Facts, are_still, describe, facts_of
 from megatron_datastates.pipeline.plans import has_unresolved_views
 
 _TRUSTED = ("megatron.", "torch.", "transformer_engine.")  # beginnings of the names of modules
@@ -38,6 +38,13 @@ _attributes = attrgetter("dtype", "shape", "device", "layout")
 
 class UnprovableError(Exception):
     """What was prepared for one save cannot be proved to hold for another; the text says why."""
+
+
+class Found(NamedTuple):
+    """The tensors of a model and an optimizer, by their numbers."""
+
+    tensors: list[torch.Tensor]
+    described: Described | None  # if torch has a fast way to that
 
 
 class Survey:
@@ -77,8 +84,8 @@ class Survey:
         """Returns the ids of the torch optimizers whose state was surveyed."""
         return {id(one.optimizer) for one in (ref() for ref in self._optimizers) if one is not None}
 
-    def tensors_if_unchanged(self, optimizer: Any) -> list[torch.Tensor]:
-        """Returns all tensors, by their numbers.
+    def tensors_if_unchanged(self, optimizer: Any) -> Found:
+        """Returns all tensors.
 
         Raises:
             UnprovableError: something has changed.
@@ -93,21 +100,22 @@ class Survey:
         tensors = [leaves[at] for at in self._tensors]
         if [tensors[at].requires_grad for at in self._parameters] != self._trained:
             raise UnprovableError("a parameter's requires_grad has changed")
-        self._require_facts(tensors, facts_of(tensors))
-        return tensors
+        return self._described(tensors)
 
-    def described_if_unchanged(self, tensors: list[torch.Tensor]) -> Described | None:
-        """Returns where tensors are now, if torch has a fast way to that.
-
-        Args:
-            tensors: what `tensors_if_unchanged` has returned.
+    def found_again(self, found: Found) -> Found:
+        """Returns the tensors that `tensors_if_unchanged` has returned, and where they are now.
 
         Raises:
             UnprovableError: one of them has changed.
         """
+        if found.described is not None and are_still(found.tensors, found.described):
+            return found
+        return self._described(found.tensors)
+
+    def _described(self, tensors: list[torch.Tensor]) -> Found:
         described = describe(tensors)
         self._require_facts(tensors, described.facts if described is not None else None)
-        return described
+        return Found(tensors, described)
 
     def _require_facts(self, tensors: list[torch.Tensor], facts: Facts | None) -> None:
         if (facts or _slow_facts(tensors)) != self._facts:
