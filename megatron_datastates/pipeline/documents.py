@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
@@ -126,8 +127,9 @@ def _others(save: RankSave, extras: PublicationExtras) -> list[OtherFile]:
     return [other_file_entry(path, save.check_object) for path in paths if path.is_file()]
 
 
+@functools.cache  # searching for installed packages takes 2 ms, with the GIL, in every save
 def releases() -> dict[str, str]:
-    """Returns the releases of the libraries involved, for the manifest."""
+    """Returns the releases of the libraries involved, for the manifest; always the same object."""
     found = {}
     for name in ("megatron-datastates", "megatron-core", "torch"):
         try:
