@@ -105,6 +105,7 @@ def install() -> None:
     _share_generator(torch.cuda)
     _allocate_on_host()
     _move_to_host()
+    _mesh_of_hosts()
     torch.compile = _do_not_compile  # type: ignore[assignment]
 
 
@@ -121,7 +122,7 @@ def _pretend_device(cuda: Any) -> None:
         setattr(cuda, f"{name}Tensor", getattr(torch, f"{name}Tensor"))
     cuda.is_available = cuda.is_initialized = _always(True)
     cuda.device_count = _always(8)
-    cuda.current_device = _always("cpu")
+    cuda.current_device = _always(0)
     cuda.get_device_capability = _always((HostProperties.major, HostProperties.minor))
     cuda.get_device_properties = _always(HostProperties())
     cuda.memory_stats = lambda *args, **kwargs: {}
@@ -143,7 +144,8 @@ def _share_generator(cuda: Any) -> None:
 
 
 def _is_cuda(device: object) -> bool:
-    return not isinstance(device, torch.Tensor) and "cuda" in str(device)
+    """Says whether this names a device of CUDA, for whose number a plain integer stands."""
+    return type(device) is int or (not isinstance(device, torch.Tensor) and "cuda" in str(device))
 
 
 def _host_keyword(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -182,6 +184,18 @@ def _move_to_host() -> None:
         (torch.nn.Module, "cuda", stay),
     ):
         setattr(owner, name, stand_in)
+
+
+def _mesh_of_hosts() -> None:
+    """Makes meshes of devices (FSDP's, DTensor's) meshes of hosts, so that collective calls reach gloo."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    real_init = DeviceMesh.__init__
+
+    def init(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        real_init(self, "cpu" if _is_cuda(device_type) else device_type, *args, **kwargs)
+
+    DeviceMesh.__init__ = init  # type: ignore[method-assign]
 
 
 def _do_not_compile(function: Any = None, *args: object, **kwargs: object) -> Any:

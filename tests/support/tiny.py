@@ -130,13 +130,14 @@ class Running:
 
     job: Job
     folder: Path
+    ranks: int = RANKS
 
     def finish(self, timeout_seconds: float = 60.0) -> Ending:
         """Waits for the run, which must succeed, and returns what it recorded."""
         log = self.job.wait(timeout_seconds).succeeded().log
         records = sorted(self.folder.glob("rank*.json"))
-        assert len(records) == RANKS, (
-            f"{len(records)} ranks trained, expected {RANKS}; the log ends:\n{log[-2000:]}"
+        assert len(records) == self.ranks, (
+            f"{len(records)} ranks trained, expected {self.ranks}; the log ends:\n{log[-2000:]}"
         )
         return Ending([RankRecord.read(path) for path in records], log)
 
@@ -146,26 +147,30 @@ class Running:
 
 
 class Pretraining:
-    """Launches tiny pretrainings of two ranks, forked from one parent, each in its own folder."""
+    """Launches tiny pretrainings, of two ranks by default, forked from one parent, each in its own folder."""
 
-    def __init__(self, forge: RankForge, folder: Path, target: str = "tiny_rank:main") -> None:
-        self._forge, self._folder, self._runs, self._target = forge, folder, 0, target
+    def __init__(
+        self, forge: RankForge, folder: Path, target: str = "tiny_rank:main", ranks: int = RANKS
+    ) -> None:
+        self._forge, self._folder, self._runs, self._target, self._ranks = forge, folder, 0, target, ranks
         self._arguments = (RECIPES / "tiny.args").read_text().split()
 
     def start(self, *arguments: str | Path, environment: dict[str, str] | None = None) -> Running:
         """Starts a run with `recipes/tiny.args` and then these arguments, which win."""
         self._runs += 1
         folder = self._folder / f"run{self._runs}"
-        instead = {"--bf16"} if "--fp16" in arguments else set()  # Megatron accepts only one of them
+        # Megatron accepts only one of each pair.
+        pairs = {"--fp16": "--bf16", "--use-torch-fsdp2": "--use-distributed-optimizer"}
+        instead = {pairs[name] for name in arguments if name in pairs}
         everything = [name for name in self._arguments if name not in instead] + list(map(str, arguments))
         job = self._forge.start(
             self._target,
-            ranks=RANKS,
+            ranks=self._ranks,
             logs=folder,
             arguments=[everything, str(folder)],
             environment=environment,
         )
-        return Running(job, folder)
+        return Running(job, folder, self._ranks)
 
     def run(
         self,

@@ -22,6 +22,7 @@ import pretrain_tiny
 import psutil
 import torch
 import torch._dynamo  # as the tokenizer below: here once, because each rank would spend 2 s on importing them
+import torch.distributed.tensor
 from megatron.core import tensor_parallel
 from megatron.training import get_args
 from megatron.training import training as loop
@@ -117,9 +118,12 @@ def _optimizer_state(optimizer: Any) -> Iterator[tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """Describes a value such that equal texts mean equal bits."""
+    """Describes a value such that equal texts mean equal bits; of a DTensor, this rank's part."""
+    if isinstance(value, torch.distributed.tensor.DTensor):
+        value = value.to_local()
     if isinstance(value, torch.Tensor):
-        data = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+        copied = value.detach().clone(memory_format=torch.contiguous_format)  # what NumPy saw never resizes
+        data = copied.reshape(-1).view(torch.uint8).numpy()
         return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(data).hexdigest()}"
     if isinstance(value, dict):
         return "; ".join(f"{key}={_text(value[key])}" for key in sorted(value, key=str))
