@@ -64,6 +64,8 @@ class CMakeBuild(build_ext):
             *("-S", str(ROOT / "cuda"), "-B", str(build_dir)),
             *(["-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}"] if ninja else []),
             "-DCMAKE_BUILD_TYPE=Release",
+            # A few large sources compile in half the time of many: 19 s of processor time in place of 40.
+            *("-DCMAKE_UNITY_BUILD=ON", "-DCMAKE_UNITY_BUILD_BATCH_SIZE=0"),
             "-DMDS_WERROR=OFF",  # said each time, as the cache keeps what CI said
             f"-DCMAKE_LIBRARY_OUTPUT_DIRECTORY={build_dir / 'lib'}",
             f"-DPython_EXECUTABLE={sys.executable}",

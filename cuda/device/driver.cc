@@ -39,6 +39,8 @@ bool EndsContext(int result) {
 
 using GetProcAddress = int (*)(const char*, void**, int, unsigned long long, void*);
 
+}  // namespace
+
 // CUDA_MEMCPY2D.
 struct CopyOfRows {
   struct End {
@@ -60,8 +62,6 @@ struct CopyAttributes {
   unsigned flags;
 };
 static_assert(sizeof(CopyAttributes) == 24);
-
-}  // namespace
 
 struct Driver::Table {
   GetProcAddress lookup = nullptr;

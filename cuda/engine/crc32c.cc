@@ -120,7 +120,7 @@ DATASTATES_CRC_TARGET inline uint32_t Word(uint32_t crc, uint64_t word) {
   return static_cast<uint32_t>(_mm_crc32_u64(crc, word));
 }
 DATASTATES_CRC_TARGET inline uint32_t Byte(uint32_t crc, uint8_t byte) { return _mm_crc32_u8(crc, byte); }
-bool HardwareHasIt() { return __builtin_cpu_supports("sse4.2"); }
+bool HardwareHasCrc32() { return __builtin_cpu_supports("sse4.2"); }
 #elif defined(__aarch64__) && defined(__linux__)
 // Before version 16, clang's arm_acle.h declares these only if the whole file is built for the extension.
 #if defined(__clang__)
@@ -132,7 +132,7 @@ bool HardwareHasIt() { return __builtin_cpu_supports("sse4.2"); }
 #endif
 DATASTATES_CRC_TARGET inline uint32_t Word(uint32_t crc, uint64_t word) { return __crc32cd(crc, word); }
 DATASTATES_CRC_TARGET inline uint32_t Byte(uint32_t crc, uint8_t byte) { return __crc32cb(crc, byte); }
-bool HardwareHasIt() { return getauxval(AT_HWCAP) & HWCAP_CRC32; }
+bool HardwareHasCrc32() { return getauxval(AT_HWCAP) & HWCAP_CRC32; }
 #endif
 
 #if defined(DATASTATES_CRC_TARGET)
@@ -162,7 +162,7 @@ DATASTATES_CRC_TARGET uint32_t HardwareStep(uint32_t crc, const uint8_t* at, siz
 uint32_t Crc32c(uint32_t crc, const void* data, size_t bytes) {
   const auto* at = static_cast<const uint8_t*>(data);
 #if defined(DATASTATES_CRC_TARGET)
-  static const bool hardware = HardwareHasIt();
+  static const bool hardware = HardwareHasCrc32();
   if (hardware) return ~HardwareStep(~crc, at, bytes);
 #endif
   return ~TableStep(~crc, at, bytes);

@@ -21,14 +21,14 @@ void CopyElements(uint8_t* target, size_t target_step, const uint8_t* source, si
 }
 
 #if defined(__x86_64__)
-constexpr size_t kLine = 64;
+constexpr size_t kCacheLine = 64;
 
 void CopyPastCaches(uint8_t* target, const uint8_t* source, size_t bytes) {
-  const size_t head = (kLine - reinterpret_cast<uintptr_t>(target) % kLine) % kLine;
+  const size_t head = (kCacheLine - reinterpret_cast<uintptr_t>(target) % kCacheLine) % kCacheLine;
   std::memcpy(target, source, head);
   size_t at = head;
-  for (; at + kLine <= bytes; at += kLine) {
-    for (size_t word = at; word < at + kLine; word += sizeof(__m128i)) {
+  for (; at + kCacheLine <= bytes; at += kCacheLine) {
+    for (size_t word = at; word < at + kCacheLine; word += sizeof(__m128i)) {
       _mm_stream_si128(reinterpret_cast<__m128i*>(target + word),
                        _mm_loadu_si128(reinterpret_cast<const __m128i*>(source + word)));
     }

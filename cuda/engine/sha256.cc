@@ -65,7 +65,7 @@ void PortableRounds(State* state, const uint8_t* at, size_t steps) {
 #if defined(__x86_64__)
 #define DATASTATES_SHA_TARGET __attribute__((target("sha,ssse3,sse4.1")))
 
-bool HardwareHasIt() {
+bool HardwareHasSha256() {
   uint32_t a = 0, b = 0, c = 0, d = 0;  // gcc 12 and clang 14 have no name for it in __builtin_cpu_supports
   const bool sha = __get_cpuid_count(7, 0, &a, &b, &c, &d) != 0 && (b & bit_SHA) != 0;
   return sha && __builtin_cpu_supports("ssse3") && __builtin_cpu_supports("sse4.1");
@@ -129,7 +129,7 @@ Sha256Digest Digest(Rounds rounds, const uint8_t* data, size_t bytes) {
 Sha256Digest Sha256(const void* data, size_t bytes) {
   const auto* at = static_cast<const uint8_t*>(data);
 #if defined(__x86_64__)
-  static const bool hardware = HardwareHasIt();
+  static const bool hardware = HardwareHasSha256();
   if (hardware) return Digest(HardwareRounds, at, bytes);
 #endif
   return Digest(PortableRounds, at, bytes);

@@ -1,5 +1,6 @@
 """Installs all stand-ins of this folder."""
 
+import contextlib
 from pathlib import Path
 
 import fused_adam
@@ -14,5 +15,17 @@ def install() -> None:
 
     fused_adam.install()
     two_devices.install()
+    _name_absent_layers()
     if not Path(dataset_utils.__file__).with_name("Makefile").exists():
         dataset_utils.compile_helpers = lambda: None  # a wheel has them prebuilt and has no Makefile
+
+
+def _name_absent_layers() -> None:
+    """Makes classes of what is none without Transformer Engine: main's layers for multi-token prediction ask
+    whether they are instances of these."""
+    with contextlib.suppress(ImportError):  # not in every release
+        from megatron.core.tensor_parallel import inference_layers
+
+        for name in ("InferenceColumnParallelLinear", "InferenceLayerNormColumnParallelLinear"):
+            if not isinstance(getattr(inference_layers, name, object), type):
+                setattr(inference_layers, name, type(name, (), {}))
