@@ -41,7 +41,7 @@ wheel() { # ENVIRONMENT ARCH: without isolation, as pip would look for build too
 
 for python in "$@"; do
   "$python" -m venv --clear "$work/env"
-  "$work/env/bin/python" -m pip install -q -c requirements/test.txt cmake nanobind ninja setuptools wheel
+  "$work/env/bin/python" -m pip install -q wheel -r <(grep -E '^(cmake|nanobind|ninja|setuptools)==' requirements/test.txt)
   for arch in ${ARCHS:-x86_64 aarch64}; do
     wheel "$work/env" "$arch"
     say "built for $("$python" -V), $arch, after $SECONDS s"
