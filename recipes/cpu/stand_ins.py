@@ -21,8 +21,7 @@ def install() -> None:
 
 
 def _name_absent_layers() -> None:
-    """Makes classes of what is none without Transformer Engine: main's layers for multi-token prediction ask
-    whether they are instances of these."""
+    """Makes classes of what is none without Transformer Engine, for main's multi-token prediction."""
     with contextlib.suppress(ImportError):  # not in every release
         from megatron.core.tensor_parallel import inference_layers
 
