@@ -78,10 +78,11 @@ class _Absent:
 
 
 def _arguments(directory: Path, iteration: int | None) -> dict[str, Any]:
+    path = checkpoint_of(directory, iteration)  # before the imports: a wrong path is said at once
     from megatron_datastates.convert.open import open_source
     from megatron_datastates.convert.stored_arguments import training_arguments
 
-    return training_arguments(open_source(checkpoint_of(directory, iteration)))
+    return training_arguments(open_source(path))
 
 
 def _chosen(names: Collection[str], patterns: Sequence[str]) -> list[str]:

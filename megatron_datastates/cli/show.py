@@ -26,8 +26,9 @@ from megatron_datastates.cli.shared import (
 from megatron_datastates.errors import DataStatesError, MissingKeyError
 
 if TYPE_CHECKING:
-    from megatron_datastates.convert.contents import Content, Statistics
+    from megatron_datastates.convert.contents import Content
     from megatron_datastates.convert.sources.source import Source
+    from megatron_datastates.convert.statistics import Statistics
 
 _STATISTICS = ("min", "max", "mean", "norm", "NaN", "Inf")
 _EVERYTHING = "*"
@@ -69,11 +70,11 @@ def show(
     \b
     Example: datastates show runs/gpt/iter_0001000 '*.layernorm*' --stats
     """
-    from megatron_datastates.convert.contents import contents
-    from megatron_datastates.convert.open import open_source
-
     try:
-        path = checkpoint_of(directory, iteration)
+        path = checkpoint_of(directory, iteration)  # before the imports: a wrong path is said at once
+        from megatron_datastates.convert.contents import contents
+        from megatron_datastates.convert.open import open_source
+
         source = open_source(path)
         tensors = contents(source, pattern, optimizer=optimizer)
         objects = [] if optimizer else _objects(source, pattern)
@@ -104,13 +105,8 @@ def _print_summary(path: Path, source: Source) -> None:
 
 
 def _objects(source: Source, pattern: str) -> list[dict[str, Any]]:
-    from megatron_datastates.convert.sources.datastates import DataStatesSource
-
     keys = sorted(key for key in source.objects if fnmatch.fnmatchcase(key, pattern))
-    if isinstance(source, DataStatesSource):
-        found = {key: source.checkpoint.object_entry(key) for key in keys}
-        return [{"key": key, "bytes": entry.bytes, "file": file} for key, (file, entry) in found.items()]
-    return [{"key": key, "bytes": source.object_bytes(key), "file": None} for key in keys]
+    return [{"key": key, "bytes": source.object_bytes(key), "file": source.object_file(key)} for key in keys]
 
 
 def _streams(source: Source, pattern: str) -> list[dict[str, Any]]:
@@ -119,7 +115,7 @@ def _streams(source: Source, pattern: str) -> list[dict[str, Any]]:
 
 
 def _statistics(tensors: list[Content], quiet: bool) -> list[Statistics | None]:
-    from megatron_datastates.convert.contents import statistics
+    from megatron_datastates.convert.statistics import statistics
 
     with progress_bar("reading", disable=quiet) as progress:
         task = progress.add_task("", total=sum(content.bytes for content in tensors))

@@ -1,6 +1,6 @@
 """Inspects a checkpoint of any format: its stored tensors, and optimizer state by parameter.
 
-Statistics are computed part by part, so that no whole tensor is held in memory.
+What only some commands or formats need is imported when it is used: `show` answers at once.
 """
 
 from __future__ import annotations
@@ -8,29 +8,22 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import math
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_datastates.convert.parts import Part, parts_of, stacked_key
-from megatron_datastates.convert.sources.datastates import DataStatesSource
 from megatron_datastates.convert.sources.source import Source
-from megatron_datastates.convert.sources.torch_dist import TorchDistTensor
 from megatron_datastates.errors import MismatchError, MissingKeyError
-from megatron_datastates.format.index import TensorEntry
 from megatron_datastates.format.values import element_bytes
-from megatron_datastates.pipeline.optimizer import StateTensor, optimizer_state
-from megatron_datastates.plan.boxes import cut_box
 
 if TYPE_CHECKING:
     import torch
 
-PART_BYTES = 16 << 20  # of a tensor, read in one go
-_AHEAD = 2  # parts that are read, or being read, while another is computed
+    from megatron_datastates.pipeline.optimizer import StateTensor
+
 Read = Callable[[Sequence[int], Sequence[int]], "torch.Tensor"]  # takes an offset and a shape
 
 
@@ -53,53 +46,6 @@ class Content:
         return math.prod(self.global_shape) * element_bytes(self.dtype)
 
 
-@dataclasses.dataclass
-class Statistics:
-    """Statistics of a tensor's elements.
-
-    `finite` elements are neither NaN nor infinite; minimum, maximum, mean and norm are of these alone. They
-    are computed in float64, so integers beyond 2^53 are rounded; complex numbers count by absolute value.
-    """
-
-    finite: int = 0
-    nans: int = 0
-    infinities: int = 0
-    minimum: float | None = None
-    maximum: float | None = None
-    total: float = 0.0
-    squares: float = 0.0
-
-    @property
-    def mean(self) -> float | None:
-        """Returns the mean of the finite elements, or None if there are none."""
-        return self.total / self.finite if self.finite else None
-
-    @property
-    def norm(self) -> float:
-        """Returns the square root of the sum of squares."""
-        return math.sqrt(self.squares)
-
-    def add(self, values: torch.Tensor) -> None:
-        """Adds elements to the statistics."""
-        import torch  # here, so that commands that only look need none
-
-        from megatron_datastates.convert.drift import KINDS, raw_bytes
-        from megatron_datastates.engine.native import summarize_numbers
-
-        if values.dtype not in KINDS:
-            values = (values.abs() if values.is_complex() else values).to(torch.float64)
-        finite, nans, low, high, total, squares = summarize_numbers(KINDS[values.dtype], raw_bytes(values))
-        self.nans += nans
-        self.infinities += values.numel() - finite - nans
-        if finite == 0:
-            return
-        self.minimum = low if self.minimum is None else min(self.minimum, low)
-        self.maximum = high if self.maximum is None else max(self.maximum, high)
-        self.finite += finite
-        self.total += total
-        self.squares += squares
-
-
 def contents(source: Source, pattern: str = "*", *, optimizer: bool = False) -> list[Content]:
     """Lists tensors whose keys match a shell pattern, in order of their keys.
 
@@ -116,8 +62,7 @@ def contents(source: Source, pattern: str = "*", *, optimizer: bool = False) -> 
             states, lambda key: states[key].global_shape, pattern, lambda key: _state_content(states[key])
         )
     keys = sorted(source.tensors)
-    if isinstance(source, DataStatesSource):
-        source.checkpoint.index.preload(keys)
+    source.preload(keys)
     return _matching(
         keys, lambda key: source.tensors[key].global_shape, pattern, lambda key: _stored_content(source, key)
     )
@@ -157,7 +102,7 @@ def _layer_of(whole: Content, part: Part) -> Content:
         part.shape[1:],
         whole.offsets[mine][:, 1:],
         whole.shapes[mine][:, 1:],
-        None if files is None else len(np.unique(files)),
+        _count(files),
         read,
     )
 
@@ -173,7 +118,7 @@ def find_content(source: Source, key: str) -> Content:
     stack, layer = stacked_key(key) or ("", 0)
     if stack in source.tensors:
         return _numbered(_stored_content(source, stack), key, layer)
-    states = optimizer_state(source.checkpoint) if isinstance(source, DataStatesSource) else {}
+    states = _optimizer_state(source)
     if key in states:
         return _state_content(states[key])
     if stack in states:
@@ -191,8 +136,8 @@ def _numbered(whole: Content, name: str, layer: int) -> Content:
     return _layer_of(whole, Part(name, None, (layer, *(0 for _ in rest)), (1, *rest), True))
 
 
-def _states(source: Source) -> dict[str, StateTensor]:
-    states = optimizer_state(source.checkpoint) if isinstance(source, DataStatesSource) else {}
+def _states(source: Source) -> Mapping[str, StateTensor]:
+    states = _optimizer_state(source)
     if not states:
         raise MissingKeyError(
             f"{source.directory} has no optimizer map: list its stored tensors, which include any optimizer "
@@ -201,16 +146,25 @@ def _states(source: Source) -> dict[str, StateTensor]:
     return states
 
 
+def _optimizer_state(source: Source) -> Mapping[str, StateTensor]:
+    from megatron_datastates.convert.sources.datastates import DataStatesSource
+    from megatron_datastates.pipeline.optimizer import optimizer_state
+
+    return optimizer_state(source.checkpoint) if isinstance(source, DataStatesSource) else {}
+
+
+def _count(files: npt.NDArray[np.integer[Any]] | None) -> int | None:
+    return None if files is None else len(set(files.tolist()))
+
+
 def _stored_content(source: Source, key: str) -> Content:
-    entry = source.tensors[key]
-    files = entry.files if isinstance(entry, TensorEntry | TorchDistTensor) else None
-    count = None if files is None else len(np.unique(files))
+    entry, files = source.tensors[key], source.files_of(key)
 
     def read(offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
         return source.read_tensor(key, offset, shape)
 
     return Content(
-        key, entry.dtype, tuple(entry.global_shape), entry.offsets, entry.shapes, count, read, files
+        key, entry.dtype, tuple(entry.global_shape), entry.offsets, entry.shapes, _count(files), read, files
     )
 
 
@@ -219,41 +173,6 @@ def _state_content(state: StateTensor) -> Content:
     shapes = np.array([p.shard.shape for p in state.pieces], np.int64)
     files = {f for p in state.pieces for f in state.checkpoint.index.tensor(p.key).files.tolist()}
     return Content(state.key, state.dtype, state.global_shape, offsets, shapes, len(files), state.read)
-
-
-def statistics(
-    contents: Sequence[Content], progress: Callable[[int], None] = lambda bytes_done: None
-) -> list[Statistics | None]:
-    """Computes the statistics of tensors; reads the next parts meanwhile, box by box as they are stored.
-
-    Calls `progress` with the number of bytes that are done since the last call.
-
-    Returns:
-        Those of each tensor; None for a dtype that torch cannot convert to float64.
-    """
-    found: list[Statistics | None] = [Statistics() for _ in contents]
-    with ThreadPoolExecutor(1) as reader:
-        pending: deque[tuple[int, Future[torch.Tensor]]] = deque()
-
-        def settle(most: int) -> None:
-            while len(pending) > most:
-                number, part = pending.popleft()
-                values, sum_of = part.result(), found[number]
-                try:
-                    if sum_of is not None:
-                        sum_of.add(values)
-                except NotImplementedError:
-                    found[number] = None
-                progress(values.numel() * values.element_size())
-
-        for number, content in enumerate(contents):
-            most = PART_BYTES // element_bytes(content.dtype)
-            for offset, shape in zip(content.offsets.tolist(), content.shapes.tolist(), strict=True):
-                for at, lengths in cut_box(offset, shape, most):
-                    pending.append((number, reader.submit(content.read, at, lengths)))
-                    settle(_AHEAD)
-        settle(0)
-    return found
 
 
 def convert_dtype(values: torch.Tensor, dtype: torch.dtype, key: str) -> torch.Tensor:

@@ -1,16 +1,20 @@
-"""Opens a checkpoint of any format: the one module that knows the concrete sources."""
+"""Opens a checkpoint of any format: the one module that knows the concrete sources.
+
+Each is imported when it is used: looks at one format are not to wait for the others, and zarr is optional.
+"""
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
-from megatron_datastates.convert.sources.datastates import DataStatesSource
-from megatron_datastates.convert.sources.source import Source
-from megatron_datastates.convert.sources.torch_dist import TorchDistSource
 from megatron_datastates.errors import NotACheckpointError
 from megatron_datastates.files import is_object, path_of, require_utf8
 from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST, TORCH_DIST_INDEX
 from megatron_datastates.pipeline.runs import format_of, require_readable
+
+if TYPE_CHECKING:
+    from megatron_datastates.convert.sources.source import Source
 
 
 def open_source(directory: str | os.PathLike[str]) -> Source:
@@ -25,6 +29,8 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
     require_utf8(path)
     format = format_of(path)
     if format == BACKEND or (format is None and is_object(path)) or not path.is_dir():
+        from megatron_datastates.convert.sources.datastates import DataStatesSource
+
         return DataStatesSource(path)  # raises an error that says what is missing
     if is_object(path):
         raise NotACheckpointError(
@@ -32,9 +38,10 @@ def open_source(directory: str | os.PathLike[str]) -> Source:
             "expected one of datastates, or a copy of it in a file system"
         )
     if format == TORCH_DIST and (path / TORCH_DIST_INDEX).is_file():
+        from megatron_datastates.convert.sources.torch_dist import TorchDistSource
+
         return TorchDistSource(path)
     if format == "zarr":
-        # Imported here because the package zarr is optional.
         from megatron_datastates.convert.sources.zarr_legacy import LegacyZarrSource
 
         return LegacyZarrSource(path)

@@ -9,10 +9,13 @@ fragments of a key on demand.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import hashlib
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -38,6 +41,7 @@ from megatron_datastates.format.values import DTYPE_NAMES, DTYPES, FORMAT_VERSIO
 
 _MAX_BYTES = 1 << 62  # of a tensor, and of a file: sums and products of offsets stay within 64 bits
 _MOST_ENTRIES = 1 << 32  # of a footer
+Described = tuple[str, str, tuple[int, ...], bool]  # key, dtype, global shape, whether it is encoded
 # Yields the bytes of each range (offset, size) of the index file. The ranges are in the order of the file.
 ReadRanges = Callable[[Sequence[tuple[int, int]]], Iterable[bytes]]
 
@@ -225,7 +229,7 @@ class StoredTensors(Mapping[str, TensorEntry]):
 
     def describe(self, key: str) -> tuple[str, tuple[int, ...]]:
         """See Index.describe."""
-        row = self.directory.row(self._numbers[key])
+        (row,) = self.directory.rows([self._numbers[key]])
         return self._dtype(row, key), row.global_shape
 
     def preload(self, keys: Iterable[str]) -> None:
@@ -233,15 +237,19 @@ class StoredTensors(Mapping[str, TensorEntry]):
         self._load({k: self._numbers[k] for k in keys if k in self._numbers and k not in self._decoded})
 
     def _load(self, numbers: Mapping[str, int]) -> None:
-        rows = [(key, self.directory.row(numbers[key])) for key in sorted(numbers, key=numbers.__getitem__)]
-        sections = self.read([(row.at, row.stored_bytes) for _, row in rows])
-        for (key, row), section in zip(rows, sections, strict=True):
-            dtype, name = self._dtype(row, key), self.directory.name
-            columns = decode_section(section, row, f"{name}: the section of {key!r}")
-            shape, encoded = row.global_shape, bool(row.flags & ENCODED)
-            self._decoded[key] = _checked_entry(
-                dtype, shape, columns, self.directory.files, key, name, encoded
-            )
+        keys = sorted(numbers, key=numbers.__getitem__)
+        rows = self.directory.rows([numbers[key] for key in keys])
+        sections = self.read([(row.at, row.stored_bytes) for row in rows])
+        name = self.directory.name
+        groups: dict[int, tuple[list[Described], list[Words]]] = defaultdict(lambda: ([], []))
+        for key, row, section in zip(keys, rows, sections, strict=True):
+            described, columns = groups[len(row.global_shape)]
+            described.append((key, self._dtype(row, key), row.global_shape, bool(row.flags & ENCODED)))
+            columns.append(decode_section(section, row, f"{name}: the section of {key!r}"))
+        for described, columns in groups.values():
+            bounds = [0, *itertools.accumulate(part.shape[1] for part in columns)]
+            joined = columns[0] if len(columns) == 1 else np.concatenate(columns, axis=1)
+            self._decoded.update(_checked_entries(described, joined, bounds, self.directory.files, name))
 
     def _dtype(self, row: Row, key: str) -> str:
         """Returns a tensor's dtype, after checking its flags and its global shape."""
@@ -259,32 +267,46 @@ class StoredTensors(Mapping[str, TensorEntry]):
         return dtype
 
 
-def _checked_entry(
-    dtype: str, shape: tuple[int, ...], columns: Words, files: int, key: str, name: str, encoded: bool
-) -> TensorEntry:
-    """Returns the entry with these columns of a section. Raises FormatError if they cannot be true."""
-    least, most = (0, _MOST_ENTRIES) if encoded else (HEADER_BYTES, _MAX_BYTES)
-    dims, whole = len(shape), np.array(shape, np.int64)
+def _checked_entries(
+    tensors: Sequence[Described], columns: Words, bounds: Sequence[int], files: int, name: str
+) -> dict[str, TensorEntry]:
+    """Returns entries by key, of tensors of d dimensions whose sections stand side by side in `columns`.
+
+    All are checked at once: with thousands of small tensors, a loop takes a tenth of a second.
+
+    Args:
+        bounds: where each tensor's columns begin, and where the last one's end.
+
+    Raises:
+        FormatError: they cannot be true.
+    """
+    dims, counts = len(tensors[0][2]), np.diff(bounds)
+    whole = np.array([shape for _, _, shape, _ in tensors], np.int64).reshape(len(tensors), dims)
+    whole, encoded = np.repeat(whole, counts, axis=0), np.repeat([one[3] for one in tensors], counts)
     offsets, shapes = columns[:dims].view(np.int64).T, columns[dims : 2 * dims].view(np.int64).T
     inside = (
-        (offsets >= 0).all()
-        and (shapes >= 0).all()
-        and (offsets <= whole).all()
+        ((offsets >= 0) & (shapes >= 0) & (offsets <= whole)).all(axis=1)
         # So no fragment is larger than its tensor, and its bytes fit 64 bits.
-        and (shapes <= whole - offsets).all()
-        and (columns[-1] >= least).all()
-        and (columns[-1] < most).all()
+        & (shapes <= whole - offsets).all(axis=1)
+        & (encoded | (columns[-1] >= HEADER_BYTES))
+        & (columns[-1] < np.where(encoded, np.uint64(_MOST_ENTRIES), np.uint64(_MAX_BYTES)))
     )
-    if not inside:
-        raise FormatError(f"{name} is damaged: a fragment of {key!r} does not fit its tensor")
-    if (columns[-2] >= files).any():
-        raise FormatError(
-            f"{name} is damaged: a fragment of {key!r} lies in data file {int(columns[-2].max())}, expected "
-            f"a number below {files}"
+    known = columns[-2] < files
+    if not (inside & known).all():
+        wrong = int((~(inside & known)).argmax())
+        key, number = tensors[bisect.bisect_right(bounds, wrong) - 1][0], int(columns[-2][wrong])
+        what = f"lies in data file {number}, expected a number below {files}"
+        what = what if inside[wrong] else "does not fit its tensor"
+        raise FormatError(f"{name} is damaged: a fragment of {key!r} {what}")
+    item_bytes = np.repeat(np.array([DTYPES[one[1]][1] for one in tensors], np.uint64), counts)
+    sizes, numbers = np.prod(shapes, axis=1, dtype=np.uint64) * item_bytes, columns[-2].astype(np.uint32)
+    parts = [slice(begin, end) for begin, end in itertools.pairwise(bounds)]
+    return {
+        key: TensorEntry(
+            dtype, shape, offsets[at], shapes[at], numbers[at], columns[-1][at], sizes[at], is_encoded
         )
-    sizes = np.prod(shapes, axis=1, dtype=np.uint64) * np.uint64(DTYPES[dtype][1])
-    numbers = columns[-2].astype(np.uint32)
-    return TensorEntry(dtype, shape, offsets, shapes, numbers, columns[-1], sizes, encoded)
+        for (key, dtype, shape, is_encoded), at in zip(tensors, parts, strict=True)
+    }
 
 
 def build_index(
@@ -349,10 +371,8 @@ def merge_indexes(parts: Iterable[tuple[Index, int]]) -> Index:
         mine = order[rows.ndim[order] == dims]
         columns, firsts = rows.columns(mine, dims), np.flatnonzero(np.diff(rows.ids[mine], prepend=-1))
         bounds = [*starts(rows.counts[mine])[firsts].tolist(), columns.shape[1]]
-        for row, begin, end in zip(mine[firsts].tolist(), bounds, bounds[1:], strict=False):
-            key, dtype, shape, encoded = rows.describe(row)
-            part = columns[:, begin:end]
-            tensors[key] = _checked_entry(dtype, shape, part, files, key, "the layout of all ranks", encoded)
+        described = [rows.describe(row) for row in mine[firsts].tolist()]
+        tensors |= _checked_entries(described, columns, bounds, files, "the layout of all ranks")
     return Index(tensors, places[Kind.OBJECT], places[Kind.STREAM])
 
 

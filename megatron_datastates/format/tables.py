@@ -147,18 +147,15 @@ class Directory:
         """Returns a name as text. Raises FormatError if it is not UTF-8."""
         return decode_name(name, self.name)
 
-    def row(self, number: int) -> Row:
-        """Returns one row of the key table."""
-        row, shape = self.keys[number], int(self.shape_starts[number])
-        return Row(
-            int(row["dtype"]),
-            tuple(self.shapes[shape : shape + int(row["ndim"])].tolist()),
-            int(row["fragments"]),
-            int(self.section_starts[number]),
-            int(row["stored_bytes"]),
-            row["digest"].tobytes(),
-            int(row["flags"]),
-        )
+    def rows(self, numbers: Sequence[int]) -> list[Row]:
+        """Returns rows of the key table."""
+        places = [column[numbers].tolist() for column in (self.shape_starts, self.section_starts)]
+        return [
+            Row(dtype, tuple(self.shapes[shape : shape + ndim].tolist()), count, at, size, digest, flags)
+            for (_, dtype, ndim, flags, count, size, digest), shape, at in zip(
+                self.keys[numbers].tolist(), *places, strict=True
+            )
+        ]
 
     def is_plain(self) -> bool:
         """Returns whether no section is packed, as in a rank's own index."""

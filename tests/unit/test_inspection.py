@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_datastates.convert import contents
-from megatron_datastates.convert.contents import Content, Statistics, statistics
+from megatron_datastates.convert import statistics as parts
+from megatron_datastates.convert.contents import Content
+from megatron_datastates.convert.statistics import Statistics, statistics
 from megatron_datastates.format.values import MANIFEST_NAME
 from tests.unit.inspecting import OBJECTS, TENSORS, all_files, call, output_of, refused
 from tests.unit.states import KNOWN_DTYPES, random_tensor
@@ -104,7 +105,7 @@ def test_statistics_do_not_depend_on_parts(name, monkeypatch):
     expected = Statistics()
     expected.add(tensor)
     for most in (1, 4, 16, 1000):
-        monkeypatch.setattr(contents, "PART_BYTES", most * tensor.itemsize)
+        monkeypatch.setattr(parts, "PART_BYTES", most * tensor.itemsize)
         (found,) = statistics([content])
         for field in ("finite", "nans", "infinities", "minimum", "maximum"):
             assert getattr(found, field) == getattr(expected, field), field

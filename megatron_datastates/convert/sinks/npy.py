@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from megatron_datastates.convert.contents import PART_BYTES, Content, convert_dtype
+from megatron_datastates.convert.contents import Content, convert_dtype
 from megatron_datastates.convert.sinks.target import refuse_inside_checkpoint
 from megatron_datastates.convert.slices import Slice
+from megatron_datastates.convert.statistics import PART_BYTES
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.values import element_bytes
 from megatron_datastates.pipeline.load import torch_dtype

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,6 +50,12 @@ class DataStatesSource(Source):
     @property
     def tensors(self) -> Mapping[str, SourceTensor]:
         return self.checkpoint.index.tensors
+
+    def preload(self, keys: Iterable[str]) -> None:
+        self.checkpoint.index.preload(keys)
+
+    def files_of(self, key: str) -> npt.NDArray[np.uint32]:
+        return self.checkpoint.index.tensor(key).files
 
     @property
     def objects(self) -> Sequence[str]:
@@ -105,6 +111,9 @@ class DataStatesSource(Source):
 
     def object_bytes(self, key: str) -> int:
         return self.checkpoint.object_entry(key)[1].bytes
+
+    def object_file(self, key: str) -> int:
+        return self.checkpoint.object_entry(key)[0]
 
     @property
     def streams(self) -> Sequence[str]:

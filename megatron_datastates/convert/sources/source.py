@@ -10,7 +10,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +72,13 @@ class Source(ABC):
     def tensors(self) -> Mapping[str, SourceTensor]:
         """Returns all tensors by key."""
 
+    def preload(self, keys: Iterable[str]) -> None:  # noqa: B027 - most have nothing to read
+        """Reads what the index has of these tensors at once, where it is read on demand."""
+
+    def files_of(self, key: str) -> npt.NDArray[np.integer[Any]] | None:
+        """Returns, by fragment, a number for its file (-1: none); None where the format does not say."""
+        return None
+
     @property
     @abstractmethod
     def objects(self) -> Sequence[str]:
@@ -132,6 +139,10 @@ class Source(ABC):
     @abstractmethod
     def object_bytes(self, key: str) -> int:
         """Returns the size of what read_object returns. Raises MissingKeyError."""
+
+    def object_file(self, key: str) -> int | None:
+        """Returns the number of the data file of an object; None where files have no numbers."""
+        return None
 
     def open_stream(self, key: str) -> Iterator[memoryview]:
         """Yields the bytes of a stream, each buffer valid until the next. Raises MissingKeyError."""

@@ -102,6 +102,9 @@ class TorchDistSource(Source):
     def tensors(self) -> Mapping[str, TorchDistTensor]:
         return self._tensors
 
+    def files_of(self, key: str) -> npt.NDArray[np.int64]:
+        return self._tensor(key).files
+
     @property
     def objects(self) -> Sequence[str]:
         return [*self._objects, *self._maps]
