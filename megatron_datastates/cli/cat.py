@@ -22,6 +22,7 @@ from megatron_datastates.cli.shared import (
     print_json,
     progress_bar,
     say,
+    say_as_is,
     size_text,
 )
 from megatron_datastates.errors import DataStatesError, FormatError, MismatchError, OptionError
@@ -134,7 +135,7 @@ def _cat_object(source: Source, key: str, refused: bool, as_json: bool) -> None:
         if as_json:
             print_json({"key": key, "value": _jsonable(value)})
         else:
-            say(value if isinstance(value, str) else pprint.pformat(value, width=80))
+            say_as_is(value if isinstance(value, str) else pprint.pformat(value, width=80))
     except RecursionError as error:
         raise FormatError(f"object {key!r} cannot be shown: {error}") from error
 
@@ -200,7 +201,7 @@ def _print_tensor(content: Content, wanted: Slice, dtype: torch.dtype | None, as
         print_json(row)
     else:
         say(f"{content.key}: {content.dtype}, {list(content.global_shape)}")
-        say(str(_readable(values)))
+        say_as_is(str(_readable(values)))
 
 
 def _readable(values: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,6 @@ from megatron_datastates.cli.shared import (
     progress_bar,
     readable,
     say,
-    say_folded,
     size_text,
 )
 from megatron_datastates.errors import CorruptDataError, DataStatesError, OptionError
@@ -224,7 +223,7 @@ def _convert_one(source: Path, target: Path, request: ConversionRequest, team: T
         print(json.dumps(dataclasses.asdict(found)))
     elif team.rank == 0:
         _print_result(found)
-        say_folded(found.next)
+        say(found.next)
     return False
 
 
@@ -255,12 +254,14 @@ def _print_result(one: ConversionResult) -> None:
     elif one.skipped:
         say(f"{one.target}: skipped: {one.skipped}")
     else:
-        say_folded(
+        say(
             f"{one.target}: {one.format}: {counted(one.tensors, 'tensor')} and "
             f"{counted(one.objects, 'object')} in {counted(one.files, 'file')}, {size_text(one.bytes)} in "
             f"{one.seconds:.1f} s",
             4,
         )
+        if one.note:
+            say(f"note: {one.source}: {one.note}")
 
 
 def _print_summary(found: RunConversion) -> None:
@@ -268,4 +269,4 @@ def _print_summary(found: RunConversion) -> None:
     skipped = sum(bool(one.skipped) for one in found.results)
     done = len(found.results) - failed - skipped
     say(f"{counted(len(found.results), 'checkpoint')}: {done} converted, {skipped} skipped, {failed} failed")
-    say_folded(found.next)
+    say(found.next)

@@ -4,10 +4,12 @@ A reader of the output that goes early, such as `head`, ends a command without a
 
 Importing this imports next to nothing, so that an interrupt while typer is imported is caught, too. Commands
 import what they need when they run: the package's heavy parts take seconds, help and completion do not wait.
+Of a command line that begins with a sub-command, only that one's module is imported.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
@@ -17,6 +19,23 @@ from typing import Any
 
 INTERRUPTED = 130  # the shells' convention: 128 plus the number of SIGINT
 NO_READER = 141  # likewise of SIGPIPE, which Python ignores
+MODULES = {  # of the sub-commands
+    "args": "args",
+    "cat": "cat",
+    "convert": "convert",
+    "diff": "diff",
+    "export": "export",
+    "import": "hugging_face",
+    "ls": "listing",
+    "options": "options",
+    "plan": "plan",
+    "prune": "prune",
+    "repair": "repair",
+    "report": "report",
+    "show": "show",
+    "trend": "trend",
+    "verify": "verify",
+}
 
 
 class _Interrupts:
@@ -42,7 +61,9 @@ def main() -> None:
 
 
 def _load() -> Callable[[], Any]:
-    from megatron_datastates.cli.main import app
+    module = MODULES.get("".join(sys.argv[1:2]), "main")
+    importlib.import_module(f"megatron_datastates.cli.{module}")
+    from megatron_datastates.cli.callback import app
 
     return app
 

@@ -21,6 +21,7 @@ from megatron_datastates.cli.shared import (
     parse_size,
     progress_bar,
     say,
+    say_as_is,
     size_text,
 )
 from megatron_datastates.convert.hf import LOCAL, TRANSFORMER_ENGINE
@@ -177,4 +178,4 @@ def _print_imported(plan: Plan, flags: list[str], source: HuggingFaceSource, as_
     size = size_text(sum(plan.file_bytes))
     say(f"{plan.target}: {source.family.model_type}: {counted(count, 'tensor')}, {size}")
     note("Start the training with these arguments, and those of its tokenizer:")
-    say(" ".join(["--load", shlex.quote(str(run)), *flags]))
+    say_as_is(" ".join(["--load", shlex.quote(str(run)), *flags]))

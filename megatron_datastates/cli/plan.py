@@ -18,7 +18,6 @@ from megatron_datastates.cli.shared import (
     parse_size,
     print_json,
     say,
-    say_folded,
     say_rows,
     size_text,
 )
@@ -155,11 +154,11 @@ def _print(made: Plan, iteration: float | None) -> None:
         if text.startswith("    --"):  # to be copied
             say(text)
         else:
-            say_folded(text, 4)
+            say(text)
     say()
     say("Assumptions:")
     for text in made.assumptions:
-        say_folded(f"    {text}", 6)
+        say(f"    {text}", 6)
 
 
 def _rows(made: Plan) -> list[tuple[str, str]]:

@@ -16,7 +16,7 @@ from megatron_datastates.cli.shared import (
     counted,
     local,
     progress_bar,
-    say_folded,
+    say,
     size_text,
 )
 from megatron_datastates.errors import DataStatesError
@@ -52,8 +52,8 @@ def repair(directory: Directory, iteration: Iteration = None, as_json: AsJson = 
         }))  # fmt: skip
         return
     for note in done.notes:
-        say_folded(f"note: {note}", 4)
-    say_folded(
+        say(f"note: {note}", 4)
+    say(
         f"{path}: repaired: save {done.manifest.save_id}, {counted(len(done.manifest.files), 'data file')}, "
         f"{size_text(done.bytes_checked)} checked",
         4,

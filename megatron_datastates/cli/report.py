@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from megatron_datastates.cli.shared import Table, app, cannot, note, say, say_folded
+from megatron_datastates.cli.shared import Table, app, cannot, note, say
 from megatron_datastates.errors import DataStatesError, MissingPackageError, OptionError
 
 if TYPE_CHECKING:
@@ -81,13 +81,13 @@ def _print(found: Reports, advice: list[Advice]) -> None:
     if len(shown) < len(found.saves):
         say(f"the last {len(shown)} of {len(found.saves)} saves:")
     table.print()
-    say_folded(f"({LEGEND})")
+    say(f"({LEGEND})")
     for load in found.loads:
         say(f"{load.state} iteration {load.iteration} in {load.total_ms / 1000:.1f} s")
     for one in advice:
         say()
         say(f"{_MARKS[one.level]}: {one.title}")
-        say_folded(f"    {one.text}", 4)
+        say(f"    {one.text}")
     for text in found.notes:
         note(text)
 

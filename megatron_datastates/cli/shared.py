@@ -6,14 +6,15 @@ nothing was written, and one line on standard error says why.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import shutil
+import os
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
@@ -135,40 +136,61 @@ def progress_bar(verb: str, disable: bool = False) -> Progress:
     return Progress(verb, *bars, console=notes, transient=True, disable=disable or not notes.is_terminal)
 
 
-def say(text: str = "") -> None:
-    """Prints text to standard output; control characters become escapes."""
+def say(text: str = "", hanging: int = 4) -> None:
+    """Prints text to standard output; control characters become escapes. In a terminal it is folded.
+
+    Args:
+        hanging: spaces before all lines but the first, where a line of the text is folded.
+    """
+    print(_folded(printable(text, keep="\n"), sys.stdout, hanging))
+
+
+def say_as_is(text: str) -> None:
+    """Prints text that is data, or to be copied: as `say`, and never folded."""
     print(printable(text, keep="\n"))
 
 
-def say_folded(text: str, hanging: int = 0) -> None:
-    """Prints prose to standard output: in a terminal, lines end between words. A path stays whole.
-
-    Args:
-        hanging: spaces before all lines but the first.
-    """
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
-    fold = textwrap.TextWrapper(columns, break_long_words=False, break_on_hyphens=False)
-    fold.subsequent_indent = " " * hanging
-    say(fold.fill(text))
-
-
 def say_rows(rows: Sequence[tuple[str, str]]) -> None:
-    """Prints names and texts, as say_folded does."""
+    """Prints names and texts, which are folded beside the names."""
     indent = max(len(name) for name, _ in rows) + 2
     for name, text in rows:
-        say_folded(name.ljust(indent) + text, indent)
+        say(name.ljust(indent) + text, indent)
 
 
 def note(text: str) -> None:
-    """Prints one line to standard error; control characters become escapes."""
-    print(printable(text), file=sys.stderr)
+    """Prints one line to standard error; control characters become escapes. In a terminal it is folded."""
+    print(_folded(printable(text), sys.stderr, 4), file=sys.stderr)
+
+
+def _folded(text: str, stream: TextIO, hanging: int) -> str:
+    """Ends the lines of a text for a terminal between words: a path or a key stays whole, to be copied."""
+    columns = _columns(stream)
+    if columns is None:
+        return text
+    return "\n".join("\n".join(_fold(line, columns, hanging)) for line in text.split("\n"))
+
+
+def _fold(line: str, columns: int, hanging: int, first: int = 0) -> list[str]:
+    fold = textwrap.TextWrapper(columns, expand_tabs=False, replace_whitespace=False)
+    fold.break_long_words = fold.break_on_hyphens = False
+    fold.initial_indent, fold.subsequent_indent = " " * first, " " * hanging
+    return fold.wrap(line) or [""]
+
+
+def _columns(stream: TextIO) -> int | None:
+    """Returns the width of a terminal; None for anything else, where lines are for programs."""
+    if not stream.isatty():
+        return None
+    with contextlib.suppress(OSError, ValueError):  # a wrong COLUMNS, or a terminal without a size
+        return int(os.environ.get("COLUMNS", 0)) or os.get_terminal_size(stream.fileno()).columns or 80
+    return 80
 
 
 class Table:
-    """Columns of text as wide as their cells, two spaces apart. Nothing is cut or folded.
+    """Columns of text as wide as their cells, two spaces apart. Nothing is cut.
 
-    A column of names or keys comes last: where a line is longer than the terminal, it goes on in the next
-    one, and a name can still be copied whole.
+    In a terminal, a row that is too long goes on in further lines, before cells that would not fit: a name
+    or a key, which comes last, stays whole and can be copied. Elsewhere each row is one line.
 
     Args:
         columns: their names, for a line above; those that begin with `>` are aligned to the right.
@@ -184,14 +206,29 @@ class Table:
 
     def print(self) -> None:
         """Prints the table to standard output."""
-        widths = [max(map(len, column)) for column in zip(*self._rows, strict=True)]
+        columns = _columns(sys.stdout) or sys.maxsize
+        # A cell that takes half of a terminal does not push those beside and below it out of it.
+        widths = [
+            max((len(cell) for cell in column if 2 * len(cell) <= columns), default=0)
+            for column in zip(*self._rows, strict=True)
+        ]
         right = self._right or [False] * len(widths)
         for row in self._rows:
-            cells = (
+            cells = [
                 cell.rjust(width) if to_right else cell.ljust(width)
                 for cell, width, to_right in zip(row, widths, right, strict=True)
-            )
-            print("  ".join(cells).rstrip())
+            ]
+            print("\n".join(_row_lines(cells, columns)))
+
+
+def _row_lines(cells: Sequence[str], columns: int) -> list[str]:
+    lines = [cells[0]]
+    for cell in cells[1:]:
+        if len(lines[-1]) + 2 + len(cell.rstrip()) <= columns:
+            lines[-1] += f"  {cell}"
+        else:
+            lines += _fold(cell.strip(), columns, 5, first=4)
+    return [line.rstrip() for line in lines]
 
 
 def print_json(value: Any) -> None:

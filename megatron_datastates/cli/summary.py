@@ -37,7 +37,7 @@ _TRAINING = (
 
 def summary(path: Path, source: Source) -> list[tuple[str, str]]:
     """Returns rows of a name and a text: when, by how many ranks, which model, how much of what."""
-    look, arguments = look_at(path), _arguments(source)
+    look, arguments = look_at(path, records=source.dcp_records), _arguments(source)
     whole = "" if look.state == "complete" else f", {look.state}: {look.problem}"
     weights = [key for key in source.tensors if is_weight(key)]
     states = [key for key in source.tensors if not is_weight(key)]

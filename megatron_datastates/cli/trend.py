@@ -22,7 +22,6 @@ from megatron_datastates.cli.shared import (
     print_json,
     progress_bar,
     say,
-    say_folded,
 )
 from megatron_datastates.errors import DataStatesError
 
@@ -155,7 +154,7 @@ def _print(found: Trend) -> None:
         _print_places(found, group)
     if found.rows:
         say()
-        say_folded(_LEGEND)
+        say(_LEGEND)
 
 
 def _name(step: Step) -> str:

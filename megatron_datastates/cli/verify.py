@@ -21,7 +21,6 @@ from megatron_datastates.cli.shared import (
     progress_bar,
     readable_all,
     say,
-    say_folded,
     size_text,
 )
 from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError
@@ -167,14 +166,14 @@ def _checked(directory: Path, quick: bool) -> Verdict | Exception:
 
 def _print_verdict(directory: Path, verdict: Verdict) -> None:
     for fault in verdict.faults:
-        say_folded(f"fault: {fault}", 4)
+        say(f"fault: {fault}")
     for text in verdict.notes:
-        say_folded(f"note: {text}", 4)
+        say(f"note: {text}")
     without = counted(verdict.unchecked_files, "file") + " without checksums"
     unchecked = f", {without}" if verdict.unchecked_files else ""
     uncovered = f"; {verdict.uncovered}" if verdict.uncovered else ""
     streams = f" and {counted(verdict.streams, 'stream')}" if verdict.streams else ""
-    say_folded(
+    say(
         f"{directory}: {'good' if verdict.good else 'FAULTY'}: {counted(verdict.tensors, 'tensor')} and "
         f"{counted(verdict.objects, 'object')}{streams} in {counted(verdict.files, 'file')}, "
         f"{size_text(verdict.bytes_checked)} checked{unchecked}{uncovered}",

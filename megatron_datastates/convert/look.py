@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_datastates import stores
-from megatron_datastates.convert.sources.dcp_index import Record, records_of, required_bytes
+from megatron_datastates.convert.sources.dcp_index import Record, Records, records_of, required_bytes
 from megatron_datastates.convert.sources.pickles import load_metadata
 from megatron_datastates.convert.stored_arguments import arguments_in, parallel_sizes
 from megatron_datastates.errors import DataStatesError, FormatError
@@ -80,12 +82,19 @@ def look_at_run(run: Path) -> list[Look]:
     return [look_at(path, tracked=path.name == tracked) for path in checkpoint_directories(run)]
 
 
-def look_at(path: Path, *, tracked: bool = False) -> Look:
-    """Looks at one checkpoint. Damage is a part of the answer, and raises nothing."""
+def look_at(path: Path, *, tracked: bool = False, records: Records | None = None) -> Look:
+    """Looks at one checkpoint. Damage is a part of the answer, and raises nothing.
+
+    Args:
+        records: of DCP's `.metadata`, if it has been read.
+    """
     format = format_seen(path)
     number = iteration_in_name(path.name)
     look = Look(path, number, format, COMPLETE, stored_bytes(path), _changed(path), tracked)
-    kinds = {BACKEND: _look_at_ours, TORCH_DIST: _look_at_torch_dist}
+    kinds: dict[str, Callable[[Look], None]] = {
+        BACKEND: _look_at_ours,
+        TORCH_DIST: functools.partial(_look_at_torch_dist, records=records),
+    }
     try:
         names_in(path)  # an error is a permission that lacks
         kinds.get(format, _look_at_other)(look)
@@ -136,15 +145,18 @@ def fault_of_torch_dist(path: Path) -> str | None:
     return None
 
 
-def _look_at_torch_dist(look: Look, most_parsed_bytes: int | None = None) -> None:
+def _look_at_torch_dist(
+    look: Look, most_parsed_bytes: int | None = None, records: Records | None = None
+) -> None:
     index, is_marked = look.path / TORCH_DIST_INDEX, stored_backend(look.path) is not None
     size = _size(index)
     if size is None:
         raise _FoundError(*_without_index(look.path, is_marked))
-    if size > (_MOST_PARSED_BYTES if most_parsed_bytes is None else most_parsed_bytes):
+    most = _MOST_PARSED_BYTES if most_parsed_bytes is None else most_parsed_bytes
+    if records is None and size > most:
         _require_named_files(look, index)
     else:
-        records = _records(index)
+        records = _records(index) if records is None else records
         _require_sizes(look, required_bytes(one for found in records.values() for one in found.values()))
         common = next(iter(records.get(COMMON_STATE_KEY, {}).values()), None)
         if common is None:
@@ -172,7 +184,7 @@ def _require_common_file(path: Path) -> None:
         raise _FoundError(DAMAGED, f"{COMMON_FILE} is missing")
 
 
-def _records(index: Path) -> dict[str, dict[tuple[int, ...], Record]]:
+def _records(index: Path) -> Records:
     try:
         return records_of(load_metadata(index), index)
     except (AttributeError, TypeError, ValueError) as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -304,3 +305,18 @@ def test_what_fails_on_one_rank_of_torchrun_fails_on_all(by_dcp: Path, tmp_path:
     assert "exitcode  : 2" in done.stderr
     assert f"datastates: {large}" in done.stderr
     assert os.listdir(tmp_path) == before
+
+
+@pytest.mark.parametrize("data", [["of", "mine"], {"w": 3}], ids=["a list", "no paths"])
+def test_planner_data_of_another_program_are_said_to_be_left_out(data: object, tmp_path: Path):
+    save_with_dcp(tmp_path / "theirs", {"w": torch.ones(3)})
+    path = tmp_path / "theirs" / ".metadata"
+    code, printed, _ = run("convert", tmp_path / "theirs", tmp_path / "plain")
+    assert code == 0 and "left out" not in printed
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data = data
+    path.write_bytes(pickle.dumps(metadata))
+    code, printed, _ = run("convert", tmp_path / "theirs", tmp_path / "ours")
+    assert code == 0 and f"note: {tmp_path}/theirs: the planner data in .metadata are left out" in printed
+    code, printed, _ = run("convert", tmp_path / "theirs", tmp_path / "again", "--json")
+    assert "keep the source" in json.loads(printed)["note"]

@@ -18,7 +18,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from megatron_datastates.convert.integrity import verify_source
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.errors import DataStatesError
+from megatron_datastates.pipeline.load import Checkpoint
 from tests.unit.command import run
+from tests.unit.trained import save_trained
 
 NESTED: dict[str, Any] = {
     "model": {"w": torch.arange(12.0).reshape(3, 4), "v": torch.ones(5, dtype=torch.bfloat16)},
@@ -179,11 +181,29 @@ def test_the_verdict_says_what_it_does_not_cover(megatrons: Path) -> None:
     assert json.loads(printed)["uncovered"].startswith("index: no checksum")
 
 
-def test_bytes_that_the_index_does_not_name_are_noted(megatrons: Path) -> None:
+def test_bytes_that_the_index_does_not_name_are_noted_as_not_checked(megatrons: Path) -> None:
     with next(megatrons.glob("*.distcp")).open("ab") as file:
         file.write(b"abc")
+    (megatrons / "__9_0.distcp").write_bytes(b"of a rank that is gone")
     verdict = verify_source(open_source(megatrons))
-    assert verdict.good and "has 3 bytes that .metadata does not name" in verdict.notes[0]
+    text = "bytes that .metadata does not name: no load reads them, and they were not checked"
+    assert verdict.good and len(verdict.notes) == 2
+    assert verdict.notes[0].endswith(f"has 3 {text}") and verdict.notes[1].endswith(f"has 22 {text}")
+
+
+def test_every_byte_between_the_fragments_of_our_format_has_a_checksum(tmp_path: Path) -> None:
+    """Gaps are zeros, and no tool has to say that they were not looked at."""
+    save_trained(tmp_path, "datastates")
+    (file,) = tmp_path.glob("data-*")
+    (place,) = Checkpoint.open(tmp_path).index.tensor("embedding.weight").file_offsets.tolist()
+    data = bytearray(file.read_bytes())
+    assert data[place + 20 : place + 64] == bytes(44)  # 5 floats, and the next fragment begins at 64
+    data[place + 40] = 1
+    file.write_bytes(data)
+    code, printed, _ = run("verify", tmp_path)
+    assert code == 1 and "FAULTY" in printed
+    file.write_bytes(bytes(data) + b"abc")
+    assert run("verify", tmp_path)[0] == 1
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -66,14 +66,33 @@ def test_a_directory_that_is_missing_is_said_without_torch(tmp_path: Path):
     assert found == "[]" and text.count("exit 2") == 9
 
 
-def test_show_and_args_import_no_torch(root: Path, tmp_path: Path):
-    for format in ("datastates", "torch_dist"):
-        save_trained(tmp_path / format, format)
-    lines = [f"show {root}/iter_0000005", f"show {tmp_path}/torch_dist decoder.layers.1.*"]
-    lines += [f"args {tmp_path}/datastates", f"args {tmp_path}/datastates {tmp_path}/torch_dist"]
-    text, found = imported_by("torch", *lines)
+OURS = "megatron_datastates.convert.sources.datastates megatron_datastates.pipeline.load"
+THEIRS = "megatron_datastates.convert.sources.torch_dist megatron_datastates.convert.sources.archives"
+SELDOM = "megatron_datastates.convert.statistics megatron_datastates.pipeline.optimizer numpy.ma torch rich"
+
+
+@pytest.mark.parametrize(("format", "other"), [("datastates", THEIRS), ("torch_dist", OURS)])
+def test_show_and_args_import_one_format_and_no_torch(format: str, other: str, tmp_path: Path):
+    save_trained(tmp_path / "one", format)
+    save_trained(tmp_path / "two", format)
+    lines = [f"show {tmp_path}/one", f"show {tmp_path}/one decoder.layers.1.*", f"show {tmp_path}/one --json"]
+    text, found = imported_by(f"{SELDOM} {other}", *lines, f"args {tmp_path}/one {tmp_path}/two")
     assert found == "[]" and text.count("exit 0") == 4, text
-    assert "decoder.weight" in text and "num_layers: 3" in text
+    assert "decoder.layers.1.mlp" in text and "0 arguments of 14 differ" in text
+
+
+def test_a_command_imports_no_other_commands(root: Path):
+    others = {name: f"megatron_datastates.cli.{name}" for name in ("args", "listing", "plan", "convert")}
+    text, found = imported_by(" ".join(others.values()), f"show {root}/iter_0000005")
+    assert found == "[]" and "exit 0" in text
+    text, found = imported_by(" ".join(others.values()), f"ls {root}")
+    assert found == str([others["listing"]])
+
+
+def test_what_is_no_checkpoint_is_said_before_formats_are_imported(tmp_path: Path):
+    lines = [f"{command} {tmp_path}/none" for command in ("show", "args", "ls")]
+    text, found = imported_by(f"numpy {OURS} {THEIRS}", *lines)
+    assert found == "[]" and text.count("exit 2") == 3
 
 
 def test_completion_imports_no_torch(tmp_path: Path):
@@ -143,7 +162,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["typer", "megatron_datastates.cli.main", "numpy", "torch"])
+@pytest.mark.parametrize("module", ["typer", "megatron_datastates.cli.convert", "numpy", "torch"])
 def test_an_interrupt_while_something_is_imported_is_one_line(module: str, tmp_path: Path):
     words = ["convert", str(GOLDEN), str(tmp_path / "made" / "iter_0000001")]
     command = [sys.executable, "-c", INTERRUPTED, module, *words]

@@ -6,13 +6,16 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 
+from megatron_datastates.cli import entry
 from megatron_datastates.cli.main import app
 from tests.support.terminal import COLUMNS, in_terminal
 from tests.unit import hf_models
 from tests.unit.command import run
-from tests.unit.trained import STACKED, save_run_of
+from tests.unit.states import new_saver, save
+from tests.unit.trained import STACKED, arguments, save_run_of, save_trained
 
 REPORT = Path(__file__).parent / "reports" / "run.jsonl"
 LAYER = STACKED.replace("layers.", "layers.1.")
@@ -44,8 +47,7 @@ SHOWN = [
     ("options", 0, "--datastates-"),
     ("show nothing", 2, "datastates: nothing is not a directory"),
 ]
-# Lines that hold what must stay whole: command lines to copy, verdicts, errors.
-MAY_BE_LONG = ("plan", "repair", "verify", "show nothing", "trend damaged", "import")
+MAY_BE_LONG = ("import",)  # a command line to copy must stay whole
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +69,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_command_is_here() -> None:
     commands = typer.main.get_command(app).commands
+    modules = {name: command.callback.__module__.rpartition(".")[2] for name, command in commands.items()}
+    assert modules == entry.MODULES  # what is imported for it
     assert set(commands) == {words.split()[0] for words, _, _ in SHOWN} - {"--help"}
 
 
@@ -79,3 +83,56 @@ def test_a_command_in_a_terminal(words: str, code: int, text: str, place: Path, 
     assert all(line == line.rstrip() for line in lines)
     if not words.startswith(MAY_BE_LONG):
         assert not [line for line in lines if len(line) > COLUMNS]
+
+
+LONG = "runs-of-a-team-that-names-its-directories-at-length/gpt-with-many-settings"
+KEY = "optimizer.state.exp_avg." + LAYER.replace("mlp", "a_module_whose_name_is_longer_than_others")
+
+
+@pytest.fixture(scope="module")
+def long_names(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with long names: runs, a key, and values of arguments."""
+    root = tmp_path_factory.mktemp("place")
+    saver = new_saver()
+    common = {"common_state/shard_0_1": [{"args": arguments(data_path=[f"/data/{LONG}"] * 2)}]}
+    save(saver, root / LONG / "iter_0000005", {KEY: torch.ones(3, 4), "w": torch.ones(3, 4)}, common)
+    saver.close()
+    shutil.copytree(root / LONG, root / f"{LONG}-2")
+    save_trained(root / "other", "datastates")
+    torn = root / f"{LONG}-2" / "iter_0000005"
+    next(torn.glob("data-*")).unlink()
+    return root
+
+
+@pytest.mark.parametrize(
+    ("words", "whole"),
+    [
+        (f"show {LONG}/none", [f"{LONG}/none"]),
+        (f"show {LONG}/iter_0000005", [f"    {KEY}"]),
+        (f"show {LONG}/iter_0000005 x*", [f"{LONG}/iter_0000005"]),
+        (f"args {LONG}/iter_0000005 other", [f'    ["/data/{LONG}",', f'    "/data/{LONG}"]']),
+        (f"verify {LONG}-2/iter_0000005", [f"{LONG}-2/iter_0000005:"]),
+        (f"ls {LONG}-2", ["iter_0000005: missing or of another size: data-"]),
+        (f"diff {LONG}/iter_0000005 {LONG}-2/iter_0000005", [f"{LONG}-2/iter_0000005/data-"]),
+        (f"prune {LONG}-2 --keep-last 1", [f"{LONG}-2/iter_0000005"]),
+        (f"convert {LONG}-2/iter_0000005 made", [f"{LONG}-2/iter_0000005"]),
+        (f"trend {LONG}-2", [f"    {LONG}-2"]),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_long_names_stay_whole_and_lines_end_between_words(
+    words: str, whole: list[str], long_names: Path
+) -> None:
+    _, lines = in_terminal(words, long_names)
+    for text in whole:
+        assert any(text in line for line in lines), lines
+    too_long = [line for line in lines if len(line) > COLUMNS and len(line.split()) > 1]
+    assert not too_long
+
+
+def test_outside_a_terminal_each_row_and_each_error_is_one_line(long_names: Path) -> None:
+    code, printed, said = run("show", long_names / LONG / "iter_0000005", KEY)
+    row = f"float32  [3, 4]       1      1  48 B  {KEY}"
+    assert code == 0 and row in printed.splitlines() and not said
+    code, printed, said = run("show", long_names / LONG / "iter_0000005", "x*")
+    assert code == 2 and not printed and said.count("\n") == 1

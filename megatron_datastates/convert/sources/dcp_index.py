@@ -20,9 +20,12 @@ class Record:
     bytes: int
 
 
-def records_of(metadata: Metadata, path: Path) -> dict[str, dict[tuple[int, ...], Record]]:
+Records = dict[str, dict[tuple[int, ...], Record]]  # by key and then by the fragment's offset
+
+
+def records_of(metadata: Metadata, path: Path) -> Records:
     """Returns all records by key and then by the fragment's offset."""
-    found: dict[str, dict[tuple[int, ...], Record]] = defaultdict(dict)
+    found: Records = defaultdict(dict)
     for index, info in metadata.storage_data.items():
         if getattr(info, "transform_descriptors", None):
             raise FormatError(

@@ -23,6 +23,7 @@ from megatron_datastates.plan.coverage import StoredBoxes
 if TYPE_CHECKING:
     import torch
 
+    from megatron_datastates.convert.sources.dcp_index import Records
     from megatron_datastates.dcp.facts import Facts
 
 
@@ -102,6 +103,16 @@ class Source(ABC):
     def dcp_facts(self) -> Facts | None:
         """Returns what PyTorch's distributed checkpoints know of the state's nesting, if known."""
         return None
+
+    @property
+    def dcp_records(self) -> Records | None:
+        """Returns the records of DCP's `.metadata`; None of another format."""
+        return None
+
+    @property
+    def left_out(self) -> str:
+        """Returns what a conversion does not keep, and what follows from it; empty if it keeps all."""
+        return ""
 
     @property
     def other_directories(self) -> Sequence[str]:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from megatron_datastates.convert.optimizer_maps import read_maps
 from megatron_datastates.convert.sources.dcp_checks import UNCOVERED, index_faults, paths_of, unnamed_bytes
-from megatron_datastates.convert.sources.dcp_index import Record, records_of, required_bytes
+from megatron_datastates.convert.sources.dcp_index import Record, Records, records_of, required_bytes
 from megatron_datastates.convert.sources.pickles import BytesStorage, Metadata, TensorStorage, load_metadata
 from megatron_datastates.convert.sources.source import (
     FragmentRange,
@@ -40,6 +40,11 @@ if TYPE_CHECKING:
 
     from megatron_datastates.convert.sources.archives import Archive
     from megatron_datastates.dcp.facts import Facts
+
+_OWN_PLANNER_DATA = (
+    f"the planner data in {TORCH_DIST_INDEX} are left out: the program that saved made them with a planner "
+    "of its own. Megatron and DCP's planner load without them; if that program needs them, keep the source"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,6 +80,7 @@ class TorchDistSource(Source):
         path = directory / TORCH_DIST_INDEX
         metadata = load_metadata(path)
         self._paths, self._version = paths_of(metadata), metadata.version
+        self._has_own_planner_data = self._paths is None and metadata.planner_data not in (None, {})
         self._tensors: dict[str, TorchDistTensor] = {}
         self._objects: dict[str, Record] = {}
         try:
@@ -86,7 +92,7 @@ class TorchDistSource(Source):
             raise FormatError(f"{path} has the key of an optimizer map that is in {OPTIMIZER_MAPS_NAME}, too")
 
     def _read_entries(self, metadata: Metadata, path: Path) -> None:
-        records = records_of(metadata, path)
+        self._records = records = records_of(metadata, path)
         for key, entry in metadata.state_dict_metadata.items():
             if not isinstance(key, str):
                 raise FormatError(f"{path}: a key is {key!r}, expected a string")
@@ -115,6 +121,14 @@ class TorchDistSource(Source):
 
         version = self._version if isinstance(self._version, str) else None
         return None if self._paths is None else Facts(self._paths, version=version)
+
+    @property
+    def left_out(self) -> str:
+        return _OWN_PLANNER_DATA if self._has_own_planner_data else ""
+
+    @property
+    def dcp_records(self) -> Records:
+        return self._records
 
     @property
     def other_files(self) -> Sequence[str]:
