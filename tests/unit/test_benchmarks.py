@@ -56,6 +56,7 @@ def try_out(name: str, tmp_path: Path, *arguments: object) -> dict[str, Any]:
         "training",
         "near_simulation",
         "object_store",
+        "tools",
     ],
 )
 def test_help_has_examples_of_commands_that_exist(name: str) -> None:
@@ -285,3 +286,14 @@ def assert_published_and_opened(layout: dict[str, Any]) -> None:
     assert load["seconds"] > 0 < reshard["seconds"]
     assert load["reads"] >= load["requested"] > reshard["requested"] > 0
     assert layout["load_traced"]["mib"] > 0 < layout["reshard_traced"]["mib"]
+
+
+@pytest.mark.long
+def test_the_tools_benchmark_compares_conversions_with_cp_and_reports_rates(tmp_path: Path) -> None:
+    found = try_out("tools", tmp_path)["contenders"]
+    for name in ("datastates to torch_dist", "torch_dist to datastates"):
+        assert 0 < found[name]["seconds_without_start"] < found[name]["seconds"]
+        assert found[name]["of_cp"]["median"] > found[name]["of_cp_with_start"]["median"] > 0
+    looks = {name.partition(" ")[0] for name in found if name.endswith(", tiny")}
+    assert looks == {"show", "diff"} and all(found[name]["seconds"] > 0 for name in found)
+    assert "| cp torch_dist |" in (tmp_path / "tools.md").read_text()

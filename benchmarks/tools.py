@@ -1,0 +1,228 @@
+"""Conversions beside `cp -r` of the same bytes with a sync, and the rates of `diff` and `show --stats`.
+
+Each contender is a process of its own, as a person starts it. Two times are kept: all of it, and that without
+the start of Python and torch. Of a conversion this is what it reports itself; of a look, what the same
+command takes for a tiny checkpoint is taken off. Sources are in the page cache, or on the disk with --cold.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import megatron_datastates as ds
+from benchmarks import machine
+from benchmarks.command import (
+    Result,
+    load_average,
+    machine_line,
+    markdown_table,
+    run_command,
+    scratch,
+    write_results,
+)
+from benchmarks.rounds import interleave, median, spread
+
+_ROOT = Path(__file__).parents[1]
+_CONVERT = [sys.executable, str(_ROOT / "tools" / "convert.py")]
+_LOOK = [sys.executable, "-m", "megatron_datastates"]
+_TENSOR_ELEMENTS = 4 << 20  # 8 MiB in bfloat16, and a smaller one for each
+_FORMATS = ("datastates", "torch_dist")
+
+
+def _run(command: list[str], codes: tuple[int, ...] = (0,)) -> str:
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    if done.returncode not in codes:
+        raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}: {done.stderr}")
+    return done.stdout
+
+
+class Checkpoints:
+    """The same tensors in both formats (`equal` is a copy of ours), all others changed, and tiny ones."""
+
+    def __init__(self, folder: Path, mb: int, files: int) -> None:
+        self.folder, self.target = folder, folder / "target"
+        self.path = {name: folder / name for name in (*_FORMATS, "equal", "changed")}
+        self.tiny = {name: folder / f"tiny-{name}" for name in self.path}
+        count = max(mb * 10**6 // (_TENSOR_ELEMENTS * 2), 1)
+        for paths, elements in ((self.path, min(_TENSOR_ELEMENTS, mb * 10**6 // 2)), (self.tiny, 8)):
+            state = {
+                f"decoder.layers.{n}.{name}": torch.randn(size).to(torch.bfloat16)
+                for n in range(count if elements > 8 else 1)
+                for name, size in (("weight", elements), ("bias", 4096))
+            }
+            self._save(paths, state, files)
+        self.bytes = sum(tensor.nbytes for tensor in self._last.values())
+
+    def _save(self, paths: dict[str, Path], state: dict[str, torch.Tensor], files: int) -> None:
+        whole = self.folder / "whole"
+        ranks = ["--ranks", str(files)]
+        ds.save(state, whole)
+        _run([*_CONVERT, str(whole), str(paths["datastates"]), "--to", "datastates", *ranks])
+        _run([*_CONVERT, str(whole), str(paths["torch_dist"]), "--to", "torch_dist", *ranks])
+        shutil.copytree(paths["datastates"], paths["equal"])
+        shutil.rmtree(whole)
+        ds.save({key: tensor + 1 for key, tensor in state.items()}, whole)
+        _run([*_CONVERT, str(whole), str(paths["changed"]), "--to", "datastates", *ranks])
+        shutil.rmtree(whole)
+        if paths is self.path:
+            self._last = state
+
+    def prepare(self, cold: bool) -> None:
+        """Removes the last target, waits until all is written, and takes sources out of the cache if `cold`."""
+        shutil.rmtree(self.target, ignore_errors=True)
+        os.sync()
+        for file in self.folder.rglob("*") if cold else ():
+            if file.is_file():
+                with file.open("rb") as opened:
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _copy(made: Checkpoints, source: str) -> float:
+    """Returns 0: it has no start that is worth to be told apart."""
+    words = f"cp -r {made.path[source]} {made.target} && sync {made.target}/* {made.target}"
+    _run(["sh", "-c", words])
+    return 0.0
+
+
+def _convert(made: Checkpoints, source: str, target: str) -> float:
+    """Returns the seconds of the conversion without the start of its process."""
+    command = [*_CONVERT, str(made.path[source]), str(made.target), "--to", target, "--json"]
+    return float(json.loads(_run(command))["seconds"])
+
+
+def _look(paths: list[Path], *words: str) -> float:
+    _run([*_LOOK, words[0], *map(str, paths), *words[1:]], codes=(0, 1))
+    return 0.0
+
+
+def contenders(made: Checkpoints) -> dict[str, Callable[[], float]]:
+    """Returns the contenders by name; each returns its time without its start, 0 if it does not know that."""
+    found: dict[str, Callable[[], float]] = {}
+    for source, target in (_FORMATS, _FORMATS[::-1]):
+        found[f"cp {source}"] = functools.partial(_copy, made, source)
+        found[f"{source} to {target}"] = functools.partial(_convert, made, source, target)
+    looks = {f"show --stats {name}": (["show", "--stats"], [name]) for name in _FORMATS}
+    looks |= {f"diff {one} {two}": (["diff"], [one, two]) for one, two in _PAIRS}
+    for name, (words, which) in looks.items():
+        for label, paths in ((name, made.path), (f"{name}, tiny", made.tiny)):
+            found[label] = functools.partial(_look, [paths[one] for one in which], *words)
+    return found
+
+
+_PAIRS = (("datastates", "equal"), ("datastates", "changed"), ("datastates", "torch_dist"))
+
+
+def measure(made: Checkpoints, rounds: int, cold: bool) -> Result:
+    """Returns times of all contenders in interleaved rounds, their rates, and conversions' ratios to cp."""
+    inner: dict[str, list[float]] = {}
+
+    def timed(name: str, contender: Callable[[], float]) -> float:
+        made.prepare(cold)
+        begin = time.perf_counter()
+        own = contender()
+        seconds = time.perf_counter() - begin
+        inner.setdefault(name, []).append(own or seconds)
+        return seconds
+
+    every = contenders(made)
+    walls = interleave(rounds, {name: functools.partial(timed, name, one) for name, one in every.items()})
+    found: Result = {}
+    for name, seconds in walls.items():
+        start = median(walls[f"{name}, tiny"]) if f"{name}, tiny" in walls else 0.0
+        own = median(inner[name][1:]) - start  # the first round is the warm-up
+        found[name] = {
+            "seconds": round(median(seconds), 3),
+            "spread_seconds": spread(seconds),
+            "seconds_without_start": round(own, 3),
+            "mb_per_s_without_start": round(made.bytes / 1e6 / own) if own > 0 else None,
+        }
+    for source, target in (_FORMATS, _FORMATS[::-1]):
+        one, copy = f"{source} to {target}", f"cp {source}"
+        ratios = [b / a for a, b in zip(inner[one][1:], walls[copy], strict=True)]
+        found[one]["of_cp"] = {"median": round(median(ratios), 3), "spread": spread(ratios)}
+        whole = [b / a for a, b in zip(walls[one], walls[copy], strict=True)]
+        found[one]["of_cp_with_start"] = {"median": round(median(whole), 3), "spread": spread(whole)}
+    return found
+
+
+def _table(results: Result) -> str:
+    rows = [
+        (
+            name,
+            one["seconds"],
+            one["seconds_without_start"],
+            one["mb_per_s_without_start"] or "-",
+            one["of_cp"]["median"] if "of_cp" in one else "",
+        )
+        for name, one in results["contenders"].items()
+        if not name.endswith(", tiny")
+    ]
+    headings = ["", "s", "s without start", "MB/s without start", "rate, cp = 1"]
+    size = f"{results['mb']} MB in {results['files']} files"
+    where = "on disk" if results["cold"] else "in memory"
+    return "\n".join(
+        [
+            f"### Tools: {size}, {results['machine']['date']}",
+            "",
+            f"{machine_line(results['machine'], results)} Sources {where}.",
+            "",
+            *markdown_table(headings, rows),
+            "",
+        ]
+    )
+
+
+def run(
+    mb: Annotated[int, typer.Option(min=1, help="MB of tensors in a checkpoint.")] = 800,
+    files: Annotated[int, typer.Option(min=1, help="Data files of a checkpoint.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds, after one that does not count.")] = 7,
+    is_cold: Annotated[bool, typer.Option("--cold", help="Take sources out of the page cache.")] = False,
+    is_quick: Annotated[
+        bool, typer.Option("--quick", help="2 MB, one round: a minute, and figures that mean little.")
+    ] = False,
+    folder: Annotated[Path, typer.Option(help="Where checkpoints are: the disk that is measured.")] = Path(),
+    out: Annotated[Path | None, typer.Option(help="Write the results here, and a table beside it.")] = None,
+) -> None:
+    r"""Measures conversions beside cp of the same bytes, and the rates of diff and show --stats.
+
+    Needs six times the size of a checkpoint on the disk.
+
+    \b
+    Examples:
+      python -m benchmarks.tools --mb 800 --rounds 7 --out benchmarks/results/tools.json
+      python -m benchmarks.tools --quick                 # only to see that it works
+    """
+    if is_quick:
+        mb, rounds = 2, 1
+    results: Result = {
+        "machine": machine.describe(folder),
+        "load_average": load_average(),
+        "repeats": rounds,
+        "files": files,
+        "cold": is_cold,
+    }
+    with scratch(folder) as inside:
+        made = Checkpoints(inside.resolve(), mb, files)
+        results["mb"] = round(made.bytes / 1e6)
+        results["contenders"] = measure(made, rounds, is_cold)
+    write_results(results, out)
+    print(_table(results))
+    if out is not None:
+        out.with_suffix(".md").write_text(_table(results))
+
+
+if __name__ == "__main__":
+    run_command(run)
