@@ -81,7 +81,7 @@ class Checkpoints:
             self._last = state
 
     def prepare(self, cold: bool) -> None:
-        """Removes the last target, waits until all is written, and takes sources out of the cache if `cold`."""
+        """Removes the last target, waits until all is written, and if `cold`, empties the cache of them."""
         shutil.rmtree(self.target, ignore_errors=True)
         os.sync()
         for file in self.folder.rglob("*") if cold else ():

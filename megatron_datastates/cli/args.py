@@ -33,7 +33,7 @@ def args(
     first: AnyFormat,
     second: Annotated[
         Path | None,
-        typer.Argument(metavar="[OTHER]", help="Another one: list only what differs.", callback=readable),
+        typer.Argument(metavar="OTHER", help="Another one: list only what differs.", callback=readable),
     ] = None,
     keys: Annotated[
         list[str] | None,

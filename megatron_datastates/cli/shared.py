@@ -170,10 +170,10 @@ def _folded(text: str, stream: TextIO, hanging: int) -> str:
     return "\n".join("\n".join(_fold(line, columns, hanging)) for line in text.split("\n"))
 
 
-def _fold(line: str, columns: int, hanging: int, first: int = 0) -> list[str]:
+def _fold(line: str, columns: int, hanging: int) -> list[str]:
     fold = textwrap.TextWrapper(columns, expand_tabs=False, replace_whitespace=False)
     fold.break_long_words = fold.break_on_hyphens = False
-    fold.initial_indent, fold.subsequent_indent = " " * first, " " * hanging
+    fold.subsequent_indent = " " * hanging
     return fold.wrap(line) or [""]
 
 
@@ -227,7 +227,7 @@ def _row_lines(cells: Sequence[str], columns: int) -> list[str]:
         if len(lines[-1]) + 2 + len(cell.rstrip()) <= columns:
             lines[-1] += f"  {cell}"
         else:
-            lines += _fold(cell.strip(), columns, 5, first=4)
+            lines.append(f"    {cell.strip()}")  # a key may have spaces, and is to be copied whole
     return [line.rstrip() for line in lines]
 
 

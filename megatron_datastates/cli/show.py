@@ -40,7 +40,7 @@ def show(
     pattern: Annotated[
         str,
         typer.Argument(
-            metavar="[PATTERN]",
+            metavar="PATTERN",
             help="Only keys that match this shell pattern, such as 'decoder.*.weight', or the names of a "
             "layer's tensors, such as 'decoder.layers.3.*'.",
         ),

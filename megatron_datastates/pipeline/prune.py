@@ -81,9 +81,12 @@ class RetentionRules:
     def __post_init__(self) -> None:
         if not self.min_age_seconds >= 0.0:
             raise OptionError(f"an age is at least 0, not {self.min_age_seconds:g}")
-        given = [number for number in (self.keep_last, self.keep_every) if number is not None]
-        if not given or min(given) < 1:
+        given = {"--keep-last": self.keep_last, "--keep-every": self.keep_every}
+        if all(number is None for number in given.values()):
             raise OptionError("say what to keep: --keep-last, --keep-every, or both")
+        for name, number in given.items():
+            if number is not None and number < 1:
+                raise OptionError(f"{name} {number}: expected at least 1")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -190,7 +190,8 @@ BAD = [
     ("repair {other}", "nothing to repair"),
     ("repair {checkpoint}", "its manifest is undamaged"),
     ("prune {root}", "--keep-last N"),
-    ("prune {root} --keep-last 0", "say what to keep"),
+    ("prune {root} --keep-last 0", "--keep-last 0: expected at least 1"),
+    ("prune {root} --keep-last 1 --keep-every -2", "--keep-every -2: expected at least 1"),
     ("prune {root}/nothing --keep-last 1", "cannot be listed"),
     ("prune {empty} --keep-last 1", "holds no checkpoint"),
 ]

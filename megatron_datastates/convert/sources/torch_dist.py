@@ -32,7 +32,6 @@ from megatron_datastates.errors import FormatError, MissingKeyError, StorageErro
 from megatron_datastates.files import open_regular, size_of
 from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME, TORCH_DIST_INDEX, is_of_a_format
 from megatron_datastates.format.values import DTYPES, element_bytes
-from megatron_datastates.pipeline.load import torch_dtype
 from megatron_datastates.plan.boxes import checked_slice, first_overlap, intersect
 
 if TYPE_CHECKING:
@@ -139,6 +138,8 @@ class TorchDistSource(Source):
         self, key: str, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
     ) -> torch.Tensor:
         import torch  # here, so that commands that only look need none
+
+        from megatron_datastates.pipeline.load import torch_dtype
 
         entry = self._tensor(key)
         offset, shape = checked_slice(key, entry.global_shape, offset, shape)
