@@ -83,6 +83,8 @@ class _Call:
             return
         verb = "dropped the optimizer of" if self._yes else "would drop the optimizer of"
         self._say(f"{verb}  {one.path}  {size_text(freed)} of {size_text(before)}")
+        if plan.source.left_out:
+            note(f"{one.path}: {plan.source.left_out}")
         self.found["dropped"].append(
             {"iteration": one.number, "path": str(one.path), "bytes": before, "freed": freed}
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -282,3 +283,16 @@ def test_a_file_that_differs_from_megatrons_sum_gets_no_other(root: Path) -> Non
     with pytest.raises(CorruptDataError, match=r"has SHA-256 .*, expected 0000"):
         drop(path)
     assert {name: (path / name).read_bytes() for name in before} == before
+
+
+def test_planner_data_of_another_program_are_said_to_be_left_out(both: Path, tmp_path: Path) -> None:
+    subprocess.run(["cp", "-a", both / "torch_dist", tmp_path / "run"], check=True)
+    path = place(tmp_path / "run", 1) / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data = ["of", "mine"]
+    path.write_bytes(pickle.dumps(metadata))
+    for age_of in (tmp_path / "run").rglob("*"):
+        age(age_of, 7200)
+    code, printed, notes = run("prune", tmp_path / "run", "--keep-last", 1, "--drop-optimizer")
+    said = " ".join((printed + notes).split())
+    assert code == 0 and said.count("the planner data in .metadata are left out") == 1
