@@ -141,6 +141,13 @@ def is_denied(error: Exception) -> bool:
     return code in (errno.EACCES, errno.EPERM, errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.ETIMEDOUT)
 
 
+def is_out_of_reach(error: Exception) -> bool:
+    """Returns the same of an error of reading, but that a disk's I/O error shows damage, and a store's none."""
+    path = getattr(error, "path", "") or getattr(error, "filename", None) or ""
+    code = error.errno if isinstance(error, OSError) else getattr(error, "code", 0)
+    return is_denied(error) and (code != errno.EIO or is_object(path))
+
+
 def require_utf8(path: Path) -> None:
     """Raises StorageError if the name is not UTF-8, which native code and JSON output need."""
     try:

@@ -54,7 +54,8 @@ def verify(
     with itself, so that what torch refuses is a fault, and the verdict says so. Of several checkpoints, one
     that cannot be checked does not keep the others from it.
 
-    Exit codes: 0 all are good; 1 some are faulty; 2 some cannot be checked, and none is faulty.
+    Exit codes: 0 all are good; 1 some are faulty; 2 some cannot be checked, or not completely, and none is
+    faulty: permissions, or an object store that does not answer or refuses its credentials.
 
     \b
     Example: datastates verify runs/gpt/iter_0001000
@@ -116,23 +117,25 @@ def _check_all(paths: list[Path], quick: bool, as_json: bool) -> list[Verdict | 
     if as_json:
         print(json.dumps(rows))
         return verdicts
-    failed = sum(isinstance(verdict, Exception) for verdict in verdicts)
-    good = sum(not isinstance(verdict, Exception) and verdict.good for verdict in verdicts)
+    good = sum(_plain(verdict)["good"] is True for verdict in verdicts)
+    faulty = sum(_plain(verdict)["good"] is False for verdict in verdicts)
+    failed = len(verdicts) - good - faulty
     unchecked = f", {failed} could not be checked" if failed else ""
-    say(f"{counted(len(paths), 'checkpoint')}: {good} good, {len(paths) - good - failed} faulty{unchecked}")
+    say(f"{counted(len(paths), 'checkpoint')}: {good} good, {faulty} faulty{unchecked}")
     return verdicts
 
 
 def _code(verdicts: list[Verdict | Exception]) -> int:
-    if any(not isinstance(verdict, Exception) and not verdict.good for verdict in verdicts):
+    if any(not isinstance(verdict, Exception) and verdict.faults for verdict in verdicts):
         return 1
-    return 2 if any(isinstance(verdict, Exception) for verdict in verdicts) else 0
+    return 2 if any(isinstance(verdict, Exception) or verdict.unread for verdict in verdicts) else 0
 
 
 def _plain(verdict: Verdict | Exception) -> dict[str, Any]:
     if isinstance(verdict, Exception):
         return {"good": None, "error": describe_error(verdict)}
-    return dataclasses.asdict(verdict) | {"good": verdict.good}
+    good = None if verdict.unread and not verdict.faults else verdict.good
+    return dataclasses.asdict(verdict) | {"good": good}
 
 
 def _checked(directory: Path, quick: bool) -> Verdict | Exception:
@@ -167,14 +170,17 @@ def _checked(directory: Path, quick: bool) -> Verdict | Exception:
 def _print_verdict(directory: Path, verdict: Verdict) -> None:
     for fault in verdict.faults:
         say(f"fault: {fault}")
+    for text in verdict.unread:
+        say(f"not checked: {text}")
     for text in verdict.notes:
         say(f"note: {text}")
     without = counted(verdict.unchecked_files, "file") + " without checksums"
     unchecked = f", {without}" if verdict.unchecked_files else ""
     uncovered = f"; {verdict.uncovered}" if verdict.uncovered else ""
     streams = f" and {counted(verdict.streams, 'stream')}" if verdict.streams else ""
+    state = "good" if verdict.good else "FAULTY" if verdict.faults else "NOT CHECKED COMPLETELY"
     say(
-        f"{directory}: {'good' if verdict.good else 'FAULTY'}: {counted(verdict.tensors, 'tensor')} and "
+        f"{directory}: {state}: {counted(verdict.tensors, 'tensor')} and "
         f"{counted(verdict.objects, 'object')}{streams} in {counted(verdict.files, 'file')}, "
         f"{size_text(verdict.bytes_checked)} checked{unchecked}{uncovered}",
         4,

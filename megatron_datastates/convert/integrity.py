@@ -57,15 +57,16 @@ def verify_source(
         source.require_files()
         verdict.notes += source.structure_notes()
     except (DataStatesError, OSError) as error:
-        verdict.faults.append(str(error))
+        verdict.add(error)
     try:
         verdict.faults += source.structure_faults()
     except (DataStatesError, OSError) as error:
-        verdict.faults.append(str(error))
+        verdict.add(error)
     if not quick:
         workers = Workers(os.cpu_count() or 1, progress)
         for _, found in workers.run(range(len(ranks)), lambda n: _check(source, ranks[n], workers.progress)):
             verdict.faults += [fault for fault in found.faults if fault not in verdict.faults]
+            verdict.unread += [text for text in found.unread if text not in verdict.unread]
             verdict.notes += found.notes
             verdict.bytes_checked += found.bytes_checked
         if COMMON_FILE in source.other_files:
@@ -85,7 +86,7 @@ def _check(source: Source, contents: RankContents, progress: Progress) -> Verdic
             without += size > 0 and not has_checksum
             found.bytes_checked += size
         except (DataStatesError, OSError) as error:
-            found.faults.append(str(error))
+            found.add(error)
     for key in contents.objects:
         _check_object(functools.partial(source.read_object, key), key, found)
     if without:
@@ -102,7 +103,7 @@ def _check_object(read: Callable[[], bytes], key: str, found: Verdict) -> None:
     except UntrustedClassError as error:
         found.notes.append(str(error))
     except (DataStatesError, OSError) as error:
-        found.faults.append(str(error))
+        found.add(error)
 
 
 def _check_fragment(source: Source, key: str, number: int, window: Bytes, progress: Progress) -> bool:

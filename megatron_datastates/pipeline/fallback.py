@@ -85,7 +85,7 @@ def _sums(share: Future[Verdict], collectives: Collectives) -> list[int]:
     numbers = [0, 0, 0, 0]
     if share.done():
         verdict = share.result()
-        faults = min(len(verdict.faults), 1000)
+        faults = min(len(verdict.faults) + len(verdict.unread), 1000)
         numbers = [1, faults, verdict.unchecked_files, verdict.bytes_checked >> 20]
     return collectives.start_sum(numbers).result()
 
@@ -96,6 +96,6 @@ def _check(directory: Path, rank: int, ranks: int, options: Options) -> Verdict:
         verdict = verify(directory, share=(rank, ranks), options=options)
     except Exception as error:
         verdict = Verdict(faults=[str(error)])
-    for fault in verdict.faults[:3]:
+    for fault in [*verdict.faults, *verdict.unread][:3]:
         logger.warning("%s", printable(fault))
     return verdict

@@ -115,7 +115,7 @@ def repair(
         notes.append(f"the lost manifest may have named other files; the new one does not: {_some(strange)}")
     verdict = verify_checkpoint(checkpoint, options, progress=progress)
     if not verdict.good:
-        _refuse(path, f"it is not whole: {_some(verdict.faults)}")
+        _refuse(path, f"it is not whole: {_some([*verdict.faults, *verdict.unread])}")
     manifest = _with_iteration(checkpoint, notes)
     try:
         (path / REMOVAL_NAME).unlink(missing_ok=True)  # it is being kept now

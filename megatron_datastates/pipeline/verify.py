@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import json
 import math
 import os
@@ -20,7 +21,7 @@ import numpy as np
 from megatron_datastates.config import Options
 from megatron_datastates.engine.reader import Reader, read_header, read_small
 from megatron_datastates.errors import CorruptDataError, DataStatesError, StorageError, UnsafeObjectError
-from megatron_datastates.files import DOCUMENT_BYTES, names_in
+from megatron_datastates.files import DOCUMENT_BYTES, is_out_of_reach, names_in
 from megatron_datastates.format.directory import (
     BACKEND,
     COMMON_FILE,
@@ -46,6 +47,7 @@ from megatron_datastates.plan.reads import gather_spans, plan_blocks
 from megatron_datastates.providers.objects import check_stored
 
 _MOST_BLOCKS = 16  # of one file that are listed one by one
+_UNFINISHED = "{} is {}: the save was killed when its manifest was in place. The checkpoint loads"
 _FILE_THREADS = 8  # headers and footers are small, and a network file system answers late
 Progress = Callable[[int], None]  # called with how many more bytes are done
 
@@ -63,10 +65,15 @@ class Verdict:
     notes: list[str] = dataclasses.field(default_factory=list)  # unusual, but no fault
     streams: int = 0
     uncovered: str = ""  # what these checks cannot find; empty if a checksum covers everything
+    unread: list[str] = dataclasses.field(default_factory=list)  # what cannot be read now, damaged or not
 
     @property
     def good(self) -> bool:
-        return not self.faults
+        return not self.faults and not self.unread
+
+    def add(self, error: Exception) -> None:
+        """Adds an error as a fault or, if it shows no damage, to what cannot be read."""
+        (self.unread if is_out_of_reach(error) else self.faults).append(str(error))
 
 
 def verify(
@@ -135,32 +142,33 @@ def _check_files(checkpoint: Checkpoint, files: Sequence[int], verdict: Verdict)
     """Returns the files whose data can be checked: those with a footer."""
     usable = []
     with ThreadPoolExecutor(_FILE_THREADS) as pool:
-        for file, faults in zip(files, pool.map(lambda n: _file_faults(checkpoint, n), files), strict=True):
-            verdict.faults += faults
+        for file, found in zip(files, pool.map(lambda n: _check_file(checkpoint, n), files), strict=True):
+            verdict.faults += found.faults
+            verdict.unread += found.unread
             if checkpoint.has_footer(file):
                 usable.append(file)
     return usable
 
 
-def _file_faults(checkpoint: Checkpoint, file: int) -> list[str]:
-    manifest, path = checkpoint.manifest, checkpoint.file_path(file)
+def _check_file(checkpoint: Checkpoint, file: int) -> Verdict:
+    manifest, path, found = checkpoint.manifest, checkpoint.file_path(file), Verdict()
     entry = manifest.files[file]
     try:
         footer = checkpoint.footer(file)
     except DataStatesError as error:
-        return [str(error)]
-    faults = []
+        found.add(error)
+        return found
     if footer.world_size != manifest.world_size and footer.save_id == manifest.save_id:
-        faults.append(
+        found.faults.append(
             f"{path} was saved by one of {footer.world_size} ranks, its manifest says {manifest.world_size}"
         )
     try:
         header = read_header(path, entry.bytes)
         if (header.save_id, header.rank, header.group) != (footer.save_id, footer.rank, footer.group):
-            faults.append(f"{path}: header and footer are of different saves")
+            found.faults.append(f"{path}: header and footer are of different saves")
     except DataStatesError as error:
-        faults.append(str(error))
-    return faults
+        found.add(error)
+    return found
 
 
 def _check_surroundings(checkpoint: Checkpoint, verdict: Verdict) -> None:
@@ -170,8 +178,9 @@ def _check_surroundings(checkpoint: Checkpoint, verdict: Verdict) -> None:
     try:
         for name in extra_names(checkpoint):
             verdict.notes.append(f"{directory / name} does not belong to the checkpoint")
-    except OSError as error:  # the directory was removed meanwhile
-        verdict.faults.append(f"{directory} cannot be listed: {error.strerror}")
+    except OSError as error:  # the directory was removed meanwhile, or a store does not answer
+        found = verdict.unread if is_out_of_reach(error) else verdict.faults
+        found.append(f"{directory} cannot be listed: {error.strerror}")
     named = iteration_in_name(directory.absolute().name)
     if named is not None and manifest.iteration not in (None, named):
         verdict.notes.append(f"{directory} holds iteration {manifest.iteration}, as its manifest says")
@@ -188,18 +197,16 @@ def extra_names(checkpoint: Checkpoint) -> list[str]:
 def _check_metadata(checkpoint: Checkpoint, verdict: Verdict) -> None:
     path = checkpoint.directory / METADATA_NAME
     try:
-        content = read_small(path, DOCUMENT_BYTES) if path.exists() else b""
+        content = read_small(path, DOCUMENT_BYTES)
         if not content:  # it may have been killed while it was written
-            state = "empty" if path.exists() else "missing"
-            if state == "missing" and not _is_megatrons(checkpoint):
-                return
-            verdict.notes.append(
-                f"{path} is {state}: the save was killed when its manifest was in place. The checkpoint loads"
-            )
+            verdict.notes.append(_UNFINISHED.format(path, "empty"))
             return
         backend = json.loads(content)["sharded_backend"]
     except StorageError as error:
-        verdict.faults.append(str(error))
+        if error.code != errno.ENOENT:
+            verdict.add(error)
+        elif _is_megatrons(checkpoint):
+            verdict.notes.append(_UNFINISHED.format(path, "missing"))
     except (ValueError, LookupError, TypeError, RecursionError):
         verdict.faults.append(f"{path} is damaged: it names no sharded_backend")
     else:
@@ -294,7 +301,7 @@ def _check_other(checkpoint: Checkpoint, name: str, options: Options, verdict: V
     try:
         data = checkpoint.read_other(name)
     except DataStatesError as error:
-        verdict.faults.append(str(error))
+        verdict.add(error)
         return
     if name == COMMON_FILE:
         _check_object(data, name, options, verdict)
@@ -345,7 +352,7 @@ def _check_data(
             try:
                 _check_blocks(checkpoint, [file], verdict, progress, reader, bad)
             except StorageError as error:
-                verdict.faults.append(str(error))
+                verdict.add(error)
     return bad
 
 

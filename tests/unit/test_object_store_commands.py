@@ -17,7 +17,7 @@ from megatron_datastates import stores
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.load import Checkpoint
-from tests.support.object_store import RUN, UNAVAILABLE, ObjectStore
+from tests.support.object_store import EXPIRED, RUN, UNAVAILABLE, Answer, ObjectStore
 from tests.unit.command import run
 from tests.unit.hf_models import LLAMA, arguments, state
 from tests.unit.hf_models import save as save_model
@@ -105,17 +105,33 @@ def test_export_and_convert_read_from_a_store(local: Path, tmp_path: Path) -> No
     assert run("diff", local / "iter_0000002", tmp_path / "there-converted" / "iter_0000002")[0] == 0
 
 
-def test_a_damaged_checkpoint_is_told_from_a_store_that_does_not_answer(
+@pytest.mark.parametrize("answer", [UNAVAILABLE, EXPIRED], ids=["outage", "credentials expired"])
+def test_a_damaged_checkpoint_is_told_from_a_store_that_cannot_be_read(
+    answer: Answer,
     local: Path,
     store: ObjectStore,
 ) -> None:
     name = Checkpoint.open(local / "iter_0000001").manifest.files[0].name
-    store.fail(f"GET .*{name}", UNAVAILABLE)
-    assert "cannot be read: RetryableError: Service unavailable" in "".join(run("verify", ONE)[1:])
-    store.heal()
-    stores.remove(stores.path_of(ONE) / name)
+    store.fail(f"GET .*{name}", answer)
     code, out, err = run("verify", ONE)
-    assert code == 1 and "there is no such object" in out + err
+    assert (code, err) == (2, "") and f"not checked: data file {ONE}/{name} cannot be read: " in out
+    assert f"{ONE}: NOT CHECKED COMPLETELY: " in out and "fault" not in out
+    assert json.loads(run("verify", ONE, "--json")[1])["good"] is None
+    code, out, _ = run("verify", "--all", RUN)
+    assert code == 2 and "3 checkpoints: 2 good, 0 faulty, 1 could not be checked" in out
+    store.fail("(HEAD|GET) .*/metadata.json", answer)
+    assert run("verify", ONE)[0] == 2
+    store.heal()
+    store.fail(".", answer)
+    for command in [*READING, ("verify", ONE)]:
+        code, out, err = run(*(word.format(run=RUN) for word in command))
+        assert (code, out) == (2, "") and err.count("\n") == 1, command
+    store.heal()
+    assert run("verify", ONE)[0] == 0
+    stores.remove(stores.path_of(ONE) / name)
+    store.fail("(HEAD|GET) .*/metadata.json", answer)
+    code, out, err = run("verify", ONE)
+    assert code == 1 and "there is no such object" in out + err, "damage that is known goes first"
 
 
 def test_commands_that_write_refuse_them_in_one_line(store: ObjectStore, tmp_path: Path) -> None:
