@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Annotated
 
@@ -10,6 +11,7 @@ import typer
 from benchmarks import machine
 from benchmarks.command import Result, choose, load_average, resume, run_command, scratch, write_results
 from benchmarks.training.measures import Rounds, measure_formats, measure_near_tier, measure_slow_disk
+from benchmarks.training.restores import measure_restores
 from benchmarks.training.runs import FORMATS, Model, Setting
 from benchmarks.training.table import markdown
 
@@ -18,10 +20,12 @@ _QUICK = Model(2, 32, 16)
 PARTS = {f"{name}, DP {ranks}": (name, ranks) for name in _MODELS for ranks in (1, 2)}
 _SLOW = "slow disk"
 _NEAR = "near tier"
-_ALL = (*PARTS, _SLOW, _NEAR)
+_RESTORE = "near tier, restore"
+_ALL = (*PARTS, _SLOW, _NEAR, _RESTORE)
 _INTERVALS = (1, 2, 5, 10)
 _SLOW_FACTORS = (0.5, 2.0, 5.0)  # iterations that writing one checkpoint takes
 _NEAR_FACTOR = 3.0
+_RESTORE_RATE = 100_000_000  # bytes a second that the far side has for each node
 
 
 def run(
@@ -47,7 +51,8 @@ def run(
     and the first save, do not count. "Blocked" is the time in save_checkpoint, in polls, and in fences;
     "lost" is the difference between whole runs, divided by the saves; goodput is the time without
     checkpoints divided by the time with them. "The papers' throughput" is that of DataStates-LLM: the bytes
-    of a checkpoint divided by the time blocked.
+    of a checkpoint divided by the time blocked. "The interval sustained" is the shortest time between saves
+    with which all storage keeps up.
 
     A part that the file of --out has already is not measured again, unless --only names it.
 
@@ -57,6 +62,7 @@ def run(
       python -m benchmarks.training --out benchmarks/results/training.json  # all others, 15 minutes each
       python -m benchmarks.training --only "slow disk" --repeats 1          # back-pressure
       python -m benchmarks.training --only "near tier" --repeats 1          # before a slow disk
+      python -m benchmarks.training --only "near tier, restore"             # 1 minute: after lost nodes
       python -m benchmarks.training --quick                                 # only to see that it works
     """
     chosen = choose(only, _ALL, [next(iter(PARTS))] if is_quick else _ALL, "part")
@@ -92,6 +98,9 @@ def _measure(
         return measure_slow_disk(setting, intervals[::2], rounds, folder, factors)
     if part == _NEAR:
         return measure_near_tier(setting, intervals[::2], rounds, folder, _NEAR_FACTOR)
+    if part == _RESTORE:
+        setting = dataclasses.replace(setting, data_parallel=2, iterations=2, warm_up=0)
+        return measure_restores(setting, rounds, folder, _RESTORE_RATE)
     return measure_formats(setting, intervals, rounds, folder, formats)
 
 

@@ -116,6 +116,7 @@ def summary(setting: Setting, case: Case, runs: Sequence[Run], base: Sequence[Ru
         "write_limit": case.write_limit,
         "drain_every": case.drain_every,
         "drained_after_s": round(median([run.drained for run in runs]), 3),
+        "sustained_s": sustained(case, runs),
         "saves": saves,
         "checkpoint_bytes": sizes,
         "iteration_with_checkpoint_ms": _iterations(runs, case.interval, saved=True),
@@ -128,6 +129,20 @@ def summary(setting: Setting, case: Case, runs: Sequence[Run], base: Sequence[Ru
         "first_save_ms": round(1e3 * median([run.first_save for run in runs]), 1),
         "throughput_gb_per_s": round(sizes / median(blocked) / 1e9, 3),
     }
+
+
+def sustained(case: Case, runs: Sequence[Run]) -> float | None:
+    """Returns the shortest time between saves, in seconds, for which all storage keeps up.
+
+    That is how long a save takes until it is published, without its wait for the one before it; with a
+    drain, how long a checkpoint is copied for each save, if that is longer. None where no report has it.
+    """
+    times = [seconds for run in runs for seconds in run.published]
+    copied = [seconds for run in runs for seconds in run.copied]
+    if not times or (case.drain_every and not copied):
+        return None
+    drain = median(copied) / case.drain_every if case.drain_every else 0.0
+    return round(max(median(times), drain), 3)
 
 
 def _iterations(runs: Sequence[Run], interval: int, saved: bool) -> float | None:

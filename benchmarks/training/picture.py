@@ -21,7 +21,7 @@ _STYLES = {
 
 def draw(results: Result, picture: Path) -> None:
     """Draws a row of two panels for each part: end-to-end time and blocked time, by interval."""
-    parts = results["parts"]
+    parts = {name: part for name, part in results["parts"].items() if "cases" in part}
     if not parts:
         return
     figure, axes = plt.subplots(

@@ -6,12 +6,17 @@ import functools
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+
+from megatron_datastates.engine.reader import Reader
+from megatron_datastates.plan.reads import ReadSpans
 
 
 class Recorder:
@@ -24,16 +29,19 @@ class Recorder:
         self.spans: dict[str, list[tuple[float, float]]] = {}
 
     def attach(self) -> None:
-        """Records `step`, `save`, `poll` and `fence` from now on."""
+        """Records `step`, `save`, `poll`, `fence`, `load` and, within it, `bring home` from now on."""
         from megatron.training import training as loop
 
         from megatron_datastates.engine.fence import FENCE
+        from megatron_datastates.pipeline.near import recovery
 
         for owner, function, name in (
             (loop, "train_step", "step"),
             (loop, "save_checkpoint", "save"),
             (loop, "maybe_finalize_async_save", "poll"),
             (FENCE, "wait", "fence"),
+            (loop, "load_checkpoint", "load"),
+            (recovery, "bring_home", "bring home"),
         ):
             setattr(owner, function, self._timed(name, getattr(owner, function)))
 
@@ -70,8 +78,45 @@ def allow_fork() -> None:
     arguments.validate_args = validate_args
 
 
-def run(place: tuple[int, int, int], arguments: Sequence[str], record: Path, forks: bool) -> None:
-    """Trains with these arguments, prints to a log beside the record, and writes the record at the end."""
+def limit_reads(folder: Path, bytes_per_second: int) -> Callable[[], int]:
+    """Lets reads of data files below a folder take as long as from storage of this rate, at least.
+
+    The files are read as ever; then the rest of that time is waited for. Small files are not limited.
+
+    Returns:
+        what returns the number of bytes that were read there so far.
+    """
+    original, lock = Reader.read, threading.Lock()
+    total, free_at = 0, 0.0
+
+    def read(reader: Reader, sources: Any, spans: ReadSpans, *rest: Any, **options: Any) -> Any:
+        nonlocal total, free_at
+        is_there = np.array([path.is_relative_to(folder) for path, _ in sources], np.bool_)
+        count = int((spans.row_bytes * spans.rows)[is_there[spans.files]].sum())
+        with lock:
+            total += count
+            free_at = end = max(free_at, time.monotonic()) + count / bytes_per_second
+        outcome = original(reader, sources, spans, *rest, **options)
+        if count:
+            time.sleep(max(end - time.monotonic(), 0.0))
+        return outcome
+
+    Reader.read = read  # type: ignore[method-assign]
+    return lambda: total
+
+
+def run(
+    place: tuple[int, int, int],
+    arguments: Sequence[str],
+    record: Path,
+    forks: bool,
+    far: tuple[Path, int] | None = None,
+) -> None:
+    """Trains with these arguments, prints to a log beside the record, and writes the record at the end.
+
+    Args:
+        far: a folder, and the rate in bytes a second at which this rank is to read there.
+    """
     rank, ranks, port = place
     log = os.open(record.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
     os.dup2(log, 1)
@@ -87,10 +132,13 @@ def run(place: tuple[int, int, int], arguments: Sequence[str], record: Path, for
         allow_fork()
     recorder = Recorder()
     recorder.attach()
+    read_there = limit_reads(*far) if far is not None else None
     pretrain_tiny.main()
     from megatron_datastates.pipeline.saver import close_all
 
     begin = time.perf_counter()
     close_all()  # as at the end of a program, which a forked process does not reach
     recorder.spans["drain"] = [(begin, time.perf_counter())]
+    if read_there is not None:
+        recorder.spans["far bytes"] = [(0.0, float(read_there()))]
     record.write_text(json.dumps(recorder.spans))

@@ -16,6 +16,7 @@ from benchmarks.training import rank
 _TINY = Path(__file__).parents[2] / "recipes" / "tiny.args"
 _PATIENCE_SECONDS = 300.0
 _LOG_TAIL = 3000
+_REPORT = "report.jsonl"
 Span = tuple[float, float]  # begin and end, of time.perf_counter()
 
 
@@ -100,13 +101,15 @@ class Run:
     checkpoints: int
     checkpoint_bytes: int  # of the last one
     drained: float = 0.0  # seconds after all that, until the near tier has no more to bring
+    published: tuple[float, ...] = ()  # seconds until each save was published, since the last one if later
+    copied: tuple[float, ...] = ()  # seconds for which each drained checkpoint was copied
 
 
 def train(setting: Setting, case: Case, folder: Path) -> Run:
     """Runs one training, and removes its checkpoints; raises RuntimeError if it fails."""
     checkpoints = folder / "checkpoints"
     try:
-        records = _launch(setting, _arguments(setting, case, checkpoints), case, folder)
+        records = launch(setting, arguments_of(setting, case, checkpoints), case, folder)
         complete = sorted(path.parent for path in checkpoints.glob("iter_*/metadata.json"))
         saves = setting.iterations // case.interval if case.interval else 0
         expected = saves // case.drain_every + (saves % case.drain_every > 0) if case.drain_every else saves
@@ -114,15 +117,31 @@ def train(setting: Setting, case: Case, folder: Path) -> Run:
             raise RuntimeError(f"{case}: expected {expected} complete checkpoints, found {len(complete)}")
         size = sum(path.stat().st_size for path in complete[-1].iterdir()) if complete else 0
         runs = [_measure(setting, record, len(complete), size) for record in records]
+        published, copied = _times(folder / _REPORT, setting.warm_up)
     finally:
+        (folder / _REPORT).unlink(missing_ok=True)
         shutil.rmtree(checkpoints, ignore_errors=True)
         shutil.rmtree(folder / "near", ignore_errors=True)
     names = ("seconds", "blocked", "waited", "drained")
     longest = {name: max(getattr(run, name) for run in runs) for name in names}
-    return dataclasses.replace(runs[0], **longest)
+    return dataclasses.replace(runs[0], published=published, copied=copied, **longest)
 
 
-def _arguments(setting: Setting, case: Case, checkpoints: Path) -> list[str]:
+def _times(report: Path, warm_up: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Returns `published` and `copied` of a run; nothing if it made no report."""
+    lines = report.read_text().splitlines() if report.exists() else []
+    found = [one for one in map(json.loads, lines) if (one["iteration"] or 0) > warm_up]
+    drains = [one["node_copying_ms"] / 1e3 for one in found if one["event"] == "drain"]
+    published, last = [], 0.0
+    for save in (one for one in found if one["event"] == "save"):
+        begin, end = save["started_at"], save["started_at"] + save["published_ms"] / 1e3
+        published.append(end - max(begin, last))
+        last = end
+    return tuple(published), tuple(drains)
+
+
+def arguments_of(setting: Setting, case: Case, checkpoints: Path) -> list[str]:
+    """Returns the command line of a run."""
     arguments = [*_TINY.read_text().split(), *setting.model.arguments]
     iterations = str(setting.iterations)
     arguments += ["--train-iters", iterations, "--lr-decay-iters", iterations, "--log-interval", "1000"]
@@ -132,13 +151,23 @@ def _arguments(setting: Setting, case: Case, checkpoints: Path) -> list[str]:
         arguments += ["--datastates-near", str(checkpoints.with_name("near"))]
         arguments += ["--datastates-drain-every", str(case.drain_every)]
     if case.write_limit:
+        arguments += ["--datastates-report-file", str(checkpoints.with_name(_REPORT))]
         limit = "--datastates-drain-limit" if case.drain_every else "--datastates-write-limit"
         arguments += [limit, str(case.write_limit)]
     return arguments + FORMATS[case.format]
 
 
-def _launch(setting: Setting, arguments: list[str], case: Case, folder: Path) -> list[dict[str, list[Span]]]:
-    """Forks the ranks from a process that has imported Megatron, and waits for their ends."""
+def launch(
+    setting: Setting, arguments: list[str], case: Case, folder: Path, far: tuple[Path, int] | None = None
+) -> list[dict[str, list[Span]]]:
+    """Forks the ranks from a process that has imported Megatron, and waits for their ends.
+
+    Args:
+        far: a folder, and the rate in bytes a second at which each rank is to read there.
+
+    Returns:
+        what each rank has recorded.
+    """
     os.environ |= {"OMP_NUM_THREADS": "1"}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.training.preload"])
@@ -147,7 +176,7 @@ def _launch(setting: Setting, arguments: list[str], case: Case, folder: Path) ->
     processes = []
     for number, record in enumerate(records):
         place = (number, setting.data_parallel, port)
-        process = context.Process(target=rank.run, args=(place, arguments, record, forks))
+        process = context.Process(target=rank.run, args=(place, arguments, record, forks, far))
         process.start()
         processes.append(process)
     deadline = time.monotonic() + _PATIENCE_SECONDS

@@ -17,12 +17,22 @@ _HEADINGS = (
     "papers' throughput, GB/s",
     "first save, ms",
     "drained after the end, s",
+    "interval sustained, s",
+)
+_RESTORE_HEADINGS = (
+    "what is left",
+    "load_checkpoint, s",
+    "spread",
+    "of it brought to --save, s",
+    "read far, MB",
 )
 
 
 def markdown(part: str, results: Result) -> str:
     """Returns the table of one part."""
     found = results["parts"][part]
+    if "restores" in found:
+        return _restores(part, results)
     size = next((one["checkpoint_bytes"] for one in found["cases"].values() if "saves" in one), 0)
     title = f"### {part}: {found['layers']} layers of {found['hidden']}, data parallel "
     title += f"{found['data_parallel']}, checkpoints of {size / 1e6:.0f} MB, {found['date']}"
@@ -45,5 +55,32 @@ def _row(name: str, one: Result) -> list[object]:
         one.get("throughput_gb_per_s"),
         one.get("first_save_ms"),
         one.get("drained_after_s"),
+        one.get("sustained_s"),
     ]
     return [name, *("" if value is None else value for value in values)]
+
+
+def _restores(part: str, results: Result) -> str:
+    found = results["parts"][part]
+    title = (
+        f"### {part}: 2 nodes with a rank each, a checkpoint of {found['checkpoint_bytes'] / 1e6:.0f} MB, "
+    )
+    title += found["date"]
+    how = (
+        f"`load_checkpoint` of a job that resumes: median of {found['rounds']} rounds, the slower rank. Each "
+        f"node writes to --save and reads there {found['far_bytes_per_second'] / 1e6:.0f} MB/s at most: "
+        "writing by --datastates-drain-limit, reading by a wait after each read of data files until they "
+        "would have come at that rate. All directories are on one disk, and the page cache has dropped them."
+    )
+    rows = [
+        (
+            name,
+            one["load_s"],
+            " to ".join(f"{s:.2f}" for s in one["spread_s"]),
+            one["brought_s"],
+            one["far_mb"],
+        )
+        for name, one in found["restores"].items()
+    ]
+    lines = [title, "", machine_line(results["machine"], found), "", how, ""]
+    return "\n".join([*lines, *markdown_table(_RESTORE_HEADINGS, rows), ""])

@@ -1,5 +1,6 @@
 """benchmarks.peers and benchmarks.training: tries with tiny states, and what is made of their samples."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -24,7 +25,9 @@ from benchmarks.peers.ranks import Job, Load, Ranks, Save
 from benchmarks.peers.states import BYTES_PER_PARAMETER, Model, State
 from benchmarks.rounds import within
 from benchmarks.training.measures import summary as summary_of_runs
-from benchmarks.training.runs import Case, Run, Setting, _measure
+from benchmarks.training.measures import sustained
+from benchmarks.training.restores import LOSSES
+from benchmarks.training.runs import Case, Run, Setting, _measure, _times
 from benchmarks.training.runs import Model as TrainedModel
 from benchmarks.worlds import World
 from tests.unit.test_benchmarks import run, try_out
@@ -62,6 +65,36 @@ def test_a_try_of_training_reports_what_saves_cost(tmp_path: Path) -> None:
     assert ours["throughput_gb_per_s"] == pytest.approx(expected, rel=0.05, abs=0.001)
     assert "| datastates async, every 1 |" in (tmp_path / "training.md").read_text()
     assert "<svg" in (tmp_path / "training.svg").read_text()
+
+
+@pytest.mark.long
+def test_a_try_of_the_near_tier_reports_restores_and_the_interval_sustained(tmp_path: Path) -> None:
+    results = try_out("training", tmp_path, "--only", "near tier", "--only", "near tier, restore")
+    saving = [one for one in results["parts"]["near tier"]["cases"].values() if "saves" in one]
+    assert len(saving) == 3 and all(one["sustained_s"] > 0 for one in saving)
+    restores = results["parts"]["near tier, restore"]["restores"]
+    assert restores.keys() == LOSSES.keys()
+    for name, one in restores.items():
+        assert one["load_s"] > one["brought_s"] > 0
+        assert (one["far_mb"] > 0) is ("lost" in name), "what is near is read there"
+    assert "a node lost, not in --save" in (tmp_path / "training.md").read_text()
+
+
+def test_the_interval_sustained_is_that_of_the_slower_stage(tmp_path: Path) -> None:
+    report = tmp_path / "report.jsonl"
+    saves = [(2, 10.0, 9.0), (3, 20.0, 2.0), (4, 21.0, 3.5)]  # iteration, begin, seconds until published
+    lines: list[dict[str, Any]] = [
+        {"event": "save", "iteration": number, "started_at": begin, "published_ms": 1e3 * seconds}
+        for number, begin, seconds in saves
+    ]
+    lines += [{"event": "drain", "iteration": number, "node_copying_ms": 6e3} for number, _, _ in saves]
+    report.write_text("\n".join(map(json.dumps, lines)))
+    published, copied = _times(report, 2)
+    assert (published, copied) == ((2.0, 2.5), (6.0, 6.0)), "without the wait for the save before it"
+    once = Run({}, 1.0, 0.0, 0.0, 0.0, 3, 1, published=published, copied=copied)
+    for every, expected in ((0, 2.25), (1, 6.0), (2, 3.0), (3, 2.25)):
+        assert sustained(Case("datastates async", 1, 1, every), [once]) == expected
+    assert sustained(Case("datastates async", 1), [dataclasses.replace(once, published=())]) is None
 
 
 def test_parts_that_were_measured_are_kept_and_others_are_added(tmp_path: Path) -> None:
