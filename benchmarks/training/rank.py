@@ -101,7 +101,7 @@ def limit_reads(folder: Path, bytes_per_second: int) -> Callable[[], int]:
             time.sleep(max(end - time.monotonic(), 0.0))
         return outcome
 
-    Reader.read = read  # type: ignore[method-assign]
+    Reader.read = read  # type: ignore[method-assign, assignment]
     return lambda: total
 
 

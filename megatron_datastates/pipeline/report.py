@@ -88,7 +88,16 @@ def _drain_line(report: dict[str, Any]) -> str:
     )
 
 
-_LINES = {"save": _save_line, "load": _load_line, "drain": _drain_line}
+def _copies_line(report: dict[str, Any]) -> str:
+    error = f"; copies are missing: {report['error']}" if report["error"] else ""
+    return (
+        f"datastates: copied {report['bytes'] / 1e6:.1f} MB of {report['directory']} from "
+        f"{', '.join(report['partners']) or 'no node'} to this node's near tier in "
+        f"{report['copying_ms']:.1f} ms{error}"
+    )
+
+
+_LINES = {"save": _save_line, "load": _load_line, "drain": _drain_line, "copies": _copies_line}
 
 
 def save_report(publication: Publication, mode: str) -> dict[str, Any]:

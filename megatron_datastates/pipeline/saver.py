@@ -107,7 +107,7 @@ class Saver:
         self._unfinished: list[Publication] = []
         self.near: NearTier | None = None
         if options.near:
-            self.near = NearTier(options, self._faults, self._report_drain)
+            self.near = NearTier(options, self._faults, self._report_near)
 
     def start(
         self,
@@ -180,7 +180,7 @@ class Saver:
         if self.near is not None and far_published is not None:
             self.near.on_end(publication, far_published)
 
-    def _report_drain(self, report: dict[str, object]) -> None:
+    def _report_near(self, report: dict[str, object]) -> None:
         self.reporter.write(report)
 
     def _admit(self, publication: Publication) -> None:

@@ -78,6 +78,21 @@ def _failures(saves: Sequence[Save]) -> Advice | None:
     )
 
 
+def _missing_copies(saves: Sequence[Save]) -> Advice | None:
+    found = [save for save in saves if save.copies is not None]
+    missing = [save for save in found if save.copies is not None and save.copies.error]
+    if not missing:
+        return None
+    last = missing[-1]
+    assert last.copies is not None
+    return Advice(
+        "note",
+        f"{len(missing)} of {len(found)} saves have no copies on other nodes, or not all",
+        f"The last one, at iteration {last.name}: {last.copies.error}. A node that is lost takes along what "
+        "it has not brought to --save.",
+    )
+
+
 def _disk_slower_than_interval(saves: Sequence[Save]) -> Advice | None:
     known = [
         (save.slowest_ms("durable") / 1000, seconds)
@@ -316,6 +331,7 @@ _RULES: tuple[Callable[[Sequence[Save]], Advice | None], ...] = (
     _failures,
     _disk_slower_than_interval,
     _slow_drain,
+    _missing_copies,
     _fence_waits,
     _slow_rank,
     _pool_too_small,

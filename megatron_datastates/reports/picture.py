@@ -16,7 +16,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from megatron_datastates.errors import MissingPackageError
-from megatron_datastates.reports.advice import milliseconds
+from megatron_datastates.reports.advice import milliseconds, size
 from megatron_datastates.reports.reading import Save
 from megatron_datastates.reports.timing import intervals, iteration_seconds
 
@@ -26,6 +26,7 @@ STAGES = {  # from the milestone before, in the order of a save
     "serialized": "#8e7cc3",
     "written": "#4fa3a5",
     "durable": "#e0a030",
+    "copies": "#b5651d",  # on other nodes
     "published": "#5d8a3a",
     "drained": "#9aa5ad",  # from a near tier to --save
 }
@@ -110,6 +111,10 @@ def describe(save: Save) -> str:
         f"written after {milliseconds(save.writing_ms)}, durable after {milliseconds(save.durable_ms)}",
         f"published after {published}",
     ]
+    if save.copies is not None:
+        made = f"copied {size(save.copies.bytes)} from {', '.join(save.copies.partners) or 'no node'}"
+        missing = f"; copies are missing: {save.copies.error}" if save.copies.error else ""
+        lines.append(f"{made} in {milliseconds(save.copies.copying_ms)}{missing}")
     if save.far_ms is not None:
         lines.append(f"in --save after {milliseconds(save.far_ms)}")
     return "\n".join([*lines, save.error] if save.error else lines)
@@ -121,8 +126,11 @@ def _stages(save: Save) -> list[tuple[str, float, float]]:
     stages.append(("written", min(save.staging_ms, save.writing_ms), save.writing_ms))
     if save.durable_ms:
         stages.append(("durable", save.writing_ms, save.durable_ms))
+    if save.copies_ms is not None:
+        stages.append(("copies", *save.copies_ms))
     if save.published_ms is not None:
-        stages.append(("published", min(save.durable_ms, save.published_ms), save.published_ms))
+        before = save.durable_ms if save.copies_ms is None else save.copies_ms[1]
+        stages.append(("published", min(before, save.published_ms), save.published_ms))
         if save.far_ms is not None:
             stages.append(("drained", save.published_ms, save.far_ms))
     return stages
@@ -146,9 +154,12 @@ def _begins(saves: Sequence[Save]) -> list[float]:
 
 
 def _shown_stages(saves: Sequence[Save]) -> list[str]:
-    """Returns all stages; that of a near tier only if there was one."""
-    is_drained = any(save.far_ms is not None for save in saves)
-    return [name for name in STAGES if is_drained or name != "drained"]
+    """Returns all stages; those of a near tier only if there was one."""
+    has = {
+        "drained": any(save.far_ms is not None for save in saves),
+        "copies": any(save.copies_ms is not None for save in saves),
+    }
+    return [name for name in STAGES if has.get(name, True)]
 
 
 def _draw_clock(axes: Any, saves: Sequence[Save]) -> None:
@@ -249,6 +260,7 @@ def _draw_milestones(axes: Any, saves: Sequence[Save]) -> None:
         "serialized": ([save.serializing_ms for save in saves], STAGES["serialized"]),
         "written": ([save.slowest_ms("writing") for save in saves], STAGES["written"]),
         "durable": ([save.slowest_ms("durable") for save in saves], STAGES["durable"]),
+        "copies": ([save.copies_ms and save.copies_ms[1] for save in saves], STAGES["copies"]),
         "published": ([save.published_ms for save in saves], STAGES["published"]),
         "drained": ([save.far_ms for save in saves], STAGES["drained"]),
     }

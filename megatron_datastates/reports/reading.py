@@ -32,6 +32,19 @@ class Spread:
 
 
 @dataclasses.dataclass(frozen=True)
+class Copies:
+    """The copies of other nodes' files that one rank made in its node's near tier, for one save."""
+
+    save_id: str
+    state: str
+    error: str | None
+    started_at: float  # seconds since 1970
+    copying_ms: float
+    partners: Sequence[str]  # names of the nodes that they came from
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Save:
     """One save, as the lowest rank that reported it saw it. Times in milliseconds count from its start."""
 
@@ -68,6 +81,7 @@ class Save:
     staging_trouble: str = ""
     prepared: bool | None = None  # whether it reused what the last save had prepared
     far_ms: float | None = None  # until it was published in --save, if a near tier had it first
+    copies: Copies | None = None  # what the reporting rank copied from other nodes to its near tier
 
     @property
     def run(self) -> str:
@@ -82,6 +96,14 @@ class Save:
     def name(self) -> str:
         """Returns the iteration, or the save id where the program named none."""
         return self.save_id if self.iteration is None else str(self.iteration)
+
+    @property
+    def copies_ms(self) -> tuple[float, float] | None:
+        """Returns when copies on other nodes were begun and made, where that is known."""
+        if self.copies is None or self.started_at is None:
+            return None
+        begin = max((self.copies.started_at - self.started_at) * 1000, 0.0)
+        return begin, begin + self.copies.copying_ms
 
     def slowest_ms(self, name: str) -> float:
         """Returns the longest `staging`, `writing` or `durable` of all ranks, in milliseconds."""
@@ -128,6 +150,7 @@ def read_reports(paths: Iterable[Path]) -> Reports:
     """
     saves: dict[str, Save] = {}
     drains: dict[str, Drain] = {}
+    copies: dict[str, Copies] = {}
     found = Reports([], [], [])
     for path in paths:
         for report in _reports(path, found.notes):
@@ -135,9 +158,14 @@ def read_reports(paths: Iterable[Path]) -> Reports:
                 found.loads.append(report)
             elif isinstance(report, Drain):
                 drains[report.save_id] = report
+            elif isinstance(report, Copies):
+                copies[report.save_id] = report
             elif report.save_id not in saves or report.rank < saves[report.save_id].rank:
                 saves[report.save_id] = report
-    found.saves = [_with_drain(save, drains.get(save.save_id)) for save in saves.values()]
+    found.saves = [
+        dataclasses.replace(_with_drain(save, drains.get(save.save_id)), copies=copies.get(save.save_id))
+        for save in saves.values()
+    ]
     if all(save.started_at is not None for save in found.saves):
         found.saves.sort(key=lambda save: save.started_at or 0.0)
     if not found.saves:
@@ -151,7 +179,7 @@ def _with_drain(save: Save, drain: Drain | None) -> Save:
     return dataclasses.replace(save, far_ms=save.published_ms + drain.near_ms)
 
 
-def _reports(path: Path, notes: list[str]) -> list[Save | Load | Drain]:
+def _reports(path: Path, notes: list[str]) -> list[Save | Load | Drain | Copies]:
     try:
         with open(path, "rb") as file:  # a pipe will do
             data = file.read(_MOST_BYTES + 1)
@@ -164,7 +192,7 @@ def _reports(path: Path, notes: list[str]) -> list[Save | Load | Drain]:
             code=error.errno or 0,
             path=str(path),
         ) from None
-    found: list[Save | Load | Drain] = []
+    found: list[Save | Load | Drain | Copies] = []
     skipped: list[str] = []
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
@@ -197,7 +225,7 @@ def _values(line: str) -> list[Any]:
     return [json.loads(line[begin:])]
 
 
-def _report(value: Any) -> Save | Load | Drain:
+def _report(value: Any) -> Save | Load | Drain | Copies:
     event = value.get("event") if isinstance(value, dict) else None
     if event == "save":
         return _save(value)
@@ -205,6 +233,8 @@ def _report(value: Any) -> Save | Load | Drain:
         return Load(*(_field(value, field) for field in dataclasses.fields(Load)))
     if event == "drain":
         return Drain(*(_field(value, field) for field in dataclasses.fields(Drain)))
+    if event == "copies":
+        return Copies(*(_field(value, field) for field in dataclasses.fields(Copies)))
     raise ValueError("it is JSON, but neither the report of a save nor of a load")
 
 
@@ -212,7 +242,7 @@ def _save(value: Mapping[str, Any]) -> Save:
     known = {
         field.name: _field(value, field)
         for field in dataclasses.fields(Save)
-        if field.name not in ("spreads", "held_spans_ms")
+        if field.name not in ("spreads", "held_spans_ms", "copies")
     }
     try:
         spreads = {
@@ -243,9 +273,18 @@ def _field(value: Mapping[str, Any], field: dataclasses.Field[Any]) -> Any:
     found, declared = value[field.name], str(field.type)
     if declared.startswith("Mapping"):
         return _mapping(value, field.name)
+    if declared == "Sequence[str]":
+        return _names(value, field.name)
     kinds = tuple(kind for name in declared.split(" | ") for kind in _KINDS[name])
     if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
         raise ValueError(f"its {field.name!r} is {found!r}, expected {declared}")
+    return found
+
+
+def _names(value: Mapping[str, Any], name: str) -> Sequence[str]:
+    found = value.get(name)
+    if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+        raise ValueError(f"its {name!r} is {found!r}, expected a list of names")
     return found
 
 

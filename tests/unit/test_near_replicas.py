@@ -119,6 +119,34 @@ def test_each_node_has_a_copy_of_the_files_of_the_one_before_it(tmp_path: Path) 
     assert nodes.kept(0) == nodes.kept(1) == ["iter_0000002"], "copies go with their save"
 
 
+def test_what_is_copied_is_reported(tmp_path: Path) -> None:
+    report = tmp_path / "report.jsonl"
+    nodes = copying(tmp_path, report_file=str(report), faults="")
+    nodes.save(1)
+    nodes.close()
+    lines = [json.loads(line) for line in report.read_text().splitlines()]
+    (copies,) = [one for one in lines if one["event"] == "copies"]
+    (size,) = [path.stat().st_size for path in data_files(nodes.near(0, 1)) if path.name[5:10] == "00001"]
+    assert (copies["state"], copies["error"], copies["files"], copies["bytes"]) == ("made", None, 1, size)
+    assert copies["partners"] == [socket.gethostname().partition(".")[0]] and copies["copying_ms"] > 0
+    documented = (ROOT / "docs" / "reports.md").read_text().partition("## Copies on other nodes")[2]
+    assert all(f"`{field}`" in documented for field in copies)
+    events = [one["event"] for one in lines]
+    assert events.index("copies") < events.index("drain")
+
+
+def test_copies_that_are_left_out_are_reported(tmp_path: Path, quick: None) -> None:
+    report = tmp_path / "report.jsonl"
+    failing = {"faults": "replica sync:0:EIO"}
+    nodes = copying(tmp_path, failing, {}, report_file=str(report))
+    nodes.save(1)
+    nodes.close()
+    lines = [json.loads(line) for line in report.read_text().splitlines()]
+    (copies,) = [one for one in lines if one["event"] == "copies"]
+    assert (copies["state"], copies["files"], copies["bytes"]) == ("incomplete", 0, 0)
+    assert "Input/output error" in copies["error"]
+
+
 def records_of(
     nodes: Sequence[Sequence[int]], near: Callable[[int], bool] = lambda rank: True
 ) -> list[RankRecord]:

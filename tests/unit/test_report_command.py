@@ -18,7 +18,7 @@ import pytest
 
 from megatron_datastates.errors import StorageError, UnsupportedFormatError
 from megatron_datastates.reports.advice import Advice, advise
-from megatron_datastates.reports.picture import held_shares
+from megatron_datastates.reports.picture import draw, held_shares
 from megatron_datastates.reports.reading import read_reports
 from megatron_datastates.reports.timing import intervals, iteration_seconds, usual
 from tests.unit.command import run
@@ -259,6 +259,53 @@ def test_the_page_is_whole_and_needs_no_network(tmp_path: Path) -> None:
     assert page.count("<tr") == 1 + len(SAVES)
     assert (tmp_path / "pictures" / "report.png").read_bytes().startswith(b"\x89PNG")
     assert "wrote" in out
+
+
+def near_lines(**copies: Any) -> list[dict[str, Any]]:
+    """Returns the saves of the run, copied to another node and drained."""
+    lines = list(SAVES)
+    for save in SAVES:
+        same = {name: save[name] for name in ("save_id", "iteration", "directory")}
+        made = {"state": "made", "error": None, "partners": ["node-b"], "files": 1, "bytes": 5_000_000}
+        begin = save["started_at"] + save["durable_ms"] / 1000
+        lines.append(same | made | {"event": "copies", "started_at": begin, "copying_ms": 20.0} | copies)
+        lines.append(same | {"event": "drain", "bytes": save["bytes"], "near_ms": 400.0})
+    return lines
+
+
+def test_copies_and_the_drain_are_drawn(written: Callable[..., Path], tmp_path: Path) -> None:
+    path = written(near_lines())
+    save = read_reports([path]).saves[-1]
+    assert save.copies_ms is not None and save.published_ms is not None
+    assert save.copies_ms[0] == pytest.approx(save.durable_ms, abs=1.0)
+    assert save.copies_ms[1] == pytest.approx(save.durable_ms + 20, abs=1.0)
+    assert save.far_ms == save.published_ms + 400
+    code, printed, said = run("report", path, "--out", tmp_path / "out")
+    assert (code, said) == (0, ""), printed
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "copied 5.0 MB from node-b in 20 ms" in page and "in --save after" in page
+    assert "no copies on other nodes" not in printed
+    drawn = stages_drawn(path)
+    without = stages_drawn(written(SAVES))
+    assert all(one >= {"copies", "drained"} for one in drawn)
+    assert {"copies", "drained"} & set().union(*without) == set()
+
+
+def stages_drawn(path: Path) -> list[set[str]]:
+    """Returns what the lanes, the bars of single saves and the lines of milestones are called."""
+    clock, details, milestones, *_ = draw(read_reports([path]).saves, "").axes
+    lanes = {label.get_text() for label in clock.get_yticklabels()}
+    return [
+        lanes,
+        *({text.get_text() for text in one.get_legend().get_texts()} for one in (details, milestones)),
+    ]
+
+
+def test_copies_that_are_missing_are_said(written: Callable[..., Path]) -> None:
+    path = written(near_lines(state="incomplete", error="5 MiB are free", partners=[], bytes=0))
+    code, printed, _ = run("report", path)
+    assert code == 0 and f"{len(SAVES)} of {len(SAVES)} saves have no copies on other nodes" in printed
+    assert "5 MiB are free" in printed
 
 
 def test_a_page_cannot_be_made_to_run_code(written: Callable[..., Path], tmp_path: Path) -> None:

@@ -99,6 +99,25 @@ def share_of(rank: int, records: Sequence[RankRecord], manifest: Manifest, repli
     )
 
 
+@dataclasses.dataclass
+class Copied:
+    """What one rank has copied of a save.
+
+    Attributes:
+        started_at: as time.time() has it.
+        origins: the nodes whose files it copies.
+        files, bytes: that are there now; bytes without those that were there before.
+        error: why copies are left out; empty if none is.
+    """
+
+    started_at: float
+    origins: list[str]
+    seconds: float = 0.0
+    files: int = 0
+    bytes: int = 0
+    error: str = ""
+
+
 class _NoRoomError(Exception):
     pass
 
@@ -129,7 +148,7 @@ class Replicas:
             self._server = self._server or Server()
         except (OSError, RuntimeError) as error:
             self._can_serve = False
-            self._warn("this rank cannot serve its files", error)
+            self._warn(f"this rank cannot serve its files: {error}")
             return b""
         self._server.offer(save_id, folder)
         return self._server.endpoint.encode()
@@ -145,45 +164,56 @@ class Replicas:
             self._server.close()
             self._server = None
 
-    def fetch(self, share: Share, folder: Path, manifest: Manifest, is_over: Callable[[], bool]) -> None:
+    def fetch(self, share: Share, folder: Path, manifest: Manifest, is_over: Callable[[], bool]) -> Copied:
         """Makes this rank's copies. Never raises: what cannot be copied now is left out, with one warning.
 
         Args:
             folder: of the save, in this node's near tier.
             is_over: the save has failed or was given up, so that copies are of no use.
         """
-        if share.nodes == 1 and share.is_first:
-            self._warn("all files in near tiers are of one node", None)
+        copied = Copied(time.time(), list(dict.fromkeys(map(_name_of, (one for _, one in share.files)))))
+        begin = time.perf_counter()
         with self._one_save:
-            self._fetch_all(share, folder, manifest, is_over)
+            if share.nodes == 1 and share.is_first:
+                self._leave_out(copied, "all files in near tiers are of one node")
+            self._fetch_all(share, folder, manifest, is_over, copied)
+        copied.seconds = time.perf_counter() - begin
+        return copied
 
-    def _fetch_all(self, share: Share, folder: Path, manifest: Manifest, is_over: Callable[[], bool]) -> None:
-        failure: tuple[str, Exception] | None = None
+    def _fetch_all(
+        self, share: Share, folder: Path, manifest: Manifest, is_over: Callable[[], bool], copied: Copied
+    ) -> None:
+        failure = ""
         for file, origin in share.files:
             try:
                 self._require_room(share, folder, manifest.save_id)
-                self._copy(file, origin, folder, manifest, is_over)
+                copied.bytes += self._copy(file, origin, folder, manifest, is_over)
+                copied.files += 1
             except _NoRoomError as error:
-                failure = (str(folder), error) if share.is_first else None
+                copied.error = f"{folder}: {error}"
+                failure = copied.error if share.is_first else ""  # one rank of the node says it
                 break
             except Exception as error:
-                failure = failure or (f"{file.name} of {_node(origin)}", error)
+                failure = failure or f"{file.name} of {_node(origin)}: {error}"
+                if isinstance(error, TimeoutError) and not is_over():
+                    break  # the save waits for this
             if is_over():
                 return
-            if failure is not None and isinstance(failure[1], TimeoutError):
-                break  # the save waits for this
-        if failure is not None:
-            self._warn(*failure)
-        elif share.files:
+        if failure:
+            self._leave_out(copied, failure)
+        elif share.files and not copied.error:
             self._is_warned = False
 
-    def _warn(self, what: str, error: Exception | None) -> None:
+    def _leave_out(self, copied: Copied, reason: str) -> None:
+        copied.error = reason
+        self._warn(reason)
+
+    def _warn(self, reason: str) -> None:
         if not self._is_warned:
             logger.warning(
-                "copies on other nodes (--datastates-near-replicas) are left out: %s%s; if a node is lost, "
+                "copies on other nodes (--datastates-near-replicas) are left out: %s; if a node is lost, "
                 "so is what it has not brought to --save",
-                what,
-                f": {error}" if error is not None else "",
+                reason,
             )
         self._is_warned = True
 
@@ -203,21 +233,23 @@ class Replicas:
         folder: Path,
         manifest: Manifest,
         is_over: Callable[[], bool],
-    ) -> None:
+    ) -> int:
+        """Makes one copy; returns how many bytes were fetched: none if the file is there already."""
         target = folder / file.name
         if is_whole(target, manifest, file) or (file.save_id and _link(target, manifest, file)):
-            return
+            return 0
         endpoint = Endpoint.decode(origin.endpoint)
         if endpoint is None:
             raise DataStatesError("its rank serves nothing: see its log")
         for attempt in range(_ATTEMPTS):
             try:
                 self._fetch(endpoint, target, manifest, file, is_over)
-                return
+                return file.bytes
             except (OSError, DataStatesError) as error:
                 if _is_final(error) or is_over() or attempt == _ATTEMPTS - 1:
                     raise
             time.sleep(_PAUSE_SECONDS)
+        raise AssertionError("the last attempt returns or raises")
 
     def _fetch(
         self,
@@ -282,5 +314,9 @@ def _is_final(error: Exception) -> bool:
     return isinstance(error, TimeoutError) or (isinstance(error, OSError) and error.errno in full)
 
 
+def _name_of(record: RankRecord) -> str:
+    return record.host_name or "?"
+
+
 def _node(record: RankRecord) -> str:
-    return f"node {record.host_name or '?'} (rank {record.rank})"
+    return f"node {_name_of(record)} (rank {record.rank})"

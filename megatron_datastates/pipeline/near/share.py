@@ -22,7 +22,7 @@ from megatron_datastates.pipeline.commit import SmallFiles
 from megatron_datastates.pipeline.layouts import LayoutStore
 from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.near.places import NODES_NAME, NodeEntry, Nodes
-from megatron_datastates.pipeline.near.replicas import Replicas, ring_of, share_of
+from megatron_datastates.pipeline.near.replicas import Copied, Replicas, ring_of, share_of
 from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
 from megatron_datastates.pipeline.records import RankRecord
 
@@ -50,6 +50,7 @@ class NearShare:
         others: likewise, the content of the other files that the manifest names.
         needs_drain: some rank's files are in the checkpoint's directory already, so the rest must follow.
         is_in_place: whether the manifest is in its place, or may be; also after a failure.
+        copied: what this rank has copied from other nodes, if the options ask for copies.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class NearShare:
         self.others: dict[str, bytes] = {}
         self.needs_drain = any(record.has_file and not record.is_near for record in records)
         self.is_in_place = False
+        self.copied: Copied | None = None
         self._offer = b""  # on rank 0
         self._asked: PollableResult[bytes] | None = None
         self._has_arrived = False
@@ -145,7 +147,7 @@ class NearShare:
             self._store(offer, manifest)
         if self._replicas is not None and self._context.near is not None:
             share = share_of(self._context.rank, self._records, manifest, self._replicas.count)
-            self._replicas.fetch(share, self._context.near, manifest, is_over)
+            self.copied = self._replicas.fetch(share, self._context.near, manifest, is_over)
 
     def _store(self, offer: _Offer, manifest: Manifest) -> None:
         """Stores it beside the node's data files, the manifest last."""

@@ -31,7 +31,7 @@ from megatron_datastates.pipeline.near.places import (
     node_of,
     occupied_bytes,
 )
-from megatron_datastates.pipeline.near.replicas import Replicas, host_name
+from megatron_datastates.pipeline.near.replicas import Copied, Replicas, host_name
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.runs import tracked_iteration
 
@@ -50,6 +50,7 @@ class NearTier:
     ) -> None:
         self.root = near_root(options.near)
         self._options = options
+        self._report = report
         self._node = 0
         self._ranks = local_ranks()  # of the node, as far as known
         self._has_failed = False  # the last save, in the near tier
@@ -150,6 +151,8 @@ class NearTier:
         if near is None:
             return
         near.note_published()
+        if is_first and near.copied is not None:
+            self._report(_report_of(context, near.copied))
         self._published += 1
         if is_first:
             self._track(context)
@@ -209,3 +212,21 @@ class NearTier:
         self.drain.close(abandon=getattr(sys, "last_value", None) is not None)
         if self.replicas is not None:
             self.replicas.close()
+
+
+def _report_of(context: SaveContext, copied: Copied) -> dict[str, Any]:
+    """Returns the report of the copies that this rank has made; docs/reports.md lists the fields."""
+    return {
+        "event": "copies",
+        "save_id": str(context.save_id),
+        "directory": str(context.directory),
+        "iteration": context.iteration,
+        "rank": context.rank,
+        "state": "incomplete" if copied.error else "made",
+        "error": copied.error or None,
+        "started_at": round(copied.started_at, 3),
+        "copying_ms": round(copied.seconds * 1000, 3),
+        "partners": copied.origins,
+        "files": copied.files,
+        "bytes": copied.bytes,
+    }
