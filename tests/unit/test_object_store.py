@@ -33,6 +33,7 @@ from megatron_datastates.errors import (
     SaveFailedError,
     StorageError,
 )
+from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.near import drain
@@ -52,6 +53,7 @@ from tests.support.object_store import (
 )
 from tests.unit.command import run
 from tests.unit.states import OPTIONS, State, bits, data_files, random_tensor
+from tests.unit.test_near_replicas import Cluster
 from tests.unit.test_near_tier import Nodes
 
 
@@ -195,6 +197,33 @@ def wait_for(condition: Any) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_with_copies_a_lost_node_costs_nothing_that_was_not_in_the_store_yet(
+    lost: int, store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    nodes = FarNodes(tmp_path, near_replicas=1)
+    assert save(nodes, 1) is Outcome.PUBLISHED
+    wait_for(lambda: nodes.is_far(1))
+    store.fail("PUT|POST", UNAVAILABLE)
+    assert save(nodes, 2) is Outcome.PUBLISHED, "near; the store is away"
+    abandon(nodes)
+    store.heal()
+    assert not nodes.is_far(2)
+    shutil.rmtree(nodes.roots[lost])
+
+    found, said = Cluster(monkeypatch, nodes.roots).recover(nodes.run)
+
+    assert found == 2 and "1 of them taken from copies on other nodes" in said
+    check(nodes, 2)
+    assert stores.read_whole(nodes.run / TRACKER_NAME) == b"2"
+    resumed = FarNodes(tmp_path, near_replicas=1)  # on the replaced node and the other one
+    assert save(resumed, 3) is Outcome.PUBLISHED
+    assert [len(data_files(resumed.near(node, 3))) for node in (0, 1)] == [2, 2]
+    resumed.close()
+    check(resumed, 3)
 
 
 def test_an_outage_while_the_manifest_is_written(
