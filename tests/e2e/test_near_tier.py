@@ -74,6 +74,31 @@ def test_killed_run_resumes_from_what_only_the_near_tiers_have(
     assert nodes.far.published()[:2] == [2, newest] and nodes.far.tracked() == 12
 
 
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_saves_go_on_near_while_save_is_gone(
+    mode: str, pretraining: Pretraining, reference: Reference, tmp_path: Path
+) -> None:
+    nodes = Nodes(tmp_path)
+    how = nodes.arguments("--step-delay-ms", "300", steps=12)
+    if mode == "sync":
+        how.remove("--async-save")
+    running = pretraining.start(*how)
+    running.job.wait_until(lambda: nodes.far.tracked() == 2, 60)
+    gone = tmp_path / "gone"
+    nodes.far.root.rename(gone)
+    nodes.far.root.write_text("not a directory")
+    reached = nodes.tracked_near()
+    running.job.wait_until(lambda: nodes.tracked_near() >= reached + 4, 60)
+    nodes.far.root.unlink()
+    gone.rename(nodes.far.root)
+    ended = running.finish(120)
+
+    log = ended.log
+    assert log.count("saves go on in the near tiers, and are brought to --save later") == 1
+    assert ended.differences(reference("tp2", 12)) == []
+    assert nodes.far.tracked() == 12 and nodes.far.published()[-1] == 12
+
+
 def newest_whole(nodes: Nodes, left: tuple[int, ...] = (0, 1)) -> int:
     """Returns the newest iteration with a manifest and a file of each rank, far or on a node that is left."""
     whole = [0]

@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import tempfile
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.files import path_of
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.format.values import SaveId
+from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.training.arguments import msc_is_enabled
 from megatron_datastates.pipeline.near.places import remove_folder
 from megatron_datastates.pipeline.runs import is_complete, tracked_iteration
@@ -30,6 +32,7 @@ from megatron_datastates.pipeline.runs import is_complete, tracked_iteration
 logger = logging.getLogger(__name__)
 _is_on = False  # the near tier, as of the last save
 _is_ours = False  # the tracker, as of the last save
+_is_out_of_reach = False  # --save, as of the last save
 _memory_file: int | None = None  # descriptor
 _unused: tempfile.TemporaryDirectory[str] | None = None
 _tracked: dict[Path, SaveId] = {}  # by run: the save that its tracker names, if this process has written it
@@ -60,9 +63,58 @@ def saving(options: Options, *, is_release: bool = False) -> Iterator[None]:
 
     checkpointing.get_checkpoint_tracker_filename = get_checkpoint_tracker_filename
     try:
-        yield
+        with _without_directory() if _is_on else contextlib.nullcontext():
+            yield
     finally:
         checkpointing.get_checkpoint_tracker_filename = original
+
+
+@contextlib.contextmanager
+def _without_directory() -> Iterator[None]:
+    """Lets a save begin while its directory in --save cannot be made: it is published near.
+
+    The drain makes the directory later. Where there is no room near, writing to it fails the save, on all
+    ranks. Megatron makes it, and looks what is in it, on rank 0 alone.
+    """
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.training import checkpointing
+
+    make, client = checkpointing.ensure_directory_exists, getattr(serialization, "maybe_msc", None)
+
+    def ensure_directory_exists(filename: Any, *args: Any, **kwargs: Any) -> None:
+        global _is_out_of_reach
+        try:
+            make(filename, *args, **kwargs)
+            _is_out_of_reach = False
+        except OSError as error:
+            if client is None or versions.installed().writes_common_file:
+                raise  # this release writes a file of its own there
+            if not _is_out_of_reach:
+                logger.warning(
+                    "%s cannot be made (%s): saves go on in the near tiers, and are brought to --save later",
+                    filename,
+                    error.strerror,
+                )
+            _is_out_of_reach = True
+            serialization.maybe_msc = types.SimpleNamespace(Path=_Unreachable)
+
+    checkpointing.ensure_directory_exists = ensure_directory_exists
+    try:
+        yield
+    finally:
+        checkpointing.ensure_directory_exists = make
+        if client is not None:
+            serialization.maybe_msc = client
+
+
+class _Unreachable:
+    """Stands in for the path of a directory that is not there, in `dist_checkpointing.save`."""
+
+    def __init__(self, path: str) -> None:
+        pass
+
+    def iterdir(self) -> Iterator[Path]:
+        return iter(())
 
 
 def is_on() -> bool:
