@@ -1,7 +1,8 @@
 """Failures of a cluster, and what each costs with checkpoints in one or two tiers.
 
-Source of the failures: A. Grattafiori et al., "The Llama 3 Herd of Models" (2024), section 3.3.4 and table 5:
-419 unexpected interruptions in 54 days on 16,384 GPUs, by cause. What a cause takes away is our reading: bad
+Source of the failures: A. Grattafiori et al., "The Llama 3 Herd of Models" (2024, arXiv 2407.21783), section
+3.3.4 and table 5: 419 unexpected interruptions in 54 days on 16,384 GPUs, by cause; all 18 rows have the
+table's counts (compared with copies of it, 2026-11-23). What a cause takes away is our reading: bad
 hardware, and maintenance of a host, take a node with its near tier; a switch or cable takes a rack of two
 nodes, as that cluster had them; software takes processes only. That all near tiers are lost at once is not in
 the table: its share is an assumption.

@@ -163,6 +163,9 @@ def test_with_copies_on_other_nodes_a_lost_node_costs_nothing(
         "rename manifest:2:kill",
         "drain sync:1:kill",
         "write manifest:4:kill",
+        "write:3:kill",
+        "sync:2:kill",
+        "drain read:2:kill",
     ],
 )
 def test_killed_at_any_stage_a_run_resumes_from_the_newest_whole_checkpoint(

@@ -1,0 +1,205 @@
+"""Faults of a near tier and its far side: after each, the newest restorable iteration is restored, exactly.
+
+Which test shows what:
+  SIGKILL in a save, in a drain    tests/e2e/test_near_tier.py: killed at any stage; for copies on other nodes
+                                   test_near_replicas.py; for uploads test_object_store.py
+  SIGKILL in a restore             here
+  near lost on one node            tests/e2e/test_near_tier.py, test_near_replicas.py: a lost node ...; with
+                                   the far side in a store: test_object_store.py
+  near lost on all nodes           test_near_replicas.py: with all nodes lost; under a job that goes on: here
+  near full                        test_near_tier.py: a near tier of no use; in the middle of a save: here
+  far full, read-only, gone        here; in a restore: test_near_tier_trouble.py; while saves begin:
+                                   tests/e2e/test_near_tier.py; a store's outage: test_object_store.py
+  two jobs on one node             here, test_near_tier_trouble.py, test_near_replicas.py: left-overs
+  clocks apart                     here
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_datastates.format.directory import TRACKER_NAME
+from megatron_datastates.pipeline.near import drain
+from megatron_datastates.pipeline.near.places import near_run
+from megatron_datastates.pipeline.near.recovery import bring_home
+from megatron_datastates.pipeline.publication import Outcome
+from tests.support.capabilities import bound_by_permissions
+from tests.unit.states import OPTIONS
+from tests.unit.test_near_replicas import Cluster, copying
+from tests.unit.test_near_tier import Nodes, abandon, killed, recover
+from tests.unit.test_near_tier_trouble import wait_for
+
+ROOT = Path(__file__).parents[2]
+NEVER_FAR = "drain write:0:EIO"
+
+
+# -- a restore that is killed ------------------------------------------------------------------------------
+
+
+def restore_and_be_killed(root: str, fault: str) -> None:
+    nodes = Nodes(Path(root))
+    bring_home(nodes.run, dataclasses.replace(OPTIONS, near=str(nodes.roots[0]), faults=fault))
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *("drain read:1", "drain write:2", "drain sync:1", "drain rename:2"),
+        *("write index:1", "rename index:1", "write manifest:1", "rename manifest:1"),
+        *("sync directory of manifest:1", "durable manifest:1"),
+    ],
+)
+def test_a_restore_that_is_killed_is_made_by_the_next_job(fault: str, tmp_path: Path) -> None:
+    nodes = killed(tmp_path)
+    code = "import sys; from tests.unit import test_near_faults as t; t.restore_and_be_killed(*sys.argv[1:])"
+    words = [sys.executable, "-c", code, str(tmp_path), f"{fault}:kill"]
+    assert subprocess.run(words, cwd=ROOT, timeout=120.0).returncode == -signal.SIGKILL
+    assert recover(nodes)[0] == 3, "the tracker is written last"
+    nodes.check(3)
+    assert (nodes.run / TRACKER_NAME).read_text() == "3"
+    assert recover(nodes) == (None, "")
+
+
+# -- near ----------------------------------------------------------------------------------------------------
+
+
+def test_near_tiers_that_vanish_under_a_job_cost_what_is_not_far(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    nodes.save(1)
+    wait_for(lambda: nodes.is_far(1))
+    for root in nodes.roots:
+        shutil.rmtree(root)
+    assert nodes.save(2).outcome is Outcome.PUBLISHED, "in directories that are made anew"
+    nodes.close()
+    for iteration in (1, 2):
+        nodes.check(iteration)
+
+
+@pytest.mark.parametrize("operation", ["open", "reserve", "write:2", "sync"])
+def test_a_near_tier_that_fills_up_in_a_save_fails_it_and_is_left_out_by_the_next_one(
+    operation: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plan = operation if ":" in operation else f"{operation}:1"
+    nodes = Nodes(tmp_path, {}, {"faults": f"{plan}:ENOSPC"})
+    failed = nodes.save(1)
+    assert failed.outcome is Outcome.FAILED and "No space left on device" in (failed.error or "")
+    second = nodes.save(2)
+    assert second.outcome is Outcome.PUBLISHED
+    assert [record.is_near for record in second.records] == [True, False], "node 1 saves to --save"
+    third = nodes.save(3)
+    assert all(record.is_near for record in third.records)
+    nodes.close()
+    for iteration in (2, 3):
+        nodes.check(iteration)
+    assert len([one for one in caplog.records if "is left out" in one.message]) == 1
+
+
+# -- far -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_far(nodes: Nodes) -> object:
+    """The directory of the run is elsewhere meanwhile, and something else in its place."""
+    gone = nodes.run.with_name("gone")
+    nodes.run.rename(gone)
+    nodes.run.write_text("")
+    yield
+    nodes.run.unlink()
+    gone.rename(nodes.run)
+
+
+@contextlib.contextmanager
+def read_only(nodes: Nodes) -> object:
+    nodes.run.chmod(0o555)
+    yield
+    nodes.run.chmod(0o755)
+
+
+@pytest.mark.parametrize("trouble", [no_far, read_only], ids=["gone", "read-only"])
+def test_a_far_side_that_is_away_for_a_while_gets_everything_later(
+    trouble: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "_PAUSES", (0.1,))
+    nodes = Nodes(tmp_path, near_keep=1)
+    with bound_by_permissions():
+        nodes.save(1)
+        wait_for(lambda: nodes.is_far(1))
+        with trouble(nodes):
+            for iteration in (2, 3):
+                assert nodes.save(iteration).outcome is Outcome.PUBLISHED, "near"
+            assert nodes.kept(0)[-2:] == ["iter_0000002", "iter_0000003"], "nothing is removed"
+    nodes.close()
+    for iteration in (1, 2, 3):
+        nodes.check(iteration)
+    assert nodes.kept(0) == nodes.kept(1) == ["iter_0000003"]
+
+
+def test_a_far_side_without_room_gets_everything_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(drain, "_PAUSES", (0.05,))
+    full = ",".join(f"drain write:{nth}:ENOSPC" for nth in range(1, 40))
+    nodes = Nodes(tmp_path, {"faults": full}, {"faults": "write manifest:1:ENOSPC"})
+    failed_near = nodes.save(1)
+    assert failed_near.outcome is Outcome.FAILED, "a manifest that has no room near"
+    for iteration in (2, 3):
+        assert nodes.save(iteration).outcome is Outcome.PUBLISHED
+    wait_for(lambda: nodes.is_far(3))
+    nodes.close()
+    for iteration in (2, 3):
+        nodes.check(iteration)
+    assert "No space left on device" in caplog.text and "it is tried again" in caplog.text
+
+
+# -- jobs and clocks -----------------------------------------------------------------------------------------
+
+
+def test_two_jobs_on_one_node_restore_what_is_theirs(tmp_path: Path) -> None:
+    one, other = Nodes(tmp_path), Nodes(tmp_path)
+    one.close()
+    other.close()
+    one, other = (Nodes(tmp_path, faults=NEVER_FAR) for _ in range(2))
+    other.run = tmp_path / "far" / "other" / "run"  # the same name, in the same near tiers
+    for iteration in (4, 6):
+        other.save(iteration)
+        one.save(iteration - 1)
+    for nodes, newest in ((one, 5), (other, 6)):
+        abandon(nodes)
+        for path in nodes.near(1, newest).glob("data-*"):
+            shutil.copy(path, nodes.near(0, newest))
+        assert recover(nodes)[0] == newest
+        nodes.check(newest)
+    assert near_run(one.roots[0], one.run) != near_run(other.roots[0], other.run)
+
+
+@pytest.mark.parametrize("seconds", [-86_400.0, 86_400.0])
+def test_clocks_that_are_apart_choose_no_checkpoint(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = copying(tmp_path, near_keep=9)
+    nodes.save(1)
+    wait_for(lambda: nodes.is_far(1))
+    (nodes.run / TRACKER_NAME).write_text("1")
+    abandon(nodes)
+    later = copying(tmp_path, faults=NEVER_FAR, near_keep=9)
+    for saver in later.ranks.savers:
+        saver.session._run_id = 5
+    for iteration in (2, 3):
+        later.save(iteration)
+    abandon(later)
+    for path in [*later.roots[1].rglob("*"), *later.near(0, 3).iterdir()]:  # of node 1, and the newest files
+        os.utime(path, (path.stat().st_mtime + seconds,) * 2)
+    iteration, _ = Cluster(monkeypatch, later.roots).recover(later.run)
+    assert iteration == 3
+    later.check(3)
+    nodes.check(1)
