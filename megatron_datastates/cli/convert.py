@@ -19,7 +19,6 @@ from megatron_datastates.cli.shared import (
     cannot,
     checkpoint_of,
     counted,
-    local_readable,
     note,
     parse_size,
     progress_bar,
@@ -56,9 +55,9 @@ def convert(
         Path,
         typer.Argument(
             metavar="TARGET",
-            help="Directory to create, such as converted/iter_0001000. If SOURCE is a run, it becomes a run, "
-            "too, and may exist.",
-            callback=local_readable,
+            help="Directory to create, such as converted/iter_0001000, or msc://PROFILE/PATH. If SOURCE is a "
+            "run, it becomes a run, too, and may exist.",
+            callback=readable,
         ),
     ],
     to: Annotated[
@@ -66,7 +65,7 @@ def convert(
         typer.Option(
             "--to",
             metavar="FORMAT",
-            help="datastates or torch_dist (default: the other one).",
+            help="datastates or torch_dist (default: the other one; in object stores datastates).",
         ),
     ] = "",
     every: Annotated[
@@ -112,6 +111,7 @@ def convert(
     checkpoint to its own format with another number of files (--to, --ranks), and reads Megatron's old zarr
     format. Needs neither a GPU nor Megatron. The target appears only once it is complete, and then the
     tracker beside it names it, so that Megatron resumes from it. Under torchrun, ranks share the work.
+    For a TARGET in an object store, files are made in the directory for temporary files (TMPDIR) first.
 
     With --all, a checkpoint that cannot be converted does not keep the others from it.
 

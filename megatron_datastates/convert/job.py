@@ -7,14 +7,18 @@ Protocol:
   3. each file is written by one thread of one process; once all are durable, rank 0 publishes them; then they
      are read again and compared if that was requested (verification.py);
   4. the directory is renamed to the target's name, and its parent is synced.
+For a target in an object store, each process writes to a directory of its own for temporary files, and step 4
+is an upload, with the manifest as the last object (uploads.py).
 So a target is a complete checkpoint or does not exist. Under torchrun all ranks finish a step, or fail it,
 before any begins the next.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,12 +33,15 @@ from megatron_datastates.convert.sinks.target import made_parents, named_as, syn
 from megatron_datastates.convert.sinks.torch_dist import TorchDistSink
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.convert.team import Team
+from megatron_datastates.convert.uploads import publish_uploaded, upload_files
 from megatron_datastates.convert.verification import verify_conversion
 from megatron_datastates.convert.work_directory import locked_work_directory, rename_to_target
 from megatron_datastates.convert.workers import Workers
 from megatron_datastates.engine.atomic_files import sync_directory
+from megatron_datastates.errors import OptionError
 from megatron_datastates.files import is_object, open_regular
-from megatron_datastates.format.values import SaveId
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 
 
 def no_progress(bytes_done: int) -> None:
@@ -63,13 +70,26 @@ def convert(
         DataStatesError, OSError: the conversion failed. In all cases there is no target.
     """
     team = team or Team()
+    is_far = is_object(plan.target)
+    if is_far and verify and team.size > 1:
+        raise OptionError(
+            f"--verify by several ranks, and {plan.target} in an object store: leave --verify out, and "
+            "compare afterwards with `datastates diff`"
+        )
     numbers = plan.files_of(team)
     workers = Workers(limits.worker_count(len(numbers)), progress)
     with ExitStack() as held:
-        team.on_rank_zero(lambda: held.enter_context(made_parents(plan.target)))
-        team.on_rank_zero(
-            lambda: held.enter_context(locked_work_directory(plan.work_directory, _other_names(plan.source)))
-        )
+        if is_far:
+            scratch = held.enter_context(tempfile.TemporaryDirectory(prefix="datastates-convert-"))
+            plan = dataclasses.replace(plan, scratch=Path(scratch))
+            plan.work_directory.mkdir()
+        else:
+            team.on_rank_zero(lambda: held.enter_context(made_parents(plan.target)))
+            team.on_rank_zero(
+                lambda: held.enter_context(
+                    locked_work_directory(plan.work_directory, _other_names(plan.source))
+                )
+            )
         held.enter_context(named_as(plan.work_directory, plan.target))
         save_id = SaveId(team.on_rank_zero(lambda: secrets.randbits(63)), 1)
         sink = team.on_every_rank(lambda: _sink(plan, limits, save_id, workers.progress))
@@ -85,7 +105,19 @@ def convert(
             window_bytes = limits.window_bytes(len(plan.files))
             readers = Workers(limits.worker_count(len(numbers)), start_verification())
             team.on_every_rank(lambda: verify_conversion(plan, window_bytes, numbers, readers))
-        team.on_rank_zero(lambda: rename_to_target(plan.work_directory, plan.target))
+        if is_far:
+            _upload(plan, team)
+        else:
+            team.on_rank_zero(lambda: rename_to_target(plan.work_directory, plan.target))
+
+
+def _upload(plan: Plan, team: Team) -> None:
+    folder, target = plan.work_directory, plan.target
+    encoded = team.on_rank_zero(lambda: (folder / MANIFEST_NAME).read_bytes())
+    manifest = Manifest.decode(encoded, MANIFEST_NAME)
+    own = [manifest.files[n] for n in plan.files_of(team)]
+    team.on_every_rank(lambda: upload_files(folder, target, manifest, own))
+    team.on_rank_zero(lambda: publish_uploaded(folder, target, manifest))
 
 
 def _sink(plan: Plan, limits: Limits, save_id: SaveId, progress: Progress) -> Sink:

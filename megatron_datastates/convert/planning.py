@@ -12,8 +12,10 @@ from megatron_datastates.convert.sinks.target import refuse_target
 from megatron_datastates.convert.sinks.torch_dist import TorchDistSink
 from megatron_datastates.convert.sources.source import RankContents, Source
 from megatron_datastates.convert.team import Team
+from megatron_datastates.convert.uploads import refuse_object_target
 from megatron_datastates.errors import FormatError, OptionError, StorageError
-from megatron_datastates.files import require_utf8
+from megatron_datastates.files import is_object, require_utf8
+from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
 from megatron_datastates.pipeline.runs import metadata_members
 from megatron_datastates.plan.coverage import coverage_faults
 
@@ -30,10 +32,13 @@ class Plan:
     format: str
     files: list[RankContents]  # one for each file of the target, in order of its ranks
     file_bytes: list[int]  # of the tensors in each file
+    scratch: Path | None = None  # for a target in an object store: a directory of this process
 
     @property
     def work_directory(self) -> Path:
         """Returns the directory that everything is written to before it gets the target's name."""
+        if self.scratch is not None:
+            return self.scratch / self.target.name
         return self.target.parent / f".{self.target.name}.converting"
 
     def files_of(self, team: Team) -> range:
@@ -41,8 +46,10 @@ class Plan:
         return range(team.rank, len(self.files), team.size)
 
 
-def default_format(source_format: str) -> str:
+def default_format(source_format: str, target: Path) -> str:
     """Returns the format that a checkpoint is converted to unless another one is requested."""
+    if is_object(target):
+        return DataStatesSink.format
     return next(name for name in FORMATS if name != source_format)
 
 
@@ -61,13 +68,19 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
             source is missing or truncated.
         FormatError: the source is damaged.
     """
-    format = format or default_format(source.format)
+    format = format or default_format(source.format, target)
     if format not in FORMATS:
         raise OptionError(f"format {format!r} cannot be written: expected one of {', '.join(FORMATS)}")
     if ranks < 0:
         raise OptionError(f"--ranks {ranks}: expected 1 or more, or 0 for one file per rank of the source")
     require_utf8(target)
-    if target.resolve().is_relative_to(source.directory.resolve()):
+    if is_object(target) and format != DataStatesSink.format:
+        raise OptionError(
+            f"{target} is in an object store: expected a directory of a file system for {format}. Convert "
+            f"to one, and copy it to the store, {TORCH_DIST_INDEX} and then {METADATA_NAME} last; or choose "
+            f"--to {DataStatesSink.format}"
+        )
+    if f"{target.resolve()}/".startswith(f"{source.directory.resolve()}/"):
         raise StorageError(f"{target} lies inside its source, {source.directory}: choose another target")
     metadata_members(source.directory)
     _refuse_streams(source, format)
@@ -79,7 +92,10 @@ def plan_conversion(source: Source, target: Path, *, format: str = "", ranks: in
     sizes = [sum(source.fragment(*one).bytes for one in file.fragments) for file in files]
     needed = sum(sizes) + sum(source.object_bytes(key) for key in source.objects)
     needed += sum(source.stream_bytes(key) for key in source.streams)
-    refuse_target(target, needed, makes_parents=True)
+    if is_object(target):
+        refuse_object_target(target, needed)
+    else:
+        refuse_target(target, needed, makes_parents=True)
     return Plan(source, target, format, files, sizes)
 
 

@@ -156,7 +156,7 @@ def _list_checkpoints(source: Path, target: Path, format: str) -> list[tuple[str
         raise StorageError(f"{source} contains no iter_* directories: choose the --save directory of a run")
     found = {name: _try_open(source / name) for name in names}
     formats = {one.format for one in found.values() if isinstance(one, Source)}
-    wanted = {format or default_format(one) for one in formats}
+    wanted = {format or default_format(one, target) for one in formats}
     if len(wanted) > 1:
         raise OptionError(
             f"{source} contains iterations in the formats {' and '.join(sorted(formats))}: choose one for "

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from megatron_datastates import stores
 from megatron_datastates.convert.sinks.sink import write_synced
 from megatron_datastates.engine.atomic_files import sync_directory
+from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import (
     RELEASE_NAME,
     TRACKER_NAME,
@@ -52,16 +54,27 @@ def copy_tracker(source: Path, target: Path) -> tuple[str, bool]:
 def _name_it(run: Path, name: str, shown: Path) -> str:
     """Writes the tracker, unless it names a later iteration, or something else that cannot be compared."""
     existing, tracker = tracked_name(run), run / TRACKER_NAME
-    if os.path.lexists(tracker) and existing != name and not _is_earlier(existing, name):
+    if (
+        (tracker.exists() if is_object(tracker) else os.path.lexists(tracker))
+        and existing != name
+        and not _is_earlier(existing, name)
+    ):
         step = iteration_in_name(name)
         return f"{shown / TRACKER_NAME} still names {existing}: pass --load {shown} --ckpt-step {step}"
     if existing != name:
         number = iteration_in_name(name)
-        temporary = run / f".{TRACKER_NAME}.converting"
-        write_synced(temporary, (RELEASE_NAME if number is None else str(number)).encode())
-        temporary.rename(tracker)
-        sync_directory(run)
+        _write(tracker, (RELEASE_NAME if number is None else str(number)).encode())
     return f"{shown / TRACKER_NAME} names {name}: pass --load {shown}"
+
+
+def _write(tracker: Path, text: bytes) -> None:
+    if is_object(tracker):
+        stores.write(tracker, text)
+        return
+    temporary = tracker.with_name(f".{TRACKER_NAME}.converting")
+    write_synced(temporary, text)
+    temporary.rename(tracker)
+    sync_directory(tracker.parent)
 
 
 def _is_earlier(existing: str | None, name: str) -> bool:

@@ -6,6 +6,9 @@ import filecmp
 import json
 import re
 import shutil
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -138,7 +141,6 @@ def test_commands_that_write_refuse_them_in_one_line(store: ObjectStore, tmp_pat
     refused = [
         ("repair", ONE),
         ("export", ONE, f"{RUN}/exported"),
-        ("convert", ONE, f"{RUN}/iter_0000009", "--to", "torch_dist"),
         ("import", tmp_path, f"{RUN}/imported"),
     ]
     for command in refused:
@@ -146,6 +148,64 @@ def test_commands_that_write_refuse_them_in_one_line(store: ObjectStore, tmp_pat
         assert (code, out) == (2, ""), command
         assert err.count("\n") == 1 and "is in an object store: expected a directory of a file system" in err
         assert "copy it from or to the store, datastates.manifest last" in err
+
+
+def test_a_run_is_converted_into_a_store_and_back(
+    local: Path, store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    stock, there = tmp_path / "stock", "msc://store/converted"
+    assert run("convert", local, stock, "--all", "--to", "torch_dist")[0] == 0
+    for source in (stock, local):
+        stores.remove_below(stores.path_of(there))
+        store.log.clear()
+        code, out, err = run("convert", source, there, "--all", "--verify")
+        assert (code, err) == (0, ""), out
+        assert (
+            f"{there}/iter_0000002: datastates: " in out and f"names iter_0000003: pass --load {there}" in out
+        )
+        puts = [
+            name.rpartition("/")[2] for kind, name in store.log if kind == "PUT" and "/iter_0000002" in name
+        ]
+        assert puts[-1] == MANIFEST_NAME and puts.count(MANIFEST_NAME) == 1, "it is the last object"
+        assert run("verify", "--all", there)[0] == 0
+        for number in (1, 2, 3):
+            assert run("diff", local / f"iter_000000{number}", f"{there}/iter_000000{number}")[0] == 0
+        code, out, _ = run("convert", source, there, "--all")
+        assert code == 0 and out.count("skipped: the target exists already") == 3
+    code, _, err = run("convert", local / "iter_0000002", f"{there}/iter_0000002")
+    assert code == 2 and "exists: choose another target" in err
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.long
+def test_ranks_convert_into_a_store_together(local: Path, store: ObjectStore) -> None:
+    root = Path(__file__).parents[2]
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words += [str(root / "tools" / "convert.py"), str(local / "iter_0000001"), f"{RUN}/iter_0000007"]
+    ran = subprocess.run(words, cwd=root, capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0 and f"{RUN}/iter_0000007: datastates: " in ran.stdout, ran.stderr
+    assert run("diff", local / "iter_0000001", f"{RUN}/iter_0000007")[0] == 0
+    assert run("verify", f"{RUN}/iter_0000007")[0] == 0
+
+
+def test_a_conversion_into_a_store_that_fails_makes_no_checkpoint(local: Path, store: ObjectStore) -> None:
+    one = f"{RUN}/iter_0000009"
+    code, _, err = run("convert", ONE, one, "--to", "torch_dist")
+    assert code == 2 and "expected a directory of a file system for torch_dist" in err
+    assert "or choose --to datastates" in err
+    store.fail("PUT .*iter_0000009/index", UNAVAILABLE)
+    code, _, err = run("convert", local / "iter_0000002", one)
+    assert code == 2 and "Service unavailable" in err
+    assert run("verify", one)[0] == 2, "no manifest"
+    store.heal()
+    assert run("convert", local / "iter_0000002", one)[0] == 0, "what was left harms nothing"
+    assert run("verify", one)[0] == 0
+    store.fail("HEAD .*iter_0000009", EXPIRED)
+    code, _, err = run("convert", local / "iter_0000003", one)
+    assert code == 2 and "the object store refuses it" in err, "nothing is replaced on a guess"
 
 
 def test_what_is_not_there_is_said_in_one_line(store: ObjectStore) -> None:

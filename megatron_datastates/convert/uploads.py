@@ -1,0 +1,71 @@
+"""Targets in object stores: what a conversion has written here is brought there, as a drain does it.
+
+Protocol: data files first, each block's checksum compared on the way; then what else belongs to the
+checkpoint, and the manifest as the last object (pipeline/commit.py). What a kill leaves has no manifest, so
+it is no checkpoint, and `datastates prune` removes it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_datastates import stores
+from megatron_datastates.config import Options
+from megatron_datastates.engine.faults import Faults
+from megatron_datastates.engine.reader import read_small
+from megatron_datastates.errors import StorageError
+from megatron_datastates.files import DOCUMENT_BYTES, INDEX_BYTES, open_regular
+from megatron_datastates.format.directory import METADATA_NAME, TORCH_DIST_INDEX
+from megatron_datastates.format.manifest import FileEntry, Manifest
+from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline.commit import Commit, SmallFiles
+from megatron_datastates.pipeline.near.copying import Copier, Limit
+
+
+def refuse_object_target(target: Path, needed_bytes: int) -> None:
+    """Checks that a checkpoint can be made in an object store, by way of the directory for temporary files.
+
+    Raises:
+        StorageError: there is one already, or fewer than `needed_bytes` are free in that directory.
+        OSError: the store cannot be asked.
+    """
+    for name in (MANIFEST_NAME, TORCH_DIST_INDEX, METADATA_NAME):
+        try:
+            stores.size_of_object(target / name)
+        except FileNotFoundError:
+            continue
+        raise StorageError(f"{target} exists: choose another target, or remove it first")
+    folder = Path(tempfile.gettempdir())
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise StorageError(
+            f"{folder} has {free / 1e6:.1f} MB free, and {needed_bytes / 1e6:.1f} MB are needed there before "
+            "they are uploaded: free some space, or set TMPDIR to another directory"
+        )
+
+
+def upload_files(folder: Path, target: Path, manifest: Manifest, files: Sequence[FileEntry]) -> None:
+    """Uploads data files from a folder, one after the other; the client sends parts of each at once.
+
+    Raises:
+        DataStatesError, OSError: one could not be read or uploaded.
+    """
+    copier = Copier(Options.from_environment(), Faults(""), Limit(0))
+    for file in files:
+        copier.copy(folder / file.name, target / file.name, manifest, file)
+
+
+def publish_uploaded(folder: Path, target: Path, manifest: Manifest) -> None:
+    """Uploads all that a checkpoint has beside its data files, and publishes it. Raises as upload_files."""
+    known = {MANIFEST_NAME, METADATA_NAME, manifest.index.name, *(file.name for file in manifest.files)}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder)
+        if path.is_file() and str(name) not in known:
+            with open_regular(path) as file:
+                stores.upload(target / name, file)
+    metadata = read_small(folder / METADATA_NAME, DOCUMENT_BYTES)
+    index = read_small(folder / manifest.index.name, INDEX_BYTES)
+    Commit(target, manifest.save_id, SmallFiles(manifest, index, metadata), Faults("")).publish()
