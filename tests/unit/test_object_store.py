@@ -324,7 +324,7 @@ nodes.close()
 
 
 @pytest.mark.parametrize(
-    "fault", ["drain write:2:kill", *long("write index:2:kill", "write manifest:2:kill")]
+    "fault", ["drain write:2:kill", *long("write index:3:kill", "write manifest:2:kill")]
 )
 def test_a_killed_drain_leaves_no_checkpoint_and_the_next_job_brings_it_home(
     fault: str, store: ObjectStore, tmp_path: Path
