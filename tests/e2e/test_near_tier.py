@@ -13,6 +13,8 @@ from tests.support.tiny import LAYOUTS, MANIFEST, TRACKER, Checkpoints, Pretrain
 
 SLOW = ["--datastates-drain-limit", "1KiB"]  # the first checkpoint becomes far, no other
 
+NEVER = ["--datastates-drain-every", "1000"]  # of a job that is killed, no checkpoint becomes far
+
 
 class Nodes:
     """The near tiers of two nodes, and --save."""
@@ -150,6 +152,55 @@ def test_with_copies_on_other_nodes_a_lost_node_costs_nothing(
     assert resumed.resumed_from(uninterrupted) == newest
     assert resumed.differences(uninterrupted) == []
     assert nodes.far.tracked() == 12
+
+
+def test_two_nodes_are_replaced_one_after_the_other(
+    pretraining: Pretraining, reference: Reference, tmp_path: Path
+) -> None:
+    """As docs/operations.md says: stop, replace the first, let the job save once, then the second."""
+    nodes = Nodes(tmp_path)
+    how = nodes.arguments("--datastates-near-replicas", "1", "--step-delay-ms", "300", steps=12)
+    reached = 0
+    for replaced in (None, 1, 0):
+        if replaced is not None:
+            shutil.rmtree(f"{nodes.root}-{replaced}")  # the node in its place has nothing
+        running = pretraining.start(*how, *NEVER)
+        running.job.wait_until(lambda before=reached: nodes.tracked_near() >= before + 2, 60)
+        running.job.kill()
+        reached = nodes.tracked_near()
+        for node in (0, 1):
+            assert newest_whole(nodes, (node,)) >= reached, "copies are made again"
+    newest = newest_whole(nodes)
+
+    resumed = pretraining.run(*how)
+
+    assert resumed.ranks[0].begun_at == newest >= reached >= 6
+    assert resumed.differences(reference("tp2", 12)) == []
+
+
+def test_a_job_resumes_on_its_nodes_in_another_order_and_with_one_that_comes_back(
+    pretraining: Pretraining, reference: Reference, tmp_path: Path
+) -> None:
+    nodes = Nodes(tmp_path)
+    how = nodes.arguments("--step-delay-ms", "300", steps=12)
+    killed = pretraining.start(*how, *NEVER)
+    killed.job.wait_until(lambda: nodes.tracked_near() >= 4, 60)
+    killed.job.kill()
+    newest = newest_whole(nodes)
+    away = tmp_path / "away"
+    Path(f"{nodes.root}-1").rename(away)
+    without = pretraining.start(*how, *NEVER, "--save-interval", "100")
+    without.job.wait_until(lambda: "is left: no near tier has data-00001-" in without.job.log(), 60)
+    without.job.kill()  # before it has saved anything
+    shutil.rmtree(f"{nodes.root}-1", ignore_errors=True)
+    Path(f"{nodes.root}-0").rename(f"{nodes.root}-1")
+    away.rename(f"{nodes.root}-0")
+
+    resumed = pretraining.run(*how)
+
+    assert f"iteration {newest} is newer than what is in" in resumed.log
+    assert resumed.resumed_from(reference("tp2", 12)) == newest
+    assert resumed.differences(reference("tp2", 12)) == []
 
 
 @pytest.mark.parametrize(
