@@ -154,7 +154,11 @@ def _print_tracker(root: Path, looks: list[Look]) -> None:
     from megatron_datastates.format.directory import TRACKER_NAME
     from megatron_datastates.pipeline.run_folders import tracked_name
 
-    name = tracked_name(root)
+    try:
+        name = tracked_name(root)
+    except DataStatesError as error:
+        say(f"{error}. So it is not known which one a run would resume from")
+        return
     if any(look.tracked for look in looks):
         say(f"* {TRACKER_NAME} names it")
     elif name is not None:

@@ -73,12 +73,15 @@ class _FoundError(Exception):
 
 
 def look_at_run(run: Path) -> list[Look]:
-    """Looks at all checkpoints of a run, in order.
+    """Looks at all checkpoints of a run, in order. A tracker that cannot be read names none.
 
     Raises:
         OSError: the run cannot be listed.
     """
-    tracked = tracked_name(run)
+    try:
+        tracked = tracked_name(run)
+    except DataStatesError:
+        tracked = None
     return [look_at(path, tracked=path.name == tracked) for path in checkpoint_directories(run)]
 
 

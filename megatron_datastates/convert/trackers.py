@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_datastates import stores
 from megatron_datastates.convert.sinks.sink import write_synced
 from megatron_datastates.engine.atomic_files import sync_directory
+from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import (
     RELEASE_NAME,
@@ -38,7 +39,10 @@ def copy_tracker(source: Path, target: Path) -> tuple[str, bool]:
 
     Returns what came of it, and whether the target lacks what the source's tracker names.
     """
-    name = tracked_name(source)
+    try:
+        name = tracked_name(source)
+    except DataStatesError as error:
+        return f"{error}: choose a checkpoint with --load {target} --ckpt-step N", True
     if name is None:
         text = f"{source} has no {TRACKER_NAME} that names a checkpoint: pass --load {target} --ckpt-step N"
         return text, False
@@ -53,17 +57,19 @@ def copy_tracker(source: Path, target: Path) -> tuple[str, bool]:
 
 def _name_it(run: Path, name: str, shown: Path) -> str:
     """Writes the tracker, unless it names a later iteration, or something else that cannot be compared."""
-    existing, tracker = tracked_name(run), run / TRACKER_NAME
+    tracker, step = run / TRACKER_NAME, iteration_in_name(name)
+    try:
+        existing = tracked_name(run)
+    except DataStatesError as error:
+        return f"{error}: pass --load {shown} --ckpt-step {step}"
     if (
         (tracker.exists() if is_object(tracker) else os.path.lexists(tracker))
         and existing != name
         and not _is_earlier(existing, name)
     ):
-        step = iteration_in_name(name)
         return f"{shown / TRACKER_NAME} still names {existing}: pass --load {shown} --ckpt-step {step}"
     if existing != name:
-        number = iteration_in_name(name)
-        _write(tracker, (RELEASE_NAME if number is None else str(number)).encode())
+        _write(tracker, (RELEASE_NAME if step is None else str(step)).encode())
     return f"{shown / TRACKER_NAME} names {name}: pass --load {shown}"
 
 

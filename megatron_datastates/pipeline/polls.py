@@ -13,7 +13,7 @@ from typing import Protocol
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline.agreement import Collectives, PendingResult
 
-FLAGS = 4  # numbers that each save adds to the sum
+FLAGS = 5  # numbers that each save adds to the sum
 
 
 class Polled(Protocol):

@@ -113,6 +113,7 @@ class Publication:
         self.node, self.host, self.endpoint = 0, b"", b""
         self.replicas: Replicas | None = None
         self.near: NearShare | None = None  # once records are known, if there are files in near tiers
+        self.ranks_without_copies = 0  # once published: ranks that have not made all of their copies
         self._publishing = False  # records were sent: from now on a manifest may name this rank's file
         self._manifest_in_place = False  # by this rank: it is, or may yet be
         self._published = threading.Event()  # as far as this rank's threads have a part in it
@@ -178,7 +179,8 @@ class Publication:
         is_done = self._published.is_set() if self._publishing else save.is_durable
         offered = 0 if self.near is None else self.near.offered_bytes
         failed, in_place = save.failure is not None, self._manifest_in_place
-        return [int(not is_done), int(failed), int(in_place), offered]
+        lacks_copies = self.near is not None and self.near.lacks_copies
+        return [int(not is_done), int(failed), int(in_place), offered, int(lacks_copies)]
 
     def step(self, sums: Sequence[int] | None, *, is_first: bool, may_publish: bool) -> bool:
         """Takes one step of the protocol; see polls.Polled."""
@@ -192,7 +194,15 @@ class Publication:
         return self._publishing or self.is_over
 
     def _act(
-        self, unfinished: int, failed: int, in_place: int, offered: int, *, is_first: bool, may_publish: bool
+        self,
+        unfinished: int,
+        failed: int,
+        in_place: int,
+        offered: int,
+        without_copies: int,
+        *,
+        is_first: bool,
+        may_publish: bool,
     ) -> None:
         if failed:
             self._keep_file = in_place > 0
@@ -206,6 +216,7 @@ class Publication:
             return
         elif self._publishing:
             if is_first:
+                self.ranks_without_copies = without_copies
                 self._end(Outcome.PUBLISHED)
         elif may_publish:
             self._publishing = True

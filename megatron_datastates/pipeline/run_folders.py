@@ -18,7 +18,7 @@ from megatron_datastates.format.directory import (
     iteration_name,
 )
 from megatron_datastates.format.values import is_own_file_name
-from megatron_datastates.pipeline.runs import stored_backend, tracked_iteration
+from megatron_datastates.pipeline.runs import iteration_named, stored_backend
 
 _MOST_NAMED = 8
 
@@ -40,7 +40,7 @@ def choose_checkpoint(directory: Path, iteration: int | None = None) -> Chosen:
     Raises:
         OptionError: an iteration is given for what is no run.
         NotACheckpointError: the run has no such iteration, or no tracker that names one.
-        StorageError: the directory cannot be listed.
+        StorageError: the directory cannot be listed, or its tracker not be read.
     """
     if not is_run(directory):
         if iteration is not None and directory.is_dir():
@@ -92,14 +92,23 @@ def is_checkpoint_name(name: str) -> bool:
 
 
 def tracked_name(run: Path) -> str | None:
-    """Returns the name of the directory that a run's tracker names; None without a tracker that names one."""
-    number = tracked_iteration(run / TRACKER_NAME)
+    """Returns the name of the directory that a run's tracker names; None without a tracker that names one.
+
+    Raises:
+        StorageError: it is there and cannot be read.
+    """
+    tracker = run / TRACKER_NAME
+    try:
+        text = read_regular(tracker, TRACKER_BYTES)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise StorageError(
+            f"{tracker} cannot be read: {error.strerror}", code=error.errno or 0, path=str(tracker)
+        ) from error
+    number = iteration_named(text)
     if number is not None:
         return iteration_name(number)
-    try:
-        text = read_regular(run / TRACKER_NAME, TRACKER_BYTES)
-    except OSError:
-        return None
     return RELEASE_NAME if text.strip() == RELEASE_NAME.encode() else None
 
 

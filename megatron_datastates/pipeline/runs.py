@@ -182,7 +182,7 @@ def metadata_members(directory: str | os.PathLike[str]) -> dict[str, Any]:
 def tracked_iteration(tracker: Path) -> int | None:
     """Returns the iteration that a tracker file names; None if there is no such file, or no number in it."""
     try:
-        return _named_in(read_regular(tracker, TRACKER_BYTES))
+        return iteration_named(read_regular(tracker, TRACKER_BYTES))
     except OSError:
         return None
 
@@ -201,13 +201,14 @@ def require_tracked(tracker: Path) -> int | None:
         if isinstance(error, FileNotFoundError) and not tracker.is_symlink():
             return None
         raise StorageError(f"the tracker {tracker} cannot be read: {error.strerror}; {advice}") from error
-    named = _named_in(text)
+    named = iteration_named(text)
     if named is None and text.strip() != b"release":
         raise FormatError(f"the tracker {tracker} holds neither a number nor 'release': {advice}")
     return named
 
 
-def _named_in(text: bytes) -> int | None:
+def iteration_named(text: bytes) -> int | None:
+    """Returns the iteration that a tracker's content names; None if it names none."""
     return int(text) if _NUMBER.fullmatch(text.strip()) else None
 
 

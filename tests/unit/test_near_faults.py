@@ -29,7 +29,7 @@ from pathlib import Path
 import pytest
 
 from megatron_datastates.format.directory import TRACKER_NAME
-from megatron_datastates.pipeline.near import drain
+from megatron_datastates.pipeline.near import drain, tier
 from megatron_datastates.pipeline.near.places import near_run
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome
@@ -102,6 +102,40 @@ def test_a_near_tier_that_fills_up_in_a_save_fails_it_and_is_left_out_by_the_nex
     for iteration in (2, 3):
         nodes.check(iteration)
     assert len([one for one in caplog.records if "is left out" in one.message]) == 1
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_tier_that_earlier_jobs_have_filled_is_used_again(
+    is_known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At once if --save has the newest of what they left there, else once it has a later one."""
+    before = Nodes(tmp_path, faults=NEVER_FAR)
+    for iteration in (1, 2, 3):
+        before.save(iteration)
+    abandon(before)
+    room = 2.5 * sum(path.stat().st_size for path in before.near(1, 3).iterdir())
+    if is_known:
+        assert Cluster(monkeypatch, before.roots).recover(before.run)[0] == 3
+    caplog.clear()
+    nodes = Nodes(tmp_path)
+    for saver in nodes.ranks.savers:
+        saver.session._run_id = 5
+
+    def free_bytes(root: Path) -> int:
+        used = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+        return int(tier._SPARE_BYTES + (room if root == nodes.roots[1] else 1 << 40) - used)
+
+    monkeypatch.setattr(tier, "free_bytes", free_bytes)
+    for iteration in (4, 5, 6):
+        saved = nodes.save(iteration)
+        assert [one.is_near for one in saved.records] == [True, is_known or iteration > 4], iteration
+        wait_for(lambda: nodes.is_far(iteration))  # noqa: B023
+        (nodes.run / TRACKER_NAME).write_text(str(iteration))
+    nodes.close()
+    assert {path.parent.name for path in nodes.roots[1].glob("*/*/data-*")} == {"iter_0000006"}
+    for iteration in (4, 5, 6):
+        nodes.check(iteration)
+    assert ("is left out" in caplog.text) is not is_known
 
 
 # -- far -----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from megatron_datastates.config import MIB
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.near import recovery, replicas, serving
+from megatron_datastates.pipeline.near import places, recovery, replicas, serving
 from megatron_datastates.pipeline.near.places import manifest_in, near_run, nodes_in
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.near.replicas import Replicas, share_of
@@ -135,16 +135,22 @@ def test_what_is_copied_is_reported(tmp_path: Path) -> None:
     assert events.index("copies") < events.index("drain")
 
 
-def test_copies_that_are_left_out_are_reported(tmp_path: Path, quick: None) -> None:
+@pytest.mark.parametrize(
+    ("failing", "files", "said"),
+    [(0, 0, "Input/output error"), (1, 1, "1 of 2 ranks have left copies out: see their logs")],
+)
+def test_copies_that_are_left_out_on_any_rank_are_reported(
+    failing: int, files: int, said: str, tmp_path: Path, quick: None
+) -> None:
     report = tmp_path / "report.jsonl"
-    failing = {"faults": "replica sync:0:EIO"}
-    nodes = copying(tmp_path, failing, {}, report_file=str(report))
+    faults = [{"faults": "replica sync:0:EIO"} if rank == failing else {} for rank in (0, 1)]
+    nodes = copying(tmp_path, *faults, report_file=str(report))
     nodes.save(1)
     nodes.close()
     lines = [json.loads(line) for line in report.read_text().splitlines()]
     (copies,) = [one for one in lines if one["event"] == "copies"]
-    assert (copies["state"], copies["files"], copies["bytes"]) == ("incomplete", 0, 0)
-    assert "Input/output error" in copies["error"]
+    assert (copies["state"], copies["files"], copies["incomplete_ranks"]) == ("incomplete", files, 1)
+    assert said in copies["error"]
 
 
 def records_of(
@@ -565,3 +571,15 @@ def test_ls_shows_on_which_nodes_each_iteration_is(
     assert next(row for row in rows if row["iteration"] == 2).items() >= {
         "near_files": 2, "near_copies": 1, "near_nodes": ["gpu-18", "gpu-17"]
     }.items()  # fmt: skip
+
+
+def test_leftovers_are_no_copies_and_nodes_may_have_one_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = manifest_of(3)
+    for name in [*(file.name for file in manifest.files[:2]), SaveId(9, 1).data_file_name(2)]:
+        (tmp_path / name).write_text("")
+    nodes = places.Nodes(1, [places.NodeEntry(name, [rank]) for rank, name in enumerate("aba")])
+    monkeypatch.setattr(places, "manifest_in", lambda folder: manifest)
+    monkeypatch.setattr(places, "nodes_in", lambda folder: nodes)
+    assert places._holding(tmp_path) == places.Holding(2, {"a": 1}, "b", ["a", "a"])

@@ -137,6 +137,27 @@ def test_a_damaged_checkpoint_is_told_from_a_store_that_cannot_be_read(
     assert code == 1 and "there is no such object" in out + err, "damage that is known goes first"
 
 
+@pytest.mark.parametrize("answer", [UNAVAILABLE, EXPIRED], ids=["outage", "credentials expired"])
+def test_a_tracker_that_cannot_be_read_is_not_missing(
+    answer: Answer, local: Path, store: ObjectStore, tmp_path: Path
+) -> None:
+    tracker = f"{RUN}/{TRACKER_NAME}"
+    store.fail(f"(HEAD|GET) .*{TRACKER_NAME}", answer)
+    for command in (("show", RUN), ("diff", f"{RUN}/iter_0000002", RUN)):
+        code, out, err = run(*command)
+        assert (code, out) == (2, "") and f"{tracker} cannot be read: " in err, command
+    code, out, _ = run("ls", RUN)
+    assert code == 0 and out.count("datastates  yes") == 3
+    assert f"{tracker} cannot be read: " in out and "random weights" not in out
+    code, out, _ = run("convert", "--all", RUN, tmp_path / "converted")
+    assert code == 1 and "3 converted" in out and f"{tracker} cannot be read: " in out
+    one = f"{RUN}/iter_0000009"
+    code, out, _ = run("convert", local / "iter_0000003", one)
+    assert code == 0 and f"{tracker} cannot be read: " in out and "--ckpt-step 9" in out
+    store.heal()
+    assert stores.read_whole(stores.path_of(tracker)) == b"3", "it is not written over"
+
+
 def test_commands_that_write_refuse_them_in_one_line(store: ObjectStore, tmp_path: Path) -> None:
     refused = [
         ("repair", ONE),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore.training import arguments, near, retention, tracker
+from megatron_datastates.pipeline import runs
 
 OURS, OTHERS, UNFINISHED = "datastates.manifest", "metadata.json", "data-00000-0011223344556677-1.bin"
 
@@ -56,6 +59,21 @@ def test_metadata_of_ours_without_a_manifest_is_no_checkpoint(root):
 def test_whole_tracker_is_believed(root):
     assert read(root, "100") == "100"
     assert read(root, "release") == "release"
+
+
+def test_a_tracker_that_cannot_be_read_now_is_not_damaged(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Another branch of the run may have the newest checkpoint: nobody but the tracker knows."""
+
+    def fail(*args: Any) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for module in (tracker, runs):
+        monkeypatch.setattr(module, "read_regular", fail)
+    assert read(root, "100") == "100", "Megatron reads it, or raises its error"
+    tracker.mend(root / TRACKER_NAME)
+    assert (root / TRACKER_NAME).read_text() == "100" and caplog.text == ""
 
 
 def test_damaged_tracker_of_a_run_that_never_chose_us_is_left_alone(root):

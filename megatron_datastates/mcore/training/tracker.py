@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.files import TRACKER_BYTES, path_of, read_regular
-from megatron_datastates.pipeline.runs import find_iterations, is_published, tracked_iteration
+from megatron_datastates.pipeline.runs import find_iterations, is_published, iteration_named
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +54,14 @@ def mend(tracker: Path) -> None:
 
 
 def _is_damaged(tracker: Path) -> bool:
-    if not tracker.is_file() or tracked_iteration(tracker) is not None:
+    """Returns whether it names nothing. Not if it cannot be read: Megatron raises that error."""
+    if not tracker.is_file():
         return False
-    return _text(tracker).strip() != "release"
+    try:
+        text = read_regular(tracker, TRACKER_BYTES)
+    except OSError:
+        return False
+    return iteration_named(text) is None and text.strip() != b"release"
 
 
 def _text(tracker: Path) -> str:

@@ -18,6 +18,7 @@ import hashlib
 import os
 import shutil
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,12 +160,12 @@ def _holding(folder: Path) -> Holding:
     nodes, manifest = nodes_in(folder), manifest_in(folder)
     if nodes is None or manifest is None:
         return Holding(len(names), {}, "", [])
-    ranks = [file.rank for file in manifest.files if file.name in names]
+    ranks = [file.rank for file in manifest.files if file.name in names]  # without leftovers of other saves
     others = [node for n, node in enumerate(nodes.nodes) if n != nodes.own]
-    copies = {node.name: sum(rank in node.ranks for rank in ranks) for node in others}
+    copies = Counter(node.name for node in others for rank in ranks if rank in node.ranks)
     return Holding(
-        len(names),
-        {name: count for name, count in copies.items() if count},
+        len(ranks),
+        dict(copies),
         nodes.nodes[nodes.own].name,
         [node.name for node in others],
     )
@@ -201,6 +202,18 @@ def leftovers(run: Path, earlier: frozenset[int]) -> tuple[list[Path], list[Path
             if ids and all(save_id.run_id in earlier for save_id in ids):
                 (published if is_published(folder) else others).append(folder)
     return sorted(published, key=_published_at), others
+
+
+def remove_earlier(run: Path, iteration: int, own_run_id: int) -> None:
+    """Removes what earlier jobs left of an iteration and of those before it. Ranks may do so at one time."""
+    for folder in _folders(run):
+        number, ids = iteration_in_name(folder.name), _save_ids(folder)
+        if number is None or number > iteration or any(one.run_id == own_run_id for one in ids):
+            continue
+        if ids:  # else a save of another rank may have just begun
+            with contextlib.suppress(OSError):
+                (folder / MANIFEST_NAME).unlink()
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def leave_branch(run: Path, iteration: int, own_run_id: int) -> None:

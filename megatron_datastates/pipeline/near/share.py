@@ -115,6 +115,11 @@ class NearShare:
     # -- all ranks --------------------------------------------------------------------------------------
 
     @property
+    def lacks_copies(self) -> bool:
+        """Returns whether this rank has left out copies that it was to make."""
+        return self.copied is not None and bool(self.copied.error)
+
+    @property
     def is_asked(self) -> bool:
         """Returns whether the ranks have begun to send; the same on all of them."""
         return self._asked is not None

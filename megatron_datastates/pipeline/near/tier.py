@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.memory import local_ranks
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import is_object
-from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
+from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.near.drain import Drain, NearSave
@@ -30,10 +31,11 @@ from megatron_datastates.pipeline.near.places import (
     near_root,
     node_of,
     occupied_bytes,
+    remove_earlier,
 )
 from megatron_datastates.pipeline.near.replicas import Copied, Replicas, host_name
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.runs import tracked_iteration
+from megatron_datastates.pipeline.runs import is_complete, tracked_iteration
 
 logger = logging.getLogger(__name__)
 _SPARE_BYTES = 64 * MIB  # of a near tier that are left free
@@ -80,21 +82,14 @@ class NearTier:
             publication.node, publication.host = self._node, host_name()
             folder = near_folder(self.root, publication.save.context.directory)
             folder.mkdir(parents=True, exist_ok=True)
-            # What other ranks of the node have taken for this save already is part of what is wanted.
-            taken = occupied_bytes(folder, publication.save.context.save_id)
-            free = free_bytes(self.root)
-            is_behind = self._is_behind(folder, directory)
+            if self._is_behind(folder, directory):
+                return None
+            lack = self._lack_of_room(publication.save.context, folder, wanted_bytes)
         except OSError as error:
             self._fall_back(directory, f"it cannot be used: {error.strerror}")
             return None
-        if is_behind:
-            return None
-        wanted = wanted_bytes * self._ranks + _SPARE_BYTES
-        free += taken
-        if free < wanted:
-            self._fall_back(
-                directory, f"{free >> 20} MiB are free, {wanted >> 20} MiB are needed for {self._ranks} ranks"
-            )
+        if lack:
+            self._fall_back(directory, lack)
             return None
         if self._has_failed and not is_object(directory):
             self._has_failed = False  # the next one tries again
@@ -105,6 +100,28 @@ class NearTier:
             publication.replicas = self.replicas
             publication.endpoint = self.replicas.offer(publication.save.context.save_id, folder)
         return folder
+
+    def _lack_of_room(self, context: SaveContext, folder: Path, wanted_bytes: int) -> str:
+        """Returns why a save does not fit; empty if it does. Raises OSError.
+
+        If need be, removes what earlier jobs have left, as far as loads have no use for it: --save has that
+        iteration, or a later one.
+        """
+        wanted = wanted_bytes * self._ranks + _SPARE_BYTES
+
+        def free() -> int:
+            # What other ranks of the node have taken for this save already is part of what is wanted.
+            return free_bytes(self.root) + occupied_bytes(folder, context.save_id)
+
+        if free() < wanted:
+            run = context.directory.parent
+            tracked = tracked_iteration(run / TRACKER_NAME)
+            if tracked and is_complete(run / iteration_name(tracked)):
+                remove_earlier(folder.parent, tracked, context.save_id.run_id)
+        found = free()
+        if found >= wanted:
+            return ""
+        return f"{found >> 20} MiB are free, {wanted >> 20} MiB are needed for {self._ranks} ranks"
 
     def _is_behind(self, folder: Path, checkpoint: Path) -> bool:
         """Returns whether the tracker in --save names this iteration or a later one: the run was rolled back.
@@ -151,8 +168,8 @@ class NearTier:
         if near is None:
             return
         near.note_published()
-        if is_first and near.copied is not None:
-            self._report(_report_of(context, near.copied))
+        if is_first and (near.copied is not None or publication.ranks_without_copies):
+            self._report(_report_of(publication, near.copied or Copied(time.time(), [])))
         self._published += 1
         if is_first:
             self._track(context)
@@ -214,16 +231,21 @@ class NearTier:
             self.replicas.close()
 
 
-def _report_of(context: SaveContext, copied: Copied) -> dict[str, Any]:
+def _report_of(publication: Publication, copied: Copied) -> dict[str, Any]:
     """Returns the report of the copies that this rank has made; docs/reports.md lists the fields."""
+    context, incomplete = publication.save.context, publication.ranks_without_copies
+    error = copied.error
+    if incomplete and not error:
+        error = f"{incomplete} of {context.world_size} ranks have left copies out: see their logs"
     return {
         "event": "copies",
         "save_id": str(context.save_id),
         "directory": str(context.directory),
         "iteration": context.iteration,
         "rank": context.rank,
-        "state": "incomplete" if copied.error else "made",
-        "error": copied.error or None,
+        "state": "incomplete" if error else "made",
+        "error": error or None,
+        "incomplete_ranks": incomplete,
         "started_at": round(copied.started_at, 3),
         "copying_ms": round(copied.seconds * 1000, 3),
         "partners": copied.origins,
