@@ -36,7 +36,7 @@ from megatron_datastates.errors import (
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.near import drain
+from megatron_datastates.pipeline.near import drain, tier
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.verify import verify
@@ -224,6 +224,29 @@ def test_with_copies_a_lost_node_costs_nothing_that_was_not_in_the_store_yet(
     assert [len(data_files(resumed.near(node, 3))) for node in (0, 1)] == [2, 2]
     resumed.close()
     check(resumed, 3)
+
+
+def test_what_an_earlier_job_left_near_keeps_no_save_from_the_store(
+    store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = FarNodes(tmp_path, faults="drain write:0:EIO")
+    for iteration in (1, 2):
+        save(before, iteration)
+    abandon(before)
+    assert Cluster(monkeypatch, before.roots).recover(before.run)[0] == 2
+    nodes = FarNodes(tmp_path)
+    for saver in nodes.ranks.savers:
+        saver.session._run_id = 5
+    room = tier._SPARE_BYTES + 10 * ELEMENTS  # two and a half saves of a rank
+
+    def free_bytes(root: Path) -> int:
+        return room - sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+
+    monkeypatch.setattr(tier, "free_bytes", free_bytes)
+    assert free_bytes(nodes.roots[0]) < 4 * ELEMENTS + tier._SPARE_BYTES
+    assert save(nodes, 3) is Outcome.PUBLISHED
+    nodes.close()
+    check(nodes, 3)
 
 
 def test_an_outage_while_the_manifest_is_written(
