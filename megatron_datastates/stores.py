@@ -40,9 +40,9 @@ class ObjectPath(PosixPath):
     """
 
     def __str__(self) -> str:
-        match = _URL.fullmatch(super().__str__())
-        assert match is not None
-        return f"{SCHEME}{match[1]}/{match[2]}".rstrip("/")
+        text = super().__str__()
+        match = _URL.fullmatch(text)
+        return f"{SCHEME}{match[1]}/{match[2]}".rstrip("/") if match else text  # of a parent of all profiles
 
     def __fspath__(self) -> str:
         return str(self)

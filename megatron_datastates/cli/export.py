@@ -20,9 +20,9 @@ from megatron_datastates.cli.shared import (
     cannot,
     checkpoint_of,
     counted,
-    local,
     parse_memory,
     parse_size,
+    placed,
     progress_bar,
     say,
     size_text,
@@ -38,7 +38,11 @@ def export(
     directory: Directory,
     target: Annotated[
         Path,
-        typer.Argument(metavar="TARGET", help="Directory to create. It must not exist yet.", callback=local),
+        typer.Argument(
+            metavar="TARGET",
+            help="Directory to create, or msc://PROFILE/PATH. It must not exist yet.",
+            callback=placed,
+        ),
     ],
     keys: Keys = [],  # noqa: B006  typer copies it
     stacked: Annotated[

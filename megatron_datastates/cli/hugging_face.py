@@ -20,6 +20,7 @@ from megatron_datastates.cli.shared import (
     parse_memory,
     parse_size,
     progress_bar,
+    readable,
     say,
     say_as_is,
     size_text,
@@ -120,7 +121,9 @@ def import_hugging_face(
     target: Annotated[
         Path,
         typer.Argument(
-            metavar="RUN", help="Directory of the run to start, as given to --load.", callback=local_readable
+            metavar="RUN",
+            help="Directory of the run to start, or msc://PROFILE/PATH, as given to --load.",
+            callback=readable,
         ),
     ],
     hf: Annotated[

@@ -14,7 +14,6 @@ from megatron_datastates.cli.shared import (
     app,
     cannot,
     counted,
-    local,
     note,
     progress_bar,
     say,
@@ -87,8 +86,6 @@ def prune(
     from megatron_datastates.pipeline.prune import RetentionRules, plan_prune
     from megatron_datastates.pipeline.runs import stored_bytes
 
-    if drop_optimizer:
-        local(root)
     if keep_last is None and keep_every is None:
         cannot(OptionError("give --keep-last N, --keep-every N, or both: prune needs to know what to keep"))
     try:

@@ -14,7 +14,6 @@ from megatron_datastates.cli.shared import (
     cannot,
     checkpoint_of,
     counted,
-    local,
     progress_bar,
     say,
     size_text,
@@ -38,7 +37,6 @@ def repair(directory: Directory, iteration: Iteration = None, as_json: AsJson = 
     \b
     Example: datastates repair runs/gpt/iter_0001000
     """
-    local(directory)
     try:
         path = checkpoint_of(directory, iteration)
         done = _repair_with_progress(path)

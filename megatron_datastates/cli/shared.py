@@ -21,7 +21,6 @@ import typer
 from megatron_datastates.config import MIB, parse_bytes
 from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError, printable
 from megatron_datastates.files import is_object, path_of, require_utf8
-from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.run_folders import choose_checkpoint
 
 if TYPE_CHECKING:
@@ -59,8 +58,7 @@ def local(directory: Path) -> Path:
         where = placed(directory)
         cannot(
             OptionError(
-                f"{where} is in an object store: expected a directory of a file system. Use one, and copy it "
-                f"from or to the store, {MANIFEST_NAME} last"
+                f"{where} is in an object store: expected a directory of a file system. Copy it to one first"
             )
         )
     return directory

@@ -25,6 +25,7 @@ from megatron_datastates.convert.sources.dcp_index import Record, records_of
 from megatron_datastates.convert.sources.pickles import load_metadata
 from megatron_datastates.convert.sources.source import RankContents, Source
 from megatron_datastates.convert.sources.torch_dist import TorchDistSource
+from megatron_datastates.convert.uploads import upload_files
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import OptionError, StorageError
@@ -72,10 +73,19 @@ class Rewriting(ABC):
         """Ends what `write` has begun."""
 
 
-def rewriting_of(source: Source, save_id: SaveId, progress: Progress = lambda bytes_done: None) -> Rewriting:
-    """Returns the files of a checkpoint. Raises OptionError for a format that is only read."""
+def rewriting_of(
+    source: Source,
+    save_id: SaveId,
+    progress: Progress = lambda bytes_done: None,
+    folder: Path | None = None,
+) -> Rewriting:
+    """Returns the files of a checkpoint. Raises OptionError for a format that is only read.
+
+    Args:
+        folder: where files are made that are uploaded, of a checkpoint in an object store.
+    """
     if isinstance(source, DataStatesSource):
-        return _OwnFiles(source, save_id, progress)
+        return _OwnFiles(source, save_id, progress, folder or source.directory)
     if isinstance(source, TorchDistSource):
         return _DcpFiles(source, save_id, progress)
     raise OptionError(f"{source.directory} has format {source.format}: convert it first")
@@ -94,8 +104,8 @@ def names_in_index(directory: Path, format: str) -> set[str]:
 class _OwnFiles(Rewriting):
     """A file that stays the same keeps its name, so other checkpoints may go on sharing it."""
 
-    def __init__(self, source: DataStatesSource, save_id: SaveId, progress: Progress) -> None:
-        self._source, self._save_id, self._progress = source, save_id, progress
+    def __init__(self, source: DataStatesSource, save_id: SaveId, progress: Progress, folder: Path) -> None:
+        self._source, self._save_id, self._progress, self._folder = source, save_id, progress, folder
         self._old = source.checkpoint.manifest
         self.names = [file.name for file in self._old.files]
         self.beside = [self._old.index.name]
@@ -109,7 +119,7 @@ class _OwnFiles(Rewriting):
     def begin(self, limits: Limits, files: int) -> None:
         self._sink = DataStatesSink(
             self._source,
-            self._source.directory,
+            self._folder,
             limits.window_bytes(files),
             self._progress,
             save_id=self._save_id,
@@ -138,9 +148,18 @@ class _OwnFiles(Rewriting):
             writer=releases(),
         )
         directory = self._source.directory
+        if self._folder != directory:
+            upload_files(self._folder, directory, manifest, [file.entry for file in written.values()])
         write_whole(directory / entry.name, merged.encoded, faults, self._save_id)
         faults.point("publish weights")
+        self._require_unchanged()
         write_whole(directory / MANIFEST_NAME, manifest.encode(), faults, self._save_id)
+
+    def _require_unchanged(self) -> None:
+        """Raises StorageError if something has published into the directory since it was read."""
+        path = self._source.directory / MANIFEST_NAME
+        if Manifest.decode(read_regular(path, MANIFEST_BYTES), str(path)).save_id != self._old.save_id:
+            raise StorageError(f"{path.parent} was not rewritten: a save has published into it meanwhile")
 
     def _is_of_any(self, name: str, keys: Collection[str]) -> bool:
         return any((found := self._old.provider_of(key)) is not None and found.name == name for key in keys)

@@ -69,11 +69,12 @@ def _name_it(run: Path, name: str, shown: Path) -> str:
     ):
         return f"{shown / TRACKER_NAME} still names {existing}: pass --load {shown} --ckpt-step {step}"
     if existing != name:
-        _write(tracker, (RELEASE_NAME if step is None else str(step)).encode())
+        write_tracker(tracker, (RELEASE_NAME if step is None else str(step)).encode())
     return f"{shown / TRACKER_NAME} names {name}: pass --load {shown}"
 
 
-def _write(tracker: Path, text: bytes) -> None:
+def write_tracker(tracker: Path, text: bytes) -> None:
+    """Makes Megatron's tracker hold this text, durably. Raises OSError."""
     if is_object(tracker):
         stores.write(tracker, text)
         return

@@ -7,13 +7,12 @@ it is no checkpoint, and `datastates prune` removes it.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_datastates import stores
 from megatron_datastates.config import Options
+from megatron_datastates.convert.sinks.target import require_scratch
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.reader import read_small
 from megatron_datastates.errors import StorageError
@@ -38,13 +37,7 @@ def refuse_object_target(target: Path, needed_bytes: int) -> None:
         except FileNotFoundError:
             continue
         raise StorageError(f"{target} exists: choose another target, or remove it first")
-    folder = Path(tempfile.gettempdir())
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes:
-        raise StorageError(
-            f"{folder} has {free / 1e6:.1f} MB free, and {needed_bytes / 1e6:.1f} MB are needed there before "
-            "they are uploaded: free some space, or set TMPDIR to another directory"
-        )
+    require_scratch(needed_bytes)
 
 
 def upload_files(folder: Path, target: Path, manifest: Manifest, files: Sequence[FileEntry]) -> None:

@@ -9,6 +9,10 @@ Protocol:
      Megatron's integrity.json, if there is one; then remove the journal.
 A call that finds a journal does step 4 first. So a kill leaves a whole checkpoint, and the next call removes
 what is left beside it. Whether a rule lets a checkpoint be rewritten at all: pipeline/prune.py.
+
+In an object store there is no journal: files are made in the directory for temporary files and uploaded, and
+the new manifest replaces the old one in one request. What a kill leaves there is what no manifest names; any
+later call of prune removes that once it is old enough.
 """
 
 from __future__ import annotations
@@ -19,22 +23,25 @@ import fcntl
 import json
 import os
 import secrets
+import tempfile
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_datastates import stores
 from megatron_datastates.convert.integrity_file import renewed_sums, require_sums, stored_sums
 from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.parts import is_weight
 from megatron_datastates.convert.rewriting import Rewriting, names_in_index, rewriting_of
 from megatron_datastates.convert.sinks.sink import Progress, write_synced
+from megatron_datastates.convert.sinks.target import require_scratch
 from megatron_datastates.convert.sources.source import RankContents, Source
 from megatron_datastates.convert.workers import Workers
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import FormatError, OptionError, StorageError
-from megatron_datastates.files import DOCUMENT_BYTES, read_regular
+from megatron_datastates.files import DOCUMENT_BYTES, is_object, names_in, read_regular
 from megatron_datastates.format.directory import BACKEND, INTEGRITY_NAME, JOURNAL_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_optimizer_map, save_id_in_name
 from megatron_datastates.pipeline.runs import stored_bytes
@@ -137,23 +144,38 @@ def drop_optimizer(
     """
     directory, points = plan.source.directory, Faults(faults)
     before = stored_bytes(directory)
-    with _locked_journal(directory):
+    with _place_for_files(plan) as folder:
         workers = Workers(limits.worker_count(len(plan.written) or 1), progress)
-        files = rewriting_of(plan.source, plan.save_id, workers.progress)
+        files = rewriting_of(plan.source, plan.save_id, workers.progress, folder)
         require_sums(directory, stored_sums(directory) or {}, [*_replaced(plan, files), *_indexes(plan)])
         points.point("write journal")
-        _write_journal(directory, _journal_of(plan, files))
+        journal = _journal_of(plan, files)
+        if not is_object(directory):
+            _write_journal(directory, journal)
         try:
             files.begin(limits, len(plan.written) or 1)
             _rewrite(plan, files, workers, points)
         except BaseException:  # including an interrupt
             with contextlib.suppress(Exception):
-                _finish(directory, Faults(""))
+                _finish(directory, journal, Faults(""))
             raise
         finally:
             files.close()
-        _finish(directory, points)
+        _finish(directory, journal, points)
     return before - stored_bytes(directory)
+
+
+@contextlib.contextmanager
+def _place_for_files(plan: DropPlan) -> Iterator[Path]:
+    """Yields where new files are written: the checkpoint's directory, whose journal is locked meanwhile."""
+    directory = plan.source.directory
+    if not is_object(directory):
+        with _locked_journal(directory):
+            yield directory
+        return
+    require_scratch(plan.written_bytes)
+    with tempfile.TemporaryDirectory(prefix="datastates-prune-") as scratch:
+        yield Path(scratch)
 
 
 def _rewrite(plan: DropPlan, files: Rewriting, workers: Workers, points: Faults) -> None:
@@ -164,7 +186,8 @@ def _rewrite(plan: DropPlan, files: Rewriting, workers: Workers, points: Faults)
         return files.write(number, plan.kept[number])
 
     written = dict(workers.run(plan.written, write, files.close)) if plan.written else {}
-    sync_directory(plan.source.directory)
+    if not is_object(plan.source.directory):
+        sync_directory(plan.source.directory)
     same = [n for n in range(len(plan.kept)) if n not in set(plan.changed)]
     files.publish(written, same, points)
 
@@ -197,7 +220,11 @@ def finish_drop(directory: Path) -> bool:
     if not (directory / JOURNAL_NAME).exists():
         return False
     with _locked_journal(directory):
-        _finish(directory, Faults(""))
+        journal = _read_journal(directory)
+        if journal is None:  # a kill has ended its writing: nothing followed
+            (directory / JOURNAL_NAME).unlink(missing_ok=True)
+        else:
+            _finish(directory, journal, Faults(""))
     return True
 
 
@@ -229,16 +256,19 @@ def _write_journal(directory: Path, journal: _Journal) -> None:
     sync_directory(directory)
 
 
-def _finish(directory: Path, points: Faults) -> None:
-    """Does step 4: removes the new files if the old index is in place, else the old ones."""
+def _read_journal(directory: Path) -> _Journal | None:
+    """Returns the journal; None if it is not whole. Raises OSError."""
     try:
-        journal = _Journal(**json.loads(read_regular(directory / JOURNAL_NAME, DOCUMENT_BYTES)))
-    except (ValueError, TypeError, RecursionError):  # a kill has ended its writing: nothing followed
-        (directory / JOURNAL_NAME).unlink(missing_ok=True)
-        return
+        return _Journal(**json.loads(read_regular(directory / JOURNAL_NAME, DOCUMENT_BYTES)))
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def _finish(directory: Path, journal: _Journal, points: Faults) -> None:
+    """Does step 4: removes the new files if the old index is in place, else the old ones."""
     named = names_in_index(directory, journal.format)
     is_old = not named.isdisjoint(journal.replaced)
-    of_save = [name for name in os.listdir(directory) if str(save_id_in_name(name)) == journal.save_id]
+    of_save = [name for name in names_in(directory) if str(save_id_in_name(name)) == journal.save_id]
     names = [*journal.made, *of_save] if is_old else [*journal.replaced, *journal.beside]
     for name in names:
         if "/" in name or name in ("", ".", ".."):
@@ -249,6 +279,8 @@ def _finish(directory: Path, points: Faults) -> None:
     if not is_old:
         index = MANIFEST_NAME if journal.format == BACKEND else TORCH_DIST_INDEX
         _renew_sums(directory, {index, *named.intersection([*journal.made, *of_save])}, points)
+    if is_object(directory):
+        return
     sync_directory(directory)
     (directory / JOURNAL_NAME).unlink()
     sync_directory(directory)
@@ -258,6 +290,9 @@ def _renew_sums(directory: Path, renewed: Collection[str], points: Faults) -> No
     sums = stored_sums(directory)
     if sums is not None:
         points.point("renew sums")
+        if is_object(directory):
+            stores.write(directory / INTEGRITY_NAME, renewed_sums(directory, sums, renewed))
+            return
         temporary = directory / f".{INTEGRITY_NAME}.tmp"
         write_synced(temporary, renewed_sums(directory, sums, renewed))
         temporary.rename(directory / INTEGRITY_NAME)

@@ -38,7 +38,7 @@ from megatron_datastates.errors import (
     StorageError,
     UnsafeObjectError,
 )
-from megatron_datastates.files import INDEX_BYTES, MANIFEST_BYTES, OBJECT_BYTES
+from megatron_datastates.files import INDEX_BYTES, MANIFEST_BYTES, OBJECT_BYTES, names_in, path_of
 from megatron_datastates.format.directory import (
     BACKEND,
     COMMON_FILE,
@@ -91,7 +91,7 @@ def repair(
         StorageError: a file cannot be read, or the manifest cannot be written.
     """
     options = dataclasses.replace(options or Options.from_environment(), checksums=True)
-    path = Path(directory)
+    path = path_of(directory)
     footers = _sealed_files(path)
     _refuse_sound_manifest(path)
     index, entry = _proven_index(path, list(footers.values()))
@@ -136,7 +136,7 @@ def _some(texts: Sequence[str]) -> str:
 
 def _refuse_sound_manifest(path: Path) -> None:
     """Lets UnsupportedFormatError and StorageError pass: a file that cannot be read need not be damaged."""
-    if os.path.lexists(path / MANIFEST_NAME):
+    if MANIFEST_NAME in names_in(path):
         try:
             Manifest.decode(read_small(path / MANIFEST_NAME, MANIFEST_BYTES), str(path / MANIFEST_NAME))
         except FormatError:
@@ -154,7 +154,7 @@ def _refuse_sound_manifest(path: Path) -> None:
 def _sealed_files(path: Path) -> dict[str, Footer]:
     """Returns the footers of all data files by name, in the order of a manifest, if they are of one save."""
     try:
-        names = sorted(filter(is_data_file_name, os.listdir(path)))
+        names = sorted(filter(is_data_file_name, names_in(path)))
     except OSError as error:
         raise NotACheckpointError(f"{path} cannot be listed: {error.strerror}") from error
     if not names:
@@ -268,7 +268,7 @@ def _proven_index(path: Path, footers: Sequence[Footer]) -> tuple[Index, IndexEn
 def _find_index(path: Path, footers: Sequence[Footer]) -> tuple[tuple[Index, IndexEntry] | None, list[str]]:
     """Returns the index that these footers were written with, if it is there, and why others are not."""
     reasons = []
-    for name in sorted(name for name in os.listdir(path) if digest_in_index_name(name)):
+    for name in sorted(name for name in names_in(path) if digest_in_index_name(name)):
         try:
             index, entry = _decoded(path / name, len(footers))
         except DataStatesError as error:
@@ -308,12 +308,13 @@ def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
     if COMMON_STATE_KEY in index.objects:
         return []
     common = path / COMMON_FILE
-    if common.is_file():
+    names = names_in(path)
+    if common.name in names:
         data = read_small(common, OBJECT_BYTES)
         _refuse_broken_archive(common, data)
         notes.append(f"{common} is taken as it is: nothing proves that it is the file that was saved")
         return [OtherFile(common.name, len(data), hashlib.sha256(data).hexdigest())]
-    if "common_backend" in _metadata(path):  # Megatron wrote one
+    if METADATA_NAME in names and "common_backend" in _metadata(path):  # Megatron wrote one
         _refuse(path, f"{common} is missing: without it, Megatron cannot load the checkpoint")
     notes.append(f"it has no common state: neither {COMMON_FILE} nor an object {COMMON_STATE_KEY!r}")
     return []
@@ -322,7 +323,7 @@ def _others(path: Path, index: Index, notes: list[str]) -> list[OtherFile]:
 def _dcp_facts(path: Path, save_id: SaveId, notes: list[str]) -> list[OtherFile]:
     """Returns the file that PyTorch's distributed checkpoints have written for this save, if it is whole."""
     facts = path / save_id.dcp_file_name()
-    if not facts.is_file():
+    if facts.name not in names_in(path):
         return []
     data = read_small(facts, OBJECT_BYTES)
     try:
@@ -344,8 +345,10 @@ def _refuse_broken_archive(path: Path, data: bytes) -> None:
 def _metadata(path: Path) -> dict[str, object]:
     try:
         return metadata_members(path)
-    except (OSError, FormatError):
+    except FormatError:
         return {}
+    except OSError as error:
+        raise StorageError(f"{path / METADATA_NAME} cannot be read: {error.strerror}") from error
 
 
 def _with_iteration(checkpoint: Checkpoint, notes: list[str]) -> Manifest:

@@ -158,19 +158,6 @@ def test_a_tracker_that_cannot_be_read_is_not_missing(
     assert stores.read_whole(stores.path_of(tracker)) == b"3", "it is not written over"
 
 
-def test_commands_that_write_refuse_them_in_one_line(store: ObjectStore, tmp_path: Path) -> None:
-    refused = [
-        ("repair", ONE),
-        ("export", ONE, f"{RUN}/exported"),
-        ("import", tmp_path, f"{RUN}/imported"),
-    ]
-    for command in refused:
-        code, out, err = run(*command)
-        assert (code, out) == (2, ""), command
-        assert err.count("\n") == 1 and "is in an object store: expected a directory of a file system" in err
-        assert "copy it from or to the store, datastates.manifest last" in err
-
-
 def test_a_run_is_converted_into_a_store_and_back(
     local: Path, store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

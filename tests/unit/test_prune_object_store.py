@@ -181,8 +181,3 @@ def test_an_upload_that_goes_on_is_not_aborted(far: ObjectStore) -> None:
     assert len(plan.left_overs) == 1
     make_older("run", 0)  # a part has come
     assert remove_left_overs(plan.left_overs) == [] and len(unfinished()) == 1
-
-
-def test_only_the_optimizers_state_is_not_removed_there(far: ObjectStore) -> None:
-    code, out, err = run("prune", RUN, "--keep-last", "1", "--drop-optimizer", "--yes")
-    assert (code, out) == (2, "") and "is in an object store: expected a directory of a file system" in err

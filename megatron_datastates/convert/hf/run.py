@@ -14,10 +14,11 @@ from megatron_datastates.convert.hf.source import HuggingFaceSource
 from megatron_datastates.convert.job import convert
 from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.planning import Plan, plan_conversion
-from megatron_datastates.convert.sinks.sink import Progress, write_synced
-from megatron_datastates.engine.atomic_files import sync_directory
+from megatron_datastates.convert.sinks.sink import Progress
+from megatron_datastates.convert.trackers import write_tracker
 from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import BACKEND, TRACKER_NAME
+from megatron_datastates.pipeline.run_folders import tracked_name
 
 RELEASE = "release"  # Megatron's name of a checkpoint that is nobody's iteration
 _FILE_BYTES = 4 << 30
@@ -38,17 +39,14 @@ def import_model(
         start: called with the plan before anything is written; returns the function to report progress to.
 
     Raises:
-        StorageError: the run has a tracker file.
+        StorageError: the run has a tracker file, or one that cannot be read.
         what plan_conversion and convert raise.
     """
-    if (run / TRACKER_NAME).exists():
+    if tracked_name(run) is not None or (run / TRACKER_NAME).exists():
         raise StorageError(f"{run} has a {TRACKER_NAME}: choose a new directory, or remove that file first")
     total = sum(source.fragment(*one).bytes for one in source.stored_by_rank()[0].fragments)
     ranks = max(1, math.ceil(total / _FILE_BYTES))
     plan = plan_conversion(source, run / RELEASE, format=format, ranks=ranks)
     convert(plan, limits, progress=start(plan))
-    temporary = run / f".{TRACKER_NAME}.importing"
-    write_synced(temporary, RELEASE.encode())
-    temporary.rename(run / TRACKER_NAME)
-    sync_directory(run)
+    write_tracker(run / TRACKER_NAME, RELEASE.encode())
     return plan

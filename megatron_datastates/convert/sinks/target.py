@@ -4,6 +4,8 @@ Protocol:
   1. a target that exists, or lies inside a checkpoint, is refused before anything is written;
   2. everything is written under a temporary name in the same directory, and synced;
   3. the temporary name is renamed to the target's, and the parent directory is synced.
+A target in an object store is made in the directory for temporary files, and uploaded: what says which files
+there are (*.json) comes last.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_datastates import stores
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.errors import DataStatesError, StorageError
+from megatron_datastates.files import is_object, open_regular
 from megatron_datastates.pipeline.runs import format_of
 
 
@@ -29,8 +34,14 @@ def refuse_target(target: Path, needed_bytes: int = 0, *, makes_parents: bool = 
     Raises:
         StorageError: it exists, it lies inside a checkpoint, its parent directory is missing or not writable,
             or fewer than `needed_bytes` are free there.
+        OSError: an object store cannot be asked.
     """
     refuse_inside_checkpoint(target)
+    if is_object(target):
+        if _is_in_store(target):
+            raise StorageError(f"{target} exists: choose another target, or remove it first")
+        require_scratch(needed_bytes)
+        return
     if target.exists() or target.is_symlink():
         raise StorageError(f"{target} exists: choose another target, or remove it first")
     if not makes_parents and not target.parent.is_dir():
@@ -46,9 +57,31 @@ def refuse_target(target: Path, needed_bytes: int = 0, *, makes_parents: bool = 
         )
 
 
+def _is_in_store(target: Path) -> bool:
+    """Returns whether there is an object of this name, or some below it, as a listing shows them."""
+    try:
+        stores.size_of_object(target)
+    except FileNotFoundError:
+        return bool(stores.all_below(target))
+    return True
+
+
+def require_scratch(needed_bytes: int) -> None:
+    """Checks the directory for temporary files, where what is uploaded is made first. Raises StorageError."""
+    folder = Path(tempfile.gettempdir())
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise StorageError(
+            f"{folder} has {free / 1e6:.1f} MB free, and {needed_bytes / 1e6:.1f} MB are needed there before "
+            "they are uploaded: free some space, or set TMPDIR to another directory"
+        )
+
+
 def refuse_inside_checkpoint(target: Path) -> None:
     """Raises StorageError if `target` would become a part of a checkpoint, such as the one that is read."""
-    for parent in target.resolve().parents:
+    parents = list(target.resolve().parents)
+    # In a store, the last two are the name of the profile and what all paths of stores begin with.
+    for parent in parents[:-2] if is_object(target) else parents:
         if format_of(parent) is not None:
             raise StorageError(f"{target} lies inside the checkpoint {parent}: choose another target")
 
@@ -62,8 +95,16 @@ def publish_on_exit(target: Path, *, makes_parents: bool = False) -> Iterator[Pa
 
     Raises:
         StorageError: `target` exists or cannot be created; see refuse_target.
+        OSError: it cannot be uploaded. Then a part of its files may be in the store.
     """
     refuse_target(target, makes_parents=makes_parents)
+    if is_object(target):
+        with tempfile.TemporaryDirectory(prefix="datastates-") as scratch:
+            temporary = Path(scratch) / target.name
+            with named_as(temporary, target):
+                yield temporary
+                _upload(temporary, target)
+        return
     temporary = target.parent / f".{target.name}.{os.getpid()}.tmp"
     with made_parents(target), named_as(temporary, target):
         try:
@@ -75,6 +116,13 @@ def publish_on_exit(target: Path, *, makes_parents: bool = False) -> Iterator[Pa
             _remove(temporary)
             raise
     sync_directory(target.parent)
+
+
+def _upload(made: Path, target: Path) -> None:
+    files = [path for path in made.rglob("*") if path.is_file()] if made.is_dir() else [made]
+    for path in sorted(files, key=lambda path: (path.suffix == ".json", path)):
+        with open_regular(path) as file:
+            stores.upload(target / path.relative_to(made) if path != made else target, file)
 
 
 @contextlib.contextmanager
