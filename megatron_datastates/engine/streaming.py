@@ -7,19 +7,19 @@ like any other file. Does not belong here: the meaning of the bytes.
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_datastates.config import MIB
 from megatron_datastates.engine import native
 from megatron_datastates.engine.staging import StagingEngine
 from megatron_datastates.format.values import ALIGNMENT
 
 _SLICE_SECONDS = 0.1  # native waits return this often, so that signals get through
-_POLL_SECONDS = 0.0005  # a buffer takes tens of milliseconds, and the pool keeps the writers busy
+_PASSED_BYTES = MIB  # what is at least as long is passed to the engine where it is, without a copy
 
 
 class SequentialFile:
@@ -42,6 +42,11 @@ class SequentialFile:
         """Appends bytes; returns how many."""
         rest = np.frombuffer(data, np.uint8)
         size = len(rest)
+        if size >= _PASSED_BYTES:
+            # All but the last bytes, which finish() needs; what is put before them ends at an aligned offset.
+            count = (self._held + size - 1) // ALIGNMENT * ALIGNMENT - self._held
+            self._file.put(self._buffer[: self._held], rest[:count])
+            self._begin, self._held, rest = self._begin + self._held + count, 0, rest[count:]
         while len(rest):
             if self._held == len(self._buffer):
                 self._put(self._held)
@@ -93,21 +98,21 @@ class StreamedFile:
         self._job: native.SaveJob | None = None
         self._end = 0
 
-    def put(self, buffer: npt.NDArray[np.uint8]) -> None:
-        """Appends a buffer of a multiple of 4 KiB; returns when it is staged and may change."""
-        begin, self._end = self._end, self._end + len(buffer)
-        assert len(buffer) % ALIGNMENT == 0, "the next buffer would start at an unaligned offset"
-        size = np.array([len(buffer)], np.uint64)
-        sources, offsets = np.array([buffer.ctypes.data], np.uint64), np.array([begin], np.uint64)
+    def put(self, *buffers: npt.NDArray[np.uint8]) -> None:
+        """Appends buffers, a multiple of 4 KiB together; returns when they are staged and may change."""
+        sizes = np.array([len(buffer) for buffer in buffers], np.uint64)
+        ends = self._end + np.cumsum(sizes, dtype=np.uint64)
+        begin, self._end = self._end, int(ends[-1])
+        assert (self._end - begin) % ALIGNMENT == 0, "the next buffer would start at an unaligned offset"
         columns: dict[str, Any] = {
-            "sources": sources,
-            "bytes": size,
-            "offsets": offsets,
-            "row_bytes": size,
-            "row_steps": size,
-            "storages": np.zeros(1, np.uint64),
+            "sources": np.array([buffer.ctypes.data for buffer in buffers], np.uint64),
+            "bytes": sizes,
+            "offsets": ends - sizes,
+            "row_bytes": sizes,
+            "row_steps": sizes,
+            "storages": np.zeros(len(buffers), np.uint64),
         }
-        flags = np.full(1, native.EAGER_FLAG, np.uint8)
+        flags = np.full(len(buffers), native.EAGER_FLAG, np.uint8)
         if self._job is None:
             with native.errors_for_users():
                 self._job = self._engine.native.start(
@@ -121,8 +126,8 @@ class StreamedFile:
                 )
         else:
             self._engine.native.append(job=self._job, begin=begin, end=self._end, flags=flags, **columns)
-        while int(str(self._status(self._job)["bytes_staged"])) < self._end:
-            time.sleep(_POLL_SECONDS)
+        for milestone in (native.Milestone.STAGED, native.Milestone.APPENDED):
+            self._wait(self._job, milestone)
 
     def checksums(self) -> bytes:
         """Waits until all blocks are written; returns their checksums (none if the options disable them)."""

@@ -40,6 +40,26 @@ def test_a_file_has_the_bytes_that_were_written(
     assert file.tell() == size and (tmp_path / "file").read_bytes() == data.tobytes()
 
 
+@pytest.mark.parametrize("first", [0, 1, 4095, 4096, BUFFER, BUFFER + 5])
+@pytest.mark.parametrize("size", [1 << 20, (1 << 20) + 1, 3 << 20, (3 << 20) + 4097])
+def test_long_pieces_follow_short_ones(engine: StagingEngine, tmp_path: Path, first: int, size: int) -> None:
+    """Long ones are not copied on the way: their memory is used again as soon as a write returns."""
+    data = np.random.default_rng(first + size).integers(0, 256, first + 3 * size + 9, np.uint8)
+    file, memory, at = (
+        SequentialFile(engine, tmp_path / "file", len(data), BUFFER),
+        np.empty(size, np.uint8),
+        0,
+    )
+    for length in (first, size, 5, size, 4, size):
+        memory[:length] = data[at : at + length]
+        assert file.write(memory[:length].data) == length
+        memory[:] = 0xEE
+        at += length
+        assert file.tell() == at
+    file.finish()
+    assert (tmp_path / "file").read_bytes() == data.tobytes()
+
+
 def test_more_than_was_reserved_is_written(engine: StagingEngine, tmp_path: Path) -> None:
     file = SequentialFile(engine, tmp_path / "file", 10, BUFFER)
     file.write(b"x" * 50_000)
