@@ -1,20 +1,24 @@
-"""Conversions beside `cp -r` of the same bytes with a sync, and the rates of `diff` and `show --stats`.
+"""Conversions beside `cp -r` of the same bytes with a sync; `diff` and `show --stats` beside a plain read.
 
 Each contender is a process of its own, as a person starts it. Two times are kept: all of it, and that without
 the start of Python and torch. Of a conversion this is what it reports itself; of a look, what the same
-command takes for a tiny checkpoint is taken off. Sources are in the page cache, or on the disk with --cold.
+command takes for a tiny checkpoint is taken off. The plain read is four threads that read the same files,
+4 MiB at a time, and do nothing with it. Sources are in the page cache as far as the system has kept them
+there, or on the disk with --cold; then the plain read is direct.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import mmap
 import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
@@ -39,6 +43,7 @@ _CONVERT = [sys.executable, str(_ROOT / "tools" / "convert.py")]
 _LOOK = [sys.executable, "-m", "megatron_datastates"]
 _TENSOR_ELEMENTS = 4 << 20  # 8 MiB in bfloat16, and a smaller one for each
 _FORMATS = ("datastates", "torch_dist")
+_PIECE_BYTES, _READ_THREADS = 4 << 20, 4
 
 
 def _run(command: list[str], codes: tuple[int, ...] = (0,)) -> str:
@@ -108,7 +113,26 @@ def _look(paths: list[Path], *words: str) -> float:
     return 0.0
 
 
-def contenders(made: Checkpoints) -> dict[str, Callable[[], float]]:
+def _read(made: Checkpoints, which: tuple[str, ...], is_cold: bool) -> float:
+    """Reads all files of checkpoints; returns how long that took."""
+    flags = os.O_RDONLY | (os.O_DIRECT if is_cold else 0)
+    paths = [path for one in which for path in made.path[one].iterdir()]
+    pieces = [(path, at) for path in paths for at in range(0, path.stat().st_size, _PIECE_BYTES)]
+
+    def read(share: list[tuple[Path, int]]) -> None:
+        with mmap.mmap(-1, _PIECE_BYTES) as memory:  # direct reads need its alignment
+            for path, at in share:
+                descriptor = os.open(path, flags)
+                os.preadv(descriptor, [memory], at)
+                os.close(descriptor)
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(_READ_THREADS) as pool:
+        list(pool.map(read, [pieces[n::_READ_THREADS] for n in range(_READ_THREADS)]))
+    return time.perf_counter() - begin
+
+
+def contenders(made: Checkpoints, is_cold: bool) -> dict[str, Callable[[], float]]:
     """Returns the contenders by name; each returns its time without its start, 0 if it does not know that."""
     found: dict[str, Callable[[], float]] = {}
     for source, target in (_FORMATS, _FORMATS[::-1]):
@@ -119,10 +143,14 @@ def contenders(made: Checkpoints) -> dict[str, Callable[[], float]]:
     for name, (words, which) in looks.items():
         for label, paths in ((name, made.path), (f"{name}, tiny", made.tiny)):
             found[label] = functools.partial(_look, [paths[one] for one in which], *words)
+    for read in _READ:
+        found[f"read {' '.join(read)}"] = functools.partial(_read, made, read, is_cold)
     return found
 
 
+_TWICE = {"datastates equal", "datastates changed", "datastates torch_dist"}  # two checkpoints are read
 _PAIRS = (("datastates", "equal"), ("datastates", "changed"), ("datastates", "torch_dist"))
+_READ = (*((one,) for one in _FORMATS), *_PAIRS)
 
 
 def measure(made: Checkpoints, rounds: int, cold: bool) -> Result:
@@ -137,18 +165,24 @@ def measure(made: Checkpoints, rounds: int, cold: bool) -> Result:
         inner.setdefault(name, []).append(own or seconds)
         return seconds
 
-    every = contenders(made)
+    every = contenders(made, cold)
     walls = interleave(rounds, {name: functools.partial(timed, name, one) for name, one in every.items()})
     found: Result = {}
     for name, seconds in walls.items():
         start = median(walls[f"{name}, tiny"]) if f"{name}, tiny" in walls else 0.0
         own = median(inner[name][1:]) - start  # the first round is the warm-up
+        size = made.bytes * (2 if name.removeprefix("read ").removeprefix("diff ") in _TWICE else 1)
         found[name] = {
             "seconds": round(median(seconds), 3),
             "spread_seconds": spread(seconds),
             "seconds_without_start": round(own, 3),
-            "mb_per_s_without_start": round(made.bytes / 1e6 / own) if own > 0 else None,
+            "mb_per_s_without_start": round(size / 1e6 / own) if own > 0 else None,
         }
+    for name in [name for name in found if name.startswith(("diff ", "show ")) and "tiny" not in name]:
+        plain = found[f"read {name.removeprefix('show --stats ').removeprefix('diff ')}"]
+        if found[name]["seconds_without_start"] > 0:
+            ratio = plain["seconds_without_start"] / found[name]["seconds_without_start"]
+            found[name]["of_read"] = round(ratio, 3)
     for source, target in (_FORMATS, _FORMATS[::-1]):
         one, copy = f"{source} to {target}", f"cp {source}"
         ratios = [b / a for a, b in zip(inner[one][1:], walls[copy], strict=True)]
@@ -165,14 +199,14 @@ def _table(results: Result) -> str:
             one["seconds"],
             one["seconds_without_start"],
             one["mb_per_s_without_start"] or "-",
-            one["of_cp"]["median"] if "of_cp" in one else "",
+            one["of_cp"]["median"] if "of_cp" in one else one.get("of_read", ""),
         )
         for name, one in results["contenders"].items()
         if not name.endswith(", tiny")
     ]
-    headings = ["", "s", "s without start", "MB/s without start", "rate, cp = 1"]
+    headings = ["", "s", "s without start", "MB/s without start", "rate, cp or plain read = 1"]
     size = f"{results['mb']} MB in {results['files']} files"
-    where = "on disk" if results["cold"] else "in memory"
+    where = "on disk" if results["cold"] else "as the page cache has them"
     return "\n".join(
         [
             f"### Tools: {size}, {results['machine']['date']}",

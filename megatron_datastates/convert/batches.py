@@ -18,7 +18,7 @@ from megatron_datastates.plan.boxes import cut_box
 # Memory for one element of two checkpoints: as stored, as float64, their differences and masks.
 _BYTES_PER_ELEMENT = 64
 _BATCH_BYTES = 16 << 20  # as stored
-AHEAD = 3  # batches that were read and not compared yet
+AHEAD = 3  # batches that were read, or are being read, and not compared yet
 
 
 class Cut(NamedTuple):

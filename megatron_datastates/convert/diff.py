@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 from megatron_datastates.convert.batches import AHEAD, Cut, batches
 from megatron_datastates.convert.drift import Drift, compare_all
@@ -17,7 +18,11 @@ from megatron_datastates.convert.parts import Part, choose_parts, group_of, is_w
 from megatron_datastates.convert.views import Tensors
 from megatron_datastates.format.values import element_bytes
 
+if TYPE_CHECKING:
+    import torch
+
 THREADS = 2  # which compare while the next batch is read: each is about as fast as a disk
+_READ_AHEAD = 2  # batches that are read, or being read, before they are compared
 
 
 @dataclasses.dataclass
@@ -110,8 +115,16 @@ def diff(
         found.tensors[key] = Drift()
         found.groups.setdefault(group_of(key), Drift())
         compared[key] = comparison.parts[key]
-    with ThreadPoolExecutor(THREADS) as pool:
+    # A thread for each checkpoint: both are read at the same time, and each in its order.
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other, ThreadPoolExecutor(THREADS) as pool:
+        reading: deque[tuple[list[Cut], Future[list[torch.Tensor]], Future[list[torch.Tensor]]]] = deque()
         pending: deque[tuple[list[Cut], Future[list[Drift]]]] = deque()
+
+        def compare(most: int) -> None:
+            while len(reading) > most:
+                batch, left, right = reading.popleft()
+                keys = [cut.key for cut in batch]
+                pending.append((batch, pool.submit(compare_all, left.result(), right.result(), keys)))
 
         def settle(most: int) -> None:  # in the order of the batches, so that sums are the same in every run
             while len(pending) > most:
@@ -122,9 +135,11 @@ def diff(
 
         for batch in batches(dict.fromkeys(compared, first), compared, memory_bytes):
             slices = [cut.slice for cut in batch]
-            left, right = first.read_tensors(slices), second.read_tensors(slices)
-            pending.append((batch, pool.submit(compare_all, left, right, [cut.key for cut in batch])))
-            settle(AHEAD)
+            futures = one.submit(first.read_tensors, slices), other.submit(second.read_tensors, slices)
+            reading.append((batch, *futures))
+            compare(_READ_AHEAD - 1)
+            settle(AHEAD - len(reading))
+        compare(0)
         settle(0)
     return found
 

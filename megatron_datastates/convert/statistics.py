@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from megatron_datastates.convert.contents import Content
 
 PART_BYTES = 16 << 20  # of a tensor, read in one go
-_AHEAD = 2  # parts that are read, or being read, while another is computed
+_READERS = 2  # parts that are read at a time: the disk is not idle between them
+_AHEAD = 3  # parts that are read, or being read, while another is computed
 
 
 @dataclasses.dataclass
@@ -79,7 +80,7 @@ def statistics(
         Those of each tensor; None for a dtype that torch cannot convert to float64.
     """
     found: list[Statistics | None] = [Statistics() for _ in contents]
-    with ThreadPoolExecutor(1) as reader:
+    with ThreadPoolExecutor(_READERS) as reader:
         pending: deque[tuple[int, Future[torch.Tensor]]] = deque()
 
         def settle(most: int) -> None:

@@ -34,7 +34,14 @@ if TYPE_CHECKING:
     from megatron_datastates.dcp.facts import Facts
 
 
-_readers = threading.local()  # each thread's, with memory of its own, and the options that it was made with
+class _Readers(threading.local):
+    """A thread's readers, with memory of their own, by their options."""
+
+    def __init__(self) -> None:
+        self.made: dict[Options, Reader] = {}
+
+
+_readers = _Readers()
 
 
 class DataStatesSource(Source):
@@ -81,10 +88,10 @@ class DataStatesSource(Source):
 
     def reader(self) -> Reader:
         """Returns this thread's reader, which sources share: its memory is not made anew for every slice."""
-        if getattr(_readers, "options", None) != self._read_options:
-            _readers.reader, _readers.options = Reader(self._read_options), self._read_options
-        found: Reader = _readers.reader
-        return found
+        made = _readers.made
+        if self._read_options not in made:
+            made[self._read_options] = Reader(self._read_options)
+        return made[self._read_options]
 
     @functools.cached_property
     def _read_options(self) -> Options:
