@@ -46,7 +46,7 @@ test-te: env ## build Transformer Engine and test its layers, extra states and q
 	@tools/env/te.sh
 
 # Not part of `test`, which skips those of its tests that need a framework: it installs several.
-test-frameworks: env ## run tests/frameworks with released frameworks (Megatron-Bridge, verl, ms-swift, SkyRL)
+test-frameworks: env ## run tests/frameworks with released frameworks (Megatron-Bridge, verl, ms-swift, SkyRL, torchtitan)
 	@tools/env/frameworks.sh
 
 # A checkout of Megatron-LM's main, which no release has yet: an early warning.
