@@ -16,8 +16,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 from torchtitan.components import checkpoint as titan
 from torchtitan.tools.utils import GarbageCollection
 
@@ -51,11 +51,11 @@ class CheckpointManager(titan.CheckpointManager):  # type: ignore[misc]
             )
         writer, found = DataStatesWriter(checkpoint_id), None
         if async_mode == titan.AsyncMode.DISABLED:
-            dcp.save(state_dict, storage_writer=writer)
+            save(state_dict, storage_writer=writer)
         elif async_mode == titan.AsyncMode.ASYNC:
-            found = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
+            found = async_save(state_dict, storage_writer=writer, process_group=self.pg)
         else:
-            found = dcp.async_save(
+            found = async_save(
                 state_dict,
                 storage_writer=writer,
                 process_group=self.pg,
@@ -73,7 +73,7 @@ class CheckpointManager(titan.CheckpointManager):  # type: ignore[misc]
         if from_hf or format_of(checkpoint_id) != BACKEND:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        dcp.load(state_dict, storage_reader=DataStatesReader(checkpoint_id))
+        load(state_dict, storage_reader=DataStatesReader(checkpoint_id))
         if titan.MODEL in self.states:
             self.states[titan.MODEL].load_state_dict(state_dict)
 
