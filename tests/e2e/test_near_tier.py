@@ -76,6 +76,31 @@ def test_killed_run_resumes_from_what_only_the_near_tiers_have(
     assert nodes.far.published()[:2] == [2, newest] and nodes.far.tracked() == 12
 
 
+@pytest.mark.conformance
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+def test_a_killed_run_resumes_from_its_near_tiers_in_another_layout(
+    pretraining: Pretraining, tmp_path: Path, layout: str
+) -> None:
+    nodes, plain = Nodes(tmp_path), Checkpoints(tmp_path / "plain")
+    killed = pretraining.start(*nodes.arguments(*SLOW, "--step-delay-ms", "300", steps=12))
+    killed.job.wait_until(lambda: nodes.tracked_near() >= 4 and nodes.far.tracked() == 2, 60)
+    killed.job.kill()
+    newest = min(nodes.near(node).published()[-1] for node in (0, 1))
+
+    resumed = pretraining.run(*nodes.arguments(layout=layout, steps=12))
+
+    assert f"iteration {newest} is newer than what is in" in resumed.log
+    shutil.copytree(nodes.far.at(newest), plain.at(newest))
+    (plain.root / TRACKER).write_text(str(newest))
+    expected = pretraining.run(
+        *(*LAYOUTS[layout], "--train-iters", "12", "--ckpt-format", "datastates"),
+        *("--save", str(plain.root), "--load", str(plain.root), "--save-interval", "2"),
+    )
+    assert [rank.begun_at for rank in resumed.ranks] == [newest] * 2
+    assert [rank.begun for rank in resumed.ranks] == [rank.begun for rank in expected.ranks]
+    assert resumed.differences(expected) == []
+
+
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_saves_go_on_near_while_save_is_gone(
     mode: str, pretraining: Pretraining, reference: Reference, tmp_path: Path
