@@ -265,11 +265,12 @@ def _read_journal(directory: Path) -> _Journal | None:
 
 
 def _finish(directory: Path, journal: _Journal, points: Faults) -> None:
-    """Does step 4: removes the new files if the old index is in place, else the old ones."""
+    """Does step 4: removes new files that no index names and, once the old one is replaced, the old ones."""
     named = names_in_index(directory, journal.format)
     is_old = not named.isdisjoint(journal.replaced)
     of_save = [name for name in names_in(directory) if str(save_id_in_name(name)) == journal.save_id]
-    names = [*journal.made, *of_save] if is_old else [*journal.replaced, *journal.beside]
+    names = [*journal.made, *of_save]  # those that are in use are named; none is if another save came between
+    names += [] if is_old else [*journal.replaced, *journal.beside]
     for name in names:
         if "/" in name or name in ("", ".", ".."):
             raise FormatError(f"{directory / JOURNAL_NAME} is damaged: it names {name!r}")

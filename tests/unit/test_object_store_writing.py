@@ -267,6 +267,7 @@ def test_a_save_that_is_published_meanwhile_is_not_replaced(
         drop_optimizer(plan)
     assert verify(THERE).faults == []
     assert set(open_source(stores.path_of(THERE)).tensors) == {"a"}
+    assert not [name for name in names() if str(plan.save_id) in name], "nothing of the call is left"
 
 
 def test_megatrons_sums_are_renewed(trained: Path, store: ObjectStore) -> None:
