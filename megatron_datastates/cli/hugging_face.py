@@ -157,9 +157,8 @@ def import_hugging_face(
             raise OptionError(
                 f"--transformer-impl {transformer_impl}: expected {TRANSFORMER_ENGINE} or {LOCAL}"
             )
-        opened = HuggingFaceSource(source, transformer_impl)
-        flags = command_line(opened.arguments)
-        with progress_bar("importing") as progress:
+        with HuggingFaceSource(source, transformer_impl) as opened, progress_bar("importing") as progress:
+            flags = command_line(opened.arguments)
 
             def start(plan: Plan) -> Progress:
                 task = progress.add_task("", total=sum(plan.file_bytes))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import filecmp
+import gc
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,12 +43,17 @@ GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("megatron-*"))
 
 
 @pytest.fixture
-def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory for temporary files, in which every test leaves nothing."""
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The directory for temporary files, in which every test leaves nothing.
+
+    The garbage collector, which would remove what a command forgot, is off.
+    """
     folder = tmp_path / "scratch"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    return folder
+    gc.disable()
+    yield folder
+    gc.enable()
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -78,7 +79,7 @@ class MegatronTensor:
 
 
 class HuggingFaceSource(Source):
-    """See Source.
+    """See Source. As a context manager, or by close(), it removes its temporary directory.
 
     Args:
         transformer_impl: of the training run, as Megatron names it; before experts, the norm's key depends on
@@ -97,13 +98,28 @@ class HuggingFaceSource(Source):
         self.family, self.arguments = read_config(read_config_json(directory))
         self._stored = find_tensors(directory)
         self._impl = transformer_impl
-        self._made = tempfile.TemporaryDirectory()  # holds the common state
-        self._write_common(Path(self._made.name, COMMON_FILE))
         self._require_enough()
         table = list(entries(self.family.model_type, self.arguments))
         self._require_no_others(table)
         self._tensors = self._megatron_tensors(table)
         self._objects = sorted({key for place, _ in table for key in self._extra_states(place)})
+        # Last: a folder that is refused leaves nothing to remove.
+        self._made = tempfile.TemporaryDirectory(prefix="datastates-import-")  # holds the common state
+        try:
+            self._write_common(Path(self._made.name, COMMON_FILE))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Removes the temporary directory; the source cannot be read any more."""
+        self._made.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _write_common(self, path: Path) -> None:
         """Writes what Megatron reads before it loads weights; each of its releases reads it from a file."""
