@@ -277,7 +277,8 @@ class Options:
         0,
         parse_bytes,
         "SIZE",
-        "bring at most this many bytes a second from the near tier to --save, per node (default 0: no limit)",
+        "while the job trains, bring at most this many bytes a second from the near tier to --save, per node "
+        "(default 0: no limit)",
     )
     report_file: str = _option(
         "",

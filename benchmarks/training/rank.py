@@ -16,6 +16,8 @@ import numpy as np
 import torch
 
 from megatron_datastates.engine.reader import Reader
+from megatron_datastates.pipeline.near import recovery
+from megatron_datastates.pipeline.near.copying import Limit
 from megatron_datastates.plan.reads import ReadSpans
 
 
@@ -78,10 +80,10 @@ def allow_fork() -> None:
     arguments.validate_args = validate_args
 
 
-def limit_reads(folder: Path, bytes_per_second: int) -> Callable[[], int]:
-    """Lets reads of data files below a folder take as long as from storage of this rate, at least.
+def limit_far(folder: Path, bytes_per_second: int) -> Callable[[], int]:
+    """Lets data files below a folder be read, and brought there before a load, as from storage of this rate.
 
-    The files are read as ever; then the rest of that time is waited for. Small files are not limited.
+    Files are read as ever; then the rest of that time is waited for. Small files are not limited.
 
     Returns:
         what returns the number of bytes that were read there so far.
@@ -101,6 +103,7 @@ def limit_reads(folder: Path, bytes_per_second: int) -> Callable[[], int]:
             time.sleep(max(end - time.monotonic(), 0.0))
         return outcome
 
+    recovery.Limit = lambda _: Limit(bytes_per_second)  # type: ignore[attr-defined, assignment]
     Reader.read = read  # type: ignore[method-assign, assignment]
     return lambda: total
 
@@ -115,7 +118,7 @@ def run(
     """Trains with these arguments, prints to a log beside the record, and writes the record at the end.
 
     Args:
-        far: a folder, and the rate in bytes a second at which this rank is to read there.
+        far: a folder, and the rate in bytes a second at which this rank is to read and write there.
     """
     rank, ranks, port = place
     log = os.open(record.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
@@ -132,7 +135,7 @@ def run(
         allow_fork()
     recorder = Recorder()
     recorder.attach()
-    read_there = limit_reads(*far) if far is not None else None
+    read_there = limit_far(*far) if far is not None else None
     pretrain_tiny.main()
     from megatron_datastates.pipeline.saver import close_all
 

@@ -50,7 +50,6 @@ def measure_restores(setting: Setting, rounds: Rounds, folder: Path, bytes_per_s
             shutil.move(place, kept)
         resume = ["--load" if word == "--save" else word for word in arguments]  # and save nothing more
         resume += ["--train-iters", str(setting.iterations + 1), "--override-opt_param-scheduler"]
-        resume += ["--datastates-drain-limit", str(bytes_per_second)]
         found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in LOSSES}
         for number in within(rounds.most, rounds.seconds):
             for name, loss in LOSSES.items():

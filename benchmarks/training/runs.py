@@ -163,7 +163,7 @@ def launch(
     """Forks the ranks from a process that has imported Megatron, and waits for their ends.
 
     Args:
-        far: a folder, and the rate in bytes a second at which each rank is to read there.
+        far: a folder, and the rate in bytes a second at which each rank is to read and write there.
 
     Returns:
         what each rank has recorded.

@@ -69,8 +69,8 @@ def _restores(part: str, results: Result) -> str:
     how = (
         f"`load_checkpoint` of a job that resumes: median of {found['rounds']} rounds, the slower rank. Each "
         f"node writes to --save and reads there {found['far_bytes_per_second'] / 1e6:.0f} MB/s at most: "
-        "writing by --datastates-drain-limit, reading by a wait after each read of data files until they "
-        "would have come at that rate. All directories are on one disk, and the page cache has dropped them."
+        "writing by a limit on what is brought there, reading by a wait after each read of data files until "
+        "they would have come at that rate. All directories are on one disk; the page cache has dropped them."
     )
     rows = [
         (

@@ -331,7 +331,8 @@ def killed(tmp_path: Path) -> Nodes:
 
 def recover(nodes: Nodes) -> tuple[int | None, str]:
     said: list[str] = []
-    options = dataclasses.replace(OPTIONS, near=str(nodes.roots[0]))
+    # The limit is for the network of a job that trains.
+    options = dataclasses.replace(OPTIONS, near=str(nodes.roots[0]), drain_limit=1)
     return bring_home(nodes.run, options, said.append), "\n".join(said)
 
 

@@ -144,7 +144,8 @@ class _Recovery:
         self._root = near_root(options.near)
         self._folder = near_run(self._root, run)
         self._faults = Faults(options.faults)
-        self._copier = Copier(options, self._faults, Limit(options.drain_limit))
+        # Without --datastates-drain-limit: no training needs the network, and the job waits for this.
+        self._copier = Copier(options, self._faults, Limit(0))
         self._collectives = Collectives()
         self.rank = self._collectives.rank
 
