@@ -61,8 +61,12 @@ make_environment() {
   fi
   found=$(tools/env/find_python.sh)
   say "making $env with $("$found" -V) ($found)"
-  rm -rf "$env/bin" # first, so that an interrupted removal leaves an environment that is recognized as broken
-  rm -rf "$env"
+  if [[ -L $env ]]; then
+    rm "$env" # a link to the environment of another tree, which stays as it is
+  else
+    rm -rf "$env/bin" # first, so that an interrupted removal leaves an environment that is recognized as broken
+    rm -rf "$env"
+  fi
   mkdir "$env"
   touch "$env/incomplete"
   "$found" -m venv "$env"
