@@ -94,7 +94,7 @@ def _load(path: Path, targets: dict[str, torch.Tensor]) -> float:
 @click.option("--folder", type=PATH, default=".", help="Where to write checkpoints.")
 @click.option("--out", type=PATH, help="Write the results to this JSON file.")
 def run(layers: int, steps: int, repeats: int, is_quick: bool, folder: Path, out: Path | None) -> None:
-    r"""Measures what compressing brings, in time and in bytes, on disks of several speeds.
+    """Measures what compressing brings, in time and in bytes, on disks of several speeds.
 
     Trains a small transformer, saves its state with and without compression under several write limits, and
     loads it again. Needs the package zstandard.

@@ -233,7 +233,7 @@ def _table(results: Result) -> str:
 @click.option("--folder", type=PATH, default=".", help="Where checkpoints and the server's files are.")
 @click.option("--out", type=PATH, help="Write the results here, and a table beside it.")
 def run(mib: int, repeats: int, is_quick: bool, folder: Path, out: Path | None) -> None:
-    r"""Measures uploads and loads of checkpoints in an object store, beside the client's own.
+    """Measures uploads and loads of checkpoints in an object store, beside the client's own.
 
     Needs the packages moto[server] and multi-storage-client[boto3]. The store is in memory if the folder is.
 

@@ -90,7 +90,7 @@ def _revision(tree: Path) -> str:
 )
 @click.option("--out", type=PATH, help="Write the results to this JSON file.")
 def run(other: Path, arguments: Sequence[str], benchmark: str, rounds: int, out: Path | None) -> None:
-    r"""Compares this tree with another one by running the same benchmark in both, in turns.
+    """Compares this tree with another one by running the same benchmark in both, in turns.
 
     \b
     Examples:

@@ -234,7 +234,7 @@ def _table(results: Result) -> str:
 def run(
     mb: int, files: int, rounds: int, is_cold: bool, is_quick: bool, folder: Path, out: Path | None
 ) -> None:
-    r"""Measures conversions beside cp of the same bytes, and the rates of diff and show --stats.
+    """Measures conversions beside cp of the same bytes, and the rates of diff and show --stats.
 
     Needs six times the size of a checkpoint on the disk.
 

@@ -339,7 +339,7 @@ PARTS: dict[str, Callable[[Path, Sizes], tuple[Result, list[Bar]]]] = {
 def run(
     tries: int, repeats: int, only: Sequence[str], is_quick: bool, folder: Path, out: Path | None
 ) -> None:
-    r"""Measures which early changes the tripwire catches, and what it costs.
+    """Measures which early changes the tripwire catches, and what it costs.
 
     Deliberately changes tensors during saves and counts how many saves fail; compares the start of a save
     with the tripwire and without. Needs a C compiler and 1 GiB of memory, but no GPU.

@@ -32,7 +32,7 @@ PARTS: dict[str, Callable[[Path, Sizes], Result]] = {
 @click.option("--folder", type=PATH, default=".", help="Where to write; on the disk to be measured.")
 @click.option("--out", type=PATH, help="Write the results to this JSON file, and a picture (.svg) beside it.")
 def run(mib: int, repeats: int, only: Sequence[str], is_quick: bool, folder: Path, out: Path | None) -> None:
-    r"""Measures what three ideas bring to a save, each against the same save without it.
+    """Measures what three ideas bring to a save, each against the same save without it.
 
     overlap: objects are serialized while tensors are staged and written. coalescing: many tiny tensors share
     a write. lazy: tensors are copied while the trainer runs. Contenders take turns, and medians are reported:

@@ -39,7 +39,7 @@ PARTS: dict[str, Callable[[Path, Sizes], tuple[Result, list[Bar]]]] = {
 def run(
     gib: float, repeats: int, only: Sequence[str], is_quick: bool, folder: Path, out: Path | None
 ) -> None:
-    r"""Measures the native engine on this machine, next to what its disk and its memory can do.
+    """Measures the native engine on this machine, next to what its disk and its memory can do.
 
     Contenders of a comparison take turns, several times, and medians are reported. Prints each part's
     results, and the bars that the project has set itself, met or not. Runs all parts but the sweep by

@@ -39,7 +39,7 @@ _QUICK_MODEL = Model(layers=2, hidden=256, ffn=704, vocabulary=2000, small_layer
 def run(
     gib: float, repeats: int, only: Sequence[str], is_quick: bool, folder: Path, out: Path | None
 ) -> None:
-    r"""Measures how fast this machine reads checkpoints, next to torch_dist and to what its disk can do.
+    """Measures how fast this machine reads checkpoints, next to torch_dist and to what its disk can do.
 
     Ranks are processes of gloo worlds on this machine. They load through Megatron's dist_checkpointing.load,
     into memory that is resident already, and the system's file caches are dropped before each load where that

@@ -21,7 +21,7 @@ _QUICK_YEARS = 1.0
 @click.option("--years", default=100.0, help="How long the cluster is to run.")
 @click.option("--quick", is_flag=True, help="One year only.")
 def main(out: Path | None, picture: Path | None, table: Path | None, years: float, quick: bool) -> None:
-    r"""Simulates 1,024 nodes that fail: which tier restores, and what work is lost.
+    """Simulates 1,024 nodes that fail: which tier restores, and what work is lost.
 
     \b
     Examples:

@@ -62,7 +62,7 @@ def run(
     folder: Path,
     out: Path | None,
 ) -> None:
-    r"""Measures saves and loads of one state by this package and by its peers, in turns.
+    """Measures saves and loads of one state by this package and by its peers, in turns.
 
     The state is that of a GPT with a distributed optimizer. Each rank is a process of a gloo world. A save
     holds its trainer while the state is prepared, in the call, in the fence before the next step, and in

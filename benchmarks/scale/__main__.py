@@ -130,7 +130,7 @@ def _print_layouts(layouts: dict[str, Result]) -> None:
 @click.option("--folder", type=PATH, default=".", help="Where to publish; on the disk to be measured.")
 @click.option("--out", type=PATH, help="Write the results to this JSON file, and a picture (.svg) beside it.")
 def run(only: Sequence[str], is_quick: bool, limit_seconds: float, folder: Path, out: Path | None) -> None:
-    r"""Simulates checkpoints of 8 to 16,384 ranks: what planning, publishing and opening them costs.
+    """Simulates checkpoints of 8 to 16,384 ranks: what planning, publishing and opening them costs.
 
     Layouts are planned from the shapes of real models. The code measured is the code that saves and loads;
     each measure runs in its own process. No data is written: data files are sparse.

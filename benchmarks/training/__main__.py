@@ -60,7 +60,7 @@ def run(
     folder: Path,
     out: Path | None,
 ) -> None:
-    r"""Measures what checkpoints cost training, in Megatron's own loop on this machine's CPU.
+    """Measures what checkpoints cost training, in Megatron's own loop on this machine's CPU.
 
     Runs with each format and each interval take turns with runs that save nothing. The first 10 iterations,
     and the first save, do not count. "Blocked" is the time in save_checkpoint, in polls, and in fences;
