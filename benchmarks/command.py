@@ -1,6 +1,6 @@
 """What the benchmarks' command lines share: choosing parts, scratch folders, notes on stderr, results' files.
 
-What belongs here: typer and rich. What does not: measuring. benchmarks.gpu does without this module, because
+What belongs here: click and rich. What does not: measuring. benchmarks.gpu does without this module, because
 the machines it runs on may have neither.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -23,25 +23,20 @@ from benchmarks.rounds import Bar
 Result = dict[str, Any]
 notes = Console(stderr=True)
 
-
-def run_command(command: Callable[..., None]) -> None:
-    """Runs a function as the program's command line; its docstring is the text of --help."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command()(command)
-    app()
+# Makes a function a command line; its docstring is the text of --help.
+benchmark_command = click.command(context_settings={"show_default": True})
+PATH = click.Path(path_type=Path)
 
 
-def choose(
-    only: Sequence[str] | None, known: Collection[str], default: Sequence[str], kind: str
-) -> list[str]:
+def choose(only: Sequence[str], known: Collection[str], default: Sequence[str], kind: str) -> list[str]:
     """Returns the names given by --only, or the default ones.
 
     Raises:
-        typer.BadParameter: a name is unknown.
+        click.BadParameter: a name is unknown.
     """
-    unknown = [name for name in only or () if name not in known]
+    unknown = [name for name in only if name not in known]
     if unknown:
-        raise typer.BadParameter(f"unknown {kind} {', '.join(unknown)}; expected one of {', '.join(known)}")
+        raise click.BadParameter(f"unknown {kind} {', '.join(unknown)}; expected one of {', '.join(known)}")
     return list(only or default)
 
 
@@ -88,7 +83,7 @@ def resume(out: Path | None, described: Result) -> Result:
     """Returns the results of an earlier run that --out names, to be completed; or new ones, without parts.
 
     Raises:
-        typer.BadParameter: they are of another machine, or of a state of another size.
+        click.BadParameter: they are of another machine, or of a state of another size.
     """
     if out is None or not out.exists():
         return described | {"parts": {}}
@@ -96,7 +91,7 @@ def resume(out: Path | None, described: Result) -> Result:
     for name, value in described.items():
         old, new = (_comparable(one) for one in (found.get(name), value))
         if old != new:
-            raise typer.BadParameter(
+            raise click.BadParameter(
                 f"{out} has results with another {name} ({old}, now {new}); write to another file"
             )
     return found

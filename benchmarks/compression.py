@@ -11,14 +11,13 @@ import functools
 import shutil
 import time
 from pathlib import Path
-from typing import Annotated
 
+import click
 import torch
-import typer
 
 import megatron_datastates as ds
 from benchmarks import machine
-from benchmarks.command import Result, measure_parts, run_command, scratch, write_results
+from benchmarks.command import PATH, Result, benchmark_command, measure_parts, scratch, write_results
 from benchmarks.rounds import Bar, interleave, median, spread
 
 MB = 1_000_000
@@ -83,17 +82,19 @@ def _load(path: Path, targets: dict[str, torch.Tensor]) -> float:
     return time.perf_counter() - begin
 
 
-def run(
-    layers: Annotated[int, typer.Option(min=1, help="Layers of the model; 44 MB of state each.")] = 6,
-    steps: Annotated[int, typer.Option(min=1, help="Steps that it is trained for.")] = 40,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds of each comparison.")] = 5,
-    is_quick: Annotated[
-        bool, typer.Option("--quick", help="One layer, one round: seconds, and figures that mean little.")
-    ] = False,
-    folder: Annotated[Path, typer.Option(help="Where to write checkpoints.")] = Path(),
-    out: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
-) -> None:
-    r"""Measures what compressing brings, in time and in bytes, on disks of several speeds.
+@benchmark_command
+@click.option(
+    "--layers", type=click.IntRange(min=1), default=6, help="Layers of the model; 44 MB of state each."
+)
+@click.option("--steps", type=click.IntRange(min=1), default=40, help="Steps that it is trained for.")
+@click.option("--repeats", type=click.IntRange(min=1), default=5, help="Rounds of each comparison.")
+@click.option(
+    "--quick", "is_quick", is_flag=True, help="One layer, one round: seconds, and figures that mean little."
+)
+@click.option("--folder", type=PATH, default=".", help="Where to write checkpoints.")
+@click.option("--out", type=PATH, help="Write the results to this JSON file.")
+def run(layers: int, steps: int, repeats: int, is_quick: bool, folder: Path, out: Path | None) -> None:
+    """Measures what compressing brings, in time and in bytes, on disks of several speeds.
 
     Trains a small transformer, saves its state with and without compression under several write limits, and
     loads it again. Needs the package zstandard.
@@ -124,4 +125,4 @@ def run(
 
 
 if __name__ == "__main__":
-    run_command(run)
+    run()

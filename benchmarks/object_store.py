@@ -18,20 +18,21 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
+import click
 import torch
-import typer
 
 import megatron_datastates as ds
 from benchmarks import machine
 from benchmarks.command import (
+    PATH,
     Result,
+    benchmark_command,
     load_average,
     machine_line,
     markdown_table,
     measure_parts,
-    run_command,
     scratch,
     write_results,
 )
@@ -223,16 +224,16 @@ def _table(results: Result) -> str:
     )
 
 
-def run(
-    mib: Annotated[int, typer.Option(min=1, help="MiB of each of 4 data files.")] = 128,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds of each comparison.")] = 3,
-    is_quick: Annotated[
-        bool, typer.Option("--quick", help="4 MiB, one round: seconds, and figures that mean little.")
-    ] = False,
-    folder: Annotated[Path, typer.Option(help="Where checkpoints and the server's files are.")] = Path(),
-    out: Annotated[Path | None, typer.Option(help="Write the results here, and a table beside it.")] = None,
-) -> None:
-    r"""Measures uploads and loads of checkpoints in an object store, beside the client's own.
+@benchmark_command
+@click.option("--mib", type=click.IntRange(min=1), default=128, help="MiB of each of 4 data files.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, help="Rounds of each comparison.")
+@click.option(
+    "--quick", "is_quick", is_flag=True, help="4 MiB, one round: seconds, and figures that mean little."
+)
+@click.option("--folder", type=PATH, default=".", help="Where checkpoints and the server's files are.")
+@click.option("--out", type=PATH, help="Write the results here, and a table beside it.")
+def run(mib: int, repeats: int, is_quick: bool, folder: Path, out: Path | None) -> None:
+    """Measures uploads and loads of checkpoints in an object store, beside the client's own.
 
     Needs the packages moto[server] and multi-storage-client[boto3]. The store is in memory if the folder is.
 
@@ -279,4 +280,4 @@ def run(
 
 
 if __name__ == "__main__":
-    run_command(run)
+    run()

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
+import click
 import matplotlib as mpl
-import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.command import Result, run_command
+from benchmarks.command import PATH, Result, benchmark_command
 
 OURS, OTHERS, LIMIT = "#1f6f8b", "#b8b8b8", "#c0392b"
 _ERROR_STYLE = {"lw": 0.8, "alpha": 0.6}
@@ -38,11 +38,11 @@ def save_figure(figure: Figure, machine: Result, picture: Path) -> None:
 def run_picture(draw: Callable[[Result, Path], None]) -> None:
     """Runs a command line that redraws the picture of a results' file."""
 
-    def command(
-        results: Annotated[Path, typer.Argument(help="A file that the benchmark's --out wrote.")],
-        picture: Annotated[Path, typer.Argument(help="Where to draw; the suffix sets the format.")],
-    ) -> None:
+    @benchmark_command
+    @click.argument("results", type=PATH, help="A file that the benchmark's --out wrote.")
+    @click.argument("picture", type=PATH, help="Where to draw; the suffix sets the format.")
+    def command(results: Path, picture: Path) -> None:
         """Draws the picture of RESULTS again."""
         draw(json.loads(results.read_text()), picture)
 
-    run_command(command)
+    command()

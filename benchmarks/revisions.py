@@ -12,16 +12,16 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.command import Result, notes, run_command, write_results
+from benchmarks.command import PATH, Result, benchmark_command, notes, write_results
 from benchmarks.rounds import median, spread
 
 _HERE = Path(__file__).parents[1]
@@ -63,7 +63,7 @@ def _run(tree: Path, benchmark: str, arguments: list[str]) -> dict[str, float]:
             command, cwd=tree, env=os.environ | {"PYTHONPATH": str(tree)}, capture_output=True, text=True
         )
         if done.returncode:
-            raise typer.BadParameter(f"the benchmark failed in {tree}:\n{done.stderr[-2000:]}")
+            raise click.BadParameter(f"the benchmark failed in {tree}:\n{done.stderr[-2000:]}")
         return dict(figures(json.loads(out.read_text())))
 
 
@@ -71,7 +71,7 @@ def _require_tree(tree: Path) -> None:
     """Raises BadParameter for a folder without this project: an installed one would be measured."""
     for package in ("benchmarks", "megatron_datastates"):
         if not (tree / package / "__init__.py").is_file():
-            raise typer.BadParameter(f"{tree} has no package {package}: expected a checkout of this project")
+            raise click.BadParameter(f"{tree} has no package {package}: expected a checkout of this project")
 
 
 def _revision(tree: Path) -> str:
@@ -79,14 +79,18 @@ def _revision(tree: Path) -> str:
     return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def run(
-    other: Annotated[Path, typer.Argument(help="The tree to compare with, built.", exists=True)],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Passed to the benchmark, after --.")] = None,
-    benchmark: Annotated[str, typer.Option(help="engine, load, ablation, compression.")] = "engine",
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each tree; medians are reported.")] = 5,
-    out: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
-) -> None:
-    r"""Compares this tree with another one by running the same benchmark in both, in turns.
+@benchmark_command
+@click.argument(
+    "other", type=click.Path(exists=True, path_type=Path), help="The tree to compare with, built."
+)
+@click.argument("arguments", nargs=-1, help="Passed to the benchmark, after --.")
+@click.option("--benchmark", default="engine", help="engine, load, ablation, compression.")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=5, help="Runs of each tree; medians are reported."
+)
+@click.option("--out", type=PATH, help="Write the results to this JSON file.")
+def run(other: Path, arguments: Sequence[str], benchmark: str, rounds: int, out: Path | None) -> None:
+    """Compares this tree with another one by running the same benchmark in both, in turns.
 
     \b
     Examples:
@@ -117,4 +121,4 @@ def run(
 
 
 if __name__ == "__main__":
-    run_command(run)
+    run()

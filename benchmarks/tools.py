@@ -20,19 +20,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated
 
+import click
 import torch
-import typer
 
 import megatron_datastates as ds
 from benchmarks import machine
 from benchmarks.command import (
+    PATH,
     Result,
+    benchmark_command,
     load_average,
     machine_line,
     markdown_table,
-    run_command,
     scratch,
     write_results,
 )
@@ -219,18 +219,22 @@ def _table(results: Result) -> str:
     )
 
 
+@benchmark_command
+@click.option("--mb", type=click.IntRange(min=1), default=800, help="MB of tensors in a checkpoint.")
+@click.option("--files", type=click.IntRange(min=1), default=4, help="Data files of a checkpoint.")
+@click.option(
+    "--rounds", type=click.IntRange(min=1), default=7, help="Rounds, after one that does not count."
+)
+@click.option("--cold", "is_cold", is_flag=True, help="Take sources out of the page cache.")
+@click.option(
+    "--quick", "is_quick", is_flag=True, help="2 MB, one round: a minute, and figures that mean little."
+)
+@click.option("--folder", type=PATH, default=".", help="Where checkpoints are: the disk that is measured.")
+@click.option("--out", type=PATH, help="Write the results here, and a table beside it.")
 def run(
-    mb: Annotated[int, typer.Option(min=1, help="MB of tensors in a checkpoint.")] = 800,
-    files: Annotated[int, typer.Option(min=1, help="Data files of a checkpoint.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds, after one that does not count.")] = 7,
-    is_cold: Annotated[bool, typer.Option("--cold", help="Take sources out of the page cache.")] = False,
-    is_quick: Annotated[
-        bool, typer.Option("--quick", help="2 MB, one round: a minute, and figures that mean little.")
-    ] = False,
-    folder: Annotated[Path, typer.Option(help="Where checkpoints are: the disk that is measured.")] = Path(),
-    out: Annotated[Path | None, typer.Option(help="Write the results here, and a table beside it.")] = None,
+    mb: int, files: int, rounds: int, is_cold: bool, is_quick: bool, folder: Path, out: Path | None
 ) -> None:
-    r"""Measures conversions beside cp of the same bytes, and the rates of diff and show --stats.
+    """Measures conversions beside cp of the same bytes, and the rates of diff and show --stats.
 
     Needs six times the size of a checkpoint on the disk.
 
@@ -259,4 +263,4 @@ def run(
 
 
 if __name__ == "__main__":
-    run_command(run)
+    run()

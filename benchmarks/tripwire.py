@@ -14,14 +14,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
+import click
 import numpy as np
-import typer
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.command import Result, choose, measure_parts, notes, run_command, scratch, write_results
+from benchmarks.command import (
+    PATH,
+    Result,
+    benchmark_command,
+    choose,
+    measure_parts,
+    notes,
+    scratch,
+    write_results,
+)
 from benchmarks.rounds import Bar, interleave, median, spread
 from megatron_datastates.engine import native
 from tests.native.fake_cuda.driver import FakeCuda, build
@@ -318,17 +327,19 @@ PARTS: dict[str, Callable[[Path, Sizes], tuple[Result, list[Bar]]]] = {
 }
 
 
+@benchmark_command
+@click.option("--tries", type=click.IntRange(min=1), default=40, help="Changes of each kind.")
+@click.option("--repeats", type=click.IntRange(min=1), default=15, help="Rounds of the comparison of times.")
+@click.option("--only", multiple=True, help=f"A part to run: {', '.join(PARTS)}.")
+@click.option(
+    "--quick", "is_quick", is_flag=True, help="Tiny states, one try: seconds, and figures that mean little."
+)
+@click.option("--folder", type=PATH, default=".", help="Where to build the fake driver; little is written.")
+@click.option("--out", type=PATH, help="Write the results to this JSON file.")
 def run(
-    tries: Annotated[int, typer.Option(min=1, help="Changes of each kind.")] = 40,
-    repeats: Annotated[int, typer.Option(min=1, help="Rounds of the comparison of times.")] = 15,
-    only: Annotated[list[str] | None, typer.Option(help=f"A part to run: {', '.join(PARTS)}.")] = None,
-    is_quick: Annotated[
-        bool, typer.Option("--quick", help="Tiny states, one try: seconds, and figures that mean little.")
-    ] = False,
-    folder: Annotated[Path, typer.Option(help="Where to build the fake driver; little is written.")] = Path(),
-    out: Annotated[Path | None, typer.Option(help="Write the results to this JSON file.")] = None,
+    tries: int, repeats: int, only: Sequence[str], is_quick: bool, folder: Path, out: Path | None
 ) -> None:
-    r"""Measures which early changes the tripwire catches, and what it costs.
+    """Measures which early changes the tripwire catches, and what it costs.
 
     Deliberately changes tensors during saves and counts how many saves fail; compares the start of a save
     with the tripwire and without. Needs a C compiler and 1 GiB of memory, but no GPU.
@@ -353,4 +364,4 @@ def run(
 
 
 if __name__ == "__main__":
-    run_command(run)
+    run()

@@ -16,8 +16,10 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from click import Command, Context
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"
@@ -135,13 +137,10 @@ def folded(line: str) -> list[str]:
 
 def check(folder: Path) -> Iterator[str]:
     """Yields what is wrong: pictures that lack, that show another command line, or one that is refused."""
-    import typer
-
     from megatron_datastates.cli.main import app
 
-    program = typer.main.get_command(app)
     page = PAGE.read_text(encoding="utf-8")
-    for command in sorted(set(program.commands) | set(PICTURES)):  # type: ignore[attr-defined]
+    for command in sorted(set(app.commands) | set(PICTURES)):
         path = folder / f"{command}.svg"
         if command not in PICTURES:
             yield f"PICTURES has no command line for `datastates {command}`: add one, and make the pictures"
@@ -155,21 +154,19 @@ def check(folder: Path) -> Iterator[str]:
         words = html.unescape(found[1]) if found else ""
         if words != f"datastates {PICTURES[command]}":
             yield f"{path} shows {words!r}, expected 'datastates {PICTURES[command]}': run tools/pictures.py"
-        why = refused(program, shlex.split(words)[1:])
+        why = refused(app.commands, shlex.split(words)[1:])
         if why:
             yield f"{path} shows {words!r}, which is refused: {why}"
 
 
-def refused(program: object, words: list[str]) -> str:
+def refused(commands: Mapping[str, Command], words: list[str]) -> str:
     """Returns why the command line would be refused, without running it; empty if it would not."""
-    import click
-
     name, *rest = words or [""]
-    command = program.commands.get(name)  # type: ignore[attr-defined]
+    command = commands.get(name)
     if command is None:
         return f"there is no command {name!r}"
     try:
-        command.make_parser(click.Context(command)).parse_args(list(rest))
+        command.make_parser(Context(command)).parse_args(list(rest))
     except Exception as error:
         return str(error)
     return ""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 from benchmarks import disk, machine
 from benchmarks.ablation.parts import measure_coalescing, measure_lazy, measure_overlap
 from benchmarks.ablation.samples import Sizes, quick
-from benchmarks.command import Result, choose, measure_parts, run_command, scratch, write_results
+from benchmarks.command import PATH, Result, benchmark_command, choose, measure_parts, scratch, write_results
 from benchmarks.rounds import Bar
 from megatron_datastates.config import MIB
 
@@ -23,19 +22,17 @@ PARTS: dict[str, Callable[[Path, Sizes], Result]] = {
 }
 
 
-def run(
-    mib: Annotated[int, typer.Option(help="Size of the large tensors, in MiB.")] = 512,
-    repeats: Annotated[int, typer.Option(help="Rounds of every comparison; medians are reported.")] = 7,
-    only: Annotated[list[str] | None, typer.Option(help=f"A part to run: {', '.join(PARTS)}.")] = None,
-    is_quick: Annotated[
-        bool, typer.Option("--quick", help="Tiny states, one round: seconds, and figures that mean little.")
-    ] = False,
-    folder: Annotated[Path, typer.Option(help="Where to write; on the disk to be measured.")] = Path(),
-    out: Annotated[
-        Path | None, typer.Option(help="Write the results to this JSON file, and a picture (.svg) beside it.")
-    ] = None,
-) -> None:
-    r"""Measures what three ideas bring to a save, each against the same save without it.
+@benchmark_command
+@click.option("--mib", default=512, help="Size of the large tensors, in MiB.")
+@click.option("--repeats", default=7, help="Rounds of every comparison; medians are reported.")
+@click.option("--only", multiple=True, help=f"A part to run: {', '.join(PARTS)}.")
+@click.option(
+    "--quick", "is_quick", is_flag=True, help="Tiny states, one round: seconds, and figures that mean little."
+)
+@click.option("--folder", type=PATH, default=".", help="Where to write; on the disk to be measured.")
+@click.option("--out", type=PATH, help="Write the results to this JSON file, and a picture (.svg) beside it.")
+def run(mib: int, repeats: int, only: Sequence[str], is_quick: bool, folder: Path, out: Path | None) -> None:
+    """Measures what three ideas bring to a save, each against the same save without it.
 
     overlap: objects are serialized while tensors are staged and written. coalescing: many tiny tensors share
     a write. lazy: tensors are copied while the trainer runs. Contenders take turns, and medians are reported:
@@ -77,4 +74,4 @@ def _load() -> list[float]:
 
 
 if __name__ == "__main__":
-    run_command(run)
+    run()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 from benchmarks import machine
-from benchmarks.command import Result, choose, measure_parts, run_command, scratch, write_results
+from benchmarks.command import PATH, Result, benchmark_command, choose, measure_parts, scratch, write_results
 from benchmarks.engine.caller import measure_objects, measure_start
 from benchmarks.engine.rates import measure_sweep, measure_tiny, measure_write
 from benchmarks.engine.saves import Sizes, quick
@@ -28,19 +27,19 @@ PARTS: dict[str, Callable[[Path, Sizes], tuple[Result, list[Bar]]]] = {
 }
 
 
+@benchmark_command
+@click.option("--gib", default=4.0, help="Size of the large state, in GiB.")
+@click.option("--repeats", default=5, help="Rounds of every comparison; medians are reported.")
+@click.option("--only", multiple=True, help=f"A part to run: {', '.join(PARTS)}.")
+@click.option(
+    "--quick", "is_quick", is_flag=True, help="Tiny states, one round: seconds, and figures that mean little."
+)
+@click.option("--folder", type=PATH, default=".", help="Where to write; on the disk to be measured.")
+@click.option("--out", type=PATH, help="Write the results to this JSON file, and a picture (.svg) beside it.")
 def run(
-    gib: Annotated[float, typer.Option(help="Size of the large state, in GiB.")] = 4.0,
-    repeats: Annotated[int, typer.Option(help="Rounds of every comparison; medians are reported.")] = 5,
-    only: Annotated[list[str] | None, typer.Option(help=f"A part to run: {', '.join(PARTS)}.")] = None,
-    is_quick: Annotated[
-        bool, typer.Option("--quick", help="Tiny states, one round: seconds, and figures that mean little.")
-    ] = False,
-    folder: Annotated[Path, typer.Option(help="Where to write; on the disk to be measured.")] = Path(),
-    out: Annotated[
-        Path | None, typer.Option(help="Write the results to this JSON file, and a picture (.svg) beside it.")
-    ] = None,
+    gib: float, repeats: int, only: Sequence[str], is_quick: bool, folder: Path, out: Path | None
 ) -> None:
-    r"""Measures the native engine on this machine, next to what its disk and its memory can do.
+    """Measures the native engine on this machine, next to what its disk and its memory can do.
 
     Contenders of a comparison take turns, several times, and medians are reported. Prints each part's
     results, and the bars that the project has set itself, met or not. Runs all parts but the sweep by
@@ -79,4 +78,4 @@ def _defaults() -> Result:
 
 
 if __name__ == "__main__":
-    run_command(run)
+    run()

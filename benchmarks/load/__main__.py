@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 from benchmarks import disk, machine
-from benchmarks.command import Result, choose, measure_parts, run_command, scratch, write_results
+from benchmarks.command import PATH, Result, benchmark_command, choose, measure_parts, scratch, write_results
 from benchmarks.load.measures import (
     CASES,
     Checkpoints,
@@ -28,19 +27,19 @@ _QUICK = ("plain", "optimizer", "again", "verify")  # which need one world of tw
 _QUICK_MODEL = Model(layers=2, hidden=256, ffn=704, vocabulary=2000, small_layers=20)
 
 
+@benchmark_command
+@click.option("--gib", default=2.0, help="Size of each checkpoint, in GiB.")
+@click.option("--repeats", default=5, help="Rounds of every comparison; medians are reported.")
+@click.option("--only", multiple=True, help=f"A case to run: {'; '.join(_ALL)}.")
+@click.option(
+    "--quick", "is_quick", is_flag=True, help="A tiny model, few cases, one round; figures that mean little."
+)
+@click.option("--folder", type=PATH, default=".", help="Where checkpoints are; on the disk to be measured.")
+@click.option("--out", type=PATH, help="Write the results to this JSON file, and a picture (.svg) beside it.")
 def run(
-    gib: Annotated[float, typer.Option(help="Size of each checkpoint, in GiB.")] = 2.0,
-    repeats: Annotated[int, typer.Option(help="Rounds of every comparison; medians are reported.")] = 5,
-    only: Annotated[list[str] | None, typer.Option(help=f"A case to run: {'; '.join(_ALL)}.")] = None,
-    is_quick: Annotated[
-        bool, typer.Option("--quick", help="A tiny model, few cases, one round; figures that mean little.")
-    ] = False,
-    folder: Annotated[Path, typer.Option(help="Where checkpoints are; on the disk to be measured.")] = Path(),
-    out: Annotated[
-        Path | None, typer.Option(help="Write the results to this JSON file, and a picture (.svg) beside it.")
-    ] = None,
+    gib: float, repeats: int, only: Sequence[str], is_quick: bool, folder: Path, out: Path | None
 ) -> None:
-    r"""Measures how fast this machine reads checkpoints, next to torch_dist and to what its disk can do.
+    """Measures how fast this machine reads checkpoints, next to torch_dist and to what its disk can do.
 
     Ranks are processes of gloo worlds on this machine. They load through Megatron's dist_checkpointing.load,
     into memory that is resident already, and the system's file caches are dropped before each load where that
@@ -84,4 +83,4 @@ def run(
 
 
 if __name__ == "__main__":
-    run_command(run)
+    run()

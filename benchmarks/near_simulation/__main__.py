@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
-from benchmarks.command import Result, markdown_table, run_command, write_results
+from benchmarks.command import PATH, Result, benchmark_command, markdown_table, write_results
 from benchmarks.near_simulation.model import DAYS, GPUS, INTERRUPTIONS, STRATEGIES, Setting, simulate
 
 _FAR_RATES = (1e9, 5e9, 20e9, 100e9, 500e9)
 _QUICK_YEARS = 1.0
 
 
-def main(
-    out: Annotated[Path | None, typer.Option(help="Write the results there, as JSON.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw them there.")] = None,
-    table: Annotated[Path | None, typer.Option(help="Write a table there, in Markdown.")] = None,
-    years: Annotated[float, typer.Option(help="How long the cluster is to run.")] = 100.0,
-    quick: Annotated[bool, typer.Option("--quick", help="One year only.")] = False,
-) -> None:
-    r"""Simulates 1,024 nodes that fail: which tier restores, and what work is lost.
+@benchmark_command
+@click.option("--out", type=PATH, help="Write the results there, as JSON.")
+@click.option("--picture", type=PATH, help="Draw them there.")
+@click.option("--table", type=PATH, help="Write a table there, in Markdown.")
+@click.option("--years", default=100.0, help="How long the cluster is to run.")
+@click.option("--quick", is_flag=True, help="One year only.")
+def main(out: Path | None, picture: Path | None, table: Path | None, years: float, quick: bool) -> None:
+    """Simulates 1,024 nodes that fail: which tier restores, and what work is lost.
 
     \b
     Examples:
@@ -107,4 +106,4 @@ def _lines(results: Result) -> list[str]:
 
 
 if __name__ == "__main__":
-    run_command(main)
+    main()

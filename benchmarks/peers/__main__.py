@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 from benchmarks import machine
 from benchmarks.command import (
+    PATH,
     Result,
+    benchmark_command,
     choose,
     load_average,
     resume,
-    run_command,
     scratch,
     write_results,
 )
@@ -34,26 +35,34 @@ _QUICK_CONTENDERS = ("datastates", "datastates async", "torch_dist", "torch.save
 _PEERS = ("torchsnapshot", "nvidia-resiliency-ext")
 
 
+@benchmark_command
+@click.option("--gib", default=2.0, help="Size of the checkpoint, all ranks together, in GiB.")
+@click.option("--layers", default=64, help="Layers of the model: 48 tensors each.")
+@click.option("--repeats", default=3, help="Rounds that count, at most; medians are reported.")
+@click.option("--minutes", type=float, default=10, help="Time for the rounds of a part; one is always made.")
+@click.option("--work-ms", type=float, default=500, help="Pause between an asynchronous save and its fence.")
+@click.option("--only", multiple=True, help=f"A part to run: {'; '.join(PARTS)}.")
+@click.option("--contender", multiple=True, help=f"A contender to run: {'; '.join(CONTENDERS)}.")
+@click.option(
+    "--quick", "is_quick", is_flag=True, help="A tiny state, few contenders, one round; figures mean little."
+)
+@click.option("--folder", type=PATH, default=".", help="Where to write; on the disk to be measured.")
+@click.option(
+    "--out", type=PATH, help="Write the results to this JSON file, with tables (.md) and a picture (.svg)."
+)
 def run(
-    gib: Annotated[float, typer.Option(help="Size of the checkpoint, all ranks together, in GiB.")] = 2.0,
-    layers: Annotated[int, typer.Option(help="Layers of the model: 48 tensors each.")] = 64,
-    repeats: Annotated[int, typer.Option(help="Rounds that count, at most; medians are reported.")] = 3,
-    minutes: Annotated[float, typer.Option(help="Time for the rounds of a part; one is always made.")] = 10,
-    work_ms: Annotated[float, typer.Option(help="Pause between an asynchronous save and its fence.")] = 500,
-    only: Annotated[list[str] | None, typer.Option(help=f"A part to run: {'; '.join(PARTS)}.")] = None,
-    contender: Annotated[
-        list[str] | None, typer.Option(help=f"A contender to run: {'; '.join(CONTENDERS)}.")
-    ] = None,
-    is_quick: Annotated[
-        bool, typer.Option("--quick", help="A tiny state, few contenders, one round; figures mean little.")
-    ] = False,
-    folder: Annotated[Path, typer.Option(help="Where to write; on the disk to be measured.")] = Path(),
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write the results to this JSON file, with tables (.md) and a picture (.svg)."),
-    ] = None,
+    gib: float,
+    layers: int,
+    repeats: int,
+    minutes: float,
+    work_ms: float,
+    only: Sequence[str],
+    contender: Sequence[str],
+    is_quick: bool,
+    folder: Path,
+    out: Path | None,
 ) -> None:
-    r"""Measures saves and loads of one state by this package and by its peers, in turns.
+    """Measures saves and loads of one state by this package and by its peers, in turns.
 
     The state is that of a GPT with a distributed optimizer. Each rank is a process of a gloo world. A save
     holds its trainer while the state is prepared, in the call, in the fence before the next step, and in
@@ -83,7 +92,7 @@ def run(
         with scratch(folder if where == "disk" else _MEMORY) as inside:
             found = Peers(plan, inside).measure()
         results["parts"][part] = found | {"load_average": load_average()}
-        typer.echo(markdown(part, results))
+        click.echo(markdown(part, results))
         write_results(results, out)
     if out is not None:
         from benchmarks.peers import picture  # here: matplotlib is needed for pictures only
@@ -99,4 +108,4 @@ def _description(folder: Path, model: Model) -> Result:
 
 
 if __name__ == "__main__":
-    run_command(run)
+    run()

@@ -6,15 +6,24 @@ import dataclasses
 import multiprocessing
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks import machine
-from benchmarks.command import Result, choose, notes, print_bars, run_command, scratch, write_results
+from benchmarks.command import (
+    PATH,
+    Result,
+    benchmark_command,
+    choose,
+    notes,
+    print_bars,
+    scratch,
+    write_results,
+)
 from benchmarks.rounds import Bar
 from benchmarks.scale import measures
 from benchmarks.scale.layouts import LARGEST, LAYOUTS, QUICK, Layout
@@ -110,20 +119,18 @@ def _print_layouts(layouts: dict[str, Result]) -> None:
     Console(width=150).print(table)
 
 
-def run(
-    only: Annotated[list[str] | None, typer.Option(help="A layout to measure, by name.")] = None,
-    is_quick: Annotated[
-        bool, typer.Option("--quick", help="Tiny models instead: seconds, and figures that mean little.")
-    ] = False,
-    limit_seconds: Annotated[
-        float, typer.Option(help="Time limit of each measure; a measure that exceeds it is ended.")
-    ] = 600.0,
-    folder: Annotated[Path, typer.Option(help="Where to publish; on the disk to be measured.")] = Path(),
-    out: Annotated[
-        Path | None, typer.Option(help="Write the results to this JSON file, and a picture (.svg) beside it.")
-    ] = None,
-) -> None:
-    r"""Simulates checkpoints of 8 to 16,384 ranks: what planning, publishing and opening them costs.
+@benchmark_command
+@click.option("--only", multiple=True, help="A layout to measure, by name.")
+@click.option(
+    "--quick", "is_quick", is_flag=True, help="Tiny models instead: seconds, and figures that mean little."
+)
+@click.option(
+    "--limit-seconds", default=600.0, help="Time limit of each measure; a measure that exceeds it is ended."
+)
+@click.option("--folder", type=PATH, default=".", help="Where to publish; on the disk to be measured.")
+@click.option("--out", type=PATH, help="Write the results to this JSON file, and a picture (.svg) beside it.")
+def run(only: Sequence[str], is_quick: bool, limit_seconds: float, folder: Path, out: Path | None) -> None:
+    """Simulates checkpoints of 8 to 16,384 ranks: what planning, publishing and opening them costs.
 
     Layouts are planned from the shapes of real models. The code measured is the code that saves and loads;
     each measure runs in its own process. No data is written: data files are sparse.
@@ -157,4 +164,4 @@ def _write(results: Result, out: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    run_command(run)
+    run()

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
 from benchmarks import machine
-from benchmarks.command import Result, choose, load_average, resume, run_command, scratch, write_results
+from benchmarks.command import (
+    PATH,
+    Result,
+    benchmark_command,
+    choose,
+    load_average,
+    resume,
+    scratch,
+    write_results,
+)
 from benchmarks.training.measures import Rounds, measure_formats, measure_near_tier, measure_slow_disk
 from benchmarks.training.restores import measure_restores
 from benchmarks.training.runs import FORMATS, Model, Setting
@@ -28,24 +37,30 @@ _NEAR_FACTOR = 3.0
 _RESTORE_RATE = 100_000_000  # bytes a second that the far side has for each node
 
 
+@benchmark_command
+@click.option("--iterations", default=20, help="Iterations that count; 10 precede them.")
+@click.option("--repeats", default=3, help="Rounds of runs, at most; medians are reported.")
+@click.option("--minutes", type=float, default=14, help="Time for the rounds of a part; one is always made.")
+@click.option("--only", multiple=True, help=f"A part to run: {'; '.join(_ALL)}.")
+@click.option("--format", "kind", multiple=True, help=f"A format to run: {'; '.join(FORMATS)}.")
+@click.option(
+    "--quick", "is_quick", is_flag=True, help="A tiny model, two formats, one round; figures mean little."
+)
+@click.option("--folder", type=PATH, default=".", help="Where to save; on the disk to be measured.")
+@click.option(
+    "--out", type=PATH, help="Write the results to this JSON file, with tables (.md) and a picture (.svg)."
+)
 def run(
-    iterations: Annotated[int, typer.Option(help="Iterations that count; 10 precede them.")] = 20,
-    repeats: Annotated[int, typer.Option(help="Rounds of runs, at most; medians are reported.")] = 3,
-    minutes: Annotated[float, typer.Option(help="Time for the rounds of a part; one is always made.")] = 14,
-    only: Annotated[list[str] | None, typer.Option(help=f"A part to run: {'; '.join(_ALL)}.")] = None,
-    kind: Annotated[
-        list[str] | None, typer.Option("--format", help=f"A format to run: {'; '.join(FORMATS)}.")
-    ] = None,
-    is_quick: Annotated[
-        bool, typer.Option("--quick", help="A tiny model, two formats, one round; figures mean little.")
-    ] = False,
-    folder: Annotated[Path, typer.Option(help="Where to save; on the disk to be measured.")] = Path(),
-    out: Annotated[
-        Path | None,
-        typer.Option(help="Write the results to this JSON file, with tables (.md) and a picture (.svg)."),
-    ] = None,
+    iterations: int,
+    repeats: int,
+    minutes: float,
+    only: Sequence[str],
+    kind: Sequence[str],
+    is_quick: bool,
+    folder: Path,
+    out: Path | None,
 ) -> None:
-    r"""Measures what checkpoints cost training, in Megatron's own loop on this machine's CPU.
+    """Measures what checkpoints cost training, in Megatron's own loop on this machine's CPU.
 
     Runs with each format and each interval take turns with runs that save nothing. The first 10 iterations,
     and the first save, do not count. "Blocked" is the time in save_checkpoint, in polls, and in fences;
@@ -75,7 +90,7 @@ def run(
         with scratch(folder) as inside:
             found = _measure(part, inside, formats, iterations, Rounds(repeats, 60 * minutes), is_quick)
         results["parts"][part] = found | {"load_average": load_average()}
-        typer.echo(markdown(part, results))
+        click.echo(markdown(part, results))
         write_results(results, out)
     if out is not None:
         from benchmarks.training import picture  # here: matplotlib is needed for pictures only
@@ -105,4 +120,4 @@ def _measure(
 
 
 if __name__ == "__main__":
-    run_command(run)
+    run()

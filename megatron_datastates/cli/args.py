@@ -6,21 +6,21 @@ import fnmatch
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import click
 
+from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
-    AnyFormat,
-    AsJson,
-    Iteration,
+    READABLE,
     Table,
-    app,
+    any_format_argument,
     cannot,
     checkpoint_of,
     counted,
+    iteration_option,
+    json_option,
     print_json,
-    readable,
     say,
 )
 from megatron_datastates.errors import DataStatesError, MissingKeyError
@@ -29,18 +29,15 @@ _ABSENT = "-"  # an argument that one of two checkpoints lacks
 
 
 @app.command()
+@any_format_argument
+@click.argument(
+    "second", metavar="[OTHER]", required=False, type=READABLE, help="Another one: list only what differs."
+)
+@click.option("--keys", metavar="PATTERN", multiple=True, help="Only arguments that match, such as '*lr*'.")
+@iteration_option
+@json_option
 def args(
-    first: AnyFormat,
-    second: Annotated[
-        Path | None,
-        typer.Argument(metavar="OTHER", help="Another one: list only what differs.", callback=readable),
-    ] = None,
-    keys: Annotated[
-        list[str] | None,
-        typer.Option("--keys", metavar="PATTERN", help="Only arguments that match, such as '*lr*'."),
-    ] = None,
-    iteration: Iteration = None,
-    as_json: AsJson = False,
+    directory: Path, second: Path | None, keys: Sequence[str], iteration: int | None, as_json: bool
 ) -> None:
     """Print a checkpoint's training arguments, or those that differ.
 
@@ -56,7 +53,7 @@ def args(
     Example: datastates args runs/gpt runs/gpt2
     """
     try:
-        found = _arguments(first, iteration)
+        found = _arguments(directory, iteration)
         other = None if second is None else _arguments(second, iteration)
         names = _chosen(found.keys() | (other or {}).keys(), keys or ["*"])
     except (DataStatesError, OSError) as error:
@@ -70,7 +67,7 @@ def args(
         if not _equal(found.get(name, _Absent), other.get(name, _Absent))
     }
     _print_differing(differing, len(names), as_json)
-    raise typer.Exit(1 if differing else 0)
+    raise click.exceptions.Exit(1 if differing else 0)
 
 
 class _Absent:

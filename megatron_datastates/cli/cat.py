@@ -7,17 +7,18 @@ import math
 import pprint
 import types
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
+from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
-    AnyFormat,
-    AsJson,
-    Iteration,
-    app,
+    PATH,
+    any_format_argument,
     cannot,
     checkpoint_of,
+    iteration_option,
+    json_option,
     note,
     print_json,
     progress_bar,
@@ -40,26 +41,38 @@ _DTYPES = ("float32", "float64")
 
 # A slice may begin with a minus sign, and must not be taken for an option.
 @app.command(context_settings={"ignore_unknown_options": True})
+@any_format_argument
+@click.argument(
+    "key",
+    help="A tensor, object or optimizer state, as `datastates show` lists it, or one layer's tensor "
+    "(decoder.layers.3.mlp...).",
+)
+@click.argument("part", metavar="[SLICE]", default="", help="A slice, as in numpy: 0:2,:,5")
+@click.option(
+    "--out",
+    "target",
+    metavar="FILE",
+    type=PATH,
+    help="Write to this new file (.npy) instead of printing.",
+)
+@click.option(
+    "--as",
+    "dtype",
+    metavar="DTYPE",
+    default="",
+    show_default=False,
+    help="Convert the elements to float32 or float64.",
+)
+@iteration_option
+@json_option
 def cat(
-    directory: AnyFormat,
-    key: Annotated[
-        str,
-        typer.Argument(
-            metavar="KEY",
-            help="A tensor, object or optimizer state, as `datastates show` lists it, or one layer's tensor "
-            "(decoder.layers.3.mlp...).",
-        ),
-    ],
-    part: Annotated[str, typer.Argument(metavar="SLICE", help="A slice, as in numpy: 0:2,:,5")] = "",
-    target: Annotated[
-        Path | None,
-        typer.Option("--out", metavar="FILE", help="Write to this new file (.npy) instead of printing."),
-    ] = None,
-    dtype: Annotated[
-        str, typer.Option("--as", metavar="DTYPE", help="Convert the elements to float32 or float64.")
-    ] = "",
-    iteration: Iteration = None,
-    as_json: AsJson = False,
+    directory: Path,
+    key: str,
+    part: str,
+    target: Path | None,
+    dtype: str,
+    iteration: int | None,
+    as_json: bool,
 ) -> None:
     """Print a tensor, a slice, or an object. With --out, write a tensor to a .npy file, or a stream as it is.
 

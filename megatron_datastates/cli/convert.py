@@ -8,21 +8,21 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
+from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
-    AsJson,
-    Iteration,
-    app,
+    READABLE,
     cannot,
     checkpoint_of,
     counted,
+    iteration_option,
+    json_option,
     note,
     parse_size,
     progress_bar,
-    readable,
     say,
     size_text,
 )
@@ -41,69 +41,69 @@ _REFRESHED_EVERY_SECONDS = 0.2
 
 
 @app.command()
+@click.argument(
+    "source",
+    type=READABLE,
+    help="Directory of a checkpoint, such as runs/gpt/iter_0001000, or of a run: then its tracker's "
+    "checkpoint, or with --all every one.",
+)
+@click.argument(
+    "target",
+    type=READABLE,
+    help="Directory to create, such as converted/iter_0001000, or msc://PROFILE/PATH. If SOURCE is a "
+    "run, it becomes a run, too, and may exist.",
+)
+@click.option(
+    "--to",
+    metavar="FORMAT",
+    default="",
+    show_default=False,
+    help="datastates or torch_dist (default: the other one; in object stores datastates).",
+)
+@click.option("--all", "every", is_flag=True, help="Convert every checkpoint of the run that TARGET lacks.")
+@click.option(
+    "--ranks",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Write N data files (default: one per rank of the source).",
+)
+@click.option(
+    "--memory", metavar="SIZE", default="2GiB", help="Memory for data in each process, such as 512MiB."
+)
+@click.option(
+    "--workers",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Data files that each process writes at a time (default: one per CPU core).",
+)
+@click.option(
+    "--verify/--no-verify",
+    default=False,
+    help="Before the target appears, read both again and compare every byte; also check the CRCs in "
+    "torch_dist archives.",
+)
+@click.option(
+    "--optimizer",
+    metavar="LAYOUT",
+    default="",
+    show_default=False,
+    help="fully-reshardable: write optimizer state by parameter, which stock Megatron loads into any "
+    "parallel layout (default: as it is stored).",
+)
+@iteration_option
+@json_option
 def convert(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="SOURCE",
-            help="Directory of a checkpoint, such as runs/gpt/iter_0001000, or of a run: then its tracker's "
-            "checkpoint, or with --all every one.",
-            callback=readable,
-        ),
-    ],
-    target: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TARGET",
-            help="Directory to create, such as converted/iter_0001000, or msc://PROFILE/PATH. If SOURCE is a "
-            "run, it becomes a run, too, and may exist.",
-            callback=readable,
-        ),
-    ],
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            metavar="FORMAT",
-            help="datastates or torch_dist (default: the other one; in object stores datastates).",
-        ),
-    ] = "",
-    every: Annotated[
-        bool, typer.Option("--all", help="Convert every checkpoint of the run that TARGET lacks.")
-    ] = False,
-    ranks: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, help="Write N data files (default: one per rank of the source)."),
-    ] = None,
-    memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Memory for data in each process, such as 512MiB.")
-    ] = "2GiB",
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Data files that each process writes at a time (default: one per CPU core).",
-        ),
-    ] = None,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            help="Before the target appears, read both again and compare every byte; also check the CRCs in "
-            "torch_dist archives."
-        ),
-    ] = False,
-    optimizer: Annotated[
-        str,
-        typer.Option(
-            metavar="LAYOUT",
-            show_default=False,
-            help="fully-reshardable: write optimizer state by parameter, which stock Megatron loads into any "
-            "parallel layout (default: as it is stored).",
-        ),
-    ] = "",
-    iteration: Iteration = None,
-    as_json: AsJson = False,
+    source: Path,
+    target: Path,
+    to: str,
+    every: bool,
+    ranks: int | None,
+    memory: str,
+    workers: int | None,
+    verify: bool,
+    optimizer: str,
+    iteration: int | None,
+    as_json: bool,
 ) -> None:
     """Convert between torch_dist and datastates, bit for bit.
 
@@ -145,7 +145,7 @@ def convert(
         cannot(error, 1)
     except (DataStatesError, OSError) as error:
         cannot(error)
-    raise typer.Exit(1 if failed else 0)
+    raise click.exceptions.Exit(1 if failed else 0)
 
 
 def _one_of(source: Path, target: Path, iteration: int | None) -> tuple[Path, Path]:

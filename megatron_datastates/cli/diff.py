@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
+from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
-    AsJson,
-    Iteration,
-    Keys,
-    Memory,
+    PATH,
+    READABLE,
     Table,
-    app,
     cannot,
     checkpoint_of,
     counted,
+    iteration_option,
+    json_option,
+    keys_option,
+    memory_option,
     parse_memory,
     print_json,
     progress_bar,
-    readable,
     say,
 )
 from megatron_datastates.errors import DataStatesError
@@ -33,25 +34,28 @@ if TYPE_CHECKING:
 
 
 @app.command()
+@click.argument(
+    "first", metavar="A", type=READABLE, help="Directory of a checkpoint of any format, or of a run."
+)
+@click.argument("second", metavar="B", type=READABLE, help="Directory of the one to compare with it.")
+@keys_option
+@click.option(
+    "--plot",
+    metavar="FILE.png",
+    type=PATH,
+    help="Draw how far apart layers and modules are, to this new file.",
+)
+@memory_option
+@iteration_option
+@json_option
 def diff(
-    first: Annotated[
-        Path,
-        typer.Argument(
-            metavar="A", help="Directory of a checkpoint of any format, or of a run.", callback=readable
-        ),
-    ],
-    second: Annotated[
-        Path,
-        typer.Argument(metavar="B", help="Directory of the one to compare with it.", callback=readable),
-    ],
-    keys: Keys = [],  # noqa: B006  typer copies it
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.png", help="Draw how far apart layers and modules are, to this new file."),
-    ] = None,
-    memory: Memory = "1GiB",
-    iteration: Iteration = None,
-    as_json: AsJson = False,
+    first: Path,
+    second: Path,
+    keys: Sequence[str],
+    plot: Path | None,
+    memory: str,
+    iteration: int | None,
+    as_json: bool,
 ) -> None:
     """Compare the tensors of two checkpoints.
 
@@ -81,7 +85,7 @@ def diff(
         print_json(_as_json(found))
     else:
         _print(found)
-    raise typer.Exit(0 if found.equal else 1)
+    raise click.exceptions.Exit(0 if found.equal else 1)
 
 
 def _require_plot(plot: Path) -> None:
@@ -92,7 +96,9 @@ def _require_plot(plot: Path) -> None:
     require_plotting()
 
 
-def _compare(first: Path, second: Path, keys: Keys, plot: Path | None, memory_bytes: int) -> Difference:
+def _compare(
+    first: Path, second: Path, keys: Sequence[str], plot: Path | None, memory_bytes: int
+) -> Difference:
     from megatron_datastates.convert.diff import choose_comparison
     from megatron_datastates.convert.diff import diff as compare_checkpoints
     from megatron_datastates.convert.open import open_source

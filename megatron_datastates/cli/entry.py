@@ -2,7 +2,7 @@
 
 A reader of the output that goes early, such as `head`, ends a command without a word and with exit code 141.
 
-Importing this imports next to nothing, so that an interrupt while typer is imported is caught, too. Commands
+Importing this imports next to nothing, so that an interrupt while click is imported is caught, too. Commands
 import what they need when they run: the package's heavy parts take seconds, help and completion do not wait.
 Of a command line that begins with a sub-command, only that one's module is imported.
 """
@@ -63,9 +63,9 @@ def main() -> None:
 def _load() -> Callable[[], Any]:
     module = MODULES.get("".join(sys.argv[1:2]), "main")
     importlib.import_module(f"megatron_datastates.cli.{module}")
-    from megatron_datastates.cli.callback import app
+    from megatron_datastates.cli.program import run_program
 
-    return app
+    return run_program
 
 
 def run(load: Callable[[], Callable[[], Any]]) -> None:
@@ -84,10 +84,8 @@ def run(load: Callable[[], Callable[[], Any]]) -> None:
                 sys.stdout.flush()  # here, where an error can be reported
     except BaseException as error:  # an interrupted import may raise anything
         if interrupts is None or not interrupts.came:
-            cause = error.__context__  # of a closed pipe, which typer turns into exit code 1
-            found = cause if isinstance(error, SystemExit) and isinstance(cause, BrokenPipeError) else error
-            if isinstance(found, OSError):
-                _end_without_output(found)
+            if isinstance(error, OSError):
+                _end_without_output(error)
             raise
         print("datastates: interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)

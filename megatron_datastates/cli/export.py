@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
-from megatron_datastates.cli.hugging_face import Dtype, Tokenizer, VocabSize, Wanted, export_to_hugging_face
+from megatron_datastates.cli.hugging_face import Wanted, export_to_hugging_face
+from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
-    AsJson,
-    Directory,
-    Iteration,
-    Keys,
-    Memory,
-    app,
+    PATH,
+    PLACED,
     cannot,
     checkpoint_of,
     counted,
+    directory_argument,
+    iteration_option,
+    json_option,
+    keys_option,
+    memory_option,
     parse_memory,
     parse_size,
-    placed,
     progress_bar,
     say,
     size_text,
@@ -34,33 +36,53 @@ if TYPE_CHECKING:
 
 
 @app.command()
+@directory_argument
+@click.argument(
+    "target",
+    type=PLACED,
+    help="Directory to create, or msc://PROFILE/PATH. It must not exist yet.",
+)
+@keys_option
+@click.option(
+    "--stacked", is_flag=True, help="Keep layers that are stored as one stacked tensor in one tensor."
+)
+@click.option(
+    "--max-shard-size", metavar="SIZE", default="5GB", help="Largest size of one file, such as 2GB."
+)
+@memory_option
+@click.option("--hf", is_flag=True, help="Write a folder that Hugging Face's transformers loads.")
+@click.option(
+    "--dtype",
+    metavar="DTYPE",
+    default="",
+    show_default=False,
+    help="With --hf: convert to float32, bfloat16 or float16 (default: as stored).",
+)
+@click.option(
+    "--vocab-size",
+    metavar="N",
+    default=0,
+    show_default=False,
+    help="With --hf: words in the vocabulary (default: what the stored arguments say).",
+)
+@click.option(
+    "--tokenizer", metavar="DIR", type=PATH, help="With --hf: copy the tokenizer's files from here."
+)
+@iteration_option
+@json_option
 def export(
-    directory: Directory,
-    target: Annotated[
-        Path,
-        typer.Argument(
-            metavar="TARGET",
-            help="Directory to create, or msc://PROFILE/PATH. It must not exist yet.",
-            callback=placed,
-        ),
-    ],
-    keys: Keys = [],  # noqa: B006  typer copies it
-    stacked: Annotated[
-        bool,
-        typer.Option("--stacked", help="Keep layers that are stored as one stacked tensor in one tensor."),
-    ] = False,
-    max_shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest size of one file, such as 2GB.")
-    ] = "5GB",
-    memory: Memory = "1GiB",
-    hf: Annotated[
-        bool, typer.Option("--hf", help="Write a folder that Hugging Face's transformers loads.")
-    ] = False,
-    dtype: Dtype = "",
-    vocab_size: VocabSize = 0,
-    tokenizer: Tokenizer = None,
-    iteration: Iteration = None,
-    as_json: AsJson = False,
+    directory: Path,
+    target: Path,
+    keys: Sequence[str],
+    stacked: bool,
+    max_shard_size: str,
+    memory: str,
+    hf: bool,
+    dtype: str,
+    vocab_size: int,
+    tokenizer: Path | None,
+    iteration: int | None,
+    as_json: bool,
 ) -> None:
     """Write a model's weights as safetensors files.
 
@@ -94,7 +116,7 @@ def export(
         shard_bytes = parse_size("--max-shard-size", max_shard_size)
         if shard_bytes < 1:
             raise OptionError(f"--max-shard-size {max_shard_size}: expected at least 1 byte")
-        source = _with_states(open_source(directory), keys or [])
+        source = _with_states(open_source(directory), keys)
         weights = choose_weights(source, keys, stacked=stacked)
         with progress_bar("exporting") as progress:
             task = progress.add_task("", total=sum(weight.bytes for weight in weights))
@@ -117,7 +139,7 @@ def export(
     )
 
 
-def _with_states(source: Source, patterns: list[str]) -> Source:
+def _with_states(source: Source, patterns: Sequence[str]) -> Source:
     """Returns a view with optimizer state by parameter, if a pattern asks for what is stored in buckets."""
     from megatron_datastates.convert.sources.by_parameter import ByParameterSource
     from megatron_datastates.convert.sources.datastates import DataStatesSource

@@ -6,21 +6,21 @@ import dataclasses
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
+import click
 
+from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
-    AsJson,
-    app,
+    LOCAL_READABLE,
+    READABLE,
     cannot,
     counted,
-    local_readable,
+    json_option,
     note,
     parse_memory,
     parse_size,
     progress_bar,
-    readable,
     say,
     say_as_is,
     size_text,
@@ -33,27 +33,6 @@ if TYPE_CHECKING:
     from megatron_datastates.convert.hf.source import HuggingFaceSource
     from megatron_datastates.convert.planning import Plan
     from megatron_datastates.convert.sinks.sink import Progress
-
-Dtype = Annotated[
-    str,
-    typer.Option(
-        metavar="DTYPE",
-        show_default=False,
-        help="With --hf: convert to float32, bfloat16 or float16 (default: as stored).",
-    ),
-]
-VocabSize = Annotated[
-    int,
-    typer.Option(
-        metavar="N",
-        show_default=False,
-        help="With --hf: words in the vocabulary (default: what the stored arguments say).",
-    ),
-]
-Tokenizer = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", show_default=False, help="With --hf: copy the tokenizer's files from here."),
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,30 +90,27 @@ def export_to_hugging_face(directory: Path, target: Path, wanted: Wanted, possib
 
 
 @app.command("import")
+@click.argument(
+    "source", metavar="FOLDER", type=LOCAL_READABLE, help="Folder of Hugging Face's, with config.json."
+)
+@click.argument(
+    "target",
+    metavar="RUN",
+    type=READABLE,
+    help="Directory of the run to start, or msc://PROFILE/PATH, as given to --load.",
+)
+@click.option("--hf", is_flag=True, expose_value=False, help="FOLDER is Hugging Face's (the default).")
+@click.option("--to", metavar="FORMAT", default=BACKEND, help="datastates or torch_dist.")
+@click.option(
+    "--transformer-impl",
+    metavar="NAME",
+    default=TRANSFORMER_ENGINE,
+    help="As in the training run: transformer_engine or local.",
+)
+@click.option("--memory", metavar="SIZE", default="2GiB", help="Memory for data, such as 512MiB.")
+@json_option
 def import_hugging_face(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FOLDER", help="Folder of Hugging Face's, with config.json.", callback=local_readable
-        ),
-    ],
-    target: Annotated[
-        Path,
-        typer.Argument(
-            metavar="RUN",
-            help="Directory of the run to start, or msc://PROFILE/PATH, as given to --load.",
-            callback=readable,
-        ),
-    ],
-    hf: Annotated[
-        bool, typer.Option("--hf", show_default=False, help="FOLDER is Hugging Face's (the default).")
-    ] = True,
-    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="datastates or torch_dist.")] = BACKEND,
-    transformer_impl: Annotated[
-        str, typer.Option(metavar="NAME", help="As in the training run: transformer_engine or local.")
-    ] = TRANSFORMER_ENGINE,
-    memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory for data, such as 512MiB.")] = "2GiB",
-    as_json: AsJson = False,
+    source: Path, target: Path, to: str, transformer_impl: str, memory: str, as_json: bool
 ) -> None:
     """Import a model of Hugging Face's to start a training from.
 

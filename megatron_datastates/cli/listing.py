@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
+from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
-    AsJson,
-    Run,
     Table,
-    app,
     cannot,
+    json_option,
     parallelism_text,
+    run_argument,
     say,
     size_text,
 )
@@ -30,16 +30,16 @@ _WORDS = {"complete": "yes", "unfinished": "no", "damaged": "DAMAGED", "unreadab
 
 
 @app.command("ls")
-def list_checkpoints(
-    root: Run,
-    as_json: AsJson = False,
-    near: Annotated[
-        str,
-        typer.Option(
-            "--near", metavar="DIR", help="Also list what this node's near tier (--datastates-near) holds."
-        ),
-    ] = "",
-) -> None:
+@run_argument
+@json_option
+@click.option(
+    "--near",
+    metavar="DIR",
+    default="",
+    show_default=False,
+    help="Also list what this node's near tier (--datastates-near) holds.",
+)
+def list_checkpoints(root: Path, as_json: bool, near: str) -> None:
     """List the checkpoints of a run, and whether they are complete.
 
     For each: its format, size, date, ranks and parallelism.

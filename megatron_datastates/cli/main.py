@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from megatron_datastates.cli import (  # each adds its sub-command to `app`
     args,
-    callback,
     cat,
     convert,
     diff,
@@ -24,12 +23,11 @@ from megatron_datastates.cli import (  # each adds its sub-command to `app`
     verify,
 )
 from megatron_datastates.cli.entry import main
-from megatron_datastates.cli.shared import app
+from megatron_datastates.cli.program import app
 
 __all__ = [
     "app",
     "args",
-    "callback",
     "cat",
     "convert",
     "diff",

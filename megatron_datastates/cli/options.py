@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import click
 
-import typer
-
-from megatron_datastates.cli.shared import app, say
+from megatron_datastates.cli.program import app
+from megatron_datastates.cli.shared import say
 from megatron_datastates.config import ENVIRONMENT_PREFIX, Options
 
 
 @app.command("options")
-def list_options(
-    *, markdown: Annotated[bool, typer.Option("--markdown", help="Print them as a Markdown table.")] = False
-) -> None:
+@click.option("--markdown", is_flag=True, help="Print them as a Markdown table.")
+def list_options(*, markdown: bool) -> None:
     """List the --datastates-* options of training runs.
 
     Exit codes: 0 listed.

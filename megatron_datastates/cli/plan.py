@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
+import click
 
+from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
-    AsJson,
-    app,
+    PATH,
     cannot,
     counted,
+    json_option,
     parse_size,
     print_json,
     say,
@@ -34,6 +35,7 @@ from megatron_datastates.sizing.planning import (
     precision_of,
 )
 
+_POSITIVE = click.IntRange(min=1)
 _MARGIN = 1.25  # between the time of a save and the interval that is advised
 _SCALES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _FLAGS = {
@@ -46,37 +48,50 @@ _FLAGS = {
 
 
 @app.command()
+@click.argument("words", metavar="[-- MEGATRON'S ARGUMENTS]", nargs=-1, help="They win over --arguments.")
+@click.option(
+    "--arguments",
+    "files",
+    metavar="FILE",
+    type=PATH,
+    multiple=True,
+    help="A script, an argument file or YAML; may be repeated.",
+)
+@click.option("--params", "parameters", metavar="N", help="Instead of arguments, such as 70B (Adam, bf16).")
+@click.option("--tp", metavar="N", type=_POSITIVE, help="Tensor parallel; else from the arguments.")
+@click.option("--pp", metavar="N", type=_POSITIVE, help="Pipeline parallel; else from the arguments.")
+@click.option("--dp", metavar="N", type=_POSITIVE, default=1, help="Data parallel.")
+@click.option("--cp", metavar="N", type=_POSITIVE, help="Context parallel; else from the arguments.")
+@click.option("--ep", metavar="N", type=_POSITIVE, help="Expert parallel; else from the arguments.")
+@click.option("--rate", metavar="RATE", default="2GB/s", help="What the disk writes, such as 2GB/s.")
+@click.option("--rate-per", metavar="rank|node|all", default="node", help="Who has this rate alone.")
+@click.option("--ranks-per-node", metavar="N", type=_POSITIVE, default=8, help="Ranks of a node.")
+@click.option(
+    "--copy-rate", metavar="RATE", default="20GB/s", help="Copies of a rank from the device to the host."
+)
+@click.option(
+    "--iteration-seconds",
+    "iteration",
+    metavar="SECONDS",
+    type=float,
+    help="To get the interval in iterations.",
+)
+@json_option
 def plan(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="-- [MEGATRON'S ARGUMENTS]", help="They win over --arguments."),
-    ] = None,
-    files: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--arguments", metavar="FILE", help="A script, an argument file or YAML; may be repeated."
-        ),
-    ] = None,
-    parameters: Annotated[
-        str | None,
-        typer.Option("--params", metavar="N", help="Instead of arguments, such as 70B (Adam, bf16)."),
-    ] = None,
-    tp: Annotated[int | None, typer.Option(min=1, help="Tensor parallel; else from the arguments.")] = None,
-    pp: Annotated[int | None, typer.Option(min=1, help="Pipeline parallel; else from the arguments.")] = None,
-    dp: Annotated[int, typer.Option(min=1, help="Data parallel.")] = 1,
-    cp: Annotated[int | None, typer.Option(min=1, help="Context parallel; else from the arguments.")] = None,
-    ep: Annotated[int | None, typer.Option(min=1, help="Expert parallel; else from the arguments.")] = None,
-    rate: Annotated[str, typer.Option(metavar="RATE", help="What the disk writes, such as 2GB/s.")] = "2GB/s",
-    rate_per: Annotated[str, typer.Option(metavar="rank|node|all", help="Who has this rate alone.")] = "node",
-    ranks_per_node: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks of a node.")] = 8,
-    copy_rate: Annotated[
-        str, typer.Option(metavar="RATE", help="Copies of a rank from the device to the host.")
-    ] = "20GB/s",
-    iteration: Annotated[
-        float | None,
-        typer.Option("--iteration-seconds", metavar="SECONDS", help="To get the interval in iterations."),
-    ] = None,
-    as_json: AsJson = False,
+    words: Sequence[str],
+    files: Sequence[Path],
+    parameters: str | None,
+    tp: int | None,
+    pp: int | None,
+    dp: int,
+    cp: int | None,
+    ep: int | None,
+    rate: str,
+    rate_per: str,
+    ranks_per_node: int,
+    copy_rate: str,
+    iteration: float | None,
+    as_json: bool,
 ) -> None:
     """Estimate what saves will cost, before a run starts.
 
@@ -103,7 +118,7 @@ def plan(
         if iteration is not None and iteration <= 0:
             raise OptionError(f"--iteration-seconds {iteration:g}: expected a number above 0")
         given = {"tensor": tp, "pipeline": pp, "context": cp, "expert": ep}
-        arguments = read_arguments(files or [], words or [])
+        arguments = read_arguments(files, words)
         made = _made(arguments, parameters, given, dp, storage, _rate("--copy-rate", copy_rate))
     except DataStatesError as error:
         cannot(error)

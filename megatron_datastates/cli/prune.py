@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
+from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
-    AsJson,
-    Run,
-    app,
     cannot,
     counted,
+    json_option,
     note,
     progress_bar,
+    run_argument,
     say,
     size_text,
 )
@@ -31,32 +31,30 @@ _MIN_AGE_MINUTES = 60.0
 
 
 @app.command()
+@run_argument
+@click.option("--keep-last", metavar="N", type=int, help="Keep the N newest complete checkpoints.")
+@click.option("--keep-every", metavar="N", type=int, help="Keep every iteration that is a multiple of N.")
+@click.option(
+    "--drop-optimizer",
+    is_flag=True,
+    help="Remove no checkpoint, but only the optimizer's state of those that would be removed.",
+)
+@click.option(
+    "--min-age",
+    metavar="MINUTES",
+    default=_MIN_AGE_MINUTES,
+    help="Keep files that no manifest names until they are this old: a save may be writing them.",
+)
+@click.option("--yes", is_flag=True, help="Remove. Without it, only list what would be removed.")
+@json_option
 def prune(
-    root: Run,
-    keep_last: Annotated[
-        int | None, typer.Option(metavar="N", help="Keep the N newest complete checkpoints.")
-    ] = None,
-    keep_every: Annotated[
-        int | None, typer.Option(metavar="N", help="Keep every iteration that is a multiple of N.")
-    ] = None,
-    drop_optimizer: Annotated[
-        bool,
-        typer.Option(
-            "--drop-optimizer",
-            help="Remove no checkpoint, but only the optimizer's state of those that would be removed.",
-        ),
-    ] = False,
-    min_age: Annotated[
-        float,
-        typer.Option(
-            metavar="MINUTES",
-            help="Keep files that no manifest names until they are this old: a save may be writing them.",
-        ),
-    ] = _MIN_AGE_MINUTES,
-    yes: Annotated[
-        bool, typer.Option("--yes", help="Remove. Without it, only list what would be removed.")
-    ] = False,
-    as_json: AsJson = False,
+    root: Path,
+    keep_last: int | None,
+    keep_every: int | None,
+    drop_optimizer: bool,
+    min_age: float,
+    yes: bool,
+    as_json: bool,
 ) -> None:
     """Remove old checkpoints of a run. Without --yes, only list what would be removed.
 
@@ -93,7 +91,7 @@ def prune(
         if yes and not is_object(root):
             finish_drops(root)
         if drop_optimizer:
-            raise typer.Exit(drop_all(root, rules, other_formats(root), yes, as_json))
+            raise click.exceptions.Exit(drop_all(root, rules, other_formats(root), yes, as_json))
         plan = plan_prune(root, rules, other_formats(root))
         sizes = {one.path: stored_bytes(one.path) for one in plan.removed}
         if not as_json:

@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
-    AsJson,
-    Directory,
-    Iteration,
-    app,
     cannot,
     checkpoint_of,
     counted,
+    directory_argument,
+    iteration_option,
+    json_option,
     progress_bar,
     say,
     size_text,
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 @app.command()
-def repair(directory: Directory, iteration: Iteration = None, as_json: AsJson = False) -> None:
+@directory_argument
+@iteration_option
+@json_option
+def repair(directory: Path, iteration: int | None, as_json: bool) -> None:
     """Rebuild a lost or damaged manifest.
 
     It is rebuilt from the index and the data files, and only if they prove that it will be right: the index

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
-from megatron_datastates.cli.shared import Table, app, cannot, note, say
+from megatron_datastates.cli.program import app
+from megatron_datastates.cli.shared import PATH, Table, cannot, note, say
 from megatron_datastates.errors import DataStatesError, MissingPackageError, OptionError
 
 if TYPE_CHECKING:
@@ -19,21 +21,24 @@ _MARKS = {"failure": "FAILED", "slow": "SLOW", "note": "note"}
 
 
 @app.command()
+@click.argument(
+    "files",
+    metavar="FILE...",
+    type=PATH,
+    nargs=-1,
+    required=True,
+    help="Files that --datastates-report-file has written.",
+)
+@click.option("--out", "folder", metavar="DIR", type=PATH, help="Write report.html and report.png here.")
+@click.option("--html", "page", metavar="FILE", type=PATH, help="Write the page to this file.")
+@click.option("--png", "picture", metavar="FILE", type=PATH, help="Write the picture to this file.")
+@click.option("--last", metavar="N", type=int, help="Look at the last N saves only.")
 def report(
-    files: Annotated[
-        list[Path],
-        typer.Argument(metavar="FILE...", help="Files that --datastates-report-file has written."),
-    ],
-    folder: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Write report.html and report.png here.")
-    ] = None,
-    page: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write the page to this file.")
-    ] = None,
-    picture: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="Write the picture to this file.")
-    ] = None,
-    last: Annotated[int | None, typer.Option(metavar="N", help="Look at the last N saves only.")] = None,
+    files: Sequence[Path],
+    folder: Path | None,
+    page: Path | None,
+    picture: Path | None,
+    last: int | None,
 ) -> None:
     """Show what the saves of a run cost, and what to change.
 
@@ -93,7 +98,7 @@ def _print(found: Reports, advice: list[Advice]) -> None:
 
 
 def _write(
-    files: list[Path],
+    files: Sequence[Path],
     found: Reports,
     advice: list[Advice],
     folder: Path | None,

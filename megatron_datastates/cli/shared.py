@@ -1,4 +1,4 @@
-"""The parts that all sub-commands share: the application, its output, common arguments, and exit codes.
+"""The parts that all sub-commands share: common parameters, output, and exit codes.
 
 Exit codes: 0 success, 1 the checkpoint is faulty or differs, 2 the command cannot be carried out. With 2,
 nothing was written, and one line on standard error says why.
@@ -12,11 +12,11 @@ import math
 import os
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
-import typer
+import click
 
 from megatron_datastates.config import MIB, parse_bytes
 from megatron_datastates.errors import NotACheckpointError, OptionError, StorageError, printable
@@ -26,17 +26,12 @@ from megatron_datastates.pipeline.run_folders import choose_checkpoint
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
-)
 _GROUPS = {"tensor": "TP", "pipeline": "PP", "data": "DP", "context": "CP", "expert": "EP"}
 _LEAST_MEMORY_BYTES = MIB  # with less, a tensor would be read in a vast number of tiny pieces
 
 
 def placed(directory: Path) -> Path:
     """Returns the path that an argument names, in an object store (`msc://PROFILE/PATH`), too."""
-    if directory is None:  # an optional one
-        return directory
     try:
         return path_of(directory)
     except OptionError as error:
@@ -69,55 +64,62 @@ def local_readable(directory: Path) -> Path:
     return readable(local(directory))
 
 
-def readable_all(directories: list[Path]) -> list[Path]:
-    """Checks several, as `readable` does."""
-    return [readable(directory) for directory in directories]
+class _CheckedPath(click.Path):
+    """A path that a function checks, and may replace."""
 
+    def __init__(self, check: Callable[[Path], Path]) -> None:
+        super().__init__(path_type=Path)
+        self._check = check
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path:
+        super().convert(value, param, ctx)  # fails if it is there and cannot be read
+        is_completing = ctx is not None and ctx.resilient_parsing
+        return Path(value) if is_completing else self._check(Path(value))
+
+
+PATH = click.Path(path_type=Path)
+PLACED = _CheckedPath(placed)
+READABLE = _CheckedPath(readable)
+LOCAL_READABLE = _CheckedPath(local_readable)
 
 _OF_A_RUN = "Of a run, the checkpoint that its tracker names."
-Directory = Annotated[
-    Path,
-    typer.Argument(
-        metavar="CHECKPOINT",
-        help=f"Directory of a datastates checkpoint, such as runs/gpt/iter_0001000. {_OF_A_RUN}",
-        callback=readable,
-    ),
-]
-AnyFormat = Annotated[
-    Path,
-    typer.Argument(
-        metavar="CHECKPOINT",
-        help=f"Directory of a checkpoint, such as runs/gpt/iter_0001000; its format is detected. {_OF_A_RUN}",
-        callback=readable,
-    ),
-]
-Run = Annotated[
-    Path,
-    typer.Argument(metavar="RUN", help="Directory of a training run, as given to --save.", callback=placed),
-]
-Iteration = Annotated[
-    int | None,
-    typer.Option(
-        "--iteration",
-        metavar="N",
-        min=0,
-        help="Of a run: this iteration, not the one that the tracker names.",
-    ),
-]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
-Keys = Annotated[
-    list[str],
-    typer.Option(
-        "--keys",
-        metavar="PATTERN",
-        help="Only tensors whose key matches this shell pattern (*, ?, [..]), as stored or with a layer's "
-        "number (decoder.layers.3.*); may be given several times.",
-    ),
-]
-Memory = Annotated[
-    str,
-    typer.Option("--memory", metavar="SIZE", help="Tensor data to hold in memory at a time, at least 1MiB."),
-]
+directory_argument = click.argument(
+    "directory",
+    metavar="CHECKPOINT",
+    type=READABLE,
+    help=f"Directory of a datastates checkpoint, such as runs/gpt/iter_0001000. {_OF_A_RUN}",
+)
+any_format_argument = click.argument(
+    "directory",
+    metavar="CHECKPOINT",
+    type=READABLE,
+    help=f"Directory of a checkpoint, such as runs/gpt/iter_0001000; its format is detected. {_OF_A_RUN}",
+)
+run_argument = click.argument(
+    "root", metavar="RUN", type=PLACED, help="Directory of a training run, as given to --save."
+)
+iteration_option = click.option(
+    "--iteration",
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="Of a run: this iteration, not the one that the tracker names.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+keys_option = click.option(
+    "--keys",
+    metavar="PATTERN",
+    multiple=True,
+    help="Only tensors whose key matches this shell pattern (*, ?, [..]), as stored or with a layer's "
+    "number (decoder.layers.3.*); may be given several times.",
+)
+memory_option = click.option(
+    "--memory",
+    metavar="SIZE",
+    default="1GiB",
+    help="Tensor data to hold in memory at a time, at least 1MiB.",
+)
 
 
 def progress_bar(verb: str, disable: bool = False) -> Progress:
@@ -289,7 +291,7 @@ def cannot(error: Exception, code: int = 2) -> NoReturn:
     if isinstance(error, BrokenPipeError):
         raise error
     note(f"datastates: {describe_error(error)}")
-    raise typer.Exit(code)
+    raise click.exceptions.Exit(code)
 
 
 def describe_error(error: Exception) -> str:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
+from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
-    AnyFormat,
-    AsJson,
-    Iteration,
     Table,
-    app,
+    any_format_argument,
     cannot,
     checkpoint_of,
     counted,
+    iteration_option,
+    json_option,
     print_json,
     progress_bar,
     say,
@@ -35,27 +35,21 @@ _EVERYTHING = "*"
 
 
 @app.command()
+@any_format_argument
+@click.argument(
+    "pattern",
+    default=_EVERYTHING,
+    help="Only keys that match this shell pattern, such as 'decoder.*.weight', or the names of a "
+    "layer's tensors, such as 'decoder.layers.3.*'.",
+)
+@click.option(
+    "--stats", is_flag=True, help="Also read the tensors: minimum, maximum, mean, norm, NaNs, infinities."
+)
+@click.option("--optimizer", is_flag=True, help="List optimizer state by parameter, not by bucket.")
+@iteration_option
+@json_option
 def show(
-    directory: AnyFormat,
-    pattern: Annotated[
-        str,
-        typer.Argument(
-            metavar="PATTERN",
-            help="Only keys that match this shell pattern, such as 'decoder.*.weight', or the names of a "
-            "layer's tensors, such as 'decoder.layers.3.*'.",
-        ),
-    ] = _EVERYTHING,
-    stats: Annotated[
-        bool,
-        typer.Option(
-            "--stats", help="Also read the tensors: minimum, maximum, mean, norm, NaNs, infinities."
-        ),
-    ] = False,
-    optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="List optimizer state by parameter, not by bucket.")
-    ] = False,
-    iteration: Iteration = None,
-    as_json: AsJson = False,
+    directory: Path, pattern: str, stats: bool, optimizer: bool, iteration: int | None, as_json: bool
 ) -> None:
     """Summarize a checkpoint, and list what is in it.
 

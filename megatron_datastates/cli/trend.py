@@ -5,22 +5,23 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
+from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
-    AsJson,
-    Keys,
-    Memory,
-    Run,
+    PATH,
     Table,
-    app,
     cannot,
+    json_option,
+    keys_option,
+    memory_option,
     note,
     parse_memory,
     print_json,
     progress_bar,
+    run_argument,
     say,
 )
 from megatron_datastates.errors import DataStatesError
@@ -37,16 +38,17 @@ _LEGEND = (
 
 
 @app.command()
-def trend(
-    run: Run,
-    keys: Keys = [],  # noqa: B006  typer copies it
-    plot: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.png", help="Draw all layers over the iterations, to this new file."),
-    ] = None,
-    memory: Memory = "1GiB",
-    as_json: AsJson = False,
-) -> None:
+@run_argument
+@keys_option
+@click.option(
+    "--plot",
+    metavar="FILE.png",
+    type=PATH,
+    help="Draw all layers over the iterations, to this new file.",
+)
+@memory_option
+@json_option
+def trend(root: Path, keys: Sequence[str], plot: Path | None, memory: str, as_json: bool) -> None:
     """Follow norms and updates of layers over a run's checkpoints.
 
     For each checkpoint, and for each layer or module over all of them: the norm of the finite elements, the
@@ -65,11 +67,11 @@ def trend(
         memory_bytes = parse_memory(memory)
         if plot is not None:
             _require_plot(plot)
-        found = _follow(run, keys, memory_bytes)
+        found = _follow(root, keys, memory_bytes)
         if plot is not None:
             from megatron_datastates.convert.pictures import plot_trend
 
-            plot_trend(found, str(run), plot)
+            plot_trend(found, str(root), plot)
     except (DataStatesError, OSError) as error:
         cannot(error)
     skipped = [step for step in found.steps if step.skipped]
@@ -79,7 +81,7 @@ def trend(
         print_json(_as_json(found))
     else:
         _print(found)
-    raise typer.Exit(1 if skipped else 0)
+    raise click.exceptions.Exit(1 if skipped else 0)
 
 
 def _require_plot(plot: Path) -> None:

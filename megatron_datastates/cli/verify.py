@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
+import click
 
+from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
-    AsJson,
-    Iteration,
-    app,
+    READABLE,
     cannot,
     checkpoint_of,
     counted,
     describe_error,
+    iteration_option,
+    json_option,
     note,
     progress_bar,
-    readable_all,
     say,
     size_text,
 )
@@ -30,22 +31,21 @@ if TYPE_CHECKING:
 
 
 @app.command()
+@click.argument(
+    "directories",
+    metavar="CHECKPOINT...",
+    type=READABLE,
+    nargs=-1,
+    required=True,
+    help="Directories of checkpoints of any format, such as runs/gpt/iter_*. Of a run, the "
+    "checkpoint that its tracker names.",
+)
+@click.option("--all", "every", is_flag=True, help="Of runs, check all checkpoints.")
+@click.option("--quick", is_flag=True, help="Check the structure only; read no tensors and no objects.")
+@iteration_option
+@json_option
 def verify(
-    directories: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="CHECKPOINT...",
-            help="Directories of checkpoints of any format, such as runs/gpt/iter_*. Of a run, the "
-            "checkpoint that its tracker names.",
-            callback=readable_all,
-        ),
-    ],
-    every: Annotated[bool, typer.Option("--all", help="Of runs, check all checkpoints.")] = False,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Check the structure only; read no tensors and no objects.")
-    ] = False,
-    iteration: Iteration = None,
-    as_json: AsJson = False,
+    directories: Sequence[Path], every: bool, quick: bool, iteration: int | None, as_json: bool
 ) -> None:
     """Check that checkpoints are complete and undamaged.
 
@@ -78,10 +78,10 @@ def verify(
             _print_verdict(paths[0], verdict)
     else:
         verdicts = _check_all(paths, quick, as_json)
-    raise typer.Exit(_code(verdicts))
+    raise click.exceptions.Exit(_code(verdicts))
 
 
-def _checkpoints(directories: list[Path], every: bool, iteration: int | None) -> list[Path]:
+def _checkpoints(directories: Sequence[Path], every: bool, iteration: int | None) -> list[Path]:
     from megatron_datastates.pipeline.run_folders import checkpoint_directories, is_run
 
     if every and iteration is not None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from megatron_datastates.cli.main import app
 from tests.support.tiny import LAYOUTS, Checkpoints, Ending, Pretraining

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import torch
-from typer.testing import CliRunner, Result
+from click.testing import CliRunner, Result
 
 from megatron_datastates.cli.main import app
 from tests.unit.states import new_saver, save

@@ -173,7 +173,7 @@ def test_pictures_that_are_out_of_date_are_named(tmp_path: Path) -> None:
     checked = pictures("--folder", folder)
     assert checked.returncode == 1
     assert "ls.svg is missing: run tools/pictures.py" in checked.stderr
-    assert "which is refused: No such option: --every" in checked.stderr
+    assert "which is refused: No such option '--every'" in checked.stderr
     assert "which is refused: there is no command 'guess'" in checked.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 import megatron_datastates as ds
 from megatron_datastates.cli import export as command
 from megatron_datastates.cli import shared
+from megatron_datastates.cli.entry import main
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.sinks import safetensors as exporter
 from megatron_datastates.convert.sinks import target as targets
@@ -209,12 +211,16 @@ def test_an_interrupted_export_leaves_no_file(checkpoint, tmp_path, monkeypatch,
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_ctrl_c_ends_the_command_with_130_and_leaves_no_file(checkpoint, tmp_path, monkeypatch):
-    def interrupted(*arguments: object) -> torch.Tensor:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(DataStatesSource, "read_tensor", interrupted)
-    assert run("export", checkpoint, tmp_path / "out")[0] == 130
+def test_ctrl_c_ends_the_command_with_130_and_leaves_no_file(checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(DataStatesSource, "read_tensor", lambda *_: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr("sys.argv", ["datastates", "export", str(checkpoint), str(tmp_path / "out")])
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # workers of pytest-xdist ignore it
+    try:
+        with pytest.raises(SystemExit, match="130"):
+            main()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr() == ("", "datastates: interrupted\n")
     assert list(tmp_path.iterdir()) == [checkpoint]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 import megatron_datastates as ds
 from megatron_datastates.cli.main import app

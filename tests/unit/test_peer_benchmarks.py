@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 import torch.distributed as dist
-import typer
 
 from benchmarks import machine
 from benchmarks.command import resume
@@ -104,7 +104,7 @@ def test_parts_that_were_measured_are_kept_and_others_are_added(tmp_path: Path) 
     out.write_text(json.dumps(described | {"parts": {"small, DP 1": kept}}))
     assert resume(out, described)["parts"] == {"small, DP 1": kept}
     another = {"machine": described["machine"] | {"cpu": "another"}}
-    with pytest.raises(typer.BadParameter, match="results with another machine"):
+    with pytest.raises(click.BadParameter, match="results with another machine"):
         resume(out, another)
     later = {"machine": described["machine"] | {"date": "2030-01-02", "disk_free_gib": 0}}
     assert resume(out, later)["machine"]["date"] == described["machine"]["date"]

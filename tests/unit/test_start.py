@@ -35,6 +35,9 @@ print("imported", sorted(set(heavy.split()) & sys.modules.keys()))
 """
 
 
+FRAMEWORKS = "typer pydantic rich"  # any of them would take longer than a command
+
+
 def imported_by(heavy: str, *lines: str) -> tuple[str, str]:
     """Returns what the command lines print, and which modules of `heavy` they have imported."""
     command = [sys.executable, "-c", PROGRAM, heavy, *lines]
@@ -46,7 +49,9 @@ def imported_by(heavy: str, *lines: str) -> tuple[str, str]:
 def test_help_usage_errors_and_the_version_import_neither_torch_nor_numpy():
     lines = ["--help", "-h", "--version", "nonsense", "ls", "show --jsn x", "convert a b --ranks 0"]
     lines += [f"{command} --help" for command in COMMANDS]
-    text, found = imported_by("torch numpy matplotlib rich megatron_datastates.engine._native", *lines)
+    text, found = imported_by(
+        f"{FRAMEWORKS} torch numpy matplotlib megatron_datastates.engine._native", *lines
+    )
     assert found == "[]"
     assert "datastates 0." in text
     assert all(f"Usage: datastates {command}" in text for command in COMMANDS)
@@ -68,7 +73,7 @@ def test_a_directory_that_is_missing_is_said_without_torch(tmp_path: Path):
 
 OURS = "megatron_datastates.convert.sources.datastates megatron_datastates.pipeline.load"
 THEIRS = "megatron_datastates.convert.sources.torch_dist megatron_datastates.convert.sources.archives"
-SELDOM = "megatron_datastates.convert.statistics megatron_datastates.pipeline.optimizer numpy.ma torch rich"
+SELDOM = "megatron_datastates.convert.statistics megatron_datastates.pipeline.optimizer numpy.ma torch"
 
 
 @pytest.mark.parametrize(("format", "other"), [("datastates", THEIRS), ("torch_dist", OURS)])
@@ -76,7 +81,7 @@ def test_show_and_args_import_one_format_and_no_torch(format: str, other: str, t
     save_trained(tmp_path / "one", format)
     save_trained(tmp_path / "two", format)
     lines = [f"show {tmp_path}/one", f"show {tmp_path}/one decoder.layers.1.*", f"show {tmp_path}/one --json"]
-    text, found = imported_by(f"{SELDOM} {other}", *lines, f"args {tmp_path}/one {tmp_path}/two")
+    text, found = imported_by(f"{FRAMEWORKS} {SELDOM} {other}", *lines, f"args {tmp_path}/one {tmp_path}/two")
     assert found == "[]" and text.count("exit 0") == 4, text
     assert "decoder.layers.1.mlp" in text and "0 arguments of 14 differ" in text
 
@@ -95,10 +100,19 @@ def test_what_is_no_checkpoint_is_said_before_formats_are_imported(tmp_path: Pat
     assert found == "[]" and text.count("exit 2") == 3
 
 
-def test_completion_imports_no_torch(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("datastates re", ["plain,repair", "plain,report"]),
+        ("datastates show --o", ["plain,--optimizer"]),
+        ("datastates import msc://nowhere/llama --t", ["plain,--to", "plain,--transformer-impl"]),
+        ("datastates ls ru", ["file,ru"]),
+    ],
+)
+def test_completion_imports_no_torch(line: str, completed: list[str], tmp_path: Path):
     """As bash calls it: with a torch that cannot be imported."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
-    words = {"_DATASTATES_COMPLETE": "complete_bash", "COMP_WORDS": "datastates re", "COMP_CWORD": "1"}
+    words = {"_DATASTATES_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     code = "import sys; sys.argv = ['datastates']\nfrom megatron_datastates.cli.entry import main; main()"
     done = subprocess.run(
@@ -107,7 +121,13 @@ def test_completion_imports_no_torch(tmp_path: Path):
         text=True,
         env=os.environ | words | {"PYTHONPATH": path},
     )
-    assert done.stdout.split() == ["repair", "report"], done.stderr
+    assert (done.stdout.split(), done.stderr) == (completed, "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_the_script_for_completion_calls_the_command(shell: str):
+    text = output_of("--show-completion", shell)
+    assert f"_DATASTATES_COMPLETE={shell}_complete" in text and "datastates" in text
 
 
 def test_summaries_are_whole_and_fit_80_columns(monkeypatch: pytest.MonkeyPatch):
@@ -162,7 +182,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("module", ["typer", "megatron_datastates.cli.convert", "numpy", "torch"])
+@pytest.mark.parametrize("module", ["click", "megatron_datastates.cli.convert", "numpy", "torch"])
 def test_an_interrupt_while_something_is_imported_is_one_line(module: str, tmp_path: Path):
     words = ["convert", str(GOLDEN), str(tmp_path / "made" / "iter_0000001")]
     command = [sys.executable, "-c", INTERRUPTED, module, *words]

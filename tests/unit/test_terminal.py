@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 
 from megatron_datastates.cli import entry
 from megatron_datastates.cli.main import app
@@ -68,10 +67,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_command_is_here() -> None:
-    commands = typer.main.get_command(app).commands
-    modules = {name: command.callback.__module__.rpartition(".")[2] for name, command in commands.items()}
+    modules = {name: command.callback.__module__.rpartition(".")[2] for name, command in app.commands.items()}
     assert modules == entry.MODULES  # what is imported for it
-    assert set(commands) == {words.split()[0] for words, _, _ in SHOWN} - {"--help"}
+    assert set(app.commands) == {words.split()[0] for words, _, _ in SHOWN} - {"--help"}
 
 
 @pytest.mark.parametrize(("words", "code", "text"), SHOWN, ids=lambda value: str(value)[:40])

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from typer.main import get_command
 
 from megatron_datastates.cli.main import app
 from megatron_datastates.config import Options
@@ -26,7 +25,6 @@ from megatron_datastates.providers.objects import deserialize
 from tests.faults.campaign import patterns
 
 Candidates = Sequence[tuple[int, str]]  # iteration and layout
-COMMAND = get_command(app)  # made once: that takes a third of a round
 NO_MEMORY = ("MemoryError", "Cannot allocate", "bad_alloc")
 
 
@@ -113,7 +111,7 @@ def command(*arguments: Any) -> tuple[int, str]:
     shown = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
         try:
-            COMMAND.main([str(argument) for argument in arguments], prog_name="datastates")
+            app.main([str(argument) for argument in arguments], prog_name="datastates")
         except SystemExit as end:
             code = end.code
     shown.flush()

@@ -1,0 +1,75 @@
+"""The program `datastates`: the group that each sub-command adds itself to, and how it is run."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import NoReturn
+
+import click
+
+_NAME = "datastates"
+_COMPLETION = "_DATASTATES_COMPLETE"  # the environment variable that the shells' scripts set
+
+
+def _show_completion(context: click.Context, parameter: click.Parameter, shell: str | None) -> None:
+    if shell is not None and not context.resilient_parsing:
+        context.exit(_complete(f"{shell}_source"))
+
+
+def _complete(instruction: str) -> int:
+    from click.shell_completion import shell_complete
+
+    return shell_complete(app, {}, _NAME, _COMPLETION, instruction)
+
+
+@click.group(
+    _NAME,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+)
+@click.version_option(
+    None,
+    "--version",
+    "-V",
+    package_name="megatron-datastates",
+    message=f"{_NAME} %(version)s",
+    help="Print the version and exit.",
+)
+@click.option(
+    "--show-completion",
+    metavar="SHELL",
+    type=click.Choice(["bash", "zsh", "fish"]),
+    is_eager=True,
+    expose_value=False,
+    callback=_show_completion,
+    help="Print the script that completes command lines in bash, zsh or fish.",
+)
+def app() -> None:
+    """List, inspect, verify, repair, convert, export, compare and prune Megatron-Core checkpoints.
+
+    Before a run, `plan` estimates what saves will cost; after it, `report` shows what they did cost.
+    `datastates COMMAND --help` explains a command, with an example.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # its encoding may lack characters of a path or a key
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def run_program() -> NoReturn:
+    """Runs a command line; raises SystemExit.
+
+    Does what click's `main` does, but lets interrupts and errors pass, which entry.py reports.
+    """
+    instruction = os.environ.get(_COMPLETION)
+    if instruction:
+        sys.exit(_complete(instruction))
+    try:
+        with app.make_context(_NAME, sys.argv[1:]) as context:
+            app.invoke(context)
+    except click.exceptions.Exit as end:
+        sys.exit(end.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    sys.exit(0)
