@@ -129,6 +129,32 @@ def test_a_checkpoint_that_was_made_meanwhile_stays(
     assert not list(scratch.iterdir())
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "later"])
+def test_a_manifest_that_arrives_after_all_finds_its_index(
+    is_late: bool, store: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = arguments(LLAMA, seed=1)
+    save_model(tmp_path / "run" / "iter_0000001", stored, state(stored))
+    target, write, late = "msc://store/converted/iter_0000001", stores.write, []
+
+    def write_and_time_out(path: Path, data: bytes) -> None:
+        if path.name == MANIFEST_NAME:
+            late.append((path, data))
+            if not is_late:
+                write(path, data)
+            store.fail(f"(HEAD|GET) .*/{MANIFEST_NAME}", EXPIRED)
+            raise OSError(5, "timed out", str(path))
+        write(path, data)
+
+    monkeypatch.setattr(stores, "write", write_and_time_out)
+    code, _, err = run("convert", tmp_path / "run" / "iter_0000001", target)
+    assert code == 2 and "timed out" in err
+    store.heal()
+    if is_late:
+        write(*late[0])
+    assert verify(target).faults == [] and run("diff", tmp_path / "run" / "iter_0000001", target)[0] == 0
+
+
 # -- prune --drop-optimizer -----------------------------------------------------------------------------
 
 
