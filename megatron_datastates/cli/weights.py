@@ -67,7 +67,7 @@ class _Call:
 
     def drop(self, one: Iteration) -> None:
         """Drops the optimizer's state of one checkpoint, or says what that would free."""
-        from megatron_datastates.convert.weights_only import plan_drop
+        from megatron_datastates.convert.weights_only import UnfinishedError, plan_drop
         from megatron_datastates.pipeline.runs import stored_bytes
 
         before = stored_bytes(one.path)
@@ -78,7 +78,7 @@ class _Call:
                 return
             freed = self._carry_out(plan) if self._yes else plan.dropped_bytes
         except (DataStatesError, OSError) as error:
-            note(f"{one.path}: not changed: {error}")
+            note(f"{one.path}: {'' if isinstance(error, UnfinishedError) else 'not changed: '}{error}")
             self.found["failed"].append({"iteration": one.number, "path": str(one.path), "why": str(error)})
             return
         verb = "dropped the optimizer of" if self._yes else "would drop the optimizer of"
@@ -100,7 +100,7 @@ class _Call:
         dropped, failed = self.found["dropped"], self.found["failed"]
         freed = size_text(sum(one["freed"] for one in dropped))
         of = f"{len(dropped)} of {counted(sum(map(len, self.found.values())), 'checkpoint')}"
-        lacking = f", {len(failed)} not changed" if failed else ""
+        lacking = f", {len(failed)} failed" if failed else ""
         say(f"{'freed' if self._yes else 'would free'} {freed} in {of}{lacking}")
         if dropped and not self._yes:
             say("Nothing was changed. Add --yes to drop.")

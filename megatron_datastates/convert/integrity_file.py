@@ -58,8 +58,13 @@ def require_sums(directory: Path, sums: Mapping[str, str], names: Iterable[str])
             )
 
 
-def renewed_sums(directory: Path, sums: Mapping[str, str], renewed: Collection[str]) -> bytes:
-    """Returns `integrity.json` of a checkpoint in which files were replaced.
+def encode_sums(sums: Mapping[str, str]) -> bytes:
+    """Returns `integrity.json` with these sums."""
+    return json.dumps({"algorithm": _ALGORITHM, "files": dict(sorted(sums.items()))}, indent=2).encode()
+
+
+def renewed_sums(directory: Path, sums: Mapping[str, str], renewed: Collection[str]) -> dict[str, str]:
+    """Returns the sums of a checkpoint in which files were replaced.
 
     Args:
         sums: of the checkpoint as it was; what is not there any more is left out.
@@ -71,8 +76,7 @@ def renewed_sums(directory: Path, sums: Mapping[str, str], renewed: Collection[s
     kept = {
         name: found for name, found in sums.items() if name not in renewed and (directory / name).exists()
     }
-    files = kept | {name: _sum_of(directory / name) for name in renewed}
-    return json.dumps({"algorithm": _ALGORITHM, "files": dict(sorted(files.items()))}, indent=2).encode()
+    return kept | {name: _sum_of(directory / name) for name in renewed}
 
 
 def _sum_of(path: Path) -> str:

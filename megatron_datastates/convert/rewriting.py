@@ -48,11 +48,14 @@ class Rewriting(ABC):
         names: of the data files.
         contents: what each of them holds, in the order of `names`.
         beside: names of files that say nothing right about what is rewritten.
+        is_sent: the new index was about to be put in place. If that failed, the old one may be there; in an
+            object store also for a while, because a request that has failed may still be carried out.
     """
 
     names: list[str]
     contents: list[RankContents]
     beside: list[str]
+    is_sent: bool = False
 
     @abstractmethod
     def new_name(self, number: int) -> str:
@@ -153,6 +156,7 @@ class _OwnFiles(Rewriting):
         write_whole(directory / entry.name, merged.encoded, faults, self._save_id)
         faults.point("publish weights")
         self._require_unchanged()
+        self.is_sent = True
         write_whole(directory / MANIFEST_NAME, manifest.encode(), faults, self._save_id)
 
     def _require_unchanged(self) -> None:
@@ -252,6 +256,7 @@ class _DcpFiles(Rewriting):
         tensors = {key: entry for key, entry in self._source.tensors.items() if key in kept}
         index = encode_index(tensors, parts, self._source.dcp_facts)
         faults.point("publish weights")
+        self.is_sent = True
         write_whole(self._source.directory / TORCH_DIST_INDEX, index, faults, self._save_id)
 
 

@@ -31,13 +31,17 @@ def refuse_object_target(target: Path, needed_bytes: int) -> None:
         StorageError: there is one already, or fewer than `needed_bytes` are free in that directory.
         OSError: the store cannot be asked.
     """
+    _refuse_checkpoint(target)
+    require_scratch(needed_bytes)
+
+
+def _refuse_checkpoint(target: Path) -> None:
     for name in (MANIFEST_NAME, TORCH_DIST_INDEX, METADATA_NAME):
         try:
             stores.size_of_object(target / name)
         except FileNotFoundError:
             continue
         raise StorageError(f"{target} exists: choose another target, or remove it first")
-    require_scratch(needed_bytes)
 
 
 def upload_files(folder: Path, target: Path, manifest: Manifest, files: Sequence[FileEntry]) -> None:
@@ -52,7 +56,13 @@ def upload_files(folder: Path, target: Path, manifest: Manifest, files: Sequence
 
 
 def publish_uploaded(folder: Path, target: Path, manifest: Manifest) -> None:
-    """Uploads all that a checkpoint has beside its data files, and publishes it. Raises as upload_files."""
+    """Uploads all that a checkpoint has beside its data files, and publishes it.
+
+    Raises:
+        StorageError: another call has made a checkpoint there meanwhile. It stays as it is.
+        DataStatesError, OSError: as upload_files.
+    """
+    _refuse_checkpoint(target)  # these names are not this call's own, as those of data files are
     known = {MANIFEST_NAME, METADATA_NAME, manifest.index.name, *(file.name for file in manifest.files)}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)

@@ -12,7 +12,10 @@ what is left beside it. Whether a rule lets a checkpoint be rewritten at all: pi
 
 In an object store there is no journal: files are made in the directory for temporary files and uploaded, and
 the new manifest replaces the old one in one request. What a kill leaves there is what no manifest names; any
-later call of prune removes that once it is old enough.
+later call of prune removes that once it is old enough. Two things follow:
+  - no later call writes to integrity.json, so before step 3 it loses the sums that will not hold;
+  - a request that has failed may still be carried out: once the new manifest was sent, the files that it
+    names stay, also where the old one is still there.
 """
 
 from __future__ import annotations
@@ -29,7 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates import stores
-from megatron_datastates.convert.integrity_file import renewed_sums, require_sums, stored_sums
+from megatron_datastates.convert.integrity_file import (
+    encode_sums,
+    renewed_sums,
+    require_sums,
+    stored_sums,
+)
 from megatron_datastates.convert.limits import Limits
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.parts import is_weight
@@ -40,11 +48,15 @@ from megatron_datastates.convert.sources.source import RankContents, Source
 from megatron_datastates.convert.workers import Workers
 from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.errors import FormatError, OptionError, StorageError
+from megatron_datastates.errors import DataStatesError, FormatError, OptionError, StorageError
 from megatron_datastates.files import DOCUMENT_BYTES, is_object, names_in, read_regular
 from megatron_datastates.format.directory import BACKEND, INTEGRITY_NAME, JOURNAL_NAME, TORCH_DIST_INDEX
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_optimizer_map, save_id_in_name
 from megatron_datastates.pipeline.runs import stored_bytes
+
+
+class UnfinishedError(StorageError):
+    """A checkpoint was rewritten, or may have been, and then something failed. It is whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,30 +151,54 @@ def drop_optimizer(
 
     Raises:
         StorageError: another call is rewriting the checkpoint.
-        DataStatesError, OSError: it failed. The checkpoint is whole, and as it was unless its new index was
-            in place already.
+        UnfinishedError: it failed once the new index was in place, or in an object store may have been.
+        DataStatesError, OSError: it failed. The checkpoint is as it was.
     """
     directory, points = plan.source.directory, Faults(faults)
     before = stored_bytes(directory)
     with _place_for_files(plan) as folder:
         workers = Workers(limits.worker_count(len(plan.written) or 1), progress)
         files = rewriting_of(plan.source, plan.save_id, workers.progress, folder)
-        require_sums(directory, stored_sums(directory) or {}, [*_replaced(plan, files), *_indexes(plan)])
+        sums = stored_sums(directory) or {}
+        require_sums(directory, sums, [*_replaced(plan, files), *_indexes(plan)])
         points.point("write journal")
         journal = _journal_of(plan, files)
         if not is_object(directory):
             _write_journal(directory, journal)
         try:
             files.begin(limits, len(plan.written) or 1)
+            if is_object(directory) and sums:
+                gone = {*journal.replaced, *journal.beside, *_indexes(plan)}
+                _write_sums(directory, {name: one for name, one in sums.items() if name not in gone})
             _rewrite(plan, files, workers, points)
-        except BaseException:  # including an interrupt
-            with contextlib.suppress(Exception):
-                _finish(directory, journal, Faults(""))
+        except BaseException as error:  # including an interrupt
+            _clean_up(directory, journal, files, sums, error)
             raise
         finally:
             files.close()
-        _finish(directory, journal, points)
+        try:
+            _finish(directory, journal, points)
+        except (DataStatesError, OSError) as error:
+            raise _unfinished(error) from error
     return before - stored_bytes(directory)
+
+
+def _clean_up(
+    directory: Path, journal: _Journal, files: Rewriting, sums: dict[str, str], error: BaseException
+) -> None:
+    """Removes what a failed call has made. Raises UnfinishedError if its index is in place, or may be."""
+    is_far, is_new = is_object(directory), files.is_sent
+    with contextlib.suppress(Exception):
+        is_replaced = _finish(directory, journal, Faults(""), is_sent=files.is_sent and is_far)
+        is_new = files.is_sent and (is_replaced or is_far)
+        if is_far and sums and not is_replaced and not files.is_sent:
+            _write_sums(directory, sums)
+    if is_new and isinstance(error, DataStatesError | OSError):
+        raise _unfinished(error) from error
+
+
+def _unfinished(error: Exception) -> UnfinishedError:
+    return UnfinishedError(f"perhaps without its optimizer's state already, but whole: {error}")
 
 
 @contextlib.contextmanager
@@ -264,10 +300,18 @@ def _read_journal(directory: Path) -> _Journal | None:
         return None
 
 
-def _finish(directory: Path, journal: _Journal, points: Faults) -> None:
-    """Does step 4: removes new files that no index names and, once the old one is replaced, the old ones."""
+def _finish(directory: Path, journal: _Journal, points: Faults, is_sent: bool = False) -> bool:
+    """Does step 4: removes new files that no index names and, once the old one is replaced, the old ones.
+
+    Args:
+        is_sent: a request that failed may still put the new index in place.
+
+    Returns whether the old one is replaced.
+    """
     named = names_in_index(directory, journal.format)
     is_old = not named.isdisjoint(journal.replaced)
+    if is_old and is_sent:
+        return False
     of_save = [name for name in names_in(directory) if str(save_id_in_name(name)) == journal.save_id]
     names = [*journal.made, *of_save]  # those that are in use are named; none is if another save came between
     names += [] if is_old else [*journal.replaced, *journal.beside]
@@ -280,20 +324,25 @@ def _finish(directory: Path, journal: _Journal, points: Faults) -> None:
     if not is_old:
         index = MANIFEST_NAME if journal.format == BACKEND else TORCH_DIST_INDEX
         _renew_sums(directory, {index, *named.intersection([*journal.made, *of_save])}, points)
-    if is_object(directory):
-        return
-    sync_directory(directory)
-    (directory / JOURNAL_NAME).unlink()
-    sync_directory(directory)
+    if not is_object(directory):
+        sync_directory(directory)
+        (directory / JOURNAL_NAME).unlink()
+        sync_directory(directory)
+    return not is_old
 
 
 def _renew_sums(directory: Path, renewed: Collection[str], points: Faults) -> None:
     sums = stored_sums(directory)
     if sums is not None:
         points.point("renew sums")
-        if is_object(directory):
-            stores.write(directory / INTEGRITY_NAME, renewed_sums(directory, sums, renewed))
-            return
-        temporary = directory / f".{INTEGRITY_NAME}.tmp"
-        write_synced(temporary, renewed_sums(directory, sums, renewed))
-        temporary.rename(directory / INTEGRITY_NAME)
+        _write_sums(directory, renewed_sums(directory, sums, renewed))
+
+
+def _write_sums(directory: Path, sums: dict[str, str]) -> None:
+    encoded = encode_sums(sums)
+    if is_object(directory):
+        stores.write(directory / INTEGRITY_NAME, encoded)
+        return
+    temporary = directory / f".{INTEGRITY_NAME}.tmp"
+    write_synced(temporary, encoded)
+    temporary.rename(directory / INTEGRITY_NAME)

@@ -1,7 +1,8 @@
 """The commit of a checkpoint: index, manifest and metadata.json beside data files that are durable already.
 
 In the order that makes the manifest the last thing that a checkpoint needs; see engine/atomic_files.py. In an
-object store it is also the last object that is written: metadata.json precedes it.
+object store it is also the last object that is written: metadata.json precedes it. Nothing is removed there
+after a failure: what no manifest names, `datastates prune` removes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Commit:
 
         Raises:
             DataStatesError: data files, or the directory, are not there.
-            OSError: a file could not be written. Unless `is_in_place`, nothing was changed.
+            OSError: a file could not be written. Unless `is_in_place`, nothing was changed; in an object
+                store, a manifest that was sent may yet appear.
         """
         directory, manifest = self.directory, self._files.manifest
         encoded, own_index = manifest.encode(), directory / manifest.index.name
@@ -89,7 +91,8 @@ class Commit:
                 self._write_metadata(directory / METADATA_NAME)
         except Exception:
             self.is_in_place = self.is_in_place or holds_exactly(path, encoded)
-            if not self.is_in_place:
+            # A store may yet carry out what has failed: a manifest without its index is a lost checkpoint.
+            if not self.is_in_place and not is_object(directory):
                 with contextlib.suppress(OSError):
                     own_index.unlink()
             raise

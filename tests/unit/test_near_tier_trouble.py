@@ -343,6 +343,23 @@ def test_a_folder_of_a_later_release_or_without_permission_hides_no_other(
     assert later.exists()
 
 
+def test_what_cannot_be_read_near_is_not_passed_over_in_silence(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = killed(tmp_path)
+    manifest = nodes.near(0, 3) / MANIFEST_NAME
+    manifest.write_bytes(manifest.read_bytes()[:-5])
+    assert recover(nodes) == (None, "")
+    assert f"{manifest.parent} in the near tier is left out: its manifest cannot be read" in caplog.text
+    caplog.clear()
+    run = manifest.parent.parent
+    shutil.rmtree(run)
+    assert recover(nodes) == (None, "") and not caplog.text, "a new node has nothing"
+    run.write_bytes(b"no directory")
+    assert recover(nodes) == (None, "")
+    assert f"{run} in the near tier is left out: " in caplog.text
+
+
 def test_a_save_is_published_near_while_the_drain_hangs_in_save(tmp_path: Path) -> None:
     nodes = Nodes(tmp_path)
     publishing = nodes.ranks.savers[0].session.layouts.publishing

@@ -4,14 +4,23 @@ Protocol:
   1. a target that exists, or lies inside a checkpoint, is refused before anything is written;
   2. everything is written under a temporary name in the same directory, and synced;
   3. the temporary name is renamed to the target's, and the parent directory is synced.
-A target in an object store is made in the directory for temporary files, and uploaded: what says which files
-there are (*.json) comes last.
+A target in an object store is made in the directory for temporary files, and uploaded:
+  1. a target that has come to exist meanwhile is refused again;
+  2. a directory is claimed: an object of this call's own, `.datastates-claim-ID`, is written, and if a
+     listing then shows any other, the call fails. Of two calls at once, one at most goes on: the files of
+     both have the same names, so a mixture would load;
+  3. the files are uploaded; what says which files there are (*.json) comes last, and config.json, without
+     which nothing loads a model, as the very last;
+  4. the claim is removed, and after a failure also what was uploaded.
+What a kill leaves there includes the claim. Such a target exists: nothing writes to it, or removes it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -23,6 +32,10 @@ from megatron_datastates.engine.atomic_files import sync_directory
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import is_object, open_regular
 from megatron_datastates.pipeline.runs import format_of
+
+logger = logging.getLogger(__name__)
+_CLAIM = ".datastates-claim-"
+_LAST = "config.json"
 
 
 def refuse_target(target: Path, needed_bytes: int = 0, *, makes_parents: bool = False) -> None:
@@ -95,7 +108,7 @@ def publish_on_exit(target: Path, *, makes_parents: bool = False) -> Iterator[Pa
 
     Raises:
         StorageError: `target` exists or cannot be created; see refuse_target.
-        OSError: it cannot be uploaded. Then a part of its files may be in the store.
+        OSError: it cannot be uploaded. What was uploaded is removed, as far as the store lets it be.
     """
     refuse_target(target, makes_parents=makes_parents)
     if is_object(target):
@@ -103,6 +116,7 @@ def publish_on_exit(target: Path, *, makes_parents: bool = False) -> Iterator[Pa
             temporary = Path(scratch) / target.name
             with named_as(temporary, target):
                 yield temporary
+                refuse_target(target)
                 _upload(temporary, target)
         return
     temporary = target.parent / f".{target.name}.{os.getpid()}.tmp"
@@ -119,10 +133,41 @@ def publish_on_exit(target: Path, *, makes_parents: bool = False) -> Iterator[Pa
 
 
 def _upload(made: Path, target: Path) -> None:
-    files = [path for path in made.rglob("*") if path.is_file()] if made.is_dir() else [made]
-    for path in sorted(files, key=lambda path: (path.suffix == ".json", path)):
-        with open_regular(path) as file:
-            stores.upload(target / path.relative_to(made) if path != made else target, file)
+    if not made.is_dir():
+        with open_regular(made) as file:
+            stores.upload(target, file)
+        return
+    files = [path for path in made.rglob("*") if path.is_file()]
+    names = [str(path.relative_to(made)) for path in sorted(files, key=_upload_order)]
+    with _claimed(target):
+        try:
+            for name in names:
+                with open_regular(made / name) as file:
+                    stores.upload(target / name, file)
+        except BaseException:  # including an interrupt
+            with contextlib.suppress(OSError):
+                stores.remove_all(target, names)
+            raise
+
+
+def _upload_order(path: Path) -> tuple[bool, bool, Path]:
+    return path.suffix == ".json", path.name == _LAST, path
+
+
+@contextlib.contextmanager
+def _claimed(target: Path) -> Iterator[None]:
+    """Makes sure that no other call uploads to the names below `target`. Raises StorageError if one does."""
+    claim = target / f"{_CLAIM}{secrets.token_hex(8)}"
+    try:
+        stores.write(claim, b"")
+        if [one.name for one in stores.all_below(target)] != [claim.name]:
+            raise StorageError(f"{target} exists, or another call is writing it: choose another target")
+        yield
+    finally:
+        try:
+            stores.remove(claim)
+        except OSError as error:
+            logger.warning("%s was not removed, and nobody needs it: %s", claim, error)
 
 
 @contextlib.contextmanager

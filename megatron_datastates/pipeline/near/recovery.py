@@ -40,7 +40,7 @@ from megatron_datastates.pipeline.agreement import Collectives, gather_objects
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError, is_whole
 from megatron_datastates.pipeline.near.places import manifest_in, near_root, near_run, node_of, nodes_in
-from megatron_datastates.pipeline.runs import find_iterations, is_complete, require_tracked
+from megatron_datastates.pipeline.runs import find_iterations, is_complete, is_published, require_tracked
 
 logger = logging.getLogger(__name__)
 Shared = TypeVar("Shared")
@@ -171,7 +171,10 @@ class _Recovery:
             return _Node(
                 node_of(self._root), tuple(held for one in folders for held in _held_in(one)), tracked
             )
-        except OSError:
+        except FileNotFoundError:
+            return _Node(0, (), tracked)
+        except OSError as error:
+            logger.warning("%s in the near tier is left out: %s", self._folder, error)
             return _Node(0, (), tracked)
 
     def bring(self, name: str, save_id: SaveId, nodes: Sequence[_Node]) -> _Outcome:
@@ -350,6 +353,8 @@ def _found_in(folder: Path) -> list[_Held]:
         own = {file.rank for file in files} if nodes is None else set(nodes.nodes[nodes.own].ranks)
         names, copies = ([f.name for f in files], [f.name for f in files if f.rank not in own])
         return [_Held(folder.name, manifest.save_id, True, frozenset(names), frozenset(copies))]
+    if is_published(folder):
+        logger.warning("%s in the near tier is left out: its manifest cannot be read", folder)
     present = frozenset(filter(is_data_file_name, os.listdir(folder)))
     ids = {save_id for name in present if (save_id := save_id_in_name(name))}
     # Each may have files of earlier ones, too: a manifest says which.
