@@ -56,4 +56,9 @@ def loads(root: str, damages: dict[str, str], folder: str) -> None:
                 (directory / MANIFEST_NAME).unlink()
             outcomes[kind][damage] = outcome(load, directory)
         outcomes["megatron only"][damage] = outcome(load_config_without_us, directory)
+    another = Path(root, "ours") / "metadata.json"
+    another.write_text('{"sharded_backend": "zarr", "sharded_backend_version": 1}')
+    outcomes["another format"] = {"with it": outcome(load, another.parent)}
+    another.unlink()
+    outcomes["another format"]["without it"] = outcome(load, another.parent)
     report(folder, **outcomes)

@@ -54,3 +54,10 @@ def test_damaged_torch_dist_checkpoint_fails_as_without_this_package(
         return
     assert outcomes["stock"][damage] == outcomes["megatron only"][damage]
     assert outcomes["stock"][damage][0] not in ("returned", "CheckpointingException")
+
+
+def test_a_format_that_only_metadata_names_is_refused_with_what_to_do(outcomes: dict[str, Any]) -> None:
+    kind, text = outcomes["another format"]["with it"]
+    assert kind == "CheckpointingException" and "names the format 'zarr'" in text, text
+    assert "remove metadata.json to load what that describes" in text
+    assert outcomes["another format"]["without it"] == ["returned", True]

@@ -151,9 +151,9 @@ def test_errors_of_ours_are_megatrons(ours, tmp_path):
 
 def test_a_directory_that_was_saved_again_is_opened_again(tmp_path):
     for value in (1, 2, 3):
-        ds.save({COMMON_STATE_KEY: [value]}, tmp_path / "c", **SMALL)
+        ds.save({COMMON_STATE_KEY: [{"value": value}]}, tmp_path / "c", **SMALL)
         for _ in range(2):
-            assert by_format.wrap_load_common(unreachable)(tmp_path / "c") == value
+            assert by_format.wrap_load_common(unreachable)(tmp_path / "c") == {"value": value}
 
 
 def test_a_published_directory_without_common_state_says_so(tmp_path):
@@ -162,7 +162,7 @@ def test_a_published_directory_without_common_state_says_so(tmp_path):
         by_format.wrap_load_common(unreachable)(tmp_path / "c")
 
 
-@pytest.mark.parametrize("stored", [[], {"a": 1}, [1, 2]])
+@pytest.mark.parametrize("stored", [[[1]], [], {"a": 1}, [1, 2]])
 def test_common_state_that_is_none_is_refused(saver, tmp_path, stored):
     save(saver, tmp_path, {"w": torch.zeros(3)}, {COMMON_STATE_KEY: stored})
     with pytest.raises(CheckpointingException, match="is not a common state"):

@@ -10,13 +10,13 @@ from typing import Any
 
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError
-from megatron_datastates.files import DOCUMENT_BYTES, open_regular, path_of
-from megatron_datastates.format.directory import BACKEND, METADATA_NAME
+from megatron_datastates.files import DOCUMENT_BYTES, names_in, open_regular, path_of
+from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_DIST, TORCH_DIST_INDEX
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint, read_common_state
 from megatron_datastates.mcore.providers import restore_registered
-from megatron_datastates.pipeline.runs import is_published, may_be_ours
+from megatron_datastates.pipeline.runs import format_of, is_published, may_be_ours
 
 # This module is imported in every Megatron process; the native module only once a directory in our format is
 # loaded. So functions import the modules that need it.
@@ -48,9 +48,27 @@ def wrap_maybe_load_config(original: Callable[..., Any]) -> Callable[..., Any]:
             ) from problem
         if config is None and problem is not None:
             raise problem
+        if config is not None:
+            _require_known_backend(config.sharded_backend, checkpoint_dir)
         return config
 
     return maybe_load_config
+
+
+def _require_known_backend(backend: str, directory: str) -> None:
+    """Raises CheckpointingException where only metadata.json says that a checkpoint is not ours.
+
+    Megatron would look for files of torch's there, and fail without naming one.
+    """
+    from megatron.core.dist_checkpointing.core import CheckpointingException
+
+    path = path_of(directory)
+    is_another = is_published(path) and format_of(path) not in (BACKEND, TORCH_DIST)
+    if is_another and TORCH_DIST_INDEX not in names_in(path):
+        raise CheckpointingException(
+            f"{path / METADATA_NAME} names the format {backend!r}, of which there is no file, and beside it "
+            f"is {MANIFEST_NAME}: remove {METADATA_NAME} to load what that describes"
+        )
 
 
 def _cannot_be_read(directory: str | os.PathLike[str]) -> bool:

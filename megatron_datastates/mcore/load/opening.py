@@ -88,5 +88,11 @@ def read_common_state(directory: str | os.PathLike[str]) -> Any:
                     f"the object {COMMON_STATE_KEY!r} of {directory} is not a common state: "
                     "expected a list of one element"
                 )
-            return stored[0]
-        return checkpoint.read_other_object(COMMON_FILE)
+            return _dictionary(stored[0], f"the object {COMMON_STATE_KEY!r} of {directory}")
+        return _dictionary(checkpoint.read_other_object(COMMON_FILE), f"{COMMON_FILE} of {directory}")
+
+
+def _dictionary(stored: Any, what: str) -> dict[Any, Any]:
+    if not isinstance(stored, dict):
+        raise FormatError(f"{what} is not a common state: expected a dict, found {type(stored).__qualname__}")
+    return stored

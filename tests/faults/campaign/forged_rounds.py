@@ -62,7 +62,7 @@ def play(round_: int, seed: int, folder: Path, facts: dict[str, Any]) -> Found:
     try:
         judge.ours() if forgery.claims else judge.torch_dist()
         judge.commands()
-    except Exception as error:
+    except BaseException as error:
         error.add_note(f"forged {forgery.kind}: {forgery.text}")
         raise
     outside = [path for path in opened if any(word in path for word in OUTSIDE)]
