@@ -213,12 +213,15 @@ class Table:
             for column in zip(*self._rows, strict=True)
         ]
         right = self._right or [False] * len(widths)
+        lines: list[str] = []
         for row in self._rows:
             cells = [
                 cell.rjust(width) if to_right else cell.ljust(width)
                 for cell, width, to_right in zip(row, widths, right, strict=True)
             ]
-            print("\n".join(_row_lines(cells, columns)))
+            lines += _row_lines(cells, columns)
+        if lines:
+            print("\n".join(lines))
 
 
 def _row_lines(cells: Sequence[str], columns: int) -> list[str]:
