@@ -86,11 +86,16 @@ def test_a_save_of_a_run_that_was_rolled_back_is_far_before_it_counts(tmp_path: 
 # -- two jobs --------------------------------------------------------------------------------------------
 
 
-def test_a_job_that_is_not_quite_dead_removes_nothing_of_its_successor(tmp_path: Path) -> None:
+def test_a_job_that_is_not_quite_dead_removes_nothing_of_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(drain, "_PAUSES", (60.0,))
     old = Nodes(tmp_path)
     old.save(1)
     new = next_job(tmp_path, faults="drain write:0:EIO")
     new.save(2)
+    for saver in new.ranks.savers:  # which then pauses: else it may remove what the old one writes
+        wait_for(lambda own=saver.near.drain: own._to_copy[0].attempts)
     writing = new.near(0, 5)
     writing.mkdir()
     (begun,) = new.near(0, 2).glob("data-*")

@@ -35,6 +35,7 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
+from megatron_datastates.pipeline.near.jobs import note_job
 from megatron_datastates.pipeline.near.places import (
     arrived_bytes,
     leftovers,
@@ -105,6 +106,8 @@ class Drain:
         self._to_commit: list[NearSave] = []  # on rank 0, oldest first
         self._kept: list[NearSave] = []  # all that are still near, oldest first
         self._failed: deque[Path] = deque()  # folders of failed saves
+        self._to_note: deque[tuple[Path, SaveId, int]] = deque()  # where this job is still to be noted
+        self._is_warned = False  # that one could not be written
         self._earlier: frozenset[int] | None = None  # run ids of jobs before this one, once it has published
         self._thread: BackgroundThread | None = None
         self._closing = False
@@ -123,12 +126,22 @@ class Drain:
             if save.is_drained:
                 self._to_copy.append(save)
             self._changed.notify_all()
+        self._start(f"{save.name} stays")
+
+    def note_job(self, folders: Sequence[Path], save_id: SaveId, iteration: int) -> None:
+        """Notes in these folders of the run that this job has published its first save. Never raises."""
+        with self._changed:
+            self._to_note.extend((folder, save_id, iteration) for folder in folders)
+            self._changed.notify_all()
+        self._start("checkpoints stay")
+
+    def _start(self, otherwise: str) -> None:
         if self._thread is None:
             thread = BackgroundThread(self._run)
             try:
                 thread.start()
             except RuntimeError as error:
-                logger.error("%s stays in the near tier: no thread could be started (%s)", save.name, error)
+                logger.error("%s in the near tier: no thread could be started (%s)", otherwise, error)
                 return
             self._thread = thread
 
@@ -198,6 +211,7 @@ class Drain:
 
     def _run(self) -> None:
         while True:
+            self._note_jobs()
             with self._changed:
                 save = self._to_copy[0] if self._to_copy else None
                 if self._abandoned or (self._closing and self._is_done()):
@@ -214,6 +228,23 @@ class Drain:
             with self._changed:
                 if not self._to_copy and not (self._closing and self._is_done()):
                     self._changed.wait(self._look_seconds())
+
+    def _note_jobs(self) -> None:
+        """Writes the lists of jobs that lack this one; what fails is tried again when something changes."""
+        for _ in range(len(self._to_note)):
+            folder, save_id, iteration = one = self._to_note.popleft()
+            try:
+                note_job(folder, save_id, iteration)
+            except (OSError, DataStatesError) as error:
+                self._to_note.append(one)
+                if not self._is_warned:
+                    logger.warning(
+                        "%s: this job is not noted there yet (%s): after a rollback, a node that was away "
+                        "may bring back what was abandoned",
+                        folder,
+                        error,
+                    )
+                self._is_warned = True
 
     def _look_seconds(self) -> float | None:
         """Returns how long to wait for other nodes' files; None if there are none to wait for."""

@@ -39,6 +39,7 @@ from megatron_datastates.format.values import SaveId, is_data_file_name, save_id
 from megatron_datastates.pipeline.agreement import Collectives, gather_objects
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError, is_whole
+from megatron_datastates.pipeline.near.jobs import JOBS_NAME, Job, abandoned_by, jobs_in
 from megatron_datastates.pipeline.near.places import manifest_in, near_root, near_run, node_of, nodes_in
 from megatron_datastates.pipeline.runs import find_iterations, is_complete, is_published, require_tracked
 
@@ -73,6 +74,8 @@ class _Node:
     held: tuple[_Held, ...]
     tracked: int | None  # iteration that would be resumed from, as this rank sees the run's directory
     error: str = ""  # why nobody knows that
+    jobs: tuple[Job, ...] = ()  # that have saved the run, as its near tier's list says
+    far_jobs: tuple[Job, ...] = ()  # as the list in the run's directory says
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +107,17 @@ def bring_home(run: Path, options: Options, tell: Callable[[str], None] = logger
     tracked = nodes[0].tracked
     if nodes[0].error:
         raise StorageError(nodes[0].error)
+    lists = [nodes[0].far_jobs, *(node.jobs for node in nodes)]
     for name, save_id in _candidates(nodes, tracked):
+        later = abandoned_by(save_id.run_id, iteration_in_name(name) or 0, lists)
+        if later is not None:
+            if recovery.rank == 0:
+                tell(
+                    f"datastates: {name} in a near tier is left: a later job went on from an earlier "
+                    f"iteration, and saved iteration {later.first}. To resume from it, remove "
+                    f"{run / JOBS_NAME}, and the same in near tiers"
+                )
+            continue
         outcome = recovery.bring(name, save_id, nodes)
         iteration = iteration_in_name(name)
         there = "nothing" if tracked is None else f"iteration {tracked}"
@@ -163,19 +176,18 @@ class _Recovery:
 
     def _look(self) -> _Node:
         try:
-            tracked = _resumable(self._run)
+            nothing = _Node(0, (), _resumable(self._run), far_jobs=_jobs_in(self._run))
         except StorageError as error:
             return _Node(0, (), None, str(error))
         try:
-            folders = sorted(self._folder.iterdir())
-            return _Node(
-                node_of(self._root), tuple(held for one in folders for held in _held_in(one)), tracked
-            )
+            held = tuple(held for one in sorted(self._folder.iterdir()) for held in _held_in(one))
+            node = node_of(self._root)
         except FileNotFoundError:
-            return _Node(0, (), tracked)
+            return nothing
         except OSError as error:
             logger.warning("%s in the near tier is left out: %s", self._folder, error)
-            return _Node(0, (), tracked)
+            return nothing
+        return dataclasses.replace(nothing, node=node, held=held, jobs=_jobs_in(self._folder))
 
     def bring(self, name: str, save_id: SaveId, nodes: Sequence[_Node]) -> _Outcome:
         """Tries to make one checkpoint far. The same outcome on all ranks."""
@@ -331,6 +343,14 @@ def _resumable(run: Path) -> int | None:
         return max((one.number for one in find_iterations(run) if one.complete), default=None)
     except OSError as error:
         raise StorageError(f"{run} cannot be listed: {error.strerror}") from error
+
+
+def _jobs_in(folder: Path) -> tuple[Job, ...]:
+    try:
+        return tuple(jobs_in(folder))
+    except (OSError, DataStatesError) as error:
+        logger.warning("which jobs have saved the run is not known: %s", error)
+        return ()
 
 
 def _held_in(folder: Path) -> list[_Held]:

@@ -164,7 +164,7 @@ class NearTier:
             if context.near is not None and near is not None and near.stores:
                 self.drain.note_failed(context.near)
             return
-        self._leave_branch(context)
+        self._leave_branch(context, is_first, near is not None and near.stores)
         if near is None:
             return
         near.note_published()
@@ -193,13 +193,20 @@ class NearTier:
             )
         )
 
-    def _leave_branch(self, context: SaveContext) -> None:
-        """With the first save: what the near tier holds of later iterations is not to be resumed from."""
+    def _leave_branch(self, context: SaveContext, is_first: bool, stores: bool) -> None:
+        """With the first save: what near tiers hold of later iterations is not to be resumed from.
+
+        Args:
+            is_first, stores: whether this is rank 0, and whether it stores its node's small files.
+        """
         iteration = iteration_in_name(context.directory.name)
         if self._has_branched or iteration is None:
             return
         self._has_branched = True
         run = near_folder(self.root, context.directory).parent
+        folders = [*([context.directory.parent] if is_first else []), *([run] if stores else [])]
+        if folders:
+            self.drain.note_job(folders, context.save_id, iteration)
         with contextlib.suppress(FileNotFoundError):
             try:
                 leave_branch(run, iteration, context.save_id.run_id)
