@@ -15,6 +15,7 @@ from megatron_datastates.cli.shared import (
     READABLE,
     Table,
     any_format_argument,
+    argument,
     cannot,
     checkpoint_of,
     counted,
@@ -30,7 +31,7 @@ _ABSENT = "-"  # an argument that one of two checkpoints lacks
 
 @app.command()
 @any_format_argument
-@click.argument(
+@argument(
     "second", metavar="[OTHER]", required=False, type=READABLE, help="Another one: list only what differs."
 )
 @click.option("--keys", metavar="PATTERN", multiple=True, help="Only arguments that match, such as '*lr*'.")

@@ -15,6 +15,7 @@ from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     PATH,
     any_format_argument,
+    argument,
     cannot,
     checkpoint_of,
     iteration_option,
@@ -42,12 +43,12 @@ _DTYPES = ("float32", "float64")
 # A slice may begin with a minus sign, and must not be taken for an option.
 @app.command(context_settings={"ignore_unknown_options": True})
 @any_format_argument
-@click.argument(
+@argument(
     "key",
     help="A tensor, object or optimizer state, as `datastates show` lists it, or one layer's tensor "
     "(decoder.layers.3.mlp...).",
 )
-@click.argument("part", metavar="[SLICE]", default="", help="A slice, as in numpy: 0:2,:,5")
+@argument("part", metavar="[SLICE]", default="", help="A slice, as in numpy: 0:2,:,5")
 @click.option(
     "--out",
     "target",

@@ -15,6 +15,7 @@ import click
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     READABLE,
+    argument,
     cannot,
     checkpoint_of,
     counted,
@@ -41,13 +42,13 @@ _REFRESHED_EVERY_SECONDS = 0.2
 
 
 @app.command()
-@click.argument(
+@argument(
     "source",
     type=READABLE,
     help="Directory of a checkpoint, such as runs/gpt/iter_0001000, or of a run: then its tracker's "
     "checkpoint, or with --all every one.",
 )
-@click.argument(
+@argument(
     "target",
     type=READABLE,
     help="Directory to create, such as converted/iter_0001000, or msc://PROFILE/PATH. If SOURCE is a "

@@ -14,6 +14,7 @@ from megatron_datastates.cli.shared import (
     PATH,
     READABLE,
     Table,
+    argument,
     cannot,
     checkpoint_of,
     counted,
@@ -34,10 +35,8 @@ if TYPE_CHECKING:
 
 
 @app.command()
-@click.argument(
-    "first", metavar="A", type=READABLE, help="Directory of a checkpoint of any format, or of a run."
-)
-@click.argument("second", metavar="B", type=READABLE, help="Directory of the one to compare with it.")
+@argument("first", metavar="A", type=READABLE, help="Directory of a checkpoint of any format, or of a run.")
+@argument("second", metavar="B", type=READABLE, help="Directory of the one to compare with it.")
 @keys_option
 @click.option(
     "--plot",

@@ -15,6 +15,7 @@ from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     PATH,
     PLACED,
+    argument,
     cannot,
     checkpoint_of,
     counted,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 @app.command()
 @directory_argument
-@click.argument(
+@argument(
     "target",
     type=PLACED,
     help="Directory to create, or msc://PROFILE/PATH. It must not exist yet.",

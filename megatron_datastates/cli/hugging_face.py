@@ -14,6 +14,7 @@ from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     LOCAL_READABLE,
     READABLE,
+    argument,
     cannot,
     counted,
     json_option,
@@ -90,10 +91,8 @@ def export_to_hugging_face(directory: Path, target: Path, wanted: Wanted, possib
 
 
 @app.command("import")
-@click.argument(
-    "source", metavar="FOLDER", type=LOCAL_READABLE, help="Folder of Hugging Face's, with config.json."
-)
-@click.argument(
+@argument("source", metavar="FOLDER", type=LOCAL_READABLE, help="Folder of Hugging Face's, with config.json.")
+@argument(
     "target",
     metavar="RUN",
     type=READABLE,

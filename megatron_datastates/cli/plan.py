@@ -13,6 +13,7 @@ import click
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     PATH,
+    argument,
     cannot,
     counted,
     json_option,
@@ -48,7 +49,7 @@ _FLAGS = {
 
 
 @app.command()
-@click.argument("words", metavar="[-- MEGATRON'S ARGUMENTS]", nargs=-1, help="They win over --arguments.")
+@argument("words", metavar="[-- MEGATRON'S ARGUMENTS]", nargs=-1, help="They win over --arguments.")
 @click.option(
     "--arguments",
     "files",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_datastates.cli.program import app
-from megatron_datastates.cli.shared import PATH, Table, cannot, note, say
+from megatron_datastates.cli.shared import PATH, Table, argument, cannot, note, say
 from megatron_datastates.errors import DataStatesError, MissingPackageError, OptionError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _MARKS = {"failure": "FAILED", "slow": "SLOW", "note": "note"}
 
 
 @app.command()
-@click.argument(
+@argument(
     "files",
     metavar="FILE...",
     type=PATH,

@@ -14,7 +14,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO, TypeVar
 
 import click
 
@@ -26,6 +26,7 @@ from megatron_datastates.pipeline.run_folders import choose_checkpoint
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+Command = TypeVar("Command", bound=Callable[..., Any])
 _GROUPS = {"tensor": "TP", "pipeline": "PP", "data": "DP", "context": "CP", "expert": "EP"}
 _LEAST_MEMORY_BYTES = MIB  # with less, a tensor would be read in a vast number of tiny pieces
 
@@ -64,6 +65,13 @@ def local_readable(directory: Path) -> Path:
     return readable(local(directory))
 
 
+def argument(name: str, *, help: str, **attributes: Any) -> Callable[[Command], Command]:
+    """Declares a positional argument. Before release 8.5 of click, --help only names it."""
+    if "help" in click.Argument.__init__.__code__.co_varnames:
+        attributes["help"] = help
+    return click.argument(name, **attributes)
+
+
 class _CheckedPath(click.Path):
     """A path that a function checks, and may replace."""
 
@@ -85,19 +93,19 @@ READABLE = _CheckedPath(readable)
 LOCAL_READABLE = _CheckedPath(local_readable)
 
 _OF_A_RUN = "Of a run, the checkpoint that its tracker names."
-directory_argument = click.argument(
+directory_argument = argument(
     "directory",
     metavar="CHECKPOINT",
     type=READABLE,
     help=f"Directory of a datastates checkpoint, such as runs/gpt/iter_0001000. {_OF_A_RUN}",
 )
-any_format_argument = click.argument(
+any_format_argument = argument(
     "directory",
     metavar="CHECKPOINT",
     type=READABLE,
     help=f"Directory of a checkpoint, such as runs/gpt/iter_0001000; its format is detected. {_OF_A_RUN}",
 )
-run_argument = click.argument(
+run_argument = argument(
     "root", metavar="RUN", type=PLACED, help="Directory of a training run, as given to --save."
 )
 iteration_option = click.option(

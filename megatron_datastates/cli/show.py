@@ -12,6 +12,7 @@ from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     Table,
     any_format_argument,
+    argument,
     cannot,
     checkpoint_of,
     counted,
@@ -36,7 +37,7 @@ _EVERYTHING = "*"
 
 @app.command()
 @any_format_argument
-@click.argument(
+@argument(
     "pattern",
     default=_EVERYTHING,
     help="Only keys that match this shell pattern, such as 'decoder.*.weight', or the names of a "

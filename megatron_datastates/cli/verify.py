@@ -13,6 +13,7 @@ import click
 from megatron_datastates.cli.program import app
 from megatron_datastates.cli.shared import (
     READABLE,
+    argument,
     cannot,
     checkpoint_of,
     counted,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @app.command()
-@click.argument(
+@argument(
     "directories",
     metavar="CHECKPOINT...",
     type=READABLE,

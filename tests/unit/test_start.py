@@ -9,8 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
+from click.testing import CliRunner
 
+from megatron_datastates.cli.shared import argument
 from tests.unit.command import run
 from tests.unit.inspecting import output_of
 from tests.unit.trained import save_trained
@@ -220,3 +223,17 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(line: str, root: Path):
     done = subprocess.run(["sh", "-c", command], stdout=theirs, stderr=subprocess.PIPE, text=True)
     os.close(theirs)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_releases_of_click_without_help_of_arguments_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def page() -> str:
+        command = click.command()(argument("place", help="What it is.")(lambda place: None))
+        return CliRunner().invoke(command, ["--help"]).output
+
+    class Older(click.Argument):
+        def __init__(self, param_decls, required=None, **attributes) -> None:
+            super().__init__(param_decls, required, **attributes)
+
+    assert "What it is." in page()
+    monkeypatch.setattr(click, "Argument", Older)
+    assert "PLACE" in page() and "What it is." not in page()
