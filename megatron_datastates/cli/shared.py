@@ -34,9 +34,19 @@ _LEAST_MEMORY_BYTES = MIB  # with less, a tensor would be read in a vast number 
 def placed(directory: Path) -> Path:
     """Returns the path that an argument names, in an object store (`msc://PROFILE/PATH`), too."""
     try:
-        return path_of(directory)
+        path = path_of(directory)
     except OptionError as error:
         cannot(error)
+    if is_object(path):
+        _keep_client_quiet()
+    return path
+
+
+def _keep_client_quiet() -> None:
+    """Keeps what the stores' client logs of its attempts from standard error, where errors are one line."""
+    import logging
+
+    logging.getLogger("multistorageclient").addHandler(logging.NullHandler())
 
 
 def readable(directory: Path) -> Path:

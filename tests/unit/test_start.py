@@ -237,3 +237,15 @@ def test_releases_of_click_without_help_of_arguments_will_do(monkeypatch: pytest
     assert "What it is." in page()
     monkeypatch.setattr(click, "Argument", Older)
     assert "PLACE" in page() and "What it is." not in page()
+
+
+def test_what_the_stores_client_logs_of_its_attempts_is_not_printed() -> None:
+    code = (
+        "import logging, pathlib\n"
+        "from megatron_datastates.cli.shared import placed\n"
+        "placed(pathlib.Path(PATH))\n"
+        "logging.getLogger('multistorageclient.retry').warning('Attempt 1 failed')\n"
+    )
+    for path, expected in (("here", "Attempt 1 failed\n"), ("msc://store/run", "")):
+        words = [sys.executable, "-c", code.replace("PATH", repr(path))]
+        assert subprocess.run(words, capture_output=True, text=True, check=True).stderr == expected
