@@ -37,6 +37,7 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.near import drain, tier
+from megatron_datastates.pipeline.near.jobs import JOBS_NAME, jobs_in
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.verify import verify
@@ -269,7 +270,8 @@ def test_the_manifest_is_the_last_object(store: ObjectStore, tmp_path: Path) -> 
     written = [path for kind, path in store.log if kind in ("PUT", "POST upload")]
     assert written[-1].endswith(f"/{MANIFEST_NAME}")
     names = {path.rpartition("/")[2] for path in written}
-    assert names == set(stores.names_below(nodes.directory(1)))
+    assert names == {JOBS_NAME, *stores.names_below(nodes.directory(1))}
+    assert [job.first for job in jobs_in(nodes.run)] == [1]
 
 
 def test_damage_in_the_near_tier_is_not_uploaded(
