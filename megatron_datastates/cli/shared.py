@@ -7,6 +7,7 @@ nothing was written, and one line on standard error says why.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import math
 import os
@@ -77,7 +78,7 @@ def local_readable(directory: Path) -> Path:
 
 def argument(name: str, *, help: str, **attributes: Any) -> Callable[[Command], Command]:
     """Declares a positional argument. Before release 8.5 of click, --help only names it."""
-    if "help" in click.Argument.__init__.__code__.co_varnames:
+    if "help" in inspect.signature(click.Argument).parameters:
         attributes["help"] = help
     return click.argument(name, **attributes)
 

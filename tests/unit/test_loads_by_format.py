@@ -76,7 +76,7 @@ def test_without_metadata_json_the_manifest_decides(ours, tmp_path):
 
 
 def test_a_config_that_megatron_found_is_kept(ours):
-    config = CheckpointingConfig("zarr", 1)
+    config = CheckpointingConfig("torch_dist", 1)
     assert by_format.wrap_maybe_load_config(lambda directory: config)(str(ours)) is config
 
 

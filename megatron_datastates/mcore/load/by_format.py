@@ -16,7 +16,7 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint, read_common_state
 from megatron_datastates.mcore.providers import restore_registered
-from megatron_datastates.pipeline.runs import format_of, is_published, may_be_ours
+from megatron_datastates.pipeline.runs import is_published, may_be_ours
 
 # This module is imported in every Megatron process; the native module only once a directory in our format is
 # loaded. So functions import the modules that need it.
@@ -63,7 +63,7 @@ def _require_known_backend(backend: str, directory: str) -> None:
     from megatron.core.dist_checkpointing.core import CheckpointingException
 
     path = path_of(directory)
-    is_another = is_published(path) and format_of(path) not in (BACKEND, TORCH_DIST)
+    is_another = backend not in (BACKEND, TORCH_DIST) and is_published(path)
     if is_another and TORCH_DIST_INDEX not in names_in(path):
         raise CheckpointingException(
             f"{path / METADATA_NAME} names the format {backend!r}, of which there is no file, and beside it "

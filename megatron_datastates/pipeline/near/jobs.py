@@ -22,7 +22,7 @@ from megatron_datastates.format.values import SaveId
 
 JOBS_NAME = "datastates.jobs"
 _LINE = re.compile(rb"([0-9a-f]{16}) ([0-9]{1,18})", re.ASCII)
-_MOST = 1000  # lines that are kept
+_MOST = 100  # lines that are kept: all ranks gather them
 
 
 class Job(NamedTuple):

@@ -75,7 +75,7 @@ class _Node:
     tracked: int | None  # iteration that would be resumed from, as this rank sees the run's directory
     error: str = ""  # why nobody knows that
     jobs: tuple[Job, ...] = ()  # that have saved the run, as its near tier's list says
-    far_jobs: tuple[Job, ...] = ()  # as the list in the run's directory says
+    far_jobs: tuple[Job, ...] = ()  # as the list in the run's directory says; from rank 0 alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,9 @@ class _Recovery:
 
     def _look(self) -> _Node:
         try:
-            nothing = _Node(0, (), _resumable(self._run), far_jobs=_jobs_in(self._run))
+            nothing = _Node(0, (), _resumable(self._run))
+            if self.rank == 0:
+                nothing = dataclasses.replace(nothing, far_jobs=_jobs_in(self._run))
         except StorageError as error:
             return _Node(0, (), None, str(error))
         try:
