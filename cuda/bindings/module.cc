@@ -271,7 +271,8 @@ NB_MODULE(_native, module) {
       .def(nb::init<const nb::list&, const nb::list&, const std::vector<std::string>&,
                     const std::vector<std::string>&, const std::vector<std::string>&>(),
            "owners"_a, "roots"_a, nb::kw_only(), "attributes"_a, "own"_a, "opaque"_a)
-      .def("leaves", &Structure::Leaves, "owners"_a, "roots"_a);
+      .def("leaves", &Structure::Leaves, "owners"_a, "roots"_a)
+      .def_prop_ro("walks", &Structure::walks);
   module.def("write_backends", &WriteBackend::Names);
   module.def(
       "crc32c", [](nb::bytes data, uint32_t crc) { return Crc32c(crc, data.c_str(), data.size()); }, "data"_a,

@@ -1,6 +1,10 @@
 #include "bindings/structure.h"
 
+#include <algorithm>
+#include <type_traits>
 #include <utility>
+
+#include "bindings/changes.h"
 
 namespace nb = nanobind;
 
@@ -19,6 +23,12 @@ nb::list InternedStrings(const std::vector<std::string>& names) {
   nb::list interned;
   for (const std::string& name : names) interned.append(nb::steal(PyUnicode_InternFromString(name.c_str())));
   return interned;
+}
+
+nb::object DictionaryOf(nb::handle owner) {
+  nb::object values = nb::steal(PyObject_GenericGetDict(owner.ptr(), nullptr));
+  if (!values.is_valid()) throw nb::python_error();
+  return values;
 }
 
 // Returns whether a weak reference is one to `value`. Leaves no exception behind.
@@ -64,15 +74,32 @@ class Depth {
 
 class Structure::Noting {
  public:
-  explicit Noting(std::vector<Entry>* entries) : entries_(*entries) {}
+  explicit Noting(Structure* structure) : structure_(*structure), entries_(structure->entries_) {}
 
-  bool Container(uint64_t fact, nb::handle value) { return Add(Kind::kContainer, fact, {}, value); }
+  bool Owner(nb::handle owner, nb::handle values) {
+    WatchAttributes(values);
+    const size_t first = entries_.size();
+    if (!Leaf(owner.type())) return false;
+    structure_.owners_.push_back({entries_[first].held, values.ptr()});
+    return true;
+  }
+  bool Container(uint64_t fact, nb::handle value) {
+    if (PyDict_Check(value.ptr()))
+      WatchDictionary(value);
+    else
+      structure_.unwatched_.push_back(entries_.size());
+    return Add(Kind::kContainer, fact, {}, value);
+  }
+  bool Absent() { return Add(Kind::kContainer, Fact(kAbsent, 0), {}, {}); }
+  size_t position() const { return entries_.size(); }
+  void End(size_t container) { entries_[container].end = entries_.size(); }
   bool Opaque(bool has_weak_references) { return Add(Kind::kOpaque, has_weak_references, {}, {}); }
   bool Set(nb::handle set) {
     return Add(Kind::kEqual, 0, nb::steal(Checked(PyFrozenSet_New(set.ptr()))), set);
   }
   bool Leaf(nb::handle value) {
     if (!HasWeakReferences(value)) return Add(Kind::kEqual, 0, nb::borrow(value), value);
+    structure_.leaves_.push_back(value.ptr());
     return Add(Kind::kIdentical, 0, nb::steal(Checked(PyWeakref_NewRef(value.ptr(), nullptr))), value);
   }
 
@@ -82,19 +109,50 @@ class Structure::Noting {
     return made;
   }
   bool Add(Kind kind, uint64_t fact, nb::object held, nb::handle value) {
-    entries_.push_back({kind, fact, std::move(held), value.ptr()});
+    entries_.push_back({kind, fact, std::move(held), value.ptr(), entries_.size() + 1});
     return true;
   }
 
+  Structure& structure_;
   std::vector<Entry>& entries_;
 };
 
+// With `trusts_watches`, what a watched dictionary holds is not looked at again; else the dictionaries that
+// are found are watched from now on.
 class Structure::Comparing {
  public:
-  explicit Comparing(const std::vector<Entry>& entries) : entries_(entries) {}
+  Comparing(Structure* structure, bool trusts_watches)
+      : structure_(*structure), entries_(structure->entries_), trusts_watches_(trusts_watches) {}
 
-  bool Container(uint64_t fact, nb::handle) { return HasFact(Kind::kContainer, fact); }
-  bool Opaque(bool has_weak_references) { return HasFact(Kind::kOpaque, has_weak_references); }
+  bool Owner(nb::handle owner, nb::handle values) {
+    if (owner_ == structure_.owners_.size()) return false;
+    WatchAttributes(values);
+    structure_.owners_[owner_++].values = values.ptr();
+    return Leaf(owner.type());
+  }
+  bool Container(uint64_t fact, nb::handle value) {
+    Entry* entry = Next(Kind::kContainer);
+    if (entry == nullptr || entry->fact != fact) return false;
+    if (!trusts_watches_) {
+      entry->address = value.ptr();
+      if (PyDict_Check(value.ptr())) WatchDictionary(value);
+    }
+    knows_ = trusts_watches_ && entry->address == value.ptr();
+    return true;
+  }
+  bool Absent() {
+    const Entry* entry = Next(Kind::kContainer);
+    return entry != nullptr && entry->fact == Fact(kAbsent, 0);
+  }
+  size_t position() const { return at_; }
+  void set_position(size_t at) { at_ = at; }
+  // Whether all that the container holds is what it was, but for what is not watched in it.
+  bool knows() const { return knows_; }
+  void End(size_t) {}
+  bool Opaque(bool has_weak_references) {
+    const Entry* entry = Next(Kind::kOpaque);
+    return entry != nullptr && entry->fact == has_weak_references;
+  }
   bool Set(nb::handle set) {
     const Entry* entry = Next(Kind::kEqual);
     return entry != nullptr && AreEqual(set, entry->held);
@@ -106,16 +164,16 @@ class Structure::Comparing {
     }
     const Entry* entry = Next(Kind::kIdentical);
     if (entry == nullptr || !RefersTo(entry->held, value)) return false;
-    leaves_.append(value);
+    if (!trusts_watches_) leaves_.append(value);
     return true;
   }
 
   // Whether all that was noted was seen again.
-  bool is_complete() const { return at_ == entries_.size(); }
+  bool is_complete() const { return at_ == entries_.size() && owner_ == structure_.owners_.size(); }
   nb::object leaves() const { return leaves_; }
 
  private:
-  const Entry* Next(Kind kind) {
+  Entry* Next(Kind kind) {
     if (at_ == entries_.size() || entries_[at_].kind != kind) return nullptr;
     // After an iteration of training, no cache holds any of this. Fetching what is freed by now does no harm.
     if (const size_t later = at_ + kAhead; later < entries_.size()) {
@@ -124,13 +182,12 @@ class Structure::Comparing {
     }
     return &entries_[at_++];
   }
-  bool HasFact(Kind kind, uint64_t fact) {
-    const Entry* entry = Next(kind);
-    return entry != nullptr && entry->fact == fact;
-  }
 
-  const std::vector<Entry>& entries_;
-  size_t at_ = 0;
+  Structure& structure_;
+  std::vector<Entry>& entries_;
+  const bool trusts_watches_;
+  bool knows_ = false;
+  size_t at_ = 0, owner_ = 0;
   nb::list leaves_;
 };
 
@@ -140,32 +197,70 @@ Structure::Structure(const nb::list& owners, const nb::list& roots,
     : attributes_(InternedStrings(attributes)),
       own_(InternedStrings(own)),
       opaque_(nb::steal(PyFrozenSet_New(InternedStrings(opaque).ptr()))) {
-  Noting noting(&entries_);
-  Walk(owners, roots, &noting);
+  for (nb::handle name : attributes_) WatchName(name);
+  for (nb::handle name : own_) WatchName(name);
+  const uint64_t changes = ChangeCount();
+  Noting noting(this);
+  for (nb::handle owner : owners) WalkOwner(owner, &noting);
+  roots_ = entries_.size();
+  WalkValue(roots, &noting);
+  changes_ = changes;
 }
 
-nb::object Structure::Leaves(const nb::list& owners, const nb::list& roots) const {
-  Comparing comparing(entries_);
-  if (!Walk(owners, roots, &comparing) || !comparing.is_complete()) return nb::none();
+nb::object Structure::Leaves(const nb::list& owners, const nb::list& roots) {
+  if (IsUnchanged(owners, roots)) {
+    nb::list leaves;
+    for (PyObject* leaf : leaves_) leaves.append(nb::handle(leaf));
+    return leaves;
+  }
+  ++walks_;
+  changes_ = kUnknownChanges;
+  const uint64_t changes = ChangeCount();
+  Comparing comparing(this, false);
+  for (nb::handle owner : owners)
+    if (!WalkOwner(owner, &comparing)) return nb::none();
+  if (!WalkValue(roots, &comparing) || !comparing.is_complete()) return nb::none();
+  changes_ = changes;
   return comparing.leaves();
 }
 
-template <typename Visitor>
-bool Structure::Walk(const nb::list& owners, const nb::list& roots, Visitor* visitor) const {
-  for (nb::handle owner : owners)
-    if (!WalkOwner(owner, visitor)) return false;
-  return WalkValue(roots, visitor);
+// Returns false also where that cannot be said without a walk.
+bool Structure::IsUnchanged(const nb::list& owners, const nb::list& roots) {
+  if (changes_ == kUnknownChanges || changes_ != ChangeCount() || owners.size() != owners_.size())
+    return false;
+  for (size_t i = 0; i < owners_.size(); ++i) {
+    const nb::handle owner = owners[i];
+    if (DictionaryOf(owner).ptr() != owners_[i].values || !RefersTo(owners_[i].type, owner.type()))
+      return false;
+  }
+  Comparing comparing(this, true);
+  if (!WalkUnwatched(0, roots_, &comparing) || !WalkValue(roots, &comparing)) return false;
+  // Comparing values may run code that changes something.
+  return comparing.position() == entries_.size() && changes_ == ChangeCount();
+}
+
+// Walks all that the entries from `begin` to `end` have of containers that are not watched.
+bool Structure::WalkUnwatched(size_t begin, size_t end, Comparing* comparing) {
+  comparing->set_position(begin);
+  for (auto at = std::lower_bound(unwatched_.begin(), unwatched_.end(), begin);
+       at != unwatched_.end() && *at < end; ++at) {
+    if (*at < comparing->position()) continue;  // within the one before it
+    if (changes_ != ChangeCount()) return false;  // comparing values may run code: is it still there?
+    const nb::object container = nb::borrow(entries_[*at].address);
+    comparing->set_position(*at);
+    if (!WalkValue(container, comparing)) return false;
+  }
+  comparing->set_position(end);
+  return true;
 }
 
 template <typename Visitor>
-bool Structure::WalkOwner(nb::handle owner, Visitor* visitor) const {
-  const nb::object values = nb::steal(PyObject_GenericGetDict(owner.ptr(), nullptr));
-  if (!values.is_valid()) throw nb::python_error();
-  if (!visitor->Leaf(owner.type())) return false;
+bool Structure::WalkOwner(nb::handle owner, Visitor* visitor) {
+  const nb::object values = DictionaryOf(owner);
+  if (!visitor->Owner(owner, values)) return false;
   for (nb::handle name : attributes_) {
     const nb::object value = nb::borrow(PyDict_GetItemWithError(values.ptr(), name.ptr()));
-    if (!value.is_valid() ? !visitor->Container(Fact(kAbsent, 0), {}) : !WalkValue(value, visitor))
-      return false;
+    if (!value.is_valid() ? !visitor->Absent() : !WalkValue(value, visitor)) return false;
   }
   for (nb::handle name : own_)
     if (!visitor->Opaque(PyDict_Contains(values.ptr(), name.ptr()) == 1)) return false;
@@ -173,12 +268,15 @@ bool Structure::WalkOwner(nb::handle owner, Visitor* visitor) const {
 }
 
 template <typename Visitor>
-bool Structure::WalkValue(nb::handle value, Visitor* visitor) const {
+bool Structure::WalkValue(nb::handle value, Visitor* visitor) {
   PyObject* object = value.ptr();
   const Depth depth;
+  const size_t container = visitor->position();
   if (PyDict_Check(object)) {
     const auto size = static_cast<size_t>(PyDict_GET_SIZE(object));
     if (!visitor->Container(Fact(kDictionary, size), value)) return false;
+    if constexpr (std::is_same_v<Visitor, Comparing>)
+      if (visitor->knows()) return WalkUnwatched(container + 1, entries_[container].end, visitor);
     PyObject *key = nullptr, *item = nullptr;
     // Comparing values may run code that changes the dictionary: then the next step may miss items, and the
     // count of entries differs.
@@ -189,6 +287,7 @@ bool Structure::WalkValue(nb::handle value, Visitor* visitor) const {
       if (is_opaque ? !visitor->Opaque(HasWeakReferences(item)) : !WalkValue(held_item, visitor))
         return false;
     }
+    visitor->End(container);
     return true;
   }
   if (PyList_Check(object) || PyTuple_Check(object)) {

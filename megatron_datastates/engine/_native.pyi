@@ -156,6 +156,10 @@ class Structure:
     def leaves(self, owners: list[Any], roots: list[Any]) -> list[Any] | None:
         """Returns what is held by identity; None if anything differs from what it was (bindings/structure.h)."""
 
+    @property
+    def walks(self) -> int:
+        """How often `leaves` had to walk all of it; else it relied on what Python reports of dictionaries."""
+
 def compare_numbers(
     kind: NumberKind, left: NDArray[np.uint8], right: NDArray[np.uint8]
 ) -> tuple[int, float, float, int, float, float]:

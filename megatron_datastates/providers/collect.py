@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from megatron_datastates.errors import DataStatesError, ProviderError
 from megatron_datastates.providers.base import StateProvider, TailSource, Tensors, TensorSource
+from megatron_datastates.providers.objects import ObjectSource
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +74,10 @@ def collect(providers: Mapping[str, StateProvider]) -> Collected:
 
 def _add(state: Collected, prefix: str, provider: StateProvider) -> None:
     for entry in provider.entries():
-        if isinstance(entry, Tensors):
+        if type(entry) is ObjectSource:  # first: a model has several for each layer
+            state.tail.append(entry)
+            state.tail_keys.append(prefix + entry.key)
+        elif isinstance(entry, Tensors):
             state.tensors.extend(entry, prefix)
         elif isinstance(entry, TensorSource):
             state.tensors.add(prefix + entry.key, *entry[1:])

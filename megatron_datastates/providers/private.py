@@ -84,7 +84,7 @@ def _copy_list(value: list[Any], memo: _Memo) -> list[Any]:
 
 
 def _copy_tuple(value: tuple[Any, ...], memo: _Memo) -> tuple[Any, ...]:
-    copied = tuple([_copy(item, memo) for item in value])
+    copied = tuple([item if type(item) in _UNCHANGING else _copy(item, memo) for item in value])
     if id(value) not in memo:  # else an item that refers back to the tuple has copied it
         memo[id(value)] = copied
     return cast(tuple[Any, ...], memo[id(value)])
@@ -97,9 +97,13 @@ def _copy_set(value: set[Any], memo: _Memo) -> set[Any]:
 
 def _copy_dictionary(value: dict[Any, Any], memo: _Memo) -> dict[Any, Any]:
     copied = memo[id(value)] = type(value)()
-    for key, item in value.items():
-        own_key = key if type(key) in _UNCHANGING else _copy(key, memo)
-        copied[own_key] = item if type(item) in _UNCHANGING else _copy(item, memo)
+    if _UNCHANGING.issuperset(map(type, value)):  # keys: then nearly all is copied in C
+        copied.update(value)
+        for key in [key for key, item in value.items() if type(item) not in _UNCHANGING]:
+            copied[key] = _copy(value[key], memo)
+    else:
+        for key, item in value.items():
+            copied[_copy(key, memo)] = _copy(item, memo)
     return copied
 
 

@@ -1,5 +1,7 @@
 """native.Structure notices every difference in nested containers, and keeps nothing alive."""
 
+import subprocess
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -194,3 +196,147 @@ def test_an_interrupt_is_passed_on() -> None:
     structure = noted([], [Interrupting()])
     with pytest.raises(KeyboardInterrupt):
         structure.leaves([], [Interrupting()])
+
+
+needs_watches = pytest.mark.skipif(sys.version_info < (3, 12), reason="Python reports no changes")
+
+
+@needs_watches
+def test_what_python_reports_no_change_of_is_not_walked_again() -> None:
+    roots, owner = nested(), Thing(held={"a": Thing(), "b": [Thing(), {"c": Thing()}]}, other=1)
+    structure = noted([owner], roots, attributes=["held"])
+    owner.other = 2  # nobody asked for it
+    roots[4] = list(roots[4])  # what is in lists is looked at each time
+    walked = structure.leaves([owner], roots)
+    for _ in range(3):
+        assert structure.leaves([owner], roots) == walked
+    assert structure.walks == 0
+    roots[0]["more"] = 1
+    del roots[0]["more"]
+    assert structure.leaves([owner], roots) == walked
+    assert structure.walks == 1
+    assert structure.leaves([owner], roots) == walked
+    assert structure.walks == 1, "nothing has changed since the last walk"
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("place", ["attribute", "dictionary"])
+def test_every_change_below_a_dictionary_is_noticed_after_a_walk_of_equal_ones(
+    change: Callable[[Any], object], place: str
+) -> None:
+    held = nested()
+    owner = Thing(held={"one": held})
+    kept = [owner.held, dict(held[0]), dict(held[1]), list(held)]
+    structure = noted([owner], [owner.held], attributes=["held"])
+    if place == "attribute":
+        owner.held = {"one": held}  # the dictionaries that are to be watched are others now
+    else:
+        held[0] = owner.held["one"][0] = dict(held[0])
+    for _ in range(2):
+        assert structure.leaves([owner], [owner.held]) is not None
+    change(held)
+    assert structure.leaves([owner], [owner.held]) is None
+    assert kept
+
+
+CHANGES_OF_ONE: list[Callable[[dict[str, Any]], object]] = [
+    lambda one: one.__setitem__("new", None),
+    lambda one: one.__setitem__("a", None),
+    lambda one: one.__delitem__("a"),
+    lambda one: one.pop("a"),
+    lambda one: one.popitem(),
+    lambda one: one.clear(),
+    lambda one: one.update(a=None),
+    lambda one: one.update({"new": 1}),
+    lambda one: one.setdefault("new", 1),
+    lambda one: one.__ior__({"new": 1}),
+    lambda one: one.__init__(new=1),  # type: ignore[misc]
+]
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_ONE)
+@pytest.mark.parametrize("kind", [dict, OrderedDict, lambda one: defaultdict(list, one)])
+def test_every_way_to_change_a_dictionary_is_noticed(
+    change: Callable[[dict[str, Any]], object], kind: Callable[[dict[str, Any]], dict[str, Any]]
+) -> None:
+    one = kind({"a": Thing(), "b": Thing()})
+    structure = noted([], [one])
+    assert structure.leaves([], [one]) is not None
+    change(one)
+    assert structure.leaves([], [one]) is None
+
+
+def test_a_value_that_a_defaultdict_makes_is_noticed() -> None:
+    made: defaultdict[str, list[int]] = defaultdict(list)
+    structure = noted([], [made])
+    assert structure.leaves([], [made]) is not None
+    made["new"]
+    assert structure.leaves([], [made]) is None
+
+
+def test_another_dictionary_of_attributes_is_noticed() -> None:
+    owner = Thing(held={"a": Thing()})
+    kept = vars(owner)
+    structure = noted([owner], [], attributes=["held"])
+    assert structure.leaves([owner], []) is not None
+    owner.__dict__ = {"held": {"a": kept["held"]["a"]}}
+    assert structure.leaves([owner], []) is not None, "they hold the same"
+    kept["held"] = {}  # of interest no more
+    assert structure.leaves([owner], []) is not None
+    owner.held["a"] = Thing()
+    assert structure.leaves([owner], []) is None
+
+
+def test_names_of_attributes_need_not_be_interned() -> None:
+    owner = Thing(held={"a": Thing()})
+    structure = noted([owner], [], attributes=["held"])
+    assert structure.leaves([owner], []) is not None
+    vars(owner)["".join(["he", "ld"])] = {}
+    assert structure.leaves([owner], []) is None
+
+
+def test_lists_that_are_freed_while_they_are_compared_are_changed() -> None:
+    class Evil:
+        __slots__ = ("is_evil",)
+
+        def __eq__(self, other: object) -> bool:
+            if self.is_evil:
+                held.clear()
+            return True
+
+        __hash__ = object.__hash__
+
+    good, evil = Evil(), Evil()
+    good.is_evil, evil.is_evil = False, True
+    held: dict[str, Any] = {"a": [good, 1], "b": [[2], {3}, "text"]}
+    structure = noted([], [held])
+    assert structure.leaves([], [held]) is not None
+    held["a"][0] = evil
+    assert structure.leaves([], [held]) is None
+
+
+_WITHOUT_WATCHERS = """
+import ctypes
+from megatron_datastates.engine.native import Structure
+add = ctypes.pythonapi.PyDict_AddWatcher
+add.argtypes = [ctypes.c_void_p]
+callback = ctypes.cast(ctypes.pythonapi.PyObject_Length, ctypes.c_void_p)  # never called
+taken = 0
+try:
+    while add(callback) >= 0:
+        taken += 1
+except RuntimeError:
+    pass
+assert taken > 0
+one = {"a": [1]}
+structure = Structure([], [one], attributes=[], own=[], opaque=[])
+assert structure.leaves([], [one]) == [] and structure.walks == 1
+one["a"] = [2]
+assert structure.leaves([], [one]) is None and structure.walks == 2
+"""
+
+
+@needs_watches
+def test_where_others_watch_all_that_python_lets_them_all_is_walked() -> None:
+    done = subprocess.run([sys.executable, "-c", _WITHOUT_WATCHERS], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +29,13 @@ from megatron_datastates.errors import SaveFailedError
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.save.extra_states import ExtraState, extra_states
 from megatron_datastates.mcore.save.mutability import Classify
-from megatron_datastates.mcore.save.survey import Found, Survey, UnprovableError, distributed_optimizers
+from megatron_datastates.mcore.save.survey import (
+    Found,
+    Survey,
+    UnprovableError,
+    distributed_optimizers,
+    items_at,
+)
 from megatron_datastates.pipeline.plans import has_unresolved_views
 from megatron_datastates.providers.base import Tensors
 from megatron_datastates.providers.objects import ObjectSource
@@ -45,12 +51,24 @@ _ARGUMENTS = (
 )
 
 
+View = tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, distance in elements
+
+
 class Row(NamedTuple):
     """Where a stored tensor is found at every save."""
 
     number: int  # of the tensor that it is, or is a view of
-    view: tuple[tuple[int, ...], tuple[int, ...], int] | None  # shape, strides, distance in elements
+    view: View | None
     distance: int = 0  # in bytes
+
+
+class _Places(NamedTuple):
+    """Of all rows: element i of each array is about stored tensor i."""
+
+    pick: Callable[[list[Any]], Iterable[Any]]  # of each surveyed tensor's item, that of each row's tensor
+    numbers: npt.NDArray[np.intp]
+    distances: Words
+    views: list[tuple[int, View]]  # with the row's position
 
 
 class Mark(ShardedObject):  # type: ignore[misc]
@@ -152,7 +170,7 @@ class Preparation:
         if has_unresolved_views(found.tensors, facts):
             raise UnprovableError("a tensor is a negated or conjugated view")
         self._rows, self._facts = rows, facts
-        self.__dict__.pop("_positions", None)
+        self.__dict__.pop("_places", None)
         self._columns = _copied(found, [])
         self._classified = None
         self.is_complete = True
@@ -254,8 +272,9 @@ class Preparation:
             SaveFailedError: one has changed since the survey.
         """
         found, columns = self._found_again(), self._columns
-        sources = [*found.tensors, *self._padding]
-        tensors = [sources[at] if view is None else _view(sources[at], view) for at, view, _ in self._rows]
+        tensors = list(self._places.pick([*found.tensors, *self._padding]))
+        for at, view in self._places.views:
+            tensors[at] = _view(tensors[at], view)
         described = self._rows_described(found.described)
         depends_on = self._classification(is_lazy, described)
         if depends_on is None or depends_on != self._classified:
@@ -282,19 +301,20 @@ class Preparation:
         padding = describe(self._padding)
         if described is None or padding is None or self._facts is None:
             return None
-        storages = described.storages + padding.storages
-        numbers, distances = self._positions
-        return Described(
-            self._facts,
-            np.concatenate([described.addresses, padding.addresses])[numbers] + distances,
-            [storages[number] for number in numbers.tolist()],
-        )
+        places = self._places
+        addresses = np.concatenate([described.addresses, padding.addresses])[places.numbers]
+        storages = list(places.pick(described.storages + padding.storages))
+        return Described(self._facts, addresses + places.distances, storages)
 
     @functools.cached_property
-    def _positions(self) -> tuple[npt.NDArray[np.intp], Words]:
-        """The number of the tensor that each row begins in, and the row's distance from it in bytes."""
-        numbers = np.array([row.number for row in self._rows], np.intp)
-        return numbers, np.array([row.distance for row in self._rows], np.int64).view(np.uint64)
+    def _places(self) -> _Places:
+        """The rows, in columns."""
+        return _Places(
+            pick=items_at([row.number for row in self._rows]),
+            numbers=np.array([row.number for row in self._rows], np.intp),
+            distances=np.array([row.distance for row in self._rows], np.int64).view(np.uint64),
+            views=[(at, row.view) for at, row in enumerate(self._rows) if row.view is not None],
+        )
 
     def _classification(self, is_lazy: bool, described: Described | None) -> Any:
         """Returns all that mutabilities depend on, or None if that is unknown."""
@@ -367,7 +387,7 @@ def _row(key: str, tensor: torch.Tensor, numbers: dict[int, int]) -> Row:
     return Row(numbers[id(base)], view, distance * tensor.element_size())
 
 
-def _view(tensor: torch.Tensor, view: tuple[tuple[int, ...], tuple[int, ...], int]) -> torch.Tensor:
+def _view(tensor: torch.Tensor, view: View) -> torch.Tensor:
     shape, strides, distance = view
     return tensor.detach().as_strided(shape, strides, tensor.storage_offset() + distance)
 

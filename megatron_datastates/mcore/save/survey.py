@@ -11,9 +11,9 @@ an element for each tensor; the trainer waits for them in every save.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 _MEMBERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS)
 _hooks = attrgetter(*_HOOKS)
 _attributes = attrgetter("dtype", "shape", "device", "layout")
+_requires_grad = attrgetter("requires_grad")
 
 
 class UnprovableError(Exception):
@@ -72,12 +73,13 @@ class Survey:
         )
         leaves = self._leaves()
         places = {id(item): at for at, item in enumerate(leaves) if isinstance(item, torch.Tensor)}
-        self._tensors = list(places.values())  # positions among the leaves, each tensor once
-        tensors = [leaves[at] for at in self._tensors]
+        self._pick_tensors = items_at(list(places.values()))  # of the leaves, each tensor once
+        tensors = list(self._pick_tensors(leaves))
         # Of each tensor by its id, which means something only as long as the tensors exist: in this save.
         self.numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        self._parameters = [at for at, one in enumerate(tensors) if isinstance(one, torch.nn.Parameter)]
-        self._trained = [tensors[at].requires_grad for at in self._parameters]
+        parameters = [at for at, one in enumerate(tensors) if isinstance(one, torch.nn.Parameter)]
+        self._pick_parameters = items_at(parameters)
+        self._trained = list(map(_requires_grad, self._pick_parameters(tensors)))
         self._facts = facts_of(tensors) or _slow_facts(tensors)
 
     def inner_optimizers(self) -> set[int]:
@@ -97,8 +99,8 @@ class Survey:
         leaves = self._leaves()
         if any(_deciding(cls) != functions for cls, functions in self._classes.items()):
             raise UnprovableError("a method that makes state dicts was replaced")
-        tensors = [leaves[at] for at in self._tensors]
-        if [tensors[at].requires_grad for at in self._parameters] != self._trained:
+        tensors = list(self._pick_tensors(leaves))
+        if list(map(_requires_grad, self._pick_parameters(tensors))) != self._trained:
             raise UnprovableError("a parameter's requires_grad has changed")
         return self._described(tensors)
 
@@ -148,6 +150,13 @@ class Survey:
         if of_optimizers is None:
             raise UnprovableError("parameter groups, states or buckets of an optimizer are others")
         return of_modules + of_optimizers
+
+
+def items_at(positions: Sequence[int]) -> Callable[[Sequence[Any]], Iterable[Any]]:
+    """Returns a fast function that returns the items of a list at these positions."""
+    if len(positions) < 2:  # itemgetter would not return a tuple
+        return lambda items: [items[at] for at in positions]
+    return itemgetter(*positions)
 
 
 def distributed_optimizers(optimizer: Any) -> list[Any]:
