@@ -23,14 +23,17 @@ from benchmarks.training.measures import Rounds, measure_formats, measure_near_t
 from benchmarks.training.restores import measure_restores
 from benchmarks.training.runs import FORMATS, Model, Setting
 from benchmarks.training.table import markdown
+from benchmarks.training.turns import measure_turns
 
 _MODELS = {"small": Model(8, 128, 64), "large": Model(64, 192, 64)}
 _QUICK = Model(2, 32, 16)
+_TURNS_MODELS = {"small": _MODELS["small"], "large": _MODELS["large"], "large, longer": Model(64, 192, 256)}
 PARTS = {f"{name}, DP {ranks}": (name, ranks) for name in _MODELS for ranks in (1, 2)}
 _SLOW = "slow disk"
 _NEAR = "near tier"
 _RESTORE = "near tier, restore"
-_ALL = (*PARTS, _SLOW, _NEAR, _RESTORE)
+_TURNS = "in turns"
+_ALL = (*PARTS, _TURNS, _SLOW, _NEAR, _RESTORE)
 _INTERVALS = (1, 2, 5, 10)
 _SLOW_FACTORS = (0.5, 2.0, 5.0)  # iterations that writing one checkpoint takes
 _NEAR_FACTOR = 3.0
@@ -69,12 +72,16 @@ def run(
     of a checkpoint divided by the time blocked. "The interval sustained" is the shortest time between saves
     with which all storage keeps up.
 
+    The part "in turns" makes other runs: blocks of 6 iterations with a save in each, and blocks without, take
+    turns in one process, and each block is compared with the two beside it.
+
     A part that the file of --out has already is not measured again, unless --only names it.
 
     \b
     Examples:
       python -m benchmarks.training --only "large, DP 1" --out benchmarks/results/training.json
       python -m benchmarks.training --out benchmarks/results/training.json  # all others, 15 minutes each
+      python -m benchmarks.training --only "in turns"                       # what each save costs a run
       python -m benchmarks.training --only "slow disk" --repeats 1          # back-pressure
       python -m benchmarks.training --only "near tier" --repeats 1          # before a slow disk
       python -m benchmarks.training --only "near tier, restore"             # 1 minute: after lost nodes
@@ -113,6 +120,9 @@ def _measure(
         return measure_slow_disk(setting, intervals[::2], rounds, folder, factors)
     if part == _NEAR:
         return measure_near_tier(setting, intervals[::2], rounds, folder, _NEAR_FACTOR)
+    if part == _TURNS:
+        models = {"quick": _QUICK} if is_quick else _TURNS_MODELS
+        return measure_turns(models, rounds, folder, is_quick=is_quick)
     if part == _RESTORE:
         setting = dataclasses.replace(setting, data_parallel=2, iterations=2, warm_up=0)
         return measure_restores(setting, rounds, folder, _RESTORE_RATE)

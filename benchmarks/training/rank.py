@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import sys
@@ -19,6 +20,8 @@ from megatron_datastates.engine.reader import Reader
 from megatron_datastates.pipeline.near import recovery
 from megatron_datastates.pipeline.near.copying import Limit
 from megatron_datastates.plan.reads import ReadSpans
+
+_NEVER = 1 << 40  # iterations
 
 
 class Recorder:
@@ -80,6 +83,21 @@ def allow_fork() -> None:
     arguments.validate_args = validate_args
 
 
+def save_in_turns(block: int) -> None:
+    """Saves in every iteration of every other block of so many, beginning with the second block."""
+    from megatron.training import training as loop
+    from megatron.training.global_vars import get_args
+
+    original, numbers = loop.train_step, itertools.count()
+
+    @functools.wraps(original)
+    def train_step(*args: Any, **options: Any) -> Any:
+        get_args().save_interval = 1 if next(numbers) // block % 2 else _NEVER
+        return original(*args, **options)
+
+    loop.train_step = train_step
+
+
 def limit_far(folder: Path, bytes_per_second: int) -> Callable[[], int]:
     """Lets data files below a folder be read, and brought there before a load, as from storage of this rate.
 
@@ -114,11 +132,13 @@ def run(
     record: Path,
     forks: bool,
     far: tuple[Path, int] | None = None,
+    save_blocks: int = 0,
 ) -> None:
     """Trains with these arguments, prints to a log beside the record, and writes the record at the end.
 
     Args:
         far: a folder, and the rate in bytes a second at which this rank is to read and write there.
+        save_blocks: if not 0, only every other block of so many iterations saves; the first one does not.
     """
     rank, ranks, port = place
     log = os.open(record.with_suffix(".log"), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o644)
@@ -135,6 +155,8 @@ def run(
         allow_fork()
     recorder = Recorder()
     recorder.attach()
+    if save_blocks:
+        save_in_turns(save_blocks)
     read_there = limit_far(*far) if far is not None else None
     pretrain_tiny.main()
     from megatron_datastates.pipeline.saver import close_all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import multiprocessing
@@ -9,6 +10,7 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.training import rank
@@ -107,24 +109,42 @@ class Run:
 
 def train(setting: Setting, case: Case, folder: Path) -> Run:
     """Runs one training, and removes its checkpoints; raises RuntimeError if it fails."""
-    checkpoints = folder / "checkpoints"
-    try:
-        records = launch(setting, arguments_of(setting, case, checkpoints), case, folder)
-        complete = sorted(path.parent for path in checkpoints.glob("iter_*/metadata.json"))
+    with run_ranks(setting, case, folder) as records:
+        size, complete = checkpoint_bytes(folder / "checkpoints")
         saves = setting.iterations // case.interval if case.interval else 0
         expected = saves // case.drain_every + (saves % case.drain_every > 0) if case.drain_every else saves
-        if len(complete) != expected:
-            raise RuntimeError(f"{case}: expected {expected} complete checkpoints, found {len(complete)}")
-        size = sum(path.stat().st_size for path in complete[-1].iterdir()) if complete else 0
-        runs = [_measure(setting, record, len(complete), size) for record in records]
+        if complete != expected:
+            raise RuntimeError(f"{case}: expected {expected} complete checkpoints, found {complete}")
+        runs = [_measure(setting, record, complete, size) for record in records]
         published, copied = _times(folder / _REPORT, setting.warm_up)
+    names = ("seconds", "blocked", "waited", "drained")
+    longest = {name: max(getattr(run, name) for run in runs) for name in names}
+    return dataclasses.replace(runs[0], published=published, copied=copied, **longest)
+
+
+@contextlib.contextmanager
+def run_ranks(
+    setting: Setting, case: Case, folder: Path, *, save_blocks: int = 0
+) -> Iterator[list[dict[str, list[Span]]]]:
+    """Runs one training, yields what its ranks have recorded, and removes its checkpoints.
+
+    Args:
+        save_blocks: if not 0, only every other block of so many iterations saves; the first one does not.
+    """
+    checkpoints = folder / "checkpoints"
+    try:
+        arguments = arguments_of(setting, case, checkpoints)
+        yield launch(setting, arguments, case, folder, save_blocks=save_blocks)
     finally:
         (folder / _REPORT).unlink(missing_ok=True)
         shutil.rmtree(checkpoints, ignore_errors=True)
         shutil.rmtree(folder / "near", ignore_errors=True)
-    names = ("seconds", "blocked", "waited", "drained")
-    longest = {name: max(getattr(run, name) for run in runs) for name in names}
-    return dataclasses.replace(runs[0], published=published, copied=copied, **longest)
+
+
+def checkpoint_bytes(checkpoints: Path) -> tuple[int, int]:
+    """Returns the bytes of the last complete checkpoint, and how many there are."""
+    complete = sorted(path.parent for path in checkpoints.glob("iter_*/metadata.json"))
+    return sum(path.stat().st_size for path in complete[-1].iterdir()) if complete else 0, len(complete)
 
 
 def _times(report: Path, warm_up: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -158,12 +178,18 @@ def arguments_of(setting: Setting, case: Case, checkpoints: Path) -> list[str]:
 
 
 def launch(
-    setting: Setting, arguments: list[str], case: Case, folder: Path, far: tuple[Path, int] | None = None
+    setting: Setting,
+    arguments: list[str],
+    case: Case,
+    folder: Path,
+    far: tuple[Path, int] | None = None,
+    save_blocks: int = 0,
 ) -> list[dict[str, list[Span]]]:
     """Forks the ranks from a process that has imported Megatron, and waits for their ends.
 
     Args:
         far: a folder, and the rate in bytes a second at which each rank is to read and write there.
+        save_blocks: as in `run_ranks`.
 
     Returns:
         what each rank has recorded.
@@ -176,7 +202,7 @@ def launch(
     processes = []
     for number, record in enumerate(records):
         place = (number, setting.data_parallel, port)
-        process = context.Process(target=rank.run, args=(place, arguments, record, forks, far))
+        process = context.Process(target=rank.run, args=(place, arguments, record, forks, far, save_blocks))
         process.start()
         processes.append(process)
     deadline = time.monotonic() + _PATIENCE_SECONDS
@@ -203,10 +229,10 @@ def _measure(setting: Setting, spans: dict[str, list[Span]], checkpoints: int, s
     begin = steps[setting.warm_up]
     last_step_end = spans["step"][-1][1]
     last_save_end = max([last_step_end, *(end for _, end in spans["save"])])
-    holding = [span for name in ("save", "poll", "fence") for span in _outermost(spans, name)]
+    holding = [span for name in ("save", "poll", "fence") for span in outermost(spans, name)]
     end = max(end for _, end in [*holding, spans["step"][-1]])
     counted = [b - a for a, b in holding if a >= begin]
-    after = [b - a for a, b in _outermost(spans, "poll") if a >= last_save_end]
+    after = [b - a for a, b in outermost(spans, "poll") if a >= last_save_end]
     numbers = range(setting.warm_up + 1, setting.iterations)
     return Run(
         iterations={number: steps[number] - steps[number - 1] for number in numbers},
@@ -220,7 +246,7 @@ def _measure(setting: Setting, spans: dict[str, list[Span]], checkpoints: int, s
     )
 
 
-def _outermost(spans: dict[str, list[Span]], name: str) -> list[Span]:
+def outermost(spans: dict[str, list[Span]], name: str) -> list[Span]:
     """Returns the spans of a name that do not lie within a save: a save polls and fences, too."""
     saves = spans["save"] if name != "save" else []
     return [span for span in spans[name] if not any(a <= span[0] <= b for a, b in saves)]

@@ -19,6 +19,16 @@ _HEADINGS = (
     "drained after the end, s",
     "interval sustained, s",
 )
+_TURNS_HEADINGS = (
+    "model",
+    "checkpoint, MB",
+    "iteration without a save, ms",
+    "blocked a save, ms",
+    "iteration with a save: longer by, ms",
+    "ratio",
+    "quartiles of blocks",
+    "blocks",
+)
 _RESTORE_HEADINGS = (
     "what is left",
     "load_checkpoint, s",
@@ -33,6 +43,8 @@ def markdown(part: str, results: Result) -> str:
     found = results["parts"][part]
     if "restores" in found:
         return _restores(part, results)
+    if "turns" in found:
+        return _turns(part, results)
     size = next((one["checkpoint_bytes"] for one in found["cases"].values() if "saves" in one), 0)
     title = f"### {part}: {found['layers']} layers of {found['hidden']}, data parallel "
     title += f"{found['data_parallel']}, checkpoints of {size / 1e6:.0f} MB, {found['date']}"
@@ -84,3 +96,27 @@ def _restores(part: str, results: Result) -> str:
     ]
     lines = [title, "", machine_line(results["machine"], found), "", how, ""]
     return "\n".join([*lines, *markdown_table(_RESTORE_HEADINGS, rows), ""])
+
+
+def _turns(part: str, results: Result) -> str:
+    found = results["parts"][part]
+    how = (
+        "`datastates async`, one rank, a save in every iteration. Blocks with saves and blocks without "
+        "take turns in one process; each is compared with the two beside it. Training has one of two cores. "
+        "Medians."
+    )
+    rows = [
+        (
+            f"{name}: {one['layers']} layers of {one['hidden']}, sequence {one['sequence']}",
+            round(one["checkpoint_bytes"] / 1e6),
+            one["iteration_ms"],
+            one["blocked_ms"],
+            one["cost_ms"],
+            one["ratio"],
+            " to ".join(f"{ratio:.3f}" for ratio in one["quartiles"]),
+            one["blocks"],
+        )
+        for name, one in found["turns"].items()
+    ]
+    lines = [f"### {part}, {found['date']}", "", machine_line(results["machine"], found), "", how, ""]
+    return "\n".join([*lines, *markdown_table(_TURNS_HEADINGS, rows), ""])

@@ -244,7 +244,7 @@ bool Structure::WalkUnwatched(size_t begin, size_t end, Comparing* comparing) {
   comparing->set_position(begin);
   for (auto at = std::lower_bound(unwatched_.begin(), unwatched_.end(), begin);
        at != unwatched_.end() && *at < end; ++at) {
-    if (*at < comparing->position()) continue;  // within the one before it
+    if (*at < comparing->position()) continue;    // within the one before it
     if (changes_ != ChangeCount()) return false;  // comparing values may run code: is it still there?
     const nb::object container = nb::borrow(entries_[*at].address);
     comparing->set_position(*at);

@@ -59,10 +59,10 @@ class Structure {
   nanobind::object opaque_;          // a frozenset of them
   std::vector<Entry> entries_;       // of the owners, then of the roots
   std::vector<Owner> owners_;
-  size_t roots_ = 0;                // their first entry
-  std::vector<size_t> unwatched_;   // entries of lists, tuples and sets
-  std::vector<PyObject*> leaves_;   // that were noted by identity; they exist if nothing has changed
-  uint64_t changes_ = 0;            // that had been reported when all was walked last
+  size_t roots_ = 0;               // their first entry
+  std::vector<size_t> unwatched_;  // entries of lists, tuples and sets
+  std::vector<PyObject*> leaves_;  // that were noted by identity; they exist if nothing has changed
+  uint64_t changes_ = 0;           // that had been reported when all was walked last
   size_t walks_ = 0;
 };
 

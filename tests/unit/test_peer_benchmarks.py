@@ -29,6 +29,8 @@ from benchmarks.training.measures import sustained
 from benchmarks.training.restores import LOSSES
 from benchmarks.training.runs import Case, Run, Setting, _measure, _times
 from benchmarks.training.runs import Model as TrainedModel
+from benchmarks.training.turns import measure_blocks
+from benchmarks.training.turns import summary as summary_of_turns
 from benchmarks.worlds import World
 from tests.unit.test_benchmarks import run, try_out
 
@@ -78,6 +80,14 @@ def test_a_try_of_the_near_tier_reports_restores_and_the_interval_sustained(tmp_
         assert one["load_s"] > one["brought_s"] > 0
         assert (one["far_mb"] > 0) is ("lost" in name), "what is near is read there"
     assert "a node lost, not in --save" in (tmp_path / "training.md").read_text()
+
+
+@pytest.mark.long
+def test_a_try_of_turns_saves_in_every_other_block(tmp_path: Path) -> None:
+    turns = try_out("training", tmp_path, "--only", "in turns")["parts"]["in turns"]["turns"]
+    assert turns["quick"]["blocks"] == 1 and turns["quick"]["blocked_ms"] > 0
+    assert turns["quick"]["ratio"] > 1, "a tiny model trains in a few milliseconds"
+    assert "| quick: 2 layers of 32" in (tmp_path / "training.md").read_text()
 
 
 def test_the_interval_sustained_is_that_of_the_slower_stage(tmp_path: Path) -> None:
@@ -294,6 +304,24 @@ def test_a_summary_of_runs_compares_each_round_with_its_own_base() -> None:
     assert found["iteration_with_checkpoint_ms"] == 3000 and found["iteration_without_checkpoint_ms"] == 1000
     assert found["blocked_ms_per_save"] == 250 and found["throughput_gb_per_s"] == 4
     assert found["lost_ms_per_save"] == pytest.approx(1e3 * (2.5 + 5) / 2 / 2)
+
+
+def test_blocks_with_saves_are_compared_with_those_beside_them() -> None:
+    seconds = [9, 2, 2, 9, 3, 3, 9, 2, 2, 9, 5, 5, 9, 4, 4]  # of each block, the first is not counted
+    begins = [float(sum(seconds[:at])) for at in range(len(seconds) + 1)]
+    saves = [(begins[at], begins[at] + 0.5) for at in (4, 5, 6, 10, 11, 12, 15)]
+    spans = {
+        "step": [(begin, begin + 0.1) for begin in begins],
+        "save": saves,
+        "poll": [(begins[4] + 0.25, begins[4] + 0.5), (begins[7], begins[7] + 1.0)],  # one lies in a save
+        "fence": [],
+    }
+    found = measure_blocks(spans, block=3, uncounted=1)
+    assert found == {"without_s": [2, 2, 4], "with_s": [3, 5], "blocked_s": (5 * 0.5 + 1) / 5}
+    other = {"without_s": [2.0, 2.0], "with_s": [2.5], "blocked_s": 0.9, "checkpoint_bytes": 7}
+    both = summary_of_turns([found | {"checkpoint_bytes": 7}, other])
+    assert both["ratio"] == 1.5 and both["cost_ms"] == 1000 and both["blocks"] == 3
+    assert both["quartiles"] == [1.375, pytest.approx((3 / 2 + 5 / 3) / 2, abs=1e-4)]
 
 
 def test_a_format_that_does_not_exist_is_refused(tmp_path: Path) -> None:
