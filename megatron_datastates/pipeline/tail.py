@@ -177,7 +177,8 @@ class Tail:
         except Exception as error:
             raise part.failed(error) from error
         if pickle is not None:
-            check_pickle(pickle, pending.key, trust=self._trust_objects)
+            named = pending.source.named if type(pending.source) is ObjectSource else None
+            check_pickle(pickle, pending.key, named=named, trust=self._trust_objects)
         self._written[pending.number] = written
         self.costs.setdefault(part.name, PartCosts()).add(written, time.perf_counter() - before)
 

@@ -1,7 +1,7 @@
 """Python objects: serialized with torch.save, and read back by an unpickler with an allow list.
 
-**What was saved can be loaded**: a save checks what it has serialized as a load would, and fails if a load
-would refuse it. Plain data of the standard library, numpy and torch is always accepted. Other classes are
+**What was saved can be loaded**: a save checks what it has serialized as a load would, unless it holds plain
+data alone, and fails if a load would refuse it. Plain data of the standard library, numpy and torch is always accepted. Other classes are
 accepted if the user trusts them (torch.serialization.add_safe_globals), or trusts all objects
 (--datastates-trust-objects on). Then torch.load unpickles them with weights_only=False: *whoever wrote such a
 checkpoint can run any code in the program that loads it*.
@@ -16,7 +16,7 @@ import logging
 import pickle
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,11 +71,13 @@ class ObjectSource:
         key: name of the object, relative to the provider's name.
         value: plain data of Python, numpy and torch, or of classes that the user trusts.
         mutability: how long `value` stays unchanged.
+        named: of a private copy, see private.Copied; None if `value` is none.
     """
 
     key: str
     value: Any
     mutability: Mutability = Mutability.NOW
+    named: frozenset[Any] | None = None
 
     kind = Kind.OBJECT
 
@@ -87,9 +89,10 @@ class ObjectSource:
     def snapshot(self, budget: CopyBudget) -> ObjectSource | None:
         """Returns a copy; None if the object holds something that is not copied, or is too large."""
         try:
-            return ObjectSource(self.key, private_copy(self.value, budget), Mutability.NEVER)
+            copied = private_copy(self.value, budget)
         except NotPlainError:
             return None
+        return ObjectSource(self.key, copied.value, Mutability.NEVER, copied.named)
 
     def write(self, write: Write) -> bytes | None:
         """Passes on what torch.save writes, and returns its pickle. Raises what torch.save raises.
@@ -226,12 +229,34 @@ def check_saved(data: bytes, key: str, *, trust: bool = False) -> None:
     _check(data, _NOT_SAVED.format(key), trust)
 
 
-def check_pickle(data: bytes, key: str, *, trust: bool = False) -> None:
+def check_pickle(
+    data: bytes, key: str, *, named: frozenset[Any] | None = None, trust: bool = False
+) -> None:
     """Checks an object as `check_saved` does, given only the pickle that `ObjectSource.write` returned.
 
     Its storages are not looked at: torch.save has just written them.
+
+    Args:
+        named: of its source. If loads accept all of that, nothing is looked at: the pickle of Megatron's
+            arguments takes the GIL from the trainer for 3 ms.
     """
-    _check_with(lambda: _execute_pickle(data), _NOT_SAVED.format(key), trust)
+    global _accepted
+    trusted = torch.serialization.get_safe_globals()
+    accepted = _accepted if _accepted.trusted == trusted else _Accepted(trusted, frozenset())
+    if named is not None and named <= accepted.named:
+        return
+    if _check_with(lambda: _execute_pickle(data), _NOT_SAVED.format(key), trust) and named is not None:
+        _accepted = _Accepted(trusted, accepted.named | named)
+
+
+class _Accepted(NamedTuple):
+    """What pickles named that were accepted."""
+
+    trusted: list[Any]  # by the user, at that time
+    named: frozenset[Any]
+
+
+_accepted = _Accepted([], frozenset())  # replaced as a whole, by any thread
 
 
 def check_stored(data: bytes, key: str, *, trust: bool = False) -> None:
@@ -243,13 +268,16 @@ def _check(data: bytes, what: str, trust: bool, **how: Any) -> None:
     _check_with(lambda: _unpickle(data, dry_run=True, **how), what, trust)
 
 
-def _check_with(execute: Callable[[], object], what: str, trust: bool) -> None:
+def _check_with(execute: Callable[[], object], what: str, trust: bool) -> bool:
+    """Returns whether a load would accept it; if not, only with `trust`."""
     try:
         execute()
+        return True
     except UnsafeObjectError as error:
         if not trust:
             raise _refusal(what, error) from error
         logger.warning("--datastates-trust-objects is on, so this is only a warning: %s: %s", what, error)
+        return False
 
 
 def _megatron_class(name: str) -> ClassPlaceholder:

@@ -10,8 +10,8 @@ import collections
 import enum
 import io
 import math
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -23,14 +23,25 @@ class NotPlainError(Exception):
     """The data holds something that is not copied here."""
 
 
-# These cannot be changed or, as classes and members of enumerations, are stored by name.
-_UNCHANGING = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type}
+class Copied(NamedTuple):
+    """A private copy, and what a check of what it is serialized to depends on."""
+
+    value: Any
+    # Classes and members of enumerations in it, which are stored by name. All else is plain, and a load always
+    # accepts it. None: there is something that it may refuse, such as an array or a key of nested tuples.
+    named: frozenset[Any] | None
 
 
-# The copies made so far, by the address of the original. No object lies at _LEFT: there it has the number of
-# bytes that may still be copied. (A plain dictionary, as hundreds of objects each need one.)
+# These cannot be changed.
+_UNCHANGING = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+
+
+# The copies made so far, by the address of the original. (A plain dictionary, as hundreds of objects each need
+# one.) No object lies at the following.
 _Memo = dict[int, Any]
-_LEFT = 0
+_LEFT = 0  # the number of bytes that may still be copied
+_NAMED = -1  # Copied.named, as a set; not there before the first one
+_UNKNOWN = -2  # there if that becomes None
 
 
 def _take(memo: _Memo, size: int) -> None:
@@ -40,7 +51,7 @@ def _take(memo: _Memo, size: int) -> None:
         raise NotPlainError(f"{size} bytes, more than may be copied")
 
 
-def private_copy(value: Any, budget: CopyBudget | None = None) -> Any:
+def private_copy(value: Any, budget: CopyBudget | None = None) -> Copied:
     """Returns a copy that shares nothing mutable with `value` and serializes to an equal object.
 
     An object that `value` refers to twice is copied once, and the copy refers to it twice.
@@ -59,7 +70,7 @@ def private_copy(value: Any, budget: CopyBudget | None = None) -> Any:
         raise NotPlainError("it is nested too deeply, or holds itself") from None
     if budget is not None:
         budget.left = memo[_LEFT]
-    return copied
+    return Copied(copied, None if _UNKNOWN in memo else frozenset(memo.get(_NAMED, ())))
 
 
 def _copy(value: Any, memo: _Memo) -> Any:
@@ -68,7 +79,11 @@ def _copy(value: Any, memo: _Memo) -> Any:
         return value
     copy = _COPIES.get(kind)
     if copy is None:
-        if isinstance(value, enum.Enum | np.generic):
+        if kind is type or isinstance(value, enum.Enum):
+            memo.setdefault(_NAMED, set()).add(value)
+            return value
+        if isinstance(value, np.generic):
+            memo[_UNKNOWN] = True
             return value
         raise NotPlainError(f"a {kind.__qualname__}")
     # The memo is by address: `value` and all in it stay alive while the caller holds it.
@@ -91,13 +106,22 @@ def _copy_tuple(value: tuple[Any, ...], memo: _Memo) -> tuple[Any, ...]:
 
 
 def _copy_set(value: set[Any], memo: _Memo) -> set[Any]:
+    _note_keys(value, memo)
     memo[id(value)] = copied = {_copy(item, memo) for item in value}
     return copied
 
 
+def _note_keys(keys: Iterable[Any], memo: _Memo) -> bool:
+    """Returns whether no key can be changed. Of others, a load accepts some: tuples that are not too deep."""
+    are_unchanging = _UNCHANGING.issuperset(map(type, keys))
+    if not are_unchanging:
+        memo[_UNKNOWN] = True
+    return are_unchanging
+
+
 def _copy_dictionary(value: dict[Any, Any], memo: _Memo) -> dict[Any, Any]:
     copied = memo[id(value)] = type(value)()
-    if _UNCHANGING.issuperset(map(type, value)):  # keys: then nearly all is copied in C
+    if _note_keys(value, memo):  # then nearly all is copied in C
         copied.update(value)
         for key in [key for key, item in value.items() if type(item) not in _UNCHANGING]:
             copied[key] = _copy(value[key], memo)
@@ -132,6 +156,7 @@ def _copy_array(value: np.ndarray, memo: _Memo) -> np.ndarray:
     if value.dtype.hasobject:
         raise NotPlainError("an array of objects")
     _take(memo, value.nbytes)
+    memo[_UNKNOWN] = True
     memo[id(value)] = copied = value.copy(order="K")
     return copied
 
@@ -146,6 +171,7 @@ def _copy_tensor(value: torch.Tensor, memo: _Memo) -> torch.Tensor:
             raise NotPlainError("two tensors that share memory")
         memo[address] = None  # cannot be the id of an object: none lies in a storage
     _take(memo, value.nbytes)
+    memo[_UNKNOWN] = True
     memo[id(value)] = copied = value.clone()
     return copied
 

@@ -91,7 +91,7 @@ def test_saves_of_new_tensors_are_never_prepared(
         ("moved_data", True),
         ("new_option", True),
         ("replaced_state", False),
-        ("frozen_parameter", False),
+        ("frozen_parameter", True),
         ("replaced_optimizer", False),
         ("swapped_meanwhile", True),
         ("switched_off", False),

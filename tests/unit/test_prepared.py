@@ -42,6 +42,7 @@ def make() -> torch.nn.Module:
     model[0].register_buffer("kept", torch.zeros(3))
     model[0].register_buffer("dropped", torch.zeros(3), persistent=False)
     model[2]._register_state_dict_hook(torch.nn.init.zeros_)  # a function that is trusted
+    model[2].weight.requires_grad_(False)
     return model
 
 
@@ -52,6 +53,10 @@ def set_data(model: Any) -> None:
 def set_values(model: Any) -> None:
     with torch.no_grad():
         model[0].weight.add_(1)
+
+
+def freeze(model: Any) -> None:
+    model[0].weight.requires_grad_(False)
 
 
 def transpose_in_memory(model: Any) -> None:
@@ -85,7 +90,7 @@ CHANGES: list[Callable[[Any], object]] = [
     lambda model: setattr(model[0].weight, "data", torch.ones(6, 4, dtype=torch.float16)),
     lambda model: model[0].kept.resize_(2),
     transpose_in_memory,
-    lambda model: model[0].weight.requires_grad_(False),
+    lambda model: model[2].weight.requires_grad_(True),
     lambda model: model[0].register_state_dict_post_hook(lambda *_: None),
     lambda model: setattr(model[0], "sharded_state_dict", lambda: {}),
     lambda model: setattr(model[0], "state_dict", lambda: {}),
@@ -114,7 +119,7 @@ def test_a_survey_notices_every_change_of_structure(change: Callable[[Any], obje
         survey.tensors_if_unchanged(no_optimizer())
 
 
-@pytest.mark.parametrize("change", [set_data, set_values])
+@pytest.mark.parametrize("change", [set_data, set_values, freeze])
 def test_other_memory_and_other_values_are_no_change_of_structure(change: Callable[[Any], None]) -> None:
     model = make()
     survey = Survey([model], no_optimizer())

@@ -15,8 +15,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_datastates.errors import UntrustedClassError
+from megatron_datastates.providers import objects
 from megatron_datastates.providers.base import CopyBudget, Mutability
-from megatron_datastates.providers.objects import ObjectSource
+from megatron_datastates.providers.objects import ObjectSource, check_saved
 from megatron_datastates.providers.private import NotPlainError, private_copy
 
 
@@ -97,17 +99,71 @@ def spoil(value: Any) -> None:
         value.add("more")
 
 
+def odd_leaves() -> st.SearchStrategy[Any]:
+    texts = st.text(st.characters(), max_size=5) | st.just("\ud800") | st.just("x" * 70_000)
+    numbers = st.complex_numbers() | st.integers(-(1 << 2100), 1 << 2100) | st.floats()
+    torches = st.sampled_from([torch.Size([2, 3]), torch.device("cpu"), torch.device("cuda", 3), torch.int8])
+    return texts | numbers | torches | st.just(b"") | st.just(())
+
+
+@given(plain_data() | st.dictionaries(odd_leaves(), odd_leaves()) | st.sets(odd_leaves()))
+def test_a_load_accepts_every_copy_that_names_nothing(value: Any) -> None:
+    named = private_copy(value).named
+    if named is not None and not named:
+        check_saved(ObjectSource("x", value).serialize(), "x")
+
+
+def test_a_copy_says_what_it_names() -> None:
+    assert private_copy({"a": [1, Colour.RED], "b": (int,)}).named == {Colour.RED, int}
+    for value in (np.float32(1), np.zeros(1), torch.zeros(1), {(1, 2): 3}, {(1, 2)}):
+        assert private_copy([value, Colour.RED]).named is None
+
+
+def pickle_of(source: ObjectSource) -> bytes:
+    found = source.write(lambda data: len(data))
+    assert found is not None
+    return found
+
+
+def test_what_a_copy_names_is_checked_until_it_was_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    executed: list[bytes] = []
+    execute = objects._execute_pickle
+    monkeypatch.setattr(objects, "_execute_pickle", lambda data: (executed.append(data), execute(data)))
+    monkeypatch.setattr(objects, "_accepted", objects._Accepted([], frozenset()))
+    source = ObjectSource("x", {"a": Colour.RED}).snapshot(CopyBudget(100))
+    assert source is not None
+    data = pickle_of(source)
+
+    def check(*, trust: bool = False) -> int:
+        before = len(executed)
+        objects.check_pickle(data, "x", named=source.named, trust=trust)
+        return len(executed) - before
+
+    for _ in range(2):
+        with pytest.raises(UntrustedClassError):
+            check()
+        assert check(trust=True) == 1  # a warning each time
+    with torch.serialization.safe_globals([Colour]):
+        assert [check() for _ in range(3)] == [1, 0, 0]
+    with pytest.raises(UntrustedClassError):
+        check()
+    with torch.serialization.safe_globals([Colour]):
+        objects.check_pickle(data, "x")  # of something that was not copied
+        objects.check_pickle(data, "x", named=frozenset())
+        assert len(executed) == 7
+
+
 @given(plain_data())
 def test_a_copy_stays_as_the_original_was(value: Any) -> None:
     before = described(value)
-    copy = private_copy(value)
+    copy = private_copy(value).value
     spoil(value)
     assert described(copy) == before
 
 
 def test_an_object_that_occurs_twice_is_copied_once() -> None:
     shared, tensor = [1], torch.ones(3)
-    copy = private_copy({"a": shared, "b": (shared, tensor), "c": tensor})
+    copy = private_copy({"a": shared, "b": (shared, tensor), "c": tensor}).value
     assert copy["a"] is copy["b"][0] and copy["b"][1] is copy["c"]
     assert copy["a"] is not shared and copy["c"] is not tensor
 
@@ -115,7 +171,7 @@ def test_an_object_that_occurs_twice_is_copied_once() -> None:
 def test_a_list_that_holds_itself_is_copied() -> None:
     value: list[Any] = [1]
     value.append(value)
-    copy = private_copy(value)
+    copy = private_copy(value).value
     assert copy[1] is copy and copy is not value
 
 
@@ -123,14 +179,14 @@ def test_a_tuple_that_holds_itself_is_copied() -> None:
     inner: dict[str, Any] = {}
     value = (inner,)
     inner["outer"] = value
-    copy = private_copy(value)
+    copy = private_copy(value).value
     assert copy[0]["outer"] is copy and copy is not value
 
 
 def test_the_position_in_a_buffer_is_kept() -> None:
     buffer = io.BytesIO(b"abcdef")
     buffer.seek(2)
-    assert private_copy(buffer).read() == b"cdef"
+    assert private_copy(buffer).value.read() == b"cdef"
 
 
 class Own:
@@ -176,7 +232,7 @@ def test_what_cannot_be_copied_faithfully_is_refused(value: Any) -> None:
 
 
 def test_empty_tensors_share_nothing() -> None:
-    assert [len(t) for t in private_copy([torch.empty(0), torch.empty(0)])] == [0, 0]
+    assert [len(t) for t in private_copy([torch.empty(0), torch.empty(0)]).value] == [0, 0]
 
 
 def test_a_snapshot_is_serialized_later_as_the_object_was() -> None:

@@ -21,6 +21,7 @@ import torch
 from megatron_datastates.engine import native
 from megatron_datastates.engine.exchange import Described, Facts, are_still, describe, facts_of
 from megatron_datastates.pipeline.plans import has_unresolved_views
+from megatron_datastates.providers.tensors import is_frozen
 
 _TRUSTED = ("megatron.", "torch.", "transformer_engine.")  # beginnings of the names of modules
 _DECIDING = ("sharded_state_dict", "state_dict", "_save_to_state_dict")
@@ -34,7 +35,6 @@ _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 _MEMBERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS)
 _hooks = attrgetter(*_HOOKS)
 _attributes = attrgetter("dtype", "shape", "device", "layout")
-_requires_grad = attrgetter("requires_grad")
 
 
 class UnprovableError(Exception):
@@ -77,9 +77,9 @@ class Survey:
         tensors = list(self._pick_tensors(leaves))
         # Of each tensor by its id, which means something only as long as the tensors exist: in this save.
         self.numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
-        parameters = [at for at, one in enumerate(tensors) if isinstance(one, torch.nn.Parameter)]
-        self._pick_parameters = items_at(parameters)
-        self._trained = list(map(_requires_grad, self._pick_parameters(tensors)))
+        # All that it decides is whether a tensor goes to the file of stable ones: asked of frozen parameters
+        # alone, as those that are trained are thousands. One frozen later joins them at the next full save.
+        self._pick_frozen = items_at([at for at, one in enumerate(tensors) if is_frozen(one)])
         self._facts = facts_of(tensors) or _slow_facts(tensors)
 
     def inner_optimizers(self) -> set[int]:
@@ -100,8 +100,8 @@ class Survey:
         if any(_deciding(cls) != functions for cls, functions in self._classes.items()):
             raise UnprovableError("a method that makes state dicts was replaced")
         tensors = list(self._pick_tensors(leaves))
-        if list(map(_requires_grad, self._pick_parameters(tensors))) != self._trained:
-            raise UnprovableError("a parameter's requires_grad has changed")
+        if not all(map(is_frozen, self._pick_frozen(tensors))):
+            raise UnprovableError("a frozen parameter's requires_grad has changed")
         return self._described(tensors)
 
     def found_again(self, found: Found) -> Found:
