@@ -83,7 +83,7 @@ class Mixed:
         else:
             wait = self._await_tensors if self._when == "after" else lambda: None
             for i, value in enumerate(self._objects):
-                yield _Delayed(f"o{i}", value, Mutability.NEVER, wait)
+                yield _Delayed(f"o{i}", value, Mutability.NEVER, wait=wait)
         yield from self._tensors.entries()
 
     def restore(self, reader: StateReader) -> None:

@@ -1,10 +1,10 @@
 """Python objects: serialized with torch.save, and read back by an unpickler with an allow list.
 
 **What was saved can be loaded**: a save checks what it has serialized as a load would, unless it holds plain
-data alone, and fails if a load would refuse it. Plain data of the standard library, numpy and torch is always accepted. Other classes are
-accepted if the user trusts them (torch.serialization.add_safe_globals), or trusts all objects
-(--datastates-trust-objects on). Then torch.load unpickles them with weights_only=False: *whoever wrote such a
-checkpoint can run any code in the program that loads it*.
+data alone, and fails if a load would refuse it. Plain data of the standard library, numpy and torch is always
+accepted. Other classes are accepted if the user trusts them (torch.serialization.add_safe_globals), or trusts
+all objects (--datastates-trust-objects on). Then torch.load unpickles them with weights_only=False: *whoever
+wrote such a checkpoint can run any code in the program that loads it*.
 """
 
 from __future__ import annotations
@@ -229,9 +229,7 @@ def check_saved(data: bytes, key: str, *, trust: bool = False) -> None:
     _check(data, _NOT_SAVED.format(key), trust)
 
 
-def check_pickle(
-    data: bytes, key: str, *, named: frozenset[Any] | None = None, trust: bool = False
-) -> None:
+def check_pickle(data: bytes, key: str, *, named: frozenset[Any] | None = None, trust: bool = False) -> None:
     """Checks an object as `check_saved` does, given only the pickle that `ObjectSource.write` returned.
 
     Its storages are not looked at: torch.save has just written them.

@@ -27,7 +27,7 @@ class Copied(NamedTuple):
     """A private copy, and what a check of what it is serialized to depends on."""
 
     value: Any
-    # Classes and members of enumerations in it, which are stored by name. All else is plain, and a load always
+    # Classes and members of enumerations in it, which are stored by name. All else is plain: a load always
     # accepts it. None: there is something that it may refuse, such as an array or a key of nested tuples.
     named: frozenset[Any] | None
 
@@ -36,8 +36,8 @@ class Copied(NamedTuple):
 _UNCHANGING = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 
 
-# The copies made so far, by the address of the original. (A plain dictionary, as hundreds of objects each need
-# one.) No object lies at the following.
+# The copies made so far, by the address of the original. (A plain dictionary, as hundreds of objects each
+# need one.) No object lies at the following.
 _Memo = dict[int, Any]
 _LEFT = 0  # the number of bytes that may still be copied
 _NAMED = -1  # Copied.named, as a set; not there before the first one
