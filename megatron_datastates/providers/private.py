@@ -27,8 +27,8 @@ class Copied(NamedTuple):
     """A private copy, and what a check of what it is serialized to depends on."""
 
     value: Any
-    # Classes and members of enumerations in it, which are stored by name. All else is plain: a load always
-    # accepts it. None: there is something that it may refuse, such as an array or a key of nested tuples.
+    # Classes, and enumerations with names of members: both are stored by name. All else is plain: a load
+    # always accepts it. None: there is something that it may refuse, such as an array or a key of nested tuples.
     named: frozenset[Any] | None
 
 
@@ -79,11 +79,12 @@ def _copy(value: Any, memo: _Memo) -> Any:
         return value
     copy = _COPIES.get(kind)
     if copy is None:
-        if kind is type or isinstance(value, enum.Enum):
-            memo.setdefault(_NAMED, set()).add(value)
-            return value
-        if isinstance(value, np.generic):
+        if isinstance(value, enum.Flag | np.generic):
             memo[_UNKNOWN] = True
+            return value
+        if kind is type or isinstance(value, enum.Enum):
+            # A member by its name, as it may have no hash.
+            memo.setdefault(_NAMED, set()).add(value if kind is type else (kind, value._name_))
             return value
         raise NotPlainError(f"a {kind.__qualname__}")
     # The memo is by address: `value` and all in it stay alive while the caller holds it.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
 import enum
 import io
+import re
 import threading
 from typing import Any
 
@@ -24,6 +26,17 @@ from megatron_datastates.providers.private import NotPlainError, private_copy
 
 class Colour(enum.Enum):
     RED = 1
+
+
+@dataclasses.dataclass
+class Measure:
+    metres: int
+
+
+class Size(Measure, enum.Enum):
+    """An enumeration whose members have no hash."""
+
+    SMALL = 1
 
 
 def tensors() -> st.SearchStrategy[torch.Tensor]:
@@ -114,8 +127,10 @@ def test_a_load_accepts_every_copy_that_names_nothing(value: Any) -> None:
 
 
 def test_a_copy_says_what_it_names() -> None:
-    assert private_copy({"a": [1, Colour.RED], "b": (int,)}).named == {Colour.RED, int}
-    for value in (np.float32(1), np.zeros(1), torch.zeros(1), {(1, 2): 3}, {(1, 2)}):
+    named = private_copy({"a": [1, Colour.RED], "b": (int, Size.SMALL)}).named
+    assert named == frozenset({(Colour, "RED"), (Size, "SMALL"), int})
+    value: Any
+    for value in (np.float32(1), np.zeros(1), torch.zeros(1), {(1, 2): 3}, {(1, 2)}, re.I | re.M):
         assert private_copy([value, Colour.RED]).named is None
 
 
