@@ -70,6 +70,21 @@ class Depth {
   Depth& operator=(const Depth&) = delete;
 };
 
+// Whether to compare a value runs no code in Python, which might free leaves that were seen already.
+bool IsPlain(nb::handle value) {
+  PyObject* object = value.ptr();
+  return object == Py_None || PyLong_CheckExact(object) || PyUnicode_CheckExact(object) ||
+         PyFloat_CheckExact(object) || PyBytes_CheckExact(object) || PyBool_Check(object);
+}
+
+bool HasPlainItems(nb::handle set) {
+  const nb::object items = nb::steal(PySequence_List(set.ptr()));
+  if (!items.is_valid()) throw nb::python_error();
+  for (Py_ssize_t at = 0; at < PyList_GET_SIZE(items.ptr()); ++at)
+    if (!IsPlain(PyList_GET_ITEM(items.ptr(), at))) return false;
+  return true;
+}
+
 }  // namespace
 
 class Structure::Noting {
@@ -117,8 +132,8 @@ class Structure::Noting {
   std::vector<Entry>& entries_;
 };
 
-// With `trusts_watches`, what a watched dictionary holds is not looked at again; else the dictionaries that
-// are found are watched from now on.
+// With `trusts_watches`, what a watched dictionary holds is not looked at again, and what code in Python
+// would have to compare is taken for changed; else the dictionaries that are found are watched from now on.
 class Structure::Comparing {
  public:
   Comparing(Structure* structure, bool trusts_watches)
@@ -155,12 +170,15 @@ class Structure::Comparing {
   }
   bool Set(nb::handle set) {
     const Entry* entry = Next(Kind::kEqual);
-    return entry != nullptr && AreEqual(set, entry->held);
+    return entry != nullptr && (!trusts_watches_ || HasPlainItems(set)) && AreEqual(set, entry->held);
   }
   bool Leaf(nb::handle value) {
     if (!HasWeakReferences(value)) {
       const Entry* entry = Next(Kind::kEqual);
-      return entry != nullptr && (value.is(entry->held) || AreEqual(value, entry->held));
+      if (entry == nullptr) return false;
+      if (value.is(entry->held)) return true;
+      if (trusts_watches_ && !(IsPlain(value) && IsPlain(entry->held))) return false;
+      return AreEqual(value, entry->held);
     }
     const Entry* entry = Next(Kind::kIdentical);
     if (entry == nullptr || !RefersTo(entry->held, value)) return false;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -114,7 +114,8 @@ def convert(
     tracker beside it names it, so that Megatron resumes from it. Under torchrun, ranks share the work.
     For a TARGET in an object store, files are made in the directory for temporary files (TMPDIR) first.
 
-    With --all, a checkpoint that cannot be converted does not keep the others from it.
+    With --all, a checkpoint that cannot be converted does not keep the others from it; unfinished ones are
+    skipped, and the output says so.
 
     Exit codes: 0 converted; 1 the source is corrupt, or --verify found a difference, or of a run some
     checkpoints were not converted, or the one that the tracker names is missing; 2 it cannot be converted;
@@ -225,6 +226,7 @@ def _convert_one(source: Path, target: Path, request: ConversionRequest, team: T
     elif team.rank == 0:
         _print_result(found)
         say(found.next)
+        _say_what_is_unchecked([found], request)
     return False
 
 
@@ -246,6 +248,7 @@ def _convert_run(source: Path, target: Path, request: ConversionRequest, team: T
             note(f"datastates: {found.next}")
     elif team.rank == 0:
         _print_summary(found)
+        _say_what_is_unchecked(found.results, request)
     return found.lacks_tracked or any(one.failed for one in found.results)
 
 
@@ -263,6 +266,14 @@ def _print_result(one: ConversionResult) -> None:
         )
         if one.note:
             say(f"note: {one.source}: {one.note}")
+
+
+def _say_what_is_unchecked(found: Sequence[ConversionResult], request: ConversionRequest) -> None:
+    from megatron_datastates.pipeline.runs import is_published
+
+    converted = [one for one in found if not one.failed and not one.skipped]
+    if not request.verify and any(not is_published(Path(one.source)) for one in converted):
+        say("note: the source's own checksums were not compared: --verify does that")
 
 
 def _print_summary(found: RunConversion) -> None:

@@ -151,6 +151,7 @@ def _print(root: Path, looks: list[Look]) -> None:
 
 
 def _print_tracker(root: Path, looks: list[Look]) -> None:
+    from megatron_datastates.files import names_in
     from megatron_datastates.format.directory import TRACKER_NAME
     from megatron_datastates.pipeline.run_folders import tracked_name
 
@@ -164,4 +165,10 @@ def _print_tracker(root: Path, looks: list[Look]) -> None:
     elif name is not None:
         say(f"{TRACKER_NAME} names {name}, which is missing: Megatron cannot resume")
     else:
-        say(f"No {TRACKER_NAME} names a checkpoint: Megatron would start from random weights")
+        if TRACKER_NAME in names_in(root):
+            say(
+                f"{TRACKER_NAME} names no checkpoint: expected the number of an iteration. A run with this "
+                "package falls back to the newest complete one, if any of them is in our format"
+            )
+        else:
+            say(f"There is no {TRACKER_NAME}: Megatron would start from random weights")

@@ -158,8 +158,8 @@ def _count(text: str) -> int:
 
 def _rate(option: str, text: str) -> float:
     rate = parse_size(option, text.removesuffix("/s"))
-    if rate == 0:
-        raise OptionError(f"{option} {text}: expected a rate above 0, such as 2GB/s")
+    if rate == 0 or text.removesuffix("/s").isdecimal():  # a number alone would be bytes: nobody means that
+        raise OptionError(f"{option} {text}: expected a rate above 0 and its unit, such as 2GB/s")
     return float(rate)
 
 

@@ -25,7 +25,15 @@ from megatron_datastates.cli.shared import (
     say,
     size_text,
 )
-from megatron_datastates.errors import DataStatesError, NotACheckpointError, OptionError
+from megatron_datastates.errors import (
+    CorruptDataError,
+    DataStatesError,
+    FormatError,
+    NotACheckpointError,
+    OptionError,
+    StorageError,
+    UntrustedClassError,
+)
 
 if TYPE_CHECKING:
     from megatron_datastates.pipeline.verify import Verdict
@@ -56,7 +64,8 @@ def verify(
     that cannot be checked does not keep the others from it.
 
     Exit codes: 0 all are good; 1 some are faulty; 2 some cannot be checked, or not completely, and none is
-    faulty: permissions, or an object store that does not answer or refuses its credentials.
+    faulty: no such directory, no checkpoint in it or an unfinished one, permissions, or an object store that
+    does not answer or refuses its credentials.
 
     \b
     Example: datastates verify runs/gpt/iter_0001000
@@ -68,46 +77,58 @@ def verify(
         paths = _checkpoints(directories, every, iteration)
     except (DataStatesError, OSError) as error:
         cannot(error)
-    if len(paths) == 1 and not every:
-        verdict = _checked(paths[0], quick)
+    (path, trouble), *others = paths
+    if trouble is not None and not others:
+        cannot(trouble)
+    if not others and not every:
+        verdict = _checked(path, quick)
         if isinstance(verdict, Exception):
             cannot(verdict)
         verdicts: list[Verdict | Exception] = [verdict]
         if as_json:
             print(json.dumps(_plain(verdict)))
         else:
-            _print_verdict(paths[0], verdict)
+            _print_verdict(path, verdict)
     else:
         verdicts = _check_all(paths, quick, as_json)
     raise click.exceptions.Exit(_code(verdicts))
 
 
-def _checkpoints(directories: Sequence[Path], every: bool, iteration: int | None) -> list[Path]:
-    from megatron_datastates.pipeline.run_folders import checkpoint_directories, is_run
-
+def _checkpoints(
+    directories: Sequence[Path], every: bool, iteration: int | None
+) -> list[tuple[Path, Exception | None]]:
+    """Returns the checkpoints that arguments stand for, each with why it cannot be checked, if so."""
     if every and iteration is not None:
         raise OptionError("--all and --iteration: choose one")
-    found = []
+    found: list[tuple[Path, Exception | None]] = []
     for directory in directories:
-        if every and is_run(directory):
-            of_run = checkpoint_directories(directory)
-            if not of_run:
-                raise NotACheckpointError(
-                    f"--all: {directory} holds no checkpoint: it has no directory iter_*"
-                )
-            found += of_run
-        elif every:
-            raise NotACheckpointError(f"--all: {directory} is not the directory of a run")
+        try:
+            paths = _all_of_run(directory) if every else [checkpoint_of(directory, iteration)]
+        except (DataStatesError, OSError) as error:
+            found.append((directory, error))
         else:
-            found.append(checkpoint_of(directory, iteration))
+            found += [(path, None) for path in paths]
     return found
 
 
-def _check_all(paths: list[Path], quick: bool, as_json: bool) -> list[Verdict | Exception]:
+def _all_of_run(directory: Path) -> list[Path]:
+    from megatron_datastates.pipeline.run_folders import checkpoint_directories, is_run
+
+    if not is_run(directory):
+        raise NotACheckpointError(f"--all: {directory} is not the directory of a run")
+    found = checkpoint_directories(directory)
+    if not found:
+        raise NotACheckpointError(f"--all: {directory} holds no checkpoint: it has no directory iter_*")
+    return found
+
+
+def _check_all(
+    paths: list[tuple[Path, Exception | None]], quick: bool, as_json: bool
+) -> list[Verdict | Exception]:
     """Checks several checkpoints, and prints each verdict when it is known, or all of them as JSON."""
     verdicts, rows = [], []
-    for path in paths:
-        verdict = _checked(path, quick)
+    for path, trouble in paths:
+        verdict = trouble or _checked(path, quick)
         verdicts.append(verdict)
         if as_json:
             rows.append({"path": str(path)} | _plain(verdict))
@@ -144,8 +165,10 @@ def _checked(directory: Path, quick: bool) -> Verdict | Exception:
     from megatron_datastates.convert.integrity import data_bytes, verify_source
     from megatron_datastates.convert.open import open_source
     from megatron_datastates.convert.sources.datastates import DataStatesSource
+    from megatron_datastates.files import is_out_of_reach
     from megatron_datastates.pipeline.load import Checkpoint
     from megatron_datastates.pipeline.runs import is_published, require_readable
+    from megatron_datastates.pipeline.verify import Verdict
     from megatron_datastates.pipeline.verify import verify as verify_checkpoint
 
     try:
@@ -164,6 +187,10 @@ def _checked(directory: Path, quick: bool) -> Verdict | Exception:
                 return verify_checkpoint(directory, quick=quick, progress=advance)
             progress.update(task, total=data_bytes(source))
             return verify_source(source, quick=quick, progress=advance)
+    except (FormatError, CorruptDataError, StorageError) as error:
+        if isinstance(error, UntrustedClassError) or is_out_of_reach(error):
+            return error
+        return Verdict(faults=[str(error)])  # so damaged that it cannot be opened
     except (DataStatesError, OSError) as error:
         return error
 

@@ -72,7 +72,8 @@ def _save_line(report: dict[str, Any]) -> str:
 
 
 def _load_line(report: dict[str, Any]) -> str:
-    result = f"{report['state']} load of {report['bytes'] / 1e6:.1f} MB from {report['directory']}"
+    what = "loaded" if report["state"] == "loaded" else f"{report['state']} load of"
+    result = f"{what} {report['bytes'] / 1e6:.1f} MB from {report['directory']}"
     return (
         f"datastates: {result} in {report['total_ms']:.1f} ms; opening {report['opening_ms']:.1f} ms, "
         f"planning {report['planning_ms']:.1f} ms, reading {report['bytes_read'] / 1e6:.1f} MB in "

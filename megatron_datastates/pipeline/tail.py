@@ -12,13 +12,14 @@ import dataclasses
 import hashlib
 import itertools
 import os
+import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from megatron_datastates.engine.tail import TailWriter
-from megatron_datastates.errors import ProviderError
+from megatron_datastates.errors import ProviderError, UnsafeObjectError
 from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.tail import Kind, TailEntry
 from megatron_datastates.format.values import SMALL_ALIGNMENT
@@ -29,6 +30,7 @@ from megatron_datastates.providers.collect import Collected, Part
 from megatron_datastates.providers.objects import ObjectSource, check_pickle
 
 _GIL_SECONDS = 0.0005  # for which small objects are written without releasing it on purpose
+_UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError)  # what torch.save raises
 _MOST_EQUAL = 1000  # entries written at once
 _SNAPSHOT_BYTES = 16 << 20  # of host memory, for copies of objects in one save
 
@@ -173,12 +175,12 @@ class Tail:
     def _write(self, writer: TailWriter, pending: _Pending) -> None:
         before, part = time.perf_counter(), self._part_of(pending.number)
         try:
-            written, pickle = self._pass_on(writer, pending)
+            written, pickled = self._pass_on(writer, pending)
         except Exception as error:
-            raise part.failed(error) from error
-        if pickle is not None:
+            raise part.failed(_with_key(error, pending)) from error
+        if pickled is not None:
             named = pending.source.named if type(pending.source) is ObjectSource else None
-            check_pickle(pickle, pending.key, named=named, trust=self._trust_objects)
+            check_pickle(pickled, pending.key, named=named, trust=self._trust_objects)
         self._written[pending.number] = written
         self.costs.setdefault(part.name, PartCosts()).add(written, time.perf_counter() - before)
 
@@ -217,15 +219,15 @@ class Tail:
         name = "" if source.kind is Kind.FRAGMENT else pending.key
         if encoding is not None:
             frames = FrameWriter(writer.write, encoding, self._encoder_threads())
-            pickle = self._written_by(source, pending.key, frames.write)
+            pickled = self._written_by(source, pending.key, frames.write)
             facts = (encoding.codec, encoding.item_bytes, tuple(frames.close()), frames.digest())
             stored = writer.position - begin
-            return TailEntry(source.kind, name, begin, stored, frames.bytes, *facts), pickle
+            return TailEntry(source.kind, name, begin, stored, frames.bytes, *facts), pickled
         if source.kind is Kind.FRAGMENT:
             return _pass_on_hashed(writer, source, begin), None
-        pickle = self._written_by(source, pending.key, writer.write)
+        pickled = self._written_by(source, pending.key, writer.write)
         size = writer.position - begin
-        return TailEntry(source.kind, name, begin, size, size), pickle
+        return TailEntry(source.kind, name, begin, size, size), pickled
 
     def _written_by(self, source: TailSource, key: str, write: Write) -> bytes | None:
         """Calls `source.write`; returns what it returns."""
@@ -239,6 +241,16 @@ class Tail:
         if self._encoders is None:
             self._encoders = encoder_pool()
         return self._encoders
+
+
+def _with_key(error: Exception, pending: _Pending) -> Exception:
+    """Returns the error of writing an entry, with the key of an object that no pickle can hold."""
+    if type(pending.source) is not ObjectSource or not isinstance(error, _UNPICKLABLE):
+        return error
+    return UnsafeObjectError(
+        f"object {pending.key!r} was not saved, as it cannot be pickled: {type(error).__name__}: {error}. "
+        "Store plain data instead, such as its state_dict()"
+    )
 
 
 def _constant(pending: _Pending) -> bytes | None:

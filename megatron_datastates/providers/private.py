@@ -28,7 +28,7 @@ class Copied(NamedTuple):
 
     value: Any
     # Classes, and enumerations with names of members: both are stored by name. All else is plain: a load
-    # always accepts it. None: there is something that it may refuse, such as an array or a key of nested tuples.
+    # always accepts it. None: it may refuse something, such as an array or a key of nested tuples.
     named: frozenset[Any] | None
 
 

@@ -101,7 +101,8 @@ def _disk_slower_than_interval(saves: Sequence[Save]) -> Advice | None:
     ]
     queued = sum(save.saves_before > 0 for save in saves)
     needed, between = median(pair[0] for pair in known), median(pair[1] for pair in known)
-    if not queued and (not known or needed < _BUSY * between):
+    # What is durable may wait for its polls: the next save then begins beside it, whatever the disk does.
+    if (needed < _BUSY * between) if known else not queued:
         return None
     rate = median(save.write_mb_per_s for save in usual(saves))
     text = f"{queued} of {len(saves)} saves began while an earlier one was unfinished. "
@@ -316,7 +317,7 @@ def _cost(saves: Sequence[Save]) -> Advice | None:
         "save_checkpoint": "Megatron's own work in save_checkpoint",
         "until_poll": "waits until the next poll",
     }
-    text = f"{milliseconds(held)} (median of {len(regular)}); most of it is {meaning.get(name, name)}, "
+    text = f"{milliseconds(held)} (median of {len(regular)}); the largest part is {meaning.get(name, name)}, "
     text += f"{milliseconds(total / len(regular))}."
     followed = [pair for pair in zip(saves, intervals(saves), strict=True) if pair[1]]
     if followed:

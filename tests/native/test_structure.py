@@ -340,3 +340,29 @@ assert structure.leaves([], [one]) is None and structure.walks == 2
 def test_where_others_watch_all_that_python_lets_them_all_is_walked() -> None:
     done = subprocess.run([sys.executable, "-c", _WITHOUT_WATCHERS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+class Freeing:
+    """Without weak references; its comparison runs code."""
+
+    __slots__ = ("act",)
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act = act
+
+    def __eq__(self, other: object) -> bool:
+        self.act()
+        return True
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("make", [lambda one: one, lambda one: {one}], ids=["item", "set"])
+def test_a_comparison_that_frees_what_was_seen_already(make: Callable[[Any], Any]) -> None:
+    inner = [Thing(text="x" * 10)]
+    roots: list[Any] = [inner, [make(Freeing(lambda: None))]]
+    structure = noted([], roots)
+    assert structure.leaves([], roots) is not None
+    roots[1][0] = make(Freeing(inner.clear))
+    found = structure.leaves([], roots)
+    assert found is None or found[0].text == "x" * 10

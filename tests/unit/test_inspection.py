@@ -185,7 +185,7 @@ BAD = [
     ("cat {checkpoint} decoder.weight --as int8", "--as: expected float32 or float64"),
     ("cat {checkpoint} common_state/shard_0_1 0", "is an object"),
     ("verify {empty}", "no checkpoint of a known format"),
-    ("verify {other}", ".metadata is damaged: it is empty"),
+    ("show {other}", ".metadata is damaged: it is empty"),
     ("repair {empty}", "nothing to repair"),
     ("repair {other}", "nothing to repair"),
     ("repair {checkpoint}", "its manifest is undamaged"),

@@ -44,7 +44,7 @@ def test_a_load_reports_what_it_read_and_how_long_it_took(
     assert min(parts) > 0 and sum(parts) <= report["total_ms"] + 0.01
     assert report["started_at"] <= time.time() - report["total_ms"] / 1000 + 0.001
     assert report["read_mb_per_s"] > 0
-    assert f"loaded load of 0.0 MB from {directory}" in caplog.text
+    assert f"datastates: loaded 0.0 MB from {directory}" in caplog.text
 
 
 def test_every_load_reports_its_own_costs(saved: tuple[Path, Path, dict[str, Any]]) -> None:

@@ -166,6 +166,7 @@ def test_lines_of_keys_and_values_are_read(tmp_path: Path) -> None:
         (["--params", "many"], "--params many: expected a number of parameters such as 70B"),
         (["--params", "7B", "--rate", "fast"], "--rate fast"),
         (["--params", "7B", "--rate", "0"], "expected a rate above 0"),
+        (["--params", "7B", "--rate", "10"], "and its unit, such as 2GB/s"),
         (["--params", "7B", "--rate-per", "disk"], "--rate-per disk: expected rank, node or all"),
         (["--params", "7B", "--iteration-seconds", "0"], "--iteration-seconds 0"),
         (["--arguments", "none.sh"], "none.sh: No such file or directory"),

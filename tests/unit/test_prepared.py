@@ -8,6 +8,7 @@ import functools
 import gc
 import io
 import math
+import types
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -77,7 +78,13 @@ def move_hook(model: Any) -> None:
     model[1]._state_dict_hooks.update([model[2]._state_dict_hooks.popitem()])
 
 
+class Quantized(torch.nn.Parameter):
+    def dequantize(self) -> Any:
+        return self + 1
+
+
 CHANGES: list[Callable[[Any], object]] = [
+    lambda model: setattr(model[0].weight, "__class__", Quantized),
     lambda model: model.append(torch.nn.Linear(2, 2)),
     lambda model: model[0].register_buffer("new", torch.zeros(1)),
     lambda model: model[0].register_buffer("kept", torch.zeros(3)),
@@ -227,7 +234,15 @@ class Decorated(torch.nn.Linear):
         return {}
 
 
-@pytest.mark.parametrize("module", [lambda: Own(2, 2), Hooked, overridden, lambda: Decorated(2, 2)])
+def set_on_one() -> torch.nn.Module:
+    module = torch.nn.Linear(2, 2)
+    module.state_dict = types.MethodType(torch.nn.Linear.state_dict, module)  # may be another one later
+    return module
+
+
+@pytest.mark.parametrize(
+    "module", [lambda: Own(2, 2), Hooked, overridden, set_on_one, lambda: Decorated(2, 2)]
+)
 def test_code_that_nobody_knows_is_not_trusted(module: Callable[[], Any]) -> None:
     with pytest.raises(UnprovableError, match="has a say in the state dict"):
         Survey([torch.nn.Sequential(module())], no_optimizer())
@@ -290,6 +305,7 @@ def replace_parameter(optimizer: Any) -> None:
 
 OPTIMIZER_CHANGES: list[Callable[[Any], object]] = [
     lambda one: setattr(one, "optimizer", copy.copy(one.optimizer)),
+    lambda one: setattr(one, "get_parameter_state_dp_reshardable", lambda: {}),
     lambda one: one.buffers.append(Bucket(buckets=[])),
     lambda one: one.buffers.__setitem__(0, copy.copy(one.buffers[0])),
     lambda one: one.buffers[0].buckets.__setitem__(0, copy.copy(one.buffers[0].buckets[0])),
@@ -382,6 +398,19 @@ def test_extra_states_are_made_anew(value: Any) -> None:
     assert (found.name, found.template.data) == ("0._extra_state", None)
     model[0].scale = "another"
     assert found.value_of() == "another"
+
+
+@pytest.mark.parametrize("owner", ["class", "instance"])
+def test_a_replaced_function_makes_extra_states(monkeypatch: pytest.MonkeyPatch, owner: str) -> None:
+    model, preparation, _ = with_extra_states(None)
+    made = Extra.get_extra_state
+
+    def replaced(*args: Any) -> Any:  # keeps the one before alive
+        return made(model[0]) or b"scales"
+
+    monkeypatch.setattr(Extra if owner == "class" else model[0], "get_extra_state", replaced)
+    thin = preparation.thin_models(leaves_out=True)[0].sharded_state_dict()
+    assert thin["0._extra_state"].data == b"scales"
 
 
 @pytest.mark.parametrize(
@@ -486,6 +515,14 @@ def test_addresses_are_those_of_the_moment_at_which_tensors_are_handed_over() ->
     model[0].weight.data = torch.ones(6, 5)
     with pytest.raises(SaveFailedError, match="while Megatron made a state dict"):
         preparation.tensors(lambda: nothing_promised, is_lazy=False)
+
+
+def test_arguments_are_compared_by_their_values() -> None:
+    one: list[Any] = [1, {"a": (2, None)}]
+    noted = prepared._plain({"x": one})
+    assert prepared._plain({"x": copy.deepcopy(one)}) == noted
+    one[1]["a"] = (3, None)
+    assert prepared._plain({"x": one}) != noted and prepared._plain({"x": tuple(one)}) != noted
 
 
 def test_a_tensor_made_for_one_save_cannot_be_prepared() -> None:

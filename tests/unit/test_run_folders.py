@@ -22,6 +22,7 @@ from megatron_datastates.convert import look
 from megatron_datastates.convert.open import open_source
 from megatron_datastates.convert.stored_arguments import _InertUnpickler, arguments_in, training_arguments
 from megatron_datastates.errors import FormatError, StorageError
+from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline import prune
 from tests.unit.command import run
@@ -189,6 +190,33 @@ def test_many_checkpoints_and_all_of_a_run_are_verified(both: Path, tmp_path: Pa
     code, printed, _ = run("verify", "--all", root, "--json")
     assert code == 1 and [row["good"] for row in json.loads(printed)] == [None, False]
     assert "not the directory of a run" in refused("verify", "--all", paths[0])
+
+
+def test_what_cannot_be_checked_keeps_nothing_else_from_it(both: Path, tmp_path: Path):
+    good = both / "datastates" / "iter_0000005"
+    code, printed, reported = run("verify", tmp_path / "nope", good, tmp_path)
+    assert code == 2 and "3 checkpoints: 1 good, 0 faulty, 2 could not be checked" in printed
+    assert f"{tmp_path / 'nope'} is not a directory" in reported
+    assert run("verify", "--all", tmp_path / "nope", good.parent)[0] == 2
+
+
+@pytest.mark.parametrize("kind", ["datastates", "torch_dist"])
+def test_an_index_that_is_cut_off_is_a_fault(both: Path, tmp_path: Path, kind: str):
+    path = Path(shutil.copytree(both / kind / "iter_0000005", tmp_path / "iter_0000005"))
+    index = path / (MANIFEST_NAME if kind == "datastates" else ".metadata")
+    index.write_bytes(index.read_bytes()[:40])
+    code, printed, _ = run("verify", path)
+    assert code == 1 and "fault: " in printed and "FAULTY" in printed
+    code, printed, _ = run("verify", path, "--json")
+    assert code == 1 and json.loads(printed)["good"] is False
+
+
+def test_ls_says_what_a_tracker_without_a_number_means(both: Path, tmp_path: Path):
+    root = Path(shutil.copytree(both / "datastates", tmp_path / "run"))
+    (root / TRACKER_NAME).write_text("abc")
+    assert "names no checkpoint: expected the number of an iteration" in output_of("ls", root)
+    (root / TRACKER_NAME).unlink()
+    assert f"There is no {TRACKER_NAME}" in output_of("ls", root)
 
 
 # -- layers by the names of Megatron's modules ------------------------------------------------------------

@@ -29,8 +29,14 @@ from megatron_datastates.convert.sources.source import (
     fragment_with,
 )
 from megatron_datastates.errors import FormatError, MissingKeyError, StorageError
-from megatron_datastates.files import open_regular, size_of
-from megatron_datastates.format.directory import OPTIMIZER_MAPS_NAME, TORCH_DIST_INDEX, is_of_a_format
+from megatron_datastates.files import names_in, open_regular, size_of
+from megatron_datastates.format.directory import (
+    METADATA_NAME,
+    OPTIMIZER_MAPS_NAME,
+    TORCH_DIST_INDEX,
+    is_of_a_format,
+    iteration_in_name,
+)
 from megatron_datastates.format.values import DTYPES, element_bytes
 from megatron_datastates.plan.boxes import checked_slice, first_overlap, intersect
 
@@ -252,7 +258,10 @@ class TorchDistSource(Source):
         return index_faults(self.directory, list(self.records()))
 
     def structure_notes(self) -> Iterator[str]:
-        return unnamed_bytes(self.directory, self.records())
+        is_of_run = iteration_in_name(self.directory.name) is not None  # torch itself writes no such file
+        if is_of_run and METADATA_NAME not in names_in(self.directory):
+            yield f"{METADATA_NAME} is missing: Megatron does not load the checkpoint without it"
+        yield from unnamed_bytes(self.directory, self.records())
 
     def records(self) -> Iterator[tuple[str, int | None, Record]]:
         """Yields the key, number and place of each fragment; of each object, with None for the number."""

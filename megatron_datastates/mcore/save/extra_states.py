@@ -53,7 +53,7 @@ def extra_states(chunk: Any, state: dict[str, Any]) -> list[ExtraState]:
                 raise UnprovableError(f"the object {key!r} of the model is not a module's extra state")
             template = copy.copy(item)
             template.data = None
-            value_of = _called(weakref.WeakMethod(module.get_extra_state))
+            value_of = _value_of(weakref.ref(module))
             is_stored = is_main_replica(item.replica_id)
             found.append(ExtraState(key, template, value_of, item.unique_key, is_stored))
         elif not all(isinstance(leaf, _TENSORS) for leaf in _leaves(item)):
@@ -65,12 +65,14 @@ def _leaves(item: Any) -> Iterator[Any]:
     return iter(nested_values(item)) if isinstance(item, dict | list) else iter([item])
 
 
-def _called(method: weakref.WeakMethod[Any]) -> Callable[[], Any]:
+def _value_of(reference: weakref.ref[Any]) -> Callable[[], Any]:
+    """Returns a function that calls a module's `get_extra_state`, whichever it has by then."""
+
     def value() -> Any:
-        bound = method()
-        if bound is None:
+        module = reference()
+        if module is None:
             raise UnprovableError("a module is gone")
-        return bound()
+        return module.get_extra_state()
 
     return value
 

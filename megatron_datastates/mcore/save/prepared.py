@@ -365,6 +365,8 @@ def _plain(value: Any) -> Any:
     """Returns a value with the ids of what is not plain, such as process groups, which are not to be held."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value), [_plain(item) for item in value]
     return value if value is None or isinstance(value, str | int | float) else id(value)
 
 

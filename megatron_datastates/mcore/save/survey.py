@@ -61,7 +61,7 @@ class Survey:
         for cls, functions in self._classes.items():
             _require_trusted(cls, functions)
         for module in modules:
-            _require_trusted(type(module), [vars(module).get(name) for name in _DECIDING])
+            _require_none_of_its_own(module, _DECIDING)
             for hook in chain.from_iterable(hooks.values() for hooks in _hooks(module)):
                 _require_trusted(type(module), [hook])
         self._modules = list(map(weakref.ref, modules))
@@ -81,6 +81,7 @@ class Survey:
         # alone, as those that are trained are thousands. One frozen later joins them at the next full save.
         self._pick_frozen = items_at([at for at, one in enumerate(tensors) if is_frozen(one)])
         self._facts = facts_of(tensors) or _slow_facts(tensors)
+        self._types = list(map(type, tensors))
 
     def inner_optimizers(self) -> set[int]:
         """Returns the ids of the torch optimizers whose state was surveyed."""
@@ -120,6 +121,8 @@ class Survey:
         return Found(tensors, described)
 
     def _require_facts(self, tensors: list[torch.Tensor], facts: Facts | None) -> None:
+        if list(map(type, tensors)) != self._types:
+            raise UnprovableError("a tensor is of another class")
         if (facts or _slow_facts(tensors)) != self._facts:
             raise UnprovableError("a tensor has another shape, dtype, device or memory layout")
         if has_unresolved_views(tensors, facts):
@@ -173,7 +176,16 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
         if type(one) is not DistributedOptimizer:
             raise UnprovableError(f"the optimizer is a {type(one).__qualname__}, not a DistributedOptimizer")
     _require_trusted(DistributedOptimizer, [getattr(DistributedOptimizer, name) for name in _BUCKETING])
+    for one in chained:
+        _require_none_of_its_own(one, _BUCKETING)
     return [one for one in chained if not getattr(one, "is_stub_optimizer", False)]
+
+
+def _require_none_of_its_own(owner: Any, methods: Iterable[str]) -> None:
+    for name in methods:
+        if name in vars(owner):
+            kind = type(owner).__qualname__
+            raise UnprovableError(f"{name}, set on one {kind}, has a say in the state dict")
 
 
 def _containers(optimizer: Any) -> list[Any]:
