@@ -15,6 +15,7 @@ from importlib import metadata
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
 from megatron_datastates.format.manifest import Manifest, OtherFile
 from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.branches import Origin
 from megatron_datastates.pipeline.commit import SmallFiles
 from megatron_datastates.pipeline.layouts import LayoutStore
 from megatron_datastates.pipeline.presence import named_after_save, other_file_entry
@@ -33,6 +34,7 @@ class PublicationExtras:
     # Patterns of files of a checkpoint in another format that this one replaces.
     superseded: tuple[str, ...] = ()
     metadata: bytes = b""  # of metadata.json; no such file is written if empty
+    origin: Origin | None = None  # what the job resumed from, if that is known
 
 
 def record_of(
@@ -113,6 +115,7 @@ def small_files(
         index=named_after_save(index.entry, context.save_id),
         files=files,
         iteration=context.iteration,
+        ancestors=extras.origin.ancestors if extras.origin is not None else None,
         parallel=extras.parallel,
         others=_others(save, extras),
         writer=releases(),

@@ -26,6 +26,7 @@ from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.values import BLOCK_BYTES, SaveId
 from megatron_datastates.pipeline.agreement import Collectives
+from megatron_datastates.pipeline.branches import Origin
 from megatron_datastates.pipeline.documents import PublicationExtras
 from megatron_datastates.pipeline.layouts import LayoutStore
 from megatron_datastates.pipeline.links import Link, Links
@@ -147,7 +148,8 @@ class Saver:
         session.polls.add(publication)
         if far_published is not None:
             publication.published_callback = far_published
-        publication.ended_callback = lambda: self._on_end(publication, far_published)
+        origin = extras.origin if extras is not None else None
+        publication.ended_callback = lambda: self._on_end(publication, far_published, origin)
         save.released_callback = lambda: self._report_once(publication, mode)
         try:
             self._admit(publication)
@@ -174,11 +176,16 @@ class Saver:
             near = self.near.choose(publication, wanted)
             publication.save.context = dataclasses.replace(publication.save.context, near=near)
 
-    def _on_end(self, publication: Publication, far_published: Callable[[SaveId], None] | None) -> None:
+    def _on_end(
+        self,
+        publication: Publication,
+        far_published: Callable[[SaveId], None] | None,
+        origin: Origin | None,
+    ) -> None:
         if publication.outcome is Outcome.PUBLISHED:
             self._keep_link(publication)
         if self.near is not None and far_published is not None:
-            self.near.on_end(publication, far_published)
+            self.near.on_end(publication, far_published, origin)
 
     def _report_near(self, report: dict[str, object]) -> None:
         self.reporter.write(report)

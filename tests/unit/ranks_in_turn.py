@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.branches import Origin
+from megatron_datastates.pipeline.documents import PublicationExtras
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.saver import Saver, SaveSession
 from megatron_datastates.providers.base import StateProvider
@@ -95,11 +97,14 @@ class RanksInTurn:
         session.collectives = CollectivesInTurn(rank, size, parts)  # type: ignore[assignment]
         return session
 
-    def save(self, directory: Path, states: Sequence[StateProvider]) -> Publication:
+    def save(
+        self, directory: Path, states: Sequence[StateProvider], origin: Origin | None = None
+    ) -> Publication:
         """Saves each rank's state and waits for the outcome; returns rank 0's publication."""
-        pairs = zip(self.savers, states, strict=True)
+        pairs, extras = zip(self.savers, states, strict=True), PublicationExtras(origin=origin)
         publications = [
-            saver.start(directory, state, far_published=self.far.append) for saver, state in pairs
+            saver.start(directory, state, extras=extras, far_published=self.far.append)
+            for saver, state in pairs
         ]
         while publications[0].outcome is Outcome.PENDING:
             for publication in reversed(publications):

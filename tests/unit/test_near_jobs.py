@@ -1,4 +1,4 @@
-"""Near tiers after a rollback: a node that was away does not bring back what a later job has abandoned."""
+"""The list of the jobs that have saved a run: who writes it when, and which job counts as a later one."""
 
 from __future__ import annotations
 
@@ -9,91 +9,135 @@ from pathlib import Path
 import pytest
 
 from megatron_datastates.errors import FormatError
-from megatron_datastates.format.directory import TRACKER_NAME
+from megatron_datastates.format.manifest import Ancestor
 from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.branches import Origin, Point
 from megatron_datastates.pipeline.near import drain
-from megatron_datastates.pipeline.near.jobs import JOBS_NAME, Job, abandoned_by, jobs_in, note_job
-from tests.unit.test_near_tier import Nodes, abandon, killed, recover
+from megatron_datastates.pipeline.near.jobs import (
+    JOBS_NAME,
+    Job,
+    comes_later,
+    is_last,
+    jobs_in,
+    note_job,
+    passed_by,
+)
+from tests.unit.test_near_tier import abandon, killed, recover
 from tests.unit.test_near_tier_trouble import next_job
 
-A, B, C = 0xA, 0xB, 0xC
+A, B, C, D = 0xA, 0xB, 0xC, 0xD
+LATER = [Job(0x1000 + n, 5) for n in range(100)]  # as many as a list keeps
 
 
 # -- lists -----------------------------------------------------------------------------------------------
 
 
-def test_each_job_is_noted_once_in_order(tmp_path: Path) -> None:
-    assert jobs_in(tmp_path) == []
-    for save_id, iteration in ((SaveId(A, 1), 1), (SaveId(B, 3), 7), (SaveId(A, 2), 9), (SaveId(C, 1), 0)):
-        note_job(tmp_path, save_id, iteration)
-    assert jobs_in(tmp_path) == [Job(A, 1), Job(B, 7), Job(C, 0)]
-    assert (tmp_path / JOBS_NAME).read_text().startswith("000000000000000a 1\n000000000000000b 7\n")
+def test_the_job_that_has_saved_last_is_the_last_one(tmp_path: Path) -> None:
+    assert jobs_in(tmp_path) == [] and not is_last(tmp_path, SaveId(A, 1))
+    assert note_job(tmp_path, SaveId(A, 1), 0) is None
+    assert note_job(tmp_path, SaveId(A, 2), 0) is None
+    assert note_job(tmp_path, SaveId(B, 1), 7) is None, "a new job is no surprise"
+    assert jobs_in(tmp_path) == [Job(A, 0), Job(B, 7)] and is_last(tmp_path, SaveId(B, 9))
+    text = (tmp_path / JOBS_NAME).read_text()
+    assert text.startswith("datastates-jobs 2 ") and text.endswith(
+        "\n000000000000000a 0\n000000000000000b 7\n"
+    )
+    assert note_job(tmp_path, SaveId(A, 3), 0) == Job(B, 7), "both have saved since"
+    assert jobs_in(tmp_path) == [Job(B, 7), Job(A, 0)]
 
 
-@pytest.mark.parametrize("text", [b"x", b"000000000000000a 1\n\n", b"000000000000000a", b"\xff\xfe"])
-def test_a_damaged_list_is_refused_and_kept(text: bytes, tmp_path: Path) -> None:
-    (tmp_path / JOBS_NAME).write_bytes(text)
-    with pytest.raises(FormatError, match="is damaged"):
-        note_job(tmp_path, SaveId(A, 1), 1)
-    assert (tmp_path / JOBS_NAME).read_bytes() == text
+def test_jobs_that_another_list_knows_come_before(tmp_path: Path) -> None:
+    note_job(tmp_path, SaveId(B, 1), 7)
+    note_job(tmp_path, SaveId(D, 1), 9, [Job(A, 0), Job(B, 7), Job(C, 8), Job(D, 9)])
+    assert jobs_in(tmp_path) == [Job(A, 0), Job(C, 8), Job(B, 7), Job(D, 9)]
+
+
+def test_only_the_latest_jobs_are_kept(tmp_path: Path) -> None:
+    for job in [Job(A, 0), *LATER]:
+        note_job(tmp_path, SaveId(job.run_id, 1), job.origin)
+    assert jobs_in(tmp_path) == LATER
+
+
+ONE = b"000000000000000a 1\n"
 
 
 @pytest.mark.parametrize(
-    ("run_id", "iteration", "later"),
+    "content",
     [
-        (A, 10, B),  # B went on from before 7
-        (A, 7, B),
-        (A, 6, None),  # B may have begun with it
-        (B, 12, C),
-        (B, 8, None),
-        (C, 20, None),  # the newest job
-        (0xD, 20, None),  # a job that no list names
+        b"",
+        b"x",
+        ONE,
+        b"datastates-jobs 1 00000000\n" + ONE,
+        b"datastates-jobs 1 b05b1fd9\n",
+        b"datastates-jobs 0 00000000\n" + ONE,
+        b"\xff\xfe",
+        bytes(64),
     ],
 )
-def test_a_checkpoint_is_abandoned_if_a_later_job_saved_an_earlier_iteration(
-    run_id: int, iteration: int, later: int | None
+def test_a_damaged_list_is_refused_and_kept(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / JOBS_NAME).write_bytes(content)
+    with pytest.raises(FormatError, match="is damaged"):
+        note_job(tmp_path, SaveId(A, 1), 1)
+    assert (tmp_path / JOBS_NAME).read_bytes() == content
+
+
+def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path: Path) -> None:
+    for save_id in (SaveId(A, 1), SaveId(B, 1)):
+        note_job(tmp_path, save_id, 7)
+    path, whole = tmp_path / JOBS_NAME, (tmp_path / JOBS_NAME).read_bytes()
+    flipped = [
+        whole[:n] + bytes([whole[n] ^ 1 << bit]) + whole[n + 1 :]
+        for n in range(len(whole))
+        for bit in range(8)
+    ]
+    for content in [*flipped, *(whole[:n] for n in range(len(whole)))]:
+        path.write_bytes(content)
+        with pytest.raises(FormatError, match="is damaged"):
+            jobs_in(tmp_path)
+
+
+# -- which job is a later one ----------------------------------------------------------------------------
+
+
+def point(run_id: int, iteration: int, *ancestors: int) -> Point:
+    """Returns a checkpoint whose job has gone on from the first saves of others."""
+    return Point(iteration, SaveId(run_id, 9), tuple(Ancestor(1, str(SaveId(one, 1))) for one in ancestors))
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "lists", "later"),
+    [
+        (point(A, 10), [[Job(A, 0), Job(B, 7), Job(C, 9)]], B),
+        (point(A, 8), [[Job(A, 0), Job(B, 7), Job(C, 9)]], B),
+        (point(A, 7), [[Job(A, 0), Job(B, 7), Job(C, 9)]], None),  # B went on from it
+        (point(B, 12), [[Job(A, 0), Job(B, 7), Job(C, 9)]], C),
+        (point(B, 9), [[Job(A, 0), Job(B, 7), Job(C, 9)]], None),
+        (point(C, 20), [[Job(A, 0), Job(B, 7), Job(C, 9)]], None),  # the last job
+        (point(D, 20), [[Job(A, 0), Job(B, 7)]], A),  # lists name its jobs: the others are later
+        (point(D, 20, A, B), [[Job(A, 0), Job(B, 7)]], None),  # it has gone on from them
+        (point(D, 20), [], None),
+        (point(A, 10), [[Job(B, 5)], [Job(A, 0)]], None),  # noted near alone: the outage of --save
+        (point(A, 10), [[Job(A, 0), Job(B, 5)], [Job(A, 0)]], B),  # a node that was away
+        (point(A, 10), [LATER, [Job(A, 0)]], 0x1000),  # away for longer than the list reaches back
+        (point(A, 10), [LATER, [*LATER[1:], Job(A, 5)]], None),  # the outage of --save
+    ],
+)
+def test_a_later_job_that_went_on_from_before_passes_a_checkpoint_by(
+    checkpoint: Point, lists: list[list[Job]], later: int | None
 ) -> None:
-    lists = [[], [Job(A, 1)], [Job(A, 1), Job(B, 7), Job(C, 9)]]
-    found = abandoned_by(run_id, iteration, lists)
+    found = passed_by(checkpoint, lists)
     assert (found and found.run_id) == later
 
 
+def test_which_of_two_jobs_came_later() -> None:
+    assert comes_later(point(B, 7), point(A, 10), [[Job(A, 0), Job(B, 5)]])
+    assert not comes_later(point(A, 10), point(B, 7), [[Job(A, 0), Job(B, 5)]])
+    assert comes_later(point(B, 7), point(A, 10), [[Job(A, 0)], [Job(A, 0), Job(B, 5)]])
+    assert not comes_later(point(B, 7), point(A, 10), [[Job(A, 0)], [Job(B, 5)]]), "nobody knows"
+    assert comes_later(point(B, 7, A), point(A, 10), []), "it went on from an earlier save of that job"
+
+
 # -- jobs ------------------------------------------------------------------------------------------------
-
-
-def away_and_back(tmp_path: Path) -> Nodes:
-    """Returns node 1 alone after a rollback that it did not see; its near tier has iteration 10, whole."""
-    nodes = Nodes(tmp_path)
-    for iteration in (5, 10):
-        nodes.save(iteration)
-    nodes.close()
-    for path in nodes.near(0, 10).glob("data-*"):  # as with copies on other nodes
-        shutil.copy(path, nodes.near(1, 10))
-    shutil.move(nodes.roots[1], tmp_path / "away")
-    (nodes.run / TRACKER_NAME).write_text("5")  # as --ckpt-step 5 takes it
-    shutil.rmtree(nodes.directory(10))
-    after = next_job(tmp_path)
-    for iteration in (7, 8):
-        after.save(iteration)
-    after.close()
-    (after.run / TRACKER_NAME).write_text("8")
-    shutil.rmtree(after.roots[1])
-    shutil.move(tmp_path / "away", after.roots[1])
-    shutil.rmtree(after.roots[0])
-    third = next_job(tmp_path, run_id=6)
-    third.roots.reverse()
-    return third
-
-
-def test_a_node_that_was_away_does_not_bring_back_an_abandoned_branch(tmp_path: Path) -> None:
-    third = away_and_back(tmp_path)
-    iteration, said = recover(third)
-    assert iteration is None and (third.run / TRACKER_NAME).read_text() == "8"
-    assert "iter_0000010 in a near tier is left: a later job" in said and "saved iteration 7" in said
-    assert str(third.run / JOBS_NAME) in said
-    (third.run / JOBS_NAME).unlink()
-    assert recover(third)[0] == 10, "as the line says"
-    third.close()
 
 
 def test_a_job_that_goes_on_is_no_rollback(tmp_path: Path) -> None:
@@ -108,13 +152,13 @@ def test_a_job_that_goes_on_is_no_rollback(tmp_path: Path) -> None:
 
 
 def test_jobs_are_noted_in_save_and_in_near_tiers(tmp_path: Path) -> None:
-    for run_id, iteration in ((4, 1), (5, 21)):
+    for run_id, iteration, origin in ((4, 1, Origin()), (5, 21, Origin(11, None))):
         nodes = next_job(tmp_path, run_id=run_id)
-        nodes.save(iteration)
-        nodes.save(iteration + 10)
+        nodes.save(iteration, origin)
+        nodes.save(iteration + 10, origin)
         nodes.close()
     for folder in (nodes.run, nodes.near(0, 1).parent, nodes.near(1, 1).parent):
-        assert jobs_in(folder) == [Job(4, 1), Job(5, 21)]
+        assert jobs_in(folder) == [Job(4, 0), Job(5, 11)]
 
 
 def test_a_list_that_cannot_be_written_is_tried_again_with_one_warning(
@@ -122,19 +166,19 @@ def test_a_list_that_cannot_be_written_is_tried_again_with_one_warning(
 ) -> None:
     attempts: list[Path] = []
 
-    def failing(folder: Path, save_id: SaveId, iteration: int) -> None:
+    def failing(folder: Path, save_id: SaveId, origin: int, known: list[Job]) -> Job | None:
         attempts.append(folder)
         if attempts.count(folder) < 3:
             raise OSError(5, "Input/output error")
-        note_job(folder, save_id, iteration)
+        return note_job(folder, save_id, origin, known)
 
     monkeypatch.setattr(drain, "note_job", failing)
     nodes = next_job(tmp_path)
     with caplog.at_level(logging.WARNING):
         for iteration in (1, 2, 3, 4):
-            nodes.save(iteration)
+            nodes.save(iteration, Origin())
         nodes.close()
-    assert jobs_in(nodes.run) == [Job(5, 1)]
+    assert jobs_in(nodes.run) == [Job(5, 0)]
     assert caplog.text.count("this job is not noted there yet") == 2, "once on each of the two ranks"
     for iteration in (3, 4):
         nodes.check(iteration)

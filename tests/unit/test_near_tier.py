@@ -25,6 +25,7 @@ from megatron_datastates.engine.faults import Faults
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline.branches import Origin
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.near import tier
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
@@ -63,8 +64,8 @@ class Nodes:
     def kept(self, node: int) -> list[str]:
         return sorted(path.name for path in near_run(self.roots[node], self.run).glob("iter_*"))
 
-    def save(self, iteration: int) -> Publication:
-        return self.ranks.save(self.directory(iteration), states_of(iteration))
+    def save(self, iteration: int, origin: Origin | None = None) -> Publication:
+        return self.ranks.save(self.directory(iteration), states_of(iteration), origin)
 
     def check(self, iteration: int) -> None:
         """Checks that the checkpoint is far, whole and exact."""

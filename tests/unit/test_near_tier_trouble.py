@@ -26,7 +26,7 @@ from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import near as training_near
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.near import drain, recovery, share, tier
+from megatron_datastates.pipeline.near import drain, holdings, share, tier
 from megatron_datastates.pipeline.near.copying import Copier
 from megatron_datastates.pipeline.near.places import manifest_in, near_folder, near_run
 from megatron_datastates.pipeline.near.recovery import bring_home
@@ -78,7 +78,8 @@ def test_a_save_of_a_run_that_was_rolled_back_is_far_before_it_counts(tmp_path: 
     assert again.is_far(2), "else the next job would resume from iteration 3, which --save names"
     assert again.ranks.far == [publication.save.context.save_id]
     (nodes.run / TRACKER_NAME).write_text("2")  # as Megatron's loop does
-    assert recover(nodes) == (None, ""), "iteration 3 is of another branch"
+    iteration, said = recover(nodes)
+    assert iteration is None and "is left" in said, "iteration 3 is of another branch"
     assert all(record.is_near for record in again.save(4).records)
     abandon(again)
 
@@ -398,7 +399,7 @@ def test_a_node_without_the_manifest_brings_files_of_earlier_saves(tmp_path: Pat
     names = [SaveId(5, 7).data_file_name(1), SaveId(5, 3).data_file_name(1, 1)]
     for name in names:
         (folder / name).write_bytes(b"")
-    held = {one.save_id: one.files for one in recovery._held_in(folder)}
+    held = {one.save_id: one.files for one in holdings.held_in(folder)}
     assert held[SaveId(5, 7)] == frozenset(names)
 
 

@@ -271,7 +271,7 @@ def test_the_manifest_is_the_last_object(store: ObjectStore, tmp_path: Path) -> 
     assert written[-1].endswith(f"/{MANIFEST_NAME}")
     names = {path.rpartition("/")[2] for path in written}
     assert names == {JOBS_NAME, *stores.names_below(nodes.directory(1))}
-    assert [job.first for job in jobs_in(nodes.run)] == [1]
+    assert [job.origin for job in jobs_in(nodes.run)] == [0]
 
 
 def test_damage_in_the_near_tier_is_not_uploaded(

@@ -21,6 +21,7 @@ from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement, is_damage
 from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint
 from megatron_datastates.mcore.training.arguments import is_selected, options_of
+from megatron_datastates.mcore.training.origin import note_load
 from megatron_datastates.pipeline.runs import may_be_ours
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,12 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         purpose = signature.bind(*args, **kwargs).arguments.get("load_arg", "load")
         facts: dict[str, Any] = {"options": _options, "restores_providers": lambda: _is_resume(purpose)}
         _bring_home(purpose)
-        with state.opened(**facts, in_training_loop=True, failed_on_all_ranks=False) as load:
+        with state.opened(**facts, in_training_loop=True, failed_on_all_ranks=False, directory=None) as load:
             try:
-                return original(*args, **kwargs)
+                result = original(*args, **kwargs)
+                if _is_resume(purpose):
+                    note_load(load.directory, result)
+                return result
             except CheckpointingException as error:
                 if not is_damage(error) or not _all_ranks_are_here(load):
                     raise
@@ -65,19 +69,19 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 def _bring_home(purpose: str) -> None:
     """Brings a newer checkpoint from the near tiers to the directory of a load that resumes a run.
 
-    Collective. Not for a load of a chosen iteration (--ckpt-step).
+    Collective. For a load of a chosen iteration (--ckpt-step), that one, if it is not there.
     """
     import torch.distributed as dist
     from megatron.training.global_vars import get_args
 
     args = get_args()
-    if not is_selected(args) or not _is_resume(purpose) or getattr(args, "ckpt_step", None) is not None:
+    if not is_selected(args) or not _is_resume(purpose):
         return
     options = _options()
     if options.near and getattr(args, "load", None) and dist.is_initialized():
         from megatron_datastates.pipeline.near.recovery import bring_home
 
-        bring_home(path_of(args.load), options, logger.warning)
+        bring_home(path_of(args.load), options, logger.warning, wanted=getattr(args, "ckpt_step", None))
 
 
 def _is_resume(purpose: str) -> bool:

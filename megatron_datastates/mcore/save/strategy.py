@@ -32,6 +32,7 @@ from megatron_datastates.mcore.save import mutability
 from megatron_datastates.mcore.save.mapping import ShardedStateProvider
 from megatron_datastates.mcore.save.prepared import mark_of
 from megatron_datastates.mcore.save.request import make_request, raise_if_failed
+from megatron_datastates.pipeline.branches import Origin
 from megatron_datastates.pipeline.documents import PublicationExtras
 from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.publication import Publication
@@ -108,6 +109,15 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
         """Returns None: without knowing who tracks its checkpoints, a save leaves the near tier out."""
         return None
 
+    def _origin(self) -> Origin | None:
+        """Returns None: what was resumed from is known in training loops only."""
+        return None
+
+    def _extras(self) -> PublicationExtras:
+        own = (COMMON_FILE,) if versions.installed().writes_common_file else ()
+        document = _metadata_json(CheckpointingConfig(self.backend, self.version))
+        return PublicationExtras(parallel_sizes(), own, FILES_OF_TORCH_DIST, document, self._origin())
+
     def _start(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path, mode: str) -> Publication:
         sharded = ShardedStateProvider(sharded_state_dict, self.classifier, is_lazy=self.is_lazy())
 
@@ -122,7 +132,7 @@ class DataStatesSaveStrategy(TorchDistSaveShardedStrategy):  # type: ignore[misc
             providers,
             iteration=_iteration(sharded_state_dict, checkpoint_dir),
             mode=mode,
-            extras=_extras(CheckpointingConfig(self.backend, self.version)),
+            extras=self._extras(),
             await_copies=not self.is_lazy(),
             far_published=self._far_published(path_of(checkpoint_dir)),
         )
@@ -139,6 +149,7 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         started: called with every asynchronous save after it has started.
         far_published: called with the directory of every checkpoint; returns what is to be called on rank 0
             once it is published there, or None if it is not to be written to a near tier first.
+        origin: returns what the job has resumed from, if that is known.
     """
 
     def __init__(
@@ -148,11 +159,13 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
         started: Callable[[Publication], None] = lambda publication: None,
         transform: Transform | None = None,
         far_published: FarPublished = lambda checkpoint: None,
+        origin: Callable[[], Origin | None] = lambda: None,
     ) -> None:
         super().__init__(options=options, transform=transform)
         self._in_loop = in_loop
         self._started = started
         self._on_far_published = far_published
+        self._on_origin = origin
 
     def async_save(self, *args: Any, **kwargs: Any) -> Any:
         request = super().async_save(*args, **kwargs)
@@ -161,6 +174,9 @@ class TrainingSaveStrategy(DataStatesSaveStrategy):
 
     def _far_published(self, checkpoint: Path) -> Callable[[SaveId], None] | None:
         return self._on_far_published(checkpoint)
+
+    def _origin(self) -> Origin | None:
+        return self._on_origin()
 
     def is_lazy(self) -> bool:
         return self._in_loop()
@@ -176,11 +192,6 @@ def _note_near(publication: Publication) -> None:
         near_checkpoints.add(directory)
     else:
         near_checkpoints.discard(directory)
-
-
-def _extras(config: CheckpointingConfig) -> PublicationExtras:
-    own = (COMMON_FILE,) if versions.installed().writes_common_file else ()
-    return PublicationExtras(parallel_sizes(), own, FILES_OF_TORCH_DIST, _metadata_json(config))
 
 
 def _metadata_json(config: Any) -> bytes:

@@ -120,9 +120,10 @@ def wrap_save_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the function or class that `megatron.training.checkpointing` calls for a save strategy."""
     from megatron_datastates.mcore.save.strategy import TrainingSaveStrategy
     from megatron_datastates.mcore.training import near, retention
+    from megatron_datastates.mcore.training.origin import origin
 
     return lambda *args, **kwargs: TrainingSaveStrategy(
-        _options, is_training, retention.note, far_published=near.far_published
+        _options, is_training, retention.note, far_published=near.far_published, origin=origin
     )
 
 

@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_datastates import stores
 from megatron_datastates.config import Options
@@ -35,7 +35,7 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
-from megatron_datastates.pipeline.near.jobs import note_job
+from megatron_datastates.pipeline.near.jobs import Job, is_last, jobs_in, note_job
 from megatron_datastates.pipeline.near.places import (
     arrived_bytes,
     leftovers,
@@ -84,6 +84,14 @@ class NearSave:
         return f"iteration {self.iteration}" if self.iteration is not None else self.far.name
 
 
+class _Note(NamedTuple):
+    """That this job has published a save of a run."""
+
+    run: Path
+    save_id: SaveId
+    origin: int
+
+
 class Drain:
     """What this process brings from its near tier to the checkpoints' directories.
 
@@ -106,7 +114,8 @@ class Drain:
         self._to_commit: list[NearSave] = []  # on rank 0, oldest first
         self._kept: list[NearSave] = []  # all that are still near, oldest first
         self._failed: deque[Path] = deque()  # folders of failed saves
-        self._to_note: deque[tuple[Path, SaveId, int]] = deque()  # where this job is still to be noted
+        self._to_note: dict[Path, _Note] = {}  # by folder: what its list of jobs still lacks
+        self._has_new_notes = False  # since it was tried the last time
         self._is_warned = False  # that one could not be written
         self._earlier: frozenset[int] | None = None  # run ids of jobs before this one, once it has published
         self._thread: BackgroundThread | None = None
@@ -128,12 +137,19 @@ class Drain:
             self._changed.notify_all()
         self._start(f"{save.name} stays")
 
-    def note_job(self, folders: Sequence[Path], save_id: SaveId, iteration: int) -> None:
-        """Notes in these folders of the run that this job has published its first save. Never raises."""
+    def note_job(self, run: Path, folders: Sequence[Path], save_id: SaveId, origin: int) -> None:
+        """Notes in these folders of a run that this job has published a save. Never raises.
+
+        Args:
+            run: the directory of the run.
+            origin: iteration that the job went on from.
+        """
         with self._changed:
-            self._to_note.extend((folder, save_id, iteration) for folder in folders)
+            self._to_note.update((folder, _Note(run, save_id, origin)) for folder in folders)
+            self._has_new_notes = bool(folders)
             self._changed.notify_all()
-        self._start("checkpoints stay")
+        if folders:
+            self._start("checkpoints stay")
 
     def _start(self, otherwise: str) -> None:
         if self._thread is None:
@@ -226,17 +242,19 @@ class Drain:
                 logger.exception("the drain met an error that it did not expect, and goes on")
                 time.sleep(_LOOK_SECONDS)
             with self._changed:
-                if not self._to_copy and not (self._closing and self._is_done()):
+                if not (self._to_copy or self._has_new_notes or (self._closing and self._is_done())):
                     self._changed.wait(self._look_seconds())
 
     def _note_jobs(self) -> None:
-        """Writes the lists of jobs that lack this one; what fails is tried again when something changes."""
-        for _ in range(len(self._to_note)):
-            folder, save_id, iteration = one = self._to_note.popleft()
+        """Writes the lists of jobs that lack this one; what fails is tried again with the next save."""
+        with self._changed:
+            notes, self._to_note, self._has_new_notes = self._to_note, {}, False
+        for folder, note in notes.items():
             try:
-                note_job(folder, save_id, iteration)
-            except (OSError, DataStatesError) as error:
-                self._to_note.append(one)
+                self._note(folder, note)
+            except Exception as error:
+                with self._changed:
+                    self._to_note.setdefault(folder, note)
                 if not self._is_warned:
                     logger.warning(
                         "%s: this job is not noted there yet (%s): after a rollback, a node that was away "
@@ -245,6 +263,21 @@ class Drain:
                         error,
                     )
                 self._is_warned = True
+
+    def _note(self, folder: Path, note: _Note) -> None:
+        known: Sequence[Job] = ()
+        if folder != note.run and not is_last(folder, note.save_id):
+            with contextlib.suppress(OSError, DataStatesError):
+                known = jobs_in(note.run)
+        between = note_job(folder, note.save_id, note.origin, known)
+        if between is not None and folder == note.run:
+            logger.warning(
+                "%s: another job (%016x) has saved this run since the last save of this one (%016x): if both "
+                "are running, end one; a restart resumes from the one that has saved last",
+                folder,
+                between.run_id,
+                note.save_id.run_id,
+            )
 
     def _look_seconds(self) -> float | None:
         """Returns how long to wait for other nodes' files; None if there are none to wait for."""

@@ -216,20 +216,6 @@ def remove_earlier(run: Path, iteration: int, own_run_id: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def leave_branch(run: Path, iteration: int, own_run_id: int) -> None:
-    """Makes what earlier jobs left of later iterations no checkpoint any more: a rolled back run went on.
-
-    Raises:
-        OSError: a manifest could not be removed.
-    """
-    for folder in _folders(run):
-        number, ids = iteration_in_name(folder.name), _save_ids(folder)
-        if number is None or number <= iteration or any(one.run_id == own_run_id for one in ids):
-            continue
-        with contextlib.suppress(FileNotFoundError):
-            (folder / MANIFEST_NAME).unlink()
-
-
 def _folders(run: Path) -> list[Path]:
     return [folder for folder in sorted(run.iterdir()) if folder.is_dir() and not folder.is_symlink()]
 

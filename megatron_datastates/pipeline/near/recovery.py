@@ -6,7 +6,8 @@ or in its own directory), each node copies its files, and one rank publishes it.
 ever, and reads what its own near tier has from there (pipeline/load.py).
 
 A file is known by its name, which has the save id, and by the checksum of its footer: files of other jobs
-never mix in. Iterations are compared, not clocks.
+never mix in. Only what follows the checkpoint that the tracker names is brought there (branches.py), or what
+a later job has saved that was rolled back (jobs.py). Clocks are not compared.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,23 +25,22 @@ from megatron_datastates.config import Options
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.engine.reader import read_small
-from megatron_datastates.errors import DataStatesError, FormatError, StorageError
+from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import DOCUMENT_BYTES, INDEX_BYTES, OBJECT_BYTES
 from megatron_datastates.format.directory import (
     FILES_OF_TORCH_DIST,
     METADATA_NAME,
     TRACKER_NAME,
     iteration_in_name,
-    iteration_name,
 )
 from megatron_datastates.format.manifest import FileEntry, Manifest
-from megatron_datastates.format.values import SaveId, is_data_file_name, save_id_in_name
+from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.agreement import Collectives, gather_objects
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
+from megatron_datastates.pipeline.near.choice import Choice
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError, is_whole
-from megatron_datastates.pipeline.near.jobs import JOBS_NAME, Job, abandoned_by, jobs_in
-from megatron_datastates.pipeline.near.places import manifest_in, near_root, near_run, node_of, nodes_in
-from megatron_datastates.pipeline.runs import find_iterations, is_complete, is_published, require_tracked
+from megatron_datastates.pipeline.near.holdings import Far, Held, Node, far_in, held_in, named_jobs, resumable
+from megatron_datastates.pipeline.near.places import manifest_in, near_root, near_run, node_of
 
 logger = logging.getLogger(__name__)
 Shared = TypeVar("Shared")
@@ -49,33 +48,6 @@ _COPIES = 4  # files at a time
 _POLL_SECONDS = 0.05
 _NAMED = 3  # files in a message
 _Damaged = dict[tuple[int, str], str]  # by rank whose near tier has it, and data file: what is wrong with it
-
-
-@dataclasses.dataclass(frozen=True)
-class _Held:
-    """What one node's near tier holds of one checkpoint."""
-
-    name: str  # of its directory
-    save_id: SaveId
-    has_manifest: bool
-    files: frozenset[str]  # data files
-    copies: frozenset[str] = frozenset()  # those of them that are copies of other nodes' (replicas.py)
-
-    @property
-    def iteration(self) -> int:
-        return iteration_in_name(self.name) or 0
-
-
-@dataclasses.dataclass(frozen=True)
-class _Node:
-    """What one rank says of its node."""
-
-    node: int  # 0: it has no near tier
-    held: tuple[_Held, ...]
-    tracked: int | None  # iteration that would be resumed from, as this rank sees the run's directory
-    error: str = ""  # why nobody knows that
-    jobs: tuple[Job, ...] = ()  # that have saved the run, as its near tier's list says
-    far_jobs: tuple[Job, ...] = ()  # as the list in the run's directory says; from rank 0 alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,13 +60,17 @@ class _Plan:
     error: str = ""
 
 
-def bring_home(run: Path, options: Options, tell: Callable[[str], None] = logger.info) -> int | None:
+def bring_home(
+    run: Path, options: Options, tell: Callable[[str], None] = logger.info, *, wanted: int | None = None
+) -> int | None:
     """Publishes in `run` the newest checkpoint that near tiers hold whole, if it is newer than what is there.
 
     Collective: all ranks call it. Megatron's tracker in `run` names the checkpoint afterwards.
 
     Args:
         tell: gets a line on rank 0 for each checkpoint that was tried.
+        wanted: an iteration that is to be loaded instead (--ckpt-step): it is published if it is not there,
+            also of a branch that a later job has left, and the tracker stays as it is.
 
     Returns:
         Its iteration; None if there is none.
@@ -102,29 +78,30 @@ def bring_home(run: Path, options: Options, tell: Callable[[str], None] = logger
     Raises:
         StorageError: `run` cannot be read, or the checkpoint cannot be written there. On all ranks.
     """
-    recovery = _Recovery(run, options)
+    recovery = _Recovery(run, options, wanted)
     nodes = recovery.look()
-    tracked = nodes[0].tracked
-    if nodes[0].error:
-        raise StorageError(nodes[0].error)
-    lists = [nodes[0].far_jobs, *(node.jobs for node in nodes)]
-    for name, save_id in _candidates(nodes, tracked):
-        later = abandoned_by(save_id.run_id, iteration_in_name(name) or 0, lists)
-        if later is not None:
-            if recovery.rank == 0:
+    error = next((node.error for node in nodes if node.error), None)
+    if error is not None:
+        raise StorageError(error)
+    if nodes[0].far.has_wanted:
+        return None
+    choice = Choice(nodes, wanted, run)
+    for name, save_id in choice.candidates():
+        reason = choice.reason_to_leave(save_id)
+        if reason is not None:
+            if recovery.rank == 0 and reason:
                 tell(
-                    f"datastates: {name} in a near tier is left: a later job went on from an earlier "
-                    f"iteration, and saved iteration {later.first}. To resume from it, remove "
-                    f"{run / JOBS_NAME}, and the same in near tiers"
+                    f"datastates: {name} in a near tier is left: {reason}. --ckpt-step "
+                    f"{iteration_in_name(name)} loads it"
                 )
             continue
         outcome = recovery.bring(name, save_id, nodes)
-        iteration = iteration_in_name(name)
-        there = "nothing" if tracked is None else f"iteration {tracked}"
         if recovery.rank == 0:
-            tell(f"datastates: iteration {iteration} is newer than what is in {run} ({there}), and {outcome}")
+            tell(f"datastates: iteration {iteration_in_name(name)} is {choice.why(save_id)}, and {outcome}")
         if outcome.is_far:
-            return iteration
+            return iteration_in_name(name)
+    if recovery.rank == 0 and choice.warning():
+        tell(choice.warning())
     return None
 
 
@@ -137,23 +114,12 @@ class _Outcome:
         return self.text
 
 
-def _candidates(nodes: Sequence[_Node], tracked: int | None) -> list[tuple[str, SaveId]]:
-    """Returns names and save ids of checkpoints that are newer than the tracked one, newest first."""
-    found = {
-        (held.iteration, held.save_id.ordinal, held.name, held.save_id)
-        for node in nodes
-        for held in node.held
-        if held.has_manifest and held.iteration > (tracked or 0)
-    }
-    ordered = sorted(found, key=lambda one: (*one[:3], one[3].run_id), reverse=True)
-    return [(name, save_id) for _, _, name, save_id in ordered]
-
-
 class _Recovery:
     """What one rank does. Every method without an underscore is collective."""
 
-    def __init__(self, run: Path, options: Options) -> None:
+    def __init__(self, run: Path, options: Options, wanted: int | None) -> None:
         self._run = run
+        self._wanted = wanted
         self._root = near_root(options.near)
         self._folder = near_run(self._root, run)
         self._faults = Faults(options.faults)
@@ -165,33 +131,31 @@ class _Recovery:
     def _share(self, value: Shared) -> list[Shared]:
         return gather_objects(value) if self._collectives.distributed else [value]
 
-    def look(self) -> list[_Node]:
+    def look(self) -> list[Node]:
         """Returns what each rank's node has; of the ranks of a node only the first one says it."""
         nodes, seen = self._share(self._look()), {0}
         for rank, node in enumerate(nodes):
             if node.node in seen:
-                nodes[rank] = dataclasses.replace(node, held=())
+                nodes[rank] = dataclasses.replace(node, held=(), jobs=())
             seen.add(node.node)
         return nodes
 
-    def _look(self) -> _Node:
+    def _look(self) -> Node:
         try:
-            nothing = _Node(0, (), _resumable(self._run))
-            if self.rank == 0:
-                nothing = dataclasses.replace(nothing, far_jobs=_jobs_in(self._run))
+            far = far_in(self._run, self._wanted) if self.rank == 0 else Far(resumable(self._run))
         except StorageError as error:
-            return _Node(0, (), None, str(error))
+            return Node(error=str(error))
         try:
-            held = tuple(held for one in sorted(self._folder.iterdir()) for held in _held_in(one))
+            held = tuple(held for one in sorted(self._folder.iterdir()) for held in held_in(one))
             node = node_of(self._root)
         except FileNotFoundError:
-            return nothing
+            return Node(far=far)
         except OSError as error:
             logger.warning("%s in the near tier is left out: %s", self._folder, error)
-            return nothing
-        return dataclasses.replace(nothing, node=node, held=held, jobs=_jobs_in(self._folder))
+            return Node(far=far)
+        return Node(node, held, named_jobs(self._folder), far)
 
-    def bring(self, name: str, save_id: SaveId, nodes: Sequence[_Node]) -> _Outcome:
+    def bring(self, name: str, save_id: SaveId, nodes: Sequence[Node]) -> _Outcome:
         """Tries to make one checkpoint far. The same outcome on all ranks."""
         holders = {
             rank: held
@@ -199,7 +163,7 @@ class _Recovery:
             for held in node.held
             if (held.name, held.save_id) == (name, save_id)
         }
-        publisher = next(rank for rank, held in holders.items() if held.has_manifest)
+        publisher = next(rank for rank, held in holders.items() if held.point is not None)
         try:
             plan, outcome = self._bring_files(name, holders, publisher)
             if outcome.is_far:
@@ -208,7 +172,7 @@ class _Recovery:
             return _Outcome(False, f"could not be brought there from the near tiers: {error}")
         return outcome
 
-    def _bring_files(self, name: str, holders: Mapping[int, _Held], publisher: int) -> tuple[_Plan, _Outcome]:
+    def _bring_files(self, name: str, holders: Mapping[int, Held], publisher: int) -> tuple[_Plan, _Outcome]:
         """Copies all files that are missing; for a damaged one, another node's copy is taken."""
         damaged: _Damaged = {}
         copied = from_copies = 0
@@ -263,7 +227,7 @@ class _Recovery:
             )
         return {key: text for _, _, damaged in outcomes for key, text in damaged.items()}
 
-    def _plan(self, name: str, holders: Mapping[int, _Held], damaged: _Damaged) -> _Plan:
+    def _plan(self, name: str, holders: Mapping[int, Held], damaged: _Damaged) -> _Plan:
         manifest = manifest_in(self._folder / name)
         if manifest is None:
             return _Plan(error=f"the manifest in {self._folder / name} cannot be read")
@@ -314,8 +278,9 @@ class _Recovery:
             write_whole(far / other, content, self._faults, manifest.save_id)
         small = SmallFiles(manifest, index, metadata)
         Commit(far, manifest.save_id, small, self._faults, FILES_OF_TORCH_DIST).publish()
-        tracked = str(iteration_in_name(name)).encode()
-        write_whole(self._run / TRACKER_NAME, tracked, self._faults, manifest.save_id)
+        if self._wanted is None:
+            tracked = str(iteration_in_name(name)).encode()
+            write_whole(self._run / TRACKER_NAME, tracked, self._faults, manifest.save_id)
         return {}
 
 
@@ -325,59 +290,3 @@ def _why_left(lost: list[str], damaged: _Damaged) -> str:
         return f"could not be brought there from the near tiers: {texts[0]}"
     more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
     return f"is left: no near tier has {', '.join(lost[:_NAMED])}{more}, nor has its directory"
-
-
-def _resumable(run: Path) -> int | None:
-    """Returns the iteration that a load resumes from: the tracked one, or the newest complete one.
-
-    The latter is used if the tracker is damaged (see mcore/training/tracker.py) or names what is not there.
-
-    Raises:
-        StorageError: the run's directory is there and cannot be read.
-    """
-    try:
-        tracked = require_tracked(run / TRACKER_NAME)
-        if tracked is None or is_complete(run / iteration_name(tracked)):
-            return tracked
-    except FormatError:
-        pass
-    try:
-        return max((one.number for one in find_iterations(run) if one.complete), default=None)
-    except OSError as error:
-        raise StorageError(f"{run} cannot be listed: {error.strerror}") from error
-
-
-def _jobs_in(folder: Path) -> tuple[Job, ...]:
-    try:
-        return tuple(jobs_in(folder))
-    except (OSError, DataStatesError) as error:
-        logger.warning("which jobs have saved the run is not known: %s", error)
-        return ()
-
-
-def _held_in(folder: Path) -> list[_Held]:
-    """Returns what a folder holds; nothing if it cannot be read."""
-    try:
-        return _found_in(folder)
-    except OSError as error:
-        logger.warning("%s in the near tier is left out: %s", folder, error)
-        return []
-
-
-def _found_in(folder: Path) -> list[_Held]:
-    """Returns what a folder holds, by save: a save may have begun where another one was published."""
-    if iteration_in_name(folder.name) is None or not folder.is_dir():
-        return []
-    manifest = manifest_in(folder)
-    if manifest is not None:
-        files = [file for file in manifest.files if is_whole(folder / file.name, manifest, file)]
-        nodes = nodes_in(folder)
-        own = {file.rank for file in files} if nodes is None else set(nodes.nodes[nodes.own].ranks)
-        names, copies = ([f.name for f in files], [f.name for f in files if f.rank not in own])
-        return [_Held(folder.name, manifest.save_id, True, frozenset(names), frozenset(copies))]
-    if is_published(folder):
-        logger.warning("%s in the near tier is left out: its manifest cannot be read", folder)
-    present = frozenset(filter(is_data_file_name, os.listdir(folder)))
-    ids = {save_id for name in present if (save_id := save_id_in_name(name))}
-    # Each may have files of earlier ones, too: a manifest says which.
-    return [_Held(folder.name, save_id, False, present) for save_id in ids]

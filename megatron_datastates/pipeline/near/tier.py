@@ -22,11 +22,11 @@ from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.branches import Origin
 from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.near.drain import Drain, NearSave
 from megatron_datastates.pipeline.near.places import (
     free_bytes,
-    leave_branch,
     near_folder,
     near_root,
     node_of,
@@ -60,7 +60,7 @@ class NearTier:
         self._is_ahead = False  # of what the tracker in --save names, as every later save is then
         self._published = 0  # saves, in near tiers
         self._tracked = 0  # ordinal of the save that the tracker names
-        self._has_branched = False
+        self._run_id = 0  # of the saves that this is said of: a restart within the process is another job
         self.replicas = Replicas(options, faults) if options.near_replicas else None
         self.drain = Drain(options, faults, report)
 
@@ -74,6 +74,7 @@ class NearTier:
             DataStatesError: likewise, for a checkpoint in an object store, which is reached from here alone.
         """
         directory = publication.save.context.directory
+        self._enter_run(publication.save.context.save_id.run_id)
         try:
             if "$" in os.fspath(self.root):  # else it would be made in the working directory
                 raise OSError(errno.ENOENT, "a variable in its name is not set on this node")
@@ -100,6 +101,10 @@ class NearTier:
             publication.replicas = self.replicas
             publication.endpoint = self.replicas.offer(publication.save.context.save_id, folder)
         return folder
+
+    def _enter_run(self, run_id: int) -> None:
+        if run_id != self._run_id:
+            self._run_id, self._is_ahead, self._tracked = run_id, False, 0
 
     def _lack_of_room(self, context: SaveContext, folder: Path, wanted_bytes: int) -> str:
         """Returns why a save does not fit; empty if it does. Raises OSError.
@@ -149,10 +154,16 @@ class NearTier:
             )
         self._is_warned = True
 
-    def on_end(self, publication: Publication, far_published: Callable[[SaveId], None]) -> None:
+    def on_end(
+        self,
+        publication: Publication,
+        far_published: Callable[[SaveId], None],
+        origin: Origin | None = None,
+    ) -> None:
         """Takes note of a save that is over.
 
         Args:
+            origin: what the job resumed from, if that is known.
             far_published: called on rank 0, on some thread, once the save is published in its directory.
         """
         context, near = publication.save.context, publication.near
@@ -164,7 +175,7 @@ class NearTier:
             if context.near is not None and near is not None and near.stores:
                 self.drain.note_failed(context.near)
             return
-        self._leave_branch(context, is_first, near is not None and near.stores)
+        self._note_job(context, origin, is_first, near is not None and near.stores)
         if near is None:
             return
         near.note_published()
@@ -193,25 +204,20 @@ class NearTier:
             )
         )
 
-    def _leave_branch(self, context: SaveContext, is_first: bool, stores: bool) -> None:
-        """With the first save: what near tiers hold of later iterations is not to be resumed from.
+    def _note_job(self, context: SaveContext, origin: Origin | None, is_first: bool, stores: bool) -> None:
+        """Notes in the lists of jobs that this one has published a save.
 
         Args:
             is_first, stores: whether this is rank 0, and whether it stores its node's small files.
         """
         iteration = iteration_in_name(context.directory.name)
-        if self._has_branched or iteration is None:
+        if iteration is None:
             return
-        self._has_branched = True
-        run = near_folder(self.root, context.directory).parent
-        folders = [*([context.directory.parent] if is_first else []), *([run] if stores else [])]
-        if folders:
-            self.drain.note_job(folders, context.save_id, iteration)
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                leave_branch(run, iteration, context.save_id.run_id)
-            except OSError as error:
-                logger.warning("%s was not removed from the near tier: %s", run, error)
+        run, near = context.directory.parent, near_folder(self.root, context.directory).parent
+        folders = [*([run] if is_first else []), *([near] if stores else [])]
+        # Without an origin, all that is older may be what it went on from.
+        begun = origin.iteration if origin is not None else max(iteration - 1, 0)
+        self.drain.note_job(run, folders, context.save_id, begun)
 
     def _track(self, context: SaveContext) -> None:
         """Writes the tracker of the near tier, which is for people: loads look at manifests."""

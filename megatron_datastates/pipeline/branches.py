@@ -1,0 +1,88 @@
+"""Branches of a run: what a job resumed from, and which of two checkpoints another one has passed by.
+
+A job that resumes from an older iteration than the newest one begins a branch. Each manifest names what its
+job resumed from, and the jobs before it (its ancestors), so a checkpoint is known to follow another one
+without a look at any clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.files import MANIFEST_BYTES, read_regular
+from megatron_datastates.format.manifest import Ancestor, Manifest
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId
+from megatron_datastates.pipeline.runs import is_published
+
+_MOST = 1000  # ancestors that a manifest names; the oldest ones are left out
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """What a job resumed from.
+
+    Attributes:
+        iteration: 0 if it began anew.
+        ancestors: of its checkpoints, oldest first; None if they are not known.
+    """
+
+    iteration: int = 0
+    ancestors: tuple[Ancestor, ...] | None = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A checkpoint's place in the history of its run.
+
+    Attributes:
+        save_id: None for a checkpoint in another format.
+        ancestors: None if they are not known.
+    """
+
+    iteration: int
+    save_id: SaveId | None
+    ancestors: tuple[Ancestor, ...] | None
+
+    def follows(self, other: Point) -> bool:
+        """Returns whether the job of this checkpoint, or one before it, has passed through the other one."""
+        if other.save_id is None:
+            return any(not one.save_id and one.iteration == other.iteration for one in self.ancestors or ())
+        if self.save_id is not None and self.save_id.run_id == other.save_id.run_id:
+            return self.save_id.ordinal > other.save_id.ordinal
+        reached = self.reached(other.save_id.run_id)
+        return reached is not None and reached >= other.save_id.ordinal
+
+    def reached(self, run_id: int) -> int | None:
+        """Returns the ordinal of the save of another job that this one's went on from; None if of none."""
+        for ancestor in self.ancestors or ():
+            save_id = SaveId.parse(ancestor.save_id)
+            if save_id is not None and save_id.run_id == run_id:
+                return save_id.ordinal
+        return None
+
+
+def point_of(manifest: Manifest, iteration: int) -> Point:
+    """Returns where the checkpoint of a manifest stands."""
+    return Point(iteration, manifest.save_id, manifest.ancestors)
+
+
+def point_in(directory: Path, iteration: int) -> Point | None:
+    """Returns where the checkpoint in a directory stands, in any format; None if its manifest is damaged."""
+    if not is_published(directory):
+        return Point(iteration, None, None)
+    try:
+        data = read_regular(directory / MANIFEST_NAME, MANIFEST_BYTES)
+        return point_of(Manifest.decode(data, str(directory)), iteration)
+    except (OSError, DataStatesError):
+        return None
+
+
+def origin_in(directory: Path, iteration: int) -> Origin:
+    """Returns what a job goes on from that has loaded the checkpoint in a directory."""
+    point = point_in(directory, iteration)
+    if point is None:
+        return Origin(iteration, None)
+    name = "" if point.save_id is None else str(point.save_id)
+    return Origin(iteration, (*(point.ancestors or ()), Ancestor(iteration, name))[-_MOST:])

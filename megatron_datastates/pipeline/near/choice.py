@@ -1,0 +1,91 @@
+"""Which of the checkpoints that near tiers hold is brought to the run's directory before a load.
+
+It is the newest one that follows what the tracker there names. Where neither of the two follows the other,
+the run has branches, and the job that has saved last counts (jobs.py), as far as that is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.branches import Point
+from megatron_datastates.pipeline.near.holdings import Held, Node
+from megatron_datastates.pipeline.near.jobs import comes_later, passed_by
+
+
+class Choice:
+    """Which checkpoint is brought to the run's directory. The same on all ranks."""
+
+    def __init__(self, nodes: Sequence[Node], wanted: int | None, run: Path) -> None:
+        self._held = {held.save_id: held for node in nodes for held in node.held if held.point is not None}
+        self._far = nodes[0].far
+        self._lists = [jobs for jobs in (self._far.jobs, *(node.jobs for node in nodes)) if jobs]
+        self._wanted = wanted
+        self._run = run
+
+    def candidates(self) -> list[tuple[str, SaveId]]:
+        """Returns names and save ids of checkpoints, newest first, and those of later branches first."""
+
+        def order(held: Held) -> tuple[int, bool, int, int]:
+            is_last = passed_by(_point(held), self._lists) is None
+            return (_point(held).iteration, is_last, held.save_id.ordinal, held.save_id.run_id)
+
+        found = sorted(self._held.values(), key=order)
+        return [
+            (held.name, held.save_id)
+            for held in reversed(found)
+            if self._wanted in (None, _point(held).iteration)
+        ]
+
+    def reason_to_leave(self, save_id: SaveId) -> str | None:
+        """Returns why a checkpoint is not brought there, empty if nobody asks; None if it is."""
+        point, tracked = _point(self._held[save_id]), self._far.point
+        if self._wanted is not None:
+            return None
+        is_newer = point.iteration > (self._far.tracked or 0)
+        later = passed_by(point, self._lists)
+        if later is not None:
+            return f"a later job went on from iteration {later.origin} without it" if is_newer else ""
+        is_unknown = tracked is None or (point.ancestors is None and tracked.ancestors is None)
+        if is_newer and (tracked is None or is_unknown or point.follows(tracked)):
+            back = next((one for one in self._far.set_back if one == point or point.follows(one)), None)
+            if back is not None:
+                return f"the tracker was set back to {self._far.tracked} after it had named {back.iteration}"
+            return None
+        if tracked is not None and comes_later(point, tracked, self._lists):
+            return None
+        if tracked is None or not is_newer or tracked.follows(point):
+            return ""
+        return f"it does not follow iteration {tracked.iteration}, which the tracker in {self._run} names"
+
+    def why(self, save_id: SaveId) -> str:
+        """Returns, for people, why a checkpoint is brought there."""
+        point, tracked = _point(self._held[save_id]), self._far.tracked
+        if self._wanted is not None:
+            return f"not in {self._run}"
+        if tracked is not None and point.iteration <= tracked:
+            return f"of a later job than iteration {tracked} in {self._run}, which was rolled back"
+        there = "nothing" if tracked is None else f"iteration {tracked}"
+        return f"newer than what is in {self._run} ({there})"
+
+    def warning(self) -> str:
+        """Returns what to say where nothing was brought, and a later job had left the tracked checkpoint."""
+        point = self._far.point
+        if point is None or point.save_id is None or self._wanted is not None:
+            return ""
+        lists = [jobs for jobs in self._lists if any(job.run_id == point.save_id.run_id for job in jobs)]
+        later = passed_by(point, lists)
+        if later is None:
+            return ""
+        return (
+            f"datastates: the tracker in {self._run} names iteration {point.iteration}, but a later job went "
+            f"on from iteration {later.origin} without it, and no near tier has a whole checkpoint of that "
+            f"job: --ckpt-step {later.origin} begins there again"
+        )
+
+
+def _point(held: Held) -> Point:
+    assert held.point is not None
+    return held.point

@@ -1,0 +1,152 @@
+"""What the near tiers and the directory of a run hold, as a job finds them before its load."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from pathlib import Path
+
+from megatron_datastates.errors import DataStatesError, FormatError, StorageError
+from megatron_datastates.files import is_object
+from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
+from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
+from megatron_datastates.pipeline.branches import Point, point_in, point_of
+from megatron_datastates.pipeline.near.copying import is_whole
+from megatron_datastates.pipeline.near.jobs import Job, jobs_in
+from megatron_datastates.pipeline.near.places import manifest_in, nodes_in
+from megatron_datastates.pipeline.runs import (
+    find_iterations,
+    find_published,
+    is_complete,
+    is_published,
+    require_tracked,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What one node's near tier holds of one checkpoint."""
+
+    name: str  # of its directory
+    save_id: SaveId
+    point: Point | None  # in the history of its run; None without a manifest
+    files: frozenset[str]  # data files
+    copies: frozenset[str] = frozenset()  # those of them that are copies of other nodes' (replicas.py)
+
+
+@dataclasses.dataclass(frozen=True)
+class Far:
+    """What the run's directory says; rank 0 alone looks at more than the tracker."""
+
+    tracked: int | None = None  # iteration that would be resumed from
+    point: Point | None = None  # the same in the history of the run; None if it is not known
+    set_back: tuple[Point, ...] = ()  # newer checkpoints there which the tracker named before
+    jobs: tuple[Job, ...] = ()
+    has_wanted: bool = False  # the iteration that is to be loaded
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """What one rank says of its node."""
+
+    node: int = 0  # 0: it has no near tier
+    held: tuple[Held, ...] = ()
+    jobs: tuple[Job, ...] = ()  # that have saved the run, as its near tier's list says
+    far: Far = Far()
+    error: str = ""  # why nobody knows what the run's directory says
+
+
+def resumable(run: Path) -> int | None:
+    """Returns the iteration that a load resumes from: the tracked one, or the newest complete one.
+
+    The latter is used if the tracker is damaged (see mcore/training/tracker.py) or names what is not there.
+
+    Raises:
+        StorageError: the run's directory is there and cannot be read.
+    """
+    try:
+        tracked = require_tracked(run / TRACKER_NAME)
+        if tracked is None or is_complete(run / iteration_name(tracked)):
+            return tracked
+    except FormatError:
+        pass
+    try:
+        return max((one.number for one in find_iterations(run) if one.complete), default=None)
+    except OSError as error:
+        raise StorageError(f"{run} cannot be listed: {error.strerror}") from error
+
+
+def far_in(run: Path, wanted: int | None) -> Far:
+    """Returns what the run's directory says.
+
+    Args:
+        wanted: an iteration that is to be loaded whatever the tracker names.
+
+    Raises:
+        StorageError: it is there and cannot be read.
+    """
+    tracked, is_there = resumable(run), wanted is not None and is_complete(run / iteration_name(wanted))
+    if tracked is None:
+        return Far(None, None, (), named_jobs(run), is_there)
+    point = point_in(run / iteration_name(tracked), tracked)
+    return Far(tracked, point, _set_back(run, tracked), named_jobs(run), is_there)
+
+
+def _set_back(run: Path, tracked: int) -> tuple[Point, ...]:
+    """Returns the newer checkpoints that were published before the tracker got what it says.
+
+    A job writes the tracker after it has published, and names the newest: so somebody has set it back. The
+    same storage has stamped both files.
+    """
+    if is_object(run):
+        return ()
+    found: list[Point | None] = []
+    with contextlib.suppress(OSError):
+        since = (run / TRACKER_NAME).stat().st_mtime_ns
+        for number, path in find_published(run).items():
+            if number > tracked and (path / MANIFEST_NAME).stat().st_mtime_ns < since:
+                found.append(point_in(path, number))
+    return tuple(filter(None, found))
+
+
+def named_jobs(folder: Path) -> tuple[Job, ...]:
+    """Returns the jobs that a folder's list names; none, with a warning, if it cannot be read."""
+    try:
+        return tuple(jobs_in(folder))
+    except (OSError, DataStatesError) as error:
+        logger.warning("which jobs have saved the run is not known from there: %s", error)
+        return ()
+
+
+def held_in(folder: Path) -> list[Held]:
+    """Returns what a folder holds; nothing if it cannot be read."""
+    try:
+        return _found_in(folder)
+    except OSError as error:
+        logger.warning("%s in the near tier is left out: %s", folder, error)
+        return []
+
+
+def _found_in(folder: Path) -> list[Held]:
+    """Returns what a folder holds, by save: a save may have begun where another one was published."""
+    iteration = iteration_in_name(folder.name)
+    if iteration is None or not folder.is_dir():
+        return []
+    manifest = manifest_in(folder)
+    if manifest is not None:
+        files = [file for file in manifest.files if is_whole(folder / file.name, manifest, file)]
+        nodes = nodes_in(folder)
+        own = {file.rank for file in files} if nodes is None else set(nodes.nodes[nodes.own].ranks)
+        names, copies = ([f.name for f in files], [f.name for f in files if f.rank not in own])
+        point = point_of(manifest, iteration)
+        return [Held(folder.name, manifest.save_id, point, frozenset(names), frozenset(copies))]
+    if is_published(folder):
+        logger.warning("%s in the near tier is left out: its manifest cannot be read", folder)
+    present = frozenset(filter(is_data_file_name, os.listdir(folder)))
+    ids = {save_id for name in present if (save_id := save_id_in_name(name))}
+    # Each may have files of earlier ones, too: a manifest says which.
+    return [Held(folder.name, save_id, None, present) for save_id in ids]
