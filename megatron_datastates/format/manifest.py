@@ -74,8 +74,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     index: IndexEntry
     files: list[FileEntry]
     iteration: int | None = None
-    # What the job resumed from, and the jobs before it, oldest first; None if that is not known.
-    ancestors: tuple[Ancestor, ...] | None = None
+    # What the job resumed from, and the jobs before it, oldest first; absent if that is not known.
+    ancestors: tuple[Ancestor, ...] | msgspec.UnsetType = msgspec.UNSET
     parallel: dict[str, int] = {}  # sizes of the parallel groups, by Megatron's names
     others: list[OtherFile] = []
     providers: list[ProviderEntry] = []
@@ -186,7 +186,7 @@ def _check(manifest: Manifest, name: str) -> None:
             refuse(f"data file name {file.name!r} is not {expected!r}, the name for its rank, group and save")
         if file.content_sha256 and re.fullmatch("[0-9a-f]{64}", file.content_sha256) is None:
             refuse(f"the entry of {file.name} has the SHA-256 {file.content_sha256!r}")
-    for ancestor in manifest.ancestors or ():
+    for ancestor in () if manifest.ancestors is msgspec.UNSET else manifest.ancestors:
         if ancestor.save_id and SaveId.parse(ancestor.save_id) is None:
             refuse(f"{ancestor.save_id!r}, of an ancestor, is not a save id")
     providers = [provider.name for provider in manifest.providers]

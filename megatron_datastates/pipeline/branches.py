@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import msgspec
+
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import MANIFEST_BYTES, read_regular
 from megatron_datastates.format.manifest import Ancestor, Manifest
@@ -65,7 +67,8 @@ class Point:
 
 def point_of(manifest: Manifest, iteration: int) -> Point:
     """Returns where the checkpoint of a manifest stands."""
-    return Point(iteration, manifest.save_id, manifest.ancestors)
+    ancestors = None if manifest.ancestors is msgspec.UNSET else manifest.ancestors
+    return Point(iteration, manifest.save_id, ancestors)
 
 
 def point_in(directory: Path, iteration: int) -> Point | None:

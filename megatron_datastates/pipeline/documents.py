@@ -12,8 +12,10 @@ import functools
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 
+import msgspec
+
 from megatron_datastates.format.features import COMPATIBLE_CHECKSUMS
-from megatron_datastates.format.manifest import Manifest, OtherFile
+from megatron_datastates.format.manifest import Ancestor, Manifest, OtherFile
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.branches import Origin
 from megatron_datastates.pipeline.commit import SmallFiles
@@ -115,7 +117,7 @@ def small_files(
         index=named_after_save(index.entry, context.save_id),
         files=files,
         iteration=context.iteration,
-        ancestors=extras.origin.ancestors if extras.origin is not None else None,
+        ancestors=_ancestors(extras),
         parallel=extras.parallel,
         others=_others(save, extras),
         writer=releases(),
@@ -123,6 +125,11 @@ def small_files(
         providers=layouts.providers(records),
     )
     return SmallFiles(manifest, index.encoded, extras.metadata)
+
+
+def _ancestors(extras: PublicationExtras) -> tuple[Ancestor, ...] | msgspec.UnsetType:
+    ancestors = None if extras.origin is None else extras.origin.ancestors
+    return msgspec.UNSET if ancestors is None else ancestors
 
 
 def _others(save: RankSave, extras: PublicationExtras) -> list[OtherFile]:
