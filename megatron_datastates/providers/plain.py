@@ -197,10 +197,9 @@ def _set_uuid(context: PickleContext, made: uuid.UUID, state: Any) -> None:
 
 def _set_buffer(context: PickleContext, made: Any, state: Any) -> None:
     require(type(state) is tuple and len(state) == 3, "a BytesIO")
-    data, position, attributes = state
-    require(
-        type(data) in (bytes, BytesPlaceholder) and type(position) is int and attributes is None, "a BytesIO"
-    )
+    data, position, attributes = state  # looking at the `__dict__` of one makes its attributes {} from None
+    require(attributes is None or (type(attributes) is dict and not attributes), "a BytesIO")
+    require(type(data) in (bytes, BytesPlaceholder) and type(position) is int, "a BytesIO")
     require(0 <= position < 1 << 62, "a BytesIO")
     if type(data) is bytes:
         made.__setstate__(state)

@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_datastates.errors import UntrustedClassError
+from megatron_datastates.errors import UnsafeObjectError, UntrustedClassError
 from megatron_datastates.providers import objects
 from megatron_datastates.providers.base import CopyBudget, Mutability
 from megatron_datastates.providers.objects import ObjectSource, check_saved
@@ -117,6 +117,19 @@ def odd_leaves() -> st.SearchStrategy[Any]:
     numbers = st.complex_numbers() | st.integers(-(1 << 2100), 1 << 2100) | st.floats()
     torches = st.sampled_from([torch.Size([2, 3]), torch.device("cpu"), torch.device("cuda", 3), torch.int8])
     return texts | numbers | torches | st.just(b"") | st.just(())
+
+
+def test_a_load_accepts_a_buffer_whose_attributes_were_looked_at() -> None:
+    buffer = io.BytesIO(b"abc")
+    assert buffer.__getstate__()[2] is None
+    private_copy(buffer)  # looks: from now on its pickle has {} in the place of None
+    assert buffer.__getstate__()[2] == {}
+    stored = ObjectSource("x", buffer).serialize()
+    check_saved(stored, "x")
+    assert objects.deserialize(stored, "x").getvalue() == b"abc"
+    buffer.name = "attribute"
+    with pytest.raises(UnsafeObjectError):
+        check_saved(ObjectSource("x", buffer).serialize(), "x")
 
 
 @given(plain_data() | st.dictionaries(odd_leaves(), odd_leaves()) | st.sets(odd_leaves()))
