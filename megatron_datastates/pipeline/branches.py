@@ -47,6 +47,13 @@ class Point:
     save_id: SaveId | None
     ancestors: tuple[Ancestor, ...] | None
 
+    @property
+    def origin(self) -> int:
+        """Iteration that its job went on from; the one before it, if that is not known."""
+        if self.ancestors is None:
+            return max(self.iteration - 1, 0)
+        return self.ancestors[-1].iteration if self.ancestors else 0
+
     def follows(self, other: Point) -> bool:
         """Returns whether the job of this checkpoint, or one before it, has passed through the other one."""
         if other.save_id is None:

@@ -17,7 +17,6 @@ from megatron_datastates.pipeline.near.jobs import (
     JOBS_NAME,
     Job,
     comes_later,
-    is_last,
     jobs_in,
     note_job,
     passed_by,
@@ -33,11 +32,11 @@ LATER = [Job(0x1000 + n, 5) for n in range(100)]  # as many as a list keeps
 
 
 def test_the_job_that_has_saved_last_is_the_last_one(tmp_path: Path) -> None:
-    assert jobs_in(tmp_path) == [] and not is_last(tmp_path, SaveId(A, 1))
+    assert jobs_in(tmp_path) == []
     assert note_job(tmp_path, SaveId(A, 1), 0) is None
     assert note_job(tmp_path, SaveId(A, 2), 0) is None
     assert note_job(tmp_path, SaveId(B, 1), 7) is None, "a new job is no surprise"
-    assert jobs_in(tmp_path) == [Job(A, 0), Job(B, 7)] and is_last(tmp_path, SaveId(B, 9))
+    assert jobs_in(tmp_path) == [Job(A, 0), Job(B, 7)]
     text = (tmp_path / JOBS_NAME).read_text()
     assert text.startswith("datastates-jobs 2 ") and text.endswith(
         "\n000000000000000a 0\n000000000000000b 7\n"
@@ -50,6 +49,8 @@ def test_jobs_that_another_list_knows_come_before(tmp_path: Path) -> None:
     note_job(tmp_path, SaveId(B, 1), 7)
     note_job(tmp_path, SaveId(D, 1), 9, [Job(A, 0), Job(B, 7), Job(C, 8), Job(D, 9)])
     assert jobs_in(tmp_path) == [Job(A, 0), Job(C, 8), Job(B, 7), Job(D, 9)]
+    note_job(tmp_path, SaveId(D, 2), 9, [Job(0xE, 1), Job(B, 7)])
+    assert jobs_in(tmp_path) == [Job(0xE, 1), Job(A, 0), Job(C, 8), Job(B, 7), Job(D, 9)]
 
 
 def test_only_the_latest_jobs_are_kept(tmp_path: Path) -> None:
@@ -118,6 +119,8 @@ def point(run_id: int, iteration: int, *ancestors: int) -> Point:
         (point(D, 20), [], None),
         (point(A, 10), [[Job(B, 5)], [Job(A, 0)]], None),  # noted near alone: the outage of --save
         (point(A, 10), [[Job(A, 0), Job(B, 5)], [Job(A, 0)]], B),  # a node that was away
+        (point(A, 10), [[Job(A, 0)], [Job(A, 0), Job(B, 5)]], B),  # B was killed in its first save
+        (point(A, 10), [[Job(B, 5), Job(A, 0)], [Job(A, 0), Job(B, 5)]], None),  # the first list counts
         (point(A, 10), [LATER, [Job(A, 0)]], 0x1000),  # away for longer than the list reaches back
         (point(A, 10), [LATER, [*LATER[1:], Job(A, 5)]], None),  # the outage of --save
     ],

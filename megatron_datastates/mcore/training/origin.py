@@ -1,4 +1,4 @@
-"""What this job has resumed from: its checkpoints name that, so that branches of a run are told apart."""
+"""What this job has resumed from: its checkpoints name that, which distinguishes the branches of a run."""
 
 from __future__ import annotations
 

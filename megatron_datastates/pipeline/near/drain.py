@@ -35,7 +35,7 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
-from megatron_datastates.pipeline.near.jobs import Job, is_last, jobs_in, note_job
+from megatron_datastates.pipeline.near.jobs import Job, jobs_in, note_job
 from megatron_datastates.pipeline.near.places import (
     arrived_bytes,
     leftovers,
@@ -117,6 +117,7 @@ class Drain:
         self._to_note: dict[Path, _Note] = {}  # by folder: what its list of jobs still lacks
         self._has_new_notes = False  # since it was tried the last time
         self._is_warned = False  # that one could not be written
+        self._complete_lists: set[Path] = set()  # lists of jobs that have what the run's list has
         self._earlier: frozenset[int] | None = None  # run ids of jobs before this one, once it has published
         self._thread: BackgroundThread | None = None
         self._closing = False
@@ -266,9 +267,10 @@ class Drain:
 
     def _note(self, folder: Path, note: _Note) -> None:
         known: Sequence[Job] = ()
-        if folder != note.run and not is_last(folder, note.save_id):
+        if folder != note.run and folder not in self._complete_lists:
             with contextlib.suppress(OSError, DataStatesError):
                 known = jobs_in(note.run)
+                self._complete_lists.add(folder)
         between = note_job(folder, note.save_id, note.origin, known)
         if between is not None and folder == note.run:
             logger.warning(

@@ -7,6 +7,9 @@ away meanwhile still has its part, and brings it back. Manifests say which check
     RUN/datastates.jobs, and the same in the run's folder in a near tier:
     `datastates-jobs <lines> <crc32 of the lines>`, then a line for each job, `RUN_ID ITERATION`: what it
     went on from (0: it began anew). The job that has published last is the last one.
+
+A node's list names a job before the node has its first checkpoint: a job that was killed there came later
+too. The run's list follows once the save is published near.
 """
 
 from __future__ import annotations
@@ -57,11 +60,6 @@ def jobs_in(folder: Path) -> list[Job]:
     return [Job(int(line[1], 16), int(line[2])) for line in found]
 
 
-def is_last(folder: Path, save_id: SaveId) -> bool:
-    """Returns whether the job of a save is the last one of a folder's list. Raises as `jobs_in`."""
-    return [job.run_id for job in jobs_in(folder)][-1:] == [save_id.run_id]
-
-
 def note_job(folder: Path, save_id: SaveId, origin: int, known: Sequence[Job] = ()) -> Job | None:
     """Makes a job the last one of a folder's list.
 
@@ -77,14 +75,14 @@ def note_job(folder: Path, save_id: SaveId, origin: int, known: Sequence[Job] = 
         FormatError, OSError: as `jobs_in`, or the list cannot be written.
     """
     jobs = jobs_in(folder)
-    if jobs and jobs[-1].run_id == save_id.run_id:
+    is_last = bool(jobs) and jobs[-1].run_id == save_id.run_id
+    named = {job.run_id for job in jobs} | {save_id.run_id}
+    unnamed = [job for job in known if job.run_id not in named]
+    if is_last and not unnamed:
         return None
     is_noted = any(job.run_id == save_id.run_id for job in jobs)
-    between = jobs[-1] if is_noted else None
-    named = {job.run_id for job in jobs} | {save_id.run_id}
-    jobs = [job for job in known if job.run_id not in named] + [
-        job for job in jobs if job.run_id != save_id.run_id
-    ]
+    between = jobs[-1] if is_noted and not is_last else None
+    jobs = unnamed + [job for job in jobs if job.run_id != save_id.run_id]
     lines = [b"%016x %d\n" % job for job in [*jobs, Job(save_id.run_id, origin)]][-_MOST:]
     body = b"".join(lines)
     if not is_object(folder):
@@ -98,8 +96,8 @@ def passed_by(point: Point, lists: Iterable[Sequence[Job]]) -> Job | None:
     """Returns a later job that went on from before a checkpoint of an earlier job.
 
     Args:
-        lists: the first one that names the checkpoint's job counts. If none does, all named jobs are later
-            ones, but for those that the checkpoint's job has resumed from.
+        lists: of two jobs, the first list that names both says which is the later one. If none names the
+            checkpoint's job, all jobs are later ones, but for those that it has resumed from.
     """
     if point.save_id is None:
         return None
@@ -110,16 +108,20 @@ def passed_by(point: Point, lists: Iterable[Sequence[Job]]) -> Job | None:
 
 
 def _later_jobs(run_id: int, lists: Sequence[Sequence[Job]]) -> list[Job]:
-    earlier = {job.run_id for jobs in lists for job in jobs[: _place(run_id, jobs) or 0]}
+    known: dict[int, tuple[Job, bool]] = {}  # by run id: whether it is later, as the first list of both says
     for jobs in lists:
         place = _place(run_id, jobs)
-        if place is not None:
-            return list(jobs[place + 1 :])
-        if len(jobs) >= _MOST:  # it may have named the job once, or has never: an outage kept it near
-            last = max((n for n, job in enumerate(jobs) if job.run_id in earlier), default=-1)
-            if later := list(jobs[last + 1 :]):
-                return later
-    return [job for jobs in lists for job in jobs]
+        for n, job in enumerate(jobs if place is not None else ()):
+            known.setdefault(job.run_id, (job, n > (place or 0)))
+    if not known:
+        return [job for jobs in lists for job in jobs]
+    for jobs in lists:
+        if _place(run_id, jobs) is None and len(jobs) >= _MOST:
+            # It may have named the job once, or has never: an outage kept it near.
+            earlier = (n for n, job in enumerate(jobs) if not known.get(job.run_id, (job, True))[1])
+            for job in jobs[max(earlier, default=-1) + 1 :]:
+                known.setdefault(job.run_id, (job, True))
+    return [job for job, is_later in known.values() if is_later]
 
 
 def comes_later(point: Point, other: Point, lists: Iterable[Sequence[Job]]) -> bool:

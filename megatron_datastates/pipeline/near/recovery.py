@@ -61,14 +61,14 @@ class _Plan:
 
 
 def bring_home(
-    run: Path, options: Options, tell: Callable[[str], None] = logger.info, *, wanted: int | None = None
+    run: Path, options: Options, notify: Callable[[str], None] = logger.info, *, wanted: int | None = None
 ) -> int | None:
     """Publishes in `run` the newest checkpoint that near tiers hold whole, if it is newer than what is there.
 
     Collective: all ranks call it. Megatron's tracker in `run` names the checkpoint afterwards.
 
     Args:
-        tell: gets a line on rank 0 for each checkpoint that was tried.
+        notify: gets a line on rank 0 for each checkpoint that was tried.
         wanted: an iteration that is to be loaded instead (--ckpt-step): it is published if it is not there,
             also of a branch that a later job has left, and the tracker stays as it is.
 
@@ -90,18 +90,18 @@ def bring_home(
         reason = choice.reason_to_leave(save_id)
         if reason is not None:
             if recovery.rank == 0 and reason:
-                tell(
+                notify(
                     f"datastates: {name} in a near tier is left: {reason}. --ckpt-step "
                     f"{iteration_in_name(name)} loads it"
                 )
             continue
         outcome = recovery.bring(name, save_id, nodes)
         if recovery.rank == 0:
-            tell(f"datastates: iteration {iteration_in_name(name)} is {choice.why(save_id)}, and {outcome}")
+            notify(f"datastates: iteration {iteration_in_name(name)} is {choice.why(save_id)}, and {outcome}")
         if outcome.is_far:
             return iteration_in_name(name)
     if recovery.rank == 0 and choice.warning():
-        tell(choice.warning())
+        notify(choice.warning())
     return None
 
 
