@@ -1,7 +1,7 @@
 """Runs that were rolled back: a resume goes on with the newest branch, which it knows by the manifests.
 
-One rank. Branch A saves iteration 2, and then newer ones in its near tier only, until it is killed. Branch B is
-the run rolled back to iteration 2. B saves less often, so that the iterations of the two differ.
+One rank. Branch A saves iteration 2, and then newer ones in its near tier only, until it is killed. Branch B
+is the run rolled back to iteration 2.
 """
 
 from pathlib import Path

@@ -24,6 +24,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -58,6 +59,7 @@ class Rank:
         log.reconfigure(line_buffering=True)
         faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
         os.environ.update(self._environment())
+        tempfile.tempdir = None  # the parent has looked for it; a rank may have another TMPDIR
 
     def _environment(self) -> dict[str, str]:
         ranks = str(self.request["ranks"])
