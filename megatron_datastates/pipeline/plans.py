@@ -20,7 +20,7 @@ from megatron_datastates.plan.boxes import Spans, strided_spans
 from megatron_datastates.plan.copies import CopyPlan, plan_copies
 from megatron_datastates.plan.layout import Layout, TailItem, plan_layout
 from megatron_datastates.providers.base import Mutability, Place, TailSource, Tensors
-from megatron_datastates.providers.tensors import dtype_name
+from megatron_datastates.providers.tensors import dtype_name, reach
 
 _facts = attrgetter("dtype", "shape", "device")
 _LARGEST_OFFSET = 1 << 40  # bytes; hosts' memory is at higher addresses
@@ -40,6 +40,13 @@ class Structure:
     strides: list[tuple[int, ...]]  # elements
     stable: list[bool]  # is not expected to change
     description: bytes | None  # of dtypes, devices, shapes and strides, if there is one
+
+    @functools.cached_property
+    def extents(self) -> Words:
+        """Bytes from the first element of each tensor to the end of its last one; 0 if it has none."""
+        reached = [reach(fact[1], strides) for fact, strides in zip(self.facts, self.strides, strict=True)]
+        items = [dtype.itemsize for dtype, _, _ in self.facts]
+        return np.array(reached, np.uint64) * np.array(items, np.uint64)
 
     def matches(self, tensors: Tensors, description: bytes | None) -> bool:
         """Returns whether `tensors` have this structure.
@@ -192,6 +199,24 @@ def _check_memory(tensors: Tensors, storages: list[Any], addresses: Words) -> No
             )
 
 
+def check_bounds(structure: Structure, tensors: Tensors, memory: Memory) -> None:
+    """Checks that tensors are inside their storages, which programs can shrink: torch does not look, either.
+
+    Raises:
+        MismatchError: one is not.
+    """
+    count = len(tensors)
+    starts = np.fromiter(map(torch.UntypedStorage.data_ptr, memory.owners), np.uint64, count)
+    sizes = np.fromiter(map(torch.UntypedStorage.nbytes, memory.owners), np.uint64, count)
+    extents = structure.extents
+    is_outside = (memory.addresses < starts) | (memory.addresses + extents > starts + sizes)
+    for i in np.flatnonzero(is_outside & (extents > 0)).tolist():
+        raise MismatchError(
+            f"tensor {tensors.keys[i]!r} ends beyond its storage of {sizes[i]} bytes: that was resized; resize "
+            "it back before the save"
+        )
+
+
 @dataclasses.dataclass(frozen=True)
 class FilePlan:
     """Of one data file: which tensors it holds, and what is copied where."""
@@ -216,6 +241,7 @@ class StatePlan:
     eager: npt.NDArray[np.bool_]  # copied before the save returns; the others are lazy
     on_device: npt.NDArray[np.bool_]
     tail_bytes: int = 0  # of the last save: a guess for the next
+    checked: Words | None = None  # addresses at which all tensors were inside their storages
 
     @property
     def eager_bytes(self) -> int:
@@ -326,7 +352,11 @@ class Plans:
         if plan is None:
             plan = plan_state(tensors, tail, description, least_stable)
         self._plans = [*(p for p in self._plans if p is not plan), plan][-self._most :]
-        return plan, locate(tensors, seen)
+        memory = locate(tensors, seen)
+        if plan.checked is None or not np.array_equal(plan.checked, memory.addresses):
+            check_bounds(plan.structure, tensors, memory)
+            plan.checked = memory.addresses
+        return plan, memory
 
 
 def _fits(plan: StatePlan, tensors: Tensors, tail: list[TailItem], description: bytes | None) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -12,6 +12,13 @@ from megatron_datastates.providers.base import Mutability, StateReader, Tensors
 def dtype_name(dtype: torch.dtype) -> str:
     """Returns a dtype's name without torch's prefix: `bfloat16` for `torch.bfloat16`."""
     return str(dtype).removeprefix("torch.")
+
+
+def reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Returns how many elements there are from the first one of a tensor to its last one, gaps included."""
+    if not all(shape):
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def is_frozen(tensor: torch.Tensor) -> bool:

@@ -41,7 +41,7 @@ from megatron_datastates.providers.base import (
 from megatron_datastates.providers.collect import kind_of, notes_of
 from megatron_datastates.providers.named import Tree
 from megatron_datastates.providers.samples import Samples
-from megatron_datastates.providers.tensors import dtype_name
+from megatron_datastates.providers.tensors import dtype_name, reach
 
 logger = logging.getLogger(__name__)
 _PART_BYTES = 1 << 20  # of a tensor, in host memory at a time
@@ -138,6 +138,12 @@ def _check_elements(source: TensorSource) -> None:
         raise MismatchError(
             f"tensor {source.key!r} has no memory of its own: it was offloaded, or is a "
             f"{type(tensor).__qualname__} that wraps other tensors; bring it back first, or save those"
+        )
+    needed = tensor.storage_offset() + reach(tensor.shape, tensor.stride())
+    if tensor.numel() and needed * tensor.itemsize > tensor.untyped_storage().nbytes():
+        raise MismatchError(
+            f"tensor {source.key!r} ends beyond its storage of {tensor.untyped_storage().nbytes()} bytes: that "
+            "was resized; resize it back before the save"
         )
 
 

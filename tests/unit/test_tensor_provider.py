@@ -163,6 +163,30 @@ def test_an_offloaded_tensor_is_refused_and_named():
         Source("w", tensor, LAZY)
 
 
+@pytest.mark.parametrize("view", [lambda t: t, lambda t: t[60:], lambda t: t.view(8, 8)[:, 1::3]])
+def test_a_tensor_in_a_storage_that_was_shrunk_is_refused_and_named(view):
+    whole = torch.ones(64)
+    tensor = view(whole)
+    Source("w", tensor, LAZY)
+    whole.untyped_storage().resize_(4 * 61)
+    with pytest.raises(MismatchError, match=r"'w' ends beyond its storage of 244 bytes"):
+        Source("w", tensor, LAZY)
+    Source("w", whole[:1], LAZY)
+    Source("w", torch.ones(4)[:0], LAZY)
+
+
+def test_a_storage_that_is_shrunk_between_saves_is_noticed():
+    plans, whole = Plans(2), torch.ones(1 << 20)
+    given = Tensors()
+    given.add("w", whole, LAZY, None)
+    plans.find(given, [])
+    whole.untyped_storage().resize_(1 << 20)
+    with pytest.raises(MismatchError, match="ends beyond its storage"):
+        plans.find(given, [])
+    whole.untyped_storage().resize_(1 << 22)
+    plans.find(given, [])
+
+
 def test_a_tensor_that_only_wraps_others_is_refused_and_named():
     wrapper = TwoTensor(torch.ones(4), torch.ones(4))
     with pytest.raises(MismatchError, match=r"'w' has no memory of its own: it is a TwoTensor"):
