@@ -212,8 +212,8 @@ def check_bounds(structure: Structure, tensors: Tensors, memory: Memory) -> None
     is_outside = (memory.addresses < starts) | (memory.addresses + extents > starts + sizes)
     for i in np.flatnonzero(is_outside & (extents > 0)).tolist():
         raise MismatchError(
-            f"tensor {tensors.keys[i]!r} ends beyond its storage of {sizes[i]} bytes: that was resized; resize "
-            "it back before the save"
+            f"tensor {tensors.keys[i]!r} ends beyond its storage of {sizes[i]} bytes: that was resized; "
+            "resize it back before the save"
         )
 
 

@@ -140,10 +140,11 @@ def _check_elements(source: TensorSource) -> None:
             f"{type(tensor).__qualname__} that wraps other tensors; bring it back first, or save those"
         )
     needed = tensor.storage_offset() + reach(tensor.shape, tensor.stride())
-    if tensor.numel() and needed * tensor.itemsize > tensor.untyped_storage().nbytes():
+    found = tensor.untyped_storage().nbytes()
+    if tensor.numel() and needed * tensor.itemsize > found:
         raise MismatchError(
-            f"tensor {source.key!r} ends beyond its storage of {tensor.untyped_storage().nbytes()} bytes: that "
-            "was resized; resize it back before the save"
+            f"tensor {source.key!r} ends beyond its storage of {found} bytes: that was resized; resize it back "
+            "before the save"
         )
 
 

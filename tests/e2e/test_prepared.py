@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from megatron_datastates.pipeline.load import Checkpoint
 from tests.support.tiny import LAYOUTS, Checkpoints, Pretraining
 
 STEPS: list[str | Path] = ["--train-iters", "8", "--save-interval", "2", "--ckpt-format", "datastates"]
@@ -93,7 +94,8 @@ def test_saves_of_new_tensors_are_never_prepared(
         ("replaced_state", False),
         ("frozen_parameter", True),
         ("replaced_optimizer", False),
-        ("swapped_meanwhile", True),
+        ("swapped_meanwhile", False),
+        ("more_state", False),
         ("switched_off", False),
     ],
 )
@@ -109,13 +111,15 @@ def test_changes_between_saves_are_saved(
     assert prepared(report) == {2: False, 4: True, 6: is_prepared or bool(rank)}
     resumed = pretraining.run(*how, "--load", root)
     assert resumed.resumed_from(saved) == LAST
+    stored = Checkpoint.open(Checkpoints(root).at(LAST)).tensors
+    assert ("more1" in stored) == (mutation == "more_state")
 
 
-@pytest.mark.parametrize("mutation", ["filtered_state", "added_state"])
+@pytest.mark.parametrize("mutation", ["filtered_late", "added_late"])
 def test_a_save_that_is_not_what_was_prepared_fails_and_the_next_is_full(
     mutation: str, pretraining: Pretraining, tmp_path: Path
 ) -> None:
-    """A program changes the state dict of some saves only; no save may publish a part of the state."""
+    """A program changes what some saves are given; no save may publish a part of the state."""
     root, report = tmp_path / "ck", tmp_path / "report.jsonl"
     saving = ["--save", root, "--datastates-report-file", report, "--datastates-on-failure", "warn"]
     changing = {"TINY_MUTATION": f"{mutation}:4"}

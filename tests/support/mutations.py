@@ -124,34 +124,45 @@ def swapped_meanwhile(model: Any, optimizer: Any) -> None:
     _around_state_dicts(swapped)
 
 
+def _with_more(state: Any) -> Any:
+    key = f"more{torch.distributed.get_rank()}"
+    return state | {key: ShardedTensor.from_rank_offsets(key, torch.ones(2))}
+
+
 @mutation
-def filtered_state(model: Any, optimizer: Any) -> None:
-    """Removes all that is no tensor from the model's next state dict."""
+def more_state(model: Any, optimizer: Any) -> None:
+    """Adds a tensor to every state dict from now on."""
+    _around_state_dicts(lambda chunks, make: _with_more(make()))
+
+
+def _before_saves(change: Callable[[Any], Any]) -> None:
+    """Wraps `dist_checkpointing.save`: `change` gets the state dict that Megatron has made."""
+    original = checkpointing.dist_checkpointing.save
+
+    def save(state: Any, *rest: Any, **named: Any) -> Any:
+        return original(change(state), *rest, **named)
+
+    checkpointing.dist_checkpointing.save = save
+
+
+@mutation
+def filtered_late(model: Any, optimizer: Any) -> None:
+    """Removes all that is no tensor from the model's part of what the next save is given."""
     calls = itertools.count()
 
-    def filtered(chunks: Any, make: Callable[[], Any]) -> Any:
-        state = make()
+    def filtered(state: Any) -> Any:
         if next(calls):
             return state
-        state["model"] = {
-            name: item for name, item in state["model"].items() if not isinstance(item, ShardedObject)
-        }
-        return state
+        kept = {name: item for name, item in state["model"].items() if not isinstance(item, ShardedObject)}
+        return state | {"model": kept}
 
-    _around_state_dicts(filtered)
+    _before_saves(filtered)
 
 
 @mutation
-def added_state(model: Any, optimizer: Any) -> None:
-    """Adds a tensor to every state dict from now on."""
-
-    def added(chunks: Any, make: Callable[[], Any]) -> Any:
-        data = torch.ones(2)
-        return make() | {
-            "more": ShardedTensor.from_rank_offsets("more", data, replica_id=torch.distributed.get_rank())
-        }
-
-    _around_state_dicts(added)
+def added_late(model: Any, optimizer: Any) -> None:
+    """Adds a tensor to what every save from now on is given."""
+    _before_saves(_with_more)
 
 
 @mutation

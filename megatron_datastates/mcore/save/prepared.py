@@ -35,6 +35,7 @@ from megatron_datastates.mcore.save.survey import (
     UnprovableError,
     distributed_optimizers,
     items_at,
+    require_known_maker,
 )
 from megatron_datastates.pipeline.plans import has_unresolved_views
 from megatron_datastates.providers.base import Tensors
@@ -110,6 +111,7 @@ class Preparation:
     """
 
     def __init__(self, call: Mapping[str, Any]) -> None:
+        require_known_maker()
         self._conditions = _conditions(call)
         self._survey = Survey(call["model"], call["optimizer"])
         self._bucket_states: dict[int, tuple[weakref.ref[Any], dict[Any, Any]]] = {}  # by id of the optimizer
@@ -185,6 +187,7 @@ class Preparation:
         """
         if not self.is_complete:
             raise UnprovableError("the last save could not be prepared for")
+        require_known_maker()
         if _conditions(call) != self._conditions:
             raise UnprovableError("the arguments of the save are others")
         self._used, self._left_out = set(), set()

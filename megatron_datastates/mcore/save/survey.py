@@ -155,6 +155,19 @@ class Survey:
         return of_modules + of_optimizers
 
 
+def require_known_maker() -> None:
+    """Looks who makes the state dict: Megatron, and nobody who changes what it has made.
+
+    Raises:
+        UnprovableError: a program has wrapped or replaced Megatron's function.
+    """
+    from megatron.training import checkpointing
+
+    for home in code_of(checkpointing.generate_state_dict):
+        if not home.startswith(_TRUSTED):
+            raise UnprovableError(f"{home} has wrapped or replaced Megatron's generate_state_dict")
+
+
 def items_at(positions: Sequence[int]) -> Callable[[Sequence[Any]], Iterable[Any]]:
     """Returns a fast function that returns the items of a list at these positions."""
     if len(positions) < 2:  # itemgetter would not return a tuple
