@@ -143,8 +143,8 @@ def _check_elements(source: TensorSource) -> None:
     found = tensor.untyped_storage().nbytes()
     if tensor.numel() and needed * tensor.itemsize > found:
         raise MismatchError(
-            f"tensor {source.key!r} ends beyond its storage of {found} bytes: that was resized; resize it back "
-            "before the save"
+            f"tensor {source.key!r} ends beyond its storage of {found} bytes: that was resized; resize it "
+            "back before the save"
         )
 
 

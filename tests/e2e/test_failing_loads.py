@@ -38,10 +38,10 @@ def flip_bit(checkpoints: Checkpoints, iteration: int, rank: int = 1) -> Path:
     return path
 
 
-def error_of(outcome: Outcome) -> str:
+def error_of(outcome: Outcome, error: str = "MegatronLoadFailedError") -> str:
     """Returns the message of the error that ended every rank."""
     assert outcome.exits == [1, 1], outcome.log[-3000:]
-    ending = r"^(?:\[rank\d\]: )?(?:\w+\.)*MegatronLoadFailedError: (.*)$"
+    ending = rf"^(?:\[rank\d\]: )?(?:\w+\.)*{error}: (.*)$"
     found = [re.findall(ending, log, re.MULTILINE)[-1] for log in outcome.log.split("--- rank")[1:]]
     assert len(found) == 2 and found[0] == found[1], found
     return found[0]
@@ -86,6 +86,15 @@ def test_error_names_the_option_that_looks_for_an_older_checkpoint(
     outcome = pretraining.fail(*load(checkpoints))
     assert f"{LOOK} N" in error_of(outcome)
     assert "checked in" not in outcome.log
+
+
+def test_a_chosen_iteration_that_is_not_there_is_named_with_those_that_are(
+    checkpoints: Checkpoints, pretraining: Pretraining
+) -> None:
+    shutil.rmtree(checkpoints.at(2))
+    outcome = pretraining.fail(*load(checkpoints, "--ckpt-format", "datastates", "--ckpt-step", "2"))
+    found = f"expected iter_0000002 in {checkpoints.root}, found the iterations 1, 3, 4. Choose"
+    assert error_of(outcome, "NotACheckpointError").startswith(f"--ckpt-step 2: {found}")
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,16 @@ from typing import Any
 
 from megatron_datastates.config import Options
 from megatron_datastates.engine.fence import FENCE
-from megatron_datastates.errors import DataStatesError
-from megatron_datastates.files import path_of
-from megatron_datastates.format.directory import iteration_name
+from megatron_datastates.errors import DataStatesError, NotACheckpointError
+from megatron_datastates.files import is_object, path_of
+from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
 from megatron_datastates.format.values import is_dcp_file_name
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement, is_damage
 from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint
 from megatron_datastates.mcore.training.arguments import is_selected, options_of
 from megatron_datastates.mcore.training.origin import note_load
-from megatron_datastates.pipeline.runs import may_be_ours
+from megatron_datastates.pipeline.runs import find_iterations, may_be_ours
 
 logger = logging.getLogger(__name__)
 _SHARDING = "distrib_optim_sharding_type"  # in the content metadata
@@ -48,6 +48,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
         purpose = signature.bind(*args, **kwargs).arguments.get("load_arg", "load")
         facts: dict[str, Any] = {"options": _options, "restores_providers": lambda: _is_resume(purpose)}
         _bring_home(purpose)
+        _require_chosen(purpose)
         with state.opened(**facts, in_training_loop=True, failed_on_all_ranks=False, directory=None) as load:
             try:
                 result = original(*args, **kwargs)
@@ -82,6 +83,30 @@ def _bring_home(purpose: str) -> None:
         from megatron_datastates.pipeline.near.recovery import bring_home
 
         bring_home(path_of(args.load), options, logger.warning, wanted=getattr(args, "ckpt_step", None))
+
+
+def _require_chosen(purpose: str) -> None:
+    """Checks that the iteration of --ckpt-step is there, in any format.
+
+    Raises:
+        NotACheckpointError: it is not; Megatron would name a file of it.
+    """
+    from megatron.training.global_vars import get_args
+
+    args = get_args()
+    wanted = getattr(args, "ckpt_step", None)
+    if wanted is None or not args.load or not is_selected(args) or not _is_resume(purpose):
+        return
+    run = path_of(args.load)
+    if _non_persistent(args) is not None or is_object(run) or not (run / TRACKER_NAME).exists():
+        return
+    if (run / iteration_name(wanted)).exists():
+        return
+    there = ", ".join(str(one.number) for one in find_iterations(run) if one.complete)
+    raise NotACheckpointError(
+        f"--ckpt-step {wanted}: expected {iteration_name(wanted)} in {run}, found the iterations "
+        f"{there or '(none)'}. Choose one of them, or leave --ckpt-step out to load the newest one"
+    )
 
 
 def _is_resume(purpose: str) -> bool:
