@@ -7,15 +7,19 @@ An option is set by `--datastates-<name>` (Megatron's parser), else by the envir
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any, Literal
 
 from megatron_datastates.errors import OptionError
 
 ENVIRONMENT_PREFIX = "MEGATRON_DATASTATES_"
+_NO_OPTIONS = frozenset(
+    {"MEGATRON_DATASTATES_ENABLE"}
+)  # variables; that one is the switch of mcore/switch.py
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -327,8 +331,11 @@ class Options:
             defaults: values that replace the defaults of this class.
 
         Raises:
-            OptionError: a variable has an invalid value, or an option does not exist.
+            OptionError: a variable has an invalid value, or there is no such variable or option.
         """
+        _require_known(
+            environment, [ENVIRONMENT_PREFIX + field.name.upper() for field in dataclasses.fields(cls)]
+        )
         values: dict[str, Any] = dict(defaults)
         for field in dataclasses.fields(cls):
             text = environment.get(ENVIRONMENT_PREFIX + field.name.upper())
@@ -340,6 +347,15 @@ class Options:
             known = ", ".join(cls.specs())
             raise OptionError(f"no such option: {', '.join(sorted(unknown))}; the options are {known}")
         return cls(**values)
+
+
+def _require_known(environment: Mapping[str, str], known: Sequence[str]) -> None:
+    """Raises OptionError for a variable with our prefix that sets nothing, such as a misspelt one."""
+    for name in environment:
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in known and name not in _NO_OPTIONS:
+            similar = difflib.get_close_matches(name, [*known, *_NO_OPTIONS], 1)
+            advice = f"did you mean {similar[0]}?" if similar else "`datastates options` lists all"
+            raise OptionError(f"environment variable {name}: no such option; {advice}")
 
 
 def _read(field: dataclasses.Field[Any], text: str) -> Any:

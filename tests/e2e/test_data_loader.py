@@ -142,7 +142,7 @@ def test_a_kill_before_publication_leaves_neither_the_weights_nor_the_position(
     layout = "dp2"
     ending, seen, _ = whole(layout)
     checkpoints, files = Checkpoints(tmp_path / "ck"), tmp_path / "files"
-    faults = {"MEGATRON_DATASTATES_FAULTS_OF_RANK_0": f"{point}:kill"}
+    faults = {"TINY_FAULTS_OF_RANK_0": f"{point}:kill"}
 
     killed = runs.pretraining.fail(
         *(*ITERATIONS, *LAYOUTS[layout], *saving(checkpoints.root), "--dataloader-save", files),

@@ -128,7 +128,7 @@ DISK_ERRORS = {"plain": ["--no-load-rng"], "parallel": ["--ckpt-fully-parallel-l
 def test_disk_error_on_one_rank_ends_all_with_the_same_error(
     rank: int, how: str, checkpoints: Checkpoints, pretraining: Pretraining
 ) -> None:
-    environment = {f"MEGATRON_DATASTATES_FAULTS_OF_RANK_{rank}": "read:1:EIO"}
+    environment = {f"TINY_FAULTS_OF_RANK_{rank}": "read:1:EIO"}
     error = error_of(pretraining.fail(*load(checkpoints, *DISK_ERRORS[how]), environment=environment))
     assert f"failed on 1 of 2 ranks: rank {rank}: " in error and "Input/output error" in error
 

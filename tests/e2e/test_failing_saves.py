@@ -26,7 +26,7 @@ def train(root: Path, *arguments: str) -> list[str]:
 
 
 def failing(rank: int, plan: str) -> dict[str, str]:
-    return {f"MEGATRON_DATASTATES_FAULTS_OF_RANK_{rank}": plan}
+    return {f"TINY_FAULTS_OF_RANK_{rank}": plan}
 
 
 def errors(outcome: Outcome) -> list[str]:

@@ -59,7 +59,7 @@ def test_saves_after_one_that_storage_failed_are_prepared_and_exact(
     """The second save, a prepared one, fails on rank 1; what it prepared for is still true."""
     root, report = tmp_path / "ck", tmp_path / "report.jsonl"
     saving = ["--async-save", "--save", root, "--datastates-report-file", report]
-    failing = {"MEGATRON_DATASTATES_FAULTS_OF_RANK_1": "sync:2:EIO"}
+    failing = {"TINY_FAULTS_OF_RANK_1": "sync:2:EIO"}
     how: list[str | Path] = [*LAYOUTS["tp2"], *STEPS, *STOP, "--datastates-on-failure", "warn"]
     saved = pretraining.run(*how, *saving, environment=failing)
     assert prepared(report) == {2: False, 4: True, 6: True}

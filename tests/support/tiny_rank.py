@@ -136,10 +136,10 @@ def _text(value: Any) -> str:
 def main(arguments: list[str], folder: str) -> None:
     """Pretrains with `arguments` and writes FOLDER/rankN.json, unless it fails or trains no step.
 
-    The environment variable MEGATRON_DATASTATES_FAULTS_OF_RANK_N is the fault plan of rank N only.
+    The environment variable TINY_FAULTS_OF_RANK_N is the fault plan of rank N only.
     """
     sys.argv = ["pretrain_tiny.py", *arguments]
-    own = os.environ.get(f"{FAULTS}_OF_RANK_{os.environ['RANK']}")
+    own = os.environ.get(f"TINY_FAULTS_OF_RANK_{os.environ['RANK']}")
     if own is not None:
         os.environ[FAULTS] = own
     frozen.install()

@@ -107,6 +107,21 @@ def test_without_variables_everything_is_the_default():
     assert Options.from_environment(environment={"SLOT_SIZE": "1MiB", "HOME": "/"}) == Options()
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("SLOTSIZE", "did you mean MEGATRON_DATASTATES_SLOT_SIZE?"),
+        ("ENABLED", "did you mean MEGATRON_DATASTATES_ENABLE?"),
+        ("XYZ_0123456789_XYZ_0123456789", "`datastates options` lists all"),
+    ],
+)
+def test_a_variable_that_sets_nothing_is_an_error(name, advice):
+    message = f"environment variable {ENVIRONMENT_PREFIX}{name}: no such option; {advice}"
+    with pytest.raises(OptionError, match=re.escape(message)):
+        Options.from_environment(environment={ENVIRONMENT_PREFIX + name: "1"})
+    assert Options.from_environment(environment={ENVIRONMENT_PREFIX + "ENABLE": "1"}) == Options()
+
+
 def test_the_environment_of_the_process_is_read_at_the_time_of_the_call(monkeypatch):
     monkeypatch.setenv("MEGATRON_DATASTATES_SLOT_SIZE", "32MiB")
     assert Options.from_environment().slot_size == 32 * MIB
