@@ -17,9 +17,7 @@ from typing import Any, Literal
 from megatron_datastates.errors import OptionError
 
 ENVIRONMENT_PREFIX = "MEGATRON_DATASTATES_"
-_NO_OPTIONS = frozenset(
-    {"MEGATRON_DATASTATES_ENABLE"}
-)  # variables; that one is the switch of mcore/switch.py
+_SWITCH = "ENABLE"  # a variable that is no option: mcore/switch.py
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -333,9 +331,7 @@ class Options:
         Raises:
             OptionError: a variable has an invalid value, or there is no such variable or option.
         """
-        _require_known(
-            environment, [ENVIRONMENT_PREFIX + field.name.upper() for field in dataclasses.fields(cls)]
-        )
+        _require_known(environment, [_SWITCH, *(field.name.upper() for field in dataclasses.fields(cls))])
         values: dict[str, Any] = dict(defaults)
         for field in dataclasses.fields(cls):
             text = environment.get(ENVIRONMENT_PREFIX + field.name.upper())
@@ -352,9 +348,14 @@ class Options:
 def _require_known(environment: Mapping[str, str], known: Sequence[str]) -> None:
     """Raises OptionError for a variable with our prefix that sets nothing, such as a misspelt one."""
     for name in environment:
-        if name.startswith(ENVIRONMENT_PREFIX) and name not in known and name not in _NO_OPTIONS:
-            similar = difflib.get_close_matches(name, [*known, *_NO_OPTIONS], 1)
-            advice = f"did you mean {similar[0]}?" if similar else "`datastates options` lists all"
+        own = name.removeprefix(ENVIRONMENT_PREFIX)
+        if own != name and own not in known:
+            similar = difflib.get_close_matches(own, known, 1)
+            advice = (
+                f"did you mean {ENVIRONMENT_PREFIX}{similar[0]}?"
+                if similar
+                else "`datastates options` lists all"
+            )
             raise OptionError(f"environment variable {name}: no such option; {advice}")
 
 
