@@ -17,6 +17,7 @@ import numpy.typing as npt
 from megatron_datastates.convert.parts import Part, parts_of, stacked_key
 from megatron_datastates.convert.sources.source import Source
 from megatron_datastates.errors import MismatchError, MissingKeyError
+from megatron_datastates.format.index import similar_keys
 from megatron_datastates.format.values import element_bytes
 
 if TYPE_CHECKING:
@@ -123,8 +124,9 @@ def find_content(source: Source, key: str) -> Content:
         return _state_content(states[key])
     if stack in states:
         return _numbered(_state_content(states[stack]), key, layer)
+    similar = similar_keys(key, [*source.tensors, *states])
     raise MissingKeyError(
-        f"{source.directory} contains no tensor or object {key!r}: `datastates show` lists the keys"
+        f"{source.directory} contains no tensor or object {key!r}{similar}: `datastates show` lists the keys"
     )
 
 

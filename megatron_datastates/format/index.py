@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import difflib
 import functools
 import hashlib
 import itertools
@@ -41,6 +42,8 @@ from megatron_datastates.format.values import DTYPE_NAMES, DTYPES, FORMAT_VERSIO
 
 _MAX_BYTES = 1 << 62  # of a tensor, and of a file: sums and products of offsets stay within 64 bits
 _MOST_ENTRIES = 1 << 32  # of a footer
+_MOST_SIMILAR = 2  # keys in a message
+_MOST_COMPARED = 5000  # keys; of so many, the comparison takes less than a second
 Described = tuple[str, str, tuple[int, ...], bool]  # key, dtype, global shape, whether it is encoded
 # Yields the bytes of each range (offset, size) of the index file. The ranges are in the order of the file.
 ReadRanges = Callable[[Sequence[tuple[int, int]]], Iterable[bytes]]
@@ -92,7 +95,9 @@ class Index:
     def tensor(self, key: str) -> TensorEntry:
         """Returns a tensor's entry. Raises MissingKeyError, and what `from_directory` raises on demand."""
         if key not in self.tensors:
-            raise MissingKeyError(f"there is no tensor {key!r} in this checkpoint")
+            raise MissingKeyError(
+                f"there is no tensor {key!r} in this checkpoint{similar_keys(key, self.tensors)}"
+            )
         return self.tensors[key]
 
     def describe(self, key: str) -> tuple[str, tuple[int, ...]]:
@@ -408,3 +413,12 @@ def index_entry(encoded: bytes) -> IndexEntry:
     directory = Directory(encoded, "the index", len(encoded)).bytes
     sha256 = hashlib.sha256(encoded[:directory]).hexdigest()
     return IndexEntry(index_name(sha256), len(encoded), directory, sha256)
+
+
+def similar_keys(key: str, keys: Iterable[str]) -> str:
+    """Returns keys that are like one that is not there, as the end of a message; empty if there are none."""
+    names, tail = list(keys), key.rsplit(".", 2)[-2:]
+    close = [name for name in names if name.rsplit(".", 2)[-2:] == tail][:_MOST_SIMILAR]
+    if not close and len(names) <= _MOST_COMPARED:
+        close = difflib.get_close_matches(key, names, _MOST_SIMILAR, 0.75)
+    return f" (it has {' and '.join(map(repr, close))})" if close else ""

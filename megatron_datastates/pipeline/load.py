@@ -31,7 +31,7 @@ from megatron_datastates.errors import (
 )
 from megatron_datastates.files import OBJECT_BYTES, path_of
 from megatron_datastates.format.footer import Footer
-from megatron_datastates.format.index import Index, TensorEntry
+from megatron_datastates.format.index import Index, TensorEntry, similar_keys
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.tail import TailEntry
 from megatron_datastates.pipeline.damage import describe_blocks, what_rank_wrote
@@ -438,7 +438,7 @@ class Checkpoint:
 
     def _file_of(self, key: str, files: Mapping[str, int], what: str) -> int:
         if key not in files:
-            raise MissingKeyError(f"there is no {what} {key!r} in {self.directory}")
+            raise MissingKeyError(f"there is no {what} {key!r} in {self.directory}{similar_keys(key, files)}")
         return files[key]
 
     def _entry(self, file: int, entries: Mapping[str, TailEntry], key: str, what: str) -> TailEntry:

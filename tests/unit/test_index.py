@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_datastates.errors import FormatError, MissingKeyError, UnsupportedFormatError
-from megatron_datastates.format.index import Index, build_index, index_entry, merge_indexes
+from megatron_datastates.format.index import Index, build_index, index_entry, merge_indexes, similar_keys
 from megatron_datastates.format.tables import Directory
 from megatron_datastates.format.values import DTYPES, Extent, Fragment, element_bytes
 from tests.unit.by_hand import fragment, index_of
@@ -197,3 +197,16 @@ def test_one_bad_tensor_leaves_the_others_readable():
     assert index.tensor("a").global_shape == index.tensor("c").global_shape == (40,)
     with pytest.raises(UnsupportedFormatError):
         index.tensor("b")
+
+
+@pytest.mark.parametrize(
+    ("key", "named"),
+    [
+        ("model.layers.1.weight", " (it has 'decoder.layers.1.weight')"),
+        ("embeding", " (it has 'embedding')"),
+        ("x", ""),
+    ],
+)
+def test_a_key_that_is_not_there_is_named_with_similar_ones(key: str, named: str) -> None:
+    assert similar_keys(key, ["decoder.layers.1.weight", "decoder.layers.1.bias", "embedding"]) == named
+    assert similar_keys(key, []) == ""

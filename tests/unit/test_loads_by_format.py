@@ -232,7 +232,7 @@ def test_a_missing_tensor_is_named_with_what_is_like_it(ours):
 
 def test_a_missing_object_is_named(ours):
     assert reported(ours, ShardedObject("rng", None, (2,), (1,))) == (
-        "there is no object 'rng/shard_1_2' in this checkpoint"
+        "there is no object 'rng/shard_1_2' in this checkpoint (it has 'rng/shard_0_1')"
     )
 
 

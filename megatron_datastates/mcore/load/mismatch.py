@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
+from megatron_datastates.format.index import similar_keys
 from megatron_datastates.pipeline.load import Checkpoint, torch_dtype
 from megatron_datastates.pipeline.optimizer import StateTensor
 
@@ -25,7 +26,8 @@ def first_mismatch(
     """
     for item in requested:
         if isinstance(item, ShardedObject) and item.unique_key not in checkpoint.index.objects:
-            return f"there is no object {item.unique_key!r} in this checkpoint"
+            similar = similar_keys(item.unique_key, checkpoint.index.objects)
+            return f"there is no object {item.unique_key!r} in this checkpoint{similar}"
         if isinstance(item, ShardedTensor):
             problem = _tensor_mismatch(checkpoint, item, states)
             if problem is not None:
@@ -39,7 +41,8 @@ def _tensor_mismatch(checkpoint: Checkpoint, item: Any, states: Mapping[str, Sta
     elif item.key in checkpoint.index.tensors:
         dtype, shape = checkpoint.index.describe(item.key)
     else:
-        return f"there is no tensor {item.key!r} in this checkpoint{_similar(item.key, checkpoint)}"
+        similar = similar_keys(item.key, checkpoint.index.tensors)
+        return f"there is no tensor {item.key!r} in this checkpoint{similar}"
     if item.key in checkpoint.index.objects:  # DCP has one name for both
         return f"{item.key!r} is both a tensor and an object in this checkpoint: Megatron cannot load either"
     if not item.allow_shape_mismatch and shape != tuple(item.global_shape):
@@ -52,9 +55,3 @@ def _tensor_mismatch(checkpoint: Checkpoint, item: Any, states: Mapping[str, Sta
         wanted = str(item.dtype).removeprefix("torch.")
         return f"tensor {item.key!r} is {dtype} in this checkpoint, and {wanted} in the model"
     return None
-
-
-def _similar(key: str, checkpoint: Checkpoint) -> str:
-    tail = key.rsplit(".", 2)[-2:]
-    close = [name for name in checkpoint.index.tensors if name.rsplit(".", 2)[-2:] == tail][:2]
-    return f" (it has {' and '.join(map(repr, close))})" if close else ""
