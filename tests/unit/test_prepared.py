@@ -470,6 +470,49 @@ def test_extra_states_without_a_value_are_left_out_of_thin_state_dicts_and_saved
     assert keys == [objects[2].unique_key, objects[1].unique_key]
 
 
+class Grouped(Extra):
+    """Stores its extra state as Megatron's TEGroupedLinear does: split, if it says so."""
+
+    parts = 3
+    calls = 0
+
+    def _split_extra_state(self, state: Any) -> list[Any]:
+        self.calls += 1
+        return [state if self.scale is None else f"{state}{number}" for number in range(self.parts)]
+
+
+def test_extra_states_of_grouped_layers_are_split_anew_once_a_save() -> None:
+    model = torch.nn.Sequential(Grouped(2, 2), torch.nn.ModuleDict({"in": Grouped(2, 2)}))
+    keys = [f"{name}._extra_state{part or ''}" for name in ("0", "1.in") for part in range(3)]
+    state = {key: item for name in keys for key, item in extra(name, None).items()}
+    found = extra_states(model, state)
+    assert [one.name for one in found] == keys
+    calls = model[0].calls
+    assert [one.value_of() for one in found] == [None] * 6
+    assert model[0].calls == calls + 1
+    model[0].scale = "s"
+    assert [one.value_of() for one in found] == ["s0", "s1", "s2", None, None, None]
+    assert [one.value_of() for one in found[:2]] == ["s0", "s1"], "this save ends here"
+    model[0].scale = "t"
+    assert [one.value_of() for one in found[:3]] == ["t0", "t1", "t2"]
+    Grouped.parts = 2
+    try:
+        assert found[1].value_of() == "t1"
+        with pytest.raises(UnprovableError, match="fewer parts"):
+            found[2].value_of()
+    finally:
+        Grouped.parts = 3
+
+
+def test_parts_of_extra_states_of_other_layers_are_refused() -> None:
+    with pytest.raises(
+        UnprovableError, match=r"'0\._extra_state1' of the model is not a module's extra state"
+    ):
+        extra_states(torch.nn.Sequential(Extra(2, 2)), extra("0._extra_state1", None))
+    with pytest.raises(UnprovableError, match="fewer parts"):
+        extra_states(torch.nn.Sequential(Grouped(2, 2)), extra("0._extra_state3", None))
+
+
 def test_tensors_and_factories_of_a_model_need_no_function() -> None:
     tensor = ShardedTensor.from_rank_offsets("0.weight", torch.zeros(2, 2))
     assert extra_states(torch.nn.Sequential(Extra(2, 2)), {"0.weight": tensor, "more": [tensor]}) == []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import io
+import re
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,9 +23,8 @@ from megatron.core.dist_checkpointing.mapping import (
 
 from megatron_datastates.mcore.save.survey import UnprovableError
 
-_EXTRA = "_extra_state"
-
-
+_NAME = re.compile(r"(?:(.*)\.)?_extra_state([0-9]*)")
+_SPLIT = "_split_extra_state"  # a method of TEGroupedLinear
 _TENSORS = (ShardedTensor, ShardedTensorFactory, LocalNonpersistentObject)
 
 
@@ -45,15 +46,20 @@ def extra_states(chunk: Any, state: dict[str, Any]) -> list[ExtraState]:
         UnprovableError: there is something that is neither a tensor nor a module's extra state.
     """
     modules = dict(chunk.named_modules())
+    values: dict[str, _Values] = {}
     found = []
     for key, item in state.items():
         if isinstance(item, ShardedObject):
-            module = modules.get(key.removesuffix(_EXTRA).removesuffix("."))
-            if not key.endswith(_EXTRA) or module is None or not _is_equal(item.data, module.get_extra_state):
+            name = _NAME.fullmatch(key)
+            module = modules.get(name[1] or "") if name is not None else None
+            if name is None or module is None or (name[2] and not hasattr(module, _SPLIT)):
                 raise UnprovableError(f"the object {key!r} of the model is not a module's extra state")
+            its_values = values.setdefault(name[1] or "", _Values(weakref.ref(module)))
+            value_of = functools.partial(its_values.value, int(name[2] or 0))
+            if not _is_equal(item.data, value_of):
+                raise UnprovableError(f"the object {key!r} of the model is not what its module makes")
             template = copy.copy(item)
             template.data = None
-            value_of = _value_of(weakref.ref(module))
             is_stored = is_main_replica(item.replica_id)
             found.append(ExtraState(key, template, value_of, item.unique_key, is_stored))
         elif not all(isinstance(leaf, _TENSORS) for leaf in _leaves(item)):
@@ -65,16 +71,38 @@ def _leaves(item: Any) -> Iterator[Any]:
     return iter(nested_values(item)) if isinstance(item, dict | list) else iter([item])
 
 
-def _value_of(reference: weakref.ref[Any]) -> Callable[[], Any]:
-    """Returns a function that calls a module's `get_extra_state`, whichever it has by then."""
+class _Values:
+    """What a module's `get_extra_state` makes, whichever it has by then.
 
-    def value() -> Any:
-        module = reference()
+    Megatron's TEGroupedLinear stores it in as many parts as it has matrices, all of which it makes at once.
+    They are asked for in their order; those of another save are never returned.
+    """
+
+    def __init__(self, module: weakref.ref[Any]) -> None:
+        self._module = module
+        self._parts: list[Any] = []
+
+    def value(self, number: int) -> Any:
+        """Returns a part of the extra state, or all of it if it has no parts.
+
+        Raises:
+            UnprovableError: there is no such part.
+        """
+        if number == 0 or not self._parts:
+            self._parts = self._make()
+        if number >= len(self._parts):
+            raise UnprovableError("an extra state has fewer parts than it had")
+        value = self._parts[number]
+        if number == len(self._parts) - 1:
+            self._parts = []
+        return value
+
+    def _make(self) -> list[Any]:
+        module = self._module()
         if module is None:
             raise UnprovableError("a module is gone")
-        return module.get_extra_state()
-
-    return value
+        made, split = module.get_extra_state(), getattr(module, _SPLIT, None)
+        return [made] if split is None else list(split(made))
 
 
 def _is_equal(value: Any, make: Callable[[], Any]) -> bool:
