@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import names_in
-from megatron_datastates.format.directory import TORCH_DIST_INDEX
+from megatron_datastates.format.directory import TORCH_DIST_INDEX, iteration_in_name
 from megatron_datastates.format.footer import Footer
 from megatron_datastates.format.index import Index, TensorEntry
 from megatron_datastates.format.manifest import Manifest
@@ -131,7 +131,16 @@ def why_no_checkpoint(path: Path) -> str:
             "`datastates repair` makes it anew."
         )
     if TORCH_DIST_INDEX in names:
-        return f"{path} holds a torch_dist checkpoint, not a datastates one"
+        return (
+            f"{path} holds a torch_dist checkpoint, not a datastates one: `datastates convert` makes one of "
+            "it; the other commands read both"
+        )
+    iterations = [(iteration, name) for name in names if (iteration := iteration_in_name(name)) is not None]
+    if iterations:
+        return (
+            f"{path} is the directory of a run, and each iteration in it is a checkpoint: choose one, as "
+            f"{path / max(iterations)[1]}"
+        )
     return f"{path} holds no datastates checkpoint: there is no {MANIFEST_NAME} in it"
 
 

@@ -224,10 +224,14 @@ def empty(directory: Path) -> None:
     [
         (lambda d: (d / MANIFEST_NAME).unlink(), "unfinished.*its save was killed or failed"),
         (empty, "there is no datastates.manifest in it"),
-        (lambda d: (empty(d), (d / ".metadata").touch()), "a torch_dist checkpoint"),
+        (lambda d: (empty(d), (d / ".metadata").touch()), "a torch_dist checkpoint.*`datastates convert`"),
+        (
+            lambda d: (empty(d), (d / "iter_0000009").mkdir(), (d / "iter_0000010").mkdir()),
+            "directory of a run.*/iter_0000010$",
+        ),
         (lambda d: d.rename(d.parent / "moved"), "is not a directory"),
     ],
-    ids=["without its manifest", "empty", "torch_dist", "missing"],
+    ids=["without its manifest", "empty", "torch_dist", "run", "missing"],
 )
 def test_a_directory_without_a_manifest_is_refused_with_the_reason(tmp_path, spoil, reason):
     ds.save({"w": torch.ones(1)}, tmp_path / "c", **SMALL)
