@@ -178,6 +178,29 @@ def test_a_far_side_that_is_away_for_a_while_gets_everything_later(
     assert nodes.kept(0) == nodes.kept(1) == ["iter_0000003"]
 
 
+def test_an_attempt_that_began_before_the_end_is_not_the_last_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The way to --save comes back while a job ends, and an attempt of before fails only then."""
+    monkeypatch.setattr(drain, "_PAUSES", (0.05,))
+    copy, ending = drain.Drain._copy, []
+
+    def late(self: drain.Drain, save: drain.NearSave) -> None:
+        if self in ending:
+            return copy(self, save)
+        if save.attempts + 1 >= drain._REPORTED_ATTEMPT:
+            ending.append(self)
+            wait_for(lambda: self._closing)
+        raise OSError("away")
+
+    monkeypatch.setattr(drain.Drain, "_copy", late)
+    nodes = Nodes(tmp_path)
+    assert nodes.save(1).outcome is Outcome.PUBLISHED
+    wait_for(lambda: len(ending) == 2)
+    nodes.close()
+    nodes.check(1)
+
+
 def test_a_far_side_without_room_gets_everything_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -289,6 +289,7 @@ class Drain:
         return _LOOK_SECONDS_OBJECTS if is_far else _LOOK_SECONDS
 
     def _copy_or_pause(self, save: NearSave) -> None:
+        is_ending = self._closing  # an attempt that began before may have met what is over by now
         try:
             self._copy(save)
         except Exception as error:
@@ -301,16 +302,17 @@ class Drain:
                 and save.attempts >= _REPORTED_ATTEMPT
                 and len(self._to_copy) > 1
             )
-            if is_lost or save.attempts == _REPORTED_ATTEMPT:
+            is_given_up = is_lost or (is_ending and save.attempts >= _REPORTED_ATTEMPT)
+            if is_given_up or save.attempts == _REPORTED_ATTEMPT:
                 logger.error(
                     "%s was not brought from %s to %s: %s%s",
                     save.name,
                     save.near,
                     save.far,
                     error,
-                    "" if is_lost else "; it is tried again",
+                    "" if is_given_up else "; it is tried again",
                 )
-            if is_lost or (self._closing and save.attempts >= _REPORTED_ATTEMPT):
+            if is_given_up:
                 with self._changed:
                     self._to_copy.remove(save)
                 return
