@@ -42,6 +42,9 @@ def make() -> torch.nn.Module:
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 2), named)
     model[0].register_buffer("kept", torch.zeros(3))
     model[0].register_buffer("dropped", torch.zeros(3), persistent=False)
+    model[0].register_buffer("shared_name", torch.zeros(2), persistent=False)
+    model[1].register_buffer("shared_name", torch.zeros(2))
+    model[0].layer_number = 1
     model[2]._register_state_dict_hook(torch.nn.init.zeros_)  # a function that is trusted
     model[2].weight.requires_grad_(False)
     return model
@@ -113,6 +116,8 @@ CHANGES: list[Callable[[Any], object]] = [
     lambda model: setattr(model[3], "step", torch.nn.Linear(2, 2)),
     lambda model: model[3].register_buffer("padding", torch.zeros(3)),
     lambda model: model[3].__dict__.pop("_buffers"),
+    lambda model: setattr(model[0], "layer_number", 2),
+    lambda model: model[1].register_buffer("shared_name", torch.zeros(2)),
 ]
 
 
@@ -126,7 +131,11 @@ def test_a_survey_notices_every_change_of_structure(change: Callable[[Any], obje
         survey.tensors_if_unchanged(no_optimizer())
 
 
-@pytest.mark.parametrize("change", [set_data, set_values, freeze])
+def replace_what_is_not_stored(model: Any) -> None:
+    model[0].dropped = model[0].dropped + 1
+
+
+@pytest.mark.parametrize("change", [set_data, set_values, freeze, replace_what_is_not_stored])
 def test_other_memory_and_other_values_are_no_change_of_structure(change: Callable[[Any], None]) -> None:
     model = make()
     survey = Survey([model], no_optimizer())
@@ -278,6 +287,8 @@ def stepped(model: torch.nn.Module) -> Any:
     optimizer.optimizer, optimizer.is_stub_optimizer = inner, False
     optimizer.buffers, optimizer.gbuf_ranges = [Bucket(buckets=[bucket])], [{"fp32": [{"param_map": ranges}]}]
     optimizer.model_param_group_index_map = {param: (0, at) for at, param in enumerate(params)}
+    optimizer.per_bucket_numel = [{(torch.float32, torch.float32): [8]}]
+    optimizer.per_bucket_numel_unpadded = [{(torch.float32, torch.float32): [7]}]
     optimizer.data_parallel_group_idx, optimizer.data_parallel_group = 0, object()
     return optimizer
 
@@ -326,6 +337,8 @@ OPTIMIZER_CHANGES: list[Callable[[Any], object]] = [
     lambda one: setattr(one, "data_parallel_group_idx", 1),
     lambda one: setattr(one, "data_parallel_group", object()),
     lambda one: setattr(one, "distributed_optimizer_instance_id", 1),
+    lambda one: setattr(one, "per_bucket_numel", [{(torch.float32, torch.float32): [9]}]),
+    lambda one: next(iter(one.per_bucket_numel_unpadded[0].values())).append(1),
 ]
 
 

@@ -30,9 +30,11 @@ _BUCKETING = (
     "get_parameter_state_dp_reshardable",
     "_get_main_param_and_optimizer_states",
 )
+_BUCKET_SIZES = ("per_bucket_numel", "per_bucket_numel_unpadded")  # stored beside the buckets
 _OURS = "megatron_datastates."
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
-_MEMBERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", *_HOOKS)
+# What is compared of each module; its layer's number is in keys or offsets.
+_MEMBERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "layer_number", *_HOOKS)
 _hooks = attrgetter(*_HOOKS)
 _attributes = attrgetter("dtype", "shape", "device", "layout")
 
@@ -68,7 +70,9 @@ class Survey:
         self._optimizers = [weakref.ref(one) for one in distributed_optimizers(optimizer)]
         members, containers = self._places()
         self._structures = (
-            native.Structure(members, [], attributes=list(_MEMBERS), own=list(_DECIDING), opaque=[]),
+            native.Structure(
+                members, [], attributes=list(_MEMBERS), own=list(_DECIDING), opaque=_never_stored(members)
+            ),
             native.Structure([], containers, attributes=[], own=[], opaque=["step"]),
         )
         leaves = self._leaves()
@@ -201,6 +205,20 @@ def _require_none_of_its_own(owner: Any, methods: Iterable[str]) -> None:
             raise UnprovableError(f"{name}, set on one {kind}, has a say in the state dict")
 
 
+def _never_stored(modules: list[Any]) -> list[str]:
+    """Returns names of buffers that are not persistent, such as counters that are replaced in each step.
+
+    A name that means anything else in one of the modules is none of these. One that a state dict has after
+    all is not among the surveyed tensors: such a save is not prepared.
+    """
+    stored, dropped = set[str](), set[str]()
+    for module in modules:
+        own = module._non_persistent_buffers_set
+        dropped.update(own)
+        stored.update(module._parameters, module._modules, module._buffers.keys() - own)
+    return sorted(dropped - stored)
+
+
 def _containers(optimizer: Any) -> list[Any]:
     """Returns what decides how a distributed optimizer's state is stored; a step there is a plain value."""
     inner = optimizer.optimizer
@@ -214,6 +232,7 @@ def _containers(optimizer: Any) -> list[Any]:
         list(optimizer.buffers),
         buckets,
         list(map(_sizes, chain.from_iterable(buckets))),
+        [getattr(optimizer, name, None) for name in _BUCKET_SIZES],
         [optimizer.data_parallel_group_idx, getattr(optimizer, "distributed_optimizer_instance_id", 0)],
         id(optimizer.data_parallel_group),
     ]
