@@ -247,8 +247,11 @@ def parse_arguments() -> argparse.Namespace:
         help="torch_dist, Megatron's own format, is for comparison: without verification and costs of saves",
     )
     arguments = parser.parse_args()
-    if arguments.keep and arguments.keep.exists() and any(arguments.keep.iterdir()):
-        parser.error(f"--keep: {arguments.keep} is not empty")
+    if arguments.keep and arguments.keep.exists():
+        if not arguments.keep.is_dir():
+            parser.error(f"--keep: {arguments.keep} is not a directory")
+        if any(arguments.keep.iterdir()):
+            parser.error(f"--keep: {arguments.keep} is not empty")
     return arguments
 
 

@@ -15,6 +15,7 @@ from megatron_datastates.cli.shared import (
     cannot,
     json_option,
     parallelism_text,
+    require_directory,
     run_argument,
     say,
     size_text,
@@ -57,6 +58,7 @@ def list_checkpoints(root: Path, as_json: bool, near: str) -> None:
     from megatron_datastates.pipeline.runs import is_published
 
     try:
+        require_directory(root)
         looks = look_at_run(root)
     except (DataStatesError, OSError) as error:
         cannot(error)

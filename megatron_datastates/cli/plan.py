@@ -37,6 +37,7 @@ from megatron_datastates.sizing.planning import (
 )
 
 _POSITIVE = click.IntRange(min=1)
+_FEWEST = 1000  # parameters: `--params 70` lacks its unit
 _MARGIN = 1.25  # between the time of a save and the interval that is advised
 _SCALES = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _FLAGS = {
@@ -119,6 +120,10 @@ def plan(
         if iteration is not None and iteration <= 0:
             raise OptionError(f"--iteration-seconds {iteration:g}: expected a number above 0")
         given = {"tensor": tp, "pipeline": pp, "context": cp, "expert": ep}
+        if parameters is None and not files and not words:
+            raise OptionError(
+                "describe the model: --params 70B, --arguments FILE, or `-- MEGATRON'S ARGUMENTS`"
+            )
         arguments = read_arguments(files, words)
         made = _made(arguments, parameters, given, dp, storage, _rate("--copy-rate", copy_rate))
     except DataStatesError as error:
@@ -151,7 +156,7 @@ def _made(
 def _count(text: str) -> int:
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([a-zA-Z]?)", text)
     scale = _SCALES.get(match[2].lower()) if match else None
-    if match is None or scale is None or not 1 <= float(match[1]) * scale < 1e16:
+    if match is None or scale is None or not _FEWEST <= float(match[1]) * scale < 1e16:
         raise OptionError(f"--params {text}: expected a number of parameters such as 70B, 350M or 1.5T")
     return round(float(match[1]) * scale)
 

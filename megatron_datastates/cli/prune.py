@@ -15,6 +15,7 @@ from megatron_datastates.cli.shared import (
     json_option,
     note,
     progress_bar,
+    require_directory,
     run_argument,
     say,
     size_text,
@@ -87,6 +88,7 @@ def prune(
     if keep_last is None and keep_every is None:
         cannot(OptionError("give --keep-last N, --keep-every N, or both: prune needs to know what to keep"))
     try:
+        require_directory(root)
         rules = RetentionRules(keep_last, keep_every, min_age * 60)
         if yes and not is_object(root):
             finish_drops(root)

@@ -289,6 +289,13 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def require_directory(path: Path) -> None:
+    """Raises NotACheckpointError if a path of a file system is no directory."""
+    if not is_object(path) and not path.is_dir():
+        fault = "is not a directory" if path.exists() else "does not exist"
+        raise NotACheckpointError(f"{path} {fault}: give a checkpoint, or the directory of a run")
+
+
 def checkpoint_of(directory: Path, iteration: int | None) -> Path:
     """Returns the checkpoint that an argument stands for; says on standard error which one of a run it is.
 
@@ -296,8 +303,7 @@ def checkpoint_of(directory: Path, iteration: int | None) -> Path:
         OptionError, NotACheckpointError, StorageError: see choose_checkpoint.
     """
     # Said at once: to open a checkpoint, some commands import torch.
-    if not is_object(directory) and not directory.is_dir():
-        raise NotACheckpointError(f"{directory} is not a directory")
+    require_directory(directory)
     found = choose_checkpoint(directory, iteration)
     if found.how:
         note(f"datastates: {found.how}")

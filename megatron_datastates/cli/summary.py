@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from megatron_datastates.convert.stored_arguments import training_arguments
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import element_bytes
 
+_NAMED_JOBS = 5
 _MODEL = (
     ("num_layers", "{} layers"),
     ("hidden_size", "hidden {}"),
@@ -45,6 +46,7 @@ def summary(path: Path, source: Source) -> list[tuple[str, str]]:
     rows = [
         ("checkpoint", f"{path}, {source.format}{number}{whole}"),
         ("saved", f"{look.created.replace('T', ' ')[:16]} UTC{_ranks(look.ranks, look.parallel)}"),
+        ("job", _resumed(look.resumed)),
         ("model", _described(_MODEL, arguments)),
         ("training", _described(_TRAINING, arguments)),
         ("weights", _weights(source, weights)),
@@ -67,6 +69,16 @@ def _ranks(ranks: int | None, parallel: Mapping[str, int]) -> str:
         return ""
     sizes = parallelism_text(parallel)
     return f" by {counted(ranks, 'rank')}" + (f" ({sizes})" if sizes else "")
+
+
+def _resumed(iterations: Sequence[int]) -> str:
+    """Returns which checkpoint the saving job resumed from, and the last few of the jobs before it."""
+    if not iterations:
+        return ""
+    before = [f"{iteration:,}" for iteration in reversed(iterations[-_NAMED_JOBS:-1])]
+    left = len(iterations) - 1 - len(before)
+    others = f"; jobs before it from {', '.join(before)}" if before else ""
+    return f"resumed from iteration {iterations[-1]:,}{others}" + (f" and {left:,} more" if left else "")
 
 
 def _described(texts: Collection[tuple[str, str]], arguments: Mapping[str, Any]) -> str:

@@ -21,6 +21,7 @@ from megatron_datastates.cli.shared import (
     parse_memory,
     print_json,
     progress_bar,
+    require_directory,
     run_argument,
     say,
 )
@@ -65,6 +66,7 @@ def trend(root: Path, keys: Sequence[str], plot: Path | None, memory: str, as_js
     """
     try:
         memory_bytes = parse_memory(memory)
+        require_directory(root)
         if plot is not None:
             _require_plot(plot)
         found = _follow(root, keys, memory_bytes)

@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from megatron_datastates import stores
 from megatron_datastates.convert.sources.dcp_index import Record, Records, records_of, required_bytes
 from megatron_datastates.convert.sources.pickles import load_metadata
@@ -66,6 +68,7 @@ class Look:
     note: str | None = None  # what is unusual, and does no harm
     ranks: int | None = None
     parallel: dict[str, int] = dataclasses.field(default_factory=dict)  # sizes of the parallel groups
+    resumed: tuple[int, ...] = ()  # iterations that its job and the jobs before it resumed from; oldest first
 
 
 class _FoundError(Exception):
@@ -116,6 +119,8 @@ def _look_at_ours(look: Look) -> None:
         raise _FoundError(UNFINISHED, _unpublished(look.path)) from None
     manifest = Manifest.decode(data, str(look.path / MANIFEST_NAME))
     look.created, look.ranks, look.parallel = manifest.created, manifest.world_size, manifest.parallel
+    if manifest.ancestors is not msgspec.UNSET:
+        look.resumed = tuple(ancestor.iteration for ancestor in manifest.ancestors)
     others = {other.name: other.bytes for other in manifest.others}
     wrong = missing_files(look.path, manifest) + [
         name for name, size in others.items() if _size(look.path / name) != size

@@ -118,7 +118,9 @@ def why_no_checkpoint(path: Path) -> str:
     """Says what is in a directory that has no manifest."""
     try:
         names = names_in(path)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
+        return f"{path} does not exist"
+    except NotADirectoryError:
         return f"{path} is not a directory"
     except OSError as error:
         return f"{path} cannot be listed: {error.strerror}"

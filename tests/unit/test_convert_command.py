@@ -239,7 +239,7 @@ def test_the_command_needs_no_megatron(by_dcp: Path, tmp_path: Path) -> None:
     ("given", "reason"),
     [
         (["{tmp}", "{tmp}/made"], "holds no checkpoint of a known format"),
-        (["{tmp}/none", "{tmp}/made"], "is not a directory"),
+        (["{tmp}/none", "{tmp}/made"], "does not exist"),
         (["{source}", "{tmp}"], "exists: choose another target"),
         (["{source}", "{tmp}/made", "--to", "zarr"], "format 'zarr' cannot be written"),
         (["{source}", "{tmp}/made", "--memory", "lots"], "--memory lots: expected a size"),

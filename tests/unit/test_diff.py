@@ -307,7 +307,7 @@ def test_bad_input_is_one_line(pair, tmp_path):
     one, other = pair(state(), state())
     for arguments, expected in [
         ((one, tmp_path), "no checkpoint"),
-        ((tmp_path / "nowhere", other), "is not a directory"),
+        ((tmp_path / "nowhere", other), "does not exist"),
         ((one, other, "--keys", "nothing"), "no tensor in"),
         ((one, other, "--memory", "much"), "expected a size such as"),
         ((one, other, "--memory", "1023KiB"), "--memory 1023KiB: expected at least 1MiB"),

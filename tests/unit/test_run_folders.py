@@ -196,7 +196,7 @@ def test_what_cannot_be_checked_keeps_nothing_else_from_it(both: Path, tmp_path:
     good = both / "datastates" / "iter_0000005"
     code, printed, reported = run("verify", tmp_path / "nope", good, tmp_path)
     assert code == 2 and "3 checkpoints: 1 good, 0 faulty, 2 could not be checked" in printed
-    assert f"{tmp_path / 'nope'} is not a directory" in reported
+    assert f"{tmp_path / 'nope'} does not exist" in reported
     assert run("verify", "--all", tmp_path / "nope", good.parent)[0] == 2
 
 

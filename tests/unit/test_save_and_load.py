@@ -229,7 +229,7 @@ def empty(directory: Path) -> None:
             lambda d: (empty(d), (d / "iter_0000009").mkdir(), (d / "iter_0000010").mkdir()),
             "directory of a run.*/iter_0000010$",
         ),
-        (lambda d: d.rename(d.parent / "moved"), "is not a directory"),
+        (lambda d: d.rename(d.parent / "moved"), "does not exist"),
     ],
     ids=["without its manifest", "empty", "torch_dist", "run", "missing"],
 )

@@ -44,7 +44,7 @@ SHOWN = [
     ("report run.jsonl --last 3", 0, "the last"),
     ("plan --params 70B --tp 8 --pp 4 --dp 8", 0, "a checkpoint    980 GB"),
     ("options", 0, "--datastates-"),
-    ("show nothing", 2, "datastates: nothing is not a directory"),
+    ("show nothing", 2, "datastates: nothing does not exist: give a checkpoint, or the directory of a run"),
 ]
 MAY_BE_LONG = ("import",)  # a command line to copy must stay whole
 
