@@ -33,6 +33,11 @@ class Origin:
     iteration: int = 0
     ancestors: tuple[Ancestor, ...] | None = ()
 
+    @property
+    def resumed(self) -> SaveId | None:
+        """That save; None if it is not known, or was in another format."""
+        return SaveId.parse(self.ancestors[-1].save_id) if self.ancestors else None
+
 
 @dataclasses.dataclass(frozen=True)
 class Point:
@@ -53,6 +58,11 @@ class Point:
         if self.ancestors is None:
             return max(self.iteration - 1, 0)
         return self.ancestors[-1].iteration if self.ancestors else 0
+
+    @property
+    def resumed(self) -> SaveId | None:
+        """Save that its job went on from; None if that is not known, or was in another format."""
+        return SaveId.parse(self.ancestors[-1].save_id) if self.ancestors else None
 
     def follows(self, other: Point) -> bool:
         """Returns whether the job of this checkpoint, or one before it, has passed through the other one."""

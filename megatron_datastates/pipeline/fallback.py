@@ -16,6 +16,8 @@ from megatron_datastates.config import Options
 from megatron_datastates.errors import printable
 from megatron_datastates.format.directory import iteration_in_name, iteration_name
 from megatron_datastates.pipeline.agreement import Collectives
+from megatron_datastates.pipeline.branches import point_in
+from megatron_datastates.pipeline.history import by_branch
 from megatron_datastates.pipeline.runs import find_published
 from megatron_datastates.pipeline.verify import Verdict, verify
 
@@ -55,14 +57,20 @@ def find_older_checkpoint(
 
 
 def _older(damaged: Path, root: Path) -> list[int]:
-    """Returns older iterations, newest first; without 0, which --ckpt-step does not accept."""
+    """Returns older iterations, newest first; without 0, which --ckpt-step does not accept.
+
+    Those of a branch that was left come last.
+    """
     number = iteration_in_name(damaged.name)
     try:
         published = find_published(root)
     except OSError as error:
         logger.warning("older checkpoints were not looked for: %s", error)
         return []
-    return [one for one in reversed(published) if number is not None and 0 < one < number]
+    if number is None:
+        return []
+    older = {one: path for one, path in published.items() if 0 < one < number}
+    return by_branch(root, older, point_in(damaged, number))
 
 
 def _verified(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int]:

@@ -9,6 +9,7 @@ Nothing here imports torch or the native module: Megatron's processes look at ot
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -75,6 +76,11 @@ def find_published(root: str | os.PathLike[str]) -> dict[int, Path]:
         OSError: `root` cannot be listed.
     """
     return {one.number: one.path for one in find_iterations(root) if one.format == BACKEND and one.complete}
+
+
+def complete_in(root: str | os.PathLike[str]) -> dict[int, Path]:
+    """Returns the directories of all complete checkpoints under `root`, by iteration. Raises OSError."""
+    return {one.number: one.path for one in find_iterations(root) if one.complete}
 
 
 def format_seen(path: Path) -> str:
@@ -149,6 +155,33 @@ def is_published(directory: str | os.PathLike[str]) -> bool:
 def is_complete(directory: str | os.PathLike[str]) -> bool:
     """Returns whether a checkpoint is complete: published by us, or with the file that is written last."""
     return is_published(directory) or stored_backend(directory) not in (None, BACKEND)
+
+
+def is_there(directory: str | os.PathLike[str]) -> bool:
+    """Returns whether the checkpoint that a tracker names is there: complete, or of another format.
+
+    Raises:
+        StorageError: it cannot be looked at, which says nothing about it.
+    """
+    path = path_of(directory)
+    try:
+        with contextlib.suppress(FileNotFoundError):  # to list names costs more, on each of many ranks
+            (path / MANIFEST_NAME).stat()
+            return True
+        names = names_in(path)
+        backend = metadata_members(path).get("sharded_backend")
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except FormatError:
+        backend = None
+    except OSError as error:
+        reason = f"{path} cannot be looked at: {error.strerror}"
+        raise StorageError(reason, code=error.errno or 0, path=str(path)) from error
+    if backend not in (None, BACKEND):
+        return True
+    # Megatron's formats `torch` and `torch_dcp` have no metadata.json; common files alone are no checkpoint.
+    is_unfinished = any(map(is_own_file_name, names))
+    return not is_unfinished and not set(names) <= {METADATA_NAME, COMMON_FILE}
 
 
 def stored_backend(directory: str | os.PathLike[str]) -> str | None:

@@ -61,9 +61,7 @@ def test_if_a_rank_is_killed_a_whole_checkpoint_is_there(
 def test_a_load_says_why_on_all_ranks(world: World, tmp_path: Path) -> None:
     reports = world.run("dcp_ranks:fail_to_load", tmp_path / "c")
     assert reports[0] == reports[1]
-    assert (
-        "NotACheckpointError" in reports[0]["nothing"][0] and "does not exist" in reports[0]["nothing"][0]
-    )
+    assert "NotACheckpointError" in reports[0]["nothing"][0] and "does not exist" in reports[0]["nothing"][0]
     (damaged,) = reports[0]["damaged"]
     assert damaged.startswith("1: CorruptDataError: ") and "rank 1" in damaged.lower()
     assert "datastates.manifest" in reports[0]["unpublished"][0]

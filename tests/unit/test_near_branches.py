@@ -19,8 +19,8 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Ancestor
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.branches import Origin, Point, origin_in, point_in
+from megatron_datastates.pipeline.jobs import JOBS_NAME, jobs_in
 from megatron_datastates.pipeline.near import drain, recovery
-from megatron_datastates.pipeline.near.jobs import JOBS_NAME, jobs_in
 from megatron_datastates.pipeline.near.places import manifest_in
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Publication

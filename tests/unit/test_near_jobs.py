@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,15 +13,14 @@ from megatron_datastates.errors import FormatError
 from megatron_datastates.format.manifest import Ancestor
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.branches import Origin, Point
-from megatron_datastates.pipeline.near import drain
-from megatron_datastates.pipeline.near.jobs import (
+from megatron_datastates.pipeline.history import History
+from megatron_datastates.pipeline.jobs import (
     JOBS_NAME,
     Job,
-    comes_later,
     jobs_in,
     note_job,
-    passed_by,
 )
+from megatron_datastates.pipeline.near import drain
 from tests.unit.test_near_tier import abandon, killed, recover
 from tests.unit.test_near_tier_trouble import next_job
 
@@ -48,9 +48,9 @@ def test_the_job_that_has_saved_last_is_the_last_one(tmp_path: Path) -> None:
 def test_jobs_that_another_list_knows_come_before(tmp_path: Path) -> None:
     note_job(tmp_path, SaveId(B, 1), 7)
     note_job(tmp_path, SaveId(D, 1), 9, [Job(A, 0), Job(B, 7), Job(C, 8), Job(D, 9)])
-    assert jobs_in(tmp_path) == [Job(A, 0), Job(C, 8), Job(B, 7), Job(D, 9)]
+    assert jobs_in(tmp_path) == [Job(A, 0), Job(B, 7), Job(C, 8), Job(D, 9)]
     note_job(tmp_path, SaveId(D, 2), 9, [Job(0xE, 1), Job(B, 7)])
-    assert jobs_in(tmp_path) == [Job(0xE, 1), Job(A, 0), Job(C, 8), Job(B, 7), Job(D, 9)]
+    assert jobs_in(tmp_path) == [Job(0xE, 1), Job(A, 0), Job(B, 7), Job(C, 8), Job(D, 9)]
 
 
 def test_only_the_latest_jobs_are_kept(tmp_path: Path) -> None:
@@ -128,16 +128,18 @@ def point(run_id: int, iteration: int, *ancestors: int) -> Point:
 def test_a_later_job_that_went_on_from_before_passes_a_checkpoint_by(
     checkpoint: Point, lists: list[list[Job]], later: int | None
 ) -> None:
-    found = passed_by(checkpoint, lists)
+    found = History(lists, [checkpoint]).passed_by(checkpoint)
     assert (found and found.run_id) == later
 
 
 def test_which_of_two_jobs_came_later() -> None:
-    assert comes_later(point(B, 7), point(A, 10), [[Job(A, 0), Job(B, 5)]])
-    assert not comes_later(point(A, 10), point(B, 7), [[Job(A, 0), Job(B, 5)]])
-    assert comes_later(point(B, 7), point(A, 10), [[Job(A, 0)], [Job(A, 0), Job(B, 5)]])
-    assert not comes_later(point(B, 7), point(A, 10), [[Job(A, 0)], [Job(B, 5)]]), "nobody knows"
-    assert comes_later(point(B, 7, A), point(A, 10), []), "it went on from an earlier save of that job"
+    assert History([[Job(A, 0), Job(B, 5)]]).comes_later(point(B, 7), point(A, 10))
+    assert not History([[Job(A, 0), Job(B, 5)]]).comes_later(point(A, 10), point(B, 7))
+    assert History([[Job(A, 0)], [Job(A, 0), Job(B, 5)]]).comes_later(point(B, 7), point(A, 10))
+    assert not History([[Job(A, 0)], [Job(B, 5)]]).comes_later(point(B, 7), point(A, 10)), "nobody knows"
+    assert History([]).comes_later(point(B, 7, A), point(A, 10)), (
+        "it went on from an earlier save of that job"
+    )
 
 
 # -- jobs ------------------------------------------------------------------------------------------------
@@ -169,11 +171,11 @@ def test_a_list_that_cannot_be_written_is_tried_again_with_one_warning(
 ) -> None:
     attempts: list[Path] = []
 
-    def failing(folder: Path, save_id: SaveId, origin: int, known: list[Job]) -> Job | None:
+    def failing(folder: Path, save_id: SaveId, *rest: Any) -> Job | None:
         attempts.append(folder)
         if attempts.count(folder) < 3:
             raise OSError(5, "Input/output error")
-        return note_job(folder, save_id, origin, known)
+        return note_job(folder, save_id, *rest)
 
     monkeypatch.setattr(drain, "note_job", failing)
     nodes = next_job(tmp_path)

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.files import TRACKER_BYTES, path_of, read_regular
-from megatron_datastates.pipeline.runs import find_iterations, is_published, iteration_named
+from megatron_datastates.pipeline.history import by_branch
+from megatron_datastates.pipeline.runs import complete_in, is_published, iteration_named
 
 logger = logging.getLogger(__name__)
 
@@ -79,13 +80,14 @@ def _fallback(tracker: Path) -> int | None:
     """
     if not _is_damaged(tracker):
         return None
-    found = {one.number: one.path for one in find_iterations(tracker.parent) if one.complete}
+    found = complete_in(tracker.parent)
     if not any(map(is_published, found.values())):
         return None
-    iteration = max(found)
+    iteration = by_branch(tracker.parent, found)[0]
     logger.warning(
         "%s is damaged: expected an iteration, found %r. "
-        "Falling back to the newest complete checkpoint, iteration %d (%s).",
-        tracker, _text(tracker), iteration, found[iteration],
+        "Falling back to the newest complete checkpoint%s, iteration %d (%s).",
+        tracker, _text(tracker), "" if iteration == max(found) else " of the branch that was saved last",
+        iteration, found[iteration],
     )  # fmt: skip
     return iteration

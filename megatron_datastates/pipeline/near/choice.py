@@ -1,7 +1,7 @@
 """Which of the checkpoints that near tiers hold is brought to the run's directory before a load.
 
 It is the newest one that follows what the tracker there names. Where neither of the two follows the other,
-the run has branches, and the job that has saved last counts (jobs.py), as far as that is known.
+the run has branches, and the job that has saved last counts (pipeline/jobs.py), as far as that is known.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from pathlib import Path
 
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.branches import Point
+from megatron_datastates.pipeline.history import History
 from megatron_datastates.pipeline.near.holdings import Held, Node
-from megatron_datastates.pipeline.near.jobs import comes_later, passed_by
 
 
 class Choice:
@@ -21,7 +21,8 @@ class Choice:
     def __init__(self, nodes: Sequence[Node], wanted: int | None, run: Path) -> None:
         self._held = {held.save_id: held for node in nodes for held in node.held if held.point is not None}
         self._far = nodes[0].far
-        self._lists = [jobs for jobs in (self._far.jobs, *(node.jobs for node in nodes)) if jobs]
+        points = [self._far.point, *self._far.set_back, *(held.point for held in self._held.values())]
+        self._history = History((self._far.jobs, *(node.jobs for node in nodes)), filter(None, points))
         self._wanted = wanted
         self._run = run
 
@@ -29,7 +30,7 @@ class Choice:
         """Returns names and save ids of checkpoints, newest first, and those of later branches first."""
 
         def order(held: Held) -> tuple[int, bool, int, int]:
-            is_last = passed_by(_point(held), self._lists) is None
+            is_last = self._history.passed_by(_point(held)) is None
             return (_point(held).iteration, is_last, held.save_id.ordinal, held.save_id.run_id)
 
         found = sorted(self._held.values(), key=order)
@@ -45,7 +46,7 @@ class Choice:
         if self._wanted is not None:
             return None
         is_newer = point.iteration > (self._far.tracked or 0)
-        later = passed_by(point, self._lists)
+        later = self._history.passed_by(point)
         if later is not None:
             return f"a later job went on from iteration {later.origin} without it" if is_newer else ""
         is_unknown = tracked is None or (point.ancestors is None and tracked.ancestors is None)
@@ -54,7 +55,7 @@ class Choice:
             if back is not None:
                 return f"the tracker was set back to {self._far.tracked} after it had named {back.iteration}"
             return None
-        if tracked is not None and comes_later(point, tracked, self._lists):
+        if tracked is not None and self._history.comes_later(point, tracked):
             return None
         if tracked is None or not is_newer or tracked.follows(point):
             return ""
@@ -75,8 +76,7 @@ class Choice:
         point = self._far.point
         if point is None or point.save_id is None or self._wanted is not None:
             return ""
-        lists = [jobs for jobs in self._lists if any(job.run_id == point.save_id.run_id for job in jobs)]
-        later = passed_by(point, lists)
+        later = self._history.passed_by(point, surely=True)
         if later is None:
             return ""
         return (

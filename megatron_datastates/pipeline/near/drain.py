@@ -34,8 +34,8 @@ from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
+from megatron_datastates.pipeline.jobs import Job, jobs_in, note_job
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
-from megatron_datastates.pipeline.near.jobs import Job, jobs_in, note_job
 from megatron_datastates.pipeline.near.places import (
     arrived_bytes,
     leftovers,
@@ -90,6 +90,7 @@ class _Note(NamedTuple):
     run: Path
     save_id: SaveId
     origin: int
+    resumed: SaveId | None
 
 
 class Drain:
@@ -138,15 +139,23 @@ class Drain:
             self._changed.notify_all()
         self._start(f"{save.name} stays")
 
-    def note_job(self, run: Path, folders: Sequence[Path], save_id: SaveId, origin: int) -> None:
+    def note_job(
+        self,
+        run: Path,
+        folders: Sequence[Path],
+        save_id: SaveId,
+        origin: int,
+        resumed: SaveId | None = None,
+    ) -> None:
         """Notes in these folders of a run that this job has published a save. Never raises.
 
         Args:
             run: the directory of the run.
             origin: iteration that the job went on from.
+            resumed: the save there, if it is known.
         """
         with self._changed:
-            self._to_note.update((folder, _Note(run, save_id, origin)) for folder in folders)
+            self._to_note.update((folder, _Note(run, save_id, origin, resumed)) for folder in folders)
             self._has_new_notes = bool(folders)
             self._changed.notify_all()
         if folders:
@@ -271,7 +280,7 @@ class Drain:
             with contextlib.suppress(OSError, DataStatesError):
                 known = jobs_in(note.run)
                 self._complete_lists.add(folder)
-        between = note_job(folder, note.save_id, note.origin, known)
+        between = note_job(folder, note.save_id, note.origin, known, note.resumed)
         if between is not None and folder == note.run:
             logger.warning(
                 "%s: another job (%016x) has saved this run since the last save of this one (%016x): if both "

@@ -8,19 +8,21 @@ import logging
 import os
 from pathlib import Path
 
-from megatron_datastates.errors import DataStatesError, FormatError, StorageError
+from megatron_datastates.errors import FormatError, StorageError
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
 from megatron_datastates.pipeline.branches import Point, point_in, point_of
+from megatron_datastates.pipeline.history import by_branch
+from megatron_datastates.pipeline.jobs import Job, jobs_in
 from megatron_datastates.pipeline.near.copying import is_whole
-from megatron_datastates.pipeline.near.jobs import Job, jobs_in
 from megatron_datastates.pipeline.near.places import manifest_in, nodes_in
 from megatron_datastates.pipeline.runs import (
-    find_iterations,
+    complete_in,
     find_published,
     is_complete,
     is_published,
+    is_there,
     require_tracked,
 )
 
@@ -68,16 +70,22 @@ def resumable(run: Path) -> int | None:
     Raises:
         StorageError: the run's directory is there and cannot be read.
     """
-    try:
+    with contextlib.suppress(FormatError):
         tracked = require_tracked(run / TRACKER_NAME)
-        if tracked is None or is_complete(run / iteration_name(tracked)):
+        if tracked is None or is_there(run / iteration_name(tracked)):
             return tracked
-    except FormatError:
-        pass
     try:
-        return max((one.number for one in find_iterations(run) if one.complete), default=None)
+        return next(iter(by_branch(run, complete_in(run))), None)
     except OSError as error:
         raise StorageError(f"{run} cannot be listed: {error.strerror}") from error
+
+
+def require_tracked_there(run: Path) -> None:
+    """Looks at the tracker and at what it names. Raises StorageError: that cannot be done."""
+    with contextlib.suppress(FormatError):
+        tracked = require_tracked(run / TRACKER_NAME)
+        if tracked is not None:
+            is_there(run / iteration_name(tracked))
 
 
 def far_in(run: Path, wanted: int | None) -> Far:
@@ -89,23 +97,27 @@ def far_in(run: Path, wanted: int | None) -> Far:
     Raises:
         StorageError: it is there and cannot be read.
     """
-    tracked, is_there = resumable(run), wanted is not None and is_complete(run / iteration_name(wanted))
-    if tracked is None:
-        return Far(None, None, (), named_jobs(run), is_there)
-    point = point_in(run / iteration_name(tracked), tracked)
-    return Far(tracked, point, _set_back(run, tracked), named_jobs(run), is_there)
+    tracked, has_wanted = resumable(run), wanted is not None and is_complete(run / iteration_name(wanted))
+    try:
+        jobs = named_jobs(run)
+        if tracked is None:
+            return Far(None, None, (), jobs, has_wanted)
+        point = point_in(run / iteration_name(tracked), tracked)
+        return Far(tracked, point, _set_back(run, tracked), jobs, has_wanted)
+    except OSError as error:
+        raise StorageError(f"{error.filename or run} cannot be read: {error.strerror}") from error
 
 
 def _set_back(run: Path, tracked: int) -> tuple[Point, ...]:
     """Returns the newer checkpoints that were published before the tracker got what it says.
 
     A job writes the tracker after it has published, and names the newest: so somebody has set it back. The
-    same storage has stamped both files.
+    same storage has stamped both files. Raises OSError.
     """
     if is_object(run):
         return ()
     found: list[Point | None] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError):  # a tracker, or a directory that is being removed
         since = (run / TRACKER_NAME).stat().st_mtime_ns
         for number, path in find_published(run).items():
             if number > tracked and (path / MANIFEST_NAME).stat().st_mtime_ns < since:
@@ -114,10 +126,10 @@ def _set_back(run: Path, tracked: int) -> tuple[Point, ...]:
 
 
 def named_jobs(folder: Path) -> tuple[Job, ...]:
-    """Returns the jobs that a folder's list names; none, with a warning, if it cannot be read."""
+    """Returns the jobs that a folder's list names; none, with a warning, if it is damaged. Raises OSError."""
     try:
         return tuple(jobs_in(folder))
-    except (OSError, DataStatesError) as error:
+    except FormatError as error:
         logger.warning("which jobs have saved the run is not known from there: %s", error)
         return ()
 

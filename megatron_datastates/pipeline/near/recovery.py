@@ -7,7 +7,7 @@ ever, and reads what its own near tier has from there (pipeline/load.py).
 
 A file is known by its name, which has the save id, and by the checksum of its footer: files of other jobs
 never mix in. Only what follows the checkpoint that the tracker names is brought there (branches.py), or what
-a later job has saved that was rolled back (jobs.py). Clocks are not compared.
+a later job has saved that was rolled back (pipeline/jobs.py). Clocks are not compared.
 """
 
 from __future__ import annotations
@@ -37,9 +37,18 @@ from megatron_datastates.format.manifest import FileEntry, Manifest
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.agreement import Collectives, gather_objects
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
+from megatron_datastates.pipeline.jobs import Job
 from megatron_datastates.pipeline.near.choice import Choice
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError, is_whole
-from megatron_datastates.pipeline.near.holdings import Far, Held, Node, far_in, held_in, named_jobs, resumable
+from megatron_datastates.pipeline.near.holdings import (
+    Far,
+    Held,
+    Node,
+    far_in,
+    held_in,
+    named_jobs,
+    require_tracked_there,
+)
 from megatron_datastates.pipeline.near.places import manifest_in, near_root, near_run, node_of
 
 logger = logging.getLogger(__name__)
@@ -142,7 +151,8 @@ class _Recovery:
 
     def _look(self) -> Node:
         try:
-            far = far_in(self._run, self._wanted) if self.rank == 0 else Far(resumable(self._run))
+            require_tracked_there(self._run)
+            far = far_in(self._run, self._wanted) if self.rank == 0 else Far()
         except StorageError as error:
             return Node(error=str(error))
         try:
@@ -153,7 +163,14 @@ class _Recovery:
         except OSError as error:
             logger.warning("%s in the near tier is left out: %s", self._folder, error)
             return Node(far=far)
-        return Node(node, held, named_jobs(self._folder), far)
+        return Node(node, held, self._near_jobs(), far)
+
+    def _near_jobs(self) -> tuple[Job, ...]:
+        try:
+            return named_jobs(self._folder)
+        except OSError as error:
+            logger.warning("which jobs have saved the run is not known from %s: %s", self._folder, error)
+            return ()
 
     def bring(self, name: str, save_id: SaveId, nodes: Sequence[Node]) -> _Outcome:
         """Tries to make one checkpoint far. The same outcome on all ranks."""

@@ -21,9 +21,9 @@ from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.pipeline.agreement import Collectives, PollableResult
 from megatron_datastates.pipeline.branches import point_of
 from megatron_datastates.pipeline.commit import SmallFiles
+from megatron_datastates.pipeline.jobs import note_job
 from megatron_datastates.pipeline.layouts import LayoutStore
 from megatron_datastates.pipeline.milestones import SaveContext
-from megatron_datastates.pipeline.near.jobs import note_job
 from megatron_datastates.pipeline.near.places import NODES_NAME, NodeEntry, Nodes
 from megatron_datastates.pipeline.near.replicas import Copied, Replicas, ring_of, share_of
 from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
@@ -181,7 +181,8 @@ class NearShare:
         write_whole(folder / NODES_NAME, self._nodes().encode(), self._faults, save_id)
         if manifest.iteration is not None:
             with contextlib.suppress(OSError, DataStatesError):  # the drain tries again, and warns
-                note_job(folder.parent, save_id, point_of(manifest, manifest.iteration).origin)
+                point = point_of(manifest, manifest.iteration)
+                note_job(folder.parent, save_id, point.origin, resumed=point.resumed)
         path = folder / MANIFEST_NAME
         try:
             write_whole(path, offer.manifest, self._faults, save_id, self._note_renamed)

@@ -217,7 +217,8 @@ class NearTier:
         folders = [*([run] if is_first else []), *([near] if stores else [])]
         # Without an origin, all that is older may be what it went on from.
         begun = origin.iteration if origin is not None else max(iteration - 1, 0)
-        self.drain.note_job(run, folders, context.save_id, begun)
+        resumed = origin.resumed if origin is not None else None
+        self.drain.note_job(run, folders, context.save_id, begun, resumed)
 
     def _track(self, context: SaveContext) -> None:
         """Writes the tracker of the near tier, which is for people: loads look at manifests."""

@@ -25,7 +25,7 @@ from tests.faults.campaign import judging, patterns
 AGAIN = "iter_0000999"  # is saved again and again; the newest by its name, which prune leaves
 # What a reader may meet: nothing was published yet, the directory is being removed, or it was replaced.
 CLEAR = re.compile(
-    r"does not exist|is not a directory|holds an unfinished datastates checkpoint|holds no datastates checkpoint"
+    r"is not a directory|holds an unfinished datastates checkpoint|holds no datastates checkpoint"
     r"|was replaced by another save|ranks have opened different checkpoints"
     r"|is not a distributed checkpoint|No such file|is being removed|cannot be listed|does not exist"
 )

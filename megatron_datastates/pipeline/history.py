@@ -1,0 +1,140 @@
+"""Which of a run's checkpoints later jobs have passed by: from what manifests and lists of jobs say."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron_datastates.errors import DataStatesError
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.branches import Point, point_in
+from megatron_datastates.pipeline.jobs import MOST_JOBS, Job, jobs_in
+
+_MOST_READ = 100  # manifests, the newest ones, that are read to tell branches apart
+
+
+class _Chain(NamedTuple):
+    """What a job went on from, as far as that is known."""
+
+    reached: dict[
+        int, int
+    ]  # run ids of the jobs before it, and the ordinal of the save that was gone on from
+    is_whole: bool  # no other job came before it
+
+
+class History:
+    """What is known of the jobs that have saved a run.
+
+    Args:
+        lists: lists of jobs; of two that name the same two jobs, the first one says which came later.
+        points: of checkpoints whose manifests are known.
+    """
+
+    def __init__(self, lists: Iterable[Sequence[Job]], points: Iterable[Point] = ()) -> None:
+        self._lists = [list(jobs) for jobs in lists if jobs]
+        self._points = {
+            point.save_id.run_id: point
+            for point in points
+            if point.save_id is not None and point.ancestors is not None
+        }
+        found = [Job(run_id, point.origin, point.resumed) for run_id, point in self._points.items()]
+        self._jobs: dict[int, Job] = {}
+        for job in [*found, *(job for jobs in self._lists for job in jobs)]:
+            if job.resumed is not None or job.run_id not in self._jobs:
+                self._jobs.setdefault(job.run_id, job)
+
+    def passed_by(self, point: Point, *, surely: bool = False) -> Job | None:
+        """Returns a later job that went on without a checkpoint of an earlier job.
+
+        Args:
+            surely: only a job that is known to be later counts. Else, of a checkpoint whose job no list
+                names, all jobs of lists are later ones, but for those that it has resumed from.
+        """
+        if point.save_id is None:
+            return None
+        for job in self._later_jobs(point.save_id.run_id, surely):
+            if point.reached(job.run_id) is None and not self._has(job, point, point.save_id):
+                return job
+        return None
+
+    def comes_later(self, point: Point, other: Point) -> bool:
+        """Returns whether the job of a checkpoint is known to be a later one than that of another."""
+        if point.save_id is None or other.save_id is None:
+            return False
+        for jobs in self._lists:
+            places = _place(point.save_id.run_id, jobs), _place(other.save_id.run_id, jobs)
+            if places[0] is not None and places[1] is not None:
+                return places[0] > places[1]
+        return point.reached(other.save_id.run_id) is not None
+
+    def _has(self, job: Job, point: Point, save_id: SaveId) -> bool:
+        """Returns whether what a job went on from has a checkpoint of an earlier job, or follows it."""
+        chain = self._chain(job.run_id)
+        ordinal = chain.reached.get(save_id.run_id)
+        if ordinal is not None:
+            return ordinal >= save_id.ordinal
+        if chain.is_whole and point.ancestors is not None:
+            return False
+        return job.origin >= point.iteration  # all that is known
+
+    def _chain(self, run_id: int, seen: frozenset[int] = frozenset()) -> _Chain:
+        point, job = self._points.get(run_id), self._jobs.get(run_id)
+        if point is not None and point.ancestors is not None:
+            ids = [SaveId.parse(ancestor.save_id) for ancestor in point.ancestors]
+            return _Chain({one.run_id: one.ordinal for one in ids if one is not None}, None not in ids)
+        if job is None or run_id in seen:
+            return _Chain({}, False)
+        if job.resumed is None:
+            return _Chain({}, job.origin == 0)
+        before = self._chain(job.resumed.run_id, seen | {run_id})
+        return _Chain(before.reached | {job.resumed.run_id: job.resumed.ordinal}, before.is_whole)
+
+    def _later_jobs(self, run_id: int, surely: bool) -> list[Job]:
+        known: dict[int, bool] = {}  # by run id: whether it is later, as the first list of both says
+        for jobs in self._lists:
+            place = _place(run_id, jobs)
+            for n, job in enumerate(jobs if place is not None else ()):
+                known.setdefault(job.run_id, n > (place or 0))
+        if not known and not surely:
+            known |= {job.run_id: True for jobs in self._lists for job in jobs}
+        for one in self._jobs:
+            if run_id in self._chain(one).reached:  # no list names both
+                known.setdefault(one, True)
+        for jobs in [] if surely else self._lists:
+            if _place(run_id, jobs) is None and len(jobs) >= MOST_JOBS:
+                # It may have named the job once, or has never: an outage kept it near.
+                earlier = (n for n, job in enumerate(jobs) if not known.get(job.run_id, True))
+                for job in jobs[max(earlier, default=-1) + 1 :]:
+                    known.setdefault(job.run_id, True)
+        return [self._jobs[one] for one, is_later in known.items() if is_later]
+
+
+def by_branch(run: Path, directories: Mapping[int, Path], last: Point | None = None) -> list[int]:
+    """Returns iterations, newest first; those of branches that were left come after all others.
+
+    Args:
+        directories: of complete checkpoints.
+        last: a checkpoint that all were saved before; what it does not follow was left.
+    """
+    numbers = sorted(directories, reverse=True)
+    points = {number: point_in(directories[number], number) for number in numbers[:_MOST_READ]}
+    lists = []
+    with contextlib.suppress(OSError, DataStatesError):  # then manifests alone say it
+        lists.append(jobs_in(run))
+    history = History(lists, filter(None, points.values()))
+
+    def is_left(number: int) -> bool:
+        point = points.get(number)
+        if point is None or point.save_id is None or point.ancestors is None:
+            return False
+        if last is not None and last.ancestors is not None and not last.follows(point):
+            return True
+        return history.passed_by(point, surely=True) is not None
+
+    return sorted(numbers, key=is_left)
+
+
+def _place(run_id: int, jobs: Sequence[Job]) -> int | None:
+    return next((place for place, job in enumerate(jobs) if job.run_id == run_id), None)
