@@ -60,6 +60,11 @@ def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
     return 1
 
 
+def is_first_of_node(environment: Mapping[str, str] = os.environ) -> bool:
+    """Returns whether this is the job's first rank on this node; False if its launcher does not say."""
+    return "0" in (environment.get("LOCAL_RANK"), environment.get("SLURM_LOCALID"))
+
+
 def free_bytes(proc: Path = Path("/proc")) -> int:
     """Returns the bytes that this process may still allocate without swapping or being killed."""
     return max(0, min(_free_of_machine(proc), *map(_free_of_group, _groups(proc)), _NO_LIMIT))

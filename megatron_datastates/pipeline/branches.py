@@ -101,7 +101,11 @@ def point_in(directory: Path, iteration: int) -> Point | None:
 
 def origin_in(directory: Path, iteration: int) -> Origin:
     """Returns what a job goes on from that has loaded the checkpoint in a directory."""
-    point = point_in(directory, iteration)
+    return origin_from(point_in(directory, iteration), iteration)
+
+
+def origin_from(point: Point | None, iteration: int) -> Origin:
+    """Returns the same of a checkpoint whose place in history is known, or is not (None)."""
     if point is None:
         return Origin(iteration, None)
     name = "" if point.save_id is None else str(point.save_id)

@@ -54,30 +54,42 @@ class History:
         """
         if point.save_id is None:
             return None
+        left, kept = [], []
         for job in self._later_jobs(point.save_id.run_id, surely):
-            if point.reached(job.run_id) is None and not self._has(job, point, point.save_id):
-                return job
-        return None
+            has = True if point.reached(job.run_id) is not None else self._has(job, point, point.save_id)
+            if has:
+                kept.append(job)
+            elif has is False or job.origin < point.iteration:  # if not known by save ids
+                left.append(job)
+        # A job that went back to the checkpoint after it was left has made its branch the present one.
+        return next((job for job in left if not any(self._is_later(one, job) for one in kept)), None)
 
     def comes_later(self, point: Point, other: Point) -> bool:
         """Returns whether the job of a checkpoint is known to be a later one than that of another."""
         if point.save_id is None or other.save_id is None:
             return False
+        is_later = self._listed_later(point.save_id.run_id, other.save_id.run_id)
+        return point.reached(other.save_id.run_id) is not None if is_later is None else is_later
+
+    def _is_later(self, job: Job, other: Job) -> bool:
+        is_later = self._listed_later(job.run_id, other.run_id)
+        return other.run_id in self._chain(job.run_id).reached if is_later is None else is_later
+
+    def _listed_later(self, run_id: int, other: int) -> bool | None:
+        """Returns what the first list says that names both; None if there is none."""
         for jobs in self._lists:
-            places = _place(point.save_id.run_id, jobs), _place(other.save_id.run_id, jobs)
+            places = _place(run_id, jobs), _place(other, jobs)
             if places[0] is not None and places[1] is not None:
                 return places[0] > places[1]
-        return point.reached(other.save_id.run_id) is not None
+        return None
 
-    def _has(self, job: Job, point: Point, save_id: SaveId) -> bool:
-        """Returns whether what a job went on from has a checkpoint of an earlier job, or follows it."""
+    def _has(self, job: Job, point: Point, save_id: SaveId) -> bool | None:
+        """Returns whether what a job went on from is a checkpoint, or follows it; None: it is not known."""
         chain = self._chain(job.run_id)
         ordinal = chain.reached.get(save_id.run_id)
         if ordinal is not None:
             return ordinal >= save_id.ordinal
-        if chain.is_whole and point.ancestors is not None:
-            return False
-        return job.origin >= point.iteration  # all that is known
+        return False if chain.is_whole and point.ancestors is not None else None
 
     def _chain(self, run_id: int, seen: frozenset[int] = frozenset()) -> _Chain:
         point, job = self._points.get(run_id), self._jobs.get(run_id)

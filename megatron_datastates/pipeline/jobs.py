@@ -6,11 +6,11 @@ away meanwhile still has its part, and brings it back. Manifests say which check
 
     RUN/datastates.jobs, and the same in the run's folder in a near tier:
     `datastates-jobs <lines> <crc32 of the lines>`, then a line for each job, `RUN_ID ITERATION [SAVE_ID]`:
-    what it went on from (0: it began anew), with its save id if that is known. The job that has published
-    last is the last one.
+    what it went on from (0: it began anew), with its save id if that is known. The job that has saved last
+    is the last one.
 
-A node's list names a job right before the manifest of the node's first checkpoint is there: a job that was
-killed then came later too. The run's list follows once the save is published near.
+Lists name a job from the beginning of its first save on: one that was killed in it came later too. Each
+published save makes sure of it, because two jobs may run at one time.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def note_job(
     """Makes a job the last one of a folder's list.
 
     Args:
-        save_id: of a save that it has published.
+        save_id: of one of its saves.
         origin: iteration that it went on from.
         known: jobs of the run in their order. Those that the list does not name came before this one.
         resumed: the save that it went on from, if that is known.

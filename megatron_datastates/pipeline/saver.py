@@ -155,7 +155,7 @@ class Saver:
             self._admit(publication)
             plan, memory, state = self._plan(providers)
             if far_published is not None:
-                self._choose_tier(publication, plan)
+                self._choose_tier(publication, plan, origin)
             _refuse_without_near(publication.save.context)
             if is_object(publication.save.context.directory):
                 _close_before_pools()
@@ -167,13 +167,13 @@ class Saver:
         self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
         return publication
 
-    def _choose_tier(self, publication: Publication, plan: StatePlan) -> None:
+    def _choose_tier(self, publication: Publication, plan: StatePlan, origin: Origin | None) -> None:
         if self.near is not None:
             # Before the first save has shown it: encoded tensors become less than they are.
             encoded = (item.fragment.bytes for item in plan.tail if item.fragment is not None)
             tail = plan.tail_bytes or sum(encoded)
             wanted = sum(layout.tensor_end for layout in plan.layouts()) + tail
-            near = self.near.choose(publication, wanted)
+            near = self.near.choose(publication, wanted, origin)
             publication.save.context = dataclasses.replace(publication.save.context, near=near)
 
     def _on_end(

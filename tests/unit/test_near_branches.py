@@ -6,10 +6,15 @@ may bring back 10.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import logging
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +23,13 @@ from megatron_datastates.errors import StorageError
 from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Ancestor
 from megatron_datastates.format.values import SaveId
+from megatron_datastates.mcore.training.tracker import mend
 from megatron_datastates.pipeline.branches import Origin, Point, origin_in, point_in
+from megatron_datastates.pipeline.fallback import _older as older_than
 from megatron_datastates.pipeline.jobs import JOBS_NAME, jobs_in
 from megatron_datastates.pipeline.near import drain, recovery
-from megatron_datastates.pipeline.near.places import manifest_in
+from megatron_datastates.pipeline.near.holdings import resumable
+from megatron_datastates.pipeline.near.places import NODES_NAME, manifest_in, near_run
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Publication
 from tests.unit.states import OPTIONS
@@ -262,6 +270,157 @@ def test_a_copy_of_the_run_that_went_another_way_and_was_copied_back(tmp_path: P
     shutil.rmtree(run)
     shutil.copytree(other.run, run)
     assert resume(Job(tmp_path, C), away)[0] is None
+
+
+# -- which branch is the present one ----------------------------------------------------------------------
+
+
+def together(one: Path, other: Path, tmp: Path) -> Path:
+    """Returns a near tier with what two have: as if a node of each were in the next job."""
+    both = tmp / "both"
+    for root in (one, other):
+        for folder in root.iterdir():
+            shutil.copytree(folder, both / folder.name, dirs_exist_ok=True)
+    return both
+
+
+@pytest.mark.parametrize("is_noted", [True, False])
+def test_a_job_that_was_killed_before_the_run_names_it(is_noted: bool, tmp_path: Path, away: Path) -> None:
+    job = Job(tmp_path, B, resumed=5, where="new", faults=STUCK)
+    job.save(7)
+    job.end_whole(7)
+    (job.run / JOBS_NAME).unlink()
+    Job(tmp_path, A, where="unused")
+    if not is_noted:
+        for path in job.roots[0].rglob(JOBS_NAME):
+            path.unlink()
+    both = together(away, job.roots[0], tmp_path)
+    assert resume(job, both)[0] == 7, "its manifest says that it went on from a save of job A"
+
+
+def test_a_job_that_went_on_from_a_later_step_of_an_older_branch(tmp_path: Path) -> None:
+    first = Job(tmp_path, A)
+    for iteration in (5, 10):
+        first.save(iteration)
+    first.track(10)
+    left = Job(tmp_path, B, resumed=5, where="left")
+    left.save(7)
+    left.track(7)
+    again = Job(tmp_path, B, resumed=7, where="left", faults=STUCK)
+    for saver in again.ranks.savers:
+        saver.session._ordinal = 5
+    again.save(9)
+    again.end_whole(9)
+    last = Job(tmp_path, C, resumed=10, faults=STUCK)
+    last.save(12)
+    last.lose()
+    iteration, said = resume(last, left.roots[0])
+    assert iteration is None and tracked(last) == "7", said
+    assert "iter_0000009 in a near tier is left: a later job went on from iteration 10 without it" in said
+    assert "--ckpt-step 10 begins there again" in said
+
+
+def test_a_job_counts_from_the_beginning_of_its_first_save(tmp_path: Path, away: Path) -> None:
+    job = Job(tmp_path, B, resumed=5, where="new", faults="write:1:EIO,drain write:0:EIO")
+    with contextlib.suppress(StorageError):
+        job.save(7)
+    abandon(job)
+    assert [(one.run_id, one.origin) for one in jobs_in(job.run)] == [(A, 0), (B, 5)]
+    iteration, said = resume(job, away)
+    assert iteration is None and "a later job went on from iteration 5 without it" in said
+
+
+def test_a_job_that_was_begun_after_the_tracker_was_set_back(tmp_path: Path) -> None:
+    first = Job(tmp_path, A)
+    for iteration in (5, 8):
+        first.save(iteration)
+    first.track(8)
+    (first.run / TRACKER_NAME).write_text("5")
+    job = Job(tmp_path, C, resumed=8, faults=STUCK)
+    job.save(10)
+    job.end_whole(10)
+    assert resume(job, job.roots[0])[0] == 10
+
+
+def test_a_damaged_tracker_stays_on_the_present_branch(tmp_path: Path) -> None:
+    first = Job(tmp_path, A)
+    for iteration in (5, 6, 10):
+        first.save(iteration)
+    first.track(10)
+    job = Job(tmp_path, B, resumed=5)
+    for iteration in (7, 8):
+        job.save(iteration)
+    job.track(8)
+    for listed in (True, False):
+        if not listed:
+            (job.run / JOBS_NAME).unlink()
+        (job.run / TRACKER_NAME).write_text("")
+        assert resumable(job.run) == 8
+        mend(job.run / TRACKER_NAME)
+        assert tracked(job) == "8"
+        assert older_than(job.directory(8), job.run) == [7, 5, 6]
+
+
+# -- what cannot be looked at ------------------------------------------------------------------------------
+
+
+def fail_to_read(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Lets all files fail whose path has a text, as a file system's server does that restarts."""
+
+    def failing(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *rest: Any, **options: Any) -> Any:
+            if isinstance(path, str | os.PathLike) and text in os.fspath(path):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), os.fspath(path))
+            return original(path, *rest, **options)
+
+        return call
+
+    for name in ("stat", "open", "listdir", "scandir"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+
+
+@pytest.mark.parametrize("text", ["far/run/iter_0000010", f"far/run/{JOBS_NAME}", f"far/run/{TRACKER_NAME}"])
+def test_what_cannot_be_read_for_a_moment_is_not_taken_for_missing(
+    text: str, tmp_path: Path, away: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, A)
+    job.save(10)
+    job.track(10)
+    with monkeypatch.context() as patched:
+        fail_to_read(patched, text)
+        with pytest.raises(StorageError, match="Stale file handle"):
+            resume(job, away)
+    assert tracked(job) == "10"
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00", ".metadata"])
+def test_a_tracked_checkpoint_in_another_format_of_megatrons(name: str, tmp_path: Path, away: Path) -> None:
+    job = Job(tmp_path, B)
+    (job.directory(11) / name).mkdir(parents=True)
+    (job.run / TRACKER_NAME).write_text("11")
+    assert resume(job, away)[0] is None and tracked(job) == "11"
+
+
+@pytest.mark.parametrize("content", [b'{"own":0,"nodes":[["\xff",[0,1]]]}', b"[" * 100_000, b""])
+def test_a_damaged_list_of_nodes_is_left_out(content: bytes, tmp_path: Path, away: Path) -> None:
+    (path,) = away.rglob(NODES_NAME)
+    path.write_bytes(content)
+    assert resume(Job(tmp_path, B), away)[0] == 10
+
+
+def test_an_error_that_nobody_expected_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def held_in(folder: Path) -> list[Any]:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(recovery, "held_in", held_in)
+    (near_run(tmp_path / "near0", tmp_path / "far" / "run") / "iter_0000001").mkdir(parents=True)
+    with pytest.raises(StorageError, match=r"rank 0: .* is not known: ZeroDivisionError"):
+        resume(Nodes(tmp_path), tmp_path / "near0")
+
+
+def test_a_variable_that_is_not_set_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert resume(Nodes(tmp_path), Path("$NOT_SET"))[0] is None
+    assert "a variable in this near tier's name is not set" in caplog.text
 
 
 # -- chosen by people ------------------------------------------------------------------------------------

@@ -132,6 +132,42 @@ def test_a_later_job_that_went_on_from_before_passes_a_checkpoint_by(
     assert (found and found.run_id) == later
 
 
+def test_what_a_job_resumed_from_is_kept(tmp_path: Path) -> None:
+    note_job(tmp_path, SaveId(B, 1), 7, [Job(A, 0)], SaveId(A, 3))
+    note_job(tmp_path, SaveId(B, 2), 7)
+    assert jobs_in(tmp_path) == [Job(A, 0), Job(B, 7, SaveId(A, 3))]
+    note_job(tmp_path, SaveId(A, 4), 0)
+    note_job(tmp_path, SaveId(A, 5), 2, resumed=SaveId(C, 1))
+    assert jobs_in(tmp_path) == [Job(B, 7, SaveId(A, 3)), Job(A, 2, SaveId(C, 1))]
+
+
+A_FIRST = (Ancestor(5, str(SaveId(A, 5))),)
+KNOWN = [Job(A, 0), Job(B, 5, SaveId(A, 5)), Job(C, 10, SaveId(A, 10))]
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "later"),
+    [
+        (Point(5, SaveId(A, 5), ()), None),
+        (Point(9, SaveId(B, 4), A_FIRST), C),
+        (Point(10, SaveId(A, 10), ()), None),  # left by B, and then gone back to
+        (Point(11, SaveId(A, 11), ()), B),
+        (Point(12, SaveId(C, 1), (Ancestor(10, str(SaveId(A, 10))),)), None),
+    ],
+)
+def test_a_later_job_is_known_by_what_it_resumed_from(checkpoint: Point, later: int | None) -> None:
+    found = History([KNOWN], [checkpoint]).passed_by(checkpoint)
+    assert (found and found.run_id) == later
+
+
+def test_a_job_that_no_list_names_beside_another_is_known_by_what_it_resumed_from() -> None:
+    left, lists = Point(10, SaveId(A, 10), ()), [KNOWN[:1], KNOWN[1:2]]
+    for history in (History(lists), History([KNOWN[:1]], [Point(7, SaveId(B, 1), A_FIRST)])):
+        found = history.passed_by(left, surely=True)
+        assert found is not None and found.run_id == B
+    assert History([KNOWN[:1], [Job(B, 5)]]).passed_by(left, surely=True) is None, "nobody knows"
+
+
 def test_which_of_two_jobs_came_later() -> None:
     assert History([[Job(A, 0), Job(B, 5)]]).comes_later(point(B, 7), point(A, 10))
     assert not History([[Job(A, 0), Job(B, 5)]]).comes_later(point(A, 10), point(B, 7))

@@ -417,15 +417,3 @@ def test_loads_read_the_near_file_and_the_far_one_if_it_is_damaged(
     assert f"reading from {nodes.directory(3)} instead" in caplog.text
     path.write_bytes(data[:-1])
     assert bits(Checkpoint.open(nodes.directory(3), options).read_tensor("w0")) == bits(expected)
-
-
-def test_what_earlier_jobs_left_makes_room(tmp_path: Path) -> None:
-    nodes = killed(tmp_path)
-    unfinished = nodes.near(0, 7)
-    shutil.copytree(nodes.near(0, 3), unfinished, ignore=shutil.ignore_patterns(MANIFEST_NAME))
-    again = Nodes(tmp_path)
-    for saver in again.ranks.savers:
-        saver.session._run_id = 5
-    again.save(4)
-    again.close()
-    assert again.kept(0) == again.kept(1) == ["iter_0000004"]

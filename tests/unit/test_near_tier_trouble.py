@@ -25,6 +25,7 @@ from megatron_datastates.format.directory import TRACKER_NAME
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import near as training_near
+from megatron_datastates.pipeline.branches import origin_in
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.near import drain, holdings, share, tier
 from megatron_datastates.pipeline.near.copying import Copier
@@ -49,6 +50,48 @@ def next_job(root: Path, run_id: int = 5, **changes: Any) -> Nodes:
     for saver in nodes.ranks.savers:
         saver.session._run_id = run_id
     return nodes
+
+
+# -- what earlier jobs have left near ----------------------------------------------------------------------
+
+
+def test_what_earlier_jobs_left_makes_room(tmp_path: Path) -> None:
+    nodes = killed(tmp_path)
+    unfinished = nodes.near(0, 7)
+    shutil.copytree(nodes.near(0, 3), unfinished, ignore=shutil.ignore_patterns(MANIFEST_NAME))
+    again = next_job(tmp_path)
+    again.save(4)
+    wait_for(lambda: again.is_far(4))
+    again.save(5)
+    again.close()
+    assert again.kept(0) == again.kept(1) == ["iter_0000005"]
+
+
+def test_what_they_left_near_alone_stays_until_a_save_of_this_job_is_far(tmp_path: Path) -> None:
+    killed(tmp_path)  # with iteration 3 near
+    again = next_job(tmp_path, faults="drain write:0:EIO")
+    for iteration in (1, 2):
+        again.save(iteration)
+    for node in (0, 1):
+        wait_for(
+            lambda node=node: "iter_0000001" not in again.kept(node) or again.kept(node)[-1] == "iter_0000003"
+        )
+        assert "iter_0000003" in again.kept(node)
+    abandon(again)
+
+
+def test_the_newest_of_them_stay_whatever_clocks_say(tmp_path: Path) -> None:
+    first = Nodes(tmp_path, near_keep=3)
+    for iteration in (1, 2, 3):
+        first.save(iteration)
+    first.close()
+    for node in (0, 1):
+        for n, iteration in enumerate((3, 1, 2)):
+            os.utime(first.near(node, iteration) / MANIFEST_NAME, (1000 + n, 1000 + n))
+    again = next_job(tmp_path, near_keep=3)
+    again.save(4, origin_in(again.directory(3), 3))
+    again.close()
+    assert again.kept(0) == ["iter_0000002", "iter_0000003", "iter_0000004"]
 
 
 # -- rollbacks -------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.errors import DataStatesError, NotACheckpointError
 from megatron_datastates.files import is_object, path_of
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_name
+from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import is_dcp_file_name
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.agreement import Agreement, is_damage
@@ -53,7 +54,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 result = original(*args, **kwargs)
                 if _is_resume(purpose):
-                    note_load(load.directory, result)
+                    note_load(load.directory, result, _manifest_of(load))
                 return result
             except CheckpointingException as error:
                 if not is_damage(error) or not _all_ranks_are_here(load):
@@ -65,6 +66,14 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise RuntimeError(f"{error} {_WITHOUT_MAP.format(load.directory)}") from error
 
     return load_checkpoint
+
+
+def _manifest_of(load: state.Load) -> Manifest | None:
+    """Returns the manifest of the checkpoint that was loaded, if it was one of ours."""
+    if load.directory is None:
+        return None
+    found = load.checkpoints.get(path_of(load.directory).absolute())
+    return None if found is None else found[1].manifest
 
 
 def _bring_home(purpose: str) -> None:

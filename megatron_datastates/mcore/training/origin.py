@@ -5,28 +5,34 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_datastates.files import path_of
-from megatron_datastates.pipeline.branches import Origin, origin_in
+from megatron_datastates.format.manifest import Manifest
+from megatron_datastates.pipeline.branches import Origin, origin_from, origin_in, point_of
 
 _loaded: Origin | None = None  # None until a load
 
 
-def note_load(directory: str | None, result: Any) -> None:
+def note_load(directory: str | None, result: Any, manifest: Manifest | None) -> None:
     """Takes note of a load that resumed a run.
 
     Args:
-        directory: of the checkpoint; None if there was none.
+        directory: of the checkpoint; None if there was none, or Megatron has not said which.
         result: of Megatron's `load_checkpoint`, which begins with the iteration.
+        manifest: that the load has read, if it is of our format.
     """
     global _loaded
     from megatron_datastates.pipeline.agreement import Collectives
 
     iteration = result[0] if isinstance(result, tuple) else result
-    if directory is None or not isinstance(iteration, int):
+    if not isinstance(iteration, int):
         _loaded = Origin()
-    elif Collectives().rank == 0:  # which writes manifests
-        _loaded = origin_in(path_of(directory), iteration)
-    else:
+    elif directory is None:
+        _loaded = Origin(iteration, None) if iteration else Origin()
+    elif Collectives().rank != 0:  # which writes manifests
         _loaded = Origin(iteration, None)
+    elif manifest is not None:
+        _loaded = origin_from(point_of(manifest, iteration), iteration)
+    else:
+        _loaded = origin_in(path_of(directory), iteration)
 
 
 def origin() -> Origin | None:

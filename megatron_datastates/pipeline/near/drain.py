@@ -29,11 +29,12 @@ from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import is_object
-from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME
+from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME, TRACKER_NAME
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
+from megatron_datastates.pipeline.history import by_branch
 from megatron_datastates.pipeline.jobs import Job, jobs_in, note_job
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
 from megatron_datastates.pipeline.near.places import (
@@ -44,6 +45,7 @@ from megatron_datastates.pipeline.near.places import (
     run_ids_in,
 )
 from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
+from megatron_datastates.pipeline.runs import tracked_iteration
 
 logger = logging.getLogger(__name__)
 _COPIES = 5  # files at a time
@@ -85,7 +87,7 @@ class NearSave:
 
 
 class _Note(NamedTuple):
-    """That this job has published a save of a run."""
+    """That this job saves a run."""
 
     run: Path
     save_id: SaveId
@@ -119,6 +121,7 @@ class Drain:
         self._has_new_notes = False  # since it was tried the last time
         self._is_warned = False  # that one could not be written
         self._complete_lists: set[Path] = set()  # lists of jobs that have what the run's list has
+        self._has_far = False  # of this job: some save
         self._earlier: frozenset[int] | None = None  # run ids of jobs before this one, once it has published
         self._thread: BackgroundThread | None = None
         self._closing = False
@@ -147,7 +150,7 @@ class Drain:
         origin: int,
         resumed: SaveId | None = None,
     ) -> None:
-        """Notes in these folders of a run that this job has published a save. Never raises.
+        """Notes in these folders of a run that this job is the last that saves. Never raises.
 
         Args:
             run: the directory of the run.
@@ -440,7 +443,7 @@ class Drain:
         if newest.near is not None:
             published, others = leftovers(newest.near.parent, self._earlier or frozenset())
             spare = max(len(published) + len(self._kept) - keep, 0)
-            for folder in [*others, *published[:spare]]:
+            for folder in [*others, *(self._not_needed(published, newest) if spare else [])[:spare]]:
                 _remove(folder)
         while self._failed:
             failed = self._failed.pop()
@@ -457,6 +460,22 @@ class Drain:
                 _remove(save.near)
             if save.commit is not None and not save.is_drained:
                 _remove_unused(save.far)
+
+    def _not_needed(self, published: dict[int, Path], newest: NearSave) -> list[Path]:
+        """Returns what earlier jobs published near and no load needs any more: first what may go first.
+
+        All of it once a save of this job is far; before that, what --save has, or a later iteration of.
+        """
+        near, far = newest.near.parent if newest.near is not None else None, newest.far.parent
+        assert near is not None
+        if not self._has_far:
+            self._has_far = any(
+                found.save_id == one.save_id for one in self._kept if (found := manifest_in(one.far))
+            )
+        if not self._has_far:
+            tracked = tracked_iteration(far / TRACKER_NAME) or 0
+            published = {number: path for number, path in published.items() if number <= tracked}
+        return [published[number] for number in reversed(by_branch(near, published))]
 
     def _is_done(self) -> bool:
         """Returns whether nothing is left: at a job's end, nodes wait for what rank 0 is to publish."""

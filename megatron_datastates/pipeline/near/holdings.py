@@ -14,7 +14,7 @@ from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
 from megatron_datastates.pipeline.branches import Point, point_in, point_of
 from megatron_datastates.pipeline.history import by_branch
-from megatron_datastates.pipeline.jobs import Job, jobs_in
+from megatron_datastates.pipeline.jobs import JOBS_NAME, Job, jobs_in
 from megatron_datastates.pipeline.near.copying import is_whole
 from megatron_datastates.pipeline.near.places import manifest_in, nodes_in
 from megatron_datastates.pipeline.runs import (
@@ -111,14 +111,18 @@ def far_in(run: Path, wanted: int | None) -> Far:
 def _set_back(run: Path, tracked: int) -> tuple[Point, ...]:
     """Returns the newer checkpoints that were published before the tracker got what it says.
 
-    A job writes the tracker after it has published, and names the newest: so somebody has set it back. The
-    same storage has stamped both files. Raises OSError.
+    A job writes the tracker after it has published, and names the newest: so somebody has set it back. A job
+    that was noted in the list of jobs since then has resumed from what it liked. The same storage has stamped
+    all these files. Raises OSError.
     """
     if is_object(run):
         return ()
     found: list[Point | None] = []
     with contextlib.suppress(FileNotFoundError):  # a tracker, or a directory that is being removed
         since = (run / TRACKER_NAME).stat().st_mtime_ns
+        with contextlib.suppress(FileNotFoundError):
+            if (run / JOBS_NAME).stat().st_mtime_ns > since:
+                return ()
         for number, path in find_published(run).items():
             if number > tracked and (path / MANIFEST_NAME).stat().st_mtime_ns < since:
                 found.append(point_in(path, number))

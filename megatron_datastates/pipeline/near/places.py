@@ -59,7 +59,7 @@ def nodes_in(folder: Path) -> Nodes | None:
     """Returns which nodes wrote the save in a folder of a near tier; None if it does not say so."""
     try:
         nodes = msgspec.json.decode(read_regular(folder / NODES_NAME, MANIFEST_BYTES), type=Nodes)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ValueError, RecursionError):  # msgspec raises ValueErrors
         return None
     return nodes if 0 <= nodes.own < len(nodes.nodes) else None
 
@@ -188,20 +188,23 @@ def run_ids_in(run: Path) -> frozenset[int]:
     return frozenset()
 
 
-def leftovers(run: Path, earlier: frozenset[int]) -> tuple[list[Path], list[Path]]:
-    """Returns the folders that earlier jobs left in a near tier: published ones, oldest first, and others.
+def leftovers(run: Path, earlier: frozenset[int]) -> tuple[dict[int, Path], list[Path]]:
+    """Returns the folders that earlier jobs left in a near tier: published ones by iteration, and others.
 
     Folders with a file of any job but the `earlier` ones are not among them: it may still be running.
     """
-    published: list[Path] = []
+    published: dict[int, Path] = {}
     others: list[Path] = []
     with contextlib.suppress(OSError):
         for folder in _folders(run):
-            ids = _save_ids(folder)
+            iteration, ids = iteration_in_name(folder.name), _save_ids(folder)
             # One without files may belong to a save that has just begun.
             if ids and all(save_id.run_id in earlier for save_id in ids):
-                (published if is_published(folder) else others).append(folder)
-    return sorted(published, key=_published_at), others
+                if iteration is not None and is_published(folder):
+                    published[iteration] = folder
+                else:
+                    others.append(folder)
+    return published, others
 
 
 def remove_earlier(run: Path, iteration: int, own_run_id: int) -> None:
@@ -226,10 +229,3 @@ def _save_ids(folder: Path) -> set[SaveId]:
         return {save_id for name in os.listdir(folder) if (save_id := save_id_in_name(name))}
     except FileNotFoundError:
         return set()
-
-
-def _published_at(folder: Path) -> float:
-    try:
-        return (folder / MANIFEST_NAME).stat().st_mtime
-    except OSError:
-        return 0.0

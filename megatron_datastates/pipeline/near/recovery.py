@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -150,11 +151,23 @@ class _Recovery:
         return nodes
 
     def _look(self) -> Node:
+        """Returns what this rank sees. Never raises: the other ranks wait for it."""
+        try:
+            return self._seen()
+        except Exception as error:
+            return Node(error=f"rank {self.rank}: what is there to resume from is not known: {error!r}")
+
+    def _seen(self) -> Node:
         try:
             require_tracked_there(self._run)
             far = far_in(self._run, self._wanted) if self.rank == 0 else Far()
         except StorageError as error:
             return Node(error=str(error))
+        if "$" in os.fspath(self._root):
+            logger.warning(
+                "%s: a variable in this near tier's name is not set: nothing is resumed from there",
+                self._root,
+            )
         try:
             held = tuple(held for one in sorted(self._folder.iterdir()) for held in held_in(one))
             node = node_of(self._root)

@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron_datastates.config import MIB, Options
 from megatron_datastates.engine.faults import Faults
-from megatron_datastates.engine.memory import local_ranks
+from megatron_datastates.engine.memory import is_first_of_node, local_ranks
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import is_object
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
@@ -64,17 +64,20 @@ class NearTier:
         self.replicas = Replicas(options, faults) if options.near_replicas else None
         self.drain = Drain(options, faults, report)
 
-    def choose(self, publication: Publication, wanted_bytes: int) -> Path | None:
+    def choose(
+        self, publication: Publication, wanted_bytes: int, origin: Origin | None = None
+    ) -> Path | None:
         """Returns where a save's file is written first; None if the near tier has no room, or is not there.
 
         Args:
             wanted_bytes: of this rank's data files.
+            origin: what the job resumed from, if that is known.
 
         Raises:
             DataStatesError: likewise, for a checkpoint in an object store, which is reached from here alone.
         """
         directory = publication.save.context.directory
-        self._enter_run(publication.save.context.save_id.run_id)
+        self._enter_run(publication.save.context, origin)
         try:
             if "$" in os.fspath(self.root):  # else it would be made in the working directory
                 raise OSError(errno.ENOENT, "a variable in its name is not set on this node")
@@ -102,9 +105,11 @@ class NearTier:
             publication.endpoint = self.replicas.offer(publication.save.context.save_id, folder)
         return folder
 
-    def _enter_run(self, run_id: int) -> None:
-        if run_id != self._run_id:
-            self._run_id, self._is_ahead, self._tracked = run_id, False, 0
+    def _enter_run(self, context: SaveContext, origin: Origin | None) -> None:
+        if context.save_id.run_id != self._run_id:
+            self._run_id, self._is_ahead, self._tracked = context.save_id.run_id, False, 0
+            # Before anything is written: a job that is killed in its first save came later than others, too.
+            self._note_job(context, origin, context.rank == 0, is_first_of_node())
 
     def _lack_of_room(self, context: SaveContext, folder: Path, wanted_bytes: int) -> str:
         """Returns why a save does not fit; empty if it does. Raises OSError.
@@ -205,16 +210,17 @@ class NearTier:
         )
 
     def _note_job(self, context: SaveContext, origin: Origin | None, is_first: bool, stores: bool) -> None:
-        """Notes in the lists of jobs that this one has published a save.
+        """Notes in the lists of jobs that this one is the last that saves.
 
         Args:
-            is_first, stores: whether this is rank 0, and whether it stores its node's small files.
+            is_first, stores: whether this is rank 0, and whether it writes its node's list.
         """
         iteration = iteration_in_name(context.directory.name)
         if iteration is None:
             return
         run, near = context.directory.parent, near_folder(self.root, context.directory).parent
-        folders = [*([run] if is_first else []), *([near] if stores else [])]
+        is_usable = "$" not in os.fspath(self.root)  # see `choose`
+        folders = [*([run] if is_first else []), *([near] if stores and is_usable else [])]
         # Without an origin, all that is older may be what it went on from.
         begun = origin.iteration if origin is not None else max(iteration - 1, 0)
         resumed = origin.resumed if origin is not None else None
