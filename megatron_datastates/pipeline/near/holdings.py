@@ -134,7 +134,7 @@ def named_jobs(folder: Path) -> tuple[Job, ...]:
     try:
         return tuple(jobs_in(folder))
     except FormatError as error:
-        logger.warning("which jobs have saved the run is not known from there: %s", error)
+        logger.warning("which jobs have saved the run is not known from %s: %s", folder, error)
         return ()
 
 
