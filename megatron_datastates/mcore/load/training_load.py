@@ -91,7 +91,12 @@ def _bring_home(purpose: str) -> None:
     if options.near and getattr(args, "load", None) and dist.is_initialized():
         from megatron_datastates.pipeline.near.recovery import bring_home
 
-        bring_home(path_of(args.load), options, logger.warning, wanted=getattr(args, "ckpt_step", None))
+        bring_home(path_of(args.load), options, logger.warning, wanted=_wanted(args))
+
+
+def _wanted(args: Any) -> int | None:
+    """Returns the iteration that --ckpt-step names; 0 names none, as to Megatron."""
+    return getattr(args, "ckpt_step", None) or None
 
 
 def _require_chosen(purpose: str) -> None:
@@ -103,7 +108,7 @@ def _require_chosen(purpose: str) -> None:
     from megatron.training.global_vars import get_args
 
     args = get_args()
-    wanted = getattr(args, "ckpt_step", None)
+    wanted = _wanted(args)
     if wanted is None or not args.load or not is_selected(args) or not _is_resume(purpose):
         return
     run = path_of(args.load)
