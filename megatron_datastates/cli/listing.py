@@ -43,7 +43,8 @@ _WORDS = {"complete": "yes", "unfinished": "no", "damaged": "DAMAGED", "unreadab
 def list_checkpoints(root: Path, as_json: bool, near: str) -> None:
     """List the checkpoints of a run, and whether they are complete.
 
-    For each: its format, size, date, ranks and parallelism.
+    For each: its format, size, date, ranks and parallelism. Where no directory has one of Megatron's names
+    (iter_*), checkpoints with other names are listed.
 
     Complete means that all files are there, with the sizes that the manifest or .metadata has for them;
     `datastates verify` also reads them. A star marks the checkpoint that the tracker names: a run that
@@ -54,12 +55,13 @@ def list_checkpoints(root: Path, as_json: bool, near: str) -> None:
     \b
     Example: datastates ls runs/gpt
     """
-    from megatron_datastates.convert.look import look_at_run
+    from megatron_datastates.convert.look import look_at_others, look_at_run
     from megatron_datastates.pipeline.runs import is_published
 
     try:
         require_directory(root)
-        looks = look_at_run(root)
+        runs = look_at_run(root)
+        looks = runs or ([] if is_published(root) else look_at_others(root))
     except (DataStatesError, OSError) as error:
         cannot(error)
     if as_json:
@@ -70,9 +72,11 @@ def list_checkpoints(root: Path, as_json: bool, near: str) -> None:
         )
     held = near_iterations(near_run(near_root(near), root)) if near else {}
     if not looks and not held:
-        cannot(NotACheckpointError(f"{root} holds no checkpoint: it has no directory iter_*"))
+        cannot(NotACheckpointError(f"{root} holds no checkpoint: no directory in it is one"))
     if not as_json:
-        _print(root, looks)
+        _print(looks)
+        if runs:
+            _print_tracker(root, looks)
     if near and not as_json:
         _print_near(near, held, looks)
 
@@ -132,10 +136,10 @@ def _holding_text(holding: Holding) -> str:
     return text
 
 
-def _print(root: Path, looks: list[Look]) -> None:
+def _print(looks: list[Look]) -> None:
     table = Table(">iteration  ", "format", "complete", ">size", "date (UTC)", ">ranks", "parallelism")
     for look in looks:
-        number = "release" if look.iteration is None else str(look.iteration)
+        number = look.path.name if look.iteration is None else str(look.iteration)
         table.add(
             f"{number} {'*' if look.tracked else ' '}",
             look.format,
@@ -149,7 +153,6 @@ def _print(root: Path, looks: list[Look]) -> None:
     for look in looks:
         if look.problem or look.note:
             say(f"{look.path.name}: {look.problem or look.note}")
-    _print_tracker(root, looks)
 
 
 def _print_tracker(root: Path, looks: list[Look]) -> None:

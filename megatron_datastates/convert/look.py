@@ -25,6 +25,7 @@ from megatron_datastates.files import (
     MANIFEST_BYTES,
     METADATA_BYTES,
     OBJECT_BYTES,
+    folders_in,
     is_denied,
     is_object,
     names_in,
@@ -44,7 +45,7 @@ from megatron_datastates.format.directory import (
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, is_index_name
 from megatron_datastates.pipeline.presence import missing_files
-from megatron_datastates.pipeline.run_folders import checkpoint_directories, tracked_name
+from megatron_datastates.pipeline.run_folders import checkpoint_directories, is_checkpoint_name, tracked_name
 from megatron_datastates.pipeline.runs import format_seen, metadata_members, stored_backend, stored_bytes
 
 COMPLETE, UNFINISHED, DAMAGED, UNREADABLE = "complete", "unfinished", "damaged", "unreadable"
@@ -58,7 +59,7 @@ class Look:
     """One checkpoint of a run, as far as names and sizes of its files show."""
 
     path: Path
-    iteration: int | None  # None: `release`
+    iteration: int | None  # None: it has another name, such as `release`
     format: str  # as --ckpt-format names it; "unknown" where nothing says
     state: str  # COMPLETE, UNFINISHED, DAMAGED or UNREADABLE
     bytes: int  # of all its files
@@ -86,6 +87,21 @@ def look_at_run(run: Path) -> list[Look]:
     except DataStatesError:
         tracked = None
     return [look_at(path, tracked=path.name == tracked) for path in checkpoint_directories(run)]
+
+
+def look_at_others(folder: Path) -> list[Look]:
+    """Looks at a folder's checkpoints that have names of their own, such as `step_7`, in the order of names.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    names = sorted(folders_in(folder, lambda name: not is_checkpoint_name(name)), key=_with_numbers)
+    return [look_at(folder / name) for name in names if format_seen(folder / name) != "unknown"]
+
+
+def _with_numbers(name: str) -> list[tuple[int, str]]:
+    """Returns a key that sorts `step_10` after `step_9`."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def look_at(path: Path, *, tracked: bool = False, records: Records | None = None) -> Look:
@@ -127,6 +143,7 @@ def _look_at_ours(look: Look) -> None:
     ]
     if wrong:
         raise _FoundError(DAMAGED, f"missing or of another size: {_some(wrong)}")
+    metadata_members(look.path)  # which Megatron reads, too: FormatError if it is damaged
     if not (look.path / METADATA_NAME).exists():
         look.note = f"only {METADATA_NAME} is missing: it loads all the same"
 

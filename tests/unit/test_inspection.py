@@ -48,6 +48,23 @@ def test_ls_lists_every_iteration(root):
     assert lines[8] == "iter_0000025: .metadata is missing"
 
 
+def test_ls_lists_checkpoints_with_names_of_their_own(checkpoint, tmp_path):
+    folder = tmp_path / "own"
+    (folder / "logs").mkdir(parents=True)
+    for name in ("step_10", "step_9"):
+        shutil.copytree(checkpoint, folder / name)
+    (folder / "step_10" / "metadata.json").write_text("{")
+    lines = output_of("ls", folder).splitlines()
+    assert [line.split()[:3] for line in lines[1:3]] == [
+        ["step_9", "datastates", "yes"],
+        ["step_10", "datastates", "DAMAGED"],
+    ]
+    assert "metadata.json is damaged" in lines[3] and len(lines) == 4, "no tracker belongs there"
+    shutil.rmtree(folder / "step_10")
+    shutil.rmtree(folder / "step_9")
+    assert "no directory in it is one" in refused("ls", folder)
+
+
 def test_ls_of_a_checkpoint_says_what_it_is(checkpoint):
     assert "is a checkpoint, not the directory of a run" in refused("ls", checkpoint)
 
