@@ -187,7 +187,7 @@ def test_prune_says_how_old_left_overs_are(root):
 # -- bad input --------------------------------------------------------------------------------------------
 
 BAD = [
-    ("ls {root}/nothing", "No such file"),
+    ("ls {root}/nothing", "does not exist"),
     ("ls {empty}", "holds no checkpoint"),
     ("show {empty}", "no"),
     ("show {checkpoint} 'nothing*'", "matches 'nothing*'"),
@@ -209,7 +209,7 @@ BAD = [
     ("prune {root}", "--keep-last N"),
     ("prune {root} --keep-last 0", "--keep-last 0: expected at least 1"),
     ("prune {root} --keep-last 1 --keep-every -2", "--keep-every -2: expected at least 1"),
-    ("prune {root}/nothing --keep-last 1", "cannot be listed"),
+    ("prune {root}/nothing --keep-last 1", "does not exist"),
     ("prune {empty} --keep-last 1", "holds no checkpoint"),
 ]
 
