@@ -52,10 +52,13 @@ def extra_states(chunk: Any, state: dict[str, Any]) -> list[ExtraState]:
         if isinstance(item, ShardedObject):
             name = _NAME.fullmatch(key)
             module = modules.get(name[1] or "") if name is not None else None
-            if name is None or module is None or (name[2] and not hasattr(module, _SPLIT)):
+            if name is None or module is None or (name[2] and not hasattr(type(module), _SPLIT)):
                 raise UnprovableError(f"the object {key!r} of the model is not a module's extra state")
-            its_values = values.setdefault(name[1] or "", _Values(weakref.ref(module)))
-            value_of = functools.partial(its_values.value, int(name[2] or 0))
+            if hasattr(type(module), _SPLIT):
+                its_values = values.setdefault(name[1] or "", _Values(weakref.ref(module)))
+                value_of: Callable[[], Any] = functools.partial(its_values.value, int(name[2] or 0))
+            else:
+                value_of = functools.partial(_value, weakref.ref(module))
             if not _is_equal(item.data, value_of):
                 raise UnprovableError(f"the object {key!r} of the model is not what its module makes")
             template = copy.copy(item)
@@ -72,10 +75,9 @@ def _leaves(item: Any) -> Iterator[Any]:
 
 
 class _Values:
-    """What a module's `get_extra_state` makes, whichever it has by then.
+    """The parts of an extra state of Megatron's TEGroupedLinear, as many as it has matrices.
 
-    Megatron's TEGroupedLinear stores it in as many parts as it has matrices, all of which it makes at once.
-    They are asked for in their order; those of another save are never returned.
+    It makes all of them at once. They are asked for in their order; those of another save are never returned.
     """
 
     def __init__(self, module: weakref.ref[Any]) -> None:
@@ -83,7 +85,7 @@ class _Values:
         self._parts: list[Any] = []
 
     def value(self, number: int) -> Any:
-        """Returns a part of the extra state, or all of it if it has no parts.
+        """Returns a part of the extra state.
 
         Raises:
             UnprovableError: there is no such part.
@@ -98,11 +100,16 @@ class _Values:
         return value
 
     def _make(self) -> list[Any]:
-        module = self._module()
-        if module is None:
-            raise UnprovableError("a module is gone")
-        made, split = module.get_extra_state(), getattr(module, _SPLIT, None)
-        return [made] if split is None else list(split(made))
+        made = _value(self._module)
+        return list(getattr(self._module(), _SPLIT)(made))
+
+
+def _value(module: weakref.ref[Any]) -> Any:
+    """Returns what a module's `get_extra_state` makes. Raises UnprovableError if the module is gone."""
+    found = module()
+    if found is None:
+        raise UnprovableError("a module is gone")
+    return found.get_extra_state()
 
 
 def _is_equal(value: Any, make: Callable[[], Any]) -> bool:
