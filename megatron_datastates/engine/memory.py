@@ -62,7 +62,7 @@ def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
 
 def is_first_of_node(environment: Mapping[str, str] = os.environ) -> bool:
     """Returns whether this is the job's first rank on this node; False if its launcher does not say."""
-    return "0" in (environment.get("LOCAL_RANK"), environment.get("SLURM_LOCALID"))
+    return environment.get("LOCAL_RANK", environment.get("SLURM_LOCALID")) == "0"  # Slurm may start torchrun
 
 
 def free_bytes(proc: Path = Path("/proc")) -> int:

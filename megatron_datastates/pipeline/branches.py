@@ -16,9 +16,8 @@ from megatron_datastates.errors import DataStatesError
 from megatron_datastates.files import MANIFEST_BYTES, read_regular
 from megatron_datastates.format.manifest import Ancestor, Manifest
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.runs import is_published
 
-_MOST = 1000  # ancestors that a manifest names; the oldest ones are left out
+MOST_ANCESTORS = 1000  # that a manifest names; the oldest ones are left out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,19 +88,31 @@ def point_of(manifest: Manifest, iteration: int) -> Point:
 
 
 def point_in(directory: Path, iteration: int) -> Point | None:
-    """Returns where the checkpoint in a directory stands, in any format; None if its manifest is damaged."""
-    if not is_published(directory):
-        return Point(iteration, None, None)
+    """Returns where the checkpoint in a directory stands, in any format; None if its manifest is damaged.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     try:
         data = read_regular(directory / MANIFEST_NAME, MANIFEST_BYTES)
         return point_of(Manifest.decode(data, str(directory)), iteration)
-    except (OSError, DataStatesError):
+    except (FileNotFoundError, NotADirectoryError):
+        return Point(iteration, None, None)
+    except DataStatesError:
+        return None
+
+
+def known_point(directory: Path, iteration: int) -> Point | None:
+    """Returns the same; None, too, if it cannot be read."""
+    try:
+        return point_in(directory, iteration)
+    except OSError:
         return None
 
 
 def origin_in(directory: Path, iteration: int) -> Origin:
     """Returns what a job goes on from that has loaded the checkpoint in a directory."""
-    return origin_from(point_in(directory, iteration), iteration)
+    return origin_from(known_point(directory, iteration), iteration)
 
 
 def origin_from(point: Point | None, iteration: int) -> Origin:
@@ -109,4 +120,4 @@ def origin_from(point: Point | None, iteration: int) -> Origin:
     if point is None:
         return Origin(iteration, None)
     name = "" if point.save_id is None else str(point.save_id)
-    return Origin(iteration, (*(point.ancestors or ()), Ancestor(iteration, name))[-_MOST:])
+    return Origin(iteration, (*(point.ancestors or ()), Ancestor(iteration, name))[-MOST_ANCESTORS:])

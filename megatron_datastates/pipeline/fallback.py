@@ -16,7 +16,7 @@ from megatron_datastates.config import Options
 from megatron_datastates.errors import printable
 from megatron_datastates.format.directory import iteration_in_name, iteration_name
 from megatron_datastates.pipeline.agreement import Collectives
-from megatron_datastates.pipeline.branches import point_in
+from megatron_datastates.pipeline.branches import known_point
 from megatron_datastates.pipeline.history import by_branch
 from megatron_datastates.pipeline.runs import find_published
 from megatron_datastates.pipeline.verify import Verdict, verify
@@ -70,7 +70,7 @@ def _older(damaged: Path, root: Path) -> list[int]:
     if number is None:
         return []
     older = {one: path for one, path in published.items() if 0 < one < number}
-    return by_branch(root, older, point_in(damaged, number))
+    return by_branch(root, older, known_point(damaged, number))
 
 
 def _verified(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int]:

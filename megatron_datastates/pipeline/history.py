@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.branches import Point, point_in
+from megatron_datastates.pipeline.branches import MOST_ANCESTORS, Point, known_point
 from megatron_datastates.pipeline.jobs import MOST_JOBS, Job, jobs_in
 
-_MOST_READ = 100  # manifests, the newest ones, that are read to tell branches apart
+_MOST_READ = 1000  # manifests, the newest ones, that are read to tell branches apart
 
 
 class _Chain(NamedTuple):
@@ -42,8 +42,9 @@ class History:
         found = [Job(run_id, point.origin, point.resumed) for run_id, point in self._points.items()]
         self._jobs: dict[int, Job] = {}
         for job in [*found, *(job for jobs in self._lists for job in jobs)]:
-            if job.resumed is not None or job.run_id not in self._jobs:
-                self._jobs.setdefault(job.run_id, job)
+            known = self._jobs.get(job.run_id)
+            if known is None or (known.resumed is None and job.resumed is not None):
+                self._jobs[job.run_id] = job
 
     def passed_by(self, point: Point, *, surely: bool = False) -> Job | None:
         """Returns a later job that went on without a checkpoint of an earlier job.
@@ -55,8 +56,11 @@ class History:
         if point.save_id is None:
             return None
         left, kept = [], []
-        for job in self._later_jobs(point.save_id.run_id, surely):
-            has = True if point.reached(job.run_id) is not None else self._has(job, point, point.save_id)
+        run_id = point.save_id.run_id
+        for job in self._later_jobs(run_id, surely):
+            # It went on from that job, unless both have saved since then.
+            is_before = point.reached(job.run_id) is not None and not self._listed_later(job.run_id, run_id)
+            has = True if is_before else self._has(job, point, point.save_id)
             if has:
                 kept.append(job)
             elif has is False or job.origin < point.iteration:  # if not known by save ids
@@ -91,17 +95,21 @@ class History:
             return ordinal >= save_id.ordinal
         return False if chain.is_whole and point.ancestors is not None else None
 
-    def _chain(self, run_id: int, seen: frozenset[int] = frozenset()) -> _Chain:
-        point, job = self._points.get(run_id), self._jobs.get(run_id)
-        if point is not None and point.ancestors is not None:
-            ids = [SaveId.parse(ancestor.save_id) for ancestor in point.ancestors]
-            return _Chain({one.run_id: one.ordinal for one in ids if one is not None}, None not in ids)
-        if job is None or run_id in seen:
-            return _Chain({}, False)
-        if job.resumed is None:
-            return _Chain({}, job.origin == 0)
-        before = self._chain(job.resumed.run_id, seen | {run_id})
-        return _Chain(before.reached | {job.resumed.run_id: job.resumed.ordinal}, before.is_whole)
+    def _chain(self, run_id: int) -> _Chain:
+        reached: dict[int, int] = {}
+        seen = set[int]()
+        while run_id not in seen:
+            seen.add(run_id)
+            point, job = self._points.get(run_id), self._jobs.get(run_id)
+            if point is not None and point.ancestors is not None:
+                ids = [SaveId.parse(ancestor.save_id) for ancestor in point.ancestors]
+                is_whole = None not in ids and len(ids) < MOST_ANCESTORS
+                return _Chain({one.run_id: one.ordinal for one in ids if one is not None} | reached, is_whole)
+            if job is None or job.resumed is None:
+                return _Chain(reached, job is not None and job.origin == 0)
+            reached.setdefault(job.resumed.run_id, job.resumed.ordinal)
+            run_id = job.resumed.run_id
+        return _Chain(reached, False)
 
     def _later_jobs(self, run_id: int, surely: bool) -> list[Job]:
         known: dict[int, bool] = {}  # by run id: whether it is later, as the first list of both says
@@ -131,7 +139,7 @@ def by_branch(run: Path, directories: Mapping[int, Path], last: Point | None = N
         last: a checkpoint that all were saved before; what it does not follow was left.
     """
     numbers = sorted(directories, reverse=True)
-    points = {number: point_in(directories[number], number) for number in numbers[:_MOST_READ]}
+    points = {number: known_point(directories[number], number) for number in numbers[:_MOST_READ]}
     lists = []
     with contextlib.suppress(OSError, DataStatesError):  # then manifests alone say it
         lists.append(jobs_in(run))
@@ -141,8 +149,8 @@ def by_branch(run: Path, directories: Mapping[int, Path], last: Point | None = N
         point = points.get(number)
         if point is None or point.save_id is None or point.ancestors is None:
             return False
-        if last is not None and last.ancestors is not None and not last.follows(point):
-            return True
+        if last is not None and last.ancestors is not None:
+            return not last.follows(point)
         return history.passed_by(point, surely=True) is not None
 
     return sorted(numbers, key=is_left)

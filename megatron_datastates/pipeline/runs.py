@@ -168,19 +168,21 @@ def is_there(directory: str | os.PathLike[str]) -> bool:
         with contextlib.suppress(FileNotFoundError):  # to list names costs more, on each of many ranks
             (path / MANIFEST_NAME).stat()
             return True
-        names = names_in(path)
         backend = metadata_members(path).get("sharded_backend")
+        if backend not in (None, BACKEND):
+            return True
+        names = names_in(path)
     except (FileNotFoundError, NotADirectoryError):
         return False
     except FormatError:
-        backend = None
+        return True  # not ours, as it has no manifest; Megatron says what is wrong with it
     except OSError as error:
         reason = f"{path} cannot be looked at: {error.strerror}"
         raise StorageError(reason, code=error.errno or 0, path=str(path)) from error
-    if backend not in (None, BACKEND):
+    # Megatron's formats `torch` and `torch_dcp` have no metadata.json.
+    if any(name == TORCH_DIST_INDEX or name.startswith("mp_rank_") for name in names):
         return True
-    # Megatron's formats `torch` and `torch_dcp` have no metadata.json; common files alone are no checkpoint.
-    is_unfinished = any(map(is_own_file_name, names))
+    is_unfinished = any(map(is_own_file_name, names))  # of ours
     return not is_unfinished and not set(names) <= {METADATA_NAME, COMMON_FILE}
 
 

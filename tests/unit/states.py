@@ -107,3 +107,12 @@ def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> 
 
 def data_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("data-*.bin"))
+
+
+def flip(path: Path, at: int) -> None:
+    """Flips a bit of a file in its place: others that look meanwhile see its whole size."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        (value,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([value ^ 1]))

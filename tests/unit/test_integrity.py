@@ -14,6 +14,7 @@ from megatron_datastates.convert.open import open_source
 from megatron_datastates.pipeline.verify import Verdict
 from tests.unit.command import run
 from tests.unit.converting import save_with_dcp
+from tests.unit.states import flip
 
 STATE: dict[str, Any] = {
     "w": torch.arange(300_000, dtype=torch.int32).reshape(300, 1000),
@@ -36,12 +37,6 @@ def verdict_of(path: Path, **how: Any) -> Verdict:
 def data_file(path: Path) -> Path:
     (file,) = path.glob("*.distcp")
     return file
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 def test_an_intact_checkpoint_is_good_and_read_completely(theirs: Path) -> None:

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 from megatron_datastates.config import GIB, MIB, Options
-from megatron_datastates.engine.memory import _groups, free_bytes, local_ranks, most_slots, slot_bytes
+from megatron_datastates.engine.memory import (
+    _groups,
+    free_bytes,
+    is_first_of_node,
+    local_ranks,
+    most_slots,
+    slot_bytes,
+)
 
 UNLIMITED_V1 = 9223372036854771712
 
@@ -212,3 +219,8 @@ def test_a_quarter_of_what_is_free_is_shared_by_local_ranks(monkeypatch: pytest.
 def test_slots_are_larger_where_there_is_a_gpu(options, with_gpu, without):
     sizes = [slot_bytes(options, on_gpu_machine=has_gpu) for has_gpu in (True, False)]
     assert sizes == [with_gpu * MIB, without * MIB]
+
+
+def test_the_first_rank_of_a_node_is_the_launchers() -> None:
+    assert is_first_of_node({"LOCAL_RANK": "0"}) and is_first_of_node({"SLURM_LOCALID": "0"})
+    assert not is_first_of_node({}) and not is_first_of_node({"LOCAL_RANK": "1", "SLURM_LOCALID": "0"})

@@ -315,8 +315,8 @@ def test_a_job_that_went_on_from_a_later_step_of_an_older_branch(tmp_path: Path)
     last.save(12)
     last.lose()
     iteration, said = resume(last, left.roots[0])
-    assert iteration is None and tracked(last) == "7", said
-    assert "iter_0000009 in a near tier is left: a later job went on from iteration 10 without it" in said
+    assert iteration == 9, "as 7, which the tracker names, was left as well"
+    assert "iteration 9 in" in said and "a later job went on from iteration 10 without it" in said
     assert "--ckpt-step 10 begins there again" in said
 
 
@@ -361,6 +361,58 @@ def test_a_damaged_tracker_stays_on_the_present_branch(tmp_path: Path) -> None:
         assert older_than(job.directory(8), job.run) == [7, 5, 6]
 
 
+def test_a_fall_back_stays_on_the_branch_that_is_loaded(tmp_path: Path) -> None:
+    first = Job(tmp_path, A, near=False)
+    for iteration in (5, 8, 10):
+        first.save(iteration)
+    first.track(10)
+    left = Job(tmp_path, B, resumed=5, near=False)
+    for iteration in (6, 7):
+        left.save(iteration)
+    left.track(7)
+    job = Job(tmp_path, C, resumed=10, near=False)
+    for iteration in (12, 14):
+        job.save(iteration)
+    job.track(14)
+    assert older_than(job.directory(12), job.run) == [10, 8, 5, 7, 6]
+
+
+def test_of_a_branch_that_was_left_the_newest_is_resumed_from(tmp_path: Path) -> None:
+    first = Job(tmp_path, A)
+    for iteration in (5, 10):
+        first.save(iteration)
+    first.track(10)
+    again = Job(tmp_path, A, faults=STUCK)
+    for saver in again.ranks.savers:
+        saver.session._ordinal = 5
+    again.save(12)
+    again.end_whole(12)
+    lost = Job(tmp_path, C, resumed=5, where="lost", faults=STUCK)
+    lost.save(6)
+    lost.lose()
+    iteration, said = resume(again, again.roots[0])
+    assert iteration == 12, "10, which the tracker names, was left as well"
+    assert "--ckpt-step 5 begins there again" in said
+
+
+def test_a_tracker_that_was_set_to_release(tmp_path: Path, away: Path) -> None:
+    job = Job(tmp_path, A)
+    os.utime(job.run / JOBS_NAME, (1, 1))
+    (job.run / TRACKER_NAME).write_text("release")
+    iteration, said = resume(job, away)
+    assert iteration is None and "the tracker was set back to release after it had named 5" in said
+    assert tracked(job) == "release"
+
+
+def test_what_is_not_resumed_from_is_named_as_it_can_be_had(tmp_path: Path, away: Path) -> None:
+    job = Job(tmp_path, B, resumed=5)
+    for iteration in (7, 10):
+        job.save(iteration)
+    job.track(7)
+    _, said = resume(job, away)
+    assert "iter_0000010 in a near tier is left" in said and "--ckpt-step" not in said, "that is another one"
+
+
 # -- what cannot be looked at ------------------------------------------------------------------------------
 
 
@@ -379,7 +431,15 @@ def fail_to_read(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
         monkeypatch.setattr(os, name, failing(getattr(os, name)))
 
 
-@pytest.mark.parametrize("text", ["far/run/iter_0000010", f"far/run/{JOBS_NAME}", f"far/run/{TRACKER_NAME}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "far/run/iter_0000010",
+        "iter_0000010/datastates.manifest",
+        f"far/run/{JOBS_NAME}",
+        f"far/run/{TRACKER_NAME}",
+    ],
+)
 def test_what_cannot_be_read_for_a_moment_is_not_taken_for_missing(
     text: str, tmp_path: Path, away: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -393,10 +453,41 @@ def test_what_cannot_be_read_for_a_moment_is_not_taken_for_missing(
     assert tracked(job) == "10"
 
 
+def test_a_wanted_checkpoint_that_cannot_be_read_is_not_replaced(
+    tmp_path: Path, away: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(tmp_path, B, resumed=5)
+    job.save(10)
+    job.track(10)
+    with monkeypatch.context() as patched:
+        fail_to_read(patched, "far/run/iter_0000010")
+        with pytest.raises(StorageError, match="Stale file handle"):
+            resume(job, away, wanted=10)
+    job.check(10)
+    assert manifest_of(job, 10) == B
+
+
+def manifest_of(job: Nodes, iteration: int) -> int:
+    manifest = manifest_in(job.directory(iteration))
+    assert manifest is not None
+    return manifest.save_id.run_id
+
+
+def test_a_link_to_what_is_away_ends_no_job(tmp_path: Path, away: Path) -> None:
+    job = Job(tmp_path, A)
+    (job.run / "iter_0000099").symlink_to(job.run / "iter_0000099")
+    assert resume(job, away)[0] == 10
+
+
+@pytest.mark.parametrize("is_over", [False, True])
 @pytest.mark.parametrize("name", ["mp_rank_00", ".metadata"])
-def test_a_tracked_checkpoint_in_another_format_of_megatrons(name: str, tmp_path: Path, away: Path) -> None:
+def test_a_tracked_checkpoint_in_another_format_of_megatrons(
+    name: str, is_over: bool, tmp_path: Path, away: Path
+) -> None:
     job = Job(tmp_path, B)
     (job.directory(11) / name).mkdir(parents=True)
+    if is_over:  # a save of ours that was killed there
+        (job.directory(11) / SaveId(B, 1).data_file_name(0)).touch()
     (job.run / TRACKER_NAME).write_text("11")
     assert resume(job, away)[0] is None and tracked(job) == "11"
 

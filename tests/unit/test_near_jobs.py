@@ -168,6 +168,20 @@ def test_a_job_that_no_list_names_beside_another_is_known_by_what_it_resumed_fro
     assert History([KNOWN[:1], [Job(B, 5)]]).passed_by(left, surely=True) is None, "nobody knows"
 
 
+def test_a_line_with_a_save_id_counts_before_one_without_it() -> None:
+    without = [Job(A, 0), Job(B, 5), Job(C, 10)]
+    for lists in ([KNOWN, without], [without, KNOWN]):
+        found = History(lists).passed_by(Point(9, SaveId(B, 4), A_FIRST))
+        assert found is not None and found.run_id == C
+
+
+def test_a_job_that_was_resumed_from_and_has_saved_last_passes_the_other_by() -> None:
+    twin, lists = Point(9, SaveId(B, 4), A_FIRST), [[Job(B, 5, SaveId(A, 5)), Job(A, 0)]]
+    found = History(lists, [twin]).passed_by(twin)
+    assert found is not None and found.run_id == A
+    assert History([lists[0][::-1]], [twin]).passed_by(twin) is None
+
+
 def test_which_of_two_jobs_came_later() -> None:
     assert History([[Job(A, 0), Job(B, 5)]]).comes_later(point(B, 7), point(A, 10))
     assert not History([[Job(A, 0), Job(B, 5)]]).comes_later(point(A, 10), point(B, 7))

@@ -30,7 +30,7 @@ from megatron_datastates.pipeline.near.serving import Endpoint, Server, download
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.records import ENDPOINT_BYTES, RankRecord
 from tests.unit.command import run
-from tests.unit.states import OPTIONS, data_files
+from tests.unit.states import OPTIONS, data_files, flip
 from tests.unit.test_near_tier import Nodes, abandon, states_of
 
 ROOT = Path(__file__).parents[2]
@@ -94,12 +94,6 @@ class Cluster:
             found = set(threads.map(of_rank, range(len(self.roots))))
         (iteration,) = found
         return iteration, "\n".join(said)
-
-
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
 
 
 # -- what is copied --------------------------------------------------------------------------------------

@@ -17,14 +17,19 @@ from megatron_datastates.pipeline.history import by_branch
 from megatron_datastates.pipeline.runs import complete_in, is_published, iteration_named
 
 logger = logging.getLogger(__name__)
+_NONE = -1
 
 
 def wrap_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `read_metadata`. Every rank reads the same files, so all fall back to the same checkpoint."""
+    """Wraps `read_metadata`, which all ranks call together. Rank 0 decides, as it may read many manifests."""
 
     def read_metadata(tracker_filename: str, *args: Any, **kwargs: Any) -> Any:
-        iteration = _fallback(path_of(tracker_filename))
-        if iteration is None:
+        from megatron_datastates.pipeline.agreement import Collectives
+
+        collectives = Collectives()
+        found = _fallback(path_of(tracker_filename)) if collectives.rank == 0 else None
+        iteration = collectives.share_from_first(_NONE if found is None else found)
+        if iteration == _NONE:
             return original(tracker_filename, *args, **kwargs)
         # The original also communicates with the other ranks, so it is called with a corrected tracker.
         with tempfile.TemporaryDirectory() as directory:

@@ -47,19 +47,26 @@ class Choice:
             return None
         is_newer = point.iteration > (self._far.tracked or 0)
         later = self._history.passed_by(point)
-        if later is not None:
+        # If what would be resumed from instead was left, too, an older one of its branch is no better.
+        if later is not None and not (
+            tracked is not None and point.follows(tracked) and self._is_left(tracked)
+        ):
             return f"a later job went on from iteration {later.origin} without it" if is_newer else ""
         is_unknown = tracked is None or (point.ancestors is None and tracked.ancestors is None)
         if is_newer and (tracked is None or is_unknown or point.follows(tracked)):
             back = next((one for one in self._far.set_back if one == point or point.follows(one)), None)
             if back is not None:
-                return f"the tracker was set back to {self._far.tracked} after it had named {back.iteration}"
+                name = "release" if self._far.tracked is None else self._far.tracked
+                return f"the tracker was set back to {name} after it had named {back.iteration}"
             return None
         if tracked is not None and self._history.comes_later(point, tracked):
             return None
         if tracked is None or not is_newer or tracked.follows(point):
             return ""
         return f"it does not follow iteration {tracked.iteration}, which the tracker in {self._run} names"
+
+    def _is_left(self, point: Point) -> bool:
+        return self._history.passed_by(point, surely=True) is not None
 
     def why(self, save_id: SaveId) -> str:
         """Returns, for people, why a checkpoint is brought there."""
@@ -71,18 +78,19 @@ class Choice:
         there = "nothing" if tracked is None else f"iteration {tracked}"
         return f"newer than what is in {self._run} ({there})"
 
-    def warning(self) -> str:
-        """Returns what to say where nothing was brought, and a later job had left the tracked checkpoint."""
-        point = self._far.point
+    def warning(self, brought: SaveId | None = None) -> str:
+        """Returns what to say if a later job has left what is resumed from: what was brought, or tracked."""
+        point = self._far.point if brought is None else _point(self._held[brought])
         if point is None or point.save_id is None or self._wanted is not None:
             return ""
         later = self._history.passed_by(point, surely=True)
         if later is None:
             return ""
+        advice = f": --ckpt-step {later.origin} begins there again" if later.origin else ""
         return (
-            f"datastates: the tracker in {self._run} names iteration {point.iteration}, but a later job went "
+            f"datastates: iteration {point.iteration} in {self._run} is resumed from, but a later job went "
             f"on from iteration {later.origin} without it, and no near tier has a whole checkpoint of that "
-            f"job: --ckpt-step {later.origin} begins there again"
+            f"job{advice}"
         )
 
 

@@ -29,7 +29,7 @@ from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import is_object
-from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME, TRACKER_NAME
+from megatron_datastates.format.directory import COMMON_FILE, METADATA_NAME
 from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.background import BackgroundThread
@@ -45,7 +45,6 @@ from megatron_datastates.pipeline.near.places import (
     run_ids_in,
 )
 from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
-from megatron_datastates.pipeline.runs import tracked_iteration
 
 logger = logging.getLogger(__name__)
 _COPIES = 5  # files at a time
@@ -173,6 +172,12 @@ class Drain:
                 logger.error("%s in the near tier: no thread could be started (%s)", otherwise, error)
                 return
             self._thread = thread
+
+    def note_far(self) -> None:
+        """Takes note that a save of this job is far without ever having been near."""
+        with self._changed:
+            self._has_far = True
+            self._changed.notify_all()
 
     def note_failed(self, near: Path) -> None:
         """Takes note of a folder of a failed save that may hold files; removed after the next save."""
@@ -442,8 +447,12 @@ class Drain:
         newest, keep = self._kept[-1], self._options.near_keep
         if newest.near is not None:
             published, others = leftovers(newest.near.parent, self._earlier or frozenset())
+            if (published or others) and not self._has_far:
+                self._has_far = any(map(_is_in_place, self._kept))
             spare = max(len(published) + len(self._kept) - keep, 0)
-            for folder in [*others, *(self._not_needed(published, newest) if spare else [])[:spare]]:
+            removed = self._not_needed(published, newest)[:spare] if spare else []
+            # Of what has no manifest here, another node may have it.
+            for folder in [*(others if self._has_far else []), *removed]:
                 _remove(folder)
         while self._failed:
             failed = self._failed.pop()
@@ -464,18 +473,15 @@ class Drain:
     def _not_needed(self, published: dict[int, Path], newest: NearSave) -> list[Path]:
         """Returns what earlier jobs published near and no load needs any more: first what may go first.
 
-        All of it once a save of this job is far; before that, what --save has, or a later iteration of.
+        All of it once a save of this job is far; before that, what --save has.
         """
-        near, far = newest.near.parent if newest.near is not None else None, newest.far.parent
-        assert near is not None
+        assert newest.near is not None
         if not self._has_far:
-            self._has_far = any(
-                found.save_id == one.save_id for one in self._kept if (found := manifest_in(one.far))
-            )
-        if not self._has_far:
-            tracked = tracked_iteration(far / TRACKER_NAME) or 0
-            published = {number: path for number, path in published.items() if number <= tracked}
-        return [published[number] for number in reversed(by_branch(near, published))]
+            far = newest.far.parent
+            published = {
+                number: path for number, path in published.items() if _are_same(path, far / path.name)
+            }
+        return [published[number] for number in reversed(by_branch(newest.near.parent, published))]
 
     def _is_done(self) -> bool:
         """Returns whether nothing is left: at a job's end, nodes wait for what rank 0 is to publish."""
@@ -484,7 +490,17 @@ class Drain:
     def _is_far(self, save: NearSave) -> bool:
         """Returns whether a save, or a later one, is published in its checkpoint's directory."""
         later = [one for one in self._kept if one.save_id.ordinal >= save.save_id.ordinal]
-        return any((found := manifest_in(one.far)) and found.save_id == one.save_id for one in later)
+        return any(map(_is_in_place, later))
+
+
+def _is_in_place(save: NearSave) -> bool:
+    found = manifest_in(save.far)
+    return found is not None and found.save_id == save.save_id
+
+
+def _are_same(near: Path, far: Path) -> bool:
+    one, other = manifest_in(near), manifest_in(far)
+    return one is not None and other is not None and one.save_id == other.save_id
 
 
 def _link(source: Path, target: Path) -> None:

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from megatron_datastates.errors import FormatError, StorageError
-from megatron_datastates.files import is_object
+from megatron_datastates.files import is_object, names_in
 from megatron_datastates.format.directory import TRACKER_NAME, iteration_in_name, iteration_name
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_data_file_name, save_id_in_name
 from megatron_datastates.pipeline.branches import Point, point_in, point_of
@@ -19,8 +19,6 @@ from megatron_datastates.pipeline.near.copying import is_whole
 from megatron_datastates.pipeline.near.places import manifest_in, nodes_in
 from megatron_datastates.pipeline.runs import (
     complete_in,
-    find_published,
-    is_complete,
     is_published,
     is_there,
     require_tracked,
@@ -97,11 +95,11 @@ def far_in(run: Path, wanted: int | None) -> Far:
     Raises:
         StorageError: it is there and cannot be read.
     """
-    tracked, has_wanted = resumable(run), wanted is not None and is_complete(run / iteration_name(wanted))
+    tracked, has_wanted = resumable(run), wanted is not None and is_there(run / iteration_name(wanted))
     try:
         jobs = named_jobs(run)
         if tracked is None:
-            return Far(None, None, (), jobs, has_wanted)
+            return Far(None, None, _set_back(run, 0), jobs, has_wanted)  # `release`, or no tracker
         point = point_in(run / iteration_name(tracked), tracked)
         return Far(tracked, point, _set_back(run, tracked), jobs, has_wanted)
     except OSError as error:
@@ -118,14 +116,18 @@ def _set_back(run: Path, tracked: int) -> tuple[Point, ...]:
     if is_object(run):
         return ()
     found: list[Point | None] = []
-    with contextlib.suppress(FileNotFoundError):  # a tracker, or a directory that is being removed
+    try:
         since = (run / TRACKER_NAME).stat().st_mtime_ns
-        with contextlib.suppress(FileNotFoundError):
-            if (run / JOBS_NAME).stat().st_mtime_ns > since:
-                return ()
-        for number, path in find_published(run).items():
-            if number > tracked and (path / MANIFEST_NAME).stat().st_mtime_ns < since:
-                found.append(point_in(path, number))
+    except FileNotFoundError:
+        return ()
+    with contextlib.suppress(FileNotFoundError):
+        if (run / JOBS_NAME).stat().st_mtime_ns > since:
+            return ()
+    for name in names_in(run):
+        number = iteration_in_name(name)
+        with contextlib.suppress(OSError):  # it has no manifest, or is a link to what is away
+            if (number or 0) > tracked and (run / name / MANIFEST_NAME).stat().st_mtime_ns < since:
+                found.append(point_in(run / name, number or 0))
     return tuple(filter(None, found))
 
 

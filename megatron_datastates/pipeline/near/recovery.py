@@ -51,6 +51,7 @@ from megatron_datastates.pipeline.near.holdings import (
     require_tracked_there,
 )
 from megatron_datastates.pipeline.near.places import manifest_in, near_root, near_run, node_of
+from megatron_datastates.pipeline.runs import is_complete
 
 logger = logging.getLogger(__name__)
 Shared = TypeVar("Shared")
@@ -95,24 +96,26 @@ def bring_home(
         raise StorageError(error)
     if nodes[0].far.has_wanted:
         return None
-    choice = Choice(nodes, wanted, run)
+    choice, brought = Choice(nodes, wanted, run), None
     for name, save_id in choice.candidates():
         reason = choice.reason_to_leave(save_id)
         if reason is not None:
             if recovery.rank == 0 and reason:
-                notify(
-                    f"datastates: {name} in a near tier is left: {reason}. --ckpt-step "
-                    f"{iteration_in_name(name)} loads it"
+                is_other = is_complete(run / name)  # which --ckpt-step would load
+                advice = (
+                    "" if is_other else f". --ckpt-step {iteration_in_name(name)} loads it, if it is whole"
                 )
+                notify(f"datastates: {name} in a near tier is left: {reason}{advice}")
             continue
         outcome = recovery.bring(name, save_id, nodes)
         if recovery.rank == 0:
             notify(f"datastates: iteration {iteration_in_name(name)} is {choice.why(save_id)}, and {outcome}")
         if outcome.is_far:
-            return iteration_in_name(name)
-    if recovery.rank == 0 and choice.warning():
-        notify(choice.warning())
-    return None
+            brought = save_id
+            break
+    if recovery.rank == 0 and choice.warning(brought):
+        notify(choice.warning(brought))
+    return None if brought is None else iteration_in_name(name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,40 +146,43 @@ class _Recovery:
 
     def look(self) -> list[Node]:
         """Returns what each rank's node has; of the ranks of a node only the first one says it."""
-        nodes, seen = self._share(self._look()), {0}
-        for rank, node in enumerate(nodes):
-            if node.node in seen:
-                nodes[rank] = dataclasses.replace(node, held=(), jobs=())
-            seen.add(node.node)
-        return nodes
+        own = self._node()
+        return self._share(self._look(own, is_first=self._share(own).index(own) == self.rank))
 
-    def _look(self) -> Node:
-        """Returns what this rank sees. Never raises: the other ranks wait for it."""
-        try:
-            return self._seen()
-        except Exception as error:
-            return Node(error=f"rank {self.rank}: what is there to resume from is not known: {error!r}")
-
-    def _seen(self) -> Node:
-        try:
-            require_tracked_there(self._run)
-            far = far_in(self._run, self._wanted) if self.rank == 0 else Far()
-        except StorageError as error:
-            return Node(error=str(error))
+    def _node(self) -> int:
         if "$" in os.fspath(self._root):
             logger.warning(
                 "%s: a variable in this near tier's name is not set: nothing is resumed from there",
                 self._root,
             )
         try:
-            held = tuple(held for one in sorted(self._folder.iterdir()) for held in held_in(one))
-            node = node_of(self._root)
+            return node_of(self._root)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                logger.warning("%s in the near tier is left out: %s", self._folder, error)
+            return 0
+
+    def _look(self, node: int, is_first: bool) -> Node:
+        """Returns what this rank sees. Never raises: the other ranks wait for it."""
+        try:
+            require_tracked_there(self._run)
+            far = far_in(self._run, self._wanted) if self.rank == 0 else Far()
+            if node == 0 or not is_first:
+                return Node(node, far=far)
+            return Node(node, self._held(), self._near_jobs(), far)
+        except StorageError as error:
+            return Node(error=str(error))
+        except Exception as error:
+            return Node(error=f"rank {self.rank}: what is there to resume from is not known: {error!r}")
+
+    def _held(self) -> tuple[Held, ...]:
+        try:
+            return tuple(held for one in sorted(self._folder.iterdir()) for held in held_in(one))
         except FileNotFoundError:
-            return Node(far=far)
+            return ()
         except OSError as error:
             logger.warning("%s in the near tier is left out: %s", self._folder, error)
-            return Node(far=far)
-        return Node(node, held, self._near_jobs(), far)
+            return ()
 
     def _near_jobs(self) -> tuple[Job, ...]:
         try:

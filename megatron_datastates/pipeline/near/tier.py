@@ -182,6 +182,7 @@ class NearTier:
             return
         self._note_job(context, origin, is_first, near is not None and near.stores)
         if near is None:
+            self.drain.note_far()
             return
         near.note_published()
         if is_first and (near.copied is not None or publication.ranks_without_copies):
