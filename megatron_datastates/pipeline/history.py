@@ -18,9 +18,7 @@ _MOST_READ = 1000  # manifests, the newest ones, that are read to tell branches 
 class _Chain(NamedTuple):
     """What a job went on from, as far as that is known."""
 
-    reached: dict[
-        int, int
-    ]  # run ids of the jobs before it, and the ordinal of the save that was gone on from
+    reached: dict[int, int]  # by run id of each job before it: the ordinal of the save that was resumed from
     is_whole: bool  # no other job came before it
 
 
@@ -47,14 +45,18 @@ class History:
                 self._jobs[job.run_id] = job
 
     def passed_by(self, point: Point, *, surely: bool = False) -> Job | None:
-        """Returns a later job that went on without a checkpoint of an earlier job.
+        """Returns the first of `passing`; None if there is none."""
+        return next(iter(self.passing(point, surely=surely)), None)
+
+    def passing(self, point: Point, *, surely: bool = False) -> list[Job]:
+        """Returns later jobs that went on without a checkpoint of an earlier job.
 
         Args:
             surely: only a job that is known to be later counts. Else, of a checkpoint whose job no list
                 names, all jobs of lists are later ones, but for those that it has resumed from.
         """
         if point.save_id is None:
-            return None
+            return []
         left, kept = [], []
         run_id = point.save_id.run_id
         for job in self._later_jobs(run_id, surely):
@@ -66,7 +68,7 @@ class History:
             elif has is False or job.origin < point.iteration:  # if not known by save ids
                 left.append(job)
         # A job that went back to the checkpoint after it was left has made its branch the present one.
-        return next((job for job in left if not any(self._is_later(one, job) for one in kept)), None)
+        return [job for job in left if not any(self._is_later(one, job) for one in kept)]
 
     def comes_later(self, point: Point, other: Point) -> bool:
         """Returns whether the job of a checkpoint is known to be a later one than that of another."""

@@ -395,6 +395,27 @@ def test_of_a_branch_that_was_left_the_newest_is_resumed_from(tmp_path: Path) ->
     assert "--ckpt-step 5 begins there again" in said
 
 
+def test_of_a_branch_that_was_left_what_it_has_left_itself_is_not_resumed_from(tmp_path: Path) -> None:
+    first = Job(tmp_path, A)
+    for iteration in (5, 10):
+        first.save(iteration)
+    first.track(10)
+    again = Job(tmp_path, A, where="away", faults=STUCK)
+    for saver in again.ranks.savers:
+        saver.session._ordinal = 5
+    again.save(12)
+    again.end_whole(12)
+    job = Job(tmp_path, B, resumed=10, faults=STUCK)
+    job.save(11)
+    job.end_whole(11)
+    lost = Job(tmp_path, C, resumed=5, where="lost", faults=STUCK)
+    lost.save(6)
+    lost.lose()
+    iteration, said = resume(job, together(again.roots[0], job.roots[0], tmp_path))
+    assert iteration == 11, said
+    assert "iter_0000012 in a near tier is left: a later job went on from iteration 10 without it" in said
+
+
 def test_a_tracker_that_was_set_to_release(tmp_path: Path, away: Path) -> None:
     job = Job(tmp_path, A)
     os.utime(job.run / JOBS_NAME, (1, 1))

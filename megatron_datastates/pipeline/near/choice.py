@@ -46,11 +46,11 @@ class Choice:
         if self._wanted is not None:
             return None
         is_newer = point.iteration > (self._far.tracked or 0)
-        later = self._history.passed_by(point)
-        # If what would be resumed from instead was left, too, an older one of its branch is no better.
-        if later is not None and not (
-            tracked is not None and point.follows(tracked) and self._is_left(tracked)
-        ):
+        # A job that has left what would be resumed from instead, too, is no reason to prefer that.
+        is_same = tracked is not None and point.follows(tracked)
+        leave_both = self._history.passing(tracked, surely=True) if tracked is not None and is_same else []
+        later = next((job for job in self._history.passing(point) if job not in leave_both), None)
+        if later is not None:
             return f"a later job went on from iteration {later.origin} without it" if is_newer else ""
         is_unknown = tracked is None or (point.ancestors is None and tracked.ancestors is None)
         if is_newer and (tracked is None or is_unknown or point.follows(tracked)):
@@ -64,9 +64,6 @@ class Choice:
         if tracked is None or not is_newer or tracked.follows(point):
             return ""
         return f"it does not follow iteration {tracked.iteration}, which the tracker in {self._run} names"
-
-    def _is_left(self, point: Point) -> bool:
-        return self._history.passed_by(point, surely=True) is not None
 
     def why(self, save_id: SaveId) -> str:
         """Returns, for people, why a checkpoint is brought there."""
