@@ -46,6 +46,11 @@ class Run:
         running.job.kill()
         return self.near()[-1]
 
+    def kill_in_first_save(self, *more: str) -> None:
+        """Runs until the index of the first save is about to be written; nothing of it is published."""
+        environment = {"MEGATRON_DATASTATES_FAULTS": "write index:1:kill"}
+        self._pretraining.start(*self._arguments(*NEVER, *more), environment=environment).fail()
+
     def lose(self, iteration: int) -> None:
         """Removes the data files of a checkpoint from the near tier."""
         for path in self._near.glob(f"*/iter_{iteration:07d}/data-*"):
@@ -95,6 +100,16 @@ def test_a_rollback_whose_first_save_is_lost(branch_a: tuple[Run, int]) -> None:
     run, newest = branch_a
     later = run.kill_at(newest + 1, "--ckpt-step", "2", "--save-interval", str(newest + 1))
     run.lose(later)
+    resumed = run.run("--exit-interval", "4")
+    assert resumed.ranks[0].begun_at == 2
+    left = f"iter_{newest:07d} in a near tier is left: a later job went on from iteration 2 without it"
+    assert left in resumed.log
+
+
+def test_a_rollback_that_is_killed_in_its_first_save(branch_a: tuple[Run, int]) -> None:
+    run, newest = branch_a
+    run.kill_in_first_save("--ckpt-step", "2", "--save-interval", str(newest + 1))
+    assert run.near()[-1] == newest
     resumed = run.run("--exit-interval", "4")
     assert resumed.ranks[0].begun_at == 2
     left = f"iter_{newest:07d} in a near tier is left: a later job went on from iteration 2 without it"
