@@ -136,7 +136,7 @@ def _look_at_ours(look: Look) -> None:
     manifest = Manifest.decode(data, str(look.path / MANIFEST_NAME))
     look.created, look.ranks, look.parallel = manifest.created, manifest.world_size, manifest.parallel
     if manifest.ancestors is not msgspec.UNSET:
-        look.resumed = tuple(ancestor.iteration for ancestor in manifest.ancestors)
+        look.resumed = tuple(one.iteration for one in manifest.ancestors if one.iteration)
     others = {other.name: other.bytes for other in manifest.others}
     wrong = missing_files(look.path, manifest) + [
         name for name, size in others.items() if _size(look.path / name) != size

@@ -19,6 +19,8 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 
 MOST_ANCESTORS = 1000  # that a manifest names; the oldest ones are left out
 
+_UNKNOWN = Ancestor(0)  # there are others before, which nobody knows
+
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
@@ -62,6 +64,12 @@ class Point:
     def resumed(self) -> SaveId | None:
         """Save that its job went on from; None if that is not known, or was in another format."""
         return SaveId.parse(self.ancestors[-1].save_id) if self.ancestors else None
+
+    @property
+    def knows_its_ancestors(self) -> bool:
+        """Whether `ancestors` has all of them, with their save ids."""
+        ancestors = self.ancestors
+        return ancestors is not None and len(ancestors) < MOST_ANCESTORS and all(a.save_id for a in ancestors)
 
     def follows(self, other: Point) -> bool:
         """Returns whether the job of this checkpoint, or one before it, has passed through the other one."""
@@ -120,4 +128,7 @@ def origin_from(point: Point | None, iteration: int) -> Origin:
     if point is None:
         return Origin(iteration, None)
     name = "" if point.save_id is None else str(point.save_id)
-    return Origin(iteration, (*(point.ancestors or ()), Ancestor(iteration, name))[-MOST_ANCESTORS:])
+    before = point.ancestors
+    if before is None:
+        before = (_UNKNOWN,) if name else ()
+    return Origin(iteration, (*before, Ancestor(iteration, name))[-MOST_ANCESTORS:])

@@ -42,7 +42,7 @@ def find_older_checkpoint(
 
     Collective: all ranks call it, and all find the same, among what rank 0 sees.
     """
-    older = _older(damaged, root)[:most] if collectives.rank == 0 else []
+    older = _older(damaged, root, most) if collectives.rank == 0 else []
     found = FallbackSearch()
     for turn in range(most):
         iteration = collectives.share_from_first(older[turn] if turn < len(older) else _NONE)
@@ -56,8 +56,8 @@ def find_older_checkpoint(
     return found
 
 
-def _older(damaged: Path, root: Path) -> list[int]:
-    """Returns older iterations, newest first; without 0, which --ckpt-step does not accept.
+def _older(damaged: Path, root: Path, most: int) -> list[int]:
+    """Returns `most` older iterations, newest first; without 0, which --ckpt-step does not accept.
 
     Those of a branch that was left come last.
     """
@@ -70,7 +70,7 @@ def _older(damaged: Path, root: Path) -> list[int]:
     if number is None:
         return []
     older = {one: path for one, path in published.items() if 0 < one < number}
-    return by_branch(root, older, known_point(damaged, number))
+    return by_branch(root, older, most, known_point(damaged, number))
 
 
 def _verified(directory: Path, collectives: Collectives, options: Options) -> tuple[int, int]:

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from megatron_datastates.errors import DataStatesError
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.branches import MOST_ANCESTORS, Point, known_point
+from megatron_datastates.pipeline.branches import Point, known_point
 from megatron_datastates.pipeline.jobs import MOST_JOBS, Job, jobs_in
 
-_MOST_READ = 1000  # manifests, the newest ones, that are read to tell branches apart
+_READ_AT_A_TIME = 16  # manifests
 
 
 class _Chain(NamedTuple):
@@ -38,6 +38,7 @@ class History:
             if point.save_id is not None and point.ancestors is not None
         }
         found = [Job(run_id, point.origin, point.resumed) for run_id, point in self._points.items()]
+        self._chains: dict[int, _Chain] = {}
         self._jobs: dict[int, Job] = {}
         for job in [*found, *(job for jobs in self._lists for job in jobs)]:
             known = self._jobs.get(job.run_id)
@@ -98,6 +99,11 @@ class History:
         return False if chain.is_whole and point.ancestors is not None else None
 
     def _chain(self, run_id: int) -> _Chain:
+        if run_id not in self._chains:
+            self._chains[run_id] = self._follow(run_id)
+        return self._chains[run_id]
+
+    def _follow(self, run_id: int) -> _Chain:
         reached: dict[int, int] = {}
         seen = set[int]()
         while run_id not in seen:
@@ -105,8 +111,8 @@ class History:
             point, job = self._points.get(run_id), self._jobs.get(run_id)
             if point is not None and point.ancestors is not None:
                 ids = [SaveId.parse(ancestor.save_id) for ancestor in point.ancestors]
-                is_whole = None not in ids and len(ids) < MOST_ANCESTORS
-                return _Chain({one.run_id: one.ordinal for one in ids if one is not None} | reached, is_whole)
+                found = {one.run_id: one.ordinal for one in ids if one is not None}
+                return _Chain(found | reached, point.knows_its_ancestors)
             if job is None or job.resumed is None:
                 return _Chain(reached, job is not None and job.origin == 0)
             reached.setdefault(job.resumed.run_id, job.resumed.ordinal)
@@ -133,29 +139,39 @@ class History:
         return [self._jobs[one] for one, is_later in known.items() if is_later]
 
 
-def by_branch(run: Path, directories: Mapping[int, Path], last: Point | None = None) -> list[int]:
+def by_branch(
+    run: Path, directories: Mapping[int, Path], most: int = 1, last: Point | None = None
+) -> list[int]:
     """Returns iterations, newest first; those of branches that were left come after all others.
+
+    Reads a few manifests at a time, until it has found enough: they are large where a run has many ranks.
+    What neither these nor the run's list of jobs says is not known.
 
     Args:
         directories: of complete checkpoints.
+        most: how many are wanted.
         last: a checkpoint that all were saved before; what it does not follow was left.
     """
-    numbers = sorted(directories, reverse=True)
-    points = {number: known_point(directories[number], number) for number in numbers[:_MOST_READ]}
-    lists = []
+    numbers, points = sorted(directories, reverse=True), dict[int, Point | None]()
+    lists, kept = list[Sequence[Job]](), list[int]()
     with contextlib.suppress(OSError, DataStatesError):  # then manifests alone say it
         lists.append(jobs_in(run))
-    history = History(lists, filter(None, points.values()))
+    for begin in range(0, len(numbers), _READ_AT_A_TIME):
+        some = numbers[begin : begin + _READ_AT_A_TIME]
+        points |= {number: known_point(directories[number], number) for number in some}
+        history = History(lists, filter(None, points.values()))
+        kept = [number for number, point in points.items() if not _is_left(point, history, last)]
+        if len(kept) >= most:
+            break
+    return [*kept, *(number for number in numbers if number not in kept)][:most]
 
-    def is_left(number: int) -> bool:
-        point = points.get(number)
-        if point is None or point.save_id is None or point.ancestors is None:
-            return False
-        if last is not None and last.ancestors is not None:
-            return not last.follows(point)
-        return history.passed_by(point, surely=True) is not None
 
-    return sorted(numbers, key=is_left)
+def _is_left(point: Point | None, history: History, last: Point | None) -> bool:
+    if point is None or point.save_id is None or point.ancestors is None:
+        return False
+    if last is not None and last.knows_its_ancestors:
+        return not last.follows(point)
+    return history.passed_by(point, surely=True) is not None
 
 
 def _place(run_id: int, jobs: Sequence[Job]) -> int | None:

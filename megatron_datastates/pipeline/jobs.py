@@ -6,8 +6,8 @@ away meanwhile still has its part, and brings it back. Manifests say which check
 
     RUN/datastates.jobs, and the same in the run's folder in a near tier:
     `datastates-jobs <lines> <crc32 of the lines>`, then a line for each job, `RUN_ID ITERATION [SAVE_ID]`:
-    what it went on from (0: it began anew), with its save id if that is known. The job that has saved last
-    is the last one.
+    what it went on from (0: it began anew), with its save id if that is known. The job that has saved last,
+    or begun to, is the last one.
 
 Lists name a job from the beginning of its first save on: one that was killed in it came later too. Each
 published save makes sure of it, because two jobs may run at one time.
@@ -73,7 +73,7 @@ def note_job(
         resumed: the save that it went on from, if that is known.
 
     Returns:
-        The job that was the last one, if this one was noted before it: both have saved since.
+        The job that was the last one, if this one was noted before it: both are saving.
 
     Raises:
         FormatError, OSError: as `jobs_in`, or the list cannot be written.

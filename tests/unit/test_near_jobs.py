@@ -12,8 +12,9 @@ import pytest
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.manifest import Ancestor
 from megatron_datastates.format.values import SaveId
-from megatron_datastates.pipeline.branches import Origin, Point
-from megatron_datastates.pipeline.history import History
+from megatron_datastates.pipeline import history
+from megatron_datastates.pipeline.branches import Origin, Point, origin_from
+from megatron_datastates.pipeline.history import History, by_branch
 from megatron_datastates.pipeline.jobs import (
     JOBS_NAME,
     Job,
@@ -162,8 +163,8 @@ def test_a_later_job_is_known_by_what_it_resumed_from(checkpoint: Point, later: 
 
 def test_a_job_that_no_list_names_beside_another_is_known_by_what_it_resumed_from() -> None:
     left, lists = Point(10, SaveId(A, 10), ()), [KNOWN[:1], KNOWN[1:2]]
-    for history in (History(lists), History([KNOWN[:1]], [Point(7, SaveId(B, 1), A_FIRST)])):
-        found = history.passed_by(left, surely=True)
+    for known in (History(lists), History([KNOWN[:1]], [Point(7, SaveId(B, 1), A_FIRST)])):
+        found = known.passed_by(left, surely=True)
         assert found is not None and found.run_id == B
     assert History([KNOWN[:1], [Job(B, 5)]]).passed_by(left, surely=True) is None, "nobody knows"
 
@@ -190,6 +191,35 @@ def test_which_of_two_jobs_came_later() -> None:
     assert History([]).comes_later(point(B, 7, A), point(A, 10)), (
         "it went on from an earlier save of that job"
     )
+
+
+def test_what_is_not_known_before_a_checkpoint_is_not_called_left() -> None:
+    resumed = Point(200, SaveId(B, 1), None)  # whose job did not know what it went on from
+    last = Point(300, SaveId(C, 1), origin_from(resumed, 200).ancestors)
+    assert last.follows(resumed) and not last.knows_its_ancestors
+    jobs = [Job(A, 0), Job(B, 150), Job(C, 200, SaveId(B, 1))]
+    assert History([jobs], [last]).passed_by(Point(100, SaveId(A, 1), ())) is None
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_a_branch_of_many_checkpoints_that_was_left(
+    is_listed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = {n: Point(n, SaveId(A, n), ()) for n in range(1, 60)}
+    points[6] = Point(6, SaveId(B, 1), (Ancestor(5, str(SaveId(A, 5))),))
+    read: list[int] = []
+
+    def known_point(directory: Path, iteration: int) -> Point:
+        read.append(iteration)
+        return points[iteration]
+
+    monkeypatch.setattr(history, "known_point", known_point)
+    if is_listed:
+        note_job(tmp_path, SaveId(B, 1), 5, [Job(A, 0)], SaveId(A, 5))
+    found = by_branch(tmp_path, dict.fromkeys(points, tmp_path), 2)
+    assert found == ([6, 5] if is_listed else [59, 58])
+    assert len(read) == (59 if is_listed else 16), "of large manifests, as few as say it"
+    assert by_branch(tmp_path, dict.fromkeys([4, 5, 7], tmp_path), 2, points[6]) == [5, 4]
 
 
 # -- jobs ------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Recovery from a damaged tracker file (Megatron's latest_checkpointed_iteration.txt).
 
 Megatron opens it with mode 'w'. A kill at that moment leaves it empty, and unmodified Megatron then exits
-with code 0, untrained. We fall back to the newest complete checkpoint in its directory, with a warning.
+with code 0, untrained. We fall back to the newest complete checkpoint in its directory, with a warning; after
+a rollback, to the newest one of the branch that was saved last.
 """
 
 from __future__ import annotations
@@ -17,19 +18,14 @@ from megatron_datastates.pipeline.history import by_branch
 from megatron_datastates.pipeline.runs import complete_in, is_published, iteration_named
 
 logger = logging.getLogger(__name__)
-_NONE = -1
 
 
 def wrap_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `read_metadata`, which all ranks call together. Rank 0 decides, as it may read many manifests."""
+    """Wraps `read_metadata`. Every rank reads the same files, so all fall back to the same checkpoint."""
 
     def read_metadata(tracker_filename: str, *args: Any, **kwargs: Any) -> Any:
-        from megatron_datastates.pipeline.agreement import Collectives
-
-        collectives = Collectives()
-        found = _fallback(path_of(tracker_filename)) if collectives.rank == 0 else None
-        iteration = collectives.share_from_first(_NONE if found is None else found)
-        if iteration == _NONE:
+        iteration = _fallback(path_of(tracker_filename))
+        if iteration is None:
             return original(tracker_filename, *args, **kwargs)
         # The original also communicates with the other ranks, so it is called with a corrected tracker.
         with tempfile.TemporaryDirectory() as directory:
@@ -43,8 +39,8 @@ def wrap_read_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
 def mend(tracker: Path) -> None:
     """Repairs a damaged tracker, on which Megatron's retention would fail. Never raises.
 
-    The tracker then names the newest complete checkpoint, which retention may delete once a newer one
-    exists. If no checkpoint was published in our format, the tracker is deleted, as before the first save.
+    The tracker then names the checkpoint that a load falls back to, which retention may delete once a newer
+    one exists. If none was published in our format, the tracker is deleted, as before the first save.
     """
     try:
         if _is_damaged(tracker):
@@ -79,7 +75,7 @@ def _text(tracker: Path) -> str:
 
 
 def _fallback(tracker: Path) -> int | None:
-    """Returns the newest complete iteration, if the tracker is damaged and any was saved in our format.
+    """Returns the iteration to fall back to, if the tracker is damaged and any was saved in our format.
 
     The iteration itself may be in another format: loads detect the format of its directory.
     """
@@ -88,7 +84,7 @@ def _fallback(tracker: Path) -> int | None:
     found = complete_in(tracker.parent)
     if not any(map(is_published, found.values())):
         return None
-    iteration = by_branch(tracker.parent, found)[0]
+    (iteration,) = by_branch(tracker.parent, found)
     logger.warning(
         "%s is damaged: expected an iteration, found %r. "
         "Falling back to the newest complete checkpoint%s, iteration %d (%s).",

@@ -86,8 +86,8 @@ class Choice:
         advice = f": --ckpt-step {later.origin} begins there again" if later.origin else ""
         return (
             f"datastates: iteration {point.iteration} in {self._run} is resumed from, but a later job went "
-            f"on from iteration {later.origin} without it, and no near tier has a whole checkpoint of that "
-            f"job{advice}"
+            f"on from iteration {later.origin} without it, and no checkpoint of that job can be resumed "
+            f"from{advice}"
         )
 
 

@@ -53,6 +53,7 @@ _LOOK_SECONDS = 0.5  # between two looks for other nodes' files
 _LOOK_SECONDS_OBJECTS = 2.0  # the same in an object store, which counts requests
 _PAUSES = (0.5, 2.0, 8.0, 30.0, 60.0)  # before the next attempt, in seconds; the last one from then on
 _REPORTED_ATTEMPT = 3
+_LEFTOVERS_SECONDS = 5.0  # between two looks at what earlier jobs left, if there is no other save
 _STALLED_SECONDS = 60.0  # at the end of a job: without any progress
 _STALLED_SECONDS_OBJECTS = 600.0  # the same while other nodes upload, which nobody sees
 
@@ -121,6 +122,10 @@ class Drain:
         self._is_warned = False  # that one could not be written
         self._complete_lists: set[Path] = set()  # lists of jobs that have what the run's list has
         self._has_far = False  # of this job: some save
+        self._looked_at: tuple[NearSave | None, float] = (
+            None,
+            0.0,
+        )  # at leftovers: the newest save then, and when
         self._earlier: frozenset[int] | None = None  # run ids of jobs before this one, once it has published
         self._thread: BackgroundThread | None = None
         self._closing = False
@@ -291,8 +296,8 @@ class Drain:
         between = note_job(folder, note.save_id, note.origin, known, note.resumed)
         if between is not None and folder == note.run:
             logger.warning(
-                "%s: another job (%016x) has saved this run since the last save of this one (%016x): if both "
-                "are running, end one; a restart resumes from the one that has saved last",
+                "%s: another job (%016x) has begun to save this run since the last save of this one (%016x): "
+                "if both are running, end one; a restart resumes from the one that has saved last",
                 folder,
                 between.run_id,
                 note.save_id.run_id,
@@ -399,7 +404,7 @@ class Drain:
             except Exception as error:
                 self._pause(save, error)
                 return
-            save.attempts = 0
+            save.attempts, self._has_far = 0, True
             with self._changed:
                 self._to_commit.remove(save)
                 older = [one for one in self._to_commit if one.save_id.ordinal < save.save_id.ordinal]
@@ -447,8 +452,8 @@ class Drain:
         newest, keep = self._kept[-1], self._options.near_keep
         if newest.near is not None:
             published, others = leftovers(newest.near.parent, self._earlier or frozenset())
-            if (published or others) and not self._has_far:
-                self._has_far = any(map(_is_in_place, self._kept))
+            if (published or others) and not self._has_far and not self._look_at_leftovers(newest):
+                published, others = {}, []
             spare = max(len(published) + len(self._kept) - keep, 0)
             removed = self._not_needed(published, newest)[:spare] if spare else []
             # Of what has no manifest here, another node may have it.
@@ -470,6 +475,15 @@ class Drain:
             if save.commit is not None and not save.is_drained:
                 _remove_unused(save.far)
 
+    def _look_at_leftovers(self, newest: NearSave) -> bool:
+        """Returns whether it is time to look again at what earlier jobs left: that reads manifests."""
+        if newest is self._looked_at[0] and time.monotonic() < self._looked_at[1] + _LEFTOVERS_SECONDS:
+            return False
+        self._looked_at = newest, time.monotonic()
+        if any(map(_is_in_place, self._kept)):
+            self._has_far = True
+        return True
+
     def _not_needed(self, published: dict[int, Path], newest: NearSave) -> list[Path]:
         """Returns what earlier jobs published near and no load needs any more: first what may go first.
 
@@ -481,7 +495,9 @@ class Drain:
             published = {
                 number: path for number, path in published.items() if _are_same(path, far / path.name)
             }
-        return [published[number] for number in reversed(by_branch(newest.near.parent, published))]
+        return [
+            published[number] for number in reversed(by_branch(newest.near.parent, published, len(published)))
+        ]
 
     def _is_done(self) -> bool:
         """Returns whether nothing is left: at a job's end, nodes wait for what rank 0 is to publish."""

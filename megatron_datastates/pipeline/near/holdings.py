@@ -40,7 +40,7 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Far:
-    """What the run's directory says; rank 0 alone looks at more than the tracker."""
+    """What the run's directory says; rank 0 alone asks. The others only look whether they can read there."""
 
     tracked: int | None = None  # iteration that would be resumed from
     point: Point | None = None  # the same in the history of the run; None if it is not known
@@ -78,8 +78,8 @@ def resumable(run: Path) -> int | None:
         raise StorageError(f"{run} cannot be listed: {error.strerror}") from error
 
 
-def require_tracked_there(run: Path) -> None:
-    """Looks at the tracker and at what it names. Raises StorageError: that cannot be done."""
+def require_readable_tracked(run: Path) -> None:
+    """Looks at the tracker and at what it names. Raises StorageError: one of them cannot be read."""
     with contextlib.suppress(FormatError):
         tracked = require_tracked(run / TRACKER_NAME)
         if tracked is not None:

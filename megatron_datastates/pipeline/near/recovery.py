@@ -25,6 +25,7 @@ from typing import TypeVar
 from megatron_datastates.config import Options
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
+from megatron_datastates.engine.memory import is_first_of_node
 from megatron_datastates.engine.reader import read_small
 from megatron_datastates.errors import DataStatesError, StorageError
 from megatron_datastates.files import DOCUMENT_BYTES, INDEX_BYTES, OBJECT_BYTES
@@ -48,10 +49,9 @@ from megatron_datastates.pipeline.near.holdings import (
     far_in,
     held_in,
     named_jobs,
-    require_tracked_there,
+    require_readable_tracked,
 )
 from megatron_datastates.pipeline.near.places import manifest_in, near_root, near_run, node_of
-from megatron_datastates.pipeline.runs import is_complete
 
 logger = logging.getLogger(__name__)
 Shared = TypeVar("Shared")
@@ -101,7 +101,8 @@ def bring_home(
         reason = choice.reason_to_leave(save_id)
         if reason is not None:
             if recovery.rank == 0 and reason:
-                is_other = is_complete(run / name)  # which --ckpt-step would load
+                there = manifest_in(run / name)
+                is_other = there is not None and there.save_id != save_id  # which --ckpt-step would load
                 advice = (
                     "" if is_other else f". --ckpt-step {iteration_in_name(name)} loads it, if it is whole"
                 )
@@ -151,10 +152,12 @@ class _Recovery:
 
     def _node(self) -> int:
         if "$" in os.fspath(self._root):
-            logger.warning(
-                "%s: a variable in this near tier's name is not set: nothing is resumed from there",
-                self._root,
-            )
+            if self.rank == 0 or is_first_of_node():
+                logger.warning(
+                    "%s: a variable in this near tier's name is not set: nothing is resumed from there",
+                    self._root,
+                )
+            return 0
         try:
             return node_of(self._root)
         except OSError as error:
@@ -165,7 +168,7 @@ class _Recovery:
     def _look(self, node: int, is_first: bool) -> Node:
         """Returns what this rank sees. Never raises: the other ranks wait for it."""
         try:
-            require_tracked_there(self._run)
+            require_readable_tracked(self._run)
             far = far_in(self._run, self._wanted) if self.rank == 0 else Far()
             if node == 0 or not is_first:
                 return Node(node, far=far)

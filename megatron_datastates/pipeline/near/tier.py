@@ -108,7 +108,7 @@ class NearTier:
     def _enter_run(self, context: SaveContext, origin: Origin | None) -> None:
         if context.save_id.run_id != self._run_id:
             self._run_id, self._is_ahead, self._tracked = context.save_id.run_id, False, 0
-            # Before anything is written: a job that is killed in its first save came later than others, too.
+            # While the first save is written: a job that is killed in it came later than others, too.
             self._note_job(context, origin, context.rank == 0, is_first_of_node())
 
     def _lack_of_room(self, context: SaveContext, folder: Path, wanted_bytes: int) -> str:
