@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_datastates.files import TRACKER_BYTES, path_of, read_regular
-from megatron_datastates.pipeline.history import by_branch
 from megatron_datastates.pipeline.runs import complete_in, is_published, iteration_named
 
 logger = logging.getLogger(__name__)
@@ -81,6 +80,9 @@ def _fallback(tracker: Path) -> int | None:
     """
     if not _is_damaged(tracker):
         return None
+    # Not needed, nor the native module that it imports, by runs in other formats.
+    from megatron_datastates.pipeline.history import by_branch
+
     found = complete_in(tracker.parent)
     if not any(map(is_published, found.values())):
         return None
