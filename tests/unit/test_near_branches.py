@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,9 +24,9 @@ from megatron_datastates.mcore.training.tracker import mend
 from megatron_datastates.pipeline.branches import Origin, Point, origin_in, point_in
 from megatron_datastates.pipeline.fallback import _older as older_than
 from megatron_datastates.pipeline.jobs import JOBS_NAME, jobs_in
-from megatron_datastates.pipeline.near import drain, recovery
+from megatron_datastates.pipeline.near import drain
 from megatron_datastates.pipeline.near.holdings import resumable
-from megatron_datastates.pipeline.near.places import NODES_NAME, manifest_in, near_run
+from megatron_datastates.pipeline.near.places import manifest_in
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Publication
 from tests.unit.states import OPTIONS
@@ -434,102 +431,6 @@ def test_what_is_not_resumed_from_is_named_as_it_can_be_had(tmp_path: Path, away
     assert "iter_0000010 in a near tier is left" in said and "--ckpt-step" not in said, "that is another one"
 
 
-# -- what cannot be looked at ------------------------------------------------------------------------------
-
-
-def fail_to_read(
-    monkeypatch: pytest.MonkeyPatch, text: str, calls: Sequence[str] = ("stat", "open", "listdir", "scandir")
-) -> None:
-    """Lets all files fail whose path has a text, as a file system's server does that restarts."""
-
-    def failing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(path: Any, *rest: Any, **options: Any) -> Any:
-            if isinstance(path, str | os.PathLike) and text in os.fspath(path):
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), os.fspath(path))
-            return original(path, *rest, **options)
-
-        return call
-
-    for name in calls:
-        monkeypatch.setattr(os, name, failing(getattr(os, name)))
-
-
-@pytest.mark.parametrize("calls", [("stat", "open", "listdir", "scandir"), ("open",)])
-@pytest.mark.parametrize("text", ["far/run/iter_0000010", f"far/run/{JOBS_NAME}", f"far/run/{TRACKER_NAME}"])
-def test_what_cannot_be_read_for_a_moment_is_not_taken_for_missing(
-    text: str, calls: Sequence[str], tmp_path: Path, away: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(tmp_path, A)
-    job.save(10)
-    job.track(10)
-    with monkeypatch.context() as patched:
-        fail_to_read(patched, text, calls)
-        with pytest.raises(StorageError, match="Stale file handle"):
-            resume(job, away)
-    assert tracked(job) == "10"
-
-
-def test_a_wanted_checkpoint_that_cannot_be_read_is_not_replaced(
-    tmp_path: Path, away: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = Job(tmp_path, B, resumed=5)
-    job.save(10)
-    job.track(10)
-    with monkeypatch.context() as patched:
-        fail_to_read(patched, "far/run/iter_0000010")
-        with pytest.raises(StorageError, match="Stale file handle"):
-            resume(job, away, wanted=10)
-    job.check(10)
-    assert manifest_of(job, 10) == B
-
-
-def manifest_of(job: Nodes, iteration: int) -> int:
-    manifest = manifest_in(job.directory(iteration))
-    assert manifest is not None
-    return manifest.save_id.run_id
-
-
-def test_a_link_to_what_is_away_ends_no_job(tmp_path: Path, away: Path) -> None:
-    job = Job(tmp_path, A)
-    (job.run / "iter_0000099").symlink_to(job.run / "iter_0000099")
-    assert resume(job, away)[0] == 10
-
-
-@pytest.mark.parametrize("is_over", [False, True])
-@pytest.mark.parametrize("name", ["mp_rank_00", ".metadata"])
-def test_a_tracked_checkpoint_in_another_format_of_megatrons(
-    name: str, is_over: bool, tmp_path: Path, away: Path
-) -> None:
-    job = Job(tmp_path, B)
-    (job.directory(11) / name).mkdir(parents=True)
-    if is_over:  # a save of ours that was killed there
-        (job.directory(11) / SaveId(B, 1).data_file_name(0)).touch()
-    (job.run / TRACKER_NAME).write_text("11")
-    assert resume(job, away)[0] is None and tracked(job) == "11"
-
-
-@pytest.mark.parametrize("content", [b'{"own":0,"nodes":[["\xff",[0,1]]]}', b"[" * 100_000, b""])
-def test_a_damaged_list_of_nodes_is_left_out(content: bytes, tmp_path: Path, away: Path) -> None:
-    (path,) = away.rglob(NODES_NAME)
-    path.write_bytes(content)
-    assert resume(Job(tmp_path, B), away)[0] == 10
-
-
-def test_an_error_that_nobody_expected_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def held_in(folder: Path) -> list[Any]:
-        raise ZeroDivisionError
-
-    monkeypatch.setattr(recovery, "held_in", held_in)
-    (near_run(tmp_path / "near0", tmp_path / "far" / "run") / "iter_0000001").mkdir(parents=True)
-    with pytest.raises(StorageError, match=r"rank 0: .* is not known: ZeroDivisionError"):
-        resume(Nodes(tmp_path), tmp_path / "near0")
-
-
-def test_a_variable_that_is_not_set_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert resume(Nodes(tmp_path), Path("$NOT_SET"))[0] is None
-    assert "a variable in this near tier's name is not set" in caplog.text
-
-
 # -- chosen by people ------------------------------------------------------------------------------------
 
 
@@ -604,15 +505,3 @@ def test_a_restart_within_the_process_is_another_job(tmp_path: Path) -> None:
     assert job.is_far(7), "else the next job would resume from iteration 10, which --save names"
     abandon(job)
     assert [(one.run_id, one.origin) for one in jobs_in(job.run)] == [(A, 0), (B, 5)]
-
-
-# -- looking ---------------------------------------------------------------------------------------------
-
-
-def test_an_error_of_any_rank_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def look(self: object) -> list[recovery.Node]:
-        return [recovery.Node(), recovery.Node(error="the tracker cannot be read: Stale file handle")]
-
-    monkeypatch.setattr(recovery._Recovery, "look", look)
-    with pytest.raises(StorageError, match="Stale file handle"):
-        resume(Nodes(tmp_path), tmp_path / "near0")

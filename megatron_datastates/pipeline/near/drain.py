@@ -34,15 +34,13 @@ from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
-from megatron_datastates.pipeline.history import by_branch
 from megatron_datastates.pipeline.jobs import Job, jobs_in, note_job
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
+from megatron_datastates.pipeline.near.leftovers import Leftovers
 from megatron_datastates.pipeline.near.places import (
     arrived_bytes,
-    leftovers,
     manifest_in,
     remove_folder,
-    run_ids_in,
 )
 from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
 
@@ -53,7 +51,6 @@ _LOOK_SECONDS = 0.5  # between two looks for other nodes' files
 _LOOK_SECONDS_OBJECTS = 2.0  # the same in an object store, which counts requests
 _PAUSES = (0.5, 2.0, 8.0, 30.0, 60.0)  # before the next attempt, in seconds; the last one from then on
 _REPORTED_ATTEMPT = 3
-_LEFTOVERS_SECONDS = 5.0  # between two looks at what earlier jobs left, if there is no other save
 _STALLED_SECONDS = 60.0  # at the end of a job: without any progress
 _STALLED_SECONDS_OBJECTS = 600.0  # the same while other nodes upload, which nobody sees
 
@@ -121,12 +118,7 @@ class Drain:
         self._has_new_notes = False  # since it was tried the last time
         self._is_warned = False  # that one could not be written
         self._complete_lists: set[Path] = set()  # lists of jobs that have what the run's list has
-        self._has_far = False  # of this job: some save
-        self._looked_at: tuple[NearSave | None, float] = (
-            None,
-            0.0,
-        )  # at leftovers: the newest save then, and when
-        self._earlier: frozenset[int] | None = None  # run ids of jobs before this one, once it has published
+        self._leftovers = Leftovers()
         self._thread: BackgroundThread | None = None
         self._closing = False
         self._abandoned = False
@@ -136,8 +128,8 @@ class Drain:
 
     def add(self, save: NearSave) -> None:
         """Takes over a save that was just published near. Never raises."""
-        if save.near is not None and self._earlier is None:
-            self._earlier = run_ids_in(save.near.parent) - {save.save_id.run_id}
+        if save.near is not None:
+            self._leftovers.begin(save.near.parent, save.save_id.run_id)
         with self._changed:
             self._kept.append(save)
             self._kept.sort(key=lambda one: one.save_id.ordinal)  # a later one may have ended before it
@@ -181,7 +173,7 @@ class Drain:
     def note_far(self) -> None:
         """Takes note that a save of this job is far without ever having been near."""
         with self._changed:
-            self._has_far = True
+            self._leftovers.is_far = True
             self._changed.notify_all()
 
     def note_failed(self, near: Path) -> None:
@@ -404,7 +396,7 @@ class Drain:
             except Exception as error:
                 self._pause(save, error)
                 return
-            save.attempts, self._has_far = 0, True
+            save.attempts, self._leftovers.is_far = 0, True
             with self._changed:
                 self._to_commit.remove(save)
                 older = [one for one in self._to_commit if one.save_id.ordinal < save.save_id.ordinal]
@@ -451,13 +443,14 @@ class Drain:
             return
         newest, keep = self._kept[-1], self._options.near_keep
         if newest.near is not None:
-            published, others = leftovers(newest.near.parent, self._earlier or frozenset())
-            if (published or others) and not self._has_far and not self._look_at_leftovers(newest):
-                published, others = {}, []
-            spare = max(len(published) + len(self._kept) - keep, 0)
-            removed = self._not_needed(published, newest)[:spare] if spare else []
-            # Of what has no manifest here, another node may have it.
-            for folder in [*(others if self._has_far else []), *removed]:
+            count = len(self._kept) - keep
+            for folder in self._leftovers.removable(
+                newest.near.parent,
+                newest.far.parent,
+                newest.save_id,
+                lambda published: max(published + count, 0),
+                lambda: any(map(_is_in_place, self._kept)),
+            ):
                 _remove(folder)
         while self._failed:
             failed = self._failed.pop()
@@ -475,30 +468,6 @@ class Drain:
             if save.commit is not None and not save.is_drained:
                 _remove_unused(save.far)
 
-    def _look_at_leftovers(self, newest: NearSave) -> bool:
-        """Returns whether it is time to look again at what earlier jobs left: that reads manifests."""
-        if newest is self._looked_at[0] and time.monotonic() < self._looked_at[1] + _LEFTOVERS_SECONDS:
-            return False
-        self._looked_at = newest, time.monotonic()
-        if any(map(_is_in_place, self._kept)):
-            self._has_far = True
-        return True
-
-    def _not_needed(self, published: dict[int, Path], newest: NearSave) -> list[Path]:
-        """Returns what earlier jobs published near and no load needs any more: first what may go first.
-
-        All of it once a save of this job is far; before that, what --save has.
-        """
-        assert newest.near is not None
-        if not self._has_far:
-            far = newest.far.parent
-            published = {
-                number: path for number, path in published.items() if _are_same(path, far / path.name)
-            }
-        return [
-            published[number] for number in reversed(by_branch(newest.near.parent, published, len(published)))
-        ]
-
     def _is_done(self) -> bool:
         """Returns whether nothing is left: at a job's end, nodes wait for what rank 0 is to publish."""
         return not (self._to_copy or self._to_commit) and len(self._kept) <= self._options.near_keep
@@ -512,11 +481,6 @@ class Drain:
 def _is_in_place(save: NearSave) -> bool:
     found = manifest_in(save.far)
     return found is not None and found.save_id == save.save_id
-
-
-def _are_same(near: Path, far: Path) -> bool:
-    one, other = manifest_in(near), manifest_in(far)
-    return one is not None and other is not None and one.save_id == other.save_id
 
 
 def _link(source: Path, target: Path) -> None:

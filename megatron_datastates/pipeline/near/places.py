@@ -184,33 +184,14 @@ def remove_folder(folder: Path) -> None:
 def run_ids_in(run: Path) -> frozenset[int]:
     """Returns which runs have files in a run's folder of a near tier: each job is a run of its own."""
     with contextlib.suppress(OSError):
-        return frozenset(save_id.run_id for folder in _folders(run) for save_id in _save_ids(folder))
+        return frozenset(save_id.run_id for folder in folders_of_run(run) for save_id in save_ids_in(folder))
     return frozenset()
-
-
-def leftovers(run: Path, earlier: frozenset[int]) -> tuple[dict[int, Path], list[Path]]:
-    """Returns the folders that earlier jobs left in a near tier: published ones by iteration, and others.
-
-    Folders with a file of any job but the `earlier` ones are not among them: it may still be running.
-    """
-    published: dict[int, Path] = {}
-    others: list[Path] = []
-    with contextlib.suppress(OSError):
-        for folder in _folders(run):
-            iteration, ids = iteration_in_name(folder.name), _save_ids(folder)
-            # One without files may belong to a save that has just begun.
-            if ids and all(save_id.run_id in earlier for save_id in ids):
-                if iteration is not None and is_published(folder):
-                    published[iteration] = folder
-                else:
-                    others.append(folder)
-    return published, others
 
 
 def remove_earlier(run: Path, iteration: int, own_run_id: int) -> None:
     """Removes what earlier jobs left of an iteration and of those before it. Ranks may do so at one time."""
-    for folder in _folders(run):
-        number, ids = iteration_in_name(folder.name), _save_ids(folder)
+    for folder in folders_of_run(run):
+        number, ids = iteration_in_name(folder.name), save_ids_in(folder)
         if number is None or number > iteration or any(one.run_id == own_run_id for one in ids):
             continue
         if ids:  # else a save of another rank may have just begun
@@ -219,11 +200,12 @@ def remove_earlier(run: Path, iteration: int, own_run_id: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _folders(run: Path) -> list[Path]:
+def folders_of_run(run: Path) -> list[Path]:
+    """Returns the folders of a run's checkpoints in a near tier, by name. Raises OSError."""
     return [folder for folder in sorted(run.iterdir()) if folder.is_dir() and not folder.is_symlink()]
 
 
-def _save_ids(folder: Path) -> set[SaveId]:
+def save_ids_in(folder: Path) -> set[SaveId]:
     """Returns the saves that have files in a folder; none if it is gone."""
     try:
         return {save_id for name in os.listdir(folder) if (save_id := save_id_in_name(name))}

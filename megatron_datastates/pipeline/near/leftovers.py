@@ -1,0 +1,90 @@
+"""What earlier jobs have left in a node's near tier, and when it is removed there.
+
+Their checkpoints may be the only copies of what is not in --save. So they stay until a save of this job is
+there, but for those that --save has, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_datastates.format.directory import iteration_in_name
+from megatron_datastates.format.values import SaveId
+from megatron_datastates.pipeline.history import by_branch
+from megatron_datastates.pipeline.near.places import folders_of_run, manifest_in, run_ids_in, save_ids_in
+from megatron_datastates.pipeline.runs import is_published
+
+_SECONDS = 5.0  # between two looks, which read manifests, if there is no other save meanwhile
+
+
+class Leftovers:
+    """What jobs before this one have left near."""
+
+    def __init__(self) -> None:
+        self.is_far = False  # some save of this job. Threads set it, and never take it back
+        self._earlier: frozenset[int] | None = None  # run ids of these jobs
+        self._looked_at: tuple[SaveId | None, float] = (None, 0.0)  # the newest save then, and when
+
+    def begin(self, run: Path, own_run_id: int) -> None:
+        """Notes which jobs have files in a run's folder in the near tier, once this one has, too."""
+        if self._earlier is None:
+            self._earlier = run_ids_in(run) - {own_run_id}
+
+    def removable(
+        self, near: Path, far: Path, newest: SaveId, spare: Callable[[int], int], look: Callable[[], bool]
+    ) -> list[Path]:
+        """Returns the folders that may go now.
+
+        Args:
+            near, far: the run's folder in the near tier, and its directory.
+            newest: save of this job.
+            spare: returns how many of that many published checkpoints need not stay.
+            look: returns whether a save of this job is far.
+        """
+        published, others = self._found(near)
+        if not published and not others:
+            return []
+        if not self.is_far:
+            if newest == self._looked_at[0] and time.monotonic() < self._looked_at[1] + _SECONDS:
+                return []
+            self._looked_at = newest, time.monotonic()
+            if look():
+                self.is_far = True
+        count = spare(len(published))
+        # Of what has no manifest here, another node may have it.
+        return [
+            *(others if self.is_far else []),
+            *(self._not_needed(published, near, far)[:count] if count else []),
+        ]
+
+    def _found(self, run: Path) -> tuple[dict[int, Path], list[Path]]:
+        """Returns published folders by iteration, and others.
+
+        Folders with a file of any other job are not among them: it may still be running.
+        """
+        published: dict[int, Path] = {}
+        others: list[Path] = []
+        with contextlib.suppress(OSError):
+            for folder in folders_of_run(run):
+                iteration, ids = iteration_in_name(folder.name), save_ids_in(folder)
+                # One without files may belong to a save that has just begun.
+                if ids and all(save_id.run_id in (self._earlier or ()) for save_id in ids):
+                    if iteration is not None and is_published(folder):
+                        published[iteration] = folder
+                    else:
+                        others.append(folder)
+        return published, others
+
+    def _not_needed(self, published: dict[int, Path], near: Path, far: Path) -> list[Path]:
+        """Returns what no load needs any more: first what may go first."""
+        if not self.is_far:
+            published = {n: path for n, path in published.items() if _are_same(path, far / path.name)}
+        return [published[n] for n in reversed(by_branch(near, published, len(published)))]
+
+
+def _are_same(near: Path, far: Path) -> bool:
+    one, other = manifest_in(near), manifest_in(far)
+    return one is not None and other is not None and one.save_id == other.save_id
