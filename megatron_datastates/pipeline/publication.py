@@ -107,7 +107,7 @@ class Publication:
         self._keep_file = False  # even if the save fails
         self.refused = False  # it never began on any rank, and ends once the ranks have agreed on that
         self._abandoned = False
-        self._is_awaited = False  # the trainer does nothing but wait for this save
+        self.is_awaited = False  # the trainer does nothing but wait for this save
         # Whose near tier this rank can use, what people call it, where the rank serves its files, and what
         # makes copies of others': set before the save starts.
         self.node, self.host, self.endpoint = 0, b"", b""
@@ -150,7 +150,7 @@ class Publication:
 
     def wait(self) -> Outcome:
         """Polls until the save is over. Collective: every rank calls it."""
-        self._is_awaited = True
+        self.is_awaited = True
         while self.poll() is Outcome.PENDING:
             time.sleep(_BLOCKING_POLL_SECONDS)
         return self.outcome
@@ -288,7 +288,7 @@ class Publication:
 
     def _start_publisher(self, function: Callable[[], None], writes_manifest: bool = True) -> None:
         """Runs a part of publishing beside the trainer, and after those of earlier saves."""
-        delay = 0.0 if self._is_awaited else AFTER_POLL_SECONDS
+        delay = 0.0 if self.is_awaited else AFTER_POLL_SECONDS
         publisher = BackgroundThread(function, after=self.layouts.publisher, delay=delay)
         try:
             self._manifest_in_place = writes_manifest  # until the thread reports that it is not

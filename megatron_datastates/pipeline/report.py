@@ -5,6 +5,7 @@ The fields are listed in docs/reports.md. What a load cost is measured in load_r
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import statistics
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from megatron_datastates.pipeline.background import AFTER_POLL_SECONDS, BackgroundThread
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.records import RankRecord
 from megatron_datastates.pipeline.shares import provider_shares
@@ -28,15 +30,23 @@ class Reporter:
 
     def __init__(self, path: str) -> None:
         self._path = path
+        self._writer: BackgroundThread | None = None  # the last one; it follows all others
         self.listeners: list[Callable[[dict[str, Any]], None]] = []
 
     def is_wanted(self, rank: int) -> bool:
         """Returns whether this rank's reports are written or listened to."""
         return rank == 0 or bool(self.listeners)
 
-    def emit(self, report: dict[str, Any]) -> None:
-        """Writes one report. Never raises: an error of one rank here must not end training."""
-        if report["rank"] == 0:
+    def emit(self, report: dict[str, Any], *, later: bool = False) -> None:
+        """Writes one report. Never raises: an error of one rank here must not end training.
+
+        Args:
+            later: a thread writes it, because the trainer is in a poll: the file may be on slow storage.
+        """
+        if report["rank"] == 0 and later:
+            self._write_later(report)
+        elif report["rank"] == 0:
+            self.flush()  # so that lines have the order of the reports
             self.write(report)
         for listener in self.listeners:
             try:
@@ -46,14 +56,27 @@ class Reporter:
                     "the listener %r raised for the report of a %s: %s", listener, report["event"], error
                 )
 
+    def flush(self, seconds: float | None = None) -> bool:
+        """Waits until all reports are written; returns False if they are not after `seconds`."""
+        return self._writer is None or self._writer.join(seconds)
+
+    def _write_later(self, report: dict[str, Any]) -> None:
+        write = functools.partial(self.write, report)
+        writer = BackgroundThread(write, after=self._writer, delay=AFTER_POLL_SECONDS)
+        try:
+            writer.start()
+            self._writer = writer
+        except RuntimeError:  # no thread can be started
+            write()
+
     def write(self, report: dict[str, Any]) -> None:
         """Writes one report to log and file only, on any thread: listeners are the trainer's."""
         logger.info("%s", _LINES[report["event"]](report))
         if not self._path:
             return
         try:
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(report) + "\n")
+            with open(self._path, "ab", buffering=0) as file:  # in one piece, between those of other threads
+                file.write(json.dumps(report).encode() + b"\n")
         except OSError as error:
             logger.warning(
                 "the report of a %s was not written to %s: %s", report["event"], self._path, error.strerror

@@ -304,6 +304,8 @@ class Saver:
                     "the save to %s: a state provider still writes an object or a stream and is abandoned",
                     publication.save.context.directory,
                 )
+        if not self.reporter.flush(_LAST_JOIN_SECONDS):
+            logger.error("%s hangs: the last reports are not written", self.options.report_file or "the log")
         self._unfinished = []
 
     def _get_engine(self) -> StagingEngine:
@@ -321,7 +323,8 @@ class Saver:
         publication.is_reported = True
         self._warn_of_memory(publication)
         if self.reporter.is_wanted(publication.save.context.rank):
-            self.reporter.emit(save_report(publication, mode) | self._pool_facts())
+            report = save_report(publication, mode) | self._pool_facts()
+            self.reporter.emit(report, later=not publication.is_awaited)
 
     def _warn_of_memory(self, publication: Publication) -> None:
         trouble = self._pool_facts().get("staging_trouble")

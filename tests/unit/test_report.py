@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import time
 from pathlib import Path
@@ -67,6 +68,34 @@ def test_every_save_appends_one_line(reporting, tmp_path):
     assert [r["directory"] for r in reports] == [str(tmp_path / str(number)) for number in range(2)]
     assert [r["save_id"].split("-")[1] for r in reports] == ["1", "2"]
     assert all(r["bytes"] == sum(f.stat().st_size for f in (tmp_path / "0").glob("data-*")) for r in reports)
+
+
+def test_a_poll_does_not_wait_for_the_report_file(tmp_path):
+    path = tmp_path / "reports.jsonl"
+    os.mkfifo(path)  # opening it waits for a reader, as a file on storage that hangs would
+    saver = new_saver(report_file=str(path))
+    directories = [tmp_path / "0", tmp_path / "1"]
+    for directory in directories:
+        publication = saver.start(directory, State({"a": torch.ones(99)}))
+        while publication.poll() is Outcome.PENDING:
+            time.sleep(0.001)
+    with os.fdopen(os.open(path, os.O_RDWR)) as file:  # as a writer, too: it never ends
+        reports = [json.loads(file.readline()) for _ in directories]
+    saver.close()
+    assert [report["directory"] for report in reports] == list(map(str, directories))
+
+
+def test_reports_are_written_before_a_saver_is_closed_and_in_their_order(reporting, tmp_path):
+    saver, lines = reporting
+    polled = saver.start(tmp_path / "0", State({"a": torch.ones(99)}))
+    while polled.poll() is Outcome.PENDING:
+        time.sleep(0.001)
+    saver.start(tmp_path / "1", State({"a": torch.ones(99)})).wait()
+    last = saver.start(tmp_path / "2", State({"a": torch.ones(99)}))
+    while last.poll() is Outcome.PENDING:
+        time.sleep(0.001)
+    saver.close()
+    assert [report["directory"] for report in lines()] == [str(tmp_path / str(n)) for n in range(3)]
 
 
 def test_a_log_line_says_what_the_save_cost(reporting, tmp_path):
