@@ -1,5 +1,6 @@
 #include "engine/crc32c.h"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 
@@ -121,6 +122,10 @@ DATASTATES_CRC_TARGET inline uint32_t Word(uint32_t crc, uint64_t word) {
 }
 DATASTATES_CRC_TARGET inline uint32_t Byte(uint32_t crc, uint8_t byte) { return _mm_crc32_u8(crc, byte); }
 bool HardwareHasCrc32() { return __builtin_cpu_supports("sse4.2"); }
+inline void StorePastCaches(uint8_t* at, uint64_t word) {
+  _mm_stream_si64(reinterpret_cast<long long*>(at), static_cast<long long>(word));
+}
+inline void EndStoresPastCaches() { _mm_sfence(); }  // as in host_copy.cc
 #elif defined(__aarch64__) && defined(__linux__)
 // Before version 16, clang's arm_acle.h declares these only if the whole file is built for the extension.
 #if defined(__clang__)
@@ -133,23 +138,40 @@ bool HardwareHasCrc32() { return __builtin_cpu_supports("sse4.2"); }
 DATASTATES_CRC_TARGET inline uint32_t Word(uint32_t crc, uint64_t word) { return __crc32cd(crc, word); }
 DATASTATES_CRC_TARGET inline uint32_t Byte(uint32_t crc, uint8_t byte) { return __crc32cb(crc, byte); }
 bool HardwareHasCrc32() { return getauxval(AT_HWCAP) & HWCAP_CRC32; }
+inline void StorePastCaches(uint8_t* at, uint64_t word) { std::memcpy(at, &word, sizeof word); }
+inline void EndStoresPastCaches() {}
 #endif
 
 #if defined(DATASTATES_CRC_TARGET)
 // The instruction has a latency of three cycles and a throughput of one: three streams keep it busy.
-DATASTATES_CRC_TARGET uint32_t HardwareStep(uint32_t crc, const uint8_t* at, size_t bytes) {
+// With kCopies, stores what it has loaded at `to`, past the caches, and leaves nothing in them.
+template <bool kCopies>
+DATASTATES_CRC_TARGET uint32_t HardwareStep(uint32_t crc, const uint8_t* at, size_t bytes, uint8_t* to) {
   static const Shift one(kStream), two(2 * kStream);
   for (; bytes >= 3 * kStream; bytes -= 3 * kStream, at += 3 * kStream) {
     uint32_t b = 0, c = 0;
     for (size_t i = 0; i < kStream; i += 8) {
       if (i % kLine == 0) {
-        for (size_t line = 0; line < 3; ++line) __builtin_prefetch(at + kAhead + 3 * i + line * kLine);
+        for (size_t line = 0; line < 3; ++line) {
+          __builtin_prefetch(at + kAhead + 3 * i + line * kLine, 0, kCopies ? 0 : 3);
+        }
       }
-      crc = Word(crc, LoadWord(at + i));
-      b = Word(b, LoadWord(at + kStream + i));
-      c = Word(c, LoadWord(at + 2 * kStream + i));
+      const uint64_t words[] = {LoadWord(at + i), LoadWord(at + kStream + i), LoadWord(at + 2 * kStream + i)};
+      crc = Word(crc, words[0]);
+      b = Word(b, words[1]);
+      c = Word(c, words[2]);
+      if (kCopies) {
+        for (size_t stream = 0; stream < 3; ++stream)
+          StorePastCaches(to + stream * kStream + i, words[stream]);
+      }
     }
     crc = two(crc) ^ one(b) ^ c;
+    if (kCopies) to += 3 * kStream;
+  }
+  if (kCopies) {
+    EndStoresPastCaches();
+    std::memcpy(to, at, bytes);
+    at = to;
   }
   for (; bytes >= 8; bytes -= 8, at += 8) crc = Word(crc, LoadWord(at));
   for (; bytes > 0; --bytes, ++at) crc = Byte(crc, *at);
@@ -163,9 +185,26 @@ uint32_t Crc32c(uint32_t crc, const void* data, size_t bytes) {
   const auto* at = static_cast<const uint8_t*>(data);
 #if defined(DATASTATES_CRC_TARGET)
   static const bool hardware = HardwareHasCrc32();
-  if (hardware) return ~HardwareStep(~crc, at, bytes);
+  if (hardware) return ~HardwareStep<false>(~crc, at, bytes, nullptr);
 #endif
   return ~TableStep(~crc, at, bytes);
+}
+
+uint32_t CopyWithCrc32c(uint32_t crc, void* target, const void* source, size_t bytes) {
+  auto* to = static_cast<uint8_t*>(target);
+  const auto* at = static_cast<const uint8_t*>(source);
+#if defined(DATASTATES_CRC_TARGET)
+  static const bool hardware = HardwareHasCrc32();
+  if (hardware) {
+    // Whole lines from here on: a line in pieces would be read before it is written.
+    const size_t head = std::min(bytes, (kLine - reinterpret_cast<uintptr_t>(to) % kLine) % kLine);
+    std::memcpy(to, at, head);
+    crc = Crc32c(crc, to, head);
+    return ~HardwareStep<true>(~crc, at + head, bytes - head, to + head);
+  }
+#endif
+  std::memcpy(to, at, bytes);
+  return Crc32c(crc, to, bytes);
 }
 
 uint32_t Crc32cByTables(uint32_t crc, const void* data, size_t bytes) {

@@ -14,6 +14,11 @@ uint32_t Crc32c(uint32_t crc, const void* data, size_t bytes);
 // The same by tables alone: a reference for tests.
 uint32_t Crc32cByTables(uint32_t crc, const void* data, size_t bytes);
 
+// Copies `bytes` past the caches (engine/host_copy.h) and returns the CRC of what `crc` covers followed by
+// the bytes that it has stored. Each is read from memory once: a copy and a checksum after it read them
+// twice.
+uint32_t CopyWithCrc32c(uint32_t crc, void* target, const void* source, size_t bytes);
+
 // Returns the CRC of A followed by B, from the CRCs of both and the length of B.
 uint32_t Crc32cCombine(uint32_t a, uint32_t b, uint64_t bytes_of_b);
 

@@ -111,6 +111,7 @@ class Engine {
     std::shared_ptr<const Batch> batch;
     size_t chunk;
     Slot slot;
+    std::vector<BlockPart> parts;  // their checksums, if the copy has taken them
   };
   // A chunk, or a job's samples, that the device has copied once its stream has reached `place`.
   struct CopiedChunk {
@@ -139,9 +140,10 @@ class Engine {
   void Look(const QueuedBatch& queued);
   std::deque<QueuedBatch>::iterator Find(const QueuedBatch& taken) REQUIRES(mutex_);
   void Stage(const QueuedBatch& queued);
-  void PassOn(const QueuedBatch& queued, bool device, Slot* slot);
+  void PassOn(const QueuedBatch& queued, bool device, Slot* slot, std::vector<BlockPart> parts);
   void EndFirstCopy(const QueuedBatch& queued);
-  void FillSlot(const QueuedBatch& queued, const Batch::Chunk& chunk, uint8_t* target, bool* device);
+  std::vector<BlockPart> FillSlot(const QueuedBatch& queued, const Batch::Chunk& chunk, uint8_t* target,
+                                  bool* device);
   Slot SlotFor(SaveJob& job, const Batch::Chunk& chunk);
   void AwaitDevice(const SaveJob& job);
   bool Await(const CopiedChunk& copied);

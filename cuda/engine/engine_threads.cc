@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "engine/block_sums.h"
 #include "engine/crc32c.h"
 #include "engine/engine.h"
 #include "engine/host_copy.h"
@@ -177,11 +178,17 @@ void Engine::MoveNearDevice(const SaveJob& job) {
   moved = true;
 }
 
-void Engine::FillSlot(const QueuedBatch& queued, const Batch::Chunk& chunk, uint8_t* target, bool* device) {
+// Returns the chunk's checksums if the copies have taken them, which those of a device cannot.
+std::vector<BlockPart> Engine::FillSlot(const QueuedBatch& queued, const Batch::Chunk& chunk, uint8_t* target,
+                                        bool* device) {
   std::vector<DeviceCopier::Transfer> transfers;
+  BlockSums sums(chunk.offset, target);
+  const bool is_summed = queued.job->checksums() && !chunk.device && !queued.first_pass;
   const auto copy = [&](uint8_t* to, const Span& span, uint64_t source, uint64_t bytes, uint64_t count) {
     if (!span.device) {
-      CopyRows(to, bytes, reinterpret_cast<const uint8_t*>(source), span.row_step, bytes, count);
+      const auto* from = reinterpret_cast<const uint8_t*>(source);
+      if (!is_summed || bytes < kLongBytes) return CopyRows(to, bytes, from, span.row_step, bytes, count);
+      for (uint64_t i = 0; i < count; ++i) sums.Copy(to + i * bytes, from + i * span.row_step, bytes);
       return;
     }
     *device = true;  // set first: some copies may be enqueued before one fails
@@ -193,6 +200,7 @@ void Engine::FillSlot(const QueuedBatch& queued, const Batch::Chunk& chunk, uint
   };
   queued.batch->Fill(chunk, target, copy);
   if (!transfers.empty()) queued.job->copier()->Copy(transfers);
+  return is_summed ? sums.Finish(target + chunk.bytes) : std::vector<BlockPart>();
 }
 
 void Engine::Stage(const QueuedBatch& queued) {
@@ -205,8 +213,8 @@ void Engine::Stage(const QueuedBatch& queued) {
     reads = slot && job.BeginRead();
     if (reads) {
       EnterDevice(job);
-      FillSlot(queued, chunk, slot.data(), &device);
-      if (!queued.first_pass) return PassOn(queued, device, &slot);
+      std::vector<BlockPart> parts = FillSlot(queued, chunk, slot.data(), &device);
+      if (!queued.first_pass) return PassOn(queued, device, &slot, std::move(parts));
       if (device) job.copier()->WaitFor(job.copier()->Enqueued());
       device = false;
       job.KeepFirstChecksum(queued.next, Crc32c(0, slot.data(), chunk.bytes));
@@ -223,14 +231,14 @@ void Engine::Stage(const QueuedBatch& queued) {
   job.EndTask();
 }
 
-void Engine::PassOn(const QueuedBatch& queued, bool device, Slot* slot) {
+void Engine::PassOn(const QueuedBatch& queued, bool device, Slot* slot, std::vector<BlockPart> parts) {
   const Batch::Chunk& chunk = queued.batch->chunks()[queued.next];
   queued.job->CountEnqueued(*queued.batch, chunk);
   if (!device) {
     queued.job->CountStaged(*queued.batch, chunk);
     queued.job->EndRead();
   }
-  FilledChunk filled{queued.job, queued.batch, queued.next, std::move(*slot)};
+  FilledChunk filled{queued.job, queued.batch, queued.next, std::move(*slot), std::move(parts)};
   const MutexLock lock(mutex_);
   if (device) {
     in_flight_.push_back({std::move(filled), queued.job->copier()->Enqueued()});
@@ -358,7 +366,7 @@ void Engine::Write(FilledChunk filled) {
   try {
     if (job.writes()) write_rate_.Spend(chunk.bytes, [&job] { return job.failed(); });
     if (!job.failed() && job.Verify(*filled.batch, filled.chunk, filled.slot.data())) {
-      job.WriteChunk(chunk, filled.slot.data());
+      job.WriteChunk(chunk, filled.slot.data(), std::move(filled.parts));
     }
   } catch (const Failure& failure) {
     job.Fail(failure);

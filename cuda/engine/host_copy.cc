@@ -9,8 +9,6 @@
 namespace datastates {
 namespace {
 
-constexpr size_t kLongBytes = size_t{64} << 10;
-
 // With a constant size each copy is one load and one store; most rows are single elements.
 template <size_t kBytes>
 void CopyElements(uint8_t* target, size_t target_step, const uint8_t* source, size_t source_step,

@@ -6,6 +6,9 @@
 
 namespace datastates {
 
+// Rows of so many bytes and more are long: they bypass the caches.
+constexpr size_t kLongBytes = size_t{64} << 10;
+
 // Copies `rows` of `row_bytes`, `source_step` apart at `source`, to places `target_step` apart at `target`.
 //
 // Long rows bypass the caches: staged bytes are written much later, and loaded ones are used later still. An

@@ -270,14 +270,8 @@ DataFile* SaveJob::file() const {
   return file_.get();
 }
 
-void SaveJob::WriteChunk(const Batch::Chunk& chunk, const uint8_t* data) {
-  std::vector<BlockPart> parts;
-  for (uint64_t at = 0; checksums_ && at < chunk.bytes;) {
-    const uint64_t offset = chunk.offset + at;
-    const uint64_t bytes = std::min(chunk.bytes - at, kBlockBytes - offset % kBlockBytes);
-    parts.push_back({offset, bytes, Crc32c(0, data + at, bytes)});
-    at += bytes;
-  }
+void SaveJob::WriteChunk(const Batch::Chunk& chunk, const uint8_t* data, std::vector<BlockPart> parts) {
+  if (checksums_ && parts.empty()) parts = BlockSums(chunk.offset, data).Finish(data + chunk.bytes);
   if (output_ != Output::kFile) TakeDigests(chunk, data);
   if (writes()) {
     DataFile* const open = file();

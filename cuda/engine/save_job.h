@@ -15,6 +15,7 @@
 #include "device/copier.h"
 #include "engine/batch.h"
 #include "engine/block.h"
+#include "engine/block_sums.h"
 #include "engine/sha256.h"
 #include "engine/tripwire.h"
 #include "os/data_file.h"
@@ -112,8 +113,8 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
   void Open(uint64_t reserve_bytes, WriteBackend* backend, Faults* faults);
   void CountEnqueued(const Batch& batch, const Batch::Chunk& chunk);
   void CountStaged(const Batch& batch, const Batch::Chunk& chunk);
-  // Writes the chunk, or only takes its digests.
-  void WriteChunk(const Batch::Chunk& chunk, const uint8_t* data);
+  // Writes the chunk, or only takes its digests. `parts` are its checksums, if they have been taken.
+  void WriteChunk(const Batch::Chunk& chunk, const uint8_t* data, std::vector<BlockPart> parts);
   // A task is anything of the job that is queued or running in the engine. Each planned chunk is one.
   void BeginTask();
   void EndTask();
@@ -126,13 +127,6 @@ class SaveJob : public std::enable_shared_from_this<SaveJob> {
 
  private:
   using Clock = std::chrono::steady_clock;
-  // The part of one block that is in one chunk; a border between chunks may split a block.
-  struct BlockPart {
-    uint64_t offset;
-    uint64_t bytes;
-    uint32_t crc;
-  };
-
   // Events around a wait of the trainer's stream.
   struct Hold {
     std::unique_ptr<Event> begin, end;

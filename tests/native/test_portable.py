@@ -10,7 +10,7 @@ PORTABLE, CUDA = Path(__file__).parent / "portable", Path(__file__).parents[2] /
 
 def test_checksums_and_copies_by_the_instructions_of_this_processor(tmp_path: Path) -> None:
     compiler = shlex.split(os.environ.get("CXX", "c++"))
-    ours = [CUDA / "engine" / name for name in ("crc32c.cc", "host_copy.cc", "sha256.cc")]
+    ours = [CUDA / "engine" / name for name in ("block_sums.cc", "crc32c.cc", "host_copy.cc", "sha256.cc")]
     sources = [str(path) for path in (*sorted(PORTABLE.glob("*.cc")), *ours)]
     program = str(tmp_path / "portable")
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", f"-I{CUDA}"]

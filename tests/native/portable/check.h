@@ -28,6 +28,7 @@ inline std::vector<uint8_t> SomeBytes(size_t size, uint64_t seed = 1) {
   return bytes;
 }
 
+void TestBlockSums();
 void TestCrc32c();
 void TestHostCopy();
 void TestSha256();

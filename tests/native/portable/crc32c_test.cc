@@ -2,6 +2,7 @@
 // not ours.
 #include "engine/crc32c.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -65,9 +66,32 @@ void PartsMakeTheWhole() {
   }
 }
 
+// What a copy stores, what it leaves alone, and its checksum, at every alignment of both sides.
+void CopiesAreSummed() {
+  constexpr size_t kMargin = 64;
+  const auto source = SomeBytes(size_t{1} << 16, 3);
+  for (const size_t length : {size_t{0}, size_t{1}, size_t{63}, size_t{64}, size_t{1000}, 3 * kStream - 1,
+                              3 * kStream, 3 * kStream + 65, 7 * kStream + 3, 9 * kStream, size_t{65000}}) {
+    for (const size_t from : {0, 1, 7, 8, 63}) {
+      for (const size_t to : {0, 1, 8, 33, 63}) {
+        auto target = SomeBytes(kMargin + to + length + kMargin, 4);
+        auto expected = target;
+        std::copy_n(source.begin() + from, length, expected.begin() + kMargin + to);
+        const uint32_t before = 0xdeadbeef;
+        const uint32_t crc =
+            CopyWithCrc32c(before, target.data() + kMargin + to, source.data() + from, length);
+        CHECK(target == expected, "%zu bytes from %zu to %zu", length, from, to);
+        CHECK(crc == Crc32cByTables(before, source.data() + from, length), "%zu bytes from %zu to %zu",
+              length, from, to);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void TestCrc32c() {
+  CopiesAreSummed();
   AnswersOfOthers();
   HardwareAgreesWithTables();
   PartsMakeTheWhole();

@@ -1,6 +1,7 @@
 #include "check.h"
 
 int main() {
+  TestBlockSums();
   TestCrc32c();
   TestHostCopy();
   TestSha256();
