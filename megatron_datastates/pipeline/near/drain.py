@@ -21,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_datastates import stores
 from megatron_datastates.config import Options
@@ -34,8 +34,8 @@ from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.commit import Commit, SmallFiles
-from megatron_datastates.pipeline.jobs import Job, jobs_in, note_job
 from megatron_datastates.pipeline.near.copying import Copier, Limit, SourceError
+from megatron_datastates.pipeline.near.job_notes import JobNotes
 from megatron_datastates.pipeline.near.leftovers import Leftovers
 from megatron_datastates.pipeline.near.places import (
     arrived_bytes,
@@ -83,15 +83,6 @@ class NearSave:
         return f"iteration {self.iteration}" if self.iteration is not None else self.far.name
 
 
-class _Note(NamedTuple):
-    """That this job saves a run."""
-
-    run: Path
-    save_id: SaveId
-    origin: int
-    resumed: SaveId | None
-
-
 class Drain:
     """What this process brings from its near tier to the checkpoints' directories.
 
@@ -114,10 +105,7 @@ class Drain:
         self._to_commit: list[NearSave] = []  # on rank 0, oldest first
         self._kept: list[NearSave] = []  # all that are still near, oldest first
         self._failed: deque[Path] = deque()  # folders of failed saves
-        self._to_note: dict[Path, _Note] = {}  # by folder: what its list of jobs still lacks
-        self._has_new_notes = False  # since it was tried the last time
-        self._is_warned = False  # that one could not be written
-        self._complete_lists: set[Path] = set()  # lists of jobs that have what the run's list has
+        self._notes = JobNotes()
         self._leftovers = Leftovers()
         self._thread: BackgroundThread | None = None
         self._closing = False
@@ -148,14 +136,10 @@ class Drain:
     ) -> None:
         """Notes in these folders of a run that this job is the last that saves. Never raises.
 
-        Args:
-            run: the directory of the run.
-            origin: iteration that the job went on from.
-            resumed: the save there, if it is known.
+        Args: as those of JobNotes.add.
         """
         with self._changed:
-            self._to_note.update((folder, _Note(run, save_id, origin, resumed)) for folder in folders)
-            self._has_new_notes = bool(folders)
+            self._notes.add(run, folders, save_id, origin, resumed)
             self._changed.notify_all()
         if folders:
             self._start("checkpoints stay")
@@ -242,7 +226,7 @@ class Drain:
 
     def _run(self) -> None:
         while True:
-            self._note_jobs()
+            self._notes.write()
             with self._changed:
                 save = self._to_copy[0] if self._to_copy else None
                 if self._abandoned or (self._closing and self._is_done()):
@@ -257,43 +241,8 @@ class Drain:
                 logger.exception("the drain met an error that it did not expect, and goes on")
                 time.sleep(_LOOK_SECONDS)
             with self._changed:
-                if not (self._to_copy or self._has_new_notes or (self._closing and self._is_done())):
+                if not (self._to_copy or self._notes.has_new or (self._closing and self._is_done())):
                     self._changed.wait(self._look_seconds())
-
-    def _note_jobs(self) -> None:
-        """Writes the lists of jobs that lack this one; what fails is tried again with the next save."""
-        with self._changed:
-            notes, self._to_note, self._has_new_notes = self._to_note, {}, False
-        for folder, note in notes.items():
-            try:
-                self._note(folder, note)
-            except Exception as error:
-                with self._changed:
-                    self._to_note.setdefault(folder, note)
-                if not self._is_warned:
-                    logger.warning(
-                        "%s: this job is not noted there yet (%s): after a rollback, a node that was away "
-                        "may bring back what was abandoned",
-                        folder,
-                        error,
-                    )
-                self._is_warned = True
-
-    def _note(self, folder: Path, note: _Note) -> None:
-        known: Sequence[Job] = ()
-        if folder != note.run and folder not in self._complete_lists:
-            with contextlib.suppress(OSError, DataStatesError):
-                known = jobs_in(note.run)
-                self._complete_lists.add(folder)
-        between = note_job(folder, note.save_id, note.origin, known, note.resumed)
-        if between is not None and folder == note.run:
-            logger.warning(
-                "%s: another job (%016x) has begun to save this run since the last save of this one (%016x): "
-                "if both are running, end one; a restart resumes from the one that has saved last",
-                folder,
-                between.run_id,
-                note.save_id.run_id,
-            )
 
     def _look_seconds(self) -> float | None:
         """Returns how long to wait for other nodes' files; None if there are none to wait for."""
