@@ -199,5 +199,8 @@ def calls_beside(path: Path) -> list[Path]:
 
 def _commit() -> str | None:
     """Returns the checkout's commit, or None outside a checkout."""
-    found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # no git there
+        return None
     return found.stdout.strip() or None if found.returncode == 0 else None

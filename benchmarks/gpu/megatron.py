@@ -24,6 +24,7 @@ from benchmarks.gpu.ways import PARTS, Way, all_ways
 from benchmarks.rounds import medians
 from benchmarks.states import bytes_of
 from megatron_datastates.config import GIB, MIB
+from megatron_datastates.providers.tensors import is_frozen
 
 Samples = dict[str, list[dict[str, float]]]  # by way: the parts of each save
 State = dict[str, torch.nn.Parameter]
@@ -109,9 +110,13 @@ def _sharded(state: State) -> dict[str, Any]:
 
 
 def _parameter(memory: torch.Tensor) -> torch.nn.Parameter:
-    """Returns a parameter in given memory, as in Megatron's buffers: it is immutable until the next step."""
-    parameter = torch.nn.Parameter(torch.empty(0, dtype=memory.dtype, device="cuda"), requires_grad=False)
-    parameter.data = memory
+    """Returns a parameter in given memory, as in Megatron's buffers: it is immutable until the next step.
+
+    It is one that is trained: frozen ones are expected to stay as they are, and go to a file of their own.
+    """
+    values = memory.view(torch.bfloat16)
+    parameter = torch.nn.Parameter(torch.empty(0, dtype=values.dtype, device="cuda"))
+    parameter.data = values
     return parameter
 
 
@@ -120,7 +125,8 @@ def _count_lazy(state: State) -> int:
     from megatron_datastates.providers.base import Mutability
 
     classify = mutability.proof_in_training_loop()
-    return sum(classify(parameter) is Mutability.AT_FENCE for parameter in state.values())
+    trained = [parameter for parameter in state.values() if not is_frozen(parameter)]
+    return sum(classify(parameter) is Mutability.AT_FENCE for parameter in trained)
 
 
 def _summary(samples: list[dict[str, float]], total: int) -> dict[str, float]:

@@ -119,20 +119,23 @@ def all_ways(device: Device) -> tuple[list[Way], dict[str, str]]:
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+    from megatron_datastates.engine.fence import FENCE
     from megatron_datastates.mcore.save import strategy
+
+    def before_step() -> None:
+        FENCE.wait("the benchmark's step")
 
     def theirs(threads: int = 1) -> Any:
         stock = TorchDistSaveShardedStrategy(thread_count=threads, cached_metadata=True)
         return FullyParallelSaveStrategyWrapper(stock, do_cache_distribution=True)
 
-    def ours() -> tuple[Any, Any]:
+    def ours() -> Any:
         inner = strategy.TrainingSaveStrategy(options=device.options())
-        return FullyParallelSaveStrategyWrapper(inner, do_cache_distribution=True), inner
+        return FullyParallelSaveStrategyWrapper(inner, do_cache_distribution=True)
 
-    (wrapped, inner), (wrapped_sync, _) = ours(), ours()
     ways = [
-        Way("datastates", wrapped, AsyncCallsQueue(), fence=inner.fence),
-        Way("datastates_sync", wrapped_sync),
+        Way("datastates", ours(), AsyncCallsQueue(), fence=before_step),
+        Way("datastates_sync", ours()),
         Way("torch_dist_sync", theirs()),
         Way("torch_dist_sync_2_threads", theirs(2)),
         Way("torch_dist_async_fork", theirs(), AsyncCallsQueue()),

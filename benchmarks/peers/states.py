@@ -152,7 +152,7 @@ class State:
 def _views(model: Model, buffer: torch.Tensor) -> Iterator[tuple[str, torch.nn.Parameter]]:
     at = 0
     for name, shape in model.parameters:
-        parameter = torch.nn.Parameter(torch.empty(0, dtype=buffer.dtype), requires_grad=False)
+        parameter = torch.nn.Parameter(torch.empty(0, dtype=buffer.dtype))
         parameter.data = buffer[at : at + math.prod(shape)].view(shape)
         at += math.prod(shape)
         yield name, parameter

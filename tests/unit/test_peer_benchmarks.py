@@ -32,6 +32,7 @@ from benchmarks.training.runs import Model as TrainedModel
 from benchmarks.training.turns import measure_blocks
 from benchmarks.training.turns import summary as summary_of_turns
 from benchmarks.worlds import World
+from megatron_datastates.providers.tensors import is_frozen
 from tests.unit.test_benchmarks import run, try_out
 
 MODEL = Model(2, 32, 64)
@@ -186,6 +187,11 @@ def test_shares_of_the_optimizer_cover_it_once() -> None:
         <= 2 << 30
         < Model(64, Model.of_bytes(2 << 30, 64).hidden + 16).bytes
     )
+
+
+def test_parameters_are_trained_ones() -> None:
+    """Frozen ones go to a file of their own, which is linked from the last checkpoint."""
+    assert not any(map(is_frozen, State(MODEL, 0, 1).parameters.values()))
 
 
 def test_one_flipped_bit_is_seen() -> None:
