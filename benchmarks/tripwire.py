@@ -301,7 +301,7 @@ def measure_device_calls(folder: Path, sizes: Sizes) -> tuple[Result, list[Bar]]
             assert save.reaches(native.Milestone.EAGER)
             calls = {call: len(cuda.calls(call)) - before[call] for call in _COPIES}
             rows = [
-                int(call.split()[1].split("x")[0]) for call in cuda.calls(_COPIES[2])[before[_COPIES[2]] :]
+                int(call.split()[1].split("x")[0]) for call in cuda.calls(_COPIES[1])[before[_COPIES[1]] :]
             ]
             result[name] = {"copies": cuda.copies_to_host - copies_before, "calls": calls, "rows": sum(rows)}
             engine.close()
@@ -309,7 +309,7 @@ def measure_device_calls(folder: Path, sizes: Sizes) -> tuple[Result, list[Bar]]
     return result, []
 
 
-_COPIES = ("cuMemcpyBatchAsync", "cuMemcpyDtoHAsync", "cuMemcpy2DAsync")
+_COPIES = ("cuMemcpyDtoHAsync", "cuMemcpy2DAsync")
 
 
 def _print_reach(caught: Result) -> None:

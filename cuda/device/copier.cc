@@ -3,16 +3,10 @@
 #include <algorithm>
 
 namespace datastates {
-namespace {
-
-// Copies shorter than this are passed to the driver many at a time, if it has a call for that.
-constexpr size_t kShortBytes = size_t{1} << 20;
-
-}  // namespace
 
 DeviceCopier::DeviceCopier(std::shared_ptr<Driver> driver)
     : driver_(std::move(driver)),
-      context_(driver_->CurrentContext()),
+      context_(driver_->EnterContext()),
       device_(driver_->CurrentDevice()),
       last_(driver_, context_),
       stream_(driver_->CreateLowPriorityStream()) {}
@@ -29,6 +23,7 @@ void DeviceCopier::StartAfter(CuStream trainer) {
 }
 
 void DeviceCopier::HoldBack(CuStream trainer) const {
+  const ContextScope scope(*driver_, context_);
   Event now(driver_, context_);
   driver_->Record(now.get(), stream_);
   driver_->StreamWait(trainer, now.get());
@@ -39,60 +34,25 @@ void DeviceCopier::EnterThread() const {
   driver_->RelaxCapture();
 }
 
-void DeviceCopier::CopyAtOnce(const std::vector<Transfer>& transfers) { Enqueue(transfers, false); }
-
 void DeviceCopier::CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step,
                                   size_t rows) {
-  driver_->CopyRowsToHost(target, source, row_bytes, row_step, rows, stream_);
-  Count(1, false);
-}
-
-void DeviceCopier::Copy(const std::vector<Transfer>& transfers) { Enqueue(transfers, true); }
-
-void DeviceCopier::Enqueue(const std::vector<Transfer>& transfers, bool bounded) {
-  CuPointer targets[kCopiesPerEvent], sources[kCopiesPerEvent];
-  size_t bytes[kCopiesPerEvent];
-  const auto enqueue_one = [&](const Transfer& transfer) {
-    driver_->CopyToHost(transfer.target, transfer.source, transfer.bytes, stream_);
-    Count(1, bounded);
-  };
-  for (size_t i = 0; i < transfers.size();) {
-    size_t count = 0;
-    for (; i + count < transfers.size() && count < kCopiesPerEvent; ++count) {
-      const Transfer& transfer = transfers[i + count];
-      if (transfer.bytes >= kShortBytes) break;
-      targets[count] = reinterpret_cast<CuPointer>(transfer.target);
-      sources[count] = transfer.source;
-      bytes[count] = transfer.bytes;
-    }
-    if (count > 1 && EnqueueBatch(targets, sources, bytes, count)) {
-      Count(count, bounded);
-    } else {
-      count = std::max<size_t>(count, 1);
-      for (size_t one = i; one < i + count; ++one) enqueue_one(transfers[one]);
-    }
-    i += count;
-  }
-}
-
-bool DeviceCopier::EnqueueBatch(CuPointer* targets, CuPointer* sources, size_t* bytes, size_t count) {
-  try {
-    return driver_->CopyBatchToHost(targets, sources, bytes, count, stream_);
-  } catch (const Failure&) {
-    enqueued_ += count;  // some may be in the stream: waits for Enqueued() must cover them
-    throw;
-  }
+  Enqueue(target, source, row_bytes, row_step, rows, false);
 }
 
 void DeviceCopier::CopyRows(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step,
                             size_t rows) {
+  Enqueue(target, source, row_bytes, row_step, rows, true);
+}
+
+void DeviceCopier::Enqueue(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step, size_t rows,
+                           bool bounded) {
   if (rows > 1 && row_step >= row_bytes && row_step <= Driver::kMostPitch) {
     driver_->CopyRowsToHost(target, source, row_bytes, row_step, rows, stream_);
-    return Count(1, true);
+    return Count(1, bounded);
   }
   for (size_t i = 0; i < rows; ++i) {
     driver_->CopyToHost(target + i * row_bytes, source + i * row_step, row_bytes, stream_);
-    Count(1, true);
+    Count(1, bounded);
   }
 }
 

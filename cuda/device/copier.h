@@ -36,21 +36,18 @@ class Event {
 //
 // A stream accepts about a thousand operations; a thread that enqueues more blocks in the driver, and where
 // streams share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) the trainer's launches block, too. So at
-// most kMostInFlight copies and one batch are in the stream at a time: a thread that has more waits for the
-// oldest. An event is recorded for every kCopiesPerEvent copies, not for each.
+// most kMostInFlight copies are in the stream at a time: a thread that has more waits for the oldest. An
+// event is recorded for every kCopiesPerEvent copies, not for each.
+//
+// Each copy is a call of its own. cuMemcpyBatchAsync (12.8) takes many, but large and repeated submissions
+// are reported to hang or crash with driver 580 (vllm-project/vllm#49276), and it takes addresses of the host
+// for those of the device, which they are not everywhere (sgl-project/sglang#40232).
 class DeviceCopier {
  public:
   // A position in the order of the stream: the number of copies before it.
   using Place = uint64_t;
   static constexpr Place kMostInFlight = 256;
   static constexpr Place kCopiesPerEvent = 64;
-
-  // A copy of contiguous bytes from the device to page-locked memory.
-  struct Transfer {
-    uint8_t* target;
-    CuPointer source;
-    size_t bytes;
-  };
 
   // Created on the trainer's thread, for its current context. Throws Failure.
   explicit DeviceCopier(std::shared_ptr<Driver> driver);
@@ -64,9 +61,7 @@ class DeviceCopier {
   void StartAfter(CuStream trainer);
   // Orders what is enqueued on `trainer` from now on after every copy enqueued so far.
   void HoldBack(CuStream trainer) const;
-  // Enqueues copies without regard to kMostInFlight; the caller bounds their number.
-  void CopyAtOnce(const std::vector<Transfer>& transfers);
-  // The same for `rows` of `row_bytes`, `row_step` apart on the device, as one copy.
+  // CopyRows without regard to kMostInFlight; the caller bounds the number of copies.
   void CopyRowsAtOnce(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step, size_t rows);
   // Returns a place after everything that this thread has enqueued.
   Place Enqueued() const { return enqueued_; }
@@ -75,9 +70,8 @@ class DeviceCopier {
 
   // Makes the context current. Called once per worker thread, before any of the calls below.
   void EnterThread() const;
-  void Copy(const std::vector<Transfer>& transfers);
-  // Copies `rows` of `row_bytes`, `row_step` apart on the device, to contiguous memory; in one call if
-  // possible.
+  // Copies `rows` of `row_bytes`, `row_step` apart on the device, to contiguous page-locked memory; in one
+  // call if possible.
   void CopyRows(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step, size_t rows);
   // Copies `rows` of `row_bytes`, `source_step` apart in host memory, to places `target_step` apart on the
   // device.
@@ -99,8 +93,8 @@ class DeviceCopier {
     std::shared_ptr<Event> event;
   };
 
-  void Enqueue(const std::vector<Transfer>& transfers, bool bounded);
-  bool EnqueueBatch(CuPointer* targets, CuPointer* sources, size_t* bytes, size_t count);
+  void Enqueue(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step, size_t rows,
+               bool bounded);
   void Count(size_t copies, bool bounded);
   void MarkHere() REQUIRES(marking_);
 

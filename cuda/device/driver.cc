@@ -5,11 +5,9 @@
 namespace datastates {
 namespace {
 
-constexpr int kVersion = 12000;       // the CUDA version whose signatures are used below
-constexpr int kBatchVersion = 12080;  // that of copies in batches, which 13.0 changed
+constexpr int kVersion = 12000;  // the CUDA version whose signatures are used below
 constexpr int kSuccess = 0;
 constexpr int kInvalidValue = 1;
-constexpr int kNotSupported = 801;
 constexpr int kNotReady = 600;
 constexpr unsigned kStreamNonBlocking = 1;
 constexpr unsigned kEventBlockingSync = 1;
@@ -22,9 +20,6 @@ constexpr int kBusIdBytes = 32;  // cuda.h requires 13
 constexpr unsigned kMemoryHost = 1;
 constexpr unsigned kMemoryDevice = 2;
 
-constexpr int kSourceInStreamOrder = 1;
-constexpr unsigned kPreferOverlapWithCompute = 1;
-
 // Follows the error of a copy; the plan has already checked addresses and sizes.
 constexpr const char* kNotMapped =
     "invalid argument (CUDA error 1): has the memory of a tensor been freed or unmapped since the save "
@@ -32,9 +27,12 @@ constexpr const char* kNotMapped =
 constexpr const char* kAllIsLost =
     ". After this error every CUDA call of this process fails, the trainer's too: restart the process";
 
-// The errors after which, by cuda.h, the context cannot be used any more.
+// The errors after which, by cuda.h, the context or the process cannot be used any more.
 bool EndsContext(int result) {
-  return result == 700 || result == 702 || result == 709 || result == 710 || (result >= 714 && result <= 719);
+  for (const int ending : {226, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 911}) {
+    if (result == ending) return true;
+  }
+  return false;
 }
 
 using GetProcAddress = int (*)(const char*, void**, int, unsigned long long, void*);
@@ -55,14 +53,6 @@ struct CopyOfRows {
 };
 static_assert(sizeof(CopyOfRows) == 128);
 
-// CUmemcpyAttributes. The locations are hints for managed memory.
-struct CopyAttributes {
-  int source_order;
-  int source_location[2], target_location[2];
-  unsigned flags;
-};
-static_assert(sizeof(CopyAttributes) == 24);
-
 struct Driver::Table {
   GetProcAddress lookup = nullptr;
   int (*init)(unsigned);
@@ -70,6 +60,7 @@ struct Driver::Table {
   int (*context_get)(CuContext*);
   int (*context_set)(CuContext);
   int (*context_device)(int*);
+  int (*context_retain)(CuContext*, int);
   int (*exchange_capture_mode)(int*);
   int (*priority_range)(int*, int*);
   int (*stream_create)(CuStream*, unsigned, int);
@@ -84,8 +75,6 @@ struct Driver::Table {
   int (*copy_to_host)(void*, CuPointer, size_t, CuStream);
   int (*copy_to_device)(CuPointer, const void*, size_t, CuStream);
   int (*copy_rows)(const CopyOfRows*, CuStream);
-  int (*copy_batch)(CuPointer*, CuPointer*, size_t*, size_t, CopyAttributes*, size_t*, size_t, size_t*,
-                    CuStream) = nullptr;  // null where there is none
   int (*host_register)(void*, size_t, unsigned);
   int (*host_unregister)(void*);
   int (*bus_id)(char*, int, int) = nullptr;  // null where there is none
@@ -121,6 +110,7 @@ std::shared_ptr<Driver> Driver::Open(const std::string& path) {
   table->Load("cuCtxGetCurrent", &table->context_get);
   table->Load("cuCtxSetCurrent", &table->context_set);
   table->Load("cuCtxGetDevice", &table->context_device);
+  table->Load("cuDevicePrimaryCtxRetain", &table->context_retain);
   table->Load("cuThreadExchangeStreamCaptureMode", &table->exchange_capture_mode);
   table->Load("cuCtxGetStreamPriorityRange", &table->priority_range);
   table->Load("cuStreamCreateWithPriority", &table->stream_create);
@@ -137,15 +127,13 @@ std::shared_ptr<Driver> Driver::Open(const std::string& path) {
   table->Load("cuMemcpy2DAsync", &table->copy_rows);
   table->Load("cuMemHostRegister", &table->host_register);
   table->Load("cuMemHostUnregister", &table->host_unregister);
-  table->Find("cuMemcpyBatchAsync", kBatchVersion, &table->copy_batch);
   table->Find("cuDeviceGetPCIBusId", kVersion, &table->bus_id);
   std::shared_ptr<Driver> driver(new Driver(std::move(table)));
   driver->Check(driver->table_->init(0), "cuInit");
   return driver;
 }
 
-Driver::Driver(std::unique_ptr<Table> table)
-    : table_(std::move(table)), has_batches_(table_->copy_batch != nullptr) {}
+Driver::Driver(std::unique_ptr<Table> table) : table_(std::move(table)) {}
 
 void Driver::Check(int result, const char* call) const {
   if (result == kSuccess) return;
@@ -164,9 +152,14 @@ void Driver::CheckCopy(int result, const char* call) const {
 CuContext Driver::CurrentContext() const {
   CuContext context = nullptr;
   Check(table_->context_get(&context), "cuCtxGetCurrent");
+  return context;
+}
+
+CuContext Driver::EnterContext() const {
+  CuContext context = CurrentContext();
   if (context == nullptr) {
-    throw Failure("cuCtxGetCurrent", "", 0,
-                  "this thread has no CUDA context: save and load from the thread that trains");
+    Check(table_->context_retain(&context, 0), "cuDevicePrimaryCtxRetain");
+    SetContext(context);
   }
   return context;
 }
@@ -256,23 +249,6 @@ void Driver::CopyToHost(void* target, CuPointer source, size_t bytes, CuStream s
   CheckCopy(table_->copy_to_host(target, source, bytes, stream), "cuMemcpyDtoHAsync");
 }
 
-bool Driver::CopyBatchToHost(CuPointer* targets, CuPointer* sources, size_t* bytes, size_t count,
-                             CuStream stream) const {
-  if (!has_batches_) return false;
-  CopyAttributes attributes{kSourceInStreamOrder, {}, {}, kPreferOverlapWithCompute};
-  size_t first = 0, failed = 0;
-  const int result =
-      table_->copy_batch(targets, sources, bytes, count, &attributes, &first, 1, &failed, stream);
-  if (result == kInvalidValue || result == kNotSupported) {
-    // The cause is one of the copies or the call itself: single copies show which, and the call is not tried
-    // again.
-    has_batches_ = false;
-    return false;
-  }
-  Check(result, "cuMemcpyBatchAsync");
-  return true;
-}
-
 void Driver::CopyRowsToHost(void* target, CuPointer source, size_t row_bytes, size_t pitch, size_t rows,
                             CuStream stream) const {
   CopyOfRows copy{};
@@ -309,6 +285,8 @@ void Driver::RegisterHost(void* memory, size_t bytes) const {
   Check(table_->host_register(memory, bytes, kHostRegisterPortable), "cuMemHostRegister");
 }
 
-void Driver::UnregisterHost(void* memory) const noexcept { table_->host_unregister(memory); }
+bool Driver::UnregisterHost(void* memory) const noexcept {
+  return table_->host_unregister(memory) == kSuccess;
+}
 
 }  // namespace datastates

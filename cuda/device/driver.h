@@ -5,7 +5,6 @@
 // differ between 12.8 and 13.0. Constants are those of cuda.h.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -25,7 +24,10 @@ class Driver {
   // Opens the library `path` (a test may name a fake one). Throws a Failure that says what to do.
   static std::shared_ptr<Driver> Open(const std::string& path);
 
-  CuContext CurrentContext() const;
+  CuContext CurrentContext() const;  // of this thread; null if it has none
+  // Returns this thread's context; where it has none, makes that of device 0 its own. CUDA's runtime does the
+  // same at its first call in a thread, so that torch's tensors of such a thread are on device 0.
+  CuContext EnterContext() const;
   int CurrentDevice() const;  // its number, in this thread's context
   // Returns that device's PCI bus id, such as "0000:0A:00.0"; empty if the driver does not know it.
   std::string CurrentBusId() const noexcept;
@@ -52,17 +54,13 @@ class Driver {
   // kMostPitch.
   void CopyRowsToHost(void* target, CuPointer source, size_t row_bytes, size_t pitch, size_t rows,
                       CuStream stream) const;
-  // Enqueues any number of contiguous copies in one call; they run in any order. Returns false, with some of
-  // them perhaps enqueued, if the driver lacks the call (before 12.8) or refuses it: the caller then makes
-  // single calls. `stream` is not the default stream.
-  bool CopyBatchToHost(CuPointer* targets, CuPointer* sources, size_t* bytes, size_t count,
-                       CuStream stream) const;
   void CopyToDevice(CuPointer target, const void* source, size_t bytes, CuStream stream) const;
   // Copies `rows` of `row_bytes`; either pitch is the distance of rows. row_bytes <= pitch <= kMostPitch.
   void CopyRowsToDevice(CuPointer target, size_t target_pitch, const void* source, size_t source_pitch,
                         size_t row_bytes, size_t rows, CuStream stream) const;
   void RegisterHost(void* memory, size_t bytes) const;
-  void UnregisterHost(void* memory) const noexcept;
+  // Returns whether it is done; if not, the memory must stay mapped: the driver still takes it for its own.
+  bool UnregisterHost(void* memory) const noexcept;
 
  private:
   struct Table;
@@ -71,7 +69,6 @@ class Driver {
   void CheckCopy(int result, const char* call) const;
 
   std::shared_ptr<Table> table_;  // constant after construction; the library is never closed
-  mutable std::atomic<bool> has_batches_{false};
 };
 
 // Makes a context current on this thread for its lifetime: any thread may drop the driver's objects, and the

@@ -92,6 +92,7 @@ bool Engine::PageLockPool() {
   try {
     auto driver = Driver::Open(options_.driver);
     const CuContext context = driver->CurrentContext();
+    if (context == nullptr) return false;
     const NumaNode node = NodeOfDevice(options_.sysfs, driver->CurrentBusId());
     pool_->Register(std::move(driver), context, node);
     return true;
@@ -111,7 +112,7 @@ std::shared_ptr<DeviceCopier> Engine::CopierFor(const Batch& batch, CuStream tra
     sample_memory_ = std::make_shared<SampleMemory>(copier->driver(), copier->context(),
                                                     kMostDeviceSamples * kSampleBytes);
     copier_ = std::move(copier);  // last: a copier means that all of the above succeeded
-  } else if (copier_->driver()->CurrentContext() != copier_->context()) {
+  } else if (copier_->driver()->EnterContext() != copier_->context()) {
     throw Failure("start save", "", 0,
                   "the first save of this process was from cuda:" + std::to_string(copier_->device()) +
                       ", this one would be from cuda:" + std::to_string(copier_->driver()->CurrentDevice()) +

@@ -181,7 +181,6 @@ void Engine::MoveNearDevice(const SaveJob& job) {
 // Returns the chunk's checksums if the copies have taken them, which those of a device cannot.
 std::vector<BlockPart> Engine::FillSlot(const QueuedBatch& queued, const Batch::Chunk& chunk, uint8_t* target,
                                         bool* device) {
-  std::vector<DeviceCopier::Transfer> transfers;
   BlockSums sums(chunk.offset, target);
   const bool is_summed = queued.job->checksums() && !chunk.device && !queued.first_pass;
   const auto copy = [&](uint8_t* to, const Span& span, uint64_t source, uint64_t bytes, uint64_t count) {
@@ -192,14 +191,9 @@ std::vector<BlockPart> Engine::FillSlot(const QueuedBatch& queued, const Batch::
       return;
     }
     *device = true;  // set first: some copies may be enqueued before one fails
-    if (count == 1) {
-      transfers.push_back({to, source, bytes});
-    } else {
-      queued.job->copier()->CopyRows(to, source, bytes, span.row_step, count);
-    }
+    queued.job->copier()->CopyRows(to, source, bytes, span.row_step, count);
   };
   queued.batch->Fill(chunk, target, copy);
-  if (!transfers.empty()) queued.job->copier()->Copy(transfers);
   return is_summed ? sums.Finish(target + chunk.bytes) : std::vector<BlockPart>();
 }
 
@@ -273,7 +267,7 @@ Slot Engine::SlotFor(SaveJob& job, const Batch::Chunk& chunk) {
 // Called after an error: enqueued copies may still read their sources and write to the slot or the samples.
 void Engine::AwaitDevice(const SaveJob& job) {
   try {
-    job.copier()->driver()->CurrentContext();  // throws on a thread that could not enter the context
+    if (job.copier()->driver()->CurrentContext() == nullptr) return;  // this thread could not enter it
     job.copier()->WaitForAll();
   } catch (const Failure&) {
     // The context is lost, and with it every copy. The job keeps the first error.

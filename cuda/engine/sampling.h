@@ -19,7 +19,7 @@
 namespace datastates {
 
 constexpr uint64_t kSampleBytes = 64;
-constexpr size_t kMostDeviceCopies = 256;
+constexpr size_t kMostDeviceCopies = 128;
 constexpr size_t kMostGrids = 16;
 constexpr size_t kRowsPerGrid = 128;  // for a span with 1/kMostGrids of all bytes
 constexpr uint64_t kLeastRowStep = 4096;

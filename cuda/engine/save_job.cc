@@ -91,6 +91,7 @@ SaveJob::Status SaveJob::status() const {
 void SaveJob::HoldBack(CuStream trainer) {
   if (!home_.IsHere() || !copier_) return;
   try {
+    const ContextScope scope(*copier_->driver(), copier_->context());
     const auto record = [&] {
       auto event = std::make_unique<Event>(copier_->driver(), copier_->context(), true);
       copier_->driver()->Record(event->get(), trainer);

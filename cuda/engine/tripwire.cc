@@ -34,7 +34,6 @@ void Tripwire::Take(const Batch& batch, DeviceCopier* copier, std::shared_ptr<ui
   device_ = std::move(device_memory);
   const Samples& samples = batch.samples();
   host_.reset(new uint8_t[samples.host * kSampleBytes]);
-  std::vector<DeviceCopier::Transfer> transfers;
   auto grid = samples.grids.begin();
   uint32_t after_grid = 0;  // the first place after the grids so far
   for (const Sample& sample : samples.all) {
@@ -44,11 +43,10 @@ void Tripwire::Take(const Batch& batch, DeviceCopier* copier, std::shared_ptr<ui
     } else if (grid != samples.grids.end() && grid->place == sample.place) {
       after_grid = grid->place + grid++->rows;
     } else if (device_ && sample.place >= after_grid) {
-      transfers.push_back({device_.get() + sample.place * kSampleBytes, sample.source, sample.bytes});
+      copier->CopyRowsAtOnce(device_.get() + sample.place * kSampleBytes, sample.source, sample.bytes, 0, 1);
     }
   }
   if (!device_) return;
-  if (!transfers.empty()) copier->CopyAtOnce(transfers);
   for (const Grid& rows : samples.grids) {
     copier->CopyRowsAtOnce(device_.get() + rows.place * kSampleBytes, rows.source, kSampleBytes,
                            rows.row_step, rows.rows);

@@ -41,10 +41,12 @@ SlotPool::~SlotPool() {
   }
   wake_.NotifyAll();
   for (std::thread& thread : threads) thread.join();
-  for (const Segment& segment : segments_) {
+  for (Segment& segment : segments_) {
     if (!segment.locked_by) continue;
     const ContextScope scope(*segment.locked_by, segment.context);
-    segment.locked_by->UnregisterHost(segment.mapping->data());
+    const RelaxedCapture relaxed(*segment.locked_by);
+    if (segment.locked_by->UnregisterHost(segment.mapping->data())) continue;
+    static_cast<void>(segment.mapping.release());  // leaked: the driver still takes it for its own
   }
 }
 

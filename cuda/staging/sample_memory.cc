@@ -7,7 +7,10 @@ SampleMemory::SampleMemory(std::shared_ptr<Driver> driver, CuContext context, si
 
 SampleMemory::~SampleMemory() {
   const ContextScope scope(*driver_, context_);
-  for (const Block& block : idle_) driver_->UnregisterHost(block->data());
+  const RelaxedCapture relaxed(*driver_);
+  for (Block& block : idle_) {
+    if (!driver_->UnregisterHost(block->data())) static_cast<void>(block.release());
+  }
 }
 
 std::shared_ptr<uint8_t> SampleMemory::Borrow() {

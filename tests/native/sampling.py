@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tests.native.harness import KIB, Copy
 
 SAMPLE, LOOK = 64, 16 * KIB
-MOST_DEVICE_COPIES, MOST_GRIDS, ROWS_PER_GRID = 256, 16, 128
+MOST_DEVICE_COPIES, MOST_GRIDS, ROWS_PER_GRID = 128, 16, 128
 LEAST_ROW_STEP, LEAST_GRID = 4 * KIB, 256 * KIB
 BLOCK = SAMPLE * (MOST_DEVICE_COPIES + MOST_GRIDS * ROWS_PER_GRID)  # page-locked memory of one save's samples
 

@@ -1,6 +1,7 @@
 """A device that fails, or a driver that is not there: the save fails with a clear word, and nothing else."""
 
 import ctypes.util
+import gc
 import os
 import time
 from pathlib import Path
@@ -116,7 +117,6 @@ def test_a_failed_copy_does_not_give_its_slot_away_too_soon(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
     """Copies enqueued before the error still write to the slot; the next save must not have it by then."""
-    cuda.hide("cuMemcpyBatchAsync")
     engine = device_engines(slot_bytes=ALIGNMENT, most_slots=1, copy_threads=1)
     stream, memory = cuda.new_stream(), random_bytes(1 << 16)
     tiny = [Copy(memory[i * 100 : i * 100 + 64], i * 64, device=True) for i in range(64)]
@@ -230,13 +230,60 @@ def test_a_driver_that_fails_at_first_can_be_tried_again(
     save_whole(engine, tmp_path / "data", shard(), stream=cuda.new_stream())
 
 
-def test_a_thread_without_a_context_is_reported(
+def test_a_thread_without_a_context_saves_in_that_of_device_0(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
+    """As torch does there: a thread that has called nothing of CUDA yet works with device 0."""
+    engine, stream = device_engines(most_slots=16), cuda.new_stream()
+    cuda.new_context()  # of device 1
+    cuda.use_context(None)
+    save_whole(engine, tmp_path / "first", shard(), stream=stream)
+    cuda.use_context(None)
+    save_whole(engine, tmp_path / "second", shard(), stream=stream)
+    assert len(cuda.calls("cuDevicePrimaryCtxRetain")) == 2
+
+
+def test_a_thread_without_a_context_can_fence(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    stream = cuda.new_stream()
+    save = Save(device_engines(most_slots=16), tmp_path / "data", shard(), stream=stream)
+    save.expect(Milestone.ENQUEUED)
+    cuda.use_context(None)
+    save.job.hold_back(stream)
+    cuda.use_context(cuda.context)
+    save.finish()
+    save.assert_stored()
+
+
+def test_a_pool_is_not_page_locked_for_a_thread_without_a_context(
+    cuda: FakeCuda, device_engines: Engines
+) -> None:
+    """A program that does not use CUDA would get a context, which takes memory of the device."""
     engine = device_engines()
     cuda.use_context(None)
-    with pytest.raises(OSError, match="no CUDA context: save and load from the thread that trains"):
-        Save(engine, tmp_path / "data", shard())
+    assert not engine.page_lock_pool()
+    assert cuda.calls("cuDevicePrimaryCtxRetain") == []
+
+
+def test_memory_that_stays_page_locked_stays_mapped(
+    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
+) -> None:
+    """The driver takes what is mapped at that address next for the old memory."""
+    stream = cuda.new_stream()
+    save_whole(engine := device_engines(), tmp_path / "first", shard(), stream=stream)
+    cuda.fail("cuMemHostUnregister", nth=0)
+    engine.close()
+    del engine
+    gc.collect()
+    assert cuda.registered_bytes > 0
+    cuda.let_go()
+    save_whole(engine := device_engines(), tmp_path / "second", shard(), stream=stream)
+    assert engine.pool()["trouble"] == ""
+    engine.close()
+    del engine
+    gc.collect()
+    cuda.forget_registered()  # what the first one had to leave
 
 
 def test_a_second_device_is_refused(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:

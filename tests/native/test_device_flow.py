@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_datastates.engine._native import Milestone
-from tests.native.fake_cuda.driver import ILLEGAL_ACCESS, FakeCuda
+from tests.native.fake_cuda.driver import FakeCuda
 from tests.native.harness import ALIGNMENT, KIB, Copy, Engines, Save, eventually, random_bytes, save_whole
 
 SLOT = 64 * KIB
@@ -168,13 +168,8 @@ def test_a_save_of_a_closed_engine_is_past_its_time(
 # -- the launch queue ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batches", [False, True])
-def test_copies_in_flight_are_bounded(
-    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, batches: bool
-) -> None:
+def test_copies_in_flight_are_bounded(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
     """However many tensors there are: the trainer's launches share a queue with them, and must not wait."""
-    if not batches:
-        cuda.hide("cuMemcpyBatchAsync")
     cuda.share_connection()
     trainer, memory = cuda.new_stream(), np.zeros(8, np.uint8)
     cuda.delay_copies(seconds=0.0002)
@@ -183,8 +178,8 @@ def test_copies_in_flight_are_bounded(
         cuda.launch_fill(trainer, memory.ctypes.data, 1, 8)
     save.finish()
     save.assert_stored()
-    # Each of two threads may add a batch beyond the bound; events, waits and the trainer's kernels add some.
-    assert MOST_IN_FLIGHT < cuda.deepest_queue < MOST_IN_FLIGHT + 2 * COPIES_PER_EVENT + 100
+    # Each of two threads may add a copy beyond the bound; events, waits and the trainer's kernels add some.
+    assert MOST_IN_FLIGHT < cuda.deepest_queue < MOST_IN_FLIGHT + 100
 
 
 def test_an_event_serves_many_copies(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
@@ -204,55 +199,18 @@ def test_a_tail_that_no_event_covers_is_awaited(
     save_whole(engine, tmp_path / "data", [on_device(9 * ALIGNMENT)], stream=cuda.new_stream())
 
 
-def test_short_copies_go_in_batches(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
-    save_whole(device_engines(tripwire=False), tmp_path / "data", many(1000), stream=cuda.new_stream())
-    counts = [int(call.split()[1]) for call in cuda.calls("cuMemcpyBatchAsync")]
-    assert max(counts) == COPIES_PER_EVENT and sum(counts) > 900
-
-
-@pytest.mark.parametrize("code", [INVALID_VALUE, NOT_SUPPORTED])
-def test_a_driver_that_refuses_batches_is_given_single_copies(
-    cuda: FakeCuda, device_engines: Engines, tmp_path: Path, code: int
-) -> None:
-    cuda.fail("cuMemcpyBatchAsync", nth=0, code=code)
-    save_whole(device_engines(), tmp_path / "data", many(1000), stream=cuda.new_stream())
-    assert len(cuda.calls("cuMemcpyBatchAsync")) <= 3  # not tried for ever, though by several threads at once
-    assert len(cuda.calls("cuMemcpyDtoHAsync")) >= 1000
-
-
-def test_a_batch_that_fails_fails_the_save(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
-    cuda.fail("cuMemcpyBatchAsync", nth=5, code=ILLEGAL_ACCESS)
-    save = Save(device_engines(tripwire=False), tmp_path / "data", many(1000), stream=cuda.new_stream())
-    assert "cuMemcpyBatchAsync: an illegal memory access" in save.failure()
-
-
-def test_a_batch_refused_half_way_is_made_up_for(
-    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
-) -> None:
-    cuda.break_batches(20, NOT_SUPPORTED)
-    save_whole(device_engines(), tmp_path / "data", many(1000), stream=cuda.new_stream())
-    assert len(cuda.calls("ran")) > 1000  # some were enqueued twice
-
-
-def test_samples_outlive_a_batch_that_fails_half_way(
-    cuda: FakeCuda, device_engines: Engines, tmp_path: Path
-) -> None:
+def test_samples_outlive_one_that_fails(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
     """The next save would get their memory while the device still writes to it."""
     stream = cuda.new_stream()
     cuda.hold_stream(stream)
-    cuda.break_batches(20, OUT_OF_MEMORY)
+    cuda.fail("cuMemcpyDtoHAsync", nth=21, code=OUT_OF_MEMORY)
     save = Save(device_engines(), tmp_path / "data", many(100), stream=stream)
     save.job.close_input()
-    eventually(lambda: "cuMemcpyBatchAsync" in save.error, "the save fails")
+    eventually(lambda: "cuMemcpyDtoHAsync" in save.error, "the save fails")
     assert not save.reaches(Milestone.RELEASED, 0.2)
     cuda.release_stream(stream)
     assert save.reaches(Milestone.RELEASED)
     assert len(cuda.calls("ran")) == 20
-
-
-def test_a_driver_without_batches_serves(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
-    cuda.hide("cuMemcpyBatchAsync")
-    save_whole(device_engines(), tmp_path / "data", many(1000), stream=cuda.new_stream())
 
 
 # -- how long the trainer's stream waits --------------------------------------------------------------------

@@ -78,7 +78,6 @@ def copies_made(cuda: FakeCuda) -> list[str]:
 def test_a_chunks_part_of_a_run_is_one_call_and_what_its_borders_cut(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path, copy: Copy, made: list[str]
 ) -> None:
-    cuda.hide("cuMemcpyBatchAsync")  # which would take the short ones in one call
     engine = device_engines(slot_bytes=ALIGNMENT, copy_threads=1, tripwire=False)
     on_device = Copy(copy.source, copy.offset, device=True)
     save_whole(engine, tmp_path / "data", [on_device], stream=cuda.new_stream())

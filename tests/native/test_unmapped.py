@@ -13,7 +13,7 @@ from tests.native.harness import KIB, Copy, Engines, Save, eventually, random_by
 SLOT = 64 * KIB
 NEVER = 60.0  # seconds; longer than a test
 LIES = ["one piece", "rows", "many"]
-CALLS = {"one piece": "cuMemcpyDtoHAsync", "rows": "cuMemcpy2DAsync", "many": "cuMemcpyBatchAsync"}
+CALLS = {"one piece": "cuMemcpyDtoHAsync", "rows": "cuMemcpy2DAsync", "many": "cuMemcpyDtoHAsync"}
 SAFE = [Copy(random_bytes(SLOT, 7), 0)]
 
 

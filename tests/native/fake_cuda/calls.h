@@ -23,15 +23,10 @@ enum Needs { kNothing = 0, kContext = 1, kNoCapture = 2, kCleaningUp = 4 };
 // is any number of Needs.
 int Enter(const char* name, const std::string& arguments, int needs);
 
-struct Attributes;  // CUmemcpyAttributes
-struct Rows;        // CUDA_MEMCPY2D
+struct Rows;  // CUDA_MEMCPY2D
 
 int CopyToHost(void* target, unsigned long long source, size_t bytes, void* stream);
 int CopyToDevice(unsigned long long target, const void* source, size_t bytes, void* stream);
-// As of 12.8; here only to the host. The copies run in any order: here, the last one first.
-int CopyBatch(unsigned long long* targets, unsigned long long* sources, size_t* sizes, size_t count,
-              Attributes* attributes, size_t* first_of_attributes, size_t attribute_count, size_t* failed,
-              void* stream);
 int CopyRows(const Rows* copy, void* stream);
 
 }  // namespace fake

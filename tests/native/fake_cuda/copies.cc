@@ -55,13 +55,6 @@ int EnqueueCopy(void* stream, const std::string& size, const HostEnd& host, cons
 
 }  // namespace
 
-// CUmemcpyAttributes.
-struct Attributes {
-  int source_order;
-  int source_location[2], target_location[2];
-  unsigned flags;
-};
-
 // CUDA_MEMCPY2D.
 struct Rows {
   struct End {
@@ -106,43 +99,6 @@ int CopyToDevice(unsigned long long target, const void* source, size_t bytes, vo
   if (int code = Enter("cuMemcpyHtoDAsync", name + " " + size, host.Needs())) return code;
   const auto run = [=] { std::memcpy(reinterpret_cast<void*>(target), source, bytes); };
   return EnqueueCopy(stream, size, host, {target, bytes}, run);
-}
-
-int CopyBatch(unsigned long long* targets, unsigned long long* sources, size_t* sizes, size_t count,
-              Attributes* attributes, size_t* first_of_attributes, size_t attribute_count, size_t* failed,
-              void* stream) {
-  const std::string name = NameOf(stream);
-  if (int code = Enter("cuMemcpyBatchAsync", name + " " + std::to_string(count), kContext)) return code;
-  if (stream == nullptr || count == 0 || attribute_count != 1 || first_of_attributes[0] != 0 ||
-      attributes->source_order != 1 || attributes->flags > 1) {
-    return kInvalidValue;
-  }
-  for (size_t i = 0; i < count; ++i) {
-    *failed = i;
-    if (!IsPageLocked(reinterpret_cast<void*>(targets[i]), sizes[i]) || !IsAllocated(sources[i], sizes[i])) {
-      return kInvalidValue;
-    }
-  }
-  size_t left = count;
-  int end = kSuccess;
-  {
-    Lock lock(TheWorld().mutex);
-    if (TheWorld().batches_break_code) {
-      left = std::min(left, TheWorld().batches_break_after);
-      end = TheWorld().batches_break_code;
-    }
-  }
-  for (size_t i = count; left-- > 0;) {
-    --i;
-    const auto run = [target = targets[i], source = sources[i], bytes = sizes[i]] {
-      std::memcpy(reinterpret_cast<void*>(target), reinterpret_cast<const void*>(source), bytes);
-    };
-    const HostEnd host(reinterpret_cast<void*>(targets[i]), sizes[i]);
-    if (int code = EnqueueCopy(stream, std::to_string(sizes[i]), host, {sources[i], sizes[i]}, run)) {
-      return code;
-    }
-  }
-  return end;
 }
 
 int CopyRows(const Rows* copy, void* stream) {

@@ -126,10 +126,6 @@ class FakeCuda:
         """Makes the nth call from now on fail; 0: every one."""
         self._library.fake_fail(name.encode(), ctypes.c_long(nth), code)
 
-    def break_batches(self, copies: int, code: int) -> None:
-        """Makes every batch fail when so many of its copies are enqueued."""
-        self._library.fake_break_batches(ctypes.c_size_t(copies), code)
-
     def delay_copies(self, seconds: float = 0.0, nanoseconds_per_byte: float = 0.0) -> None:
         self._library.fake_delay_copies(int(seconds * 1e6), ctypes.c_double(nanoseconds_per_byte))
 
@@ -169,6 +165,10 @@ class FakeCuda:
     def registered_bytes(self) -> int:
         return int(self._library.fake_registered_bytes())
 
+    def forget_registered(self) -> None:
+        """Forgets all memory that is page-locked, once the engines that locked it are closed."""
+        self._library.fake_forget_registered()
+
     def log(self) -> list[str]:
         """Returns every call, look-up and execution so far, in order."""
         room = 1 << 16
@@ -185,9 +185,8 @@ class FakeCuda:
 
     @property
     def copies_to_host(self) -> int:
-        """The number of copies to the host, in batches and one by one; the rows of one call are one copy."""
-        batches = sum(int(call.split()[1]) for call in self.calls("cuMemcpyBatchAsync"))
-        return batches + len(self.calls("cuMemcpyDtoHAsync")) + len(self.calls("cuMemcpy2DAsync"))
+        """The number of copies to the host; the rows of one call are one copy."""
+        return len(self.calls("cuMemcpyDtoHAsync")) + len(self.calls("cuMemcpy2DAsync"))
 
     def take_misuse(self) -> list[str]:
         """Returns and forgets what was done wrong so far, so that the test does not fail for it."""

@@ -81,6 +81,15 @@ int ContextDevice(int* device) {
   return kSuccess;
 }
 
+int RetainPrimary(void** context, int device) {
+  if (int code = Enter("cuDevicePrimaryCtxRetain", std::to_string(device), kNothing)) return code;
+  Lock lock(TheWorld().mutex);
+  for (const auto& [known, of] : TheWorld().devices) {
+    if (of == device) *context = known;
+  }
+  return kSuccess;
+}
+
 int DeviceBusId(char* text, int room, int) {
   if (int code = Enter("cuDeviceGetPCIBusId", "", kNothing)) return code;
   Lock lock(TheWorld().mutex);
@@ -224,6 +233,7 @@ int cuGetProcAddress_v2(const char* name, void** function, int version, unsigned
       {"cuCtxSetCurrent", Address(ContextSet)},
       {"cuCtxGetDevice", Address(ContextDevice)},
       {"cuDeviceGetPCIBusId", Address(DeviceBusId)},
+      {"cuDevicePrimaryCtxRetain", Address(RetainPrimary)},
       {"cuThreadExchangeStreamCaptureMode", Address(ExchangeCaptureMode)},
       {"cuCtxGetStreamPriorityRange", Address(PriorityRange)},
       {"cuStreamCreateWithPriority", Address(StreamCreate)},
@@ -238,15 +248,12 @@ int cuGetProcAddress_v2(const char* name, void** function, int version, unsigned
       {"cuMemcpyDtoHAsync", Address(CopyToHost)},
       {"cuMemcpyHtoDAsync", Address(CopyToDevice)},
       {"cuMemcpy2DAsync", Address(CopyRows)},
-      {"cuMemcpyBatchAsync", Address(CopyBatch)},
       {"cuMemHostRegister", Address(HostRegister)},
       {"cuMemHostUnregister", Address(HostUnregister)}};
   Log(std::string("look up ") + name);
   auto found = functions.find(name);
   Lock lock(TheWorld().mutex);
   if (found == functions.end() || TheWorld().hidden.count(name)) return kNotFound;
-  // 12.8 brought it, 13.0 changed it.
-  if (found->first == "cuMemcpyBatchAsync" && (version < 12080 || version >= 13000)) return kNotFound;
   *function = found->second;
   return kSuccess;
 }

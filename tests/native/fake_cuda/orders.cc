@@ -140,13 +140,6 @@ void fake_fail(const char* name, long nth, int code) {
   world.lost |= nth == 0;
 }
 
-// Batches fail with `code` when so many of their copies are enqueued.
-void fake_break_batches(size_t copies, int code) {
-  Lock lock(TheWorld().mutex);
-  TheWorld().batches_break_after = copies;
-  TheWorld().batches_break_code = code;
-}
-
 void fake_delay_copies(int microseconds, double nanoseconds_per_byte) {
   Lock lock(TheWorld().mutex);
   TheWorld().microseconds_per_copy = microseconds;
@@ -188,6 +181,11 @@ long fake_live_events() {
   return static_cast<long>(TheWorld().events.size());
 }
 
+void fake_forget_registered() {
+  Lock lock(TheWorld().mutex);
+  TheWorld().registered.clear();
+}
+
 long fake_registered_bytes() {
   Lock lock(TheWorld().mutex);
   size_t bytes = 0;
@@ -216,7 +214,6 @@ void fake_let_go() {
   world.microseconds_per_copy = 0;
   world.nanoseconds_per_byte = 0;
   world.one_connection = false;
-  world.batches_break_code = 0;
   for (const auto& [handle, stream] : world.streams) stream->held = false;
   for (const auto& stream : world.retired) stream->held = false;
   world.changed.notify_all();

@@ -68,10 +68,8 @@ struct World {
   std::map<std::string, Fault> faults;
   std::set<std::string> held_calls;
   std::set<std::string> hidden;
-  size_t batches_break_after = 0;  // copies of a batch that are enqueued before it fails
-  int batches_break_code = 0;      // with this; 0: they do not
-  bool one_connection = false;     // all streams share one queue: a full one makes every launch wait
-  size_t deepest_queue = 0;        // the most operations that a stream, or that queue, has held
+  bool one_connection = false;  // all streams share one queue: a full one makes every launch wait
+  size_t deepest_queue = 0;     // the most operations that a stream, or that queue, has held
   int microseconds_per_copy = 0;
   double nanoseconds_per_byte = 0;
   bool lost = false;       // some call was ordered to fail for ever
