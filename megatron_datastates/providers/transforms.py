@@ -17,6 +17,7 @@ import dataclasses
 import fnmatch
 import logging
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -162,11 +163,39 @@ def _parts(tensor: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
 
 def _host_bytes(part: torch.Tensor, dtype: torch.dtype, written_after: Any) -> memoryview:
     if part.is_cuda:
-        stream = torch.cuda.current_stream(part.device)
-        if written_after is not None:
-            stream.wait_event(written_after)
-    stored = part.to("cpu").to(dtype).contiguous().resolve_conj().resolve_neg()
+        part = _READER.read(part, written_after)
+    stored = part.to(dtype).contiguous().resolve_conj().resolve_neg()
     return memoryview(stored.reshape(-1).view(torch.uint8).numpy())
+
+
+class _DeviceReader(threading.local):
+    """What a thread reads device memory with: a stream and page-locked memory of its own.
+
+    The current stream of a thread that has chosen none is the one that most programs train on. A copy there
+    would wait for all that the trainer has launched, and what it launches next for the copy.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, Any] = {}
+        self._memory: torch.Tensor | None = None
+
+    def read(self, part: torch.Tensor, written_after: Any) -> torch.Tensor:
+        """Returns a copy of at most _PART_BYTES in host memory, read after that event."""
+        if part.device not in self._streams:
+            self._streams[part.device] = torch.cuda.Stream(part.device)
+        if self._memory is None:
+            self._memory = torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=True)
+        stream = self._streams[part.device]
+        with torch.cuda.stream(stream):
+            if written_after is not None:
+                stream.wait_event(written_after)
+            copy = self._memory[: part.nbytes].view(part.dtype).view(part.shape)
+            copy.copy_(part, non_blocking=True)
+        stream.synchronize()
+        return copy.clone()
+
+
+_READER = _DeviceReader()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

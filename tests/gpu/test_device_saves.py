@@ -214,6 +214,34 @@ def test_a_device_that_is_full_can_be_saved(warm: StagingEngine, tmp_path: Path)
     assert_all(save.stored(), BEFORE)
 
 
+@pytest.mark.parametrize("allocator", ["expandable_segments:True", "backend:cudaMallocAsync"])
+def test_tensors_of_other_allocators_are_saved(allocator: str, tmp_path: Path) -> None:
+    """One tensor may then lie in several pieces of device memory that were mapped one after another."""
+    script = Path(__file__).with_name("allocator_save.py")
+    command = [sys.executable, str(script), str(tmp_path)]
+    environment = os.environ | {"PYTORCH_CUDA_ALLOC_CONF": allocator}
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, cwd=script.parents[2], env=environment
+    )
+    assert (ran.returncode, ran.stdout) == (0, "as it was\n"), ran.stdout + ran.stderr
+
+
+def test_a_thread_that_has_used_no_device_yet_can_save_and_fence(warm: StagingEngine, tmp_path: Path) -> None:
+    saves, tensors = [], layers(count=2)
+    torch.cuda.synchronize()
+
+    def start() -> None:
+        saves.append(DeviceSave(warm, tmp_path, tensors))
+        saves[0].fence()
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    overwrite(tensors)
+    saves[0].finish()
+    assert_all(saves[0].stored(), BEFORE)
+
+
 def test_failing_device_fails_only_the_save(tmp_path: Path) -> None:
     """Runs in a separate process, whose CUDA context is lost for good."""
     script = Path(__file__).with_name("broken_device.py")
@@ -236,8 +264,8 @@ def test_no_device_memory_is_allocated(warm: StagingEngine, tmp_path: Path) -> N
         save.fence()
         save.finish()
     assert torch.cuda.max_memory_allocated() == held
-    free_now = torch.cuda.mem_get_info()[0]  # of the whole device: also memory that torch does not know of
-    assert free_now == free
+    # Of the whole device, so also memory that torch does not know of; the driver takes pages of 2 MiB.
+    assert free - torch.cuda.mem_get_info()[0] <= 2 * MIB
 
 
 def test_a_graph_can_be_captured_while_copies_run(slow_engine: StagingEngine, tmp_path: Path) -> None:

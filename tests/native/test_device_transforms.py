@@ -1,12 +1,13 @@
 """Tensors on a device that are cast or compressed: what is read, and after what.
 
 The fake driver stands below the native module, which has no part in this: torch itself copies what is
-transformed. Here, tensors on a stand-in for a device are host tensors whose copies to the host wait for
-nothing but the events that the code under test makes them wait for.
+transformed. Here, tensors on a stand-in for a device are host tensors whose copies to the host are made when
+their stream is synchronized, after the events that the code under test makes that stream wait for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Saver
+from megatron_datastates.providers import transforms
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
 from megatron_datastates.providers.transforms import Cast, Compressed
@@ -34,7 +36,7 @@ WRAPPED: dict[str, Callable[[Any], Any]] = {
 
 
 class Stream:
-    """A stream of one thread: kernels that a test lets run, and events that copies wait for.
+    """A stream: kernels that a test lets run, and copies, which wait for events.
 
     Args:
         reached: set by the first copy of any stream once it waits, or is over.
@@ -46,6 +48,7 @@ class Stream:
         self.done = threading.Event()
         self.done.set()
         self.awaited: list[threading.Event] = []
+        self.copies: list[Callable[[], object]] = []
 
     def launch(self, kernel: Callable[[], object]) -> None:
         self.done = threading.Event()
@@ -62,6 +65,14 @@ class Stream:
     def wait_event(self, event: threading.Event) -> None:
         self.awaited.append(event)
 
+    def synchronize(self) -> None:
+        for event in self.awaited:
+            self.reached.set()
+            assert event.wait(30), "the event was never reached"
+        while self.copies:
+            self.copies.pop(0)()
+        self.reached.set()
+
 
 class OnDevice(torch.Tensor):
     """A host tensor that says it is on a device."""
@@ -69,30 +80,43 @@ class OnDevice(torch.Tensor):
     is_cuda = property(lambda self: True)  # type: ignore[assignment]
     device = property(lambda self: DEVICE)  # type: ignore[assignment]
 
-    def to(self, *args: Any, **options: Any) -> torch.Tensor:
-        """Copies to the host as the calling thread's stream would: after the events that it waits for."""
-        assert args == ("cpu",) and not options
-        stream = torch.cuda.current_stream(DEVICE)
-        for event in stream.awaited:
-            stream.reached.set()
-            assert event.wait(30), "the event was never reached"
-        copy = self.as_subclass(torch.Tensor).clone()
-        stream.reached.set()
-        return copy
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is not torch.Tensor.copy_:
+            return super().__torch_function__(function, types, args, kwargs or {})
+        target, source = args
+        assert kwargs == {"non_blocking": True} and not isinstance(target, OnDevice)
+        plain = source.as_subclass(torch.Tensor)
+        torch.cuda.current_stream(DEVICE).copies.append(lambda: target.copy_(plain))
+        return target
 
 
 @pytest.fixture
 def trainers(monkeypatch: pytest.MonkeyPatch) -> Stream:
-    """Makes the stream of this thread; other threads have one each."""
-    reached = threading.Event()
-    streams = {threading.get_ident(): Stream(reached)}
+    """Makes the stream of all threads that choose no other one: nothing is to be copied on it."""
+    reached, chosen, empty = threading.Event(), threading.local(), torch.empty
+    trainers = Stream(reached)
 
     def current_stream(device: torch.device) -> Stream:
         assert device == DEVICE
-        return streams.setdefault(threading.get_ident(), Stream(reached))
+        return getattr(chosen, "stream", trainers)
+
+    @contextlib.contextmanager
+    def stream(one: Stream) -> Iterator[None]:
+        chosen.stream = one
+        yield
+        del chosen.stream
+
+    def make(device: torch.device) -> Stream:
+        assert device == DEVICE
+        return Stream(reached)
 
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
-    return streams[threading.get_ident()]
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "Stream", make)
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **rest: empty(*args, **rest))
+    monkeypatch.setattr(transforms, "_READER", transforms._DeviceReader())
+    return trainers
 
 
 @pytest.fixture
@@ -125,6 +149,7 @@ def test_what_a_running_kernel_leaves_is_stored(
     FENCE.wait("a change")
     plain.zero_()  # after the fence nothing reads it
     assert publication.wait() is Outcome.PUBLISHED, publication.error
+    assert not trainers.copies and not trainers.awaited, "what the trainer launches would wait for them"
     checkpoint = ds.open(tmp_path / "c")
     assert torch.equal(checkpoint.read_tensor("w"), stored(after, how))
     assert torch.equal(checkpoint.read_tensor("t"), stored(after, how).t())
