@@ -27,7 +27,7 @@ from benchmarks.training.turns import measure_turns
 
 _MODELS = {"small": Model(8, 128, 64), "large": Model(64, 192, 64)}
 _QUICK = Model(2, 32, 16)
-_TURNS_MODELS = {"small": _MODELS["small"], "large": _MODELS["large"], "large, longer": Model(64, 192, 256)}
+_TURNS_MODELS = _MODELS | {"large, longer": Model(64, 192, 256), "large, longest": Model(64, 192, 1024)}
 PARTS = {f"{name}, DP {ranks}": (name, ranks) for name in _MODELS for ranks in (1, 2)}
 _SLOW = "slow disk"
 _NEAR = "near tier"

@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmarks.training import rank
 
 _TINY = Path(__file__).parents[2] / "recipes" / "tiny.args"
-_PATIENCE_SECONDS = 300.0
+_PATIENCE_SECONDS = 1200.0
 _LOG_TAIL = 3000
 _REPORT = "report.jsonl"
 Span = tuple[float, float]  # begin and end, of time.perf_counter()
