@@ -17,11 +17,22 @@ from typing import Any, Literal
 from megatron_datastates.errors import OptionError
 
 ENVIRONMENT_PREFIX = "MEGATRON_DATASTATES_"
-_SWITCH = "ENABLE"  # a variable that is no option: mcore/switch.py
+_SWITCH = "ENABLE"  # a variable that is no option: saves through torch_dist are ours (mcore/switch.py)
+_SWITCH_VALUES = {"1": True, "on": True, "true": True, "0": False, "off": False, "false": False, "": False}
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 _UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1 << 40}
 _UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _MOST_BYTES = 1 << 63
+
+
+def is_switched_on() -> bool:
+    """Returns whether MEGATRON_DATASTATES_ENABLE is on. Raises OptionError if it has another value."""
+    text = os.environ.get(ENVIRONMENT_PREFIX + _SWITCH, "")
+    if text.lower() not in _SWITCH_VALUES:
+        raise OptionError(
+            f"environment variable {ENVIRONMENT_PREFIX + _SWITCH}={text!r}: expected 1 or 0, on or off"
+        )
+    return _SWITCH_VALUES[text.lower()]
 
 
 def parse_bytes(text: str) -> int:
@@ -196,11 +207,12 @@ class Options:
         "slow disks only, and the next optimizer step waits until all is compressed (default 0: off)",
     )
     fence_deadline: float = _option(
-        600.0,
+        240.0,
         _seconds,
         "SECONDS",
-        "how long an optimizer step waits for copies at most; after that the save fails and training goes on "
-        "(default 600)",
+        "how long the start of a save, or an optimizer step, waits for copies at most; after that the save "
+        "fails and training goes on. Both together must be less than --distributed-timeout-minutes, after "
+        "which NCCL ends the other ranks (default 240)",
     )
     link: bool = _option(
         True,

@@ -4,7 +4,7 @@
       custom_manager_class: megatron_datastates.mcore.bridge.CheckpointManager
 
 Saving and loading stay Bridge's own: which state there is, its names, the trackers, retention. Only what
-stores the state is ours. Belongs here: what imports Megatron-Bridge. The hooks are in hooks/bridge.py.
+stores the state is ours. Belongs here: what imports Megatron-Bridge. The hooks are in bridge_settings.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.bridge.training.checkpointing import DefaultCheckpointManager
 
-from megatron_datastates.mcore.hooks import bridge as hooks
+from megatron_datastates.mcore import bridge_settings as settings
 
 
 class CheckpointManager(DefaultCheckpointManager):  # type: ignore[misc]
@@ -29,7 +29,7 @@ class CheckpointManager(DefaultCheckpointManager):  # type: ignore[misc]
     """
 
     def __init__(self, checkpoint_config: Any) -> None:
-        hooks.adopt(checkpoint_config)
-        hooks.require_sharded_state(checkpoint_config)  # for derived classes, which have other names
-        hooks.enable_saving()
+        settings.adopt(checkpoint_config)
+        settings.require_sharded_state(checkpoint_config)  # for derived classes, which have other names
+        settings.enable_saving()
         super().__init__(checkpoint_config)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from megatron_datastates.errors import ProviderError
-from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.providers import DATA_LOADER, register
 from megatron_datastates.providers.base import StateReader
 from megatron_datastates.providers.dataloader import DataLoaderState, key_of, read_position
@@ -92,17 +91,21 @@ class LoopDataLoader:
         return DataLoaderState(loader, rank=rank, ranks=ranks, stores=stores).entries()
 
     def restore(self, reader: StateReader) -> None:
-        """Keeps the position for the loader that the loop makes next; in other programs, restores it."""
-        if state.current().in_training_loop:
-            from megatron_datastates.mcore.training.loop import attach_to_train
-
-            attach_to_train()
-            self._attached = None  # a loop that loads again makes its loader again
+        """Restores the position of the attached loader; if there is none, keeps it for the one to come."""
         if self._attached is not None:
             self._attached.restore(reader)
         else:
             rank, ranks, _ = _place()
             self._loaded = _Loaded(reader, key_of(rank, ranks))
+
+    def expect_loader(self) -> None:
+        """Lets go of the attached loader: a loop that loads again makes its loader again."""
+        self._attached = None
+
+    @property
+    def awaits_loader(self) -> bool:
+        """Returns whether a load has left a position here that no loader was set to yet."""
+        return self._loaded is not None
 
     def require_restored(self, train_iterator: Any) -> None:
         """Checks that nobody has forgotten to restore the data loader. Collective.

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_datastates.config import named_functions
 from megatron_datastates.errors import OptionError, ProviderError
-from megatron_datastates.mcore.load import state
 
 if TYPE_CHECKING:
-    from megatron_datastates.pipeline.load import Checkpoint
     from megatron_datastates.providers.base import StateProvider
 
 logger = logging.getLogger(__name__)
@@ -104,24 +102,3 @@ def _made_by(function: Callable[[], Any], what: str) -> dict[str, StateProvider]
             f"the state provider {what} cannot be made: {type(error).__name__}: {error}"
         ) from error
     return named([made] if isinstance(made, StateProvider) else made)
-
-
-def restore_registered(checkpoint: Checkpoint) -> None:
-    """Restores the providers that the checkpoint has state of; logs a warning for each other.
-
-    Raises:
-        ProviderError: the `restore` of one raised an exception.
-    """
-    from megatron_datastates.mcore.dataloader import LOOP
-    from megatron_datastates.pipeline.restoring import PrefixReader, restore
-
-    wanted = registered(state.current().options().providers)
-    providers = {DATA_LOADER: LOOP, **wanted}
-    absent = {name for name in providers if PrefixReader(checkpoint, name).is_empty}
-    for name in sorted(absent & wanted.keys()):
-        logger.warning(
-            "%s has no state of the provider %r, which stays as it is: the checkpoint was saved without it",
-            checkpoint.directory,
-            name,
-        )
-    restore(checkpoint, {name: provider for name, provider in providers.items() if name not in absent})

@@ -9,27 +9,16 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import os
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from megatron_datastates.config import ENVIRONMENT_PREFIX
-from megatron_datastates.errors import OptionError
+from megatron_datastates.config import ENVIRONMENT_PREFIX, is_switched_on
 
 logger = logging.getLogger(__name__)
 VARIABLE = ENVIRONMENT_PREFIX + "ENABLE"
-_VALUES = {"1": True, "on": True, "true": True, "0": False, "off": False, "false": False, "": False}
 # Strategies by those that they replace; one replaces all that programs leave to Megatron.
 _instead: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def is_on() -> bool:
-    """Returns whether the switch is on. Raises OptionError if the variable has another value."""
-    text = os.environ.get(VARIABLE, "")
-    if text.lower() not in _VALUES:
-        raise OptionError(f"environment variable {VARIABLE}={text!r}: expected 1 or 0, on or off")
-    return _VALUES[text.lower()]
 
 
 def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +26,7 @@ def wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     def save(*args: Any, **kwargs: Any) -> Any:
-        if not is_on():
+        if not is_switched_on():
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         if "://" in str(bound.arguments["checkpoint_dir"]):

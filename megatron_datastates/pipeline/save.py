@@ -258,7 +258,7 @@ class RankSave:
         """Returns whether the save may still read a storage (engine.fence.Reader)."""
         if self._save is None:
             return False
-        return not self.tail.wait_read(0.0) or any(file.reads(storage) for file in self._files)
+        return self.tail.reads(storage) or any(file.reads(storage) for file in self._files)
 
     def mark_torn(self, reason: str) -> None:
         """Fails the save, even if its copies are done by now: they may have just ended."""

@@ -145,6 +145,16 @@ class Tail:
         """
         return os.getpid() != self._process or self._read.wait(max(seconds, 0.0))
 
+    def reads(self, storage: int) -> bool:
+        """Returns whether a storage (an UntypedStorage's `_cdata`) may still be read before the next fence.
+
+        Objects and streams may read any.
+        """
+        if self.wait_read(0.0):
+            return False
+        fenced = [one.source for one in list(self._later) if one.source.mutability is Mutability.AT_FENCE]
+        return any(getattr(source, "storage", storage) == storage for source in fenced)
+
     def close(self) -> None:
         """Ends the threads that encode, and every wait for the tail."""
         self._read.set()

@@ -76,6 +76,11 @@ class EncodedTensor:
         return self.source.mutability
 
     @property
+    def storage(self) -> int:
+        """The storage that is read, as an UntypedStorage's `_cdata`."""
+        return int(self.source.tensor.untyped_storage()._cdata)
+
+    @property
     def place(self) -> Place:
         """Where the tensor lies in the global one."""
         shape = tuple(self.source.tensor.shape)

@@ -68,6 +68,20 @@ def test_saves_after_one_that_storage_failed_are_prepared_and_exact(
     assert resumed.resumed_from(saved) == LAST
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_saves_may_be_prepared_on_some_ranks_only(
+    rank: int, pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """Megatron checks in the first save that the objects of all ranks are there."""
+    root, report = tmp_path / "ck", tmp_path / "report.jsonl"
+    how: list[str | Path] = [*LAYOUTS["tp2"], *STEPS, "--async-save", "--datastates-report-file", report]
+    other = {f"TINY_VARIABLE_OF_RANK_{rank}": "MEGATRON_DATASTATES_PREPARED=off"}
+    saved = pretraining.run(*how, *STOP, "--save", root, environment=other)
+    assert prepared(report) == {2: False, 4: rank == 1, 6: rank == 1}
+    resumed = pretraining.run(*LAYOUTS["tp2"], *STEPS, "--load", root)
+    assert resumed.resumed_from(saved) == LAST
+
+
 def test_prepared_saves_can_be_switched_off(pretraining: Pretraining, tmp_path: Path) -> None:
     report = tmp_path / "report.jsonl"
     saving = ["--save", tmp_path / "ck", "--datastates-report-file", report, "--datastates-prepared", "off"]

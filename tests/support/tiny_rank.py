@@ -136,12 +136,16 @@ def _text(value: Any) -> str:
 def main(arguments: list[str], folder: str) -> None:
     """Pretrains with `arguments` and writes FOLDER/rankN.json, unless it fails or trains no step.
 
-    The environment variable TINY_FAULTS_OF_RANK_N is the fault plan of rank N only.
+    The environment variable TINY_FAULTS_OF_RANK_N is the fault plan of rank N only, and TINY_VARIABLE_OF_RANK_N
+    is another variable of its environment, as NAME=VALUE.
     """
     sys.argv = ["pretrain_tiny.py", *arguments]
     own = os.environ.get(f"TINY_FAULTS_OF_RANK_{os.environ['RANK']}")
     if own is not None:
         os.environ[FAULTS] = own
+    name, _, value = os.environ.get(f"TINY_VARIABLE_OF_RANK_{os.environ['RANK']}", "").partition("=")
+    if name:
+        os.environ[name] = value
     frozen.install()
     recorder = Recorder()
     mutations.install(recorder.working)

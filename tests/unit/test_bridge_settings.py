@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_datastates.errors import OptionError
-from megatron_datastates.mcore.hooks import bridge
+from megatron_datastates.mcore import bridge_settings as bridge
 
 FOREIGN = "somewhere.Manager"
 

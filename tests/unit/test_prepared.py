@@ -604,4 +604,38 @@ def test_a_thin_state_dict_cannot_be_saved_by_anybody_else() -> None:
         buffer = io.BytesIO()
         torch.save(mark.without_data(), buffer)  # as ranks exchange metadata
         buffer.seek(0)
-        assert torch.load(buffer, weights_only=False).key == f"{prepared.MARK}.0"
+        assert torch.load(buffer, weights_only=False).key == f"{prepared.MARK}.0.0"
+
+
+def of_transformer_engine() -> Any:
+    """Returns a function written there: TE pickles tensors, in other bytes each time."""
+    space: dict[str, Any] = {"__name__": "transformer_engine.pytorch.module.base", "io": io, "made": []}
+    source = "def get_extra_state(self):\n    made.append(0)\n    return io.BytesIO(b'%d' % len(made))\n"
+    exec(source, space)
+    return space["get_extra_state"]
+
+
+def test_extra_states_of_transformer_engine_may_have_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(Extra(2, 2))
+    monkeypatch.setattr(Extra, "get_extra_state", of_transformer_engine())
+    [found] = extra_states(model, extra("0._extra_state", model[0].get_extra_state()))
+    assert found.value_of().getvalue() == b"3"
+    with pytest.raises(UnprovableError, match="is not what its module makes"):
+        extra_states(model, extra("0._extra_state", None))
+
+
+def test_extra_states_of_others_must_be_what_their_modules_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, made = torch.nn.Sequential(Extra(2, 2)), iter(range(9))
+    monkeypatch.setattr(Extra, "get_extra_state", lambda self: io.BytesIO(b"%d" % next(made)))
+    with pytest.raises(UnprovableError, match="is not what its module makes"):
+        extra_states(model, extra("0._extra_state", model[0].get_extra_state()))
+
+
+def test_marks_are_whole_on_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron checks that all shards of an object are there, and other ranks may not be prepared."""
+    marks = []
+    for rank in range(2):
+        monkeypatch.setattr(prepared, "_rank_and_ranks", lambda rank=rank: (rank, 2))
+        marks.append(prepared.Mark.of(object(), 0, is_thin=False))  # type: ignore[arg-type]
+    assert marks[0].unique_key != marks[1].unique_key
+    assert [mark.global_shape for mark in marks] == [(1,), (1,)]

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
+from megatron_datastates.config import is_switched_on
 from megatron_datastates.errors import HookPointError
-from megatron_datastates.mcore import switch
 from megatron_datastates.mcore.hooks import versions
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -68,7 +68,7 @@ def attach_module(module: ModuleType) -> None:
         return
     hooks = [hook for hook in versions.installed().loading if hook.module == module.__name__]
     hooks += versions.TOOLS.get(module.__name__, ())
-    if module.__name__ == versions.OPTIMIZER_MODULE and switch.is_on():
+    if module.__name__ == versions.OPTIMIZER_MODULE and is_switched_on():
         # The first state dict is made before the first save, which attaches the rest (mcore/switch.py).
         hooks += [hook for hook in versions.installed().saving if hook.module == module.__name__]
     _attach(hooks, "load checkpoints of the datastates format")

@@ -77,14 +77,14 @@ _LOADING = (
     ),
     Hook("megatron.training.arguments", "validate_args", "training.loop.wrap_validate_args"),
     Hook(_CHECKPOINTING, "read_metadata", "training.tracker.wrap_read_metadata"),
-    Hook(_CHECKPOINTING, "load_checkpoint", "load.training_load.wrap_load_checkpoint"),
+    Hook(_CHECKPOINTING, "load_checkpoint", "training.load.wrap_load_checkpoint"),
     Hook(_CHECKPOINTING, "save_checkpoint", "training.loop.wrap_save_checkpoint"),
-    Hook(_CHECKPOINTING, "_load_base_checkpoint", "load.training_load.wrap_load_base_checkpoint"),
-    Hook(_CHECKPOINTING, "_get_checkpoint_format", "load.training_load.wrap_get_checkpoint_format"),
+    Hook(_CHECKPOINTING, "_load_base_checkpoint", "training.load.wrap_load_base_checkpoint"),
+    Hook(_CHECKPOINTING, "_get_checkpoint_format", "training.load.wrap_get_checkpoint_format"),
     Hook(
         _DIST + "serialization",
         "load_content_metadata",
-        "load.training_load.wrap_load_content_metadata",
+        "training.load.wrap_load_content_metadata",
     ),
     Hook(
         _OPTIMIZER + "distrib_optimizer",
@@ -256,13 +256,15 @@ MEMORY_SAVERS = {
 # missing one is reported, and Bridge then refuses our settings itself.
 _BRIDGE = "megatron.bridge.training."
 _BRIDGE_HOOKS = (
-    Hook(_BRIDGE + "config", "CheckpointConfig.finalize", "hooks.bridge.wrap_finalize"),
-    Hook(_BRIDGE + "checkpointing", "save_checkpoint", "hooks.bridge.wrap_save_checkpoint"),
-    Hook(_BRIDGE + "checkpointing", "load_checkpoint", "hooks.bridge.wrap_load_checkpoint"),
+    Hook(_BRIDGE + "config", "CheckpointConfig.finalize", "bridge_settings.wrap_finalize"),
+    Hook(_BRIDGE + "checkpointing", "save_checkpoint", "bridge_settings.wrap_save_checkpoint"),
+    Hook(_BRIDGE + "checkpointing", "load_checkpoint", "bridge_settings.wrap_load_checkpoint"),
     Hook(
-        _BRIDGE + "checkpointing", "create_checkpoint_manager", "hooks.bridge.wrap_create_checkpoint_manager"
+        _BRIDGE + "checkpointing",
+        "create_checkpoint_manager",
+        "bridge_settings.wrap_create_checkpoint_manager",
     ),
-    Hook(_BRIDGE + "train", "train", "hooks.bridge.wrap_train"),
+    Hook(_BRIDGE + "train", "train", "bridge_settings.wrap_train"),
 )
 BRIDGE = {
     module: tuple(hook for hook in _BRIDGE_HOOKS if hook.module == module)

@@ -5,7 +5,7 @@ A load is known to be collective if Megatron itself makes a collective call in i
 load_checkpoint. All other loads communicate with no other rank: one rank may read alone.
 
 Collective calls, which every rank makes equally often even if it fails:
-  1. load_checkpoint: one sum, after arguments and common state have been read (training_load.py).
+  1. load_checkpoint: one sum, after arguments and common state have been read (training/load.py).
   2. load that compares keys with the checkpoint's (`strict`): one sum, of whether a rank restates what it
      requests (optimizer_layout.py), so that all do.
   3. load: Megatron's own gather of metadata, to which a rank that has failed sends its failure; one sum if

@@ -15,7 +15,6 @@ from megatron_datastates.format.directory import BACKEND, METADATA_NAME, TORCH_D
 from megatron_datastates.format.values import MANIFEST_NAME
 from megatron_datastates.mcore.load import state
 from megatron_datastates.mcore.load.opening import is_ours, open_checkpoint, read_common_state
-from megatron_datastates.mcore.providers import restore_registered
 from megatron_datastates.pipeline.runs import is_published, may_be_ours
 
 # This module is imported in every Megatron process; the native module only once a directory in our format is
@@ -152,6 +151,7 @@ def wrap_torch_dist_load(original: Callable[..., Any]) -> Callable[..., Any]:
         from megatron_datastates.mcore.errors import LoadMismatch, load_errors
         from megatron_datastates.mcore.load.metadata import requested_boxes
         from megatron_datastates.mcore.load.mismatch import first_mismatch
+        from megatron_datastates.mcore.load.restoring import restore_registered
 
         checkpoint, items = open_checkpoint(checkpoint_dir), list(nested_values(sharded_state_dict))
         boxes, restated = requested_boxes(items), state.current().restated

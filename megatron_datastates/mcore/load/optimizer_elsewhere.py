@@ -17,13 +17,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_datastates.mcore.errors import load_errors
 from megatron_datastates.mcore.load.optimizer_layout import (
-    Restated,
     announce,
     asks_for_buckets,
     bucket_mismatch,
     restated_from,
 )
 from megatron_datastates.mcore.load.optimizer_names import StateNames
+from megatron_datastates.mcore.load.state import Restated
 from megatron_datastates.pipeline.optimizer_groups import from_common_state
 
 _SHARDING = "distrib_optim_sharding_type"  # in the content metadata

@@ -44,6 +44,7 @@ from megatron_datastates.mcore.load.optimizer_request import (
     own_buckets,
     own_shards,
 )
+from megatron_datastates.mcore.load.state import Restated
 from megatron_datastates.pipeline.agreement import Collectives
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.optimizer import PREFIX, BucketStates, has_optimizer_maps, optimizer_map
@@ -64,19 +65,6 @@ _ANNOUNCEMENT = (
 _OFFLOADED = ", or this one is offloaded to the CPU, and Megatron would not restore its step"
 _SCALER = "grad_scaler"
 _TYPE, _STATE = "param_state_sharding_type", "param_state"
-
-
-@dataclasses.dataclass(frozen=True)
-class Restated:
-    """A restated request and what it needs of the reader."""
-
-    request: dict[str, Any]
-    paths: tuple[str, ...]  # of optimizers in the request: the common state has nothing for them
-    states: BucketStates | None  # that the checkpoint holds in buckets
-
-    def common_state(self, stored: Any) -> Any:
-        """Returns a common state without what was stored of the optimizers."""
-        return {key: value for key, value in stored.items() if key not in self.paths}
 
 
 def restated_where_needed(

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from megatron_datastates.format.optimizer_map import OptimizerMap
+from megatron_datastates.mcore.parallel import parallel_sizes
 from megatron_datastates.pipeline.load import Checkpoint
 
 _SPLITS = ("tensor", "pipeline", "expert")  # the parallel sizes that split a model
@@ -27,8 +28,6 @@ def holds_the_same(stored: OptimizerMap, own: OptimizerMap, checkpoint: Checkpoi
 
 
 def _is_split_as(stored: dict[str, int]) -> bool:
-    from megatron_datastates.mcore.save.strategy import parallel_sizes
-
     own = parallel_sizes()
     return bool(stored) and all(stored.get(name) == own.get(name) for name in _SPLITS)
 

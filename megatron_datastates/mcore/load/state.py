@@ -13,9 +13,22 @@ from megatron_datastates.config import Options
 
 if TYPE_CHECKING:
     from megatron_datastates.dcp.metadata import Boxes
-    from megatron_datastates.mcore.load.optimizer_layout import Restated
     from megatron_datastates.pipeline.load import Checkpoint
     from megatron_datastates.pipeline.load_report import LoadTracker
+    from megatron_datastates.pipeline.optimizer import BucketStates
+
+
+@dataclasses.dataclass(frozen=True)
+class Restated:
+    """A restated request and what it needs of the reader."""
+
+    request: dict[str, Any]
+    paths: tuple[str, ...]  # of optimizers in the request: the common state has nothing for them
+    states: BucketStates | None  # that the checkpoint holds in buckets
+
+    def common_state(self, stored: Any) -> Any:
+        """Returns a common state without what was stored of the optimizers."""
+        return {key: value for key, value in stored.items() if key not in self.paths}
 
 
 @dataclasses.dataclass

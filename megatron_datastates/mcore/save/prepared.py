@@ -80,9 +80,13 @@ class Mark(ShardedObject):  # type: ignore[misc]
 
     @classmethod
     def of(cls, preparation: Preparation, number: int, *, is_thin: bool) -> Mark:
-        """Returns a mark for one model chunk of this rank."""
-        rank, ranks = _rank_and_ranks()
-        mark = cls(f"{MARK}.{number}", _Unsaveable() if is_thin else None, (ranks,), (rank,))
+        """Returns a mark for one model chunk of this rank.
+
+        Whole by itself: Megatron checks that all shards of an object are there, and other ranks may have
+        none.
+        """
+        rank, _ = _rank_and_ranks()
+        mark = cls(f"{MARK}.{number}.{rank}", _Unsaveable() if is_thin else None, (1,), (0,))
         mark.preparation, mark.is_thin = preparation, is_thin
         return mark
 

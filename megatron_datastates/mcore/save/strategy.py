@@ -27,6 +27,7 @@ from megatron_datastates.format.values import SaveId
 from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.hooks import versions
 from megatron_datastates.mcore.hooks.attach import attach_saving
+from megatron_datastates.mcore.parallel import parallel_sizes
 from megatron_datastates.mcore.providers import Providers, register, registered
 from megatron_datastates.mcore.save import mutability
 from megatron_datastates.mcore.save.mapping import ShardedStateProvider
@@ -226,22 +227,6 @@ def _iteration(sharded_state_dict: dict[str, Any], checkpoint_dir: str | os.Path
     if isinstance(common, dict) and isinstance(common.get("iteration"), int):
         return int(common["iteration"])
     return iteration_in_name(path_of(checkpoint_dir).name)
-
-
-def parallel_sizes() -> dict[str, int]:
-    """Returns the sizes of Megatron's parallel groups; empty if they are not initialized."""
-    from megatron.core import parallel_state as state
-
-    if not state.model_parallel_is_initialized():
-        return {}
-    sizes = {
-        "tensor": state.get_tensor_model_parallel_world_size,
-        "pipeline": state.get_pipeline_model_parallel_world_size,
-        "data": state.get_data_parallel_world_size,
-        "context": state.get_context_parallel_world_size,
-        "expert": state.get_expert_model_parallel_world_size,
-    }
-    return {name: int(size()) for name, size in sizes.items()}
 
 
 def wrap_fully_parallel_init(original: Any) -> Any:

@@ -66,6 +66,9 @@ class Survey:
             _require_none_of_its_own(module, _DECIDING)
             for hook in chain.from_iterable(hooks.values() for hooks in _hooks(module)):
                 _require_trusted(type(module), [hook])
+        parameters = chain.from_iterable(chunk.parameters() for chunk in model)
+        if any(getattr(one, "is_gtp_weight_remat", False) for one in parameters):
+            raise UnprovableError("state dicts gather parameters over ranks (GTP), so all make them or none")
         self._modules = list(map(weakref.ref, modules))
         self._optimizers = [weakref.ref(one) for one in distributed_optimizers(optimizer)]
         members, containers = self._places()

@@ -123,7 +123,11 @@ def wrap_save_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
     from megatron_datastates.mcore.training.origin import origin
 
     return lambda *args, **kwargs: TrainingSaveStrategy(
-        _options, is_training, retention.note, far_published=near.far_published, origin=origin
+        _options,
+        is_training,
+        retention.note,
+        far_published=near.far_published,
+        origin=lambda: origin(in_loop=is_training()),
     )
 
 
@@ -189,7 +193,8 @@ def wrap_save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 def _is_skipped(call: dict[str, Any], options: Options) -> bool:
     """Returns whether a save is left out because another one is unfinished; on all ranks alike.
 
-    Never the last one of a run: nothing would be saved later.
+    Never the last one of a run: nothing would be saved later. So only saves of an interval are left out, and
+    not those that precede an exit or a new phase.
     """
     from megatron.training.global_vars import get_args
 
@@ -197,10 +202,14 @@ def _is_skipped(call: dict[str, Any], options: Options) -> bool:
 
     global _skipped
     args, iteration = get_args(), call["iteration"]
-    ends = [getattr(args, "train_iters", None) or 0, getattr(args, "exit_interval", None) or 0]
-    is_last = iteration >= ends[0] or (ends[1] > 0 and iteration % ends[1] == 0)
+    exit_interval = getattr(args, "exit_interval", None) or 0
+    is_last = iteration >= (getattr(args, "train_iters", None) or 0) or (
+        exit_interval > 0 and iteration % exit_interval == 0
+    )
+    intervals = [getattr(args, f"{kind}save_interval", None) for kind in ("", "non_persistent_")]
+    is_due = any(interval and iteration % interval == 0 for interval in intervals)
     is_asked = options.while_saving == "skip" and getattr(args, "async_save", False)
-    if not is_asked or is_last or not is_training() or _is_local(call):
+    if not is_asked or is_last or not is_due or not is_training() or _is_local(call):
         return False
     unfinished = saver_for(options).unfinished_save()
     if unfinished is None:

@@ -35,8 +35,10 @@ def note_load(directory: str | None, result: Any, manifest: Manifest | None) -> 
         _loaded = origin_in(path_of(directory), iteration)
 
 
-def origin() -> Origin | None:
-    """Returns what the checkpoints of this job go on from; None if that is not known."""
-    from megatron_datastates.mcore.training.loop import is_training
+def origin(*, in_loop: bool) -> Origin | None:
+    """Returns what the checkpoints of this job go on from; None if that is not known.
 
-    return Origin() if _loaded is None and is_training() else _loaded
+    Args:
+        in_loop: Megatron's own loop is running, which has loaded whatever it was to load.
+    """
+    return Origin() if _loaded is None and in_loop else _loaded

@@ -55,6 +55,7 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 result = original(*args, **kwargs)
                 if _is_resume(purpose):
                     note_load(load.directory, result, _manifest_of(load))
+                _require_loader()
                 return result
             except CheckpointingException as error:
                 if not is_damage(error) or not _all_ranks_are_here(load):
@@ -66,6 +67,18 @@ def wrap_load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise RuntimeError(f"{error} {_WITHOUT_MAP.format(load.directory)}") from error
 
     return load_checkpoint
+
+
+def _require_loader() -> None:
+    """Lets Megatron's `train` start only with the data loader at the position that was loaded, if one was.
+
+    Also in runs that save in another format, whose `train` is Megatron's own otherwise.
+    """
+    from megatron_datastates.mcore.dataloader import LOOP
+    from megatron_datastates.mcore.training.loop import attach_to_train
+
+    if LOOP.awaits_loader:
+        attach_to_train()
 
 
 def _manifest_of(load: state.Load) -> Manifest | None:
