@@ -17,9 +17,11 @@ from megatron_datastates.mcore import autoload, fences
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
+from megatron_datastates.providers.transforms import Cast
 from tests.native.device_trainer import SLOT, Trainer, assert_published, failure
 from tests.native.device_trainer import trainer as trainer
 from tests.native.fake_cuda.provider import DeviceTensors
+from tests.unit.states import new_saver
 
 WAYS: dict[str, Callable[[torch.Tensor], object]] = {
     "untyped": lambda tensor: tensor.untyped_storage().resize_(0),
@@ -203,3 +205,17 @@ def test_an_explicit_fence_is_enough_to_unmap(
     fence()
     assert is_copied(publication)
     assert publication.wait() is Outcome.PUBLISHED
+
+
+def test_memory_that_is_not_encoded_later_waits_for_nothing(tmp_path: Path) -> None:
+    """Megatron frees activations in each forward and backward pass."""
+    tensor, other = torch.arange(1000.0), torch.zeros(1000)
+    saver = new_saver(lazy_delay=3600.0)
+    provider = Cast(TensorProvider({"w": tensor}, Mutability.AT_FENCE), torch.float16)
+    publication = saver.start(tmp_path / "c", provider)
+    other.untyped_storage().resize_(0)
+    assert not publication.save.tail.wait_read(0.0), "nothing has begun"
+    tensor.untyped_storage().resize_(0)
+    assert publication.wait() is Outcome.PUBLISHED, publication.error
+    assert torch.equal(ds.open(tmp_path / "c").read_tensor("w"), torch.arange(1000.0).half())
+    saver.close()

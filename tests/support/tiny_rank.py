@@ -136,7 +136,7 @@ def _text(value: Any) -> str:
 def main(arguments: list[str], folder: str) -> None:
     """Pretrains with `arguments` and writes FOLDER/rankN.json, unless it fails or trains no step.
 
-    The environment variable TINY_FAULTS_OF_RANK_N is the fault plan of rank N only, and TINY_VARIABLE_OF_RANK_N
+    The environment variable TINY_FAULTS_OF_RANK_N is the fault plan of rank N only. TINY_VARIABLE_OF_RANK_N
     is another variable of its environment, as NAME=VALUE.
     """
     sys.argv = ["pretrain_tiny.py", *arguments]

@@ -203,9 +203,8 @@ def _is_skipped(call: dict[str, Any], options: Options) -> bool:
     global _skipped
     args, iteration = get_args(), call["iteration"]
     exit_interval = getattr(args, "exit_interval", None) or 0
-    is_last = iteration >= (getattr(args, "train_iters", None) or 0) or (
-        exit_interval > 0 and iteration % exit_interval == 0
-    )
+    is_last = iteration >= (getattr(args, "train_iters", None) or 0)
+    is_last |= exit_interval > 0 and iteration % exit_interval == 0
     intervals = [getattr(args, f"{kind}save_interval", None) for kind in ("", "non_persistent_")]
     is_due = any(interval and iteration % interval == 0 for interval in intervals)
     is_asked = options.while_saving == "skip" and getattr(args, "async_save", False)
