@@ -48,11 +48,11 @@ void DeviceCopier::Enqueue(uint8_t* target, CuPointer source, size_t row_bytes, 
                            bool bounded) {
   if (rows > 1 && row_step >= row_bytes && row_step <= Driver::kMostPitch) {
     driver_->CopyRowsToHost(target, source, row_bytes, row_step, rows, stream_);
-    return Count(1, bounded);
+    return Count(rows * row_bytes, bounded);
   }
   for (size_t i = 0; i < rows; ++i) {
     driver_->CopyToHost(target + i * row_bytes, source + i * row_step, row_bytes, stream_);
-    Count(1, bounded);
+    Count(row_bytes, bounded);
   }
 }
 
@@ -61,45 +61,64 @@ void DeviceCopier::CopyToDevice(CuPointer target, size_t target_step, const uint
   const auto fits = [row_bytes](size_t pitch) { return pitch >= row_bytes && pitch <= Driver::kMostPitch; };
   if (rows > 1 && fits(target_step) && fits(source_step)) {
     driver_->CopyRowsToDevice(target, target_step, source, source_step, row_bytes, rows, stream_);
-    return Count(1, true);
+    return Count(rows * row_bytes, true);
   }
   for (size_t i = 0; i < rows; ++i) {
     driver_->CopyToDevice(target + i * target_step, source + i * source_step, row_bytes, stream_);
-    Count(1, true);
+    Count(row_bytes, true);
   }
 }
 
-void DeviceCopier::Count(size_t copies, bool bounded) {
-  const Place now = enqueued_ += copies;
-  if (!bounded) return;
+void DeviceCopier::Count(uint64_t bytes, bool bounded) {
+  Place now;
+  uint64_t sum;
   {
     const MutexLock lock(marking_);
-    if (now >= marked_ + kCopiesPerEvent) MarkHere();
+    now = ++enqueued_;
+    sum = bytes_ += bytes;
+    if (!bounded) return;
+    if (now >= marked_.place + kCopiesPerEvent || sum >= marked_.bytes + kBytesPerEvent) MarkHere();
   }
   if (now > kMostInFlight) WaitFor(now - kMostInFlight);
+  if (sum > kMostBytesInFlight) WaitForBytes(sum - kMostBytesInFlight);
 }
 
 void DeviceCopier::MarkHere() {
-  const Place place = enqueued_;  // before the event is recorded, which may cover more
-  auto event = std::make_shared<Event>(driver_, context_);
-  driver_->Record(event->get(), stream_);
-  marks_.push_back({place, std::move(event)});
-  marked_ = place;
+  Mark mark{enqueued_, bytes_, nullptr};  // before the event is recorded, which may cover more
+  mark.event = std::make_shared<Event>(driver_, context_);
+  driver_->Record(mark.event->get(), stream_);
+  marks_.push_back(mark);
+  marked_ = mark;
 }
 
 void DeviceCopier::WaitFor(Place place) {
   Mark mark;
   {
     const MutexLock lock(marking_);
-    if (done_ >= place) return;
-    if (marked_ < place) MarkHere();
+    if (done_.place >= place) return;
+    if (marked_.place < place) MarkHere();
     mark = *std::find_if(marks_.begin(), marks_.end(), [=](const Mark& m) { return m.place >= place; });
   }
+  Await(mark);
+}
+
+void DeviceCopier::WaitForBytes(uint64_t bytes) {
+  Mark mark;
+  {
+    const MutexLock lock(marking_);
+    if (done_.bytes >= bytes) return;
+    if (marked_.bytes < bytes) MarkHere();
+    mark = *std::find_if(marks_.begin(), marks_.end(), [=](const Mark& m) { return m.bytes >= bytes; });
+  }
+  Await(mark);
+}
+
+void DeviceCopier::Await(const Mark& mark) {
   driver_->Synchronize(mark.event->get());
   std::deque<Mark> over;  // destroyed after the lock
   const MutexLock lock(marking_);
-  done_ = std::max(done_, mark.place);
-  while (!marks_.empty() && marks_.front().place <= done_) {
+  if (mark.place > done_.place) done_ = {mark.place, mark.bytes, nullptr};
+  while (!marks_.empty() && marks_.front().place <= done_.place) {
     over.push_back(std::move(marks_.front()));
     marks_.pop_front();
   }

@@ -35,9 +35,11 @@ class Event {
 // Thread-safe. Allocates no device memory.
 //
 // A stream accepts about a thousand operations; a thread that enqueues more blocks in the driver, and where
-// streams share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) the trainer's launches block, too. So at
-// most kMostInFlight copies are in the stream at a time: a thread that has more waits for the oldest. An
-// event is recorded for every kCopiesPerEvent copies, not for each.
+// streams share a hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) the trainer's launches block, too. A small
+// copy of the trainer's waits for the copies that were enqueued before it, which share the device's copy
+// engine. So at most kMostInFlight copies and kMostBytesInFlight are in the stream at a time (and one copy
+// more): a thread that has more waits for the oldest. An event is recorded for every kCopiesPerEvent copies
+// or kBytesPerEvent.
 //
 // Each copy is a call of its own. cuMemcpyBatchAsync (12.8) takes many, but large and repeated submissions
 // are reported to hang or crash with driver 580 (vllm-project/vllm#49276), and it takes addresses of the host
@@ -48,6 +50,10 @@ class DeviceCopier {
   using Place = uint64_t;
   static constexpr Place kMostInFlight = 256;
   static constexpr Place kCopiesPerEvent = 64;
+  // About a millisecond. With pipeline stages, Megatron synchronizes the device after each transfer between
+  // them (batch_p2p_sync), and waits for what is in flight; not measured on a GPU yet.
+  static constexpr uint64_t kMostBytesInFlight = uint64_t{32} << 20;
+  static constexpr uint64_t kBytesPerEvent = uint64_t{8} << 20;
 
   // Created on the trainer's thread, for its current context. Throws Failure.
   explicit DeviceCopier(std::shared_ptr<Driver> driver);
@@ -87,15 +93,18 @@ class DeviceCopier {
   int device() const { return device_; }
 
  private:
-  // An event that is done when the first `place` copies are.
+  // An event that is done when the first `place` copies are, of `bytes` together.
   struct Mark {
-    Place place;
+    Place place = 0;
+    uint64_t bytes = 0;
     std::shared_ptr<Event> event;
   };
 
   void Enqueue(uint8_t* target, CuPointer source, size_t row_bytes, size_t row_step, size_t rows,
                bool bounded);
-  void Count(size_t copies, bool bounded);
+  void Count(uint64_t bytes, bool bounded);  // a copy that was enqueued
+  void WaitForBytes(uint64_t bytes);         // in the order of the stream
+  void Await(const Mark& mark);
   void MarkHere() REQUIRES(marking_);
 
   const std::shared_ptr<Driver> driver_;
@@ -108,10 +117,11 @@ class DeviceCopier {
   // Counted after the driver's call, so that an event recorded after reading it covers at least as many
   // copies.
   std::atomic<Place> enqueued_{0};
-  Mutex marking_;
+  Mutex marking_;  // held where enqueued_ grows, so that places and bytes grow together
+  uint64_t bytes_ GUARDED_BY(marking_) = 0;      // of those copies
   std::deque<Mark> marks_ GUARDED_BY(marking_);  // in the order of their places
-  Place marked_ GUARDED_BY(marking_) = 0;        // the place of the last mark made
-  Place done_ GUARDED_BY(marking_) = 0;          // copies known to be done
+  Mark marked_ GUARDED_BY(marking_);             // the last one made
+  Mark done_ GUARDED_BY(marking_);               // up to which copies are known to be done; without event
 };
 
 }  // namespace datastates

@@ -98,6 +98,18 @@ def test_the_deprecated_flag_is_refused():
     assert loop.wrap_validate_args(lambda args: args)(args) is args
 
 
+@pytest.mark.parametrize(
+    ("minutes", "seconds", "is_warned"),
+    [(10, None, False), (10, 60, True), (7, None, True), (None, None, False)],
+)
+def test_a_fence_that_may_wait_for_longer_than_process_groups_is_warned_of(
+    caplog, minutes: int | None, seconds: int | None, is_warned: bool
+) -> None:
+    args = namespace(distributed_timeout_minutes=minutes, distributed_timeout_seconds_after_init=seconds)
+    arguments.warn_of_deadline(args, OPTIONS)
+    assert ("process groups time out" in caplog.text) == is_warned
+
+
 def test_arguments_are_adopted_once():
     args = namespace(ckpt_format="datastates")
     assert adopt(args) and adopt(args)

@@ -177,6 +177,24 @@ def settle(args: Any) -> None:
             logger.info("--ckpt-format datastates sets --ckpt-assume-constant-structure")
 
 
+def warn_of_deadline(args: Any, options: Options) -> None:
+    """Logs a warning if a save may wait for longer than NCCL lets the other ranks wait for this one."""
+    limits = [
+        60 * (getattr(args, "distributed_timeout_minutes", None) or 0),
+        getattr(args, "distributed_timeout_seconds_after_init", None) or 0,
+    ]
+    least = min((limit for limit in limits if limit), default=None)
+    if least is not None and 2 * options.fence_deadline > least and getattr(args, "rank", 0) == 0:
+        logger.warning(
+            "--datastates-fence-deadline %g: a save may wait twice so long, at its start and at the next "
+            "step, and process groups time out after %g s, which would end the job instead of the save: "
+            "expected at most %g",
+            options.fence_deadline,
+            least,
+            least / 2,
+        )
+
+
 def _nvrx_is_usable() -> bool:
     """Returns whether nvidia-resiliency-ext is installed, in a version that this Megatron supports."""
     from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy

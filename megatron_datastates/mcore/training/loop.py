@@ -20,6 +20,7 @@ from megatron_datastates.mcore.training.arguments import (
     options_of,
     settle,
     validate_without_worker,
+    warn_of_deadline,
 )
 from megatron_datastates.pipeline.held import trainer_held
 
@@ -143,6 +144,7 @@ def wrap_validate_args(original: Callable[..., Any]) -> Callable[..., Any]:
         check_object_stores(args)
         settle(args)
         options = options_of(args)
+        warn_of_deadline(args, options)
         find_functions(options.providers)  # a wrong name is an error now, not at the first save
         if getattr(args, "save", None):
             enable_saving(options)
