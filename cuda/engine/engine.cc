@@ -182,7 +182,7 @@ void Engine::TakeSamples(const std::shared_ptr<SaveJob>& job, const Batch& batch
   }
   // The job must not be released, nor its memory returned, while the device is copying samples.
   job->BeginTask();
-  in_flight_.push_back({{job, nullptr, 0, Slot()}, job->copier()->Enqueued()});
+  in_flight_.push_back({{job, nullptr, 0, Slot(), {}}, job->copier()->Enqueued()});
   await_wake_.NotifyOne();
 }
 

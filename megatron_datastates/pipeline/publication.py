@@ -249,6 +249,7 @@ class Publication:
         self._abandoned = True
         if self.outcome is Outcome.PENDING and not self._publishing:
             self.save.cancel_and_remove(reason)
+            self.save.drop_sources()
 
     def forget(self) -> None:
         """Leaves the polls of other saves."""

@@ -37,6 +37,7 @@ from megatron_datastates.providers.objects import check_saved
 logger = logging.getLogger(__name__)
 _WAIT_SECONDS = 0.1
 _AWAITED_SECONDS = 0.01
+_DROPPING_SECONDS, _LOOK_SECONDS = 1.0, 0.005
 _HELD_SECONDS = 60.0  # longer than a call that saves holds the trainer
 
 
@@ -330,6 +331,17 @@ class RankSave:
         self._cancel(reason)
         if self.is_durable or self._finisher is None:
             self._remove()
+
+    def drop_sources(self) -> None:
+        """Lets go of the trainer's memory once a cancelled save reads nothing of it; waits a second at most.
+
+        For a restart within the process, which makes the model again.
+        """
+        deadline = time.monotonic() + _DROPPING_SECONDS
+        for file in self._files:
+            while not file.sources_copied() and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
+        FENCE.discard_reader(self)
 
     def join(self, seconds: float | None = None) -> bool:
         """Waits for the finishing thread of a save that is over; returns whether it has ended."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
@@ -129,3 +131,17 @@ def test_a_save_that_was_never_awaited_is_abandoned_at_the_end(tmp_path, caplog)
     assert f"the save to {tmp_path / 'c'} was not published" in caplog.text
     assert not (tmp_path / "c").exists() or os.listdir(tmp_path / "c") == []
     FENCE.wait("the step")  # nobody stands there any more
+
+
+def test_an_abandoned_save_holds_no_memory(tmp_path):
+    """A restart within the process makes the model again, beside whatever is held of the old one."""
+    saver = new_saver(lazy_delay=3600.0)
+    tensor = torch.ones(1000)
+    publication = saver.start(tmp_path / "0", State({"a": tensor}, mutability=Mutability.AT_FENCE))
+    storage = StorageWeakRef(tensor.untyped_storage())
+    del tensor
+    assert not storage.expired()
+    publication.abandon("the queue was aborted")
+    gc.collect()
+    assert storage.expired() and not FENCE.readers
+    saver.close()
