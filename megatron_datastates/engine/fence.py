@@ -43,8 +43,8 @@ class Reader(Protocol):
 class Fence:
     """The saves of this process that mutations must wait for.
 
-    Used only by the trainer's thread, by threads that work for it while it waits (autograd's), and by one that
-    aborts its queue; each change of a list is one atomic operation.
+    Used by the trainer's thread, by threads that work for it while it waits (autograd's), and by one that
+    aborts its queue: each change of a list is one atomic operation.
     """
 
     def __init__(self) -> None:
