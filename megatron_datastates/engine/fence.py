@@ -7,8 +7,10 @@ mcore/fences.py makes these calls.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
+from collections.abc import Iterator
 from typing import Protocol
 
 
@@ -44,7 +46,7 @@ class Fence:
     """The saves of this process that mutations must wait for.
 
     Used by the trainer's thread, by threads that work for it while it waits (autograd's), and by one that
-    aborts its queue: each change of a list is one atomic operation.
+    aborts its queue: each changes a list by one atomic operation, which another may have made before it.
     """
 
     def __init__(self) -> None:
@@ -58,22 +60,24 @@ class Fence:
 
     def discard(self, save: Fenced) -> None:
         """Removes a save that no longer reads anything of the trainer's."""
-        if save in self._standing:
+        with contextlib.suppress(ValueError):
             self._standing.remove(save)
 
     def wait(self, reason: str) -> None:
         """Fences every registered save, oldest first; one added meanwhile is left to the next call."""
-        for _ in range(len(self._standing)):
-            if self._standing:
-                self._standing.pop(0).fence(reason)
+        for save in self._taken():
+            save.fence(reason)
 
     def add_reader(self, save: Reader) -> None:
-        self.readers.append(weakref.ref(save, self.readers.remove))
+        self.readers.append(weakref.ref(save, self._forget_reader))
+
+    def _forget_reader(self, reference: weakref.ref[Reader]) -> None:
+        with contextlib.suppress(ValueError):
+            self.readers.remove(reference)
 
     def discard_reader(self, save: Reader) -> None:
         """Removes a save whose copies are over."""
-        if (reference := weakref.ref(save)) in self.readers:
-            self.readers.remove(reference)
+        self._forget_reader(weakref.ref(save))
 
     def wait_until_unread(self, storage: int | None = None) -> None:
         """Returns when no save reads that storage any more (an UntypedStorage's `_cdata`; None: any storage).
@@ -93,13 +97,21 @@ class Fence:
 
     def witness_mutation(self, reason: str) -> None:
         """Fails every registered save: memory has changed already, so copies may mix two states."""
+        for save in self._taken():
+            save.mark_torn(reason)
+
+    def _taken(self) -> Iterator[Fenced]:
+        """Yields the saves that stand here now, as it takes each away."""
         for _ in range(len(self._standing)):
-            if self._standing:
-                self._standing.pop(0).mark_torn(reason)
+            try:
+                save = self._standing.pop(0)
+            except IndexError:
+                return
+            yield save
 
     def on_poll(self) -> None:
         """Notifies every registered save of a poll: Megatron's queue polls only the oldest save."""
-        for save in self._standing:
+        for save in list(self._standing):
             save.on_poll()
 
     def forget(self) -> None:

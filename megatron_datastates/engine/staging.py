@@ -276,18 +276,23 @@ class FileSave:
         return float(self._job.stream_waited()) if self._on_device else 0.0
 
     def sources_copied(self) -> bool:
-        """Returns whether everything is staged; if so, drops the sources, on the trainer's thread."""
+        """Returns whether everything is staged; if so, drops the sources.
+
+        On the trainer's thread, or on one that aborts the save.
+        """
         if self._sources is not None and self._job.wait(native.Milestone.STAGED, 0.0):
             self._sources = self._storages = None
         return self._sources is None
 
     def reads(self, storage: int) -> bool:
         """Returns whether a source in that storage (an UntypedStorage's `_cdata`) may still be read."""
-        if self.sources_copied() or self._sources is None:
+        sources = self._sources
+        if self.sources_copied() or sources is None:
             return False
-        if self._storages is None:  # on demand: this is rarely called
-            self._storages = {getattr(source, "_cdata", None) for source in self._sources}
-        return storage in self._storages
+        storages = self._storages
+        if storages is None:  # on demand: this is rarely called
+            self._storages = storages = {getattr(source, "_cdata", None) for source in sources}
+        return storage in storages
 
     # -- the finishing thread ---------------------------------------------------------------------------
 

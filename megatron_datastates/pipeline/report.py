@@ -44,7 +44,7 @@ class Reporter:
             later: a thread writes it, because the trainer is in a poll: the file may be on slow storage.
         """
         if report["rank"] == 0 and later:
-            self._write_later(report)
+            self._write_later(dict(report))  # a listener may change it
         elif report["rank"] == 0:
             self.flush()  # so that lines have the order of the reports
             self.write(report)
@@ -67,6 +67,7 @@ class Reporter:
             writer.start()
             self._writer = writer
         except RuntimeError:  # no thread can be started
+            self.flush()
             write()
 
     def write(self, report: dict[str, Any]) -> None:

@@ -333,15 +333,17 @@ class RankSave:
             self._remove()
 
     def drop_sources(self) -> None:
-        """Lets go of the trainer's memory once a cancelled save reads nothing of it; waits a second at most.
+        """Lets go of the trainer's memory if a cancelled save reads nothing of it within a second.
 
-        For a restart within the process, which makes the model again.
+        For a restart within the process, which makes the model again. Else whoever frees memory still waits.
         """
         deadline = time.monotonic() + _DROPPING_SECONDS
-        for file in self._files:
-            while not file.sources_copied() and time.monotonic() < deadline:
-                time.sleep(_LOOK_SECONDS)
-        FENCE.discard_reader(self)
+        while not all(list(map(_has_no_sources, self._files))):
+            if time.monotonic() >= deadline:
+                return
+            time.sleep(_LOOK_SECONDS)
+        if self.tail.wait_read(deadline - time.monotonic()):
+            FENCE.discard_reader(self)
 
     def join(self, seconds: float | None = None) -> bool:
         """Waits for the finishing thread of a save that is over; returns whether it has ended."""
@@ -465,3 +467,7 @@ class RankSave:
             save.block_checksums(),
             group=group,
         ).encode()
+
+
+def _has_no_sources(file: FileSave | StableFile) -> bool:
+    return file.sources_copied()

@@ -121,6 +121,13 @@ class Tail:
             UnsafeObjectError: a load would refuse an object.
             FailedCallError: the save has failed.
         """
+        try:
+            self._write_later(writer)
+        except BaseException:
+            self._later.clear()  # a save that has failed holds nothing of the trainer's
+            raise
+
+    def _write_later(self, writer: TailWriter) -> None:
         released = time.perf_counter()
         while self._later:
             if self._later[0].source.mutability is not Mutability.AT_FENCE:

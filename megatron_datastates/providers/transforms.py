@@ -186,18 +186,22 @@ class _DeviceReader(threading.local):
 
     def read(self, part: torch.Tensor, written_after: Any) -> torch.Tensor:
         """Returns a copy of at most _PART_BYTES in host memory, read after that event."""
-        if part.device not in self._streams:
-            self._streams[part.device] = torch.cuda.Stream(part.device)
-        if self._memory is None:
-            self._memory = torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=True)
-        stream = self._streams[part.device]
-        with torch.cuda.stream(stream):
-            if written_after is not None:
-                stream.wait_event(written_after)
-            copy = self._memory[: part.nbytes].view(part.dtype).view(part.shape)
-            copy.copy_(part, non_blocking=True)
-        stream.synchronize()
-        return copy.clone()
+        # On the tensor's device: else leaving the stream would make a context on device 0, in every process.
+        with torch.cuda.device(part.device):
+            if part.device not in self._streams:
+                self._streams[part.device] = torch.cuda.Stream(part.device)
+            if self._memory is None:
+                self._memory = torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=True)
+            stream = self._streams[part.device]
+            with torch.cuda.stream(stream):
+                if written_after is not None:
+                    stream.wait_event(written_after)
+                # Not in the copy: torch resolves views on the host then, and does not wait for the bytes.
+                part = part.resolve_conj().resolve_neg()
+                copy = self._memory[: part.nbytes].view(part.dtype).view(part.shape)
+                copy.copy_(part, non_blocking=True)
+            stream.synchronize()
+            return copy.clone()
 
 
 _READER = _DeviceReader()

@@ -15,7 +15,7 @@ from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.saver import Saver
 from megatron_datastates.providers.base import Mutability
 from megatron_datastates.providers.tensors import TensorProvider
-from megatron_datastates.providers.transforms import Cast
+from megatron_datastates.providers.transforms import Cast, Compressed
 from tests.gpu.test_device_saves import busy
 from tests.unit.states import new_saver
 
@@ -56,3 +56,14 @@ def test_what_the_trainer_launches_next_is_not_waited_for(saver: Saver, tmp_path
         time.sleep(0.001)
     assert publication.save.is_durable and not done.query()
     assert publication.wait() is Outcome.PUBLISHED, publication.error
+
+
+def test_conjugated_tensors_are_stored_as_their_values(saver: Saver, tmp_path: Path) -> None:
+    pytest.importorskip("zstandard")
+    tensor = torch.randn(300, 1001, dtype=torch.complex64, device="cuda")
+    views = {"conjugated": tensor.conj(), "negated": tensor.conj().imag}
+    wanted = {key: view.cpu().resolve_conj().resolve_neg() for key, view in views.items()}
+    publication = saver.start(tmp_path / "c", Compressed(TensorProvider(views, Mutability.AT_FENCE)))
+    assert publication.wait() is Outcome.PUBLISHED, publication.error
+    checkpoint = ds.open(tmp_path / "c")
+    assert all(torch.equal(checkpoint.read_tensor(key), value) for key, value in wanted.items())

@@ -114,6 +114,7 @@ def trainers(monkeypatch: pytest.MonkeyPatch) -> Stream:
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     monkeypatch.setattr(torch.cuda, "stream", stream)
     monkeypatch.setattr(torch.cuda, "Stream", make)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **rest: empty(*args, **rest))
     monkeypatch.setattr(transforms, "_READER", transforms._DeviceReader())
     return trainers

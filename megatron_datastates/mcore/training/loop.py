@@ -196,7 +196,8 @@ def _is_skipped(call: dict[str, Any], options: Options) -> bool:
     """Returns whether a save is left out because another one is unfinished; on all ranks alike.
 
     Never the last one of a run: nothing would be saved later. So only saves of an interval are left out, and
-    not those that precede an exit or a new phase.
+    not those that precede an exit or a new phase, unless a signal or --exit-duration-in-mins ends the run in
+    that very iteration.
     """
     from megatron.training.global_vars import get_args
 
