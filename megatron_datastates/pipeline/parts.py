@@ -60,6 +60,7 @@ class PartSaver(Saver):
         )
         ranks = _GivenRanks(context.rank, context.world_size)
         publication = Publication(save, Polls(ranks), self.session.layouts, self._faults)
+        publication.is_awaited = True
         with self._lock:
             self._unfinished.append(publication)
         try:

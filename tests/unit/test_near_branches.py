@@ -24,7 +24,7 @@ from megatron_datastates.mcore.training.tracker import mend
 from megatron_datastates.pipeline.branches import Origin, Point, origin_in, point_in
 from megatron_datastates.pipeline.fallback import _older as older_than
 from megatron_datastates.pipeline.jobs import JOBS_NAME, jobs_in
-from megatron_datastates.pipeline.near import drain
+from megatron_datastates.pipeline.near import job_notes
 from megatron_datastates.pipeline.near.holdings import resumable
 from megatron_datastates.pipeline.near.places import manifest_in
 from megatron_datastates.pipeline.near.recovery import bring_home
@@ -195,7 +195,7 @@ def test_a_rollback_whose_job_could_not_be_noted(
     def failing(*args: object) -> None:
         raise RuntimeError("unexpected")
 
-    monkeypatch.setattr(drain, "note_job", failing)
+    monkeypatch.setattr(job_notes, "note_job", failing)
     job = Job(tmp_path, B, resumed=5)
     job.save(7)
     job.track(7)
@@ -250,7 +250,7 @@ def test_two_jobs_that_began_at_the_same_checkpoint(tmp_path: Path, away: Path) 
 
 def test_more_jobs_than_the_list_keeps(tmp_path: Path, away: Path) -> None:
     for n in range(102):
-        drain.note_job(away.parent / "far" / "run", SaveId(0x1000 + n, 1), 5)
+        job_notes.note_job(away.parent / "far" / "run", SaveId(0x1000 + n, 1), 5)
     assert len(jobs_in(tmp_path / "far" / "run")) == 100
     iteration, said = resume(Job(tmp_path, B), away)
     assert iteration is None and "is left" in said

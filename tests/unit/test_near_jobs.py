@@ -21,7 +21,7 @@ from megatron_datastates.pipeline.jobs import (
     jobs_in,
     note_job,
 )
-from megatron_datastates.pipeline.near import drain
+from megatron_datastates.pipeline.near import job_notes
 from tests.unit.test_near_tier import abandon, killed, recover
 from tests.unit.test_near_tier_trouble import next_job
 
@@ -257,7 +257,7 @@ def test_a_list_that_cannot_be_written_is_tried_again_with_one_warning(
             raise OSError(5, "Input/output error")
         return note_job(folder, save_id, *rest)
 
-    monkeypatch.setattr(drain, "note_job", failing)
+    monkeypatch.setattr(job_notes, "note_job", failing)
     nodes = next_job(tmp_path)
     with caplog.at_level(logging.WARNING):
         for iteration in (1, 2, 3, 4):
