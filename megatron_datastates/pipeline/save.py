@@ -338,7 +338,7 @@ class RankSave:
         For a restart within the process, which makes the model again. Else whoever frees memory still waits.
         """
         deadline = time.monotonic() + _DROPPING_SECONDS
-        while not all(list(map(_has_no_sources, self._files))):
+        while not all(file.sources_copied() for file in self._files):
             if time.monotonic() >= deadline:
                 return
             time.sleep(_LOOK_SECONDS)
@@ -467,7 +467,3 @@ class RankSave:
             save.block_checksums(),
             group=group,
         ).encode()
-
-
-def _has_no_sources(file: FileSave | StableFile) -> bool:
-    return file.sources_copied()
