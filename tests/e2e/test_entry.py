@@ -39,9 +39,10 @@ def test_installed_package_alone_adds_the_format_to_a_stock_entry(ckpt_format: s
     Checkpoints(tmp_path).assert_format(4, ckpt_format)
 
 
+@pytest.mark.timeout(600)
 def test_demo_ends_with_ok(ckpt_format: str, tmp_path: Path) -> None:
     given = [] if ckpt_format == "datastates" else ["--ckpt-format", ckpt_format]
-    printed = run(RECIPES / "demo.py", "--keep", tmp_path / "kept", *given, timeout_seconds=240)
+    printed = run(RECIPES / "demo.py", "--keep", tmp_path / "kept", *given, timeout_seconds=560)
     assert printed.splitlines()[-1] == "demo: OK"
 
 

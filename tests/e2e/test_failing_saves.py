@@ -1,6 +1,8 @@
 """A save that fails on one rank in the training loop: all ranks raise the same error, and nothing is lost."""
 
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -129,3 +131,26 @@ def test_saves_that_come_too_early_are_skipped_and_counted_but_never_the_last(
     assert sorted({*map(int, skipped)} | {*published}) == list(range(1, 7)) and skipped
     resumed = pretraining.run(*how, "--load", str(root))
     assert resumed.resumed_from(saved) == 6
+
+
+def test_a_skipped_save_is_made_after_all_where_a_signal_ends_the_run(
+    pretraining: Pretraining, tmp_path: Path
+) -> None:
+    """The first save takes seconds to sync; meanwhile the run is to end, in an iteration with a save."""
+    root = tmp_path / "ck"
+    how = [*LAYOUTS["tp2"], "--ckpt-format", "datastates", "--async-save", "--exit-signal-handler"]
+    skipping = ["--save", str(root), "--save-interval", "1", "--datastates-while-saving", "skip"]
+    slow = failing(0, "sync:1:stall=6000")
+    running = pretraining.start(
+        *how, *skipping, "--train-iters", "40", "--step-delay-ms", "100", environment=slow
+    )
+    running.job.wait_until(lambda: "is not saved, because" in running.job.log(), 60)
+    os.kill(running.job.pids[1], signal.SIGTERM)
+    saved = running.finish()
+    assert "the save that was just skipped is made after all" in saved.log
+    last = Checkpoints(root).tracked()
+    assert last is not None and Checkpoints(root).published() == [1, last]
+    resumed = pretraining.run(
+        *how, "--train-iters", "40", "--load", str(root), "--exit-interval", str(last + 1)
+    )
+    assert resumed.resumed_from(saved) == last

@@ -13,7 +13,8 @@ from tests.unit.command import run
 # The embedding and the MLPs of all layers.
 FROZEN = {"TINY_FROZEN": r"embedding|linear_fc", "MEGATRON_DATASTATES_LINK_FROM": "64KiB"}
 # A save links to the last one that is published, which takes a few polls, one an iteration.
-STEPS = ["--train-iters", "32", "--step-delay-ms", "10"]
+STEPS = ["--train-iters", "32"]
+SLOWLY = ["--step-delay-ms", "100"]
 SAVED = (8, 16, 24, 32)
 
 
@@ -32,7 +33,7 @@ def assert_whole(checkpoint: Path) -> None:
 def test_frozen_weights_are_written_once(layout: str, pretraining: Pretraining, tmp_path: Path) -> None:
     checkpoints, report = Checkpoints(tmp_path / "ck"), tmp_path / "report.jsonl"
     how: list[str | Path] = [*LAYOUTS[layout], *STEPS, "--ckpt-format", "datastates"]
-    saving = ["--save", checkpoints.root, "--save-interval", "8", "--async-save"]
+    saving = ["--save", checkpoints.root, "--save-interval", "8", "--async-save", *SLOWLY]
     reference = pretraining.run(*how, environment=FROZEN)
     saved = pretraining.run(*how, *saving, "--datastates-report-file", report, environment=FROZEN)
 
@@ -59,7 +60,7 @@ def test_frozen_weights_are_written_once(layout: str, pretraining: Pretraining, 
 def test_frozen_weights_that_change_are_written_again(pretraining: Pretraining, tmp_path: Path) -> None:
     checkpoints, report = Checkpoints(tmp_path / "ck"), tmp_path / "report.jsonl"
     how: list[str | Path] = [*LAYOUTS["dp2"], *STEPS, "--ckpt-format", "datastates"]
-    saving = ["--save", checkpoints.root, "--save-interval", "8", "--async-save"]
+    saving = ["--save", checkpoints.root, "--save-interval", "8", "--async-save", *SLOWLY]
     changing = {**FROZEN, "TINY_FROZEN_CHANGES_AFTER": "20"}
     saved = pretraining.run(*how, *saving, "--datastates-report-file", report, environment=changing)
 
@@ -79,7 +80,7 @@ def test_weights_that_are_trained_from_the_middle_on_are_written_from_there_on(
     """Unfreezing is a resume: Megatron makes its optimizer once."""
     checkpoints, report = Checkpoints(tmp_path / "ck"), tmp_path / "report.jsonl"
     how: list[str | Path] = [*LAYOUTS["dp2"], *STEPS, "--ckpt-format", "datastates", "--async-save"]
-    how += ["--save", checkpoints.root, "--save-interval", "8", "--datastates-report-file", report]
+    how += ["--save", checkpoints.root, "--save-interval", "8", *SLOWLY, "--datastates-report-file", report]
     pretraining.run(*how, "--exit-interval", "16", environment=FROZEN)
     thawed = pretraining.run(*how, "--load", checkpoints.root, "--no-load-optim", environment={})
 

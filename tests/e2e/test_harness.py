@@ -33,7 +33,7 @@ def sleep():
 
 def end(how):
     atexit.register(lambda: print("hook", getattr(sys, "last_value", None)))
-    threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
+    threading.Thread(target=lambda: (threading.main_thread().join(), print("thread"))).start()
     if how == "error":
         raise ValueError("meant to fail")
     sys.exit(how)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import STEPS, Reference
+from tests.support.exchange import exchange
 from tests.support.tiny import LAYOUTS, MANIFEST, TRACKER, Checkpoints, Pretraining
 
 SLOW = ["--datastates-drain-limit", "1KiB"]  # the first checkpoint becomes far, no other
@@ -65,7 +66,7 @@ def test_killed_run_resumes_from_what_only_the_near_tiers_have(
     killed.job.wait_until(lambda: nodes.tracked_near() >= 4 and nodes.far.tracked() == 2, 60)
     killed.job.kill()
     assert nodes.far.published() == [2] and nodes.far.tracked() == 2
-    newest = min(nodes.near(node).published()[-1] for node in (0, 1))
+    newest = newest_whole(nodes)
 
     resumed = pretraining.run(*nodes.arguments(steps=12))
 
@@ -85,7 +86,7 @@ def test_a_killed_run_resumes_from_its_near_tiers_in_another_layout(
     killed = pretraining.start(*nodes.arguments(*SLOW, "--step-delay-ms", "300", steps=12))
     killed.job.wait_until(lambda: nodes.tracked_near() >= 4 and nodes.far.tracked() == 2, 60)
     killed.job.kill()
-    newest = min(nodes.near(node).published()[-1] for node in (0, 1))
+    newest = newest_whole(nodes)
 
     resumed = pretraining.run(*nodes.arguments(layout=layout, steps=12))
 
@@ -112,12 +113,11 @@ def test_saves_go_on_near_while_save_is_gone(
     running = pretraining.start(*how)
     running.job.wait_until(lambda: nodes.far.tracked() == 2, 60)
     gone = tmp_path / "gone"
-    nodes.far.root.rename(gone)
-    nodes.far.root.write_text("not a directory")
+    gone.write_text("not a directory")
+    exchange(nodes.far.root, gone)
     reached = nodes.tracked_near()
     running.job.wait_until(lambda: nodes.tracked_near() >= reached + 4, 60)
-    nodes.far.root.unlink()
-    gone.rename(nodes.far.root)
+    exchange(nodes.far.root, gone)
     ended = running.finish(120)
 
     log = ended.log

@@ -32,7 +32,7 @@ def many(count: int, size: int = 24) -> list[Copy]:
 
 def test_copied_does_not_wait_for_the_disk(cuda: FakeCuda, device_engines: Engines, tmp_path: Path) -> None:
     """Every write hangs: the copies are over all the same, and the sources are nobody's."""
-    engine = device_engines(most_slots=16, write_threads=1, faults="write:0:stall=100")
+    engine = device_engines(most_slots=16, write_threads=1, faults="write:0:stall=300")
     copy, stream = on_device(12 * SLOT), cuda.new_stream()
     save = Save(engine, tmp_path / "data", [copy], stream=stream)
     save.expect(Milestone.STAGED)

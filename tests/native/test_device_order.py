@@ -61,9 +61,11 @@ def test_copies_wait_for_the_kernel_before_the_save(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
     trainer, copy = cuda.new_stream(), on_device(4 * SLOT)
-    fill(cuda, trainer, copy, BEFORE, seconds=0.1)
+    cuda.hold_stream(trainer)
+    fill(cuda, trainer, copy, BEFORE, seconds=0)
     save = Save(device_engines(), tmp_path / "data", [copy], stream=trainer)
     assert not cuda.is_idle(trainer)
+    cuda.release_stream(trainer)
     save.finish()
     assert set(save.path.read_bytes()[: save.end]) == {BEFORE}
 

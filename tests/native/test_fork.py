@@ -68,7 +68,7 @@ def reap(child: int, seconds: float = 20.0) -> int:
 
 
 def slow_save(engines: Engines, tmp_path: Path) -> Save:
-    engine = engines(slot_bytes=ALIGNMENT, most_slots=2, faults="write:0:stall=10")
+    engine = engines(slot_bytes=ALIGNMENT, most_slots=2, faults="write:1:stall=1000,write:2:stall=1000")
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(60 * ALIGNMENT), 0)])
     assert not save.reaches(Milestone.ENQUEUED, 0.05)
     return save
@@ -76,7 +76,7 @@ def slow_save(engines: Engines, tmp_path: Path) -> Save:
 
 def test_a_child_has_no_data_file_open(engines: Engines, tmp_path: Path) -> None:
     save = slow_save(engines, tmp_path)
-    assert len(descriptors_of(save.path)) == 1
+    eventually(lambda: len(descriptors_of(save.path)) == 1, "the file is open")
     assert in_child(lambda: descriptors_of(save.path)) == "[]"
     save.finish()
     save.assert_stored()
@@ -151,7 +151,7 @@ def test_a_child_that_ends_normally_harms_nothing(tmp_path: Path) -> None:
 import os, sys
 from pathlib import Path
 from tests.native.harness import ALIGNMENT, Copy, Milestone, Save, make_engine, random_bytes
-engine = make_engine(slot_bytes=ALIGNMENT, most_slots=2, faults="write:0:stall=10")
+engine = make_engine(slot_bytes=ALIGNMENT, most_slots=2, faults="write:1:stall=1000,write:2:stall=1000")
 save = Save(engine, Path({str(tmp_path / "data")!r}), [Copy(random_bytes(60 * ALIGNMENT), 0)])
 assert not save.reaches(Milestone.ENQUEUED, 0.05)
 child = os.fork()
@@ -195,7 +195,7 @@ def test_a_child_leaves_the_parents_device_objects_alone(
     cuda: FakeCuda, device_engines: Engines, tmp_path: Path
 ) -> None:
     stream = cuda.new_stream()
-    engine = device_engines(slot_bytes=ALIGNMENT, most_slots=2, faults="write:0:stall=10")
+    engine = device_engines(slot_bytes=ALIGNMENT, most_slots=2, faults="write:0:stall=30")
     copies = [Copy(random_bytes(60 * ALIGNMENT), 0, device=True)]
     finished = save_whole(engine, tmp_path / "finished", copies[:1], stream=stream)
     save = Save(engine, tmp_path / "data", copies, stream=stream)

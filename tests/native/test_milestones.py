@@ -71,7 +71,7 @@ def test_eager_bytes_may_change_at_their_milestone(engines: Engines, tmp_path: P
 
 def test_lazy_bytes_may_change_at_the_fence(engines: Engines, tmp_path: Path) -> None:
     lazy = random_bytes(4 * SLOT)
-    save = Save(slow_engine(engines, faults="write:0:stall=50"), tmp_path / "data", [Copy(lazy, 0)])
+    save = Save(slow_engine(engines, faults="write:0:stall=500"), tmp_path / "data", [Copy(lazy, 0)])
     wanted = expected_bytes(save.copies)
     save.expect(Milestone.ENQUEUED)
     assert save.status["bytes_written"] < save.end  # staged, not yet stored
@@ -139,10 +139,10 @@ def test_a_save_cancelled_before_it_began_makes_no_file(engines: Engines, tmp_pa
 
 
 def test_a_save_cancelled_while_it_syncs_is_not_durable(engines: Engines, tmp_path: Path) -> None:
-    engine = engines(faults="sync:1:stall=100")
+    engine = engines(faults="sync:1:stall=2000")
     save = save_written(engine, tmp_path / "data")
     engine.finish(job=save.job, footer=FOOTER, offset=save.end)
-    time.sleep(0.03)
+    time.sleep(0.1)
     save.job.cancel("too late for others")
     save.failure(Milestone.DURABLE)
     assert save.status["durable_at"] < 0
@@ -285,15 +285,15 @@ def test_signals_reach_a_thread_that_closes(engines: Engines, tmp_path: Path) ->
     engine = engines(write_threads=1, faults="write:1:stall=2000")
     save = Save(engine, tmp_path / "data", [Copy(random_bytes(SLOT), 0)])
     save.expect(Milestone.ENQUEUED)
-    time.sleep(0.1)  # until the write has begun
+    time.sleep(0.3)  # until the write has begun
 
     def ring(*_: object) -> None:
         raise Rung
 
     before = signal.signal(signal.SIGALRM, ring)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
         with pytest.raises(Rung):
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
             engine.close()
         assert not save.reaches(Milestone.RELEASED, 0)
     finally:

@@ -146,7 +146,7 @@ def test_a_file_that_was_not_synced_is_not_durable(engines: Engines, tmp_path: P
 
 
 def test_durable_comes_after_the_sync(engines: Engines, tmp_path: Path) -> None:
-    engine = engines(faults="sync:1:stall=200")
+    engine = engines(faults="sync:1:stall=1000")
     save = Save(engine, tmp_path / "data", COPIES)
     save.job.close_input()
     save.expect(Milestone.WRITTEN)

@@ -59,7 +59,9 @@ class Recorder:
             results = take_step(*args, **options)
             losses = {f"loss {name}": _text(value) for name, value in results[0].items()}
             self.states[f"step {get_args().curr_iteration + 1}"] = self.state() | losses
-            self.children |= {child.name() for child in psutil.Process().children(recursive=True)}
+            for child in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error):  # it has ended
+                    self.children.add(child.name())
             return results
 
         loop.setup_model_and_optimizer = setup_model_and_optimizer

@@ -34,6 +34,7 @@ from megatron_datastates.pipeline.near.places import near_run
 from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.publication import Outcome
 from tests.support.capabilities import bound_by_permissions
+from tests.support.exchange import exchange
 from tests.unit.states import OPTIONS
 from tests.unit.test_near_replicas import Cluster, copying
 from tests.unit.test_near_tier import Nodes, abandon, killed, recover
@@ -145,11 +146,10 @@ def test_a_tier_that_earlier_jobs_have_filled_is_used_again(
 def no_far(nodes: Nodes) -> object:
     """The directory of the run is elsewhere meanwhile, and something else in its place."""
     gone = nodes.run.with_name("gone")
-    nodes.run.rename(gone)
-    nodes.run.write_text("")
+    gone.write_text("")
+    exchange(nodes.run, gone)
     yield
-    nodes.run.unlink()
-    gone.rename(nodes.run)
+    exchange(nodes.run, gone)
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from megatron_datastates.format.values import MANIFEST_NAME, SaveId
 from megatron_datastates.mcore.training import near as training_near
 from megatron_datastates.pipeline.branches import origin_in
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.near import drain, holdings, share, tier
+from megatron_datastates.pipeline.near import copying, drain, holdings, share, tier
 from megatron_datastates.pipeline.near.copying import Copier
 from megatron_datastates.pipeline.near.places import manifest_in, near_folder, near_run
 from megatron_datastates.pipeline.near.recovery import bring_home
@@ -443,9 +443,10 @@ def test_rank_0_waits_at_the_end_while_a_large_file_of_another_node_arrives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(drain, "_STALLED_SECONDS", 2.5)
-    nodes = Nodes(tmp_path, {}, {"drain_limit": 16 * MIB})  # a piece a second
+    monkeypatch.setattr(copying, "_PIECE_BYTES", MIB)
+    nodes = Nodes(tmp_path, {}, {"drain_limit": MIB})  # a piece a second
     states = states_of(1)
-    states[1] = State({"w1": torch.zeros(80 * MIB, dtype=torch.uint8)})
+    states[1] = State({"w1": torch.zeros(5 * MIB, dtype=torch.uint8)})
     nodes.ranks.save(nodes.directory(1), states)
     nodes.close()
     assert nodes.is_far(1) and "in the near tiers only" not in caplog.text

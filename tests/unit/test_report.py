@@ -140,7 +140,7 @@ def test_held_time_is_start_and_fence_and_polls(reporting, tmp_path):
     (report,) = lines()
     assert set(report["held_parts_ms"]) == {"start", "fence", "polls"}
     assert report["held_ms"] == pytest.approx(sum(report["held_parts_ms"].values()), abs=0.01)
-    assert report["fence_ms"] <= report["held_parts_ms"]["fence"] + 1
+    assert report["fence_ms"] <= report["held_parts_ms"]["fence"] + 100
 
 
 def lazy() -> State:

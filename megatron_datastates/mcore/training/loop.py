@@ -27,9 +27,11 @@ from megatron_datastates.pipeline.held import trainer_held
 logger = logging.getLogger(__name__)
 _LOOP = "megatron.training.training"
 _LAST_CALL = "maybe_finalize_async_save"  # of `pretrain`, with terminate=True; called elsewhere, too
+_DECISION = "checkpoint_and_decide_exit"  # of `train`, after each iteration
 _options: Options | None = None  # of the last call of enable_saving
 _loops = 0  # calls of Megatron's `train` that have not returned
 _skipped = 0  # saves
+_may_skip = True  # False while Megatron's decision to exit is made once more, with the save that was skipped
 
 
 def enable_saving(options: Options) -> None:
@@ -57,6 +59,8 @@ def attach_to_train() -> None:
         replace(loop, "train", wrap_train)
         if hasattr(loop, _LAST_CALL):  # without it, object stores are drained when the interpreter ends
             replace(loop, _LAST_CALL, wrap_last_call)
+        if hasattr(loop, _DECISION):
+            replace(loop, _DECISION, wrap_decision)
 
 
 def is_training() -> bool:
@@ -99,6 +103,28 @@ def wrap_last_call(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return maybe_finalize_async_save
+
+
+def wrap_decision(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps `checkpoint_and_decide_exit`: where the run ends after a skipped save, it is made after all.
+
+    What ends a run (a signal, the time, the iteration) is so the second time, too, on all ranks.
+    """
+
+    def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:
+        global _may_skip
+        before = _skipped
+        is_over = original(*args, **kwargs)
+        if not is_over or _skipped == before:
+            return is_over
+        logger.warning("datastates: the run ends here, so the save that was just skipped is made after all")
+        _may_skip = False
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _may_skip = True
+
+    return checkpoint_and_decide_exit
 
 
 def _finish_objects() -> None:
@@ -196,8 +222,8 @@ def _is_skipped(call: dict[str, Any], options: Options) -> bool:
     """Returns whether a save is left out because another one is unfinished; on all ranks alike.
 
     Never the last one of a run: nothing would be saved later. So only saves of an interval are left out, and
-    not those that precede an exit or a new phase, unless a signal or --exit-duration-in-mins ends the run in
-    that very iteration.
+    not those that precede an exit or a new phase. Whether a signal or --exit-duration-in-mins ends the run
+    in that very iteration is not known yet (`wrap_decision`).
     """
     from megatron.training.global_vars import get_args
 
@@ -210,7 +236,7 @@ def _is_skipped(call: dict[str, Any], options: Options) -> bool:
     is_last |= exit_interval > 0 and iteration % exit_interval == 0
     intervals = [getattr(args, f"{kind}save_interval", None) for kind in ("", "non_persistent_")]
     is_due = any(interval and iteration % interval == 0 for interval in intervals)
-    is_asked = options.while_saving == "skip" and getattr(args, "async_save", False)
+    is_asked = _may_skip and options.while_saving == "skip" and getattr(args, "async_save", False)
     if not is_asked or is_last or not is_due or not is_training() or _is_local(call):
         return False
     unfinished = saver_for(options).unfinished_save()

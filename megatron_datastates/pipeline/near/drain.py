@@ -303,15 +303,17 @@ class Drain:
                         errors.append(error)
 
         copies = _UPLOADS if is_object(save.far) else _COPIES
-        threads = [BackgroundThread(work) for _ in range(min(copies - 1, len(waiting)))]
+        threads = [BackgroundThread(work) for _ in range(min(copies, len(waiting)))]
         started = []
         for thread in threads:
-            with contextlib.suppress(RuntimeError):  # this thread does its work
+            with contextlib.suppress(RuntimeError):  # no thread can be started: this one does the work
                 thread.start()
                 started.append(thread)
-        work()
+        if not started:
+            work()
         for thread in started:
-            thread.join()
+            while not thread.join(self._look_seconds()):
+                self._commit_what_is_complete()  # no earlier save waits for this copy, which may take long
         if errors:
             raise errors[0]
         save.copied_seconds = time.monotonic() - begin
