@@ -452,6 +452,18 @@ def test_rank_0_waits_at_the_end_while_a_large_file_of_another_node_arrives(
     assert nodes.is_far(1) and "in the near tiers only" not in caplog.text
 
 
+def test_a_save_is_published_far_while_the_next_one_is_copied(tmp_path: Path) -> None:
+    """The other node is late with the first save, and the copy of the second one takes seconds."""
+    nodes = Nodes(tmp_path, {"drain_limit": 384 << 10}, {"faults": "drain sync:1:stall=1500"})
+    for iteration in (1, 2):
+        nodes.save(iteration)
+    wait_for(lambda: nodes.is_far(1))
+    assert not list(nodes.directory(2).glob("data-00000-*.bin"))
+    nodes.close()
+    for iteration in (1, 2):
+        nodes.check(iteration)
+
+
 def test_a_node_without_the_manifest_brings_files_of_earlier_saves(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000007"
     folder.mkdir()
