@@ -74,7 +74,9 @@ class StagingEngine:
 
         Args:
             addresses: current addresses of the fragments; a stale one would save other bytes.
-            owners: objects that own that memory; kept until it is staged.
+            owners: the storages that own that memory, one for each fragment; kept until it is staged. Those
+                of eager fragments alone are dropped before this returns: they may hold as much device memory
+                as a model (dequantized weights), which the trainer needs for its next forward pass.
             tail_bytes: an estimate of the bytes of the tail, for reserving space.
             lazy_seconds: seconds after this returns until lazy copies may begin; see
                 FileSave.allow_lazy_copies.
@@ -106,6 +108,8 @@ class StagingEngine:
         save = FileSave(self, job, path, layout, [first, *owners], on_device)
         try:
             save.wait_eager(self.options.fence_deadline)
+            if copies.eager.any() and save.failure is None:  # else a copy may still be under way
+                save.drop_all_but([owners[fragment] for fragment in copies.lazy_fragments()])
             save.allow_lazy_copies(lazy_seconds)
         except BaseException:  # an interrupt: the caller gets no save to fence, so it must not keep reading
             save.cancel("its start was interrupted")
@@ -179,6 +183,19 @@ def _is_on_current_device(devices: Sequence[int]) -> bool:
     return bool(devices)
 
 
+def _order_reuse(storages: Sequence[object]) -> None:
+    """Lets torch's allocator use device memory again only after what the current stream has been given."""
+    of_torch = [one for one in storages if isinstance(one, torch.UntypedStorage) and one.is_cuda]
+    if of_torch:
+        stream, view = (
+            torch.cuda.current_stream(),
+            torch.empty(0, dtype=torch.uint8, device=of_torch[0].device),
+        )
+        for storage in of_torch:
+            view.set_(storage)
+            view.record_stream(stream)
+
+
 def _current_device() -> int:
     return torch.cuda.current_device()
 
@@ -223,6 +240,18 @@ class FileSave:
                 self.cancel(f"tensors that may change at once were not copied within {seconds:g} s")
         if self._on_device:
             self._job.hold_back(_current_stream())
+
+    def drop_all_but(self, lazy: Sequence[object]) -> None:
+        """Drops the sources but for the header and those of `lazy`. Call it after `wait_eager`, at once.
+
+        Freed device memory is used again in the order of the stream that it was allocated on. That is the
+        current one, which waits for the copies; if it is another, the allocator waits for the current one.
+        """
+        assert self._sources is not None
+        header, *owners = self._sources
+        if self._on_device:
+            _order_reuse(owners)
+        self._sources = [header, *lazy]
 
     def await_copies(self, seconds: float) -> None:
         """Returns when everything is staged: no source is read any more, so memory may be freed or unmapped.

@@ -44,6 +44,10 @@ class CopyPlan:
             return np.zeros(len(self.origin), np.uint64)
         return np.array([0, *fragments], np.uint64)[self.origin]
 
+    def lazy_fragments(self) -> list[int]:
+        """Returns the numbers of the fragments that are not copied before the trainer continues."""
+        return [int(number) - 1 for number in np.unique(self.origin[~self.eager]) if number > 0]
+
 
 def plan_copies(
     layout: Layout, spans: Sequence[Spans], eager: Sequence[bool], devices: Sequence[int | None]

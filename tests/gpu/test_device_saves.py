@@ -119,6 +119,27 @@ def test_start_and_fence_do_not_wait_for_the_device(warm: StagingEngine, tmp_pat
     assert_all(save.stored(), BEFORE)
 
 
+@pytest.mark.parametrize("made_on_side_stream", [False, True])
+def test_memory_of_eager_tensors_is_free_when_the_save_has_begun(
+    warm: StagingEngine, tmp_path: Path, made_on_side_stream: bool
+) -> None:
+    """Its next user on any stream overwrites it at once. Lazy tensors are still to be copied meanwhile."""
+    kept, side = layers(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    with torch.cuda.stream(side if made_on_side_stream else torch.cuda.current_stream()):
+        fresh = {f"fresh{i}": tensor for i, tensor in enumerate(layers().values())}
+    torch.cuda.synchronize()
+    save = DeviceSave(warm, tmp_path, kept | fresh, eager=frozenset(fresh))
+    fresh.clear()
+    assert torch.cuda.memory_allocated() == before or made_on_side_stream
+    with torch.cuda.stream(side if made_on_side_stream else torch.cuda.current_stream()):
+        overwrite(layers(16))
+    save.fence()
+    save.finish()
+    assert_all(save.stored(), BEFORE)
+
+
 def test_eager_tensors_may_be_overwritten_without_a_fence(warm: StagingEngine, tmp_path: Path) -> None:
     save = DeviceSave(warm, tmp_path, tensors := layers(), eager=frozenset(layers()))
     overwrite(tensors)

@@ -16,7 +16,7 @@ from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.verify import verify
 from megatron_datastates.providers.base import Mutability
-from tests.unit.states import OPTIONS, SMALL, State, bits, data_files, new_saver, random_tensor, save
+from tests.unit.states import OPTIONS, SMALL, Chained, State, bits, data_files, new_saver, random_tensor, save
 
 
 def fresh(seed: int, rows: int = 300) -> dict[str, torch.Tensor]:
@@ -78,6 +78,22 @@ def test_sources_are_kept_until_they_are_copied_and_no_longer(saver, tmp_path):
     publication.wait()
     assert stored(tmp_path / "c") == {"w": expected}
     assert alive() is None
+
+
+def test_what_was_copied_before_the_save_returned_is_not_kept(tmp_path):
+    """Fresh tensors of a state dict may be as large as the model. Here the copy of another one takes long."""
+    saver = new_saver(copy_limit=2 << 20)
+    arrays = [np.arange(100_000), np.arange(400_000)]
+    expected = dict(zip(("fresh", "lazy"), [array.tobytes() for array in arrays], strict=True))
+    is_fresh_kept, is_lazy_kept = (weakref.ref(array) for array in arrays)
+    lazy, fresh_one = torch.from_numpy(arrays.pop()), torch.from_numpy(arrays.pop())
+    state = Chained(State({"fresh": fresh_one}), State({"lazy": lazy}, mutability=Mutability.NEVER))
+    publication = saver.start(tmp_path / "c", state)
+    del state, lazy, fresh_one
+    assert is_fresh_kept() is None and is_lazy_kept() is not None
+    assert publication.wait() is Outcome.PUBLISHED
+    assert stored(tmp_path / "c") == expected
+    assert is_lazy_kept() is None
 
 
 def test_equal_structures_share_an_index(saver, tmp_path):
