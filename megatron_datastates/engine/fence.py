@@ -64,9 +64,16 @@ class Fence:
             self._standing.remove(save)
 
     def wait(self, reason: str) -> None:
-        """Fences every registered save, oldest first; one added meanwhile is left to the next call."""
+        """Fences every registered save, oldest first; one added meanwhile is left to the next call.
+
+        An interrupted wait is none: the program may go on after a KeyboardInterrupt, and step once more.
+        """
         for save in self._taken():
-            save.fence(reason)
+            try:
+                save.fence(reason)
+            except BaseException:
+                self._standing.insert(0, save)
+                raise
 
     def add_reader(self, save: Reader) -> None:
         self.readers.append(weakref.ref(save, self._forget_reader))

@@ -6,8 +6,10 @@ not belong here: fences, agreement of ranks, publishing.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -204,6 +206,12 @@ def _current_stream() -> int:
     return int(torch.cuda.current_stream().cuda_stream)
 
 
+def _raise_failure_of(save: weakref.ref[FileSave]) -> None:
+    found = save()
+    if found is not None:
+        found._raise_failure()
+
+
 class FileSave:
     """The save of one data file.
 
@@ -228,7 +236,9 @@ class FileSave:
         self.path = path
         self.layout = layout
         # Kept as long as this object: the native job may read the writer's buffers until it is released.
-        self.tail = TailWriter(engine.native, job, layout.tensor_end, engine.slot_bytes, self._raise_failure)
+        # It refers to this object weakly, so that both are freed without the garbage collector (--manual-gc).
+        raise_failure = functools.partial(_raise_failure_of, weakref.ref(self))
+        self.tail = TailWriter(engine.native, job, layout.tensor_end, engine.slot_bytes, raise_failure)
 
     # -- the trainer's thread ---------------------------------------------------------------------------
 

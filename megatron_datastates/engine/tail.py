@@ -90,6 +90,7 @@ class TailWriter:
             self._append(self._filled)
         self._job.close_input()
         self._await_slot()
+        self._chunk = self._appended = None
         return self._chunk_at
 
     def _append(self, size: int) -> None:

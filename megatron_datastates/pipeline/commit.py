@@ -97,7 +97,10 @@ class Commit:
                     own_index.unlink()
             raise
         try:
-            remove_replaced(directory, manifest.names, self._save_id, replaced, self._superseded)
+            # What is in place by now may be another job's manifest, which shares a file of unchanged tensors
+            # with the one that was replaced.
+            keep = manifest.names | set(files_in_manifest(path))
+            remove_replaced(directory, keep, self._save_id, replaced, self._superseded)
         except OSError as error:
             logger.warning("files of earlier saves were not removed from %s: %s", directory, error)
 

@@ -5,6 +5,7 @@ Belongs here: texts of errors. Does not belong here: finding that something is w
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,6 +47,8 @@ def what_rank_wrote(manifest: Manifest, index: Index, file: int) -> str:
 
 def _readable_tensors(index: Index) -> Iterator[tuple[str, TensorEntry]]:
     """Yields tensors whose entries can be read: a bad entry must not hide what a message says of others."""
+    with contextlib.suppress(DataStatesError):  # one read of the index, not one for each key
+        index.preload(index.tensors)
     for key in index.tensors:
         try:
             entry = index.tensors[key]

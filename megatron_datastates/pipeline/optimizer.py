@@ -105,7 +105,7 @@ class StateTensor:
             target = tuple(a - o for a, o in zip(at, offset, strict=True))
             begin = piece.begin + shard.start + within
             found.append(BucketBox(piece.key, begin, lengths, shard.strides, target))
-        stored, whole = sum(box.elements for box in found), math.prod(shape)
+        stored, whole = sum(math.prod(box.shape) for box in found), math.prod(shape)
         if stored < whole:
             raise FormatError(
                 f"{self.key!r} has holes: {stored} of {whole} elements are stored; the rest has no optimizer "

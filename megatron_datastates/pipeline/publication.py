@@ -229,7 +229,9 @@ class Publication:
             self.layouts.known.add(self.records[self.collectives.rank].providers_digest)
             if self.save.plan is not None:
                 self.layouts.known.update(layout.digest for layout in self.save.plan.layouts())
-        self.ended_callback()
+        # It refers to this publication: without the garbage collector (--manual-gc) none would ever be freed.
+        ended, self.ended_callback = self.ended_callback, lambda: None
+        ended()
 
     def _fail(self, failures: list[bytes]) -> None:
         failed = [(rank, text) for rank, text in enumerate(map(decode_failure, failures)) if text is not None]

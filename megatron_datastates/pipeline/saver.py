@@ -162,7 +162,10 @@ class Saver:
             save.start(self._get_engine(), plan, memory, state, self._link(plan, save.context.folder))
             if await_copies or not options.lazy:
                 save.await_copies()
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit) as error:
+            save.fail(error)  # polls of later saves end this one
+            raise
+        except BaseException as error:  # torch and pyo3 have errors that are no Exception
             save.fail(error)
         self._unfinished = [p for p in self._unfinished if p.outcome is Outcome.PENDING] + [publication]
         return publication
@@ -325,6 +328,7 @@ class Saver:
         if self.reporter.is_wanted(publication.save.context.rank):
             report = save_report(publication, mode) | self._pool_facts()
             self.reporter.emit(report, later=not publication.is_awaited)
+        publication.save.released_callback = lambda: None  # it refers to the publication
 
     def _warn_of_memory(self, publication: Publication) -> None:
         trouble = self._pool_facts().get("staging_trouble")

@@ -49,6 +49,19 @@ def spoiled(good, tmp_path, monkeypatch) -> Path:
     return Path(shutil.copytree(good, tmp_path / "c"))
 
 
+def test_an_error_of_a_missing_file_reads_the_index_once(tmp_path, monkeypatch) -> None:
+    ds.save({f"w{number}": torch.ones(3) for number in range(500)}, tmp_path, **SMALL)
+    monkeypatch.setattr(opening, "_decoded", weakref.WeakValueDictionary())
+    (file,) = data_files(tmp_path)
+    file.unlink()
+    checkpoint = Checkpoint.open(tmp_path, OPTIONS, reuse=False)
+    reads, read = [], checkpoint.index.tensors.read
+    checkpoint.index.tensors.read = lambda places: reads.append(places) or read(places)
+    with pytest.raises(StorageError, match="Rank 0 wrote"):
+        checkpoint.read_tensor("w7")
+    assert len(reads) <= 2
+
+
 def load_everything(directory: Path) -> None:
     checkpoint = ds.open(directory, **SMALL)
     for key in checkpoint.index.tensors:

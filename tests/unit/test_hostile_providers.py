@@ -95,6 +95,41 @@ def test_an_interrupted_save_leaves_no_file_and_delays_no_fence(tmp_path: Path) 
     assert torch.equal(ds.load(tmp_path)["w"], WEIGHT)
 
 
+class Raises:
+    """Raises where its entries are asked for."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def entries(self) -> Iterator[Any]:
+        raise self._error
+        yield
+
+    def restore(self, reader: Any) -> None:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=repr)
+def test_a_save_that_is_interrupted_while_it_is_planned_stops_no_later_one(
+    tmp_path: Path, error: BaseException
+) -> None:
+    with pytest.raises(type(error)):
+        ds.async_save({"p": Raises(error), "w": WEIGHT}, tmp_path / "a")
+    ds.save({"w": WEIGHT}, tmp_path / "b")
+    assert torch.equal(ds.load(tmp_path / "b")["w"], WEIGHT)
+    assert not (tmp_path / "a").exists()
+
+
+def test_an_error_that_is_no_exception_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
+    """As torch's CheckpointException and pyo3's panics are."""
+
+    class Panic(BaseException):
+        pass
+
+    with pytest.raises(SaveFailedError, match="Panic: of a provider"):
+        ds.save({"p": Raises(Panic("of a provider"))}, tmp_path)
+
+
 def _raising(error: BaseException) -> Callable[[Any], None]:
     def writer(write: Any) -> None:
         write(b"half")

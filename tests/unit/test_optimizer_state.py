@@ -11,9 +11,9 @@ import torch
 
 import megatron_datastates as ds
 from megatron_datastates.errors import FormatError, MismatchError, UnsupportedFormatError
-from megatron_datastates.format.optimizer_map import OptimizerMap
+from megatron_datastates.format.optimizer_map import OptimizerMap, ParameterShard
 from megatron_datastates.pipeline.load import Checkpoint
-from megatron_datastates.pipeline.optimizer import BucketBox, optimizer_state
+from megatron_datastates.pipeline.optimizer import BucketBox, Piece, StateTensor, optimizer_state
 from megatron_datastates.pipeline.verify import verify
 from tests.unit.states import new_saver, save
 
@@ -286,6 +286,17 @@ def test_a_slice_with_holes_is_refused_before_memory_is_asked_for(tmp_path):
         with pytest.raises(FormatError, match=rf"w' has holes: {stored} of {whole} elements are stored"):
             state.read(at, size)
     assert state.read([2], [8]).tolist() == [2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_columns_without_state_are_refused_though_rows_of_the_others_span_as_much(tmp_path):
+    """The left half of a matrix is stored; a slice of its rows is as long in the bucket as in the matrix."""
+    stored = checkpoint(tmp_path / "c", [torch.arange(16.0)], [])
+    shard = ParameterShard("w", (4, 8), (0, 0), (4, 4), 0, (4, 1), True)
+    bucket_key = next(iter(stored.index.tensors))
+    state = StateTensor(f"{STATE}w", "float32", (4, 8), stored, (Piece(bucket_key, 0, shard),), {})
+    with pytest.raises(FormatError, match="has holes: 8 of 12 elements are stored"):
+        state.read((0, 2), (4, 3))
+    assert state.read((1, 2), (2, 2)).tolist() == [[6, 7], [10, 11]]
 
 
 def test_state_of_a_part_of_a_parameter_is_no_fault_of_the_checkpoint(tmp_path):

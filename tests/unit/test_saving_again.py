@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import signal
 import weakref
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 import megatron_datastates as ds
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline.held import trainer_held
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.verify import verify
@@ -94,6 +97,50 @@ def test_what_was_copied_before_the_save_returned_is_not_kept(tmp_path):
     assert publication.wait() is Outcome.PUBLISHED
     assert stored(tmp_path / "c") == expected
     assert is_lazy_kept() is None
+
+
+def test_an_interrupted_fence_holds_the_next_step_too(tmp_path):
+    """A notebook goes on after Ctrl-C. Here one row changes, which the tripwire need not see."""
+    saver = new_saver(copy_limit=4 << 20, tripwire=False)
+    tensor = torch.zeros(1024, 1024)
+    publication = saver.start(tmp_path / "c", State({"w": tensor}, mutability=Mutability.AT_FENCE))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            FENCE.wait("the first step")
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    FENCE.wait("the second step")
+    tensor.fill_(1)
+    assert publication.wait() is Outcome.PUBLISHED
+    assert stored(tmp_path / "c") == {"w": bits(torch.zeros(1024, 1024))}
+
+
+def test_saves_that_are_over_are_freed_without_the_garbage_collector(tmp_path):
+    """Megatron's --manual-gc switches it off."""
+    saver = new_saver(report_file=str(tmp_path / "reports.jsonl"))
+    gc.collect()
+    gc.disable()
+    try:
+        left = []
+        for number in range(3):
+            state = State({"w": torch.ones(1000)}, {"o": b"x" * 100_000})
+            with trainer_held("start"):
+                publication = saver.start(tmp_path / str(number), state)
+            publication.wait()
+            left += [weakref.ref(part) for part in (publication, publication.save, publication.save._save)]
+            publication.save.join()
+        del publication, state
+        saver.start(tmp_path / "next", State({"w": torch.ones(1)})).wait()
+        assert [part() for part in left] == [None] * 9
+    finally:
+        gc.enable()
 
 
 def test_equal_structures_share_an_index(saver, tmp_path):

@@ -108,7 +108,13 @@ class NearShare:
         self.small_files = files
         known = self._layouts.near_index(files.manifest.index.sha256, self._firsts) is not None
         offer = _Offer(files.manifest.encode(), files.metadata, self.others, b"" if known else files.index)
-        self._offer = msgspec.msgpack.encode(offer)
+        encoded = msgspec.msgpack.encode(offer)
+        if len(encoded) >= 1 << 31:  # sums of the ranks are of 32 bits
+            raise DataStatesError(
+                f"the index and the other small files of this checkpoint have {len(encoded)} bytes, and near "
+                "tiers take less than 2 GiB: save without --datastates-near"
+            )
+        self._offer = encoded
 
     @property
     def offered_bytes(self) -> int:
