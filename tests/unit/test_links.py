@@ -18,6 +18,7 @@ from megatron_datastates.config import MIB
 from megatron_datastates.engine.fence import FENCE
 from megatron_datastates.format.manifest import Manifest
 from megatron_datastates.format.values import MANIFEST_NAME
+from megatron_datastates.pipeline import commit
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.report import save_report
@@ -354,6 +355,30 @@ def test_two_saves_under_way_at_once(linking, tmp_path, same):
     if not same:
         assert first.outcome is Outcome.PUBLISHED
         check(tmp_path / "1", state)
+
+
+def test_another_job_that_publishes_meanwhile_keeps_the_file_that_its_saves_share(
+    linking, tmp_path, monkeypatch
+):
+    """The manifest that was replaced, and the one that replaces ours while we publish, name the same file."""
+    latest, first, second = (tmp_path / name for name in ("latest", "first", "second"))
+    save(linking, latest, state_of())
+    shutil.copytree(latest, first)
+    newer = {**state_of(), "x": torch.zeros(3)}
+    assert save(linking, latest, newer)["linked_bytes"] > 0
+    latest.rename(second)
+    first.rename(latest)
+    require_published = commit.require_published
+
+    def publish_meanwhile(*args: Any) -> None:
+        require_published(*args)
+        shutil.copytree(second, latest, dirs_exist_ok=True)
+
+    monkeypatch.setattr(commit, "require_published", publish_meanwhile)
+    other = new_saver(**LINKING)
+    assert start(other, latest, state_of(2)).wait() is Outcome.PUBLISHED
+    other.close()
+    check(latest, newer)
 
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
