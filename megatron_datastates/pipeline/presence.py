@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -20,7 +21,8 @@ from megatron_datastates.format.directory import COMMON_FILE
 from megatron_datastates.format.manifest import IndexEntry, Manifest, OtherFile
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId, is_own_file_name
 
-_VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0
+T = TypeVar("T")
+_VISIBLE_SECONDS = 3.0  # for other nodes' files to appear on rank 0, and for errors to pass
 _OBJECT_THREADS = 16  # each waits for one answer at a time
 
 
@@ -39,7 +41,7 @@ def require_files(directory: Path, manifest: Manifest) -> None:
         DataStatesError: a file is missing, or has another size.
     """
     deadline = time.monotonic() + _VISIBLE_SECONDS
-    while wrong := missing_files(directory, manifest):
+    while wrong := _persistently(lambda: missing_files(directory, manifest)):
         if time.monotonic() > deadline:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise DataStatesError(
@@ -58,9 +60,9 @@ def require_published(directory: Path, manifest: Manifest, encoded: bytes) -> No
     Raises:
         DataStatesError: there is no manifest, or this one, and not all that it names.
     """
-    wrong = missing_files(directory, manifest)
+    wrong = _persistently(lambda: missing_files(directory, manifest))
     try:
-        found = read_regular(directory / MANIFEST_NAME, MANIFEST_BYTES)
+        found = _persistently(lambda: read_regular(directory / MANIFEST_NAME, MANIFEST_BYTES))
     except FileNotFoundError:
         raise DataStatesError(
             f"the manifest of {directory} was taken away right after it was written: does "
@@ -71,6 +73,25 @@ def require_published(directory: Path, manifest: Manifest, encoded: bytes) -> No
             f"{directory} was published, and then files were not to be found there: {', '.join(wrong[:3])}: "
             "save it again (does `datastates prune` run there?)"
         )
+
+
+def _persistently(look: Callable[[], T]) -> T:
+    """Looks again for a while where a network file system answers with an error that may pass, as ESTALE.
+
+    Raises:
+        FileNotFoundError: at once.
+        OSError: the last error.
+    """
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while True:
+        try:
+            return look()
+        except FileNotFoundError:
+            raise
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(_VISIBLE_SECONDS / 10)
 
 
 def missing_files(directory: Path, manifest: Manifest) -> list[str]:

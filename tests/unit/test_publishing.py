@@ -126,6 +126,24 @@ def test_an_earlier_checkpoint_survives_a_save_that_lost_its_files(tmp_path, mon
     assert len(data_files(tmp_path)) == 1
 
 
+@pytest.mark.parametrize("function", ["_file_sizes", "read_regular"])
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO], ids=errno.errorcode.get)
+def test_errors_of_a_network_file_system_may_pass(saver, tmp_path, monkeypatch, function, code):
+    monkeypatch.setattr(presence, "_VISIBLE_SECONDS", 10.0)
+    works, calls = getattr(presence, function), itertools.count()
+
+    def fails_twice(*args):
+        if next(calls) < 2:
+            raise OSError(code, os.strerror(code), str(args[0]))
+        return works(*args)
+
+    monkeypatch.setattr(presence, function, fails_twice)
+    monkeypatch.setattr(presence, "files_in_manifest", lambda path: set())
+    assert save(saver, tmp_path / "c", tensors(1)).outcome is Outcome.PUBLISHED
+    assert next(calls) > 2
+    assert_holds(tmp_path / "c", 1)
+
+
 def test_files_that_appear_late_are_waited_for(tmp_path, monkeypatch):
     monkeypatch.setattr(presence, "_VISIBLE_SECONDS", 10.0)
     missing, looks = presence.missing_files, itertools.count()
