@@ -111,7 +111,7 @@ class StagingEngine:
         try:
             save.wait_eager(self.options.fence_deadline)
             if copies.eager.any() and save.failure is None:  # else a copy may still be under way
-                save.drop_all_but([owners[fragment] for fragment in copies.lazy_fragments()])
+                save.drop_all_but([owners[fragment] for fragment in copies.lazy_fragments])
             save.allow_lazy_copies(lazy_seconds)
         except BaseException:  # an interrupt: the caller gets no save to fence, so it must not keep reading
             save.cancel("its start was interrupted")

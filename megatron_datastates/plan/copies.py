@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -44,8 +45,9 @@ class CopyPlan:
             return np.zeros(len(self.origin), np.uint64)
         return np.array([0, *fragments], np.uint64)[self.origin]
 
+    @functools.cached_property
     def lazy_fragments(self) -> list[int]:
-        """Returns the numbers of the fragments that are not copied before the trainer continues."""
+        """The numbers of the fragments that are not copied before the trainer continues."""
         return [int(number) - 1 for number in np.unique(self.origin[~self.eager]) if number > 0]
 
 
