@@ -189,10 +189,8 @@ def _order_reuse(storages: Sequence[object]) -> None:
     """Lets torch's allocator use device memory again only after what the current stream has been given."""
     of_torch = [one for one in storages if isinstance(one, torch.UntypedStorage) and one.is_cuda]
     if of_torch:
-        stream, view = (
-            torch.cuda.current_stream(),
-            torch.empty(0, dtype=torch.uint8, device=of_torch[0].device),
-        )
+        stream = torch.cuda.current_stream()
+        view = torch.empty(0, dtype=torch.uint8, device=of_torch[0].device)
         for storage in of_torch:
             view.set_(storage)
             view.record_stream(stream)

@@ -99,7 +99,7 @@ class Commit:
         try:
             # What is in place by now may be another job's manifest, which shares a file of unchanged tensors
             # with the one that was replaced.
-            keep = manifest.names | set(files_in_manifest(path))
+            keep = manifest.names | files_in_manifest(path)
             remove_replaced(directory, keep, self._save_id, replaced, self._superseded)
         except OSError as error:
             logger.warning("files of earlier saves were not removed from %s: %s", directory, error)
