@@ -96,11 +96,10 @@ nb::object DescribeTensors(const nb::capsule& api, const nb::list& tensors, nb::
                         storages);
 }
 
-bool AreAsDescribed(const nb::capsule& api, const nb::list& tensors, const nb::bytes& addresses,
-                    const nb::bytes& description) {
+nb::object LocateTensors(const nb::capsule& api, const nb::list& tensors, const nb::list& types,
+                         const nb::bytes& description, nb::handle is_neg, nb::handle storage_of) {
   const auto describe = Describer(api);
-  if (describe == nullptr || addresses.size() != tensors.size() * sizeof(uint64_t)) return false;
-  const char* address = addresses.c_str();
+  if (describe == nullptr || types.size() != tensors.size()) return nb::none();
   const char* expected = description.c_str();
   const char* end = expected + description.size();
   const auto matches = [&](const void* data, size_t bytes) {
@@ -109,14 +108,22 @@ bool AreAsDescribed(const nb::capsule& api, const nb::list& tensors, const nb::b
     expected += bytes;
     return true;
   };
-  for (nb::handle tensor : tensors) {
+  std::vector<uint64_t> addresses(tensors.size());
+  nb::list storages;
+  for (size_t i = 0; i < addresses.size(); ++i) {
+    const nb::handle tensor = tensors[i];
     nb::dlpack::dltensor facts;
-    if (!Describe(describe, tensor, &facts)) return false;
-    const uint64_t found = Address(facts);
-    if (std::memcmp(address, &found, sizeof found) != 0 || !VisitFacts(facts, matches)) return false;
-    address += sizeof found;
+    if (!tensor.type().is(types[i]) || !Describe(describe, tensor, &facts)) return nb::none();
+    addresses[i] = Address(facts);
+    if (!VisitFacts(facts, matches)) return nb::none();
+    const nb::object negative = Call(is_neg, tensor);
+    if (!negative.is_valid() || negative.ptr() != Py_False) return nb::none();
+    const nb::object storage = Call(storage_of, tensor);
+    if (!storage.is_valid()) return nb::none();
+    storages.append(storage);
   }
-  return expected == end;
+  if (expected != end) return nb::none();
+  return nb::make_tuple(nb::bytes(addresses.data(), addresses.size() * sizeof(uint64_t)), storages);
 }
 
 }  // namespace datastates

@@ -14,9 +14,10 @@ namespace datastates {
 nanobind::object DescribeTensors(const nanobind::capsule& api, const nanobind::list& tensors,
                                  nanobind::handle is_neg, nanobind::handle storage_of);
 
-// Returns whether tensors have the addresses and the description that DescribeTensors returned. At half the
-// cost: asks neither for `is_neg` nor for storages.
-bool AreAsDescribed(const nanobind::capsule& api, const nanobind::list& tensors,
-                    const nanobind::bytes& addresses, const nanobind::bytes& description);
+// Returns (addresses, storages), as DescribeTensors does, of tensors that are what they were: of these types,
+// with this description, none of them negated. Returns None if one is not. Faster: nothing is described anew.
+nanobind::object LocateTensors(const nanobind::capsule& api, const nanobind::list& tensors,
+                               const nanobind::list& types, const nanobind::bytes& description,
+                               nanobind::handle is_neg, nanobind::handle storage_of);
 
 }  // namespace datastates

@@ -266,12 +266,14 @@ NB_MODULE(_native, module) {
   BindReader(module);
   BindNumbers(module);
   module.def("describe_tensors", &DescribeTensors, "api"_a, "tensors"_a, "is_neg"_a, "storage_of"_a.none());
-  module.def("are_as_described", &AreAsDescribed, "api"_a, "tensors"_a, "addresses"_a, "description"_a);
+  module.def("locate_tensors", &LocateTensors, "api"_a, "tensors"_a, "types"_a, "description"_a, "is_neg"_a,
+             "storage_of"_a);
   nb::class_<Structure>(module, "Structure")
       .def(nb::init<const nb::list&, const nb::list&, const std::vector<std::string>&,
                     const std::vector<std::string>&, const std::vector<std::string>&>(),
            "owners"_a, "roots"_a, nb::kw_only(), "attributes"_a, "own"_a, "opaque"_a)
       .def("leaves", &Structure::Leaves, "owners"_a, "roots"_a)
+      .def("choose", &Structure::Choose, "leaves"_a)
       .def_prop_ro("walks", &Structure::walks);
   module.def("write_backends", &WriteBackend::Names);
   module.def(

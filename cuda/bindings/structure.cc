@@ -188,7 +188,7 @@ class Structure::Comparing {
 
   // Whether all that was noted was seen again.
   bool is_complete() const { return at_ == entries_.size() && owner_ == structure_.owners_.size(); }
-  nb::object leaves() const { return leaves_; }
+  const nb::list& leaves() const { return leaves_; }
 
  private:
   Entry* Next(Kind kind) {
@@ -239,7 +239,20 @@ nb::object Structure::Leaves(const nb::list& owners, const nb::list& roots) {
     if (!WalkOwner(owner, &comparing)) return nb::none();
   if (!WalkValue(roots, &comparing) || !comparing.is_complete()) return nb::none();
   changes_ = changes;
-  return comparing.leaves();
+  if (!chosen_) return comparing.leaves();
+  nb::list chosen;
+  for (size_t leaf : *chosen_) chosen.append(comparing.leaves()[leaf]);
+  return chosen;
+}
+
+void Structure::Choose(const std::vector<size_t>& leaves) {
+  std::vector<PyObject*> chosen;
+  for (size_t leaf : leaves) {
+    if (leaf >= leaves_.size()) throw nb::index_error("there is no leaf with this number");
+    chosen.push_back(leaves_[leaf]);
+  }
+  leaves_ = std::move(chosen);
+  chosen_ = leaves;
 }
 
 // Returns false also where that cannot be said without a walk.

@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -25,8 +26,13 @@ class Structure {
             const std::vector<std::string>& attributes, const std::vector<std::string>& own,
             const std::vector<std::string>& opaque);
 
-  // Returns the leaves that were noted by identity, in the order of the containers; None if anything differs.
+  // Returns the leaves that were noted by identity, in the order of the containers, or those of them that
+  // were chosen; None if anything differs.
   nanobind::object Leaves(const nanobind::list& owners, const nanobind::list& roots);
+
+  // Lets `Leaves` return only those with these numbers among all leaves: the others need not be touched. To
+  // be called once at most.
+  void Choose(const std::vector<size_t>& leaves);
 
   // How often `Leaves` had to walk all of it.
   size_t walks() const { return walks_; }
@@ -61,8 +67,9 @@ class Structure {
   std::vector<Owner> owners_;
   size_t roots_ = 0;               // their first entry
   std::vector<size_t> unwatched_;  // entries of lists, tuples and sets
-  std::vector<PyObject*> leaves_;  // that were noted by identity; they exist if nothing has changed
-  uint64_t changes_ = 0;           // that had been reported when all was walked last
+  std::vector<PyObject*> leaves_;  // noted by identity, and chosen; they exist if nothing has changed
+  std::optional<std::vector<size_t>> chosen_;
+  uint64_t changes_ = 0;  // that had been reported when all was walked last
   size_t walks_ = 0;
 };
 

@@ -147,7 +147,15 @@ def describe_tensors(
 ) -> tuple[bytes, bytes, bool, bool, list[Any]] | None:
     """Returns (addresses, description, has_complex, has_negative, storages), see engine/exchange.py."""
 
-def are_as_described(api: object, tensors: list[Any], addresses: bytes, description: bytes) -> bool: ...
+def locate_tensors(
+    api: object,
+    tensors: list[Any],
+    types: list[type],
+    description: bytes,
+    is_neg: object,
+    storage_of: object,
+) -> tuple[bytes, list[Any]] | None:
+    """Returns (addresses, storages) of tensors that are as described, see engine/exchange.py; else None."""
 
 class Structure:
     def __init__(
@@ -155,6 +163,9 @@ class Structure:
     ) -> None: ...
     def leaves(self, owners: list[Any], roots: list[Any]) -> list[Any] | None:
         """Returns what is held by identity; None if anything differs from what it was (bindings/structure.h)."""
+
+    def choose(self, leaves: list[int]) -> None:
+        """Lets `leaves` return only those with these numbers. Raises IndexError for one that is not there."""
 
     @property
     def walks(self) -> int:

@@ -42,10 +42,16 @@ def facts_of(tensors: list[torch.Tensor]) -> Facts | None:
     return found[1] if found is not None else None
 
 
-def are_still(tensors: list[torch.Tensor], described: Described) -> bool:
-    """Returns whether tensors are where they were, and have the same dtypes, devices, shapes and strides."""
-    addresses, description = described.addresses.tobytes(), described.facts.description
-    return bool(native.are_as_described(_EXCHANGE, tensors, addresses, description))
+def located(tensors: list[torch.Tensor], types: list[type], facts: Facts) -> Described | None:
+    """Describes tensors that are of these types, and what `facts` say; returns None if one may not be.
+
+    Faster than `describe`.
+    """
+    if _EXCHANGE is None or facts.has_complex or facts.has_negative:
+        return None
+    views = (torch.Tensor.is_neg, torch.Tensor.untyped_storage)
+    found = native.locate_tensors(_EXCHANGE, tensors, types, facts.description, *views)
+    return Described(facts, np.frombuffer(found[0], np.uint64), found[1]) if found is not None else None
 
 
 def _look(tensors: list[torch.Tensor], storage_of: object) -> tuple[bytes, Facts, list[Any]] | None:

@@ -12,6 +12,9 @@ from collections.abc import Callable
 # What a poll starts begins so much later. Until then the trainer is through with the poll and with what
 # Megatron does after it; the thread would take the GIL from it for milliseconds.
 AFTER_POLL_SECONDS = 0.01
+# And copies so much: what Megatron does after a poll (it ends saves that are published, with a collective
+# call) would share its cores with them.
+COPIES_AFTER_POLL_SECONDS = 0.003
 
 
 class BackgroundThread:

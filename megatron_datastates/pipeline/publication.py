@@ -161,7 +161,7 @@ class Publication:
 
     def end_poll(self) -> None:
         """Starts what waits for a poll."""
-        self.save.on_poll()
+        self.save.on_poll(is_awaited=self.is_awaited)
 
     @property
     def is_over(self) -> bool:

@@ -22,7 +22,11 @@ from megatron_datastates.errors import DataStatesError, printable
 from megatron_datastates.format.footer import TRAILER_BYTES, Footer, decode_trailer
 from megatron_datastates.format.header import Header
 from megatron_datastates.format.tail import TailEntry
-from megatron_datastates.pipeline.background import AFTER_POLL_SECONDS, BackgroundThread
+from megatron_datastates.pipeline.background import (
+    AFTER_POLL_SECONDS,
+    COPIES_AFTER_POLL_SECONDS,
+    BackgroundThread,
+)
 from megatron_datastates.pipeline.held import HeldTime, charge_open_intervals, trainer_held
 from megatron_datastates.pipeline.links import Link
 from megatron_datastates.pipeline.milestones import SaveContext, State
@@ -270,7 +274,7 @@ class RankSave:
 
     def advance(self) -> None:
         """Starts postponed work, and notes how far the save is."""
-        self.on_poll()
+        self.on_poll(is_awaited=True)
         self.look()
 
     def look(self) -> None:
@@ -293,13 +297,13 @@ class RankSave:
             self.fail(failures[0])
         return bool(failures)
 
-    def on_poll(self) -> None:
-        """Starts postponed work."""
+    def on_poll(self, *, is_awaited: bool = False) -> None:
+        """Starts postponed work: at once if the trainer does nothing but wait for it, else a little later."""
         self.note_poll()
         if not self._resumed.is_set():
             for file in self._files:
-                file.allow_lazy_copies()
-            self._pause = 0.0 if self._awaited else AFTER_POLL_SECONDS
+                file.allow_lazy_copies(0.0 if is_awaited else COPIES_AFTER_POLL_SECONDS)
+            self._pause = 0.0 if is_awaited else AFTER_POLL_SECONDS
             self._resumed.set()
 
     def note_poll(self) -> None:

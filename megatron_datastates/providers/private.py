@@ -94,12 +94,15 @@ def _copy(value: Any, memo: _Memo) -> Any:
 
 
 def _copy_list(value: list[Any], memo: _Memo) -> list[Any]:
-    copied = memo[id(value)] = []
-    copied.extend([item if type(item) in _UNCHANGING else _copy(item, memo) for item in value])
+    copied = memo[id(value)] = value.copy()
+    if not _UNCHANGING.issuperset(map(type, value)):
+        copied[:] = [item if type(item) in _UNCHANGING else _copy(item, memo) for item in value]
     return copied
 
 
 def _copy_tuple(value: tuple[Any, ...], memo: _Memo) -> tuple[Any, ...]:
+    if _UNCHANGING.issuperset(map(type, value)):  # as the 625 numbers of Python's RNG
+        return value
     copied = tuple([item if type(item) in _UNCHANGING else _copy(item, memo) for item in value])
     if id(value) not in memo:  # else an item that refers back to the tuple has copied it
         memo[id(value)] = copied

@@ -109,6 +109,7 @@ def test_saves_of_new_tensors_are_never_prepared(
         ("frozen_parameter", True),
         ("replaced_optimizer", False),
         ("swapped_meanwhile", False),
+        ("moved_late", True),
         ("more_state", False),
         ("switched_off", False),
     ],

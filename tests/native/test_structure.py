@@ -48,6 +48,27 @@ def nested() -> list[Any]:
     ]
 
 
+def test_only_chosen_leaves_are_returned() -> None:
+    one = nested()
+    structure = noted([], one)
+    leaves = structure.leaves([], one)
+    assert leaves is not None and len(leaves) == 6
+    structure.choose([1, 4])
+    for _ in range(2):
+        chosen = structure.leaves([], one)
+        assert chosen is not None and [id(leaf) for leaf in chosen] == [id(leaves[1]), id(leaves[4])]
+        one[0]["a"] = one[0]["a"]  # the second look is a walk
+    one[4][0] = Thing()  # not chosen, and compared all the same
+    assert structure.leaves([], one) is None
+
+
+def test_a_leaf_that_is_not_there_cannot_be_chosen() -> None:
+    structure = noted([], nested())
+    with pytest.raises(IndexError, match="no leaf"):
+        structure.choose([0, 6])
+    assert structure.leaves([], nested()) is None
+
+
 def swap_keys(one: Any) -> None:
     values = list(one[0].items())
     one[0].clear()

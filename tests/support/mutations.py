@@ -166,6 +166,19 @@ def added_late(model: Any, optimizer: Any) -> None:
 
 
 @mutation
+def moved_late(model: Any, optimizer: Any) -> None:
+    """Moves parameters (but not tied ones) after Megatron has made a state dict."""
+
+    def moved(state: Any) -> Any:
+        for parameter in model[0].decoder.parameters():
+            before, parameter.data = parameter.data, parameter.data.clone()
+            before.fill_(9)
+        return state
+
+    _before_saves(moved)
+
+
+@mutation
 def replaced_optimizer(model: Any, optimizer: Any) -> None:
     """Replaces an optimizer in the chain, and keeps the old one."""
     KEPT.append(optimizer.chained_optimizers[0])

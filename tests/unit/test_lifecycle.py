@@ -16,8 +16,13 @@ import torch
 import megatron_datastates as ds
 from megatron_datastates.config import MIB
 from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.staging import FileSave
 from megatron_datastates.format.values import MANIFEST_NAME, SaveId
-from megatron_datastates.pipeline.background import AFTER_POLL_SECONDS, BackgroundThread
+from megatron_datastates.pipeline.background import (
+    AFTER_POLL_SECONDS,
+    COPIES_AFTER_POLL_SECONDS,
+    BackgroundThread,
+)
 from megatron_datastates.pipeline.publication import Outcome
 from megatron_datastates.pipeline.runs import is_published
 from megatron_datastates.pipeline.verify import verify
@@ -155,6 +160,27 @@ def test_a_poll_starts_the_publisher_later_unless_the_trainer_waits(saver, tmp_p
     assert slept[3:] == [0.0, 0.0]
 
 
+def test_a_poll_starts_copies_later_unless_the_trainer_waits(saver, tmp_path, monkeypatch) -> None:
+    allowed: list[float] = []
+    allow = FileSave.allow_lazy_copies
+
+    def noting(file, seconds=0.0) -> None:
+        allowed.append(seconds)
+        allow(file, seconds)
+
+    monkeypatch.setattr(FileSave, "allow_lazy_copies", noting)
+    publication = saver.start(tmp_path / "polled", State(BIG, mutability=Mutability.AT_FENCE))
+    allowed.clear()
+    publication.poll()
+    assert allowed == [COPIES_AFTER_POLL_SECONDS]
+    FENCE.wait("the step")  # does not wait so long
+    assert allowed[1:] == [0.0]
+    publication.wait()
+    allowed.clear()
+    saver.start(tmp_path / "awaited", State(BIG, mutability=Mutability.AT_FENCE)).wait()
+    assert allowed[-1] == 0.0 and COPIES_AFTER_POLL_SECONDS not in allowed
+
+
 # -- the end of the interpreter ---------------------------------------------------------------------------
 
 PROGRAM = """
@@ -162,6 +188,7 @@ import atexit, dataclasses, os, sys, threading, time
 from pathlib import Path
 import torch
 from megatron_datastates.engine.fence import FENCE
+from megatron_datastates.engine.staging import FileSave
 from megatron_datastates.pipeline import saver as savers
 from megatron_datastates.pipeline.background import BackgroundThread
 from megatron_datastates.pipeline.publication import Outcome

@@ -25,7 +25,7 @@ from megatron_datastates.mcore.save import prepared
 from megatron_datastates.mcore.save.buckets import wrap_sharded_param_state_dp_reshardable
 from megatron_datastates.mcore.save.extra_states import extra_states
 from megatron_datastates.mcore.save.mutability import nothing_promised
-from megatron_datastates.mcore.save.survey import Survey, UnprovableError
+from megatron_datastates.mcore.save.survey import Survey, UnprovableError, is_megatrons_alone
 from megatron_datastates.providers.base import Mutability, Tensors
 from megatron_datastates.providers.objects import ObjectSource
 
@@ -145,13 +145,6 @@ def test_other_memory_and_other_values_are_no_change_of_structure(change: Callab
     assert described is None or described.addresses.tolist() == [tensor.data_ptr() for tensor in tensors]
 
 
-def test_a_second_look_returns_what_the_first_found_if_it_still_holds() -> None:
-    model = make()
-    survey = Survey([model], no_optimizer())
-    found = survey.tensors_if_unchanged(no_optimizer())
-    assert found.described is None or survey.found_again(found) is found
-
-
 def test_memory_that_moves_between_the_two_looks_is_found_where_it_is_now() -> None:
     model = make()
     survey = Survey([model], no_optimizer())
@@ -176,19 +169,65 @@ def test_another_shape_between_the_two_looks_is_noticed(shape: tuple[int, ...]) 
         survey.found_again(found)
 
 
-def test_another_dtype_or_number_of_tensors_is_not_what_was_described() -> None:
-    tensors = [torch.zeros(4), torch.ones(2, 3)]
-    described = exchange.describe(tensors)
+def test_tensors_are_located_only_if_they_are_as_described() -> None:
+    tensors = [torch.zeros(4), torch.nn.Parameter(torch.ones(2, 3))]
+    described, types = exchange.describe(tensors), list(map(type, tensors))
     if described is None:
         pytest.skip("this torch has no exchange API")
-    assert exchange.are_still(tensors, described)
+    tensors[0].data = torch.zeros(4)
+    found = exchange.located(tensors, types, described.facts)
+    assert found is not None and found.facts is described.facts
+    assert found.addresses.tolist() == [tensor.data_ptr() for tensor in tensors]
+    assert [one.data_ptr() for one in found.storages] == found.addresses.tolist()
     for others in (
         [tensors[0].view(torch.int32), tensors[1]],
         tensors[:1],
         [*tensors, tensors[0]],
         tensors[::-1],
+        [torch._neg_view(tensors[0]), tensors[1]],
     ):
-        assert not exchange.are_still(others, described)
+        assert exchange.located(others, types, described.facts) is None
+        assert exchange.located(others, list(map(type, others)), described.facts) is None
+    assert exchange.located([tensors[0], tensors[1].detach()], types, described.facts) is None
+
+
+def test_complex_tensors_are_not_located_as_each_may_be_a_conjugated_view() -> None:
+    tensors = [torch.zeros(4, dtype=torch.complex64)]
+    facts = exchange.facts_of(tensors)
+    if facts is None:
+        pytest.skip("this torch has no exchange API")
+    assert exchange.located(tensors, [torch.Tensor], facts) is None
+
+
+def callers(*homes: str, name: str = "save_checkpoint") -> Callable[[], bool]:
+    """Returns a function that asks is_megatrons_alone through functions of these modules, last one first."""
+    ask: Callable[[], bool] = is_megatrons_alone
+    for number, home in enumerate(homes):
+        called = name if number + 1 == len(homes) else "called"
+        scope: dict[str, Any] = {"__name__": home, "ask": ask}
+        exec(f"def {called}():\n    return ask()", scope)
+        ask = scope[called]
+    return ask
+
+
+SAVING = "megatron.training.checkpointing"
+
+
+@pytest.mark.parametrize(
+    ("ask", "is_alone"),
+    [
+        (callers(SAVING), True),
+        (callers("megatron_datastates.pipeline", "megatron.core.dist_checkpointing", SAVING), True),
+        (callers("torch.utils", "someone.else", SAVING), False),
+        (callers("megatron.core", "megatronic", SAVING), False),
+        (callers("megatron.core", SAVING, name="load_checkpoint"), False),
+        (callers("megatron.core"), False),
+    ],
+)
+def test_code_of_others_between_a_save_and_its_strategy_is_noticed(
+    ask: Callable[[], bool], is_alone: bool
+) -> None:
+    assert ask() is is_alone
 
 
 def test_other_strides_of_the_same_memory_are_noticed_between_the_two_looks() -> None:
@@ -364,14 +403,32 @@ def test_an_optimizer_replaced_in_the_chain_is_noticed() -> None:
         survey.tensors_if_unchanged(chain_of(copy.copy(optimizer)))
 
 
-def test_a_method_of_the_optimizer_that_somebody_wrapped_is_not_trusted(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (DistributedOptimizer, "sharded_param_state_dp_reshardable"),
+        (DistributedOptimizer, "sharded_state_dict"),
+        (DistributedOptimizer, "state_dict"),
+        (ChainedOptimizer, "sharded_state_dict"),
+    ],
+)
+def test_a_method_of_an_optimizer_that_somebody_wraps_is_not_trusted(
+    kind: type, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "sharded_param_state_dp_reshardable"
-    original = getattr(DistributedOptimizer, name)
-    monkeypatch.setattr(DistributedOptimizer, name, functools.wraps(original)(lambda *_: {}))
-    with pytest.raises(UnprovableError, match="has a say in the state dict of DistributedOptimizer"):
+    original = getattr(kind, name)
+    survey = Survey([make()], no_optimizer())
+    monkeypatch.setattr(kind, name, functools.wraps(original)(lambda *_: {}))
+    with pytest.raises(UnprovableError, match=f"has a say in the state dict of {kind.__name__}"):
         Survey([make()], no_optimizer())
+    with pytest.raises(UnprovableError):
+        survey.tensors_if_unchanged(no_optimizer())
+
+
+def test_a_method_set_on_a_chain_of_optimizers_is_not_trusted() -> None:
+    chain = no_optimizer()
+    chain.sharded_state_dict = lambda: {}
+    with pytest.raises(UnprovableError, match="set on one ChainedOptimizer"):
+        Survey([make()], chain)
 
 
 def test_our_own_hook_of_the_optimizer_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from megatron_datastates.mcore.save.survey import (
     Survey,
     UnprovableError,
     distributed_optimizers,
+    is_megatrons_alone,
     items_at,
     require_known_maker,
 )
@@ -291,12 +292,14 @@ class Preparation:
         return _copied(columns, tensors, described)
 
     def _found_again(self) -> Found:
-        """Returns the tensors of the survey. Code of others has run since, and may have moved them.
+        """Returns the tensors of the survey. If code of others has run since, it may have moved them.
 
         Raises:
             SaveFailedError: one has changed.
         """
         assert self._current is not None
+        if is_megatrons_alone():
+            return self._current
         try:
             return self._survey.found_again(self._current)
         except UnprovableError as error:

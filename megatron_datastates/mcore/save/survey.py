@@ -10,28 +10,33 @@ an element for each tensor; the trainer waits for them in every save.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 
 from megatron_datastates.engine import native
-from megatron_datastates.engine.exchange import Described, Facts, are_still, describe, facts_of
+from megatron_datastates.engine.exchange import Described, Facts, describe, facts_of, located
 from megatron_datastates.pipeline.plans import has_unresolved_views
 from megatron_datastates.providers.tensors import is_frozen
 
 _TRUSTED = ("megatron.", "torch.", "transformer_engine.")  # beginnings of the names of modules
 _DECIDING = ("sharded_state_dict", "state_dict", "_save_to_state_dict")
+_OF_OPTIMIZERS = ("sharded_state_dict", "state_dict")
 _BUCKETING = (
+    *_OF_OPTIMIZERS,
     "sharded_param_state_dp_reshardable",
     "get_parameter_state_dp_reshardable",
     "_get_main_param_and_optimizer_states",
 )
 _BUCKET_SIZES = ("per_bucket_numel", "per_bucket_numel_unpadded")  # stored beside the buckets
 _OURS = "megatron_datastates."
+_SAVING = ("megatron.training.checkpointing", "save_checkpoint")  # makes state dicts, and saves them
 _HOOKS = ("_state_dict_hooks", "_state_dict_pre_hooks")
 # What is compared of each module; its layer's number is in keys or offsets.
 _MEMBERS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "layer_number", *_HOOKS)
@@ -78,10 +83,7 @@ class Survey:
             ),
             native.Structure([], containers, attributes=[], own=[], opaque=["step"]),
         )
-        leaves = self._leaves()
-        places = {id(item): at for at, item in enumerate(leaves) if isinstance(item, torch.Tensor)}
-        self._pick_tensors = items_at(list(places.values()))  # of the leaves, each tensor once
-        tensors = list(self._pick_tensors(leaves))
+        tensors = self._choose_tensors()
         # Of each tensor by its id, which means something only as long as the tensors exist: in this save.
         self.numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         # All that it decides is whether a tensor goes to the file of stable ones: asked of frozen parameters
@@ -104,10 +106,10 @@ class Survey:
         found = distributed_optimizers(optimizer)
         if len(found) != len(surveyed) or not all(map(is_, found, surveyed)):
             raise UnprovableError("an optimizer was added, removed or replaced")
-        leaves = self._leaves()
+        of_modules, of_optimizers = self._leaves()
         if any(_deciding(cls) != functions for cls, functions in self._classes.items()):
             raise UnprovableError("a method that makes state dicts was replaced")
-        tensors = list(self._pick_tensors(leaves))
+        tensors = of_modules + of_optimizers
         if not all(map(is_frozen, self._pick_frozen(tensors))):
             raise UnprovableError("a frozen parameter's requires_grad has changed")
         return self._described(tensors)
@@ -118,11 +120,25 @@ class Survey:
         Raises:
             UnprovableError: one of them has changed.
         """
-        if found.described is not None and are_still(found.tensors, found.described):
-            return found
         return self._described(found.tensors)
 
+    def _choose_tensors(self) -> list[torch.Tensor]:
+        """Returns the tensors, each once, and lets `_leaves` return only those."""
+        tensors: dict[int, torch.Tensor] = {}
+        for structure, leaves in zip(self._structures, self._leaves(), strict=True):
+            chosen = []
+            for at, leaf in enumerate(leaves):
+                if isinstance(leaf, torch.Tensor) and id(leaf) not in tensors:
+                    tensors[id(leaf)] = leaf
+                    chosen.append(at)
+            structure.choose(chosen)
+        return list(tensors.values())
+
     def _described(self, tensors: list[torch.Tensor]) -> Found:
+        if isinstance(self._facts, Facts):
+            described = located(tensors, self._types, self._facts)
+            if described is not None:
+                return Found(tensors, described)
         described = describe(tensors)
         self._require_facts(tensors, described.facts if described is not None else None)
         return Found(tensors, described)
@@ -146,11 +162,11 @@ class Survey:
             raise UnprovableError("a module or an optimizer is gone")
         return modules, list(map(_containers, optimizers))
 
-    def _leaves(self) -> list[Any]:
-        """Returns all that modules and optimizers hold.
+    def _leaves(self) -> tuple[list[Any], list[Any]]:
+        """Returns the tensors that modules hold, and those that only optimizers hold.
 
         Raises:
-            UnprovableError: it is not what it was.
+            UnprovableError: what they hold is not what it was.
         """
         modules, containers = self._places()
         of_modules = self._structures[0].leaves(modules, [])
@@ -159,7 +175,7 @@ class Survey:
         of_optimizers = self._structures[1].leaves([], containers)
         if of_optimizers is None:
             raise UnprovableError("parameter groups, states or buckets of an optimizer are others")
-        return of_modules + of_optimizers
+        return of_modules, of_optimizers
 
 
 def require_known_maker() -> None:
@@ -173,6 +189,22 @@ def require_known_maker() -> None:
     for home in code_of(checkpointing.generate_state_dict):
         if not home.startswith(_TRUSTED):
             raise UnprovableError(f"{home} has wrapped or replaced Megatron's generate_state_dict")
+
+
+def is_megatrons_alone() -> bool:
+    """Returns whether only Megatron, torch and this package run between `save_checkpoint` and the caller.
+
+    Then nobody has moved a tensor since the state dict was made.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        home = str(frame.f_globals.get("__name__"))
+        if home == _SAVING[0] and frame.f_code.co_name == _SAVING[1]:
+            return True
+        if not home.startswith((*_TRUSTED, _OURS)):
+            return False
+        frame = frame.f_back
+    return False
 
 
 def items_at(positions: Sequence[int]) -> Callable[[Sequence[Any]], Iterable[Any]]:
@@ -191,7 +223,11 @@ def distributed_optimizers(optimizer: Any) -> list[Any]:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import ChainedOptimizer
 
-    chained = optimizer.chained_optimizers if type(optimizer) is ChainedOptimizer else [optimizer]
+    chained = [optimizer]
+    if type(optimizer) is ChainedOptimizer:
+        chained = optimizer.chained_optimizers
+        _require_trusted(ChainedOptimizer, [getattr(ChainedOptimizer, name) for name in _OF_OPTIMIZERS])
+        _require_none_of_its_own(optimizer, _OF_OPTIMIZERS)
     for one in chained:
         if type(one) is not DistributedOptimizer:
             raise UnprovableError(f"the optimizer is a {type(one).__qualname__}, not a DistributedOptimizer")
