@@ -33,7 +33,7 @@ from megatron_datastates.pipeline.layouts import LayoutStore, encode_providers
 from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.polls import Polls
 from megatron_datastates.pipeline.publication import Publication
-from megatron_datastates.pipeline.records import RankRecord
+from megatron_datastates.pipeline.records import RankRecord, Records
 from megatron_datastates.pipeline.save import RankSave
 from megatron_datastates.plan.layout import TailItem, plan_layout
 
@@ -153,7 +153,7 @@ def measure_publish(model: Model, parallel: Parallel, folder: Path, send: Send) 
     gc.collect()
     facts["kept_mib"] = round((machine.status_bytes("VmRSS") - before) / MIB, 1)
     send(facts)
-    encoded = [record.encode() for record in records]
+    encoded = b"".join(record.encode() for record in records)
     took = []
     for number in range(_PUBLISHES):
         directory = folder / f"checkpoint-{number}"
@@ -181,7 +181,7 @@ def _trace_publish(folder: Path, records: list[RankRecord], send: Send) -> None:
 
     send({"first_traced_mib": traced_mib(first)})
     _make_files(directory, records, ordinal)
-    encoded = [record.encode() for record in records]
+    encoded = b"".join(record.encode() for record in records)
     send({"cached_traced_mib": traced_mib(lambda: _publish(store, encoded, directory, ordinal))})
     shutil.rmtree(directory)
 
@@ -224,11 +224,12 @@ def _make_files(directory: Path, records: Sequence[RankRecord], ordinal: int) ->
             file.truncate(record.file_bytes)
 
 
-def _publish(store: LayoutStore, encoded: Sequence[bytes], directory: Path, ordinal: int) -> None:
+def _publish(store: LayoutStore, encoded: bytes, directory: Path, ordinal: int) -> None:
     """Goes from the records of all ranks to a manifest in place, by rank 0's own code."""
-    save = RankSave(SaveContext(SaveId(1, ordinal), directory, 0, len(encoded), iteration=ordinal), 60.0)
+    records = Records(encoded)
+    save = RankSave(SaveContext(SaveId(1, ordinal), directory, 0, len(records), iteration=ordinal), 60.0)
     publication = Publication(save, Polls(Collectives()), store, Faults(""))  # nothing here is collective
-    publication.records = [RankRecord.decode(data) for data in encoded]
+    publication.records = records
     publication._publish()
     if save.failure is not None:
         raise RuntimeError(save.failure)

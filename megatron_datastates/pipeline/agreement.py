@@ -112,18 +112,15 @@ class Collectives:
         own = torch.tensor(values, dtype=torch.int32).view(torch.uint8)
         return self._start(_all_reduce, own, own.numel(), lambda data: data.view(torch.int32).tolist())
 
-    def start_gather(self, record: bytes) -> PendingResult[list[bytes]]:
-        """Asks for every rank's record, in the order of ranks; all have the same length."""
+    def start_gather(self, record: bytes) -> PendingResult[bytes]:
+        """Asks for the records of all ranks, joined in the order of ranks; all have the same length."""
         if not self.distributed:
-            return _Known([record])
+            return _Known(record)
         self._count("gather")
-        own, size = _tensor_of(record), len(record)
-
-        def split(data: torch.Tensor) -> list[bytes]:
-            joined = data.numpy().tobytes()
-            return [joined[at : at + size] for at in range(0, len(joined), size)]
-
-        return self._start(dist.all_gather_into_tensor, own, self.size * size, split)
+        everyones = self.size * len(record)
+        return self._start(
+            dist.all_gather_into_tensor, _tensor_of(record), everyones, lambda data: data.numpy().tobytes()
+        )
 
     def _start(
         self,

@@ -31,10 +31,13 @@ from __future__ import annotations
 
 import enum
 import functools
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from megatron_datastates.engine.faults import Faults
 from megatron_datastates.errors import DataStatesError, SaveFailedError
@@ -51,8 +54,9 @@ from megatron_datastates.pipeline.near.share import NearShare
 from megatron_datastates.pipeline.polls import Polls
 from megatron_datastates.pipeline.records import (
     RankRecord,
+    Records,
     SavedPart,
-    decode_failure,
+    decode_failures,
     encode_failure,
 )
 from megatron_datastates.pipeline.save import RankSave
@@ -86,7 +90,7 @@ class Publication:
         self.save = save
         self.outcome = Outcome.PENDING
         self.error: str | None = None  # of the whole save, the same text on every rank
-        self.records: list[RankRecord] = []
+        self.records = Records()
         self.is_prepared = False  # the save has reused what the last one prepared
         self.hold_report = False  # set while a later call will hold the trainer for this save again
         self.is_reported = False
@@ -100,8 +104,8 @@ class Publication:
         self._faults = faults
         self._extras = extras or PublicationExtras()
         # What the next poll reads instead of flags, or beside them.
-        self._errors_asked: PendingResult[list[bytes]] | None = None
-        self._records_asked: PendingResult[list[bytes]] | None = None
+        self._errors_asked: PendingResult[bytes] | None = None
+        self._records_asked: PendingResult[bytes] | None = None
         self._indexes_asked: PollableResult[list[bytes]] | None = None  # read by rank 0's publishing thread
         self._indexes_arrived = threading.Event()
         self._keep_file = False  # even if the save fails
@@ -209,7 +213,7 @@ class Publication:
             self._errors_asked = self.collectives.start_gather(encode_failure(self.save.failure))
         elif self._records_asked is not None:
             records, self._records_asked = self._records_asked.result(), None
-            self._exchange([RankRecord.decode(data) for data in records])
+            self._exchange(Records(records))
         elif offered and self.near is not None and not self.near.is_asked:
             self.near.ask(self.collectives, offered)
         elif unfinished:
@@ -233,9 +237,9 @@ class Publication:
         ended, self.ended_callback = self.ended_callback, lambda: None
         ended()
 
-    def _fail(self, failures: list[bytes]) -> None:
-        failed = [(rank, text) for rank, text in enumerate(map(decode_failure, failures)) if text is not None]
-        causes = "; ".join(f"rank {rank}: {text}" for rank, text in failed[:3])
+    def _fail(self, failures: bytes) -> None:
+        failed = decode_failures(failures)
+        causes = "; ".join(f"rank {rank}: {text}" for rank, text in itertools.islice(failed.items(), 3))
         more = f" (and {len(failed) - 3} more ranks)" if len(failed) > 3 else ""
         context = self.save.context
         self.error = (
@@ -259,16 +263,16 @@ class Publication:
 
     # -- all ranks are durable --------------------------------------------------------------------------
 
-    def _exchange(self, records: list[RankRecord]) -> None:
+    def _exchange(self, records: Records) -> None:
         self.records = records
         self.near = NearShare.of(records, self.save.context, self.layouts, self._faults, self.replicas)
         if self.near is None and self.collectives.rank != 0:
             self._published.set()  # all that is left is rank 0's
-        sizes = [sum(record.sent_bytes(records[0])) for record in records]
-        if any(sizes):  # the same on every rank: all have read the same records
+        sizes = records.sent_bytes()
+        if sizes.any():  # the same on every rank: all have read the same records
             # What the record says counts: another save may have made the layout known since.
-            own = self._own_parts(records[self.collectives.rank])
-            self._indexes_asked = self.collectives.gather_to_first(own, sizes)
+            own = self._own_parts(sizes[self.collectives.rank].tolist())
+            self._indexes_asked = self.collectives.gather_to_first(own, sizes.sum(axis=1).tolist())
             self._look_for_indexes()
         if self.collectives.rank == 0:
             self.layouts.add_providers(*self._providers)
@@ -311,10 +315,10 @@ class Publication:
         self.published_at = time.perf_counter()
         self._published.set()
 
-    def _own_parts(self, record: RankRecord) -> bytes:
+    def _own_parts(self, sent_bytes: Sequence[int]) -> bytes:
         """Returns the rank's own indexes and its list of providers, as far as rank 0 needs them."""
         layouts = self.save.plan.layouts() if self.save.plan is not None else []
-        *sizes, listed = record.sent_bytes(self.records[0])
+        *sizes, listed = sent_bytes
         indexes = [layout.index for layout, size in zip(layouts, sizes, strict=False) if size]
         _, providers = self._providers
         return b"".join([*indexes, providers if listed else b""])
@@ -354,7 +358,7 @@ class Publication:
         Raises:
             SaveFailedError: it failed. `keeps_files` says whether the manifest may be in place.
         """
-        self.records, self._extras = [RankRecord.decode(part.record) for part in parts], extras
+        self.records, self._extras = Records(b"".join(part.record for part in parts)), extras
         for record, part in zip(self.records, parts, strict=True):
             for digest, index in zip(record.layouts(), part.indexes, strict=True):
                 self.layouts.add(record.rank, digest, index)
@@ -366,7 +370,8 @@ class Publication:
             return
         self._keep_file = self._manifest_in_place
         rank = self.collectives.rank
-        self._fail([encode_failure(self.save.failure if n == rank else None) for n in range(len(parts))])
+        failures = (encode_failure(self.save.failure if n == rank else None) for n in range(len(parts)))
+        self._fail(b"".join(failures))
         raise SaveFailedError(self.error)
 
     @property
@@ -433,8 +438,9 @@ class Publication:
                 raise DataStatesError(
                     f"the ranks' indexes did not arrive within {_PATIENCE_SECONDS:g} s of the end of the save"
                 )
-        for record, data in zip(self.records, self._indexes_asked.result(), strict=True):
-            first, second, listed = record.sent_bytes(self.records[0])
+        sizes, sent = self.records.sent_bytes(), self._indexes_asked.result()
+        for rank in np.flatnonzero(sizes.any(axis=1)).tolist():
+            record, data, (first, second, listed) = self.records[rank], sent[rank], sizes[rank].tolist()
             if first:
                 self.layouts.add(record.rank, record.layout_digest, data[:first])
             if second:

@@ -8,14 +8,15 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from megatron_datastates.pipeline.background import AFTER_POLL_SECONDS, BackgroundThread
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.records import RankRecord
 from megatron_datastates.pipeline.shares import provider_shares
 
 logger = logging.getLogger(__name__)
@@ -129,13 +130,11 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
     """Returns the report of one save on this rank; docs/reports.md lists the fields."""
     save = publication.save
     times = save.times()
-    data = sum(record.file_bytes + record.stable.file_bytes for record in publication.records)
-    linked = sum(
-        record.stable.file_bytes
-        for record in publication.records
-        if record.stable.ordinal != save.context.save_id.ordinal
-    )
-    slowest = max((record.writing for record in publication.records), default=0.0)
+    records = publication.records.columns
+    stable = records["stable_file_bytes"]
+    data = int(records["file_bytes"].sum() + stable.sum())
+    linked = int(stable[records["stable_ordinal"] != save.context.save_id.ordinal].sum())
+    slowest = float(records["writing"].max(initial=0.0))
     return {
         "event": "save",
         "save_id": str(save.context.save_id),
@@ -173,20 +172,20 @@ def save_report(publication: Publication, mode: str) -> dict[str, Any]:
         "slot_wait_ms": milliseconds(times["slot_wait"]),
         "memory_wait_ms": milliseconds(times["memory_wait"]),
         "write_mb_per_s": round((data - linked) / slowest / 1e6, 1) if slowest > 0 else 0.0,
-        "ranks_ms": _rank_statistics(publication.records),
+        "ranks_ms": _rank_statistics(records),
     }
 
 
-def _rank_statistics(records: Sequence[RankRecord]) -> dict[str, dict[str, float]]:
-    found = {}
+def _rank_statistics(records: npt.NDArray[np.void]) -> dict[str, dict[str, float]]:
+    found: dict[str, dict[str, float]] = {}
     for name in ("held", "fence", "stream_wait", "staging", "writing", "durable"):
-        values = [getattr(record, name) for record in records]
-        if values:
+        values = records[name]
+        if len(values):
             found[name] = {
-                "min": milliseconds(min(values)),
-                "median": milliseconds(statistics.median(values)),
-                "max": milliseconds(max(values)),
-                "slowest_rank": records[values.index(max(values))].rank,
+                "min": milliseconds(float(values.min())),
+                "median": milliseconds(float(np.median(values))),
+                "max": milliseconds(float(values.max())),
+                "slowest_rank": int(records["rank"][values.argmax()]),
             }
     return found
 

@@ -47,7 +47,7 @@ class CollectivesInTurn:
 
     def start_gather(self, record: bytes) -> ResultInTurn:
         parts = self._contribute("gather", record)
-        return ResultInTurn(lambda: [parts[rank] for rank in range(self.size)])
+        return ResultInTurn(lambda: b"".join(parts[rank] for rank in range(self.size)))
 
     def gather_to_first(self, data: bytes, sizes: Sequence[int]) -> ResultInTurn:
         """Returns all ranks' data on rank 0, which has the last turn: all others have called this."""
@@ -56,7 +56,7 @@ class CollectivesInTurn:
 
     def send_from_first(self, data: bytes, size: int) -> ResultInTurn:
         parts = self._contribute("send small files", data)
-        return ResultInTurn(lambda: parts[0])  # type: ignore[arg-type]
+        return ResultInTurn(lambda: parts[0])
 
     def _contribute(self, kind: str, value: Any) -> dict[int, Any]:
         self.calls[kind] = self.calls.get(kind, 0) + 1
@@ -68,7 +68,7 @@ class CollectivesInTurn:
 class ResultInTurn:
     """A result that is read after all ranks' next turns."""
 
-    def __init__(self, result: Callable[[], list[Any]]) -> None:
+    def __init__(self, result: Callable[[], Any]) -> None:
         self.result = result
 
     def is_over(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -25,8 +24,9 @@ from megatron_datastates.pipeline.records import (
     ENDPOINT_BYTES,
     HOST_BYTES,
     RankRecord,
+    Records,
     StableRecord,
-    decode_failure,
+    decode_failures,
     encode_failure,
 )
 from megatron_datastates.pipeline.report import save_report
@@ -304,7 +304,7 @@ def test_a_listener_that_fails_harms_nothing(reporting, tmp_path, caplog):
 
 def test_statistics_name_the_slowest_rank():
     writing = [0.5, 0.9, 0.7]
-    records = [dataclasses.replace(RECORD, rank=rank, writing=s) for rank, s in enumerate(writing)]
+    records = [RECORD._replace(rank=rank, writing=s) for rank, s in enumerate(writing)]
     report = save_report(publication_of(records), "sync")
     assert report["ranks_ms"]["writing"] == {"min": 500.0, "median": 700.0, "max": 900.0, "slowest_rank": 1}
     assert report["write_mb_per_s"] == round(3 / 0.9, 1)
@@ -312,7 +312,7 @@ def test_statistics_name_the_slowest_rank():
 
 
 def test_a_save_without_data_divides_by_nothing():
-    record = dataclasses.replace(RECORD, has_file=False, file_bytes=0, writing=0.0)
+    record = RECORD._replace(has_file=False, file_bytes=0, writing=0.0)
     assert save_report(publication_of([record]), "sync")["write_mb_per_s"] == 0.0
     assert save_report(publication_of([]), "sync")["ranks_ms"] == {}
 
@@ -322,7 +322,7 @@ def publication_of(records: list[RankRecord]) -> SimpleNamespace:
     rank_save = RankSave(SaveContext(SaveId(1, 1), Path("d"), 0, len(records)), 1.0)
     return SimpleNamespace(
         save=rank_save,
-        records=records,
+        records=Records.of(records),
         outcome=Outcome.PUBLISHED,
         error=None,
         published_at=None,
@@ -336,20 +336,54 @@ def test_records_round_trip_and_have_one_size(record):
     assert len(record.encode()) == len(RECORD.encode())
 
 
+@given(st.lists(RECORDS, max_size=5))
+def test_the_columns_of_records_are_their_fields(rows):
+    records = Records.of(rows)
+    assert list(records) == rows and list(records[1:]) == rows[1:]
+    columns = records.columns
+    for name in RankRecord._fields:
+        if name in columns.dtype.names and name not in (
+            "layout_digest",
+            "providers_digest",
+            "host",
+            "endpoint",
+        ):
+            assert columns[name].tolist() == [getattr(row, name) for row in rows], name
+    for name in ("file_bytes", "layout_bytes", "ordinal"):
+        assert columns[f"stable_{name}"].tolist() == [getattr(row.stable, name) for row in rows], name
+
+
+def test_a_rank_that_is_not_there_has_no_record():
+    records = Records.of([RECORD])
+    assert records[-1] == RECORD
+    with pytest.raises(IndexError):
+        records[1]
+
+
+def test_rank_0_is_sent_what_is_new_but_for_a_list_that_it_has_itself():
+    own, other = b"a" * 16, b"a" * 15 + b"b"
+    rows = [
+        RECORD._replace(providers_digest=own, providers_bytes=5),
+        RECORD._replace(providers_digest=own, providers_bytes=5, layout_bytes=7),
+        RECORD._replace(providers_digest=other, providers_bytes=5, stable=StableRecord(layout_bytes=9)),
+    ]
+    assert Records.of(rows).sent_bytes().tolist() == [[0, 0, 0], [7, 0, 0], [0, 9, 5]]
+    assert Records().sent_bytes().tolist() == []
+
+
 @given(st.one_of(st.none(), st.text()))
 def test_failures_round_trip_and_have_one_size(text):
     data = encode_failure(text)
     assert len(data) == len(encode_failure(None))
-    found = decode_failure(data)
-    assert (found is None) == (text is None)
+    found = decode_failures(encode_failure(None) + data)
+    assert list(found) == ([] if text is None else [1])
     if text is not None and len(text.encode()) < 700:
-        assert found == text
+        assert found == {1: text}
 
 
 @given(st.text(min_size=300).map(lambda text: "é" * 300 + text))
 def test_a_long_failure_is_cut(text):
-    found = decode_failure(encode_failure(text))
-    assert found is not None
+    (found,) = decode_failures(encode_failure(text)).values()
     assert text.startswith(found.rstrip("�"))
     assert len(found) > 100
 

@@ -7,9 +7,10 @@ other nodes' files, if the options ask for any (replicas.py).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
+import numpy as np
 
 from megatron_datastates.engine.atomic_files import write_whole
 from megatron_datastates.engine.faults import Faults
@@ -27,7 +28,7 @@ from megatron_datastates.pipeline.milestones import SaveContext
 from megatron_datastates.pipeline.near.places import NODES_NAME, NodeEntry, Nodes
 from megatron_datastates.pipeline.near.replicas import Copied, Replicas, ring_of, share_of
 from megatron_datastates.pipeline.presence import holds_exactly, missing_data_files
-from megatron_datastates.pipeline.records import RankRecord
+from megatron_datastates.pipeline.records import Records
 
 
 class _Offer(msgspec.Struct):
@@ -58,7 +59,7 @@ class NearShare:
 
     def __init__(
         self,
-        records: Sequence[RankRecord],
+        records: Records,
         context: SaveContext,
         layouts: LayoutStore,
         faults: Faults,
@@ -69,17 +70,15 @@ class NearShare:
         self._layouts = layouts
         self._faults = faults
         self._replicas = replicas if context.near is not None else None
-        firsts: dict[int, int] = {}
-        for record in records:
-            if record.is_near:
-                firsts.setdefault(record.node, record.rank)
-        self._firsts = tuple(sorted(firsts.values()))
+        near = records.columns[records.columns["is_near"]]
+        _, firsts = np.unique(near["node"], return_index=True)
+        self._firsts = tuple(sorted(near["rank"][firsts].tolist()))
         self.stores = context.rank in self._firsts
         self.has_part = self.stores or self._replicas is not None
         self.files: list[FileEntry] = []
         self.small_files: SmallFiles | None = None
         self.others: dict[str, bytes] = {}
-        self.needs_drain = any(record.has_file and not record.is_near for record in records)
+        self.needs_drain = bool((records.columns["has_file"] & ~records.columns["is_near"]).any())
         self.is_in_place = False
         self.copied: Copied | None = None
         self._offer = b""  # on rank 0
@@ -89,14 +88,14 @@ class NearShare:
     @classmethod
     def of(
         cls,
-        records: Sequence[RankRecord],
+        records: Records,
         context: SaveContext,
         layouts: LayoutStore,
         faults: Faults,
         replicas: Replicas | None = None,
     ) -> NearShare | None:
         """Returns this rank's part; None if all files are in the checkpoint's directory."""
-        is_near = any(record.is_near for record in records)
+        is_near = records.columns["is_near"].any()
         return cls(records, context, layouts, faults, replicas) if is_near else None
 
     # -- rank 0 -----------------------------------------------------------------------------------------
@@ -175,9 +174,9 @@ class NearShare:
         for name, content in contents.items():
             if content and not holds_exactly(folder / name, content):
                 write_whole(folder / name, content, self._faults, save_id)
-        node = self._records[self._context.rank].node
-        near = {record.rank for record in self._records if record.is_near and record.node == node}
-        self.files = [file for file in manifest.files if file.rank in near]
+        columns, node = self._records.columns, self._records[self._context.rank].node
+        own = set(columns["rank"][columns["is_near"] & (columns["node"] == node)].tolist())
+        self.files = [file for file in manifest.files if file.rank in own]
         wrong = missing_data_files(folder, msgspec.structs.replace(manifest, files=self.files))
         if wrong:
             raise DataStatesError(

@@ -190,7 +190,7 @@ class NearTier:
         self._published += 1
         if is_first:
             self._track(context)
-        self._ranks = max(sum(record.node == self._node for record in publication.records), 1)
+        self._ranks = max(int((publication.records.columns["node"] == self._node).sum()), 1)
         if near.small_files is None or not (near.stores or is_first):
             return
         every = self._options.drain_every
