@@ -49,6 +49,7 @@ def record_of(
     node: int,
     host: bytes,
     endpoint: bytes,
+    forgets: bool = False,
 ) -> RankRecord:
     """Returns what this rank sends of its durable save.
 
@@ -56,6 +57,7 @@ def record_of(
         index_bytes: of its own indexes, by data file; 0 for those that rank 0 has.
         providers_bytes: of its list of state providers; 0 if rank 0 has it.
         node: whose near tier it can use, as `host` and `endpoint` say where it serves files there.
+        forgets: see RankRecord.
     """
     file, times = save.file, save.times()
     layouts = save.plan.layouts() if save.plan is not None else []
@@ -79,6 +81,7 @@ def record_of(
         providers_bytes=providers_bytes,
         node=node,
         is_near=save.context.near is not None,
+        forgets=forgets,
         host=host,
         endpoint=endpoint,
         stable=StableRecord() if stable is None else stable_record(stable, layouts[1].digest, index_bytes[1]),

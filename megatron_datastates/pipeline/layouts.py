@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 import threading
+from collections import ChainMap
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -22,6 +23,8 @@ from megatron_datastates.pipeline.records import RankRecord
 from megatron_datastates.plan.coverage import coverage_faults
 
 _KEPT_INDEXES = 2  # persistent and non-persistent saves alternate
+_SPARE_BYTES = 64 << 20  # of indexes that rank 0 keeps beside what a save needs
+_SPARE_SAVES = 4  # and how many times that
 _KEPT_NEAR = 4  # while other saves are published, an index that a rank counts on must not be forgotten
 
 
@@ -38,10 +41,19 @@ class LayoutStore:
 
     Every rank keeps the digests of its own layouts and lists of providers; rank 0 keeps all ranks' indexes,
     all lists, and the last merged indexes.
+
+    Structures may change in every save, and training goes on for weeks. So when rank 0 has too many indexes,
+    all ranks `forget` at once what they know, and an *epoch* ends: from then on they send what they use
+    again. Saves under way rely on what they knew before, so rank 0 keeps the indexes of the last epoch, too,
+    and ends the next one only when those saves are over.
     """
 
     def __init__(self) -> None:
         self.known: set[bytes] = set()
+        self.epoch = 0
+        self._uses: dict[int, int] = {}  # saves under way that rely on what was known, by epoch
+        self._lock = threading.Lock()  # of these numbers
+        self._bytes = self._needed_bytes = 0  # of the indexes of this epoch; of those of the last merged one
         # One at a time: a save removes what earlier ones of its process have left, and must not do so between
         # the check and the rename of one of them.
         self.publishing = threading.Lock()
@@ -49,13 +61,47 @@ class LayoutStore:
         # The indexes of the last saves that were published near (near/share.py), by digest and the ranks that
         # store them; on rank 0 and those ranks.
         self._near: dict[tuple[str, tuple[int, ...]], bytes] = {}
-        self._parts: dict[tuple[int, bytes], bytes] = {}
-        self._providers: dict[bytes, list[ProviderEntry]] = {}  # one list for all ranks that have the same
+        # Of this epoch and of the last one; one list of providers for all ranks that have the same.
+        self._parts: ChainMap[tuple[int, bytes], bytes] = ChainMap({}, {})
+        self._providers: ChainMap[bytes, list[ProviderEntry]] = ChainMap({}, {})
         self._merged: dict[tuple[tuple[int, bytes], ...], MergedIndex] = {}
+
+    def begin_use(self) -> int:
+        """Notes that a save relies on what is known; returns the epoch, for `end_use`."""
+        with self._lock:
+            self._uses[self.epoch] = self._uses.get(self.epoch, 0) + 1
+            return self.epoch
+
+    def end_use(self, epoch: int, digests: Iterable[bytes]) -> None:
+        """Notes that the save is over, and that rank 0 knows these digests of this rank from now on."""
+        with self._lock:
+            self._uses[epoch] -= 1
+            if epoch == self.epoch:
+                self.known.update(digests)
+
+    def should_forget(self) -> bool:
+        """Returns whether rank 0 has too many indexes, and no save relies on those of the last epoch."""
+        with self._lock:
+            is_free = not any(count for epoch, count in self._uses.items() if epoch != self.epoch)
+            return is_free and self._bytes > _SPARE_BYTES + _SPARE_SAVES * self._needed_bytes
+
+    def forget(self, epoch: int | None) -> None:
+        """Ends this epoch, if it is the current one. On all ranks in the same poll."""
+        with self._lock:
+            if epoch != self.epoch:  # saves that began in one epoch end it once
+                return
+            self.known.clear()
+            self._uses = {epoch: count for epoch, count in self._uses.items() if count}
+            self.epoch += 1
+            self._bytes = 0
+            self._parts = ChainMap({}, self._parts.maps[0])
+            self._providers = ChainMap({}, self._providers.maps[0])
 
     def add(self, rank: int, digest: bytes, index: bytes) -> None:
         """Stores the own index of one of a rank's data files, on rank 0."""
-        self._parts[rank, digest] = index
+        with self._lock:
+            self._bytes += len(index) - len(self._parts.maps[0].get((rank, digest), b""))
+            self._parts[rank, digest] = index
 
     def add_providers(self, digest: bytes, encoded: bytes) -> None:
         """Stores the list of a rank's state providers, on rank 0."""
@@ -91,7 +137,9 @@ class LayoutStore:
         self._near = dict([*kept[1 - _KEPT_NEAR :], ((digest, ranks), index)])
 
     def _merge(self, wanted: tuple[tuple[int, bytes], ...]) -> MergedIndex:
-        return merge_layouts((key[0], self._parts[key]) for key in wanted)
+        parts = [(key[0], self._parts[key]) for key in wanted]
+        self._needed_bytes = sum(len(index) for _, index in parts)
+        return merge_layouts(parts)
 
 
 _PROVIDERS = msgspec.json.Decoder(list[ProviderEntry])

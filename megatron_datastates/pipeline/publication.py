@@ -118,6 +118,7 @@ class Publication:
         self.replicas: Replicas | None = None
         self.near: NearShare | None = None  # once records are known, if there are files in near tiers
         self.ranks_without_copies = 0  # once published: ranks that have not made all of their copies
+        self._epoch: int | None = None  # of the layouts, once it relies on them
         self._publishing = False  # records were sent: from now on a manifest may name this rank's file
         self._manifest_in_place = False  # by this rank: it is, or may yet be
         self._published = threading.Event()  # as far as this rank's threads have a part in it
@@ -223,19 +224,22 @@ class Publication:
                 self.ranks_without_copies = without_copies
                 self._end(Outcome.PUBLISHED)
         elif may_publish:
-            self._publishing = True
+            self._publishing, self._epoch = True, self.layouts.begin_use()
             self._records_asked = self.collectives.start_gather(self._record().encode())
 
     def _end(self, outcome: Outcome) -> None:
         self.outcome = outcome
         if outcome is Outcome.PUBLISHED:
             self.published_at = self.published_at or time.perf_counter()
-            self.layouts.known.add(self.records[self.collectives.rank].providers_digest)
-            if self.save.plan is not None:
-                self.layouts.known.update(layout.digest for layout in self.save.plan.layouts())
+        if self._epoch is not None:
+            self.layouts.end_use(self._epoch, self._digests() if outcome is Outcome.PUBLISHED else ())
         # It refers to this publication: without the garbage collector (--manual-gc) none would ever be freed.
         ended, self.ended_callback = self.ended_callback, lambda: None
         ended()
+
+    def _digests(self) -> list[bytes]:
+        layouts = self.save.plan.layouts() if self.save.plan is not None else []
+        return [self._providers[0], *(layout.digest for layout in layouts)]
 
     def _fail(self, failures: bytes) -> None:
         failed = decode_failures(failures)
@@ -265,6 +269,8 @@ class Publication:
 
     def _exchange(self, records: Records) -> None:
         self.records = records
+        if records[0].forgets:
+            self.layouts.forget(self._epoch)
         self.near = NearShare.of(records, self.save.context, self.layouts, self._faults, self.replicas)
         if self.near is None and self.collectives.rank != 0:
             self._published.set()  # all that is left is rank 0's
@@ -340,6 +346,7 @@ class Publication:
             node=self.node,
             host=self.host,
             endpoint=self.endpoint,
+            forgets=self.collectives.rank == 0 and layouts.should_forget(),
         )
 
     # -- where another program brings the ranks together (parts.py) -------------------------------------
@@ -359,6 +366,9 @@ class Publication:
             SaveFailedError: it failed. `keeps_files` says whether the manifest may be in place.
         """
         self.records, self._extras = Records(b"".join(part.record for part in parts)), extras
+        self._epoch = self.layouts.begin_use()
+        if self.layouts.should_forget():
+            self.layouts.forget(self._epoch)
         for record, part in zip(self.records, parts, strict=True):
             for digest, index in zip(record.layouts(), part.indexes, strict=True):
                 self.layouts.add(record.rank, digest, index)

@@ -18,7 +18,7 @@ from megatron_datastates.format.manifest import FileEntry
 from megatron_datastates.format.values import SaveId
 
 HOST_BYTES, ENDPOINT_BYTES = 40, 34
-_RECORD = struct.Struct(f"<I?QQI16sQ7d16sIQ?{HOST_BYTES}s{ENDPOINT_BYTES}s QQI16sQQ32s")
+_RECORD = struct.Struct(f"<I?QQI16sQ7d16sIQ??{HOST_BYTES}s{ENDPOINT_BYTES}s QQI16sQQ32s")
 STABLE_GROUP = 1  # of the second data file
 _COLUMNS = np.dtype(
     [
@@ -39,6 +39,7 @@ _COLUMNS = np.dtype(
         ("providers_bytes", "<u4"),
         ("node", "<u8"),
         ("is_near", "?"),
+        ("forgets", "?"),
         ("host", f"V{HOST_BYTES}"),
         ("endpoint", f"V{ENDPOINT_BYTES}"),
         ("stable_file_bytes", "<u8"),
@@ -95,6 +96,7 @@ class RankRecord(NamedTuple):
     providers_bytes: int = 0  # of that list, if it is new; else 0
     node: int = 0  # whose near tier the rank can use; 0: none (near/places.py)
     is_near: bool = False  # its files are there, and not yet in the checkpoint's directory
+    forgets: bool = False  # of rank 0: all ranks forget known layouts (layouts.py)
     host: bytes = bytes(HOST_BYTES)  # what people call the node, if the rank can use its near tier
     endpoint: bytes = bytes(
         ENDPOINT_BYTES

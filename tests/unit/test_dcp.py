@@ -31,6 +31,7 @@ from megatron_datastates.errors import (
     OptionError,
     SaveFailedError,
 )
+from megatron_datastates.pipeline import layouts
 from megatron_datastates.pipeline.repair import repair
 from tests.unit.by_hand import Part, fragment, index_of, write_checkpoint
 from tests.unit.command import run
@@ -434,3 +435,23 @@ def test_a_nested_state_stays_nested_through_conversions(tmp_path: Path) -> None
     assert_equal(torch.load(tmp_path / "back.pt"), torch.load(tmp_path / "theirs.pt"))
     metadata = [dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("theirs", "back")]
     assert metadata[0].planner_data == metadata[1].planner_data
+
+
+def test_a_coordinator_does_not_keep_the_layouts_of_all_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts, "_SPARE_BYTES", 0)
+    forgotten: list[int] = []
+    forget = layouts.LayoutStore.forget
+
+    def noting(store: layouts.LayoutStore, epoch: int | None) -> None:
+        forgotten.append(store._bytes)
+        forget(store, epoch)
+
+    monkeypatch.setattr(layouts.LayoutStore, "forget", noting)
+    for size in range(1, 21):
+        save({f"w{i}": torch.ones(size) for i in range(8)}, tmp_path / str(size))
+    assert len(forgotten) >= 3 and max(forgotten) < 2 * min(forgotten)
+    for size in (1, 20):
+        found = load({f"w{i}": torch.zeros(size) for i in range(8)}, tmp_path / str(size))
+        assert all(torch.equal(one, torch.ones(size)) for one in found.values())

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import hashlib
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import Index, index_entry
 from megatron_datastates.format.values import Fragment
 from megatron_datastates.pipeline import layouts
 from megatron_datastates.pipeline.layouts import LayoutStore
+from megatron_datastates.pipeline.load import Checkpoint
+from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.records import RankRecord
 from tests.unit.by_hand import fragment, index_of
+from tests.unit.ranks_in_turn import RanksInTurn
+from tests.unit.states import State
 
 
 def record(rank: int, digest: bytes) -> RankRecord:
@@ -85,3 +93,94 @@ def test_ranks_that_do_not_make_a_whole_state_are_refused_every_time(ranks, why)
     for _ in range(2):
         with pytest.raises(FormatError, match=why):
             store.merged(records)
+
+
+# -- forgetting --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets rank 0 keep few indexes beside those of one save."""
+    monkeypatch.setattr(layouts, "_SPARE_BYTES", 0)
+    monkeypatch.setattr(layouts, "_SPARE_SAVES", 2)
+
+
+def test_indexes_of_the_last_epoch_are_kept_until_its_saves_are_over(little: None) -> None:
+    store = LayoutStore()
+    saves = [received(store, *halves(size)) for size in range(4, 8)]
+    store.merged(saves[0])
+    epoch = store.begin_use()
+    store.end_use(store.begin_use(), [b"known"])
+    assert store.known == {b"known"} and store.should_forget()
+    for _ in range(2):  # a second save of that epoch does not end the next one
+        store.forget(epoch)
+        assert not store.known and not store.should_forget()
+    for records in saves:
+        store.merged(records)
+    more = [received(store, *halves(size)) for size in range(8, 12)]
+    assert not store.should_forget(), "a save under way relies on the last epoch"
+    store.end_use(epoch, [b"late"])
+    assert not store.known, "all have forgotten what that save used"
+    assert store.should_forget()
+    store.forget(store.begin_use())
+    store.merged(more[1])
+    with pytest.raises(KeyError):
+        store.merged(saves[3][:1])
+
+
+def until(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def changing(number: int, rank: int) -> State:
+    """Returns a state whose structure changes, but for every third number; the second rank's never does."""
+    size = 300 if rank or number % 3 == 0 else 300 + number
+    tensors = {f"w{rank}.{i}": torch.full((size,), float(number + i)) for i in range(8)}
+    return State(tensors, {f"n{rank}": number})
+
+
+@pytest.mark.parametrize("failing", [None, 7], ids=["", "one fails"])
+def test_what_is_known_of_changing_structures_stays_bounded(
+    failing: int | None, little: None, tmp_path: Path
+) -> None:
+    """Saves overlap: some are under way, and rely on what all ranks forget meanwhile."""
+    faults = {} if failing is None else {"faults": f"sync:{failing + 1}:EIO"}
+    ranks = RanksInTurn(2, own=[{}, faults])
+    begun: list[list[Publication]] = []
+    most = 0
+    for number in range(60):
+        begun.append(
+            [
+                saver.start(tmp_path / str(number), changing(number, at))
+                for at, saver in enumerate(ranks.savers)
+            ]
+        )
+        under_way = [saves for saves in begun if saves[0].outcome is Outcome.PENDING]
+        for publication in reversed(under_way[0]):
+            publication.poll()
+        for publication in [one for saves in begun[-4:] for one in saves]:
+            until(lambda save=publication.save: save.is_durable or save.failure is not None)
+        most = max(most, ranks.savers[0].session.layouts._bytes)
+    for _ in range(600):
+        if begun[-1][0].outcome is not Outcome.PENDING:
+            break
+        for publication in reversed(begun[-1]):
+            publication.poll()
+        time.sleep(0.005)
+    outcomes = [saves[0].outcome for saves in begun]
+    assert outcomes.count(Outcome.FAILED) == (failing is not None)
+    assert outcomes.count(Outcome.PUBLISHED) == 60 - (failing is not None)
+    epochs = [saver.session.layouts.epoch for saver in ranks.savers]
+    assert epochs[0] == epochs[1] >= 3
+    one = len(begun[-1][0].save.plan.layout.index)  # type: ignore[union-attr]
+    assert most < 20 * one and max(len(saver.session.layouts.known) for saver in ranks.savers) < 20
+    for number, outcome in enumerate(outcomes):
+        if outcome is Outcome.PUBLISHED:
+            checkpoint = Checkpoint.open(tmp_path / str(number))
+            for rank in range(2):
+                for key, expected in changing(number, rank)._tensors.items():
+                    assert torch.equal(checkpoint.read_tensor(key), expected)
+    ranks.close()
