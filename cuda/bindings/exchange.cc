@@ -78,14 +78,16 @@ nb::object DescribeTensors(const nb::capsule& api, const nb::list& tensors, nb::
   nb::list storages;
   bool has_complex = false, has_negative = false;
   for (nb::handle tensor : tensors) {
+    // First: torch releases the GIL for it, and another thread may give the tensor other memory meanwhile.
+    // The address and the storage are of the same memory.
+    const nb::object negative = Call(is_neg, tensor);
+    if (!negative.is_valid()) return nb::none();
+    has_negative |= negative.ptr() != Py_False;
     nb::dlpack::dltensor facts;
     if (!Describe(describe, tensor, &facts)) return nb::none();
     addresses.push_back(Address(facts));
     has_complex |= facts.dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Complex);
     VisitFacts(facts, append);
-    const nb::object negative = Call(is_neg, tensor);
-    if (!negative.is_valid()) return nb::none();
-    has_negative |= negative.ptr() != Py_False;
     if (storage_of.is_none()) continue;
     const nb::object storage = Call(storage_of, tensor);
     if (!storage.is_valid()) return nb::none();
@@ -97,9 +99,12 @@ nb::object DescribeTensors(const nb::capsule& api, const nb::list& tensors, nb::
 }
 
 nb::object LocateTensors(const nb::capsule& api, const nb::list& tensors, const nb::list& types,
-                         const nb::bytes& description, nb::handle is_neg, nb::handle storage_of) {
+                         const nb::bytes& description, const nb::bytes& known, nb::handle is_neg,
+                         nb::handle storage_of) {
   const auto describe = Describer(api);
-  if (describe == nullptr || types.size() != tensors.size()) return nb::none();
+  const size_t count = tensors.size();
+  if (describe == nullptr || types.size() != count || known.size() != count * sizeof(uint64_t))
+    return nb::none();
   const char* expected = description.c_str();
   const char* end = expected + description.size();
   const auto matches = [&](const void* data, size_t bytes) {
@@ -108,16 +113,20 @@ nb::object LocateTensors(const nb::capsule& api, const nb::list& tensors, const 
     expected += bytes;
     return true;
   };
-  std::vector<uint64_t> addresses(tensors.size());
+  std::vector<uint64_t> addresses(count);
+  std::memcpy(addresses.data(), known.c_str(), known.size());
   nb::list storages;
-  for (size_t i = 0; i < addresses.size(); ++i) {
+  for (size_t i = 0; i < count; ++i) {
     const nb::handle tensor = tensors[i];
     nb::dlpack::dltensor facts;
     if (!tensor.type().is(types[i]) || !Describe(describe, tensor, &facts)) return nb::none();
-    addresses[i] = Address(facts);
+    if (Address(facts) != addresses[i]) {
+      const nb::object negative = Call(is_neg, tensor);
+      if (!negative.is_valid() || negative.ptr() != Py_False) return nb::none();
+      if (!Describe(describe, tensor, &facts)) return nb::none();  // again: torch has released the GIL
+      addresses[i] = Address(facts);
+    }
     if (!VisitFacts(facts, matches)) return nb::none();
-    const nb::object negative = Call(is_neg, tensor);
-    if (!negative.is_valid() || negative.ptr() != Py_False) return nb::none();
     const nb::object storage = Call(storage_of, tensor);
     if (!storage.is_valid()) return nb::none();
     storages.append(storage);

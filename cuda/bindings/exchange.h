@@ -15,9 +15,12 @@ nanobind::object DescribeTensors(const nanobind::capsule& api, const nanobind::l
                                  nanobind::handle is_neg, nanobind::handle storage_of);
 
 // Returns (addresses, storages), as DescribeTensors does, of tensors that are what they were: of these types,
-// with this description, none of them negated. Returns None if one is not. Faster: nothing is described anew.
+// with this description. Returns None if one is not, or is negated. Only of a tensor that is not at its
+// `known` address, `is_neg` is asked: torch releases the GIL for it, and another thread that takes it keeps
+// it for milliseconds, in a save of thousands of tensors many times.
 nanobind::object LocateTensors(const nanobind::capsule& api, const nanobind::list& tensors,
                                const nanobind::list& types, const nanobind::bytes& description,
-                               nanobind::handle is_neg, nanobind::handle storage_of);
+                               const nanobind::bytes& known, nanobind::handle is_neg,
+                               nanobind::handle storage_of);
 
 }  // namespace datastates

@@ -152,6 +152,7 @@ def locate_tensors(
     tensors: list[Any],
     types: list[type],
     description: bytes,
+    known: bytes,
     is_neg: object,
     storage_of: object,
 ) -> tuple[bytes, list[Any]] | None:

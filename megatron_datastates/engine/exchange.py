@@ -42,15 +42,15 @@ def facts_of(tensors: list[torch.Tensor]) -> Facts | None:
     return found[1] if found is not None else None
 
 
-def located(tensors: list[torch.Tensor], types: list[type], facts: Facts) -> Described | None:
+def located(tensors: list[torch.Tensor], types: list[type], facts: Facts, known: Words) -> Described | None:
     """Describes tensors that are of these types, and what `facts` say; returns None if one may not be.
 
-    Faster than `describe`.
+    Faster than `describe`. Of tensors at their `known` addresses, it does not ask whether they are negated.
     """
     if _EXCHANGE is None or facts.has_complex or facts.has_negative:
         return None
     views = (torch.Tensor.is_neg, torch.Tensor.untyped_storage)
-    found = native.locate_tensors(_EXCHANGE, tensors, types, facts.description, *views)
+    found = native.locate_tensors(_EXCHANGE, tensors, types, facts.description, known.tobytes(), *views)
     return Described(facts, np.frombuffer(found[0], np.uint64), found[1]) if found is not None else None
 
 

@@ -21,6 +21,7 @@ from megatron_datastates.engine.fence import FENCE
 # Optimizers whose pre-step hook has fired: their memory is known to change only after a fence.
 _stepped: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed = False
+frees = 0  # calls so far that free or unmap memory
 _FREEING_METHODS = ("resize_", "_share_fd_cpu_", "_share_filename_cpu_")
 
 
@@ -48,6 +49,8 @@ def _unread_before(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def unread_before(self: Any, *args: Any, **kwargs: Any) -> Any:
+        global frees
+        frees += 1
         if FENCE.readers:
             FENCE.wait_until_unread(self._cdata)
         return original(self, *args, **kwargs)
@@ -59,6 +62,8 @@ def wrap_unmap(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function that unmaps device memory; which tensors lie in it is unknown, so it waits for all."""
 
     def unmap(*args: Any, **kwargs: Any) -> Any:
+        global frees
+        frees += 1
         FENCE.wait_until_unread()
         return original(*args, **kwargs)
 

@@ -167,11 +167,12 @@ class Collectives:
         mine, everyone = transport.empty(each), transport.empty(rows * each)
         sent = transport.pinned(len(data)).copy_(_tensor_of(data))
         rounds: list[torch.Tensor] = []
+        received = list(everyone.view(rows, each).unbind(0)) if rows else None
         for at in range(0, longest, each):
             self._count("gather layouts")
             piece = sent[at : at + each]
             transport.copy(mine[: len(piece)], piece)
-            dist.gather(mine, list(everyone.view(rows, each).unbind(0)) if rows else None, dst=0)
+            dist.gather(mine, received, dst=0)
             if rows:
                 rounds.append(transport.pinned(rows * each))
                 transport.copy(rounds[-1], everyone)

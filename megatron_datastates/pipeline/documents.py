@@ -106,7 +106,8 @@ def small_files(
         OSError: such a file cannot be read.
     """
     context = save.context
-    index = layouts.merged(list(records))
+    records = list(records)  # decoded once
+    index = layouts.merged(records)
     files = [
         entry
         for record in records

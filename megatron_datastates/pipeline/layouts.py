@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import os
 import threading
 from collections import ChainMap
 from collections.abc import Iterable, Sequence
@@ -52,8 +53,8 @@ class LayoutStore:
         self.known: set[bytes] = set()
         self.epoch = 0
         self._uses: dict[int, int] = {}  # saves under way that rely on what was known, by epoch
-        self._lock = threading.Lock()  # of these numbers
-        self._bytes = self._needed_bytes = 0  # of the indexes of this epoch; of those of the last merged one
+        self._bytes = 0  # of the indexes and lists of this epoch
+        self._needed_bytes = 0  # of the indexes of the largest save
         # One at a time: a save removes what earlier ones of its process have left, and must not do so between
         # the check and the rename of one of them.
         self.publishing = threading.Lock()
@@ -68,26 +69,27 @@ class LayoutStore:
 
     def begin_use(self) -> int:
         """Notes that a save relies on what is known; returns the epoch, for `end_use`."""
-        with self._lock:
+        with _lock:
             self._uses[self.epoch] = self._uses.get(self.epoch, 0) + 1
             return self.epoch
 
     def end_use(self, epoch: int, digests: Iterable[bytes]) -> None:
         """Notes that the save is over, and that rank 0 knows these digests of this rank from now on."""
-        with self._lock:
+        with _lock:
             self._uses[epoch] -= 1
             if epoch == self.epoch:
                 self.known.update(digests)
 
     def should_forget(self) -> bool:
         """Returns whether rank 0 has too many indexes, and no save relies on those of the last epoch."""
-        with self._lock:
+        with _lock:
             is_free = not any(count for epoch, count in self._uses.items() if epoch != self.epoch)
-            return is_free and self._bytes > _SPARE_BYTES + _SPARE_SAVES * self._needed_bytes
+            needed = self._needed_bytes
+            return is_free and 0 < needed < (self._bytes - _SPARE_BYTES) / _SPARE_SAVES
 
     def forget(self, epoch: int | None) -> None:
         """Ends this epoch, if it is the current one. On all ranks in the same poll."""
-        with self._lock:
+        with _lock:
             if epoch != self.epoch:  # saves that began in one epoch end it once
                 return
             self.known.clear()
@@ -99,13 +101,17 @@ class LayoutStore:
 
     def add(self, rank: int, digest: bytes, index: bytes) -> None:
         """Stores the own index of one of a rank's data files, on rank 0."""
-        with self._lock:
+        with _lock:
             self._bytes += len(index) - len(self._parts.maps[0].get((rank, digest), b""))
             self._parts[rank, digest] = index
 
     def add_providers(self, digest: bytes, encoded: bytes) -> None:
         """Stores the list of a rank's state providers, on rank 0."""
-        self._providers[digest] = _PROVIDERS.decode(encoded)
+        decoded = _PROVIDERS.decode(encoded)
+        with _lock:
+            if digest not in self._providers.maps[0]:
+                self._bytes += len(encoded)
+            self._providers[digest] = decoded
 
     def providers(self, records: Sequence[RankRecord]) -> list[ProviderEntry]:
         """Returns the providers of all ranks; of one that several have, what the first of them says."""
@@ -138,10 +144,20 @@ class LayoutStore:
 
     def _merge(self, wanted: tuple[tuple[int, bytes], ...]) -> MergedIndex:
         parts = [(key[0], self._parts[key]) for key in wanted]
-        self._needed_bytes = sum(len(index) for _, index in parts)
+        # Of the largest one: were it of the last one, a small save would have all ranks forget a large one.
+        self._needed_bytes = max(self._needed_bytes, sum(len(index) for _, index in parts))
         return merge_layouts(parts)
 
 
+_lock = threading.Lock()  # of what stores know
+
+
+def _unlock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)  # a thread of the parent may hold it
 _PROVIDERS = msgspec.json.Decoder(list[ProviderEntry])
 
 

@@ -224,7 +224,8 @@ class Publication:
                 self.ranks_without_copies = without_copies
                 self._end(Outcome.PUBLISHED)
         elif may_publish:
-            self._publishing, self._epoch = True, self.layouts.begin_use()
+            self._publishing = True
+            self._epoch = self.layouts.begin_use()
             self._records_asked = self.collectives.start_gather(self._record().encode())
 
     def _end(self, outcome: Outcome) -> None:
@@ -366,15 +367,14 @@ class Publication:
             SaveFailedError: it failed. `keeps_files` says whether the manifest may be in place.
         """
         self.records, self._extras = Records(b"".join(part.record for part in parts)), extras
-        self._epoch = self.layouts.begin_use()
-        if self.layouts.should_forget():
-            self.layouts.forget(self._epoch)
-        for record, part in zip(self.records, parts, strict=True):
-            for digest, index in zip(record.layouts(), part.indexes, strict=True):
-                self.layouts.add(record.rank, digest, index)
-            self.layouts.add_providers(record.providers_digest, part.providers)
-            self._written_as[record.rank] = part.save_id
-        self._publish()
+        epoch = self.layouts.begin_use()
+        try:
+            if self.layouts.should_forget():
+                self.layouts.forget(epoch)
+            self._add_parts(parts)
+            self._publish()
+        finally:
+            self.layouts.end_use(epoch, ())  # this process sends nothing to itself: it needs to know nothing
         if self.save.failure is None:
             self._end(Outcome.PUBLISHED)
             return
@@ -383,6 +383,13 @@ class Publication:
         failures = (encode_failure(self.save.failure if n == rank else None) for n in range(len(parts)))
         self._fail(b"".join(failures))
         raise SaveFailedError(self.error)
+
+    def _add_parts(self, parts: Sequence[SavedPart]) -> None:
+        for record, part in zip(self.records, parts, strict=True):
+            for digest, index in zip(record.layouts(), part.indexes, strict=True):
+                self.layouts.add(record.rank, digest, index)
+            self.layouts.add_providers(record.providers_digest, part.providers)
+            self._written_as[record.rank] = part.save_id
 
     @property
     def keeps_files(self) -> bool:

@@ -160,7 +160,7 @@ class Records(Sequence[RankRecord]):
         """
         columns = self.columns
         digests = columns["providers_digest"]
-        is_another = (digests != digests[:1]).any(axis=1)
+        is_another = (digests[:, 0] != digests[:1, 0]) | (digests[:, 1] != digests[:1, 1])
         listed = np.where(is_another, columns["providers_bytes"], 0)
         sizes = (columns["layout_bytes"], columns["stable_layout_bytes"], listed)
         return np.stack(sizes, axis=1).astype(np.int64)

@@ -455,3 +455,25 @@ def test_a_coordinator_does_not_keep_the_layouts_of_all_saves(
     for size in (1, 20):
         found = load({f"w{i}": torch.zeros(size) for i in range(8)}, tmp_path / str(size))
         assert all(torch.equal(one, torch.ones(size)) for one in found.values())
+
+
+def test_a_publishing_that_is_interrupted_does_not_keep_layouts_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts, "_SPARE_BYTES", 0)
+    stores: set[layouts.LayoutStore] = set()
+    add = layouts.LayoutStore.add_providers
+
+    def interrupted(store: layouts.LayoutStore, *rest: Any) -> None:
+        stores.add(store)
+        if not stores_end.exists():
+            stores_end.touch()
+            raise KeyboardInterrupt
+        add(store, *rest)
+
+    stores_end = tmp_path / "interrupted"
+    monkeypatch.setattr(layouts.LayoutStore, "add_providers", interrupted)
+    with pytest.raises((KeyboardInterrupt, CheckpointException)):
+        save({"w": torch.ones(1)}, tmp_path / "0")
+    save({"w": torch.ones(1)}, tmp_path / "1")
+    assert [count for store in stores for count in store._uses.values() if count] == []

@@ -12,9 +12,10 @@ import torch
 
 from megatron_datastates.errors import FormatError
 from megatron_datastates.format.index import Index, index_entry
+from megatron_datastates.format.manifest import ProviderEntry
 from megatron_datastates.format.values import Fragment
 from megatron_datastates.pipeline import layouts
-from megatron_datastates.pipeline.layouts import LayoutStore
+from megatron_datastates.pipeline.layouts import LayoutStore, encode_providers
 from megatron_datastates.pipeline.load import Checkpoint
 from megatron_datastates.pipeline.publication import Outcome, Publication
 from megatron_datastates.pipeline.records import RankRecord
@@ -126,6 +127,27 @@ def test_indexes_of_the_last_epoch_are_kept_until_its_saves_are_over(little: Non
     store.merged(more[1])
     with pytest.raises(KeyError):
         store.merged(saves[3][:1])
+
+
+def test_a_small_save_does_not_have_a_large_structure_sent_again(little: None) -> None:
+    store = LayoutStore()
+    large = received(store, *halves(4), *(fragment(f"v{i}", [4], [0], [4]) for i in range(20)))
+    assert not store.should_forget(), "nothing was merged yet"
+    store.merged(large)
+    small = received(store, fragment("w", [4], [0], [4]))
+    for _ in range(2):
+        store.merged(small)
+        assert not store.should_forget()
+
+
+def test_lists_of_providers_count(little: None) -> None:
+    store = LayoutStore()
+    store.merged(received(store, *halves(4)))
+    for number in range(100):
+        entry = ProviderEntry(name="own", kind="Own", notes={"step": str(number)})
+        store.add_providers(*encode_providers([entry]))
+        store.add_providers(*encode_providers([entry]))
+    assert store.should_forget()
 
 
 def until(holds: Callable[[], bool]) -> None:

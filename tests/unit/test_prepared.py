@@ -21,6 +21,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 
 from megatron_datastates.engine import exchange
 from megatron_datastates.errors import SaveFailedError
+from megatron_datastates.mcore import fences
 from megatron_datastates.mcore.save import prepared
 from megatron_datastates.mcore.save.buckets import wrap_sharded_param_state_dp_reshardable
 from megatron_datastates.mcore.save.extra_states import extra_states
@@ -174,9 +175,10 @@ def test_tensors_are_located_only_if_they_are_as_described() -> None:
     described, types = exchange.describe(tensors), list(map(type, tensors))
     if described is None:
         pytest.skip("this torch has no exchange API")
+    facts, known = described.facts, described.addresses
     tensors[0].data = torch.zeros(4)
-    found = exchange.located(tensors, types, described.facts)
-    assert found is not None and found.facts is described.facts
+    found = exchange.located(tensors, types, facts, known)
+    assert found is not None and found.facts is facts
     assert found.addresses.tolist() == [tensor.data_ptr() for tensor in tensors]
     assert [one.data_ptr() for one in found.storages] == found.addresses.tolist()
     for others in (
@@ -186,17 +188,60 @@ def test_tensors_are_located_only_if_they_are_as_described() -> None:
         tensors[::-1],
         [torch._neg_view(tensors[0]), tensors[1]],
     ):
-        assert exchange.located(others, types, described.facts) is None
-        assert exchange.located(others, list(map(type, others)), described.facts) is None
-    assert exchange.located([tensors[0], tensors[1].detach()], types, described.facts) is None
+        assert exchange.located(others, types, facts, known) is None
+        assert exchange.located(others, list(map(type, others)), facts, known) is None
+    assert exchange.located([tensors[0], tensors[1].detach()], types, facts, known) is None
+    assert exchange.located(tensors, types, facts, known[:1]) is None
 
 
 def test_complex_tensors_are_not_located_as_each_may_be_a_conjugated_view() -> None:
     tensors = [torch.zeros(4, dtype=torch.complex64)]
-    facts = exchange.facts_of(tensors)
-    if facts is None:
+    described = exchange.describe(tensors)
+    if described is None:
         pytest.skip("this torch has no exchange API")
-    assert exchange.located(tensors, [torch.Tensor], facts) is None
+    assert exchange.located(tensors, [torch.Tensor], described.facts, described.addresses) is None
+
+
+def test_a_look_asks_only_tensors_that_have_moved_what_releases_the_gil(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch does for `is_neg`; another thread then keeps the GIL for milliseconds, once for each tensor."""
+    model = make()
+    survey = Survey([model], no_optimizer())
+    if survey._addresses is None:
+        pytest.skip("this torch has no exchange API")
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "is_neg", asked.append)
+    survey.tensors_if_unchanged(no_optimizer())
+    assert asked == []
+    set_data(model)
+    with pytest.raises(UnprovableError):  # it has answered None, which is not False
+        survey.tensors_if_unchanged(no_optimizer())
+    assert any(tensor is model[0].weight for tensor in asked)
+    monkeypatch.undo()
+    survey.tensors_if_unchanged(no_optimizer())
+    monkeypatch.setattr(torch.Tensor, "is_neg", asked.append)
+    asked.clear()
+    survey.tensors_if_unchanged(no_optimizer())
+    assert asked == [], "what has moved once is known there"
+
+
+def test_memory_that_was_freed_since_the_look_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fences.install()
+    model = make()
+    preparation = prepared.Preparation.__new__(prepared.Preparation)
+    preparation._survey = survey = Survey([model], no_optimizer())
+    monkeypatch.setattr(prepared, "is_megatrons_alone", lambda: True)
+    preparation.require_unchanged({"optimizer": no_optimizer()})
+    found = preparation._current
+    assert preparation._found_again() is found
+    model[0].kept.untyped_storage().resize_(0)
+    again = preparation._found_again()
+    assert again is not found
+    if again.described is not None:
+        freed = [tensor is model[0].kept for tensor in again.tensors].index(True)
+        assert again.described.addresses[freed] == 0
+    assert survey is preparation._survey
 
 
 def callers(*homes: str, name: str = "save_checkpoint") -> Callable[[], bool]:

@@ -44,8 +44,8 @@ ENDPOINT = st.binary(min_size=ENDPOINT_BYTES, max_size=ENDPOINT_BYTES)
 STABLE = st.builds(StableRecord, LONG, LONG, WORD, DIGEST, LONG, LONG, SHA256)
 RECORDS = st.builds(
     RankRecord, WORD, st.booleans(), LONG, LONG, WORD, DIGEST, LONG,
-    SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, DIGEST, WORD, LONG, st.booleans(), st.booleans(),
-    HOST, ENDPOINT, STABLE,
+    SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, DIGEST, WORD, LONG,
+    st.booleans(), st.booleans(), HOST, ENDPOINT, STABLE,
 )  # fmt: skip
 RECORD = RankRecord(0, True, 10**6, 4096, 7, bytes(16), 0, 0.1, 0.01, 0.02, 0.2, 0.5, 0.6, 0.0)
 

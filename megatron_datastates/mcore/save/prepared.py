@@ -130,6 +130,7 @@ class Preparation:
         self._facts: Facts | None = None  # of the tensors as they were stored
         self._classified: Any = None  # what the mutability depends on
         self._current: Found | None = None  # during a prepared save: the tensors of the survey
+        self._frees = 0  # calls that had freed memory by then
         self._used: set[int] = set()
         self.is_complete = False
         self.is_taken = False  # during a prepared save: its tensors went to a strategy
@@ -206,6 +207,7 @@ class Preparation:
         Raises:
             UnprovableError: something has changed.
         """
+        self._frees = fences.frees
         self._current = self._survey.tensors_if_unchanged(call["optimizer"])
 
     def thin_models(self, *, leaves_out: bool) -> list[Any]:
@@ -292,13 +294,16 @@ class Preparation:
         return _copied(columns, tensors, described)
 
     def _found_again(self) -> Found:
-        """Returns the tensors of the survey. If code of others has run since, it may have moved them.
+        """Returns the tensors of the survey. If code of others calls, it may have moved them since.
+
+        What another program's code has moved that has returned by now is stored as it was; memory that it has
+        freed is looked for.
 
         Raises:
             SaveFailedError: one has changed.
         """
         assert self._current is not None
-        if is_megatrons_alone():
+        if is_megatrons_alone() and fences.frees == self._frees:
             return self._current
         try:
             return self._survey.found_again(self._current)

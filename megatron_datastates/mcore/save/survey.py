@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_datastates.engine import native
-from megatron_datastates.engine.exchange import Described, Facts, describe, facts_of, located
+from megatron_datastates.engine.exchange import Described, Facts, describe, located
 from megatron_datastates.pipeline.plans import has_unresolved_views
 from megatron_datastates.providers.tensors import is_frozen
 
 _TRUSTED = ("megatron.", "torch.", "transformer_engine.")  # beginnings of the names of modules
+_CALLERS = ("megatron.core.", "megatron.training.", "torch.", "megatron_datastates.")  # that move no tensor
 _DECIDING = ("sharded_state_dict", "state_dict", "_save_to_state_dict")
 _OF_OPTIMIZERS = ("sharded_state_dict", "state_dict")
 _BUCKETING = (
@@ -89,7 +90,9 @@ class Survey:
         # All that it decides is whether a tensor goes to the file of stable ones: asked of frozen parameters
         # alone, as those that are trained are thousands. One frozen later joins them at the next full save.
         self._pick_frozen = items_at([at for at, one in enumerate(tensors) if is_frozen(one)])
-        self._facts = facts_of(tensors) or _slow_facts(tensors)
+        described = describe(tensors)
+        self._facts = described.facts if described is not None else _slow_facts(tensors)
+        self._addresses = described.addresses if described is not None else None  # at the last look
         self._types = list(map(type, tensors))
 
     def inner_optimizers(self) -> set[int]:
@@ -135,12 +138,14 @@ class Survey:
         return list(tensors.values())
 
     def _described(self, tensors: list[torch.Tensor]) -> Found:
-        if isinstance(self._facts, Facts):
-            described = located(tensors, self._types, self._facts)
-            if described is not None:
-                return Found(tensors, described)
-        described = describe(tensors)
-        self._require_facts(tensors, described.facts if described is not None else None)
+        described = None
+        if self._addresses is not None:
+            described = located(tensors, self._types, self._facts, self._addresses)
+        if described is None:
+            described = describe(tensors)
+            self._require_facts(tensors, described.facts if described is not None else None)
+        if described is not None:
+            self._addresses = described.addresses
         return Found(tensors, described)
 
     def _require_facts(self, tensors: list[torch.Tensor], facts: Facts | None) -> None:
@@ -201,7 +206,7 @@ def is_megatrons_alone() -> bool:
         home = str(frame.f_globals.get("__name__"))
         if home == _SAVING[0] and frame.f_code.co_name == _SAVING[1]:
             return True
-        if not home.startswith((*_TRUSTED, _OURS)):
+        if not home.startswith(_CALLERS):
             return False
         frame = frame.f_back
     return False
