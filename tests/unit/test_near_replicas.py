@@ -28,7 +28,7 @@ from megatron_datastates.pipeline.near.recovery import bring_home
 from megatron_datastates.pipeline.near.replicas import Replicas, share_of
 from megatron_datastates.pipeline.near.serving import Endpoint, Server, download
 from megatron_datastates.pipeline.publication import Outcome, Publication
-from megatron_datastates.pipeline.records import ENDPOINT_BYTES, RankRecord
+from megatron_datastates.pipeline.records import ENDPOINT_BYTES, RankRecord, Records
 from tests.unit.command import run
 from tests.unit.states import OPTIONS, data_files, flip
 from tests.unit.test_near_tier import Nodes, abandon, states_of
@@ -147,15 +147,13 @@ def test_copies_that_are_left_out_on_any_rank_are_reported(
     assert said in copies["error"]
 
 
-def records_of(
-    nodes: Sequence[Sequence[int]], near: Callable[[int], bool] = lambda rank: True
-) -> list[RankRecord]:
+def records_of(nodes: Sequence[Sequence[int]], near: Callable[[int], bool] = lambda rank: True) -> Records:
     """Returns records of ranks, by node."""
     found = [(rank, number) for number, ranks in enumerate(nodes, 1) for rank in ranks]
-    return [
+    return Records.of(
         RankRecord(rank, True, 10, 5, 0, bytes(16), 0, *[0.0] * 7, node=node, is_near=near(rank))
         for rank, node in sorted(found)
-    ]
+    )
 
 
 def manifest_of(ranks: int) -> Manifest:

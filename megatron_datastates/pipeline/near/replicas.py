@@ -23,7 +23,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -39,7 +39,7 @@ from megatron_datastates.pipeline.near.copying import is_whole, new_file
 from megatron_datastates.pipeline.near.places import free_bytes, occupied_bytes
 from megatron_datastates.pipeline.near.serving import Endpoint, Server, download
 from megatron_datastates.pipeline.opening import check_identity
-from megatron_datastates.pipeline.records import HOST_BYTES, RankRecord
+from megatron_datastates.pipeline.records import HOST_BYTES, RankRecord, Records
 from megatron_datastates.plan.reads import gather_spans, plan_extent
 
 logger = logging.getLogger(__name__)
@@ -54,12 +54,12 @@ def host_name() -> bytes:
     return socket.gethostname().partition(".")[0].encode("ascii", "replace")[-HOST_BYTES:]
 
 
-def ring_of(records: Sequence[RankRecord]) -> list[list[RankRecord]]:
-    """Returns the nodes with files in near tiers, each with the records of its ranks that have some."""
-    nodes: dict[int, list[RankRecord]] = {}
-    for record in records:
-        if record.is_near:
-            nodes.setdefault(record.node, []).append(record)
+def ring_of(records: Records) -> list[list[int]]:
+    """Returns the nodes with files in near tiers, each as the ranks there that have some."""
+    near = records.columns[records.columns["is_near"]]
+    nodes: dict[int, list[int]] = {}
+    for node, rank in zip(near["node"].tolist(), near["rank"].tolist(), strict=True):
+        nodes.setdefault(node, []).append(rank)
     return list(nodes.values())
 
 
@@ -81,21 +81,25 @@ class Share:
     is_first: bool
 
 
-def share_of(rank: int, records: Sequence[RankRecord], manifest: Manifest, replicas: int) -> Share:
-    """Returns the part of a rank with files in a near tier."""
+def share_of(rank: int, records: Records, manifest: Manifest, replicas: int) -> Share:
+    """Returns the part of a rank with files in a near tier.
+
+    Args:
+        records: of all ranks of the world, so that each is at the place of its rank.
+    """
     ring = ring_of(records)
-    ranks = [[record.rank for record in node] for node in ring]
-    own = next(n for n, one in enumerate(ranks) if rank in one)
+    own = next(n for n, ranks in enumerate(ring) if rank in ranks)
     count = min(replicas, len(ring) - 1)
     fetched = [(own - step * (len(ring) // (count + 1))) % len(ring) for step in range(1, count + 1)]
-    origins = {record.rank: record for n in fetched for record in ring[n]}
-    wanted = [(file, origins[file.rank]) for file in manifest.files if file.rank in origins]
+    origins = {origin for n in fetched for origin in ring[n]}
+    wanted = [file for file in manifest.files if file.rank in origins]
+    part = wanted[ring[own].index(rank) :: len(ring[own])]
     return Share(
-        files=wanted[ranks[own].index(rank) :: len(ranks[own])],
-        own_bytes=sum(file.bytes for file in manifest.files if file.rank in ranks[own]),
-        node_bytes=sum(file.bytes for file, _ in wanted),
+        files=[(file, records[file.rank]) for file in part],
+        own_bytes=sum(file.bytes for file in manifest.files if file.rank in ring[own]),
+        node_bytes=sum(file.bytes for file in wanted),
         nodes=len(ring),
-        is_first=rank == ranks[own][0],
+        is_first=rank == ring[own][0],
     )
 
 

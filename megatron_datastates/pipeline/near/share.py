@@ -197,8 +197,8 @@ class NearShare:
 
     def _nodes(self) -> Nodes:
         ring = ring_of(self._records)
-        own = next(n for n, node in enumerate(ring) if node[0].rank == self._context.rank)
-        nodes = [NodeEntry(node[0].host_name, [record.rank for record in node]) for node in ring]
+        own = next(n for n, ranks in enumerate(ring) if ranks[0] == self._context.rank)
+        nodes = [NodeEntry(self._records[ranks[0]].host_name, ranks) for ranks in ring]
         return Nodes(own, nodes)
 
     def _note_renamed(self) -> None:
