@@ -466,12 +466,12 @@ def test_a_publishing_that_is_interrupted_does_not_keep_layouts_for_ever(
 
     def interrupted(store: layouts.LayoutStore, *rest: Any) -> None:
         stores.add(store)
-        if not stores_end.exists():
-            stores_end.touch()
+        if not was_interrupted.exists():
+            was_interrupted.touch()
             raise KeyboardInterrupt
         add(store, *rest)
 
-    stores_end = tmp_path / "interrupted"
+    was_interrupted = tmp_path / "interrupted"
     monkeypatch.setattr(layouts.LayoutStore, "add_providers", interrupted)
     with pytest.raises((KeyboardInterrupt, CheckpointException)):
         save({"w": torch.ones(1)}, tmp_path / "0")
