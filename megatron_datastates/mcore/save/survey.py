@@ -199,7 +199,7 @@ def require_known_maker() -> None:
 def is_megatrons_alone() -> bool:
     """Returns whether only Megatron, torch and this package run between `save_checkpoint` and the caller.
 
-    Then nobody has moved a tensor since the state dict was made.
+    Code of others that has returned by now is not seen: what it moved is stored as it was before.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
